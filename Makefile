@@ -1,0 +1,51 @@
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := .venv/.run
+DEV := .venv/.dev
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+demo: $(RUN)  ## train a small GPT on real text and print every sample's gradient norm
+	$(BIN)/python -m gnsfast.demo
+
+test: $(DEV)  ## all tests, in the checkout and then against the built wheel
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(MAKE) --no-print-directory wheel-test
+
+wheel-test: $(DEV)  ## the tests against the wheel in a clean environment
+	rm -rf build
+	$(BIN)/python -m build --quiet --wheel --outdir build/wheel
+	$(PYTHON) -m venv build/venv
+	echo "$$(cd .venv/lib/python*/site-packages && pwd)" > $$(echo build/venv/lib/python*/site-packages)/dependencies.pth
+	build/venv/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	mkdir build/away
+	cd build/away && OMP_NUM_THREADS=1 GNSFAST_TEST_WHEEL=1 ../venv/bin/python -m pytest \
+		--rootdir ../.. -c ../../pyproject.toml -p no:cacheprovider -n 2 --dist worksteal -m "not dist" ../../tests
+
+lint: $(DEV)  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(DEV)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(DEV)  ## gnsfast against plain torch on this CPU
+	$(BIN)/python -m benchmarks cpu
+
+clean:  ## remove everything that make made
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(RUN): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) --editable .
+	touch $(RUN)
+
+$(DEV): $(RUN)
+	$(INSTALL) --editable '.[dev]'
+	touch $(DEV)
+
+.PHONY: help demo test wheel-test lint format bench clean

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-sample gradient norms, and the gradient noise scale, from inside the backward pass."""
+
+from gnsfast import functional
+from gnsfast.convert import convert
+from gnsfast.coverage import Coverage, CoverageRow, coverage
+from gnsfast.errors import ObservationError, SampleShapeError
+from gnsfast.modules import Conv1d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm
+from gnsfast.probes import SampleNorms, per_sample_sqnorms
+from gnsfast.verify import Verification, VerifiedParameter, verify
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Conv1d",
+    "Conv2d",
+    "Coverage",
+    "CoverageRow",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "ObservationError",
+    "RMSNorm",
+    "SampleNorms",
+    "SampleShapeError",
+    "Verification",
+    "VerifiedParameter",
+    "__version__",
+    "convert",
+    "coverage",
+    "functional",
+    "per_sample_sqnorms",
+    "verify",
+]

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turning the modules of a model, in place, into their gnsfast twins."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from gnsfast.modules import Embedding, Linear
+from gnsfast.probed import Probed, SampleLayout, Tie
+from gnsfast.routes import looped, route_of, uses_children_as_tensors
+
+WRAPPERS = {
+    "FSDPModule": "convert the model before fully_shard",
+    "FullyShardedDataParallel": "FSDP1 flattens parameters; use fully_shard, and convert before it",
+    "DataParallel": "its replicas are copies; use DistributedDataParallel",
+}
+SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+# Submodules whose output has lost the batch dimension: norms of theirs would be those of rows, not
+# samples.
+NO_BATCH = {"relative_attention_bias": "its output does not carry the batch dimension"}
+
+
+def convert(
+    model: nn.Module,
+    *,
+    batch_dim: int = 0,
+    fold: Iterable[str] | None = None,
+    broadcast: Iterable[str] | None = None,
+    replay: Iterable[str] | None = None,
+    exclude: Iterable[str] | None = None,
+) -> nn.Module:
+    """Make the layers of ``model`` able to yield per-sample gradient norms; returns ``model``,
+    changed in place.
+
+    Only the classes of modules change: parameters, buffers, hooks, dtype, device, training state,
+    tied weights, ``state_dict`` and outputs stay what they were. Until
+    ``gnsfast.per_sample_sqnorms`` opens them, the modules run their torch code. Calling it again
+    applies the new options.
+
+    Args:
+        batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models.
+        fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
+        broadcast: patterns of embeddings that are given a bare index [T] which all samples share.
+        replay: patterns of modules to run once more for each sample in backward, with all that is
+            below
+            them: exact for what no layer sees (a weight used as a tensor, a layer called twice),
+                but slow.
+        exclude: patterns of module names to leave out; their parameters have no norms.
+
+    Patterns are those of ``fnmatch`` over the names of ``named_modules``; one that matches nothing
+    is an error.
+
+    Raises:
+        ValueError: an option that matches nothing, a sequence-first model with ``batch_dim=0``, a
+            model that
+            is already wrapped by FSDP or DataParallel.
+
+    >>> model = gnsfast.convert(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.LayerNorm(8)))
+    >>> type(model[0]).__module__
+    'gnsfast.modules'
+    """
+    if batch_dim not in (0, 1):
+        raise ValueError(f"batch_dim is 0 or 1, not {batch_dim!r}")
+    named = dict(model.named_modules())
+    _refuse(named, batch_dim)
+    folded = _matching("fold", fold, named)
+    shared = _matching("broadcast", broadcast, named)
+    replayed = _matching("replay", replay, named)
+    excluded = _matching("exclude", exclude, named)
+    if odd := [n for n in sorted(shared) if not isinstance(named[n], nn.Embedding)]:
+        raise ValueError(
+            f"broadcast: {odd[0]!r} is a {type(named[odd[0]]).__name__}, not an embedding"
+        )
+
+    whole = {n for n, m in named.items() if uses_children_as_tensors(m)} | replayed
+    claims_of = {n: () if _inside(n, whole) else _claims(m, n in whole) for n, m in named.items()}
+    for name, module in named.items():
+        if not (claims := claims_of[name]):
+            if isinstance(module, Probed):
+                module._claims = ()
+            continue
+        route = looped(module) if name in whole else route_of(module)
+        if route.cls is None:
+            continue
+        if type(module) is not route.cls:
+            module.__class__ = route.cls
+        assert isinstance(module, Probed)
+        module._claims = claims
+        module._samples = SampleLayout(batch_dim, name in folded, name in shared)
+        reason = NO_BATCH.get(name.rpartition(".")[2], "")
+        if name in excluded:
+            reason = "excluded by convert"
+        module._uncovered = dict.fromkeys(claims, reason) if reason else {}
+        module._audited, module._calls, module._tie = False, None, None
+    _tie(named, claims_of)
+    return model
+
+
+def _inside(name: str, paths: set[str]) -> bool:
+    return any(name != path and (not path or name.startswith(f"{path}.")) for path in paths)
+
+
+def _claims(module: nn.Module, whole: bool) -> tuple[str, ...]:
+    """The parameters that a module answers for.
+
+    Its own; all below it where it is replayed as a whole. One that it shares with a submodule is
+    the submodule's (BERT's head lists its decoder's bias as its own).
+    """
+    if whole:
+        return tuple(n for n, _ in module.named_parameters())
+    below = {id(p) for child in module.children() for p in child.parameters()}
+    return tuple(n for n, p in module._parameters.items() if p is not None and id(p) not in below)
+
+
+def _refuse(named: dict[str, nn.Module], batch_dim: int) -> None:
+    for name, module in named.items():
+        for cls in type(module).__mro__:
+            if cls.__name__ in WRAPPERS and cls.__module__.startswith("torch."):
+                raise ValueError(
+                    f"{name or 'the model'} is a {cls.__name__}: {WRAPPERS[cls.__name__]}"
+                )
+        if isinstance(module, SEQUENCE_FIRST) and module.self_attn.batch_first == bool(batch_dim):
+            first, say = ("batch", 0) if batch_dim else ("sequence", 1)
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) is {first}-first: say "
+                f"convert(model, batch_dim={say})"
+            )
+
+
+def _matching(option: str, patterns: Iterable[str] | None, named: dict[str, nn.Module]) -> set[str]:
+    if isinstance(patterns, str):
+        raise ValueError(f"{option} takes a list of patterns, not the string {patterns!r}")
+    found = set()
+    for pattern in patterns or ():
+        names = {n for n in named if fnmatchcase(n, pattern)}
+        if not names:
+            raise ValueError(f"{option}: no module's name matches {pattern!r}")
+        found |= names
+    return found
+
+
+def _tie(named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]]) -> None:
+    """Link embeddings and the head that share a weight; other shared parameters are left out, by
+    name.
+    """
+    users: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, claims in claims_of.items():
+        own = dict(named[path].named_parameters()) if claims else {}
+        for name in claims:
+            users.setdefault(id(own[name]), []).append((path, named[path], name))
+    for sharers in users.values():
+        probed = [(m, name) for _, m, name in sharers if isinstance(m, Probed)]
+        if len(sharers) == 1 or not probed:
+            continue
+        modules = [m for m, _ in probed]
+        heads = sum(isinstance(m, Linear) for m in modules)
+        embeddings = sum(isinstance(m, Embedding) for m in modules)
+        reasons = [m._uncovered[name] for m, name in probed if name in m._uncovered]
+        if heads <= 1 and embeddings and heads + embeddings == len(sharers) and not reasons:
+            tie = Tie()
+            for m in modules:
+                m._tie = tie
+        else:
+            paths = ", ".join(repr(path) for path, _, _ in sharers)
+            for m, name in probed:
+                reason = reasons[0] if reasons else f"a weight shared by {paths}"
+                m._uncovered = {**m._uncovered, name: reason}

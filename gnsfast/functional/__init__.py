@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers whose backward pass also yields every sample's squared gradient norm, as the gradient of a
+``probe``.
+
+A probe is a float32 leaf of zeros, [P, B + 2], with a row for each trainable parameter of the layer
+in the order weight, bias. After backward ``probe.grad`` holds B per-sample squared norms, the
+squared norm of the batch's gradient, and 1.0, which counts the calls. Forward results are those of
+``torch.nn.functional``.
+"""
+
+from gnsfast.functional._conv import conv
+from gnsfast.functional._embedding import embedding
+from gnsfast.functional._linear import linear
+from gnsfast.functional._norms import layer_norm, rms_norm
+
+__all__ = ["conv", "embedding", "layer_norm", "linear", "rms_norm"]

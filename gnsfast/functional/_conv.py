@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gnsfast import ops
+from gnsfast.functional._samples import (
+    autocast_dtype,
+    num_samples,
+    without_autocast,
+)
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        probe: Tensor,
+        dtype: torch.dtype | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+    ) -> Tensor:
+        ctx.parameter_dtype = w.dtype
+        if dtype is not None:
+            w, b = w.to(dtype), b if b is None else b.to(dtype)
+        ctx.save_for_backward(x, w)
+        ctx.num_samples, ctx.geometry = num_samples(probe), (stride, padding, dilation, groups)
+        conv = F.conv1d if w.ndim == 3 else F.conv2d
+        y: Tensor = conv(x, w, b, stride, padding, dilation, groups)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        stride, padding, dilation, groups = ctx.geometry
+        dx = None
+        with without_autocast(dy):
+            if need_x:
+                dx, _, _ = torch.ops.aten.convolution_backward(
+                    *(dy, x, w, None, stride, padding, dilation, False),
+                    *([0] * len(stride), groups, [True, False, False]),
+                )
+            dw, db, sqnorm_PB = ops.conv_wgrad(
+                *(x, dy, ctx.num_samples, list(w.shape[2:]), stride, padding, dilation, groups),
+                *(need_w, need_b, ctx.parameter_dtype),
+            )
+        return dx, dw if need_w else None, db if need_b else None, sqnorm_PB, *(None,) * 5
+
+
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    probe: Tensor,
+    *,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int = 1,
+) -> Tensor:
+    """``torch.nn.functional.conv1d`` or ``conv2d`` (by the weight's rank) whose backward fills
+    ``probe``.
+
+    >>> x, w = torch.randn(3, 2, 8), torch.randn(4, 2, 3, requires_grad=True)
+    >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
+    >>> one = dict(stride=(1,), padding=(0,), dilation=(1,))
+    >>> gnsfast.functional.conv(x, w, None, probe, **one).sum().backward()
+    >>> torch.allclose(probe.grad[0, :3], 4 * x.unfold(2, 3, 1).sum(2).square().sum((1, 2)))
+    True
+    """
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x = x.to(dtype)
+    y: Tensor = _Conv.apply(
+        x, weight, bias, probe, dtype, list(stride), list(padding), list(dilation), groups
+    )
+    return y

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embeddings, and the links to later uses of their weight."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gnsfast import ops, reference
+from gnsfast.functional._samples import (
+    Link,
+    num_samples,
+    samples_first,
+    without_autocast,
+)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        w: Tensor,
+        probe: Tensor,
+        padding_idx: int | None,
+        batch_dim: int,
+        tied: bool,
+        *links: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(ids, *links[::3])
+        ctx.num_samples, ctx.batch_dim = num_samples(probe), batch_dim
+        ctx.num_embeddings, ctx.parameter_dtype = w.shape[0], w.dtype
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx
+        y = F.embedding(ids, w, padding_idx)
+        if not tied:
+            return (y,)
+        B, T, D = samples_first(y, ctx.num_samples, batch_dim).shape
+        zero = w.new_zeros((), dtype=reference.accumulate_dtype(w.dtype))
+        return y, zero.expand(B, T, D), zero.clone().expand(B, T, D)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
+        ids, *link_ids = ctx.saved_tensors
+        assert dy is not None  # links are only ever used together with the output
+        link_grads = []
+        with without_autocast(dy):
+            dy_BTD = samples_first(dy, ctx.num_samples, ctx.batch_dim)
+            ids_BT = samples_first(ids[..., None], ctx.num_samples, ctx.batch_dim)[..., 0]
+            dw, sqnorm_PB = ops.embedding_wgrad(
+                dy_BTD, ids_BT, ctx.num_embeddings, ctx.padding_idx, ctx.parameter_dtype
+            )
+            taught_BTD = dy_BTD.to(reference.accumulate_dtype(dy.dtype))
+            taught_BTD = taught_BTD.masked_fill((ids_BT == ctx.padding_idx)[..., None], 0.0)
+            if any(d is not None for d in dlinks):
+                sqnorm_PB = _add_cross_terms(sqnorm_PB, taught_BTD, *dlinks)
+            for ids_BS in link_ids:
+                same_BST = (ids_BS[:, :, None] == ids_BT[:, None, :]).to(taught_BTD.dtype)
+                link_grads += [None, same_BST @ taught_BTD, dw[ids_BS].to(taught_BTD.dtype)]
+        return None, dw, sqnorm_PB, None, None, None, *link_grads
+
+
+def _add_cross_terms(
+    sqnorm_PB: Tensor, dy_BTD: Tensor, of_samples: Tensor | None, of_sum: Tensor | None
+) -> Tensor:
+    """‖a + b‖² = ‖a‖² + ‖b‖² + 2 a·b: the 2 a·b of an embedding and the weight's later uses."""
+    assert of_samples is not None and of_sum is not None
+    cross = torch.cat(
+        [
+            (dy_BTD * of_samples).sum((1, 2), dtype=torch.float64),
+            (dy_BTD * of_sum).sum(dtype=torch.float64)[None],
+            sqnorm_PB.new_zeros(1, dtype=torch.float64),
+        ]
+    )
+    return (sqnorm_PB + 2.0 * cross).to(torch.float32)
+
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    probe: Tensor,
+    *,
+    padding_idx: int | None = None,
+    batch_dim: int = 0,
+    tied: bool = False,
+    links: tuple[Link, ...] = (),
+) -> tuple[Tensor, Link | None]:
+    """``torch.nn.functional.embedding(ids, weight, padding_idx)`` whose backward fills ``probe``.
+
+    Returns the rows and, when ``tied``, the link that later layers of the same weight take as
+    ``links``: through it they add their share 2 a·b of ‖a + b‖² to this layer's row.
+
+    >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
+    >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
+    >>> gnsfast.functional.embedding(ids, w, probe)[0].sum().backward()
+    >>> probe.grad[0, :2]  # the repeated id adds before it is squared
+    tensor([12.,  6.])
+    """
+    flat = [t for link in links for t in link]
+    out: tuple[Tensor, ...] = _Embedding.apply(
+        ids, weight, probe, padding_idx, batch_dim, tied, *flat
+    )
+    if not tied:
+        return out[0], None
+    ids_BT = samples_first(ids[..., None], num_samples(probe), batch_dim)[..., 0]
+    return out[0], (ids_BT, out[1], out[2])

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gnsfast import ops, sharding
+from gnsfast.functional._samples import (
+    Link,
+    autocast_dtype,
+    num_samples,
+    samples_first,
+    without_autocast,
+)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        probe: Tensor,
+        dtype: torch.dtype | None,
+        batch_dim: int,
+        transposed: bool,
+        *links: Tensor,
+    ) -> Tensor:
+        ctx.parameter_dtype = w.dtype
+        if dtype is not None:
+            w, b = w.to(dtype), b if b is None else b.to(dtype)
+        ctx.save_for_backward(x, w, *links[::3])
+        ctx.num_samples, ctx.batch_dim, ctx.transposed = num_samples(probe), batch_dim, transposed
+        return F.linear(x, w.t() if transposed else w, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, *link_ids = ctx.saved_tensors
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        dx, link_grads = None, []
+        with without_autocast(dy):
+            if need_x:
+                dx = dy @ (w.t() if ctx.transposed else w)
+            x_BTI = samples_first(x, ctx.num_samples, ctx.batch_dim)
+            dy_BTO = samples_first(dy, ctx.num_samples, ctx.batch_dim)
+            wgrad = sharding.linear_wgrad if sharding.is_dtensor(dy) else ops.linear_wgrad
+            dw, db, sqnorm_PB = wgrad(
+                x_BTI, dy_BTO, need_w, need_b, ctx.transposed, ctx.parameter_dtype
+            )
+            for ids in link_ids:
+                rows = ops.tie_rows(x_BTI, dy_BTO, ids)
+                link_grads += [None, rows, dw[ids].to(rows.dtype)]
+        return (
+            dx,
+            dw if need_w else None,
+            db if need_b else None,
+            sqnorm_PB,
+            None,
+            None,
+            None,
+            *link_grads,
+        )
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    probe: Tensor,
+    *,
+    batch_dim: int = 0,
+    transposed: bool = False,
+    links: tuple[Link, ...] = (),
+) -> Tensor:
+    """``torch.nn.functional.linear(x, weight, bias)`` whose backward fills ``probe``.
+
+    Equals ``F.linear(x, weight, bias)``; sample b's norm is that of ``autograd.grad`` of its own
+    loss term.
+
+    Args:
+        x: [B, ..., in_features], or [T, B, in_features] with ``batch_dim=1``. Rows may be k · B:
+            then k
+            consecutive rows are one sample.
+        weight: [out_features, in_features], or [in_features, out_features] when ``transposed``.
+        bias: [out_features] or None.
+        probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
+        links: earlier embeddings that share ``weight``.
+
+    The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
+    Source: Goodfellow 2015 (arXiv 1510.01799), eq. for a fully connected layer, summed over tokens.
+
+    >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
+    >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
+    >>> gnsfast.functional.linear(x, w, None, probe).sum().backward()
+    >>> torch.allclose(probe.grad[0, :3], 2 * x.square().sum(1))
+    True
+    """
+    dtype = autocast_dtype(x)
+    if dtype is not None and x.is_floating_point():
+        x = x.to(dtype)
+    flat = [t for link in links for t in link]
+    y: Tensor = _Linear.apply(x, weight, bias, probe, dtype, batch_dim, transposed, *flat)
+    return y

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer norm and RMS norm."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gnsfast import ops, reference, sharding
+from gnsfast.functional._samples import (
+    num_samples,
+    samples_first,
+    without_autocast,
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        probe: Tensor,
+        shape: list[int],
+        eps: float,
+        batch_dim: int,
+    ) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
+        ctx.save_for_backward(x, w, b, mean, rstd)
+        ctx.num_samples, ctx.batch_dim, ctx.shape = num_samples(probe), batch_dim, shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, b, mean, rstd = ctx.saved_tensors
+        _, need_w, need_b, *_ = ctx.needs_input_grad
+
+        def rows(t: Tensor) -> Tensor:
+            return samples_first(t.flatten(-len(ctx.shape)), ctx.num_samples, ctx.batch_dim)
+
+        backward = layer_norm_backward if torch.compiler.is_compiling() else ops.layer_norm_backward
+        with without_autocast(dy):
+            flat_w, flat_b = (t if t is None else t.flatten() for t in (w, b))
+            dx, dw, db, sqnorm_PB = sharding.replicated(backward)(
+                rows(dy),
+                rows(x),
+                *(rows(mean).contiguous(), rows(rstd).contiguous()),  # torch's kernel assumes it
+                *(flat_w, flat_b, need_w, need_b),
+            )
+        if ctx.batch_dim == 1 and x.ndim > 2:
+            dx = dx.transpose(0, 1)
+        return (
+            dx.reshape(x.shape),
+            dw.reshape(ctx.shape) if need_w else None,
+            db.reshape(ctx.shape) if need_b else None,
+            sqnorm_PB,
+            None,
+            None,
+            None,
+        )
+
+
+def layer_norm_backward(
+    dy_BTN: Tensor,
+    x_BTN: Tensor,
+    mean_BT1: Tensor,
+    rstd_BT1: Tensor,
+    w_N: Tensor | None,
+    b_N: Tensor | None,
+    weight: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``ops.layer_norm_backward`` as plain aten, which Inductor can fuse."""
+    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+        dy_BTN, x_BTN, [x_BTN.shape[2]], mean_BT1, rstd_BT1, w_N, b_N, [True, False, False]
+    )
+    acc = reference.accumulate_dtype(x_BTN.dtype)
+    normed = (x_BTN.to(acc) - mean_BT1) * rstd_BT1
+    dw_BN = (normed * dy_BTN).sum(1) if weight else None
+    db_BN = dy_BTN.sum(1, dtype=acc) if bias else None
+    return dx, *reference.affine_wgrad(dw_BN, db_BN, w_N, b_N)
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    probe: Tensor,
+    *,
+    eps: float = 1e-5,
+    batch_dim: int = 0,
+) -> Tensor:
+    """``torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)`` whose backward
+    fills ``probe``.
+
+    >>> x, w = torch.randn(3, 7, 5), torch.ones(5, requires_grad=True)
+    >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
+    >>> gnsfast.functional.layer_norm(x, (5,), w, None, probe).sum().backward()
+    >>> normed = torch.nn.functional.layer_norm(x, (5,))
+    >>> torch.allclose(probe.grad[0, :3], normed.sum(1).square().sum(1), atol=1e-5)
+    True
+    """
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        x = x.float()  # as torch's own autocast does there
+    y: Tensor = _LayerNorm.apply(x, weight, bias, probe, list(normalized_shape), eps, batch_dim)
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        probe: Tensor,
+        eps: float,
+        variant: str,
+        batch_dim: int,
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.num_samples, ctx.batch_dim = num_samples(probe), batch_dim
+        forward, ctx.offset = RMS_NORM_VARIANTS[variant]
+        ctx.eps = eps
+        return forward(x, w, eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+
+        def rows(t: Tensor) -> Tensor:
+            return samples_first(t.flatten(-w.ndim), ctx.num_samples, ctx.batch_dim)
+
+        compiling = torch.compiler.is_compiling()
+        backward = reference.rms_norm_backward if compiling else ops.rms_norm_backward
+        with without_autocast(dy):
+            dx, dw, sqnorm_PB = sharding.replicated(backward)(
+                rows(dy), rows(x), w.flatten(), ctx.eps, ctx.offset
+            )
+        if ctx.batch_dim == 1 and x.ndim > 2:
+            dx = dx.transpose(0, 1)
+        return dx.reshape(x.shape), dw.reshape(w.shape), sqnorm_PB, None, None, None
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    probe: Tensor,
+    *,
+    eps: float | None = None,
+    variant: str = "torch",
+    batch_dim: int = 0,
+) -> Tensor:
+    """``torch.nn.functional.rms_norm(x, weight.shape, weight, eps)`` whose backward fills
+    ``probe``.
+
+    ``variant`` names whose rounding and gain the forward follows: ``"torch"``, ``"llama"``
+    (normalised in float32, rounded, then times the weight) or ``"gemma"`` (times 1 + weight in
+    float32, then rounded).
+
+    >>> x, w = torch.randn(3, 7, 5), torch.ones(5, requires_grad=True)
+    >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
+    >>> gnsfast.functional.rms_norm(x, w, probe).sum().backward()
+    >>> normed = torch.nn.functional.rms_norm(x, (5,))
+    >>> torch.allclose(probe.grad[0, :3], normed.sum(1).square().sum(1))
+    True
+    """
+    if eps is None:
+        eps = torch.finfo(reference.accumulate_dtype(x.dtype)).eps  # as F.rms_norm does
+    y: Tensor = _RMSNorm.apply(x, weight, probe, eps, variant, batch_dim)
+    return y
+
+
+def _rms_norm_torch(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, w.shape, w, eps)
+
+
+def _rms_norm_llama(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rms_norm_gemma(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * (1.0 + w.float())).type_as(x)
+
+
+RMS_NORM_VARIANTS: dict[str, tuple[Callable[[Tensor, Tensor, float], Tensor], float]] = {
+    "torch": (_rms_norm_torch, 0.0),
+    "llama": (_rms_norm_llama, 0.0),
+    "gemma": (_rms_norm_gemma, 1.0),
+}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one dispatch table: schema, fake and device of every operator; the tensor's device picks the
+implementation.
+
+All run in the backward pass and are not differentiable themselves. Shapes and meanings are those of
+``reference.py``.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gnsfast import reference
+
+_library = torch.library.Library("gnsfast", "DEF")
+
+
+def _define(
+    schema: str, cpu: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register an operator by its schema; the decorated function is its fake. Returns the callable
+    operator.
+    """
+    name = schema.partition("(")[0]
+
+    def no_cuda_kernel(*args: Any) -> NoReturn:
+        shapes = ", ".join(str(list(a.shape)) for a in args if isinstance(a, Tensor))
+        raise NotImplementedError(
+            f"gnsfast::{name} has no CUDA kernel yet (shapes {shapes}). Run this model on the "
+            "CPU, or outside of a gnsfast context, where its modules are plain torch modules."
+        )
+
+    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        # Library.define + impl costs 5 µs a call, torch.library.custom_op 12 µs.
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, cpu, "CPU")
+        _library.impl(name, no_cuda_kernel, "CUDA")
+        torch.library.register_fake(f"gnsfast::{name}", fake, lib=_library)
+        overload: Callable[..., Any] = getattr(torch.ops.gnsfast, name).default
+        return overload
+
+    return register
+
+
+def _fake_rows(like: Tensor, rows: int, B: int) -> Tensor:
+    return like.new_empty((rows, B + 2), dtype=torch.float32)
+
+
+@_define(
+    "linear_wgrad(Tensor x_BTI, Tensor dy_BTO, bool weight, bool bias, bool transposed, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    reference.linear_wgrad,
+)
+def linear_wgrad(
+    x_BTI: Tensor, dy_BTO: Tensor, weight: bool, bias: bool, transposed: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
+    shape = ((I, O) if transposed else (O, I)) if weight else (0,)
+    dw = x_BTI.new_empty(shape, dtype=dtype)
+    db = x_BTI.new_empty(O if bias else 0, dtype=dtype)
+    return dw, db, _fake_rows(x_BTI, weight + bias, B)
+
+
+@_define("tie_rows(Tensor x_BTI, Tensor dy_BTO, Tensor ids_BS) -> Tensor", reference.tie_rows)
+def tie_rows(x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor) -> Tensor:
+    return x_BTI.new_empty(
+        (*ids_BS.shape, x_BTI.shape[2]), dtype=reference.accumulate_dtype(x_BTI.dtype)
+    )
+
+
+@_define(
+    "embedding_wgrad(Tensor dy_BTD, Tensor ids_BT, SymInt num_embeddings, int padding_idx, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+    reference.embedding_wgrad,
+)
+def embedding_wgrad(
+    dy_BTD: Tensor, ids_BT: Tensor, num_embeddings: int, padding_idx: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    B, _, D = dy_BTD.shape
+    return dy_BTD.new_empty((num_embeddings, D), dtype=dtype), _fake_rows(dy_BTD, 1, B)
+
+
+@_define(
+    "layer_norm_backward(Tensor dy_BTN, Tensor x_BTN, Tensor mean_BT1, Tensor rstd_BT1, Tensor? "
+    "w_N, Tensor? b_N, bool weight, bool bias) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference.layer_norm_backward,
+)
+def layer_norm_backward(
+    dy_BTN: Tensor,
+    x_BTN: Tensor,
+    mean_BT1: Tensor,
+    rstd_BT1: Tensor,
+    w_N: Tensor | None,
+    b_N: Tensor | None,
+    weight: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    acc = reference.accumulate_dtype(x_BTN.dtype)
+    dw = torch.empty_like(w_N) if weight and w_N is not None else x_BTN.new_empty(0, dtype=acc)
+    db = torch.empty_like(b_N) if bias and b_N is not None else x_BTN.new_empty(0, dtype=acc)
+    return torch.empty_like(x_BTN), dw, db, _fake_rows(x_BTN, weight + bias, len(x_BTN))
+
+
+@_define(
+    "rms_norm_backward(Tensor dy_BTN, Tensor x_BTN, Tensor w_N, float eps, float offset) -> "
+    "(Tensor, Tensor, Tensor)",
+    reference.rms_norm_backward,
+)
+def rms_norm_backward(
+    dy_BTN: Tensor, x_BTN: Tensor, w_N: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x_BTN.new_empty(x_BTN.shape), torch.empty_like(w_N), _fake_rows(x_BTN, 1, len(x_BTN))
+
+
+@_define(
+    "conv_wgrad(Tensor x, Tensor dy, SymInt samples, int[] kernel, int[] stride, int[] padding, "
+    "int[] dilation, int groups, bool weight, bool bias, ScalarType dtype) -> (Tensor, Tensor, "
+    "Tensor)",
+    reference.conv_wgrad,
+)
+def conv_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    samples: int,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    weight: bool,
+    bias: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    O = dy.shape[1]
+    dw = x.new_empty((O, x.shape[1] // groups, *kernel) if weight else (0,), dtype=dtype)
+    return dw, x.new_empty(O if bias else 0, dtype=dtype), _fake_rows(x, weight + bias, samples)

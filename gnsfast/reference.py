@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formulas in plain PyTorch: the CPU back-end, and the yardstick for every faster kernel.
+
+Legend: B samples, T tokens of a sample, I in_features, O out_features, D model width, V vocabulary,
+C channels, N gains of a normalization, P parameters of a module.
+
+Every ``*_wgrad`` returns the gradients and ``sqnorm_PB`` of shape [P, B + 2], a row for each
+parameter: B squared norms of the single samples' gradients, the squared norm of their sum, and 1.0,
+a counter of calls.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# A float32 dot product loses digits with its length (5e-4 low at 16.8M elements, below 1e-6 at
+# 128k), so squares are summed in chunks of this many elements and the chunks in float64.
+CHUNK = 1 << 17
+
+# The per-sample tile of the fused route: large enough that the GEMM runs at full speed, small
+# enough that the tile is still in a cache when it is squared and added.
+TILE = 1 << 20
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that gradients are summed in: float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sqnorm(t: Tensor) -> Tensor:
+    """The squared Frobenius norm of ``t``, a float64 scalar."""
+    flat = t.reshape(-1)
+    if flat.dtype != torch.float64:
+        flat = flat.to(torch.float32)
+    whole = flat.numel() // CHUNK * CHUNK
+    parts = [torch.dot(c, c) for c in flat[:whole].split(CHUNK)] if whole else []
+    tail = flat[whole:]
+    return torch.stack([*parts, torch.dot(tail, tail)]).sum(dtype=torch.float64)
+
+
+def sqnorm_rows(t_RN: Tensor) -> Tensor:
+    """The squared norm of each row of ``t_RN``, float64."""
+    t_RN = t_RN.to(torch.float64)
+    norms: Tensor = torch.linalg.vecdot(t_RN, t_RN)
+    return norms
+
+
+def probe_row(sqnorm_B: Tensor, sqnorm_sum: Tensor) -> Tensor:
+    """One row of ``sqnorm_PB``: per-sample squared norms, the squared norm of the sum, the call
+    counter.
+    """
+    row = torch.ones(len(sqnorm_B) + 2, dtype=torch.float32, device=sqnorm_B.device)
+    row[:-2] = sqnorm_B
+    row[-2] = sqnorm_sum
+    return row
+
+
+def sum_wgrad(g_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradient and the probe row of a parameter whose per-sample gradients are the rows of
+    ``g_BN``.
+    """
+    total_N = g_BN.sum(0, dtype=accumulate_dtype(g_BN.dtype))
+    return total_N.to(dtype), probe_row(sqnorm_rows(g_BN), sqnorm_rows(total_N))
+
+
+def linear_route(T: int, I: int, O: int) -> str:
+    """The cheapest CPU route to the norms of a linear layer: ``closed``, ``gram`` or ``fused``.
+
+    Counted in multiply-adds, with the weights measured on CPU: the fused route squares and adds an
+    [O, I] tile for every sample, memory-bound, worth about ``FUSED_TILE`` multiply-adds an element;
+    the Gram route adds 2 T² (I + O) / 2.
+    """
+    if T == 1:
+        return "closed"
+    return "gram" if T * T * (I + O) < FUSED_TILE * I * O else "fused"
+
+
+FUSED_TILE = 12
+
+
+def linear_wgrad(
+    x_BTI: Tensor, dy_BTO: Tensor, weight: bool, bias: bool, transposed: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW, db and ``sqnorm_PB`` of ``y = x Wᵀ + b``; an unwanted gradient comes back empty.
+
+    Sample b's gradient is dy_bᵀ x_b. With ``transposed`` the weight is stored as [I, O].
+    """
+    B, T, _ = x_BTI.shape
+    dw = db = x_BTI.new_empty(0, dtype=dtype)
+    rows = []
+    if weight:
+        left, right = (x_BTI, dy_BTO) if transposed else (dy_BTO, x_BTI)
+        dw, row = _outer_wgrad(right, left, dtype)
+        rows.append(row)
+    if bias:
+        s_BO = dy_BTO.sum(1, dtype=accumulate_dtype(dy_BTO.dtype)) if T != 1 else dy_BTO[:, 0]
+        db, row = sum_wgrad(s_BO, dtype)
+        rows.append(row)
+    return dw, db, torch.stack(rows) if rows else x_BTI.new_empty((0, B + 2), dtype=torch.float32)
+
+
+def _outer_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dW [O, I] and its probe row by the cheapest route."""
+    B, T, I = x_BTI.shape
+    O = dy_BTO.shape[2]
+    acc = accumulate_dtype(x_BTI.dtype)
+    route = linear_route(T, I, O)
+    if B * T == 0 or route == "fused":
+        dw_OI, sqnorm_B = _fused(x_BTI, dy_BTO, acc)
+    else:
+        x_BTI, dy_BTO = x_BTI.to(acc), dy_BTO.to(acc)
+        dw_OI = dy_BTO.reshape(-1, O).T @ x_BTI.reshape(-1, I)
+        if route == "closed":
+            sqnorm_B = sqnorm_rows(x_BTI[:, 0]) * sqnorm_rows(dy_BTO[:, 0])
+        else:
+            sqnorm_B = _gram(x_BTI, dy_BTO)
+    return dw_OI.to(dtype), probe_row(sqnorm_B, sqnorm(dw_OI))
+
+
+def _gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
+    """Σ_{t,s} (dy_t·dy_s)(x_t·x_s) for each sample."""
+    x_gram, dy_gram = torch.bmm(x_BTI, x_BTI.mT), torch.bmm(dy_BTO, dy_BTO.mT)
+    return x_gram.mul_(dy_gram).sum((1, 2), dtype=torch.float64)
+
+
+def _fused(x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One GEMM a sample into a tile, squared and added to dW while it is in a cache."""
+    B, _, I = x_BTI.shape
+    O = dy_BTO.shape[2]
+    dw_OI = x_BTI.new_zeros((O, I), dtype=acc) if B == 0 else x_BTI.new_empty((O, I), dtype=acc)
+    height = min(O, max(1, TILE // max(I, 1)))
+    scratch = x_BTI.new_empty((height, I), dtype=acc)
+    parts: list[list[Tensor]] = [[] for _ in range(B)]
+    for start in range(0, O, height):
+        total = dw_OI[start : start + height]
+        for b in range(B):
+            tile = total if b == 0 else scratch[: len(total)]
+            torch.mm(dy_BTO[b, :, start : start + height].to(acc).T, x_BTI[b].to(acc), out=tile)
+            parts[b] += [torch.dot(c, c) for c in tile.view(-1).split(CHUNK)]
+            if b:
+                total += tile
+    if not B:
+        return dw_OI, dw_OI.new_zeros(0, dtype=torch.float64)
+    return dw_OI, torch.stack([torch.stack(p) for p in parts]).sum(1, dtype=torch.float64)
+
+
+def tie_rows(x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor) -> Tensor:
+    """Rows ``ids_BS`` of every sample's weight gradient dy_bᵀ x_b, [B, S, I]: what a tied embedding
+    needs of its head.
+    """
+    acc = accumulate_dtype(x_BTI.dtype)
+    rows = x_BTI.new_empty((*ids_BS.shape, x_BTI.shape[2]), dtype=acc)
+    for b, ids_S in enumerate(ids_BS.unbind()):
+        torch.mm(dy_BTO[b].index_select(1, ids_S).to(acc).T, x_BTI[b].to(acc), out=rows[b])
+    return rows
+
+
+def embedding_wgrad(
+    dy_BTD: Tensor, ids_BT: Tensor, num_embeddings: int, padding_idx: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """dW [V, D] and ``sqnorm_PB`` of an embedding: rows of one id are added within a sample before
+    they are squared.
+
+    ``padding_idx`` (-1: none) takes no gradient.
+    """
+    B, T, D = dy_BTD.shape
+    acc = accumulate_dtype(dy_BTD.dtype)
+    sample_B1 = torch.arange(B, device=ids_BT.device)[:, None]
+    key_BT = sample_B1 * num_embeddings + ids_BT
+    keep = slice(None) if padding_idx < 0 else (ids_BT != padding_idx).reshape(-1)
+    dy_ND = dy_BTD.reshape(B * T, D)[keep].to(acc)
+    key_S, segment_N = torch.unique(key_BT.reshape(-1)[keep], return_inverse=True)
+    sum_SD = dy_ND.new_zeros((len(key_S), D)).index_add_(0, segment_N, dy_ND)
+    sqnorm_B = sum_SD.new_zeros(B, dtype=torch.float64)
+    sqnorm_B.index_add_(0, key_S // max(num_embeddings, 1), sqnorm_rows(sum_SD))
+    dw_VD = sum_SD.new_zeros((num_embeddings, D)).index_add_(
+        0, key_S % max(num_embeddings, 1), sum_SD
+    )
+    return dw_VD.to(dtype), probe_row(sqnorm_B, sqnorm(dw_VD))[None]
+
+
+def layer_norm_backward(
+    dy_BTN: Tensor,
+    x_BTN: Tensor,
+    mean_BT1: Tensor,
+    rstd_BT1: Tensor,
+    w_N: Tensor | None,
+    b_N: Tensor | None,
+    weight: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx, dW, db and ``sqnorm_PB`` of ``y = w (x - mean) rstd + b``; an unwanted gradient comes
+    back empty.
+
+    torch's own kernel runs once a sample: its gain and bias gradients are then that sample's, and
+    the rows are read once.
+    """
+    B, _, N = x_BTN.shape
+    acc = accumulate_dtype(x_BTN.dtype)
+    dx = torch.empty_like(x_BTN)
+    dw_BN, db_BN = x_BTN.new_zeros((B, N), dtype=acc), x_BTN.new_zeros((B, N), dtype=acc)
+    if (
+        x_BTN.numel() <= B * ROWWISE
+    ):  # short samples: a call of torch's kernel costs more than these passes
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+            dy_BTN, x_BTN, [N], mean_BT1, rstd_BT1, w_N, b_N, [True, False, False]
+        )
+        if weight:
+            dw_BN = ((x_BTN.to(acc) - mean_BT1) * rstd_BT1 * dy_BTN).sum(1)
+        if bias:
+            db_BN = dy_BTN.sum(1, dtype=acc)
+    else:
+        for b in range(B):
+            dx[b], dw_N, db_N = torch.ops.aten.native_layer_norm_backward(
+                dy_BTN[b], x_BTN[b], [N], mean_BT1[b], rstd_BT1[b], w_N, b_N, [True, weight, bias]
+            )
+            if weight:
+                dw_BN[b] = dw_N
+            if bias:
+                db_BN[b] = db_N
+    dw, db, sqnorm_PB = affine_wgrad(dw_BN if weight else None, db_BN if bias else None, w_N, b_N)
+    return dx, dw, db, sqnorm_PB
+
+
+# Elements of one sample below which torch's layer-norm backward is not called sample by sample.
+ROWWISE = 1 << 13
+
+
+def affine_wgrad(
+    dw_BN: Tensor | None, db_BN: Tensor | None, w_N: Tensor | None, b_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW, db and ``sqnorm_PB`` from the per-sample gains' and biases' gradients; None for an
+    unwanted one.
+    """
+    like = dw_BN if dw_BN is not None else db_BN
+    assert like is not None
+    grads, rows = [], []
+    for g_BN, parameter in ((dw_BN, w_N), (db_BN, b_N)):
+        if g_BN is None or parameter is None:
+            grads.append(like.new_empty(0))
+        else:
+            grad, row = sum_wgrad(g_BN, parameter.dtype)
+            grads.append(grad)
+            rows.append(row)
+    return grads[0], grads[1], torch.stack(rows)
+
+
+def rms_norm_backward(
+    dy_BTN: Tensor, x_BTN: Tensor, w_N: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dW and ``sqnorm_PB`` of ``y = (offset + w) x rsqrt(mean(x²) + eps)``."""
+    acc = accumulate_dtype(x_BTN.dtype)
+    x = x_BTN.to(acc)
+    rstd_BT1 = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    normed = x * rstd_BT1
+    dw, row = sum_wgrad((normed * dy_BTN).sum(1), w_N.dtype)
+    dnormed = dy_BTN * (w_N.to(acc) + offset)
+    dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd_BT1
+    return dx.to(x_BTN.dtype), dw, row[None]
+
+
+def unfold(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """The patches [n, L, C·K] that a 1-d or 2-d convolution multiplies with its kernel."""
+    if len(kernel) == 1:
+        x = x[:, :, None]
+        kernel, stride, padding, dilation = (
+            [1, *kernel],
+            [1, *stride],
+            [0, *padding],
+            [1, *dilation],
+        )
+    if stride != kernel or any(padding) or any(d > 1 for d in dilation):
+        return F.unfold(x, *map(tuple, (kernel, dilation, padding, stride))).mT
+    (n, C, H, W), (h, w) = x.shape, kernel  # patches side by side are one permutation
+    x = x[:, :, : H // h * h, : W // w * w].reshape(n, C, H // h, h, W // w, w)
+    return x.permute(0, 2, 4, 1, 3, 5).reshape(n, (H // h) * (W // w), C * h * w)
+
+
+def conv_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    samples: int,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    weight: bool,
+    bias: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW [O, C / groups, *kernel], db and ``sqnorm_PB`` of a convolution, sample by sample.
+
+    ``x`` is [n, C, *size] and ``dy`` [n, O, *out_size]; n is a multiple of B = ``samples``, a
+    sample being n / B rows.
+    """
+    n, C, O = *x.shape[:2], dy.shape[1]
+    rows_a_sample = n // max(samples, 1)
+    acc = accumulate_dtype(x.dtype)
+    dw_GOK = x.new_zeros((groups, O // groups, C // groups * math.prod(kernel)), dtype=acc)
+    sum_BO = dy.flatten(2).sum(2, dtype=acc).reshape(samples, rows_a_sample, O).sum(1)
+    dw = db = x.new_empty(0, dtype=dtype)
+    parts, rows = [], []
+    if weight:
+        for b in range(samples):
+            x_b, dy_b = (t.narrow(0, b * rows_a_sample, rows_a_sample) for t in (x, dy))
+            cols_nLK = unfold(x_b.to(acc), kernel, stride, padding, dilation)
+            cols_GLK = cols_nLK.unflatten(2, (groups, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+            dy_GOL = dy_b.to(acc).flatten(2).transpose(0, 1).unflatten(0, (groups, -1)).flatten(2)
+            g_GOK = torch.bmm(dy_GOL, cols_GLK)
+            parts.append(sqnorm(g_GOK))
+            dw_GOK += g_GOK
+        sqnorm_B = torch.stack(parts) if parts else x.new_zeros(0, dtype=torch.float64)
+        rows.append(probe_row(sqnorm_B, sqnorm(dw_GOK)))
+        dw = dw_GOK.reshape(O, C // groups, *kernel).to(dtype)
+    if bias:
+        db, row = sum_wgrad(sum_BO, dtype)
+        rows.append(row)
+    return dw, db, torch.stack(rows)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which route leads to the norms of a module's own parameters, or why there is none."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from gnsfast import modules
+from gnsfast.functional._norms import RMS_NORM_VARIANTS
+from gnsfast.loop import Looped
+from gnsfast.probed import Probed, combine
+
+
+class Route(NamedTuple):
+    """The class a module becomes; None leaves it as it is, for a reason."""
+
+    cls: type | None
+    reason: str = ""
+
+
+KERNELS: dict[type[nn.Module], type[Probed]] = {
+    nn.Linear: modules.Linear,
+    nn.Embedding: modules.Embedding,
+    nn.LayerNorm: modules.LayerNorm,
+    nn.RMSNorm: modules.RMSNorm,
+    nn.Conv1d: modules.Conv1d,
+    nn.Conv2d: modules.Conv2d,
+}
+
+MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
+RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+def uses_children_as_tensors(module: nn.Module) -> bool:
+    """Whether the module is known to use its children's parameters without calling the children."""
+    name = type(module).__name__
+    return isinstance(module, nn.MultiheadAttention) or ("Mamba" in name and name.endswith("Mixer"))
+
+
+def route_of(module: nn.Module) -> Route:
+    """The route of a module that owns parameters."""
+    if isinstance(module, Probed):
+        return Route(type(module))
+    own = module._parameters
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        return Route(None, "a lazy module without a shape yet: run a forward pass before convert")
+    if any(p is not None and p.is_complex() for p in own.values()):
+        return Route(None, "complex parameters")
+    computed = isinstance(module, parametrize.ParametrizationList)
+    if computed or parametrize.is_parametrized(module) or "weight_g" in own:
+        return Route(None, "its weight is computed from other parameters (parametrization)")
+    for base, probed in KERNELS.items():
+        if isinstance(module, base):
+            return _drop_in(module, base, probed)
+    if (
+        type(module).__module__ == "transformers.pytorch_utils"
+        and type(module).__name__ == "Conv1D"
+    ):
+        return Route(combine(type(module), modules.TransposedLinear, over=True))
+    if (variant := rms_norm_variant(module)) is not None:
+        probed = {"llama": modules.LlamaRMSNorm, "gemma": modules.GemmaRMSNorm}[variant]
+        return Route(combine(type(module), probed, over=True))
+    return looped(module)
+
+
+def _drop_in(module: nn.Module, base: type[nn.Module], probed: type[Probed]) -> Route:
+    own = {n for n, p in module._parameters.items() if p is not None}
+    if isinstance(module, nn.Embedding) and (module.sparse or module.scale_grad_by_freq):
+        return Route(None, "an embedding with sparse or frequency-scaled gradients")
+    if not own <= {"weight", "bias"} or "weight" not in own:
+        return looped(module)
+    if type(module) is base:
+        return Route(probed)
+    if _reaches_super(type(module), base):
+        return Route(combine(type(module), probed, over=False))
+    return looped(module)
+
+
+def _reaches_super(cls: type, base: type) -> bool:
+    """Whether every forward between ``cls`` and torch's class calls the next one, judged by its
+    code.
+    """
+    for c in cls.__mro__[: cls.__mro__.index(base)]:
+        for name in ("forward", "_conv_forward"):
+            code = getattr(c.__dict__.get(name), "__code__", None)
+            if name in c.__dict__ and (code is None or not _calls_next(code)):
+                return False
+    return True
+
+
+def _calls_next(code: Any) -> bool:
+    names = code.co_names
+    return "_conv_forward" in names or ("__class__" in code.co_freevars and "forward" in names)
+
+
+def rms_norm_variant(module: nn.Module) -> str | None:
+    """Which RMS norm of the Hugging Face family this is, told by its name and by its own results;
+    or None.
+    """
+    if (
+        not type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
+        or "weight" not in module._parameters
+    ):
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    arguments = inspect.signature(module.forward).parameters.values()
+    needed = [p for p in arguments if p.default is p.empty]
+    weight = module._parameters["weight"]
+    if not isinstance(eps, float) or len(needed) != 1 or len(module._parameters) != 1:
+        return None
+    if weight is None or weight.ndim != 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, len(weight), generator=generator)
+    w = torch.randn(len(weight), generator=generator)
+    with torch.no_grad():
+        theirs = torch.func.functional_call(module, {"weight": w}, (x,))
+        for variant in ("llama", "gemma"):
+            forward, _ = RMS_NORM_VARIANTS[variant]
+            if torch.equal(theirs, forward(x, w, eps)):
+                return variant
+    return None
+
+
+def looped(module: nn.Module) -> Route:
+    """The route for anything else: a replay, unless it would give other outputs."""
+    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        return Route(None, "a bare container of parameters, used by another module")
+    if isinstance(module, nn.RNNBase):
+        return Route(None, "recurrent weights have no route")
+    if isinstance(module, nn.EmbeddingBag):
+        return Route(None, "an embedding bag has no route")
+    parts = list(module.modules())
+    if any(isinstance(m, MIXES_SAMPLES) for m in parts):
+        return Route(None, "batch statistics tie samples together: no per-sample gradient exists")
+    if any(isinstance(m, RANDOM) and getattr(m, "p", 1.0) > 0 for m in parts) or (
+        isinstance(module, nn.MultiheadAttention) and module.dropout > 0
+    ):
+        return Route(None, "dropout inside: a replay would draw other masks")
+    return Route(combine(type(module), Looped, over=True))

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: how the operators of ``ops.py`` act on DTensors.
+
+A weight sharded by rows or columns has, on each rank, the norm of its shard: those add. A
+replicated bias has the whole norm on every rank: that counts once. So weight and bias go through
+the operator apart, and every probe row is made whole before it reaches its probe, the same on all
+ranks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnsfast import ops
+
+
+def is_dtensor(t: object) -> bool:
+    """Whether ``t`` is a DTensor, without importing torch.distributed to ask."""
+    return type(t) is not Tensor and hasattr(t, "placements")
+
+
+def linear_wgrad(
+    x_BTI: Any, dy_BTO: Any, weight: bool, bias: bool, transposed: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``ops.linear_wgrad`` on DTensors: dW and db as DTensors, ``sqnorm_PB`` as a plain tensor,
+    whole on every rank.
+    """
+    _register_linear_wgrad()
+    rows = []
+    dw = db = dy_BTO
+    if weight:
+        dw, _, row = ops.linear_wgrad(x_BTI, dy_BTO, True, False, transposed, dtype)
+        rows.append(_whole(row))
+    if bias:
+        _, db, row = ops.linear_wgrad(x_BTI, dy_BTO, False, True, transposed, dtype)
+        rows.append(_whole(row))
+    return dw, db, torch.cat(rows)
+
+
+def _whole(row: Any) -> Tensor:
+    """A probe row summed over its shards; their counters add up too and become one again."""
+    full: Tensor = row.full_tensor()
+    full[:, -1] = 1.0
+    return full
+
+
+@functools.cache
+def _register_linear_wgrad() -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    whole, columns = Replicate(), Shard(2)
+
+    @register_sharding(torch.ops.gnsfast.linear_wgrad.default)  # type: ignore[untyped-decorator]
+    def rule(x: Any, dy: Any, weight: bool, bias: bool, transposed: bool, dtype: Any) -> list[Any]:
+        out_dim, in_dim = (1, 0) if transposed else (0, 1)
+        options = None, None, None, None
+        accepted: list[Any] = [([whole, whole, whole], [whole, whole, *options])]
+        accepted.append(([Shard(out_dim), Shard(0), Partial()], [whole, columns, *options]))
+        if weight and not bias:
+            accepted.append(([Shard(in_dim), whole, Partial()], [columns, whole, *options]))
+        return accepted
+
+
+def replicated(fn: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """``fn`` for DTensors too: arguments are gathered, gradients come back replicated, the last
+    result plain.
+    """
+
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        mesh = next((a.device_mesh for a in args if is_dtensor(a)), None)
+        if mesh is None:
+            return fn(*args)
+        from torch.distributed.tensor import DTensor
+
+        *grads, sqnorm_PB = fn(*(a.full_tensor() if is_dtensor(a) else a for a in args))
+        return *(DTensor.from_local(g, mesh, run_check=False) for g in grads), sqnorm_PB
+
+    return call

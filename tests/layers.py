@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer against its torch twin and against the float64 loop."""
+
+import copy
+from typing import Any
+
+import torch
+from oracle import assert_norms, loop_sqnorms, sample_of
+from torch import Tensor, nn
+
+import gnsfast
+
+
+def weighted_loss(layer: nn.Module, batch: Any) -> Tensor:
+    """A sum over samples in which every output has a weight of its own."""
+    *inputs, r = batch
+    return (layer(*inputs) * r).sum()
+
+
+def plain(layer: nn.Module) -> nn.Module:
+    """The torch layer with the same parameters."""
+    base = next(c for c in type(layer).__mro__ if c.__module__.startswith("torch.nn"))
+    twin = copy.deepcopy(layer)
+    twin.__class__ = base
+    return twin
+
+
+def assert_layer(
+    layer: nn.Module, x: Tensor, B: int, *, batch_dim: int = 0, rtol: float = 1e-5
+) -> None:
+    """Closed: torch's bits. Open: torch's gradients, and the loop's norms for every sample."""
+    twin = plain(layer)
+    assert torch.equal(layer(x), twin(x))
+
+    leaf, twin_leaf = (x.detach().requires_grad_(x.is_floating_point()) for _ in range(2))
+    r = torch.randn_like(twin(x))
+    weighted_loss(twin, (twin_leaf, r)).backward()
+    with gnsfast.per_sample_sqnorms(layer, B) as norms:
+        weighted_loss(layer, (leaf, r)).backward()
+    if leaf.requires_grad:
+        torch.testing.assert_close(leaf.grad, twin_leaf.grad)
+    for p, q in zip(layer.parameters(), twin.parameters()):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            assert p.grad.dtype == p.dtype
+            torch.testing.assert_close(
+                p.grad, q.grad, rtol=1e-5, atol=1e-5 * q.grad.abs().max().item()
+            )
+    assert_norms(norms, loop_sqnorms(twin, weighted_loss, (x, r), B, batch_dim=batch_dim), rtol)
+
+
+def error_against_loop(norms: Any, loop: dict[str, Tensor]) -> float:
+    """The worst sample's relative error over all parameters."""
+    return max(((norms[n].double() - loop[n]).abs() / loop[n]).max().item() for n in norms)
+
+
+def loop_errors_at_dtype(layer: nn.Module, batch: Any, B: int, loop: dict[str, Tensor]) -> float:
+    """The worst relative error of the one-sample loop itself when run at the layer's own dtype."""
+    worst = 0.0
+    for b in range(B):
+        loss = weighted_loss(layer, sample_of(batch, b))
+        grads = torch.autograd.grad(loss, list(layer.parameters()))
+        for (n, _), g in zip(layer.named_parameters(), grads):
+            error = (g.double().square().sum() - loop[n][b]).abs() / loop[n][b]
+            worst = max(worst, error.item())
+    return worst

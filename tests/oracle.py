@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge of last resort: single samples, one by one, through plain autograd in float64."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def sample_of(batch: Any, b: int, batch_dim: int = 0) -> Any:
+    """Sample ``b`` of a batch of tensors, as a batch of one."""
+
+    def pick(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.narrow(batch_dim if t.ndim > 1 else 0, b, 1)
+
+    return pytree.tree_map(pick, batch)
+
+
+def widened(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """A float64 copy of the model and of its floating-point inputs."""
+
+    def wide(t: Any) -> Any:
+        return t.double() if isinstance(t, Tensor) and t.is_floating_point() else t
+
+    return copy.deepcopy(model).double(), pytree.tree_map(wide, batch)
+
+
+def loop_sqnorms(
+    model: nn.Module, loss: Loss, batch: Any, num_samples: int, *, batch_dim: int = 0
+) -> dict[str, Tensor]:
+    """Parameter name -> [B] float64 squared gradient norms; ``loss`` must be a sum over samples."""
+    model, batch = widened(model, batch)
+    norms = {
+        n: torch.zeros(num_samples, dtype=torch.float64)
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
+    parameters = [dict(model.named_parameters())[n] for n in norms]
+    for b in range(num_samples):
+        value = loss(model, sample_of(batch, b, batch_dim))
+        grads = torch.autograd.grad(value, parameters, allow_unused=True)
+        for name, g in zip(norms, grads):
+            if g is not None:
+                norms[name][b] = g.square().sum()
+    return norms
+
+
+def assert_norms(
+    norms: Any, loop: dict[str, Tensor], rtol: float = 1e-5, names: Any = None
+) -> None:
+    """Every parameter's every sample within ``rtol``.
+
+    A gradient that is zero in exact arithmetic (a key bias) is rounding noise in both: below 1e-10
+    of the sample's whole squared norm, nothing is compared.
+    """
+    total_B = torch.stack(list(loop.values())).sum(0)
+    assert set(norms) == (set(loop) if names is None else set(names))
+    for name in norms:
+        ours, theirs = norms[name].double(), loop[name]
+        assert norms[name].dtype == torch.float32
+        assert ours.shape == theirs.shape, name
+        error = (ours - theirs).abs() - 1e-10 * total_B
+        worst = (error / theirs.clamp_min(1e-300)).max().item() if len(error) else 0.0
+        assert bool((error <= rtol * theirs).all()), f"{name}: relative error {worst:.2e}"

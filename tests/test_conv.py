@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions of one and two dimensions."""
+
+from typing import Any
+
+import pytest
+import torch
+from layers import assert_layer, plain, weighted_loss
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+
+CONVS: dict[str, dict[str, Any]] = {
+    "plain": dict(kernel_size=3),
+    "padded": dict(kernel_size=3, padding=1),
+    "same, even kernel": dict(kernel_size=4, padding="same"),
+    "same, odd kernel": dict(kernel_size=3, padding="same"),
+    "valid": dict(kernel_size=3, padding="valid"),
+    "strided and dilated": dict(kernel_size=3, stride=2, dilation=2, padding=2),
+    "patches": dict(kernel_size=3, stride=3),
+    "groups": dict(kernel_size=3, groups=2, padding=2),
+    "depthwise": dict(kernel_size=3, groups=4),
+    "reflected": dict(kernel_size=3, padding=1, padding_mode="reflect"),
+    "circular": dict(kernel_size=3, padding=1, padding_mode="circular"),
+    "pointwise": dict(kernel_size=1),
+    "no bias": dict(kernel_size=3, bias=False),
+}
+
+
+@pytest.mark.parametrize("options", CONVS.values(), ids=CONVS.keys())
+@pytest.mark.parametrize("B", [0, 1, 5])
+def test_conv1d(options: dict[str, Any], B: int) -> None:
+    if B == 0 and options.get("padding_mode") == "circular":
+        pytest.skip("torch's circular padding refuses an empty batch")
+    assert_layer(gnsfast.Conv1d(4, 8, **options), torch.randn(B, 4, 11), B)
+
+
+@pytest.mark.parametrize("options", CONVS.values(), ids=CONVS.keys())
+def test_conv2d(options: dict[str, Any]) -> None:
+    assert_layer(gnsfast.Conv2d(4, 8, **options), torch.randn(5, 4, 11, 10), 5)
+
+
+def test_uneven_geometry() -> None:
+    layer = gnsfast.Conv2d(3, 4, kernel_size=(2, 3), stride=(1, 2), padding=(1, 0), dilation=(2, 1))
+    assert_layer(layer, torch.randn(4, 3, 9, 8), 4)
+
+
+def test_vit_patches() -> None:
+    assert_layer(gnsfast.Conv2d(3, 16, kernel_size=4, stride=4), torch.randn(4, 3, 18, 16), 4)
+
+
+def test_unbatched() -> None:
+    layer, x = gnsfast.Conv1d(4, 6, 3), torch.randn(4, 11)
+    with gnsfast.per_sample_sqnorms(layer, 1) as norms:
+        y = layer(x)
+        y.sum().backward()
+    assert torch.equal(y, plain(layer)(x))
+    assert_norms(norms, loop_sqnorms(plain(layer), lambda m, b: m(x.double()).sum(), x[None], 1))
+
+
+def test_channels_last() -> None:
+    x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    assert_layer(gnsfast.Conv2d(3, 4, 3), x, 4)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen(frozen: str) -> None:
+    layer = gnsfast.Conv2d(3, 4, 3)
+    getattr(layer, frozen).requires_grad_(False)
+    assert_layer(layer, torch.randn(4, 3, 8, 8), 4)
+
+
+def test_frames_folded_into_samples() -> None:
+    """Video: twelve images are four samples of three frames."""
+    layer, x, r = nn.Conv2d(3, 4, 3), torch.randn(12, 3, 8, 8), torch.randn(12, 4, 6, 6)
+
+    def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, r = (t.flatten(0, 1) for t in batch)
+        return (m(x) * r).sum()
+
+    loop = loop_sqnorms(layer, loss, (x.unflatten(0, (4, 3)), r.unflatten(0, (4, 3))), 4)
+    gnsfast.convert(layer)
+    with pytest.raises(gnsfast.SampleShapeError, match="fold"):
+        with gnsfast.per_sample_sqnorms(layer, 4):
+            layer(x)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), 4) as norms:
+        weighted_loss(layer, (x, r)).backward()
+    assert_norms(norms, loop)
+
+
+def test_autocast() -> None:
+    layer, x, r = gnsfast.Conv2d(3, 4, 3), torch.randn(4, 3, 8, 8), torch.randn(4, 4, 6, 6)
+    twin = plain(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = twin(x)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        assert torch.equal(y, want)
+        (y * r).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    assert_norms(norms, loop_sqnorms(twin, weighted_loss, (x, r), 4), rtol=2e-2)

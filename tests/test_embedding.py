@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gnsfast.Embedding``, and a head that shares its weight."""
+
+import pytest
+import torch
+from layers import assert_layer, plain, weighted_loss
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+
+
+def ids(*shape: int, below: int = 6) -> Tensor:
+    """Few ids, so that most appear several times in a sample."""
+    return torch.randint(0, below, shape)
+
+
+SHAPES = {
+    "one id a sample": (5,),
+    "three dimensions": (3, 2, 7),
+    "a sequence": (4, 9),
+    "one sample": (1, 9),
+    "no sample": (0, 9),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_shapes(shape: tuple[int, ...]) -> None:
+    assert_layer(gnsfast.Embedding(6, 5), ids(*shape), shape[0])
+
+
+@pytest.mark.parametrize("padding_idx", [0, 3, -1])
+def test_padding(padding_idx: int) -> None:
+    assert_layer(gnsfast.Embedding(6, 5, padding_idx=padding_idx), ids(4, 9), 4)
+
+
+def test_int32_ids() -> None:
+    assert_layer(gnsfast.Embedding(6, 5), ids(4, 9).int(), 4)
+
+
+def test_expanded_ids() -> None:
+    assert_layer(gnsfast.Embedding(6, 5), ids(1, 9).expand(4, -1), 4)
+
+
+def test_max_norm() -> None:
+    layer = gnsfast.Embedding(6, 5, max_norm=0.5)
+    assert_layer(layer, ids(4, 9), 4)
+    assert layer.weight.norm(dim=1).max() <= 0.5 + 1e-6
+
+
+def test_large_table() -> None:
+    assert_layer(gnsfast.Embedding(50_000, 32), ids(4, 64, below=50_000), 4)
+
+
+def test_sequence_first() -> None:
+    layer = gnsfast.convert(nn.Embedding(6, 5), batch_dim=1)
+    assert_layer(layer, ids(9, 4), 4, batch_dim=1)
+
+
+class Positions(nn.Module):
+    """GPT-2's way: position ids [1, T] beside token ids [B, T]."""
+
+    def __init__(self, batch: bool) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.batch = nn.Embedding(6, 5), nn.Embedding(12, 5), batch
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        index = torch.arange(ids_BT.shape[1])
+        return self.tokens(ids_BT) * self.positions(index[None] if self.batch else index)
+
+
+def test_position_ids_of_one_row() -> None:
+    model, batch = Positions(batch=True), (ids(4, 9), torch.randn(4, 9, 5))
+    loop = loop_sqnorms(model, weighted_loss, batch, 4)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 4) as norms:
+        weighted_loss(model, batch).backward()
+    assert_norms(norms, loop)
+
+
+def test_bare_index_is_refused_unless_named() -> None:
+    model, batch = Positions(batch=False), (ids(4, 9), torch.randn(4, 9, 5))
+    loop = loop_sqnorms(model, weighted_loss, batch, 4)
+    gnsfast.convert(model)
+    with pytest.raises(gnsfast.SampleShapeError, match=r"positions.*shape \[9\]"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            weighted_loss(model, batch).backward()
+    gnsfast.convert(model, broadcast=["positions"])
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        weighted_loss(model, batch).backward()
+    assert_norms(norms, loop)
+
+
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+def test_uncoverable_options_are_named(option: str) -> None:
+    model = gnsfast.convert(nn.Embedding(6, 5, **{option: True}))
+    (row,) = gnsfast.coverage(model).rows
+    assert not row.static and "sparse or frequency-scaled" in row.reason
+
+
+class Tied(nn.Module):
+    """``uses`` embeddings and a head over one weight; the head sees tokens from ``start`` on."""
+
+    def __init__(self, uses: int = 1, start: int = 0, scale: float = 1.0, **options: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(6, 5, **options) for _ in range(uses))
+        self.mix, self.head = nn.Linear(5, 5), nn.Linear(5, 6, bias=False)
+        self.start, self.scale = start, scale
+        for table in self.tables:
+            table.weight = self.head.weight
+
+    def forward(self, *ids_BT: Tensor) -> Tensor:
+        h = sum(table(i).cumsum(1) for table, i in zip(self.tables, ids_BT))
+        return self.head(self.scale * torch.tanh(self.mix(h))[:, self.start :])
+
+
+TIES = {
+    "embedding and head": Tied(),
+    "head on a slice": Tied(start=6),
+    "scaled head": Tied(scale=0.3),
+    "padding": Tied(padding_idx=2),
+    "three-way": Tied(uses=2),
+    "four-way": Tied(uses=3),
+}
+
+
+@pytest.mark.parametrize("model", TIES.values(), ids=TIES.keys())
+@pytest.mark.parametrize("steps", [1, 3])
+def test_ties_are_exact(model: Tied, steps: int) -> None:
+    """Cross terms included: without them these norms are off by up to half."""
+    gnsfast.convert(model)
+    for _ in range(steps):
+        model.zero_grad()
+        batch = (*(ids(4, 9) for _ in model.tables), torch.randn(4, 9 - model.start, 6))
+        with gnsfast.per_sample_sqnorms(
+            model, 4
+        ) as norms:  # its end also compares the sums with .grad
+            weighted_loss(model, batch).backward()
+        assert_norms(norms, loop_sqnorms(model, weighted_loss, batch, 4))
+
+
+def test_tied_embedding_called_twice_is_exact() -> None:
+    model = Tied(uses=2)
+    model.tables = nn.ModuleList([model.tables[0], model.tables[0]])
+    batch = (ids(4, 9), ids(4, 9), torch.randn(4, 9, 6))
+    loop = loop_sqnorms(model, weighted_loss, batch, 4)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 4) as norms:
+        weighted_loss(model, batch).backward()
+    assert_norms(norms, loop)
+
+
+def test_tied_head_without_its_embedding() -> None:
+    """As with ``inputs_embeds``: the embedding takes no part, the head's norm is the weight's."""
+    model, batch = Tied(), (torch.randn(4, 9, 5), torch.randn(4, 9, 6))
+
+    def loss(m: Tied, b: tuple[Tensor, Tensor]) -> Tensor:
+        return (m.head(b[0]) * b[1]).sum()
+
+    loop = loop_sqnorms(model, loss, batch, 4)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 4) as norms:
+        loss(model, batch).backward()
+    assert_norms(norms, loop)
+
+
+def test_abandoned_forward_leaves_no_link() -> None:
+    """A forward pass without backward must not reach into the next one."""
+    model, batch = gnsfast.convert(Tied()), (ids(4, 9), torch.randn(4, 9, 6))
+    with pytest.raises(gnsfast.ObservationError, match="no backward"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            model.tables[0](batch[0])
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        weighted_loss(model, batch).backward()
+    assert_norms(norms, loop_sqnorms(model, weighted_loss, batch, 4))
+
+
+def test_other_shared_weights_are_left_out_by_name() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[1].weight = model[0].weight
+    weight, *biases = gnsfast.coverage(gnsfast.convert(model)).rows
+    assert not weight.static and "shared by '0', '1'" in weight.reason
+    assert all(row.static for row in biases)
+
+
+def test_shared_weights_need_convert() -> None:
+    model = nn.Sequential(gnsfast.Embedding(6, 5), gnsfast.Linear(5, 6, bias=False))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"0\.weight is shared by '0', '1'"):
+        gnsfast.per_sample_sqnorms(model, 4)
+
+
+def test_plain_twin_is_plain() -> None:
+    assert type(plain(gnsfast.Embedding(3, 2))) is nn.Embedding

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gnsfast.Linear`` and its routes: against torch, and per sample against the float64 loop."""
+
+import pytest
+import torch
+from layers import assert_layer, error_against_loop, loop_errors_at_dtype, plain, weighted_loss
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+from gnsfast import reference
+
+SHAPES = {
+    "two dimensions": (6, 5),
+    "three dimensions": (4, 9, 5),
+    "four dimensions": (3, 2, 7, 5),
+    "one token": (6, 1, 5),
+    "one sample": (1, 9, 5),
+    "no sample": (0, 9, 5),
+    "no token": (3, 0, 5),
+    "odd everything": (7, 13, 11),
+    "one feature": (4, 6, 1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_shapes(shape: tuple[int, ...], bias: bool) -> None:
+    assert_layer(gnsfast.Linear(shape[-1], 3, bias=bias), torch.randn(shape), shape[0])
+
+
+@pytest.mark.parametrize("T", [1, 2, 8, 16, 64, 200])
+def test_every_token_count(T: int) -> None:
+    """Walks through all three routes."""
+    assert_layer(gnsfast.Linear(33, 21), torch.randn(5, T, 33), 5)
+
+
+def test_routes_agree() -> None:
+    x_BTI, dy_BTO = torch.randn(4, 6, 33), torch.randn(4, 6, 21)
+    g_BOI = torch.einsum("bto,bti->boi", dy_BTO.double(), x_BTI.double())
+    want = g_BOI.square().sum((1, 2))
+    torch.testing.assert_close(reference._gram(x_BTI, dy_BTO), want, rtol=1e-5, atol=0)
+    dw, fused = reference._fused(x_BTI, dy_BTO, torch.float32)
+    torch.testing.assert_close(fused, want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(dw.double(), g_BOI.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_route_is_chosen_by_cost() -> None:
+    assert reference.linear_route(1, 768, 768) == "closed"
+    assert reference.linear_route(4, 768, 768) == "gram"
+    assert reference.linear_route(2048, 768, 768) == "fused"
+
+
+def test_summed_norm_and_counter() -> None:
+    layer = gnsfast.Linear(5, 3)
+    probe = torch.zeros(2, 4 + 2, requires_grad=True)
+    gnsfast.functional.linear(
+        torch.randn(4, 7, 5), layer.weight, layer.bias, probe
+    ).sum().backward()
+    assert probe.grad is not None
+    for row, p in zip(probe.grad, layer.parameters()):
+        assert p.grad is not None
+        torch.testing.assert_close(row[4], p.grad.square().sum())
+        assert row[5] == 1.0
+
+
+def test_large_layer() -> None:
+    """2.4M elements: single-precision sums of that length would be off by more than 1e-5."""
+    assert_layer(gnsfast.Linear(1536, 1536), torch.randn(2, 150, 1536), 2)
+
+
+STRIDES = {
+    "transposed": lambda: torch.randn(9, 4, 5).transpose(0, 1),
+    "every second feature": lambda: torch.randn(4, 9, 10)[..., ::2],
+    "expanded samples": lambda: torch.randn(1, 9, 5).expand(4, -1, -1),
+    "expanded tokens": lambda: torch.randn(4, 1, 5).expand(-1, 9, -1),
+    "a slice": lambda: torch.randn(4, 12, 5)[:, 2:11],
+}
+
+
+@pytest.mark.parametrize("make", STRIDES.values(), ids=STRIDES.keys())
+def test_strides(make: object) -> None:
+    assert callable(make)
+    assert_layer(gnsfast.Linear(5, 3), make(), 4)
+
+
+def test_expanded_gradient() -> None:
+    """The gradient of ``sum`` has stride zero."""
+    layer, x = gnsfast.Linear(5, 3), torch.randn(4, 9, 5)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        layer(x).sum().backward()
+    assert_norms(norms, loop_sqnorms(plain(layer), lambda m, x: m(x).sum(), x, 4))
+
+
+def test_sequence_first() -> None:
+    layer = gnsfast.convert(nn.Linear(5, 3), batch_dim=1)
+    assert_layer(layer, torch.randn(9, 4, 5), 4, batch_dim=1)
+
+
+def test_sequence_first_keeps_two_dimensions_batch_first() -> None:
+    layer = gnsfast.convert(nn.Linear(5, 3), batch_dim=1)
+    assert_layer(layer, torch.randn(4, 5), 4)
+
+
+def test_folded_rows() -> None:
+    """Twelve rows are four samples of three consecutive rows."""
+    layer, x, r = nn.Linear(5, 3), torch.randn(12, 5), torch.randn(12, 3)
+    loop = loop_sqnorms(layer, weighted_loss, (x.view(4, 3, 5), r.view(4, 3, 3)), 4)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), 4) as norms:
+        weighted_loss(layer, (x, r)).backward()
+    assert_norms(norms, loop)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen(frozen: str) -> None:
+    layer = gnsfast.Linear(5, 3)
+    getattr(layer, frozen).requires_grad_(False)
+    assert_layer(layer, torch.randn(4, 9, 5), 4)
+
+
+def test_all_frozen_costs_nothing() -> None:
+    layer = nn.Sequential(gnsfast.Linear(5, 3).requires_grad_(False), gnsfast.Linear(3, 3))
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        assert layer[0]._probe is None
+        layer(torch.randn(4, 5)).sum().backward()
+    assert set(norms) == {"1.weight", "1.bias"}
+
+
+def test_no_gradient_for_the_input() -> None:
+    layer, x = gnsfast.Linear(5, 3), torch.randn(4, 9, 5)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        weighted_loss(layer, (x, torch.ones(4, 9, 3))).backward()
+    assert norms["weight"].isfinite().all()
+
+
+def test_float64() -> None:
+    assert_layer(
+        gnsfast.Linear(5, 3).double(), torch.randn(4, 9, 5, dtype=torch.float64), 4, rtol=1e-6
+    )
+
+
+HALF = [(dtype, T) for dtype in (torch.bfloat16, torch.float16) for T in (1, 4, 70)]
+
+
+@pytest.mark.parametrize(("dtype", "T"), HALF, ids=[f"{d} T={T}" for d, T in HALF])
+def test_half_precision(dtype: torch.dtype, T: int) -> None:
+    """At most twice the error of plain torch, one sample at a time, at the same dtype."""
+    layer, x, r = (
+        gnsfast.Linear(48, 24).to(dtype),
+        torch.randn(4, T, 48).to(dtype),
+        torch.randn(4, T, 24).to(dtype),
+    )
+    twin = plain(layer)
+    loop = loop_sqnorms(twin, weighted_loss, (x, r), 4)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        weighted_loss(layer, (x, r)).backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == dtype
+    assert error_against_loop(norms, loop) <= 2 * loop_errors_at_dtype(twin, (x, r), 4, loop)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+def test_autocast(inside: bool) -> None:
+    """Same output bits as torch's autocast, float32 gradients, norms no worse than twice torch's
+    own.
+    """
+    layer, x, r = gnsfast.Linear(48, 24), torch.randn(4, 9, 48), torch.randn(4, 9, 24)
+    twin, leaf = plain(layer), x.clone().requires_grad_()
+    loop = loop_sqnorms(twin, weighted_loss, (x, r), 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch_error = loop_errors_at_dtype(twin, (x, r), 4, loop)
+        want = twin(x)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(leaf)
+            loss = (y * r).sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+    assert torch.equal(y, want)
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    assert leaf.grad is not None and leaf.grad.dtype == torch.float32
+    assert error_against_loop(norms, loop) <= 2 * torch_error
+
+
+def test_no_grad_is_plain() -> None:
+    layer, x = gnsfast.Linear(5, 3), torch.randn(4, 5)
+    with gnsfast.per_sample_sqnorms(layer, 4), torch.no_grad():
+        y: Tensor = layer(x)
+        assert torch.equal(y, plain(layer)(x)) and not y.requires_grad
+        with torch.enable_grad():
+            layer(x).sum().backward()
+
+
+def test_subclass_arrives_here() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * super().forward(x)
+
+    layer, x, r = Scaled(5, 3), torch.randn(4, 9, 5), torch.randn(4, 9, 3)
+    loop = loop_sqnorms(layer, weighted_loss, (x, r), 4)
+    assert type(gnsfast.convert(layer)).__name__ == "Scaled" and isinstance(layer, Scaled)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        weighted_loss(layer, (x, r)).backward()
+    assert gnsfast.coverage(layer).rows[0].route == "linear"
+    assert_norms(norms, loop)

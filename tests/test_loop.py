@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that no kernel knows: replayed sample by sample, or left out with the reason."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import weighted_loss
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+
+
+class Scale(nn.Module):
+    """LayerScale: a bare parameter, and a child with a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.inner = nn.Parameter(torch.randn(5)), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * torch.tanh(self.inner(x))
+
+
+class Table(nn.Module):
+    """ViT's embeddings: a class token and a position table with a leading one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls_token, self.table = (
+            nn.Parameter(torch.randn(1, 1, 5)),
+            nn.Parameter(torch.randn(1, 10, 5)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.table[0]
+
+
+class PositionsOnly(nn.Module):
+    """Its output has no batch dimension: all samples share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 9, 5))
+
+    def forward(self) -> Tensor:
+        return self.table.sin()
+
+
+class AddsPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = PositionsOnly()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.positions()
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor, *, shift: float) -> dict[str, Any]:
+        return {"y": self.gain * x + shift, "unused": self.gain.sum(), "shift": shift}
+
+
+class TakesPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TwoOutputs()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x, shift=0.5)["y"]
+        return y
+
+
+class OwnForward(nn.Linear):
+    """A subclass that does not call ``nn.Linear.forward``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.abs(), self.bias)
+
+
+MODULES = {
+    "bare gain": (Scale, (4, 9, 5), (4, 9, 5)),
+    "tables": (Table, (4, 9, 5), (4, 10, 5)),
+    "shared table": (AddsPositions, (4, 9, 5), (4, 9, 5)),
+    "subclass with its own forward": (lambda: OwnForward(5, 3), (4, 9, 5), (4, 9, 3)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (4, 4, 5), (4, 4, 5)),
+    "bilinear-free prelu": (lambda: nn.PReLU(9), (4, 9, 5), (4, 9, 5)),
+    "transposed convolution": (lambda: nn.ConvTranspose1d(3, 2, 3), (4, 3, 5), (4, 2, 7)),
+    "three-dimensional convolution": (lambda: nn.Conv3d(2, 3, 2), (4, 2, 3, 3, 3), (4, 3, 2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape", "out"), MODULES.values(), ids=MODULES.keys())
+def test_exact(make: Any, shape: tuple[int, ...], out: tuple[int, ...]) -> None:
+    model, batch = make(), (torch.randn(shape), torch.randn(out))
+    loop = loop_sqnorms(model, weighted_loss, batch, 4)
+    want = model(batch[0])
+    gnsfast.convert(model)
+    assert any(row.route == "loop" for row in gnsfast.coverage(model).rows)
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        y = model(batch[0])
+        assert torch.equal(y, want)
+        (y * batch[1]).sum().backward()
+    assert_norms(norms, loop)
+
+
+def test_dictionary_output_and_keyword_argument() -> None:
+    model, batch = TakesPart(), (torch.randn(4, 9, 5), torch.randn(4, 9, 5))
+    loop = loop_sqnorms(model, weighted_loss, batch, 4)
+    gnsfast.convert(model)
+    with pytest.raises(
+        RuntimeError, match=r"inner.*output of shape \[\] has no dimension of 4 samples"
+    ):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            weighted_loss(model, batch).backward()
+    TwoOutputs.forward = lambda self, x, *, shift: {"y": self.gain * x + shift}  # type: ignore[assignment]
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        weighted_loss(model, batch).backward()
+    assert_norms(norms, loop)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multihead_attention(batch_first: bool) -> None:
+    """Its projections are used as tensors: all of them come from the replay."""
+
+    class SelfAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.attention(x, x, x)[0]
+            return y
+
+    model = SelfAttention()
+    shape = (4, 9, 8) if batch_first else (9, 4, 8)
+    batch, dim = (torch.randn(shape), torch.randn(shape)), 0 if batch_first else 1
+    loop = loop_sqnorms(model, weighted_loss, batch, 4, batch_dim=dim)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(model, batch_dim=dim), 4) as norms:
+        weighted_loss(model, batch).backward()
+    assert_norms(norms, loop)
+
+
+def test_replay_reaches_what_no_layer_sees() -> None:
+    class Twice(nn.Module):
+        """Calls one layer twice and uses another's weight as a tensor."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.tanh(self.layer(x))) @ self.other.weight + self.other(x)
+
+    model, batch = (
+        nn.Sequential(Twice(), nn.Linear(5, 5)),
+        (torch.randn(4, 9, 5), torch.randn(4, 9, 5)),
+    )
+    loop = loop_sqnorms(model, weighted_loss, batch, 4)
+    gnsfast.convert(model)
+    with pytest.raises(gnsfast.ObservationError, match=r"0\.layer"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            weighted_loss(model, batch).backward()
+    gnsfast.convert(model, replay=["0"])
+    model.zero_grad()
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        weighted_loss(model, batch).backward()
+    assert_norms(norms, loop)
+
+
+class Random(Scale):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5)
+
+
+class Mixing(Scale):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0, keepdim=True))
+
+
+class Counting(Scale):
+    """State: every call gives another result."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.calls * super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Random, Mixing, Counting])
+def test_replay_that_differs_is_named(make: type[nn.Module]) -> None:
+    model = gnsfast.convert(nn.Sequential(make()))
+    with pytest.raises(gnsfast.ObservationError, match=r"0 \(.*other outputs"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            model(torch.randn(4, 9, 5)).sum().backward()
+
+
+def test_square_argument_is_not_taken_for_samples() -> None:
+    """A [T, T] mask with T = B must not be cut up in silence."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.randn(5))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return mask @ (self.gain * x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.masked = Masked()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            y: Tensor = self.masked(x, mask)
+            return y
+
+    model = gnsfast.convert(Outer())
+    with pytest.raises(RuntimeError, match="masked"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            model(torch.randn(4, 4, 5), torch.randn(4, 4)).sum().backward()
+
+
+REASONS = {
+    "batch norm": (nn.BatchNorm1d(4), "batch statistics"),
+    "recurrent": (nn.LSTM(4, 4), "recurrent"),
+    "embedding bag": (nn.EmbeddingBag(4, 4), "embedding bag"),
+    "parameter list": (nn.ParameterList([torch.zeros(2)]), "container"),
+    "dropout inside attention": (nn.MultiheadAttention(4, 2, dropout=0.1), "dropout"),
+    "complex": (nn.Linear(4, 4, dtype=torch.complex64), "complex"),
+    "lazy": (nn.LazyLinear(4), "lazy"),
+    "weight norm": (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "parametrization"),
+    "spectral norm": (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), "parametrization"),
+}
+
+
+@pytest.mark.parametrize(("module", "reason"), REASONS.values(), ids=REASONS.keys())
+def test_reasons(module: nn.Module, reason: str) -> None:
+    model = nn.ModuleDict({"odd": module, "fine": nn.Linear(2, 2)})
+    rows = gnsfast.coverage(gnsfast.convert(model)).rows
+    odd = [r for r in rows if r.parameter.startswith("odd")]
+    assert odd and not any(r.static for r in odd)
+    assert any(reason in r.reason for r in odd)
+    assert all(r.reason for r in odd)
+
+
+def test_uncovered_parameters_are_left_out() -> None:
+    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        model(torch.randn(4, 5)).sum().backward()
+    assert set(norms) == {"0.weight", "0.bias", "2.weight", "2.bias"}

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerNorm, RMSNorm, and the RMS norms that models bring along."""
+
+import copy
+
+import pytest
+import torch
+from layers import assert_layer, error_against_loop, loop_errors_at_dtype, plain, weighted_loss
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+from gnsfast.routes import rms_norm_variant
+
+SHAPES = {
+    "two dimensions": (6, 5),
+    "three dimensions": (4, 9, 5),
+    "four dimensions": (3, 2, 7, 5),
+    "long samples": (2, 300, 33),  # the branch that runs torch's kernel sample by sample
+    "one sample": (1, 9, 5),
+    "no sample": (0, 9, 5),
+}
+LAYERS = {
+    "layer norm": lambda n: gnsfast.LayerNorm(n),
+    "layer norm without bias": lambda n: gnsfast.LayerNorm(n, bias=False),
+    "rms norm": lambda n: gnsfast.RMSNorm(n),
+    "rms norm with eps": lambda n: gnsfast.RMSNorm(n, eps=1e-3),
+}
+
+
+def scattered(layer: nn.Module) -> nn.Module:
+    """Gains that are not all one."""
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(torch.randn_like(p))
+    return layer
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_shapes(make: object, shape: tuple[int, ...]) -> None:
+    assert callable(make)
+    assert_layer(scattered(make(shape[-1])), torch.randn(shape), shape[0])
+
+
+@pytest.mark.parametrize("make", [gnsfast.LayerNorm, gnsfast.RMSNorm])
+def test_two_normalized_dimensions(make: type[nn.Module]) -> None:
+    assert_layer(scattered(make((3, 5))), torch.randn(4, 9, 3, 5), 4)
+    assert_layer(scattered(make((3, 5))), torch.randn(4, 3, 5), 4)
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+def test_sequence_first(make: type[nn.Module]) -> None:
+    layer = gnsfast.convert(scattered(make(5)), batch_dim=1)
+    assert_layer(layer, torch.randn(9, 4, 5), 4, batch_dim=1)
+
+
+@pytest.mark.parametrize("make", [gnsfast.LayerNorm, gnsfast.RMSNorm])
+def test_strided_input(make: type[nn.Module]) -> None:
+    assert_layer(scattered(make(5)), torch.randn(9, 4, 5).transpose(0, 1), 4)
+    assert_layer(scattered(make(5)), torch.randn(1, 9, 5).expand(4, -1, -1), 4)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen(frozen: str) -> None:
+    layer = scattered(gnsfast.LayerNorm(5))
+    getattr(layer, frozen).requires_grad_(False)
+    assert_layer(layer, torch.randn(4, 9, 5), 4)
+
+
+def test_without_parameters() -> None:
+    layer = gnsfast.LayerNorm(5, elementwise_affine=False)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        gnsfast.per_sample_sqnorms(layer, 4)
+
+
+@pytest.mark.parametrize("make", [gnsfast.LayerNorm, gnsfast.RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(make: type[nn.Module], dtype: torch.dtype) -> None:
+    layer = scattered(make(32)).to(dtype)
+    batch = torch.randn(4, 9, 32).to(dtype), torch.randn(4, 9, 32).to(dtype)
+    twin = plain(layer)
+    loop = loop_sqnorms(twin, weighted_loss, batch, 4)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        weighted_loss(layer, batch).backward()
+    assert error_against_loop(norms, loop) <= 2 * loop_errors_at_dtype(twin, batch, 4, loop)
+
+
+@pytest.mark.parametrize("make", [gnsfast.LayerNorm, gnsfast.RMSNorm])
+def test_autocast(make: type[nn.Module]) -> None:
+    layer, x, r = scattered(make(32)), torch.randn(4, 9, 32), torch.randn(4, 9, 32)
+    twin = plain(layer)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms, torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        assert torch.equal(y, twin(x)) and y.dtype == twin(x).dtype
+        (y * r).sum().backward()
+    assert_norms(norms, loop_sqnorms(twin, weighted_loss, (x, r), 4))
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), 1e-6
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(dtype)
+
+
+class GemmaRMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(size)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.float())).type_as(x)
+
+
+class CenteredRMSNorm(LlamaRMSNorm):
+    """Only its name is that of an RMS norm."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.weight * nn.functional.layer_norm(hidden_states, hidden_states.shape[-1:])
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(hidden_states * gate)
+
+
+@pytest.mark.parametrize(
+    ("layer", "route"),
+    [
+        (LlamaRMSNorm(16), "rms_norm"),
+        (GemmaRMSNorm(16), "rms_norm"),
+        (CenteredRMSNorm(16), "loop"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_foreign_norms(layer: nn.Module, route: str) -> None:
+    scattered(layer)
+    batch = torch.randn(4, 9, 16), torch.randn(4, 9, 16)
+    loop, twin = loop_sqnorms(layer, weighted_loss, batch, 4), copy.deepcopy(layer)
+    gnsfast.convert(layer)
+    assert gnsfast.coverage(layer).rows[0].route == route
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        y = layer(batch[0])
+        assert torch.equal(y, twin(batch[0]))
+        (y * batch[1]).sum().backward()
+    assert_norms(norms, loop)
+
+
+def test_foreign_norm_keeps_its_rounding() -> None:
+    for layer in (scattered(LlamaRMSNorm(16)), scattered(GemmaRMSNorm(16))):
+        twin, x = copy.deepcopy(layer), torch.randn(4, 9, 16).bfloat16()
+        with gnsfast.per_sample_sqnorms(gnsfast.convert(layer), 4):
+            y = layer(x)
+            assert y.dtype == twin(x).dtype and torch.equal(y, twin(x))
+            y.sum().backward()
+
+
+def test_variant_is_told_by_results() -> None:
+    assert rms_norm_variant(LlamaRMSNorm(16)) == "llama"
+    assert rms_norm_variant(GemmaRMSNorm(16)) == "gemma"
+    assert rms_norm_variant(CenteredRMSNorm(16)) is None
+    assert rms_norm_variant(GatedRMSNorm(16)) is None
+    assert rms_norm_variant(LlamaRMSNorm(16).to("meta")) == "llama"

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the README and the house promise."""
+
+import importlib.metadata
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gnsfast
+
+ROOT = Path(__file__).parent.parent
+WORDS = ("/" + "work/", "/" + "root/", "bash" + "_jobs")
+
+
+def python(code: str, cwd: Path) -> str:
+    """Standard output of a fresh interpreter."""
+    run = [sys.executable, "-c", code]
+    return subprocess.run(run, cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+def test_import_pulls_in_torch_alone(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import gnsfast;"
+        "print(*sorted({m.partition('.')[0] for m in set(sys.modules) - before}))"
+    )
+    added = set(python(code, tmp_path).split()) - set(sys.stdlib_module_names)
+    assert added - {"torch"} == {"gnsfast"}
+
+
+def test_import_takes_no_time(tmp_path: Path) -> None:
+    code = "from time import time; import torch; t = time(); import gnsfast; print(time() - t)"
+    assert statistics.median(float(python(code, tmp_path)) for _ in range(5)) < 0.1
+
+
+def test_import_starts_no_backend(tmp_path: Path) -> None:
+    code = "import sys, gnsfast; print('triton' in sys.modules, 'gnsfast._C' in sys.modules)"
+    assert python(code, tmp_path).split() == ["False", "False"]
+
+
+def test_folder_of_kernels_keeps_its_bare_name_free(tmp_path: Path) -> None:
+    assert "gnsfast.triton_kernels" in python(
+        "import gnsfast.triton_kernels as k; print(k.__name__)", tmp_path
+    )
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        python("import triton_kernels", ROOT)
+    assert "import gnsfast.triton_kernels" in error.value.stderr
+
+
+def test_version() -> None:
+    assert importlib.metadata.version("gnsfast") == gnsfast.__version__
+
+
+def test_wheel_is_what_is_tested_there() -> None:
+    """``make wheel-test`` must not read the checkout."""
+    inside = ROOT in Path(gnsfast.__file__).parents
+    in_build = ROOT / "build" in Path(gnsfast.__file__).parents
+    assert inside and in_build == ("GNSFAST_TEST_WHEEL" in os.environ)
+
+
+def tracked(*patterns: str) -> list[Path]:
+    run = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    names = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in names.splitlines() if (ROOT / name).exists()]
+
+
+def test_files_are_short_and_speak_of_the_project() -> None:
+    files = tracked()
+    assert len(files) > 30
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert not [w for w in WORDS if w in text], path
+        if path.suffix in (".py", ".cu", ".cuh", ".cpp"):
+            assert "SPDX-License-Identifier: Apache-2.0" in text.partition("\n")[0], path
+            assert text.count("\n") <= 400, path
+
+
+def test_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 100
+    assert any(line.startswith("```python") for line in lines[:10])

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that makes per-sample norms wrong in silence elsewhere is caught here, with the
+module's name.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gnsfast
+
+ObservationError, SampleShapeError = gnsfast.ObservationError, gnsfast.SampleShapeError
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def run(model: nn.Module, x: Tensor, num_samples: int = 4) -> None:
+    with gnsfast.per_sample_sqnorms(model, num_samples):
+        model(x).square().sum().backward()
+
+
+def test_called_twice() -> None:
+    class Twice(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.first(x))
+
+    with pytest.raises(ObservationError, match=r"first \(Linear\).*2 times"):
+        run(gnsfast.convert(Twice()), torch.randn(4, 5))
+
+
+def test_never_called() -> None:
+    """A fused loss takes the head's weight and never calls the head."""
+
+    class Fused(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(torch.tanh(self.first(x)), self.last.weight, self.last.bias)
+
+    with pytest.raises(ObservationError, match=r"last\.weight.*'last' was not called"):
+        run(gnsfast.convert(Fused()), torch.randn(4, 5))
+
+
+@pytest.mark.parametrize("use", ["linear", "penalty"])
+def test_weight_also_used_as_a_tensor(use: str) -> None:
+    """The counter reads one; the sums of the first pass do not agree with ``.grad``."""
+
+    class Reused(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return (
+                F.linear(y, self.first.weight) if use == "linear" else y + self.first.weight.sum()
+            )
+
+    with pytest.raises(ObservationError, match=r"first\.weight.*outside of its module"):
+        run(gnsfast.convert(Reused()), torch.randn(4, 5))
+
+
+def test_tied_head_written_by_hand() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(7, 5)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.linear(self.tokens(ids), self.tokens.weight)
+
+    with pytest.raises(ObservationError, match=r"tokens\.weight.*outside of its module"):
+        run(gnsfast.convert(Tied()), torch.randint(0, 7, (4, 9)))
+
+
+def test_unused_module_is_no_failure() -> None:
+    class Unused(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x)
+
+    model = gnsfast.convert(Unused())
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        model(torch.randn(4, 5)).sum().backward()
+    assert norms["last.weight"].tolist() == [0.0] * 4
+    assert [r.observed for r in gnsfast.coverage(model).rows] == [True, True, False, False]
+
+
+def test_unused_module_with_an_older_gradient() -> None:
+    """Accumulation: what an earlier pass left in ``.grad`` does not count as this pass's."""
+    model = gnsfast.convert(Model())
+    run(model, torch.randn(4, 5))
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        model.first(torch.randn(4, 5)).sum().backward()
+    assert norms["last.weight"].tolist() == [0.0] * 4
+
+
+def test_backward_twice() -> None:
+    model = gnsfast.convert(Model())
+    with pytest.raises(ObservationError, match="2 times"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            loss = model(torch.randn(4, 5)).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+
+def test_two_micro_batches_in_one_block() -> None:
+    model = gnsfast.convert(Model())
+    with pytest.raises(ObservationError, match="2 times"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            for _ in range(2):
+                model(torch.randn(4, 5)).sum().backward()
+
+
+def test_no_backward() -> None:
+    model = gnsfast.convert(Model())
+    with pytest.raises(ObservationError, match="no backward pass"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            loss = model(torch.randn(4, 5)).sum()
+            torch.autograd.grad(loss, list(model.parameters()))
+
+
+def test_forward_before_the_block() -> None:
+    model = gnsfast.convert(Model())
+    loss = model(torch.randn(4, 5)).sum()
+    with pytest.raises(ObservationError, match="its forward ran before the block"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            loss.backward()
+
+
+def test_backward_after_the_block() -> None:
+    model = gnsfast.convert(Model())
+    with pytest.raises(ObservationError, match="no backward pass"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            loss = model(torch.randn(4, 5)).sum()
+    loss.backward()
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 8])
+def test_wrong_num_samples(num_samples: int) -> None:
+    with pytest.raises(
+        SampleShapeError, match=rf"first \(Linear\): expected {num_samples} samples"
+    ):
+        run(gnsfast.convert(Model()), torch.randn(4, 5), num_samples)
+
+
+@pytest.mark.parametrize("num_samples", [-1, 2.0, True, None])
+def test_num_samples_that_is_no_count(num_samples: object) -> None:
+    with pytest.raises(ValueError, match="count of samples"):
+        gnsfast.per_sample_sqnorms(gnsfast.convert(Model()), num_samples)  # type: ignore[arg-type]
+
+
+def test_rows_that_do_not_divide() -> None:
+    model = gnsfast.convert(Model(), fold=["first", "last"])
+    with pytest.raises(SampleShapeError, match="dimension 0 has 10 rows"):
+        run(model, torch.randn(10, 5))
+
+
+def test_flattened_rows_name_the_remedy() -> None:
+    with pytest.raises(SampleShapeError, match=r"3 consecutive rows.*fold=\['first'\]"):
+        run(gnsfast.convert(Model()), torch.randn(12, 5))
+
+
+def test_sequence_first_by_mistake() -> None:
+    with pytest.raises(SampleShapeError, match="batch_dim=1"):
+        run(gnsfast.convert(Model()), torch.randn(9, 4, 5))
+
+
+def test_no_batch_dimension() -> None:
+    with pytest.raises(SampleShapeError, match=r"first.*no batch dimension"):
+        run(gnsfast.convert(Model()), torch.randn(5))
+
+
+def test_reentrant_checkpointing_is_exact() -> None:
+    """Its inner backward reaches the probes like any other."""
+    model, x = gnsfast.convert(Model()), torch.randn(4, 5, requires_grad=True)
+    with gnsfast.per_sample_sqnorms(model, 4) as want:
+        model(x).square().sum().backward()
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        checkpoint(model, x, use_reentrant=True).square().sum().backward()
+    assert all(torch.equal(norms[n], want[n]) for n in want)
+
+
+def test_not_converted() -> None:
+    with pytest.raises(ValueError, match="convert"):
+        gnsfast.per_sample_sqnorms(Model(), 4)
+
+
+def test_open_twice() -> None:
+    model = gnsfast.convert(Model())
+    with pytest.raises(ObservationError, match="first: a probe is open"):
+        with gnsfast.per_sample_sqnorms(model, 4), gnsfast.per_sample_sqnorms(model, 4):
+            pass
+    assert all(getattr(m, "_probe", None) is None for m in model.modules())
+
+
+def test_norms_before_the_end() -> None:
+    model = gnsfast.convert(Model())
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        model(torch.randn(4, 5)).sum().backward()
+        with pytest.raises(ObservationError, match="read them after it"):
+            norms.total()
+    assert norms.total().shape == (4,)
+
+
+def test_user_error_passes_through_and_closes() -> None:
+    model = gnsfast.convert(Model())
+    with pytest.raises(ZeroDivisionError):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            raise ZeroDivisionError
+    assert all(getattr(m, "_probe", None) is None for m in model.modules())
+
+
+def test_cuda_without_a_kernel_is_named() -> None:
+    """The dispatcher finds the refusal, not the CPU's code."""
+    x = torch.empty(2, 3, 5, device="meta")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("gnsfast::linear_wgrad", "CUDA")
+    dw, _, sqnorm_PB = torch.ops.gnsfast.linear_wgrad(x, x, True, True, False, torch.float32)
+    assert dw.shape == (5, 5) and sqnorm_PB.shape == (2, 4)
