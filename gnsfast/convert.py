@@ -8,7 +8,14 @@ from torch import nn
 
 from gnsfast.modules import Embedding, Linear
 from gnsfast.probed import Probed, SampleLayout, Tie
-from gnsfast.routes import looped, route_of, uses_children_as_tensors
+from gnsfast.routes import (
+    CONTAINERS,
+    LISTS,
+    looped,
+    own_parameters,
+    route_of,
+    uses_children_as_tensors,
+)
 
 WRAPPERS = {
     "FSDPModule": "convert the model before fully_shard",
@@ -75,7 +82,11 @@ def convert(
         )
 
     whole = {n for n, m in named.items() if uses_children_as_tensors(m)} | replayed
-    claims_of = {n: () if _inside(n, whole) else _claims(m, n in whole) for n, m in named.items()}
+    held = _held(named)
+    claims_of = {
+        n: () if n in held or _inside(n, whole) else _claims(m, n in whole)
+        for n, m in named.items()
+    }
     for name, module in named.items():
         if not (claims := claims_of[name]):
             if isinstance(module, Probed):
@@ -103,15 +114,26 @@ def _inside(name: str, paths: set[str]) -> bool:
 
 
 def _claims(module: nn.Module, whole: bool) -> tuple[str, ...]:
-    """The parameters that a module answers for.
+    """The parameters that a module answers for: its own, or all below it if it is replayed whole.
 
-    Its own; all below it where it is replayed as a whole. One that it shares with a submodule is
-    the submodule's (BERT's head lists its decoder's bias as its own).
+    One that it shares with a submodule is the submodule's (BERT's head lists its decoder's bias as
+    its own). Those of a bare container are the module's that holds it.
     """
     if whole:
         return tuple(n for n, _ in module.named_parameters())
-    below = {id(p) for child in module.children() for p in child.parameters()}
-    return tuple(n for n, p in module._parameters.items() if p is not None and id(p) not in below)
+    children = [c for c in module.children() if not isinstance(c, CONTAINERS)]
+    below = {id(p) for child in children for p in child.parameters()}
+    return tuple(n for n, p in own_parameters(module).items() if id(p) not in below)
+
+
+def _held(named: dict[str, nn.Module]) -> set[str]:
+    """Names of the bare containers that a module with a forward holds."""
+    return {
+        f"{name}.{child}" if name else child
+        for name, module in named.items()
+        for child, container in module.named_children()
+        if isinstance(container, CONTAINERS) and not isinstance(module, LISTS)
+    }
 
 
 def _refuse(named: dict[str, nn.Module], batch_dim: int) -> None:

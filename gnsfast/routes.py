@@ -31,6 +31,8 @@ KERNELS: dict[type[nn.Module], type[Probed]] = {
 }
 
 MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
+CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+LISTS = (nn.ModuleList, nn.ModuleDict, *CONTAINERS)
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
@@ -38,6 +40,15 @@ def uses_children_as_tensors(module: nn.Module) -> bool:
     """Whether the module is known to use its children's parameters without calling the children."""
     name = type(module).__name__
     return isinstance(module, nn.MultiheadAttention) or ("Mamba" in name and name.endswith("Mixer"))
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters, with those of bare containers it holds (LoRA embeddings)."""
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    for child_name, child in module.named_children():
+        if isinstance(child, CONTAINERS) and not isinstance(module, LISTS):
+            own |= {f"{child_name}.{n}": p for n, p in child.named_parameters()}
+    return own
 
 
 def route_of(module: nn.Module) -> Route:
@@ -67,7 +78,7 @@ def route_of(module: nn.Module) -> Route:
 
 
 def _drop_in(module: nn.Module, base: type[nn.Module], probed: type[Probed]) -> Route:
-    own = {n for n, p in module._parameters.items() if p is not None}
+    own = own_parameters(module).keys()
     if isinstance(module, nn.Embedding) and (module.sparse or module.scale_grad_by_freq):
         return Route(None, "an embedding with sparse or frequency-scaled gradients")
     if not own <= {"weight", "bias"} or "weight" not in own:
@@ -127,8 +138,8 @@ def rms_norm_variant(module: nn.Module) -> str | None:
 
 def looped(module: nn.Module) -> Route:
     """The route for anything else: a replay, unless it would give other outputs."""
-    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
-        return Route(None, "a bare container of parameters, used by another module")
+    if isinstance(module, CONTAINERS):
+        return Route(None, "a bare container of parameters that no module holds")
     if isinstance(module, nn.RNNBase):
         return Route(None, "recurrent weights have no route")
     if isinstance(module, nn.EmbeddingBag):

@@ -29,14 +29,19 @@ def linear_wgrad(
     whole on every rank.
     """
     _register_linear_wgrad()
-    rows = []
     dw = db = dy_BTO
+    rows = []
     if weight:
-        dw, _, row = ops.linear_wgrad(x_BTI, dy_BTO, True, False, transposed, dtype)
+        dw, _, row = ops.linear_wgrad(x_BTI, dy_BTO, True, False, False, dtype)
+        dw = dw.t() if transposed else dw
         rows.append(_whole(row))
     if bias:
-        _, db, row = ops.linear_wgrad(x_BTI, dy_BTO, False, True, transposed, dtype)
-        rows.append(_whole(row))
+        s_BO = dy_BTO.sum(1)
+        total_O = s_BO.sum(0)
+        rows.append(
+            _whole(torch.cat([s_BO.square().sum(1), total_O.square().sum().expand(2)])[None])
+        )
+        db = total_O.to(dtype)
     return dw, db, torch.cat(rows)
 
 
@@ -52,17 +57,16 @@ def _register_linear_wgrad() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    whole, columns = Replicate(), Shard(2)
-
     @register_sharding(torch.ops.gnsfast.linear_wgrad.default)  # type: ignore[untyped-decorator]
-    def rule(x: Any, dy: Any, weight: bool, bias: bool, transposed: bool, dtype: Any) -> list[Any]:
-        out_dim, in_dim = (1, 0) if transposed else (0, 1)
-        options = None, None, None, None
-        accepted: list[Any] = [([whole, whole, whole], [whole, whole, *options])]
-        accepted.append(([Shard(out_dim), Shard(0), Partial()], [whole, columns, *options]))
-        if weight and not bias:
-            accepted.append(([Shard(in_dim), whole, Partial()], [columns, whole, *options]))
-        return accepted
+    def rule(x: Any, dy: Any, *flags: Any) -> list[Any]:
+        # DTensor caches the answer without the flags: it is asked with those of a weight alone.
+        none = (None,) * len(flags)
+        whole, columns = Replicate(), Shard(2)
+        return [
+            ([whole, whole, whole], [whole, whole, *none]),
+            ([Shard(0), whole, Partial()], [whole, columns, *none]),
+            ([Shard(1), whole, Partial()], [columns, whole, *none]),
+        ]
 
 
 def replicated(fn: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:

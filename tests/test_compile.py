@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile, the operators' registration, activation checkpointing."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import gnsfast
+
+B, T, V = 3, 6, 11
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rms = nn.LayerNorm(8), nn.RMSNorm(8)
+        self.qkv, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind()
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        out: Tensor = x + self.down(F.gelu(self.up(self.rms(x))))
+        return out
+
+
+class GPT(nn.Module):
+    """``around`` names what is recomputed in backward."""
+
+    def __init__(self, tied: bool = True, around: str = "") -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(V, 8), nn.Embedding(T, 8)
+        self.conv, self.blocks = nn.Conv1d(8, 8, 1), nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head, self.around = nn.LayerNorm(8), nn.Linear(8, V, bias=False), around
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def run(self, part: str, *args: Any) -> Any:
+        fn = getattr(self, part)
+        return checkpoint(fn, *args, use_reentrant=False) if part in self.around else fn(*args)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1])[None])
+        out: Tensor = self.conv(x.mT).mT
+        return out
+
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def last(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+    def everything(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.run("last", self.run("middle", self.run("embed", ids)))
+        return out
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.run("everything", ids)
+        return out
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+
+def draw(samples: int = B) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, V, (samples, T)), torch.randint(0, V, (samples, T))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_ten_steps_in_one_graph(backend: str, tied: bool) -> None:
+    model = gnsfast.convert(GPT(tied))
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(10):
+        batch = draw()
+        loop = loop_sqnorms(model, loss_of, batch, B)
+        with gnsfast.per_sample_sqnorms(model, B) as norms:
+            loss_of(compiled, batch).backward()
+        assert_norms(norms, loop)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counter.frame_count == 1
+
+
+def test_another_batch_size_and_closed_probes() -> None:
+    model = gnsfast.convert(GPT())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for samples in (B, 5, 2):
+        batch = draw(samples)
+        with gnsfast.per_sample_sqnorms(model, samples) as norms:
+            loss_of(compiled, batch).backward()
+        assert_norms(norms, loop_sqnorms(model, loss_of, batch, samples))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(batch[0]), model(batch[0]))
+        model.zero_grad()
+        loss_of(compiled, batch).backward()  # a plain step between
+
+
+def test_compiled_loss_under_autocast() -> None:
+    model, batch = gnsfast.convert(GPT()), draw()
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, batch)
+
+    with gnsfast.per_sample_sqnorms(model, B) as eager:
+        step(batch).backward()
+    model.zero_grad()
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        torch.compile(step, backend="aot_eager", fullgraph=True)(batch).backward()
+    for name in eager:  # the same bfloat16 rounding, up to the order of fused sums
+        torch.testing.assert_close(norms[name], eager[name], rtol=2e-2, atol=1e-4)
+
+
+def test_replayed_module_breaks_the_graph_and_stays_exact() -> None:
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gain * x
+
+    model = gnsfast.convert(nn.Sequential(nn.Linear(8, 8), Gain(), nn.Linear(8, 8)))
+    x = torch.randn(B, T, 8)
+    compiled = torch.compile(model, backend="aot_eager")
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        compiled(x).square().sum().backward()
+    assert_norms(norms, loop_sqnorms(model, lambda m, x: m(x).square().sum(), x, B))
+
+
+def test_call_counter_works_when_compiled() -> None:
+    class Twice(GPT):
+        def middle(self, x: Tensor) -> Tensor:
+            return super().middle(super().middle(x))
+
+    model = gnsfast.convert(Twice())
+    with pytest.raises(gnsfast.ObservationError, match=r"blocks\.0.* 2 times"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), draw()).backward()
+
+
+def ops_and_arguments() -> list[tuple[str, tuple[Any, ...]]]:
+    x, dy, ids = torch.randn(3, 4, 5), torch.randn(3, 4, 6), torch.randint(0, 6, (3, 4))
+    mean, rstd, w, b = torch.randn(3, 4, 1), torch.rand(3, 4, 1), torch.randn(5), torch.randn(5)
+    f32, image, square = torch.float32, torch.randn(4, 2, 5, 5), [1, 1]
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("linear_wgrad", (x, dy, True, True, False, f32)),
+        ("linear_wgrad", (x, dy, True, False, True, f32)),
+        ("linear_wgrad", (x.bfloat16(), dy.bfloat16(), False, True, False, torch.bfloat16)),
+        ("linear_wgrad", (x[:, :1], dy[:, :1], True, True, False, f32)),
+        ("linear_wgrad", (x[:0], dy[:0], True, True, False, f32)),
+        ("tie_rows", (x, dy, ids)),
+        ("embedding_wgrad", (dy, ids, 6, -1, f32)),
+        ("embedding_wgrad", (dy, ids, 6, 2, f32)),
+        ("layer_norm_backward", (x, x, mean, rstd, w, b, True, True)),
+        ("layer_norm_backward", (x, x, mean, rstd, w, None, True, False)),
+        ("layer_norm_backward", (x, x, mean, rstd, w, b, False, True)),
+        ("rms_norm_backward", (x, x, w, 1e-6, 0.0)),
+        ("rms_norm_backward", (x.bfloat16(), x.bfloat16(), w.bfloat16(), 1e-6, 1.0)),
+    ]
+    for samples, groups in ((4, 1), (2, 2)):
+        dy_image = torch.randn(4, 4, 3, 3)
+        geometry = ([3, 3], square, [0, 0], square, groups)
+        calls.append(("conv_wgrad", (image, dy_image, samples, *geometry, True, True, f32)))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), ops_and_arguments(), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_operators_are_registered_right(name: str, arguments: tuple[Any, ...]) -> None:
+    torch.library.opcheck(getattr(torch.ops.gnsfast, name).default, arguments)
+
+
+@pytest.mark.parametrize(
+    "around", ["middle", "embed", "everything", "embed middle", "everything middle"]
+)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_checkpointing(around: str, tied: bool) -> None:
+    model, batch = gnsfast.convert(GPT(tied, around)), draw()
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        loss_of(model, batch).backward()
+    model.around = ""
+    assert_norms(norms, loop_sqnorms(model, loss_of, batch, B))
+
+
+def test_checkpointing_compiled() -> None:
+    model, batch = gnsfast.convert(GPT(True, "middle")), draw()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        loss_of(compiled, batch).backward()
+    model.around = ""
+    assert_norms(norms, loop_sqnorms(model, loss_of, batch, B))
+
+
+def test_checkpointed_head_without_its_embedding_is_refused() -> None:
+    model = gnsfast.convert(GPT(True, "last"))
+    with pytest.raises((gnsfast.ObservationError, CheckpointError), match="head"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            loss_of(model, draw()).backward()
