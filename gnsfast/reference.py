@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A float32 dot product loses digits with its length (5e-4 low at 16.8M elements, below 1e-6 at
-# 128k), so squares are summed in chunks of this many elements and the chunks in float64.
-CHUNK = 1 << 17
+# A float32 sum of squares loses digits with its length: a dot product is 5e-4 low at 16.8M numbers,
+# a norm 8e-5 at 2.4M, but below 1e-7 at this many. Longer ones are summed in pieces, in float64.
+PIECE = 1 << 13
 
 # The per-sample tile of the fused route: large enough that the GEMM runs at full speed, small
 # enough that the tile is still in a cache when it is squared and added.
-TILE = 1 << 20
+TILE = 1 << 21
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,13 +31,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sqnorm(t: Tensor) -> Tensor:
     """The squared Frobenius norm of ``t``, a float64 scalar."""
-    flat = t.reshape(-1)
-    if flat.dtype != torch.float64:
-        flat = flat.to(torch.float32)
-    whole = flat.numel() // CHUNK * CHUNK
-    parts = [torch.dot(c, c) for c in flat[:whole].split(CHUNK)] if whole else []
-    tail = flat[whole:]
-    return torch.stack([*parts, torch.dot(tail, tail)]).sum(dtype=torch.float64)
+    flat = t.reshape(-1).to(accumulate_dtype(t.dtype))
+    whole = flat.numel() // PIECE * PIECE
+    pieces = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1)
+    tail = torch.linalg.vector_norm(flat[whole:])
+    return sqnorm_rows(torch.cat([pieces, tail[None]])[None])[0]
 
 
 def sqnorm_rows(t_RN: Tensor) -> Tensor:
@@ -126,24 +124,25 @@ def _gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
 
 
 def _fused(x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One GEMM a sample into a tile, squared and added to dW while it is in a cache."""
-    B, _, I = x_BTI.shape
-    O = dy_BTO.shape[2]
-    dw_OI = x_BTI.new_zeros((O, I), dtype=acc) if B == 0 else x_BTI.new_empty((O, I), dtype=acc)
+    """One GEMM a sample into a tile; its norm is taken and it is added to dW while in cache."""
+    (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
     height = min(O, max(1, TILE // max(I, 1)))
+    columns = range(0, I, PIECE)
+    dw_OI = x_BTI.new_empty((O, I), dtype=acc) if B else x_BTI.new_zeros((O, I), dtype=acc)
     scratch = x_BTI.new_empty((height, I), dtype=acc)
-    parts: list[list[Tensor]] = [[] for _ in range(B)]
+    norms = x_BTI.new_empty((B, len(columns), O), dtype=acc)
     for start in range(0, O, height):
-        total = dw_OI[start : start + height]
+        rows = slice(start, start + height)
+        total = dw_OI[rows]
         for b in range(B):
-            tile = total if b == 0 else scratch[: len(total)]
-            torch.mm(dy_BTO[b, :, start : start + height].to(acc).T, x_BTI[b].to(acc), out=tile)
-            parts[b] += [torch.dot(c, c) for c in tile.view(-1).split(CHUNK)]
+            tile = scratch[: len(total)] if b else total
+            torch.mm(dy_BTO[b, :, rows].to(acc).T, x_BTI[b].to(acc), out=tile)
+            for piece, column in enumerate(columns):
+                part = tile[:, column : column + PIECE]
+                torch.linalg.vector_norm(part, dim=1, out=norms[b, piece, rows])
             if b:
                 total += tile
-    if not B:
-        return dw_OI, dw_OI.new_zeros(0, dtype=torch.float64)
-    return dw_OI, torch.stack([torch.stack(p) for p in parts]).sum(1, dtype=torch.float64)
+    return dw_OI, sqnorm_rows(norms.flatten(1))
 
 
 def tie_rows(x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor) -> Tensor:

@@ -63,6 +63,34 @@ def test_weight_also_used_as_a_tensor(use: str) -> None:
         run(gnsfast.convert(Reused()), torch.randn(4, 5))
 
 
+def test_gradients_that_start_at_zero_are_checked_too() -> None:
+    """``zero_grad(set_to_none=False)`` leaves tensors of zeros."""
+
+    class Reused(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(super().forward(x), self.first.weight)
+
+    model = gnsfast.convert(Reused())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(ObservationError, match=r"first\.weight.*outside of its module"):
+        run(model, torch.randn(4, 5))
+
+
+def test_overflow_is_no_failure() -> None:
+    """A loss scaled beyond float32, as a gradient scaler tries: norms that are not finite."""
+    model = gnsfast.convert(Model())
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
+        (model(torch.randn(4, 5)).square().sum() * 1e38).backward()
+    assert not norms.total().isfinite().all()
+
+
+def test_clipping_hooks_are_no_failure() -> None:
+    model = gnsfast.convert(Model())
+    model.first.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    run(model, torch.randn(4, 5))
+
+
 def test_tied_head_written_by_hand() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured: a whole training step, and single linear layers named after their model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gnsfast
+from gnsfast import reference
+
+TOKENS = 4096
+"""Tokens of a batch in the cases of single layers; a sample has T of them."""
+
+LENGTHS = (1, 64, 128, 512, 2048)
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A linear layer [O, I] over ``TOKENS`` tokens in samples of T."""
+
+    model: str
+    I: int
+    O: int
+    T: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.I}x{self.O} T={self.T}"
+
+    @property
+    def B(self) -> int:
+        return TOKENS // self.T
+
+
+LAYERS = [
+    LayerCase(model, I, O, T)
+    for model, I, O in (
+        ("GPT-2 out", 768, 768),
+        ("GPT-2 up", 768, 3072),
+        ("small GPT head", 384, 4096),
+    )
+    for T in LENGTHS
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads = self.qkv(self.norm_1(x_BTD)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
+        return out
+
+
+class GPT(nn.Module):
+    """4 layers, width 384, 6 heads, 256 tokens, 4096 words, untied head: 10.4M parameters."""
+
+    B, T, vocabulary = 8, 256, 4096
+
+    def __init__(self, width: int = 384, heads: int = 6, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(self.vocabulary, width)
+        self.positions = nn.Embedding(self.T, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocabulary, bias=False)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x_BTD = self.tokens(ids_BT) + self.positions(torch.arange(self.T)[None])
+        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        return logits
+
+
+def gpt_batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, GPT.vocabulary, (GPT.B, GPT.T + 1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def gpt_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def training_step(per_sample: bool) -> Callable[[], None]:
+    """Forward, loss, backward, AdamW, on a model of its own."""
+    torch.manual_seed(0)
+    model, batch = GPT(), gpt_batch()
+    if per_sample:
+        gnsfast.convert(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        if per_sample:
+            with gnsfast.per_sample_sqnorms(model, GPT.B) as norms:
+                gpt_loss(model, batch).backward()
+            norms.total()
+        else:
+            gpt_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def layer_passes(case: LayerCase) -> dict[str, Callable[[], None]]:
+    """Forward and backward of the one layer, input gradient included."""
+    torch.manual_seed(0)
+    x = torch.randn(case.B, case.T, case.I, requires_grad=True)
+    dy = torch.randn(case.B, case.T, case.O)
+    plain, ours = nn.Linear(case.I, case.O), gnsfast.Linear(case.I, case.O)
+
+    def clear(layer: nn.Module) -> None:
+        layer.zero_grad()
+        x.grad = None
+
+    def run_plain() -> None:
+        plain(x).backward(dy)
+        clear(plain)
+
+    def run_ours() -> None:
+        with gnsfast.per_sample_sqnorms(ours, case.B):
+            ours(x).backward(dy)
+        clear(ours)
+
+    return {"plain": run_plain, "gnsfast": run_ours}
+
+
+def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:
+    """dW alone, dW with norms by gnsfast's operator, and by each way to write it by hand."""
+    torch.manual_seed(0)
+    x_BTI, dy_BTO = torch.randn(case.B, case.T, case.I), torch.randn(case.B, case.T, case.O)
+    f32 = torch.float32
+
+    def plain() -> Tensor:
+        return dy_BTO.flatten(0, 1).T @ x_BTI.flatten(0, 1)
+
+    def gram() -> tuple[Tensor, Tensor]:
+        norms = (dy_BTO @ dy_BTO.mT).mul_(x_BTI @ x_BTI.mT).sum((1, 2))
+        return plain(), norms
+
+    def loop() -> tuple[Tensor, Tensor]:
+        dw, norms = torch.zeros(case.O, case.I), []
+        for x_TI, dy_TO in zip(x_BTI, dy_BTO):
+            g_OI = dy_TO.T @ x_TI
+            norms.append(g_OI.square().sum())
+            dw += g_OI
+        return dw, torch.stack(norms)
+
+    def materialize() -> tuple[Tensor, Tensor]:
+        g_BOI = torch.bmm(dy_BTO.mT, x_BTI)
+        return g_BOI.sum(0), g_BOI.flatten(1).square().sum(1)
+
+    def ours() -> tuple[Tensor, ...]:
+        sqnorms: tuple[Tensor, ...] = torch.ops.gnsfast.linear_wgrad(
+            x_BTI, dy_BTO, True, False, False, f32
+        )
+        return sqnorms
+
+    ways: dict[str, Callable[[], object]] = {"plain": plain, "gnsfast": ours}
+    if case.T > 1:
+        ways["Gram"] = gram
+    ways["loop"] = loop
+    if case.B * case.O * case.I <= 1 << 28:  # 1 GiB
+        ways["materialize"] = materialize
+    return ways
+
+
+def route(case: LayerCase) -> str:
+    """Which route gnsfast takes there."""
+    return reference.linear_route(case.T, case.I, case.O)
