@@ -17,7 +17,7 @@ test: $(DEV)  ## all tests, in the checkout and then against the built wheel
 wheel-test: $(DEV)  ## the tests against the wheel in a clean environment
 	rm -rf build
 	$(BIN)/python -m build --quiet --wheel --outdir build/wheel
-	$(PYTHON) -m venv build/venv
+	$(BIN)/python -m venv build/venv
 	echo "$$(cd .venv/lib/python*/site-packages && pwd)" > $$(echo build/venv/lib/python*/site-packages)/dependencies.pth
 	build/venv/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	mkdir build/away
@@ -41,7 +41,7 @@ clean:  ## remove everything that make made
 
 $(RUN): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) --editable .
+	$(INSTALL) --editable . numpy  # torch warns at every start without it
 	touch $(RUN)
 
 $(DEV): $(RUN)

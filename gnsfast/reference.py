@@ -19,9 +19,12 @@ from torch import Tensor
 # a norm 8e-5 at 2.4M, but below 1e-7 at this many. Longer ones are summed in pieces, in float64.
 PIECE = 1 << 13
 
-# The per-sample tile of the fused route: large enough that the GEMM runs at full speed, small
-# enough that the tile is still in a cache when it is squared and added.
+# Elements of a per-sample tile of the fused route: large enough that the GEMM runs at full speed,
+# small enough that the tile is still in a cache when its norm is taken and it is added.
 TILE = 1 << 21
+
+# Samples whose tiles are made by one batched GEMM: on two threads 4 % of a step faster than one.
+TOGETHER = 2
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,18 +34,16 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sqnorm(t: Tensor) -> Tensor:
     """The squared Frobenius norm of ``t``, a float64 scalar."""
-    flat = t.reshape(-1).to(accumulate_dtype(t.dtype))
+    flat = t.reshape(-1)
     whole = flat.numel() // PIECE * PIECE
-    pieces = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1)
-    tail = torch.linalg.vector_norm(flat[whole:])
-    return sqnorm_rows(torch.cat([pieces, tail[None]])[None])[0]
+    return sqnorm_rows(flat[:whole].view(-1, PIECE)).sum() + sqnorm_rows(flat[whole:][None])[0]
 
 
 def sqnorm_rows(t_RN: Tensor) -> Tensor:
     """The squared norm of each row of ``t_RN``, float64."""
-    t_RN = t_RN.to(torch.float64)
-    norms: Tensor = torch.linalg.vecdot(t_RN, t_RN)
-    return norms
+    t_RN = t_RN.to(accumulate_dtype(t_RN.dtype))
+    norms_PR = [torch.linalg.vector_norm(piece, dim=1) for piece in t_RN.split(PIECE, dim=1)]
+    return torch.stack(norms_PR).to(torch.float64).square_().sum(0)
 
 
 def probe_row(sqnorm_B: Tensor, sqnorm_sum: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def sum_wgrad(g_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     ``g_BN``.
     """
     total_N = g_BN.sum(0, dtype=accumulate_dtype(g_BN.dtype))
-    return total_N.to(dtype), probe_row(sqnorm_rows(g_BN), sqnorm_rows(total_N))
+    return total_N.to(dtype), probe_row(sqnorm_rows(g_BN), sqnorm(total_N))
 
 
 def linear_route(T: int, I: int, O: int) -> str:
@@ -124,23 +125,25 @@ def _gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
 
 
 def _fused(x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One GEMM a sample into a tile; its norm is taken and it is added to dW while in cache."""
+    """A GEMM a sample into a tile each; their norms are taken and they are added to dW in cache."""
     (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
     height = min(O, max(1, TILE // max(I, 1)))
-    columns = range(0, I, PIECE)
-    dw_OI = x_BTI.new_empty((O, I), dtype=acc) if B else x_BTI.new_zeros((O, I), dtype=acc)
-    scratch = x_BTI.new_empty((height, I), dtype=acc)
-    norms = x_BTI.new_empty((B, len(columns), O), dtype=acc)
+    dw_OI = x_BTI.new_zeros((O, I), dtype=acc)
+    scratch = x_BTI.new_empty((min(B, TOGETHER), height, I), dtype=acc)
+    norms = x_BTI.new_empty((B, -(-I // PIECE), O), dtype=acc)
+    # Views are made outside of the inner loop: inside they would cost as much as norm and sum do.
+    x_groups = x_BTI.split(TOGETHER)
     for start in range(0, O, height):
         rows = slice(start, start + height)
         total = dw_OI[rows]
-        for b in range(B):
-            tile = scratch[: len(total)] if b else total
-            torch.mm(dy_BTO[b, :, rows].to(acc).T, x_BTI[b].to(acc), out=tile)
-            for piece, column in enumerate(columns):
-                part = tile[:, column : column + PIECE]
-                torch.linalg.vector_norm(part, dim=1, out=norms[b, piece, rows])
-            if b:
+        dy_groups = dy_BTO[..., rows].mT.split(TOGETHER)
+        norm_groups = norms[..., rows].split(TOGETHER)
+        for x_GTI, dy_GOT, norm in zip(x_groups, dy_groups, norm_groups):
+            tiles = scratch[: len(x_GTI), : len(total)]
+            torch.bmm(dy_GOT.to(acc), x_GTI.to(acc), out=tiles)
+            for i, piece in enumerate(tiles.split(PIECE, dim=2)):
+                torch.linalg.vector_norm(piece, dim=2, out=norm[:, i])
+            for tile in tiles:
                 total += tile
     return dw_OI, sqnorm_rows(norms.flatten(1))
 
