@@ -51,7 +51,7 @@ def operator(threads: list[int], rounds: int) -> list[dict[str, Any]]:
     for case in cases.LAYERS:
         for n in threads:
             torch.set_num_threads(n)
-            timings = measure.interleave(cases.weight_gradients(case), rounds)
+            timings = measure.interleave(cases.weight_gradients(case), max(2, rounds // 3))
             row: dict[str, Any] = {"weight gradient": case.name, "threads": n}
             row |= {"route": cases.route(case), "plain ms": round(timings["plain"].milliseconds, 1)}
             rows.append(row | {k: f"{t.ratio:.2f}" for k, t in timings.items() if k != "plain"})
