@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from gnsfast import reference
@@ -165,6 +166,7 @@ class _Loop(torch.autograd.Function):
         return tuple(t.view_as(t) for t in outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
         replay: _Replay = ctx.replay
         sqnorm_PB = _sqnorms(replay, list(ctx.saved_tensors), douts)

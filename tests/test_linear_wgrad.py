@@ -69,6 +69,11 @@ def test_large_layer() -> None:
     assert_layer(gnsfast.Linear(1536, 1536), torch.randn(2, 150, 1536), 2)
 
 
+def test_rows_longer_than_one_piece() -> None:
+    """20 000 inputs: a row's norm is summed in three pieces."""
+    assert_layer(gnsfast.Linear(20_000, 3), torch.randn(3, 90, 20_000), 3)
+
+
 STRIDES = {
     "transposed": lambda: torch.randn(9, 4, 5).transpose(0, 1),
     "every second feature": lambda: torch.randn(4, 9, 10)[..., ::2],
@@ -181,6 +186,16 @@ def test_autocast(inside: bool) -> None:
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
     assert leaf.grad is not None and leaf.grad.dtype == torch.float32
     assert error_against_loop(norms, loop) <= 2 * torch_error
+
+
+def test_autocast_keeps_the_low_precision_input() -> None:
+    """What waits for backward is what torch's autocast keeps: half the memory of the input."""
+    layer, kept = gnsfast.Linear(48, 24), []
+    with gnsfast.per_sample_sqnorms(layer, 4), torch.autocast("cpu", torch.bfloat16):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            loss = layer(torch.randn(4, 9, 48)).sum()
+        loss.backward()
+    assert {t.dtype for t in kept} == {torch.bfloat16}
 
 
 def test_no_grad_is_plain() -> None:

@@ -150,6 +150,15 @@ def test_no_backward() -> None:
             torch.autograd.grad(loss, list(model.parameters()))
 
 
+def test_double_backward_is_refused() -> None:
+    """A gradient penalty goes through backward, where nothing of a sample can be told."""
+    model, x = gnsfast.convert(Model()), torch.randn(4, 5, requires_grad=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            g.square().sum().backward()
+
+
 def test_forward_before_the_block() -> None:
     model = gnsfast.convert(Model())
     loss = model(torch.randn(4, 5)).sum()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
 from gnsfast.functional._samples import (
@@ -39,6 +40,7 @@ class _Conv(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         need_x, need_w, need_b, *_ = ctx.needs_input_grad

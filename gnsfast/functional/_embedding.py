@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, reference
 from gnsfast.functional._samples import (
@@ -41,6 +42,7 @@ class _Embedding(torch.autograd.Function):
         return y, zero.expand(B, T, D), zero.clone().expand(B, T, D)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
         ids, *link_ids = ctx.saved_tensors
         assert dy is not None  # links are only ever used together with the output

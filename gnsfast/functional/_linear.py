@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, sharding
 from gnsfast.functional._samples import (
@@ -38,6 +39,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, w.t() if transposed else w, b)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, *link_ids = ctx.saved_tensors
         need_x, need_w, need_b, *_ = ctx.needs_input_grad

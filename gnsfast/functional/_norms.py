@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, reference, sharding
 from gnsfast.functional._samples import (
@@ -34,6 +35,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, b, mean, rstd = ctx.saved_tensors
         _, need_w, need_b, *_ = ctx.needs_input_grad
@@ -128,6 +130,7 @@ class _RMSNorm(torch.autograd.Function):
         return forward(x, w, eps)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
 
