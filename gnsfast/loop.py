@@ -212,7 +212,7 @@ def _sqnorms(replay: _Replay, outputs: list[Tensor], douts: tuple[Tensor | None,
     rows = []
     for k, n in enumerate(parameters):
         sqnorm_B = torch.stack(parts[k]) if parts[k] else totals[n].new_zeros(0)
-        rows.append(reference.probe_row(sqnorm_B, reference.sqnorm(totals[n])))
+        rows.append(reference.probe_row(reference.with_sum(sqnorm_B, totals[n])))
     sqnorm_PB = torch.stack(rows)
     if same:
         sqnorm_PB[:, -1] = torch.where(torch.stack(same).all(), 1.0, torch.nan)

@@ -34,34 +34,36 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sqnorm(t: Tensor) -> Tensor:
     """The squared Frobenius norm of ``t``, a float64 scalar."""
-    flat = t.reshape(-1)
-    whole = flat.numel() // PIECE * PIECE
-    return sqnorm_rows(flat[:whole].view(-1, PIECE)).sum() + sqnorm_rows(flat[whole:][None])[0]
+    return sqnorm_rows(t.flatten(0, -2) if t.ndim > 1 else t[None]).sum()
 
 
 def sqnorm_rows(t_RN: Tensor) -> Tensor:
     """The squared norm of each row of ``t_RN``, float64."""
     t_RN = t_RN.to(accumulate_dtype(t_RN.dtype))
+    if t_RN.shape[1] <= PIECE:
+        norms_R: Tensor = torch.linalg.vector_norm(t_RN, dim=1)
+        return norms_R.to(torch.float64).square_()
     norms_PR = [torch.linalg.vector_norm(piece, dim=1) for piece in t_RN.split(PIECE, dim=1)]
     return torch.stack(norms_PR).to(torch.float64).square_().sum(0)
 
 
-def probe_row(sqnorm_B: Tensor, sqnorm_sum: Tensor) -> Tensor:
-    """One row of ``sqnorm_PB``: per-sample squared norms, the squared norm of the sum, the call
-    counter.
-    """
-    row = torch.ones(len(sqnorm_B) + 2, dtype=torch.float32, device=sqnorm_B.device)
-    row[:-2] = sqnorm_B
-    row[-2] = sqnorm_sum
+def probe_row(sqnorm_B1: Tensor) -> Tensor:
+    """One row of ``sqnorm_PB``: the squared norms of B samples and of their sum, the counter."""
+    row = torch.ones(len(sqnorm_B1) + 1, dtype=torch.float32, device=sqnorm_B1.device)
+    row[:-1] = sqnorm_B1
     return row
 
 
+def with_sum(sqnorm_B: Tensor, total: Tensor) -> Tensor:
+    """[B + 1]: the samples' squared norms and that of their sum ``total``."""
+    return torch.cat([sqnorm_B, sqnorm(total)[None]])
+
+
 def sum_wgrad(g_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradient and the probe row of a parameter whose per-sample gradients are the rows of
-    ``g_BN``.
-    """
-    total_N = g_BN.sum(0, dtype=accumulate_dtype(g_BN.dtype))
-    return total_N.to(dtype), probe_row(sqnorm_rows(g_BN), sqnorm(total_N))
+    """The gradient and the probe row of a parameter whose samples' gradients are rows ``g_BN``."""
+    g_BN = g_BN.to(accumulate_dtype(g_BN.dtype))
+    total_N = g_BN.sum(0)
+    return total_N.to(dtype), probe_row(sqnorm_rows(torch.cat([g_BN, total_N[None]])))
 
 
 def linear_route(T: int, I: int, O: int) -> str:
@@ -107,7 +109,7 @@ def _outer_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Ten
     acc = accumulate_dtype(x_BTI.dtype)
     route = linear_route(T, I, O)
     if B * T == 0 or route == "fused":
-        dw_OI, sqnorm_B = _fused(x_BTI, dy_BTO, acc)
+        dw_OI, sqnorm_B1 = _fused(x_BTI, dy_BTO, acc)
     else:
         x_BTI, dy_BTO = x_BTI.to(acc), dy_BTO.to(acc)
         dw_OI = dy_BTO.reshape(-1, O).T @ x_BTI.reshape(-1, I)
@@ -115,7 +117,8 @@ def _outer_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Ten
             sqnorm_B = sqnorm_rows(x_BTI[:, 0]) * sqnorm_rows(dy_BTO[:, 0])
         else:
             sqnorm_B = _gram(x_BTI, dy_BTO)
-    return dw_OI.to(dtype), probe_row(sqnorm_B, sqnorm(dw_OI))
+        sqnorm_B1 = with_sum(sqnorm_B, dw_OI)
+    return dw_OI.to(dtype), probe_row(sqnorm_B1)
 
 
 def _gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
@@ -125,19 +128,19 @@ def _gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
 
 
 def _fused(x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A GEMM a sample into a tile each; their norms are taken and they are added to dW in cache."""
+    """dW and its [B + 1] squared norms: a GEMM a sample, its tile squared and added in cache."""
     (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
     height = min(O, max(1, TILE // max(I, 1)))
     dw_OI = x_BTI.new_zeros((O, I), dtype=acc)
     scratch = x_BTI.new_empty((min(B, TOGETHER), height, I), dtype=acc)
-    norms = x_BTI.new_empty((B, -(-I // PIECE), O), dtype=acc)
+    norms = x_BTI.new_empty((B + 1, -(-I // PIECE), O), dtype=acc)  # the sum's come last
     # Views are made outside of the inner loop: inside they would cost as much as norm and sum do.
     x_groups = x_BTI.split(TOGETHER)
     for start in range(0, O, height):
         rows = slice(start, start + height)
         total = dw_OI[rows]
         dy_groups = dy_BTO[..., rows].mT.split(TOGETHER)
-        norm_groups = norms[..., rows].split(TOGETHER)
+        norm_groups = norms[:B, :, rows].split(TOGETHER)
         for x_GTI, dy_GOT, norm in zip(x_groups, dy_groups, norm_groups):
             tiles = scratch[: len(x_GTI), : len(total)]
             torch.bmm(dy_GOT.to(acc), x_GTI.to(acc), out=tiles)
@@ -145,6 +148,8 @@ def _fused(x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype) -> tuple[Tensor, Ten
                 torch.linalg.vector_norm(piece, dim=2, out=norm[:, i])
             for tile in tiles:
                 total += tile
+        for i, piece in enumerate(total.split(PIECE, dim=1)):
+            torch.linalg.vector_norm(piece, dim=1, out=norms[B, i, rows])
     return dw_OI, sqnorm_rows(norms.flatten(1))
 
 
@@ -180,7 +185,7 @@ def embedding_wgrad(
     dw_VD = sum_SD.new_zeros((num_embeddings, D)).index_add_(
         0, key_S % max(num_embeddings, 1), sum_SD
     )
-    return dw_VD.to(dtype), probe_row(sqnorm_B, sqnorm(dw_VD))[None]
+    return dw_VD.to(dtype), probe_row(with_sum(sqnorm_B, dw_VD))[None]
 
 
 def layer_norm_backward(
@@ -317,7 +322,7 @@ def conv_wgrad(
             parts.append(sqnorm(g_GOK))
             dw_GOK += g_GOK
         sqnorm_B = torch.stack(parts) if parts else x.new_zeros(0, dtype=torch.float64)
-        rows.append(probe_row(sqnorm_B, sqnorm(dw_GOK)))
+        rows.append(probe_row(with_sum(sqnorm_B, dw_GOK)))
         dw = dw_GOK.reshape(O, C // groups, *kernel).to(dtype)
     if bias:
         db, row = sum_wgrad(sum_BO, dtype)
