@@ -86,7 +86,8 @@ def main() -> None:
         print("\n".join(record.markdown(rows)), flush=True)
     if options.record:
         command = " ".join(["python -m benchmarks", *sys.argv[1:]])
-        print(f"\nwritten: {record.write('cpu', command, tables, options.record)}")
+        name = "-".join(["cpu", *(options.only if set(options.only) != set(PARTS) else ())])
+        print(f"\nwritten: {record.write(name, command, tables, options.record)}")
 
 
 if __name__ == "__main__":
