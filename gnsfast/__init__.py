@@ -5,7 +5,9 @@ from gnsfast import functional
 from gnsfast.convert import convert
 from gnsfast.coverage import Coverage, CoverageRow, coverage
 from gnsfast.errors import ObservationError, SampleShapeError
+from gnsfast.estimator import GradientNoiseScale
 from gnsfast.modules import Conv1d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm
+from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
 from gnsfast.probes import SampleNorms, per_sample_sqnorms
 from gnsfast.verify import Verification, VerifiedParameter, verify
 
@@ -17,8 +19,11 @@ __all__ = [
     "Coverage",
     "CoverageRow",
     "Embedding",
+    "GradientNoiseScale",
     "LayerNorm",
     "Linear",
+    "ModuleNoiseScale",
+    "NoiseScale",
     "ObservationError",
     "RMSNorm",
     "SampleNorms",

@@ -8,10 +8,9 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from gnsfast import reference
+from gnsfast import checks, reference
 from gnsfast.errors import ObservationError
 from gnsfast.probed import Probed
-from gnsfast.sharding import is_dtensor
 
 
 class ProbeSlab:
@@ -40,6 +39,7 @@ class ProbeSlab:
                 if name not in module._uncovered:
                     self.rows.setdefault(names[id(p)], []).append((path, device, row))
         self._refuse_untied()
+        self._index_rows(sizes)
         for device, size in sizes.items():
             self.grad[device] = torch.zeros(size, num_samples + 2, device=device)
         zeros = {device: torch.zeros_like(grad) for device, grad in self.grad.items()}
@@ -56,6 +56,37 @@ class ProbeSlab:
                 raise ValueError(
                     f"{name} is shared by {users}: call gnsfast.convert(model), which ties them"
                 )
+
+    def _index_rows(self, sizes: dict[torch.device, int]) -> None:
+        """For ``collect``: which parameter each row belongs to, and which module."""
+        self.labels: list[tuple[str, str]] = []
+        self._owner: dict[torch.device, Tensor] = {}
+        at = {(d, r): (i, n) for i, (n, rows) in enumerate(self.rows.items()) for _, d, r in rows}
+        paths = {(d, r): path for rows in self.rows.values() for path, d, r in rows}
+        for device, size in sizes.items():
+            rows = [(device, row) for row in range(size)]
+            owner = [at.get(row, (len(self.rows), ""))[0] for row in rows]
+            self._owner[device] = torch.tensor(owner, device=device)
+            self.labels += [(paths.get(row, ""), at.get(row, (0, ""))[1]) for row in rows]
+
+    @property
+    def version(self) -> int:
+        """Changes when a backward pass reaches a probe; read without waiting for a device."""
+        return sum(grad._version for grad in self.grad.values())
+
+    def collect(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What the last pass left, float64 on ``device``, without waiting for it.
+
+        [2, K]: for each parameter of ``rows``, the sum of its samples' squared norms and the
+        squared norm of their summed gradient. [R]: the calls of each row of ``labels``.
+        """
+        sums = torch.zeros(2, len(self.rows) + 1, dtype=torch.float64, device=device)
+        calls = []
+        for where, grad in self.grad.items():
+            rows = torch.stack([grad[:, :-2].sum(1, dtype=torch.float64), grad[:, -2].double()])
+            sums.index_add_(1, self._owner[where].to(device), rows.to(device, non_blocking=True))
+            calls.append(grad[:, -1].to(device, torch.float64, non_blocking=True))
+        return sums[:, :-1], torch.cat(calls)
 
     def open(self) -> None:
         """Zero the slab and let the modules fill it."""
@@ -155,7 +186,7 @@ class per_sample_sqnorms:
         self._norms = SampleNorms()
 
     def __enter__(self) -> SampleNorms:
-        self._before = {name: _mark(self._parameters[name]) for name in self._slab.rows}
+        self._before = {name: checks.mark(self._parameters[name]) for name in self._slab.rows}
         self._unaudited = [name for name in self._slab.rows if self._wants_audit(name)]
         self._slab.open()
         return self._norms
@@ -180,7 +211,7 @@ class per_sample_sqnorms:
 
     def _touched(self, name: str) -> bool:
         """Whether this pass has written the parameter's gradient."""
-        return _mark(self._parameters[name]) != self._before[name]
+        return checks.mark(self._parameters[name]) != self._before[name]
 
     def _check_calls(self, host: dict[torch.device, Tensor]) -> None:
         """Every module was called once, or its parameter got no gradient at all."""
@@ -191,30 +222,19 @@ class per_sample_sqnorms:
                 calls = host[device][row, -1].item()
                 ran |= calls != 0
                 module._calls = None if calls != calls else int(calls)
-                if calls == 1 or (
-                    calls > 1 and module._tie is not None and module.route == "embedding"
-                ):
-                    continue  # a tied embedding links its uses to each other: any number is exact
-                if calls != 0:
-                    raise ObservationError(_explain(path, module, calls))
+                if calls in (0, 1) or (calls > 1 and checks.may_repeat(module)):
+                    continue
+                raise ObservationError(checks.explain_calls(path, module, calls))
             if all(not host[d][r, -1] for _, d, r in rows) and self._touched(name):
-                raise ObservationError(
-                    f"{name} got a gradient, but its module {rows[0][0]!r} was not called (or its "
-                    "forward ran before the block): the weight is used as a tensor somewhere, as "
-                    "fused losses and kernels do. Its norms would be missing. Leave the module "
-                    f"out: convert(model, exclude=[{rows[0][0]!r}])."
-                )
+                raise ObservationError(checks.explain_unseen(name, rows[0][0]))
         if not ran:
-            raise ObservationError(
-                "no backward pass went through the model inside the block: run forward and "
-                "backward in it (loss.backward(), not autograd.grad)"
-            )
+            raise ObservationError(NO_BACKWARD)
 
     def _wants_audit(self, name: str) -> bool:
         """Whether ``.grad`` will hold this pass alone, for a module not compared with it yet."""
         p = self._parameters[name]
         modules = [self._slab.modules[path] for path, _, _ in self._slab.rows[name]]
-        if all(m._audited for m in modules) or _hooked(p) or _several_ranks():
+        if all(m._audited for m in modules) or checks.hooked(p) or checks.several_ranks():
             return False
         return p.grad is None or not p.grad.any()
 
@@ -225,50 +245,15 @@ class per_sample_sqnorms:
             ours = sum(host[d][r, -2].item() for _, d, r in rows)
             samples = sum(host[d][r, :-2].sum().item() for _, d, r in rows)
             real = 0.0 if p.grad is None else reference.sqnorm(p.grad.detach()).item()
-            if not math.isfinite(real + ours):
-                continue  # an overflow that a gradient scaler will skip says nothing
-            tolerance = 1e-3 if p.dtype in (torch.float32, torch.float64) else 3e-2
-            if abs(ours - real) > tolerance * max(ours, real) + 1e-6 * samples:
-                raise ObservationError(
-                    f"{name}: the squared norm of its gradient is {real:.6g}, but what passed "
-                    f"through {' and '.join(repr(path) for path, _, _ in rows)} has {ours:.6g}. "
-                    "The weight is also used outside of its module (F.linear(x, module.weight), "
-                    "a penalty on the weights), so its norms would be wrong. Leave it out: "
-                    f"convert(model, exclude=[{rows[0][0]!r}])."
-                )
-            for path, _, _ in rows:
+            paths = [path for path, _, _ in rows]
+            if wrong := checks.explain_sums(p, name, paths, ours, real, samples):
+                raise ObservationError(wrong)
+            for path in paths:
                 module = self._slab.modules[path]
-                module._audited |= bool(module._calls)
+                module._audited |= bool(module._calls) and math.isfinite(real + ours)
 
 
-def _several_ranks() -> bool:
-    """Whether ``.grad`` is an average over processes."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return distributed and torch.distributed.get_world_size() > 1
-
-
-def _mark(p: Tensor) -> tuple[int, int] | None:
-    """Changes when a gradient is written to ``p.grad``."""
-    return None if p.grad is None else (id(p.grad), p.grad._version)
-
-
-def _hooked(p: Tensor) -> bool:
-    """Whether someone else may change ``p.grad``, or holds it sharded."""
-    sparse = p.grad is not None and p.grad.is_sparse
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks or is_dtensor(p) or sparse)
-
-
-def _explain(path: str, module: Probed, calls: float) -> str:
-    where = f"{path or 'the model'} ({type(module).__name__})"
-    if calls != calls:
-        return (
-            f"{where}: replaying it sample by sample gave other outputs than its forward pass "
-            "(dropout, state, or an argument whose samples were not found). Leave it out: "
-            f"convert(model, exclude=[{path!r}])."
-        )
-    return (
-        f"{where}: backward went through it {int(calls)} times in one block, and norms of several "
-        "calls do not add. One block takes one forward and one backward pass; a module that a "
-        "model calls more than once has no exact route: leave it out: convert(model, "
-        f"exclude=[{path!r}])."
-    )
+NO_BACKWARD = (
+    "no backward pass went through the model inside the block: run forward and backward in it "
+    "(loss.backward(), not autograd.grad)"
+)

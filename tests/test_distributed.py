@@ -2,15 +2,14 @@
 """Two processes: data, sharded and tensor parallel models have the norms of one process."""
 
 import copy
-import socket
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from oracle import assert_norms, loop_sqnorms
+from processes import spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,24 +60,6 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def draw() -> tuple[Tensor, Tensor]:
     return torch.randint(0, V, (B, T)), torch.randint(0, V, (B, T))
-
-
-def enter(rank: int, work: Callable[[int], None], port: int) -> None:
-    torch.set_num_threads(1)
-    where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=RANKS)
-    torch.manual_seed(0)
-    work(rank)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def spawn(work: Callable[[int], None]) -> None:
-    """Run ``work(rank)`` in every process; an error of any rank is the test's."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(enter, (work, port), nprocs=RANKS)
 
 
 def draws_of(rank: int, micro_batches: int) -> list[tuple[Tensor, Tensor]]:

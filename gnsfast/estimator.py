@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``GradientNoiseScale``: the noise scale of a training run, from the backward passes it runs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from gnsfast import scales
+from gnsfast.coverage import coverage
+from gnsfast.errors import ObservationError
+from gnsfast.noise_scale import NoiseScale, summarize
+from gnsfast.observation import Observer, Settings
+from gnsfast.probed import Probed
+
+
+class GradientNoiseScale:
+    """Measure the gradient noise scale tr Σ / |G|² while training.
+
+    Equals, for the per-sample gradients g_b of all samples of the window at fixed weights,
+    ``g.var(0).sum() / (g.mean(0).square().sum() - g.var(0).sum() / len(g))``, but needs neither
+    the gradients nor fixed weights: each update measures tr Σ and |G|² without bias, the window
+    averages the two, and the ratio is taken last.
+
+    Args:
+        model: a model made of gnsfast's layers, usually through ``gnsfast.convert``. Parameters
+            that no layer covers are left out of both tr Σ and |G|².
+        source: where |G|² comes from. ``"global"``: all micro-batches and processes of an update,
+            with the summed gradient read from ``.grad`` at ``update()``, or from its
+            ``grad_norm``. ``"auto"``: the same, but out of the probes, without reading a gradient,
+            where one micro-batch on one process makes the update. ``"local"``: each micro-batch by
+            itself; noisier, needs two samples in each, and never looks at ``.grad``.
+        window: the number of newest measured updates that ``compute()`` averages.
+        decay: the weight of an update relative to the next newer one, within the window.
+        every: measure every so many updates; the others are plain torch.
+        loss_reduction: ``"mean"`` over the micro-batch's samples (or tokens), or ``"sum"``.
+        grad_scaler: the ``torch.amp.GradScaler`` that scales the loss.
+        process_group: the data-parallel processes; the default group where there is one.
+
+    Gradients over several processes are taken to be averaged, as DDP and FSDP2 do, and ``update()``
+    is then called on all of them: it sums one small vector over the group.
+
+    Raises:
+        ValueError: for a model without gnsfast layers, or a setting that cannot be.
+        ObservationError: where a pass, a gradient or a micro-batch is missing or counted twice,
+            with the remedy.
+
+    Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, with B_small = 1.
+
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> gns = gnsfast.GradientNoiseScale(model)
+    >>> for x in torch.randn(8, 16, 5):
+    ...     with gns.microbatch(16):
+    ...         model(x).square().sum(1).mean().backward()
+    ...     gns.update()
+    ...     model.zero_grad()
+    >>> gns.compute().updates
+    8
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        source: str = "auto",
+        window: int = 64,
+        decay: float | None = None,
+        every: int = 1,
+        loss_reduction: str = "mean",
+        grad_scaler: GradScaler | None = None,
+        process_group: "dist.ProcessGroup | None" = None,
+    ) -> None:
+        _one_of("source", source, ("auto", "local", "global"))
+        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        for name, count in (("window", window), ("every", every)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"{name} must be a positive count, not {count!r}")
+        if decay is not None and not 0 < decay <= 1:
+            raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
+        if not any(isinstance(m, Probed) for m in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} has no gnsfast layer: call gnsfast.convert(model) first"
+            )
+        self.model, self.window, self.decay, self.every = model, window, decay, every
+        self._settings = Settings(source, loss_reduction, grad_scaler, process_group)
+        self._attached: int | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all measurements, and look at the model's parameters anew."""
+        if (old := getattr(self, "_observer", None)) is not None:
+            old.discard()
+        self._observer: Observer | None = None
+        self._seen = self._measured = 0
+        self._inside = False
+
+    def _start(self) -> Observer:
+        """Bound at the first micro-batch: by then the model is moved, wrapped and sharded."""
+        if self._observer is None:
+            o = self._observer = Observer(self.model, self._settings)
+            self._ring = torch.zeros(self.window, o.width, dtype=torch.float64, device=o.device)
+            self._flags = torch.zeros(o.flags, dtype=torch.float64, device=o.device)
+            self._touched = [0] * len(o.names)
+        return self._observer
+
+    @contextmanager
+    def microbatch(
+        self, num_samples: int, *, tokens: int | Tensor | None = None, scale: float | None = None
+    ) -> Iterator[None]:
+        """One forward and one backward pass over ``num_samples`` samples.
+
+        Args:
+            num_samples: the samples on this process.
+            tokens: for a loss that is a mean (or sum) over tokens, with samples of unequal length:
+                the number of tokens that the loss counts, in all or for each sample [num_samples].
+            scale: what the loss was multiplied with after its reduction, such as 1 / A for A
+                micro-batches; a ``grad_scaler`` is known by itself. Where it is the same for all
+                micro-batches it does not change the noise scale, but tr Σ and |G|².
+
+        Raises:
+            ValueError: for counts that are zero or negative, or one sample where ``source`` is
+                ``"local"``.
+            ObservationError: where the block holds no backward pass, or ``.grad`` was written to
+                between two blocks.
+        """
+        scales.check_counts(num_samples, tokens, scale)
+        if self._settings.local and num_samples < 2:
+            raise ValueError(
+                "source='local' measures each micro-batch by itself and needs two samples in it: "
+                "with one sample per micro-batch use source='global'"
+            )
+        if self._inside or self._attached is not None:
+            raise ObservationError(
+                "a micro-batch is open already (an outer gns.microbatch block, or gns.attach()): "
+                "one forward and one backward pass belong to one micro-batch"
+            )
+        if not self._due:
+            yield
+            return
+        observer = self._start()
+        observer.open(num_samples)
+        self._inside = True
+        try:
+            yield
+        except BaseException:
+            observer.discard()
+            raise
+        finally:
+            self._inside = False
+        observer.close(num_samples, tokens, scale)
+
+    @property
+    def _due(self) -> bool:
+        return self._seen % self.every == 0
+
+    def attach(self) -> RemovableHandle:
+        """Make every training forward of the model a micro-batch: ``microbatch`` is not needed.
+
+        The batch size is read off the first tensor among the model's arguments; losses must be
+        means (or sums, as ``loss_reduction`` says) over samples. Forward passes without grad mode
+        are not looked at. Give the constructor the model that is called: the compiled or wrapped
+        one. ``remove()`` on the returned handle ends it.
+        """
+        return self.model.register_forward_pre_hook(_Attachment(self), with_kwargs=True)
+
+    def _before_forward(self, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or not self._due or self._inside:
+            return
+        self._close_attached()
+        leaves = pytree.tree_leaves((args, kwargs))
+        x = next((t for t in leaves if isinstance(t, Tensor) and t.ndim), None)
+        if x is None:
+            raise ObservationError(
+                "gns.attach() found no tensor among the model's arguments to read the batch size "
+                "off: use gns.microbatch(num_samples)"
+            )
+        layout = next(m._samples for m in self.model.modules() if isinstance(m, Probed))
+        num_samples = x.shape[layout.batch_dim if x.ndim > layout.batch_dim else 0]
+        self._start().open(num_samples)
+        self._attached = num_samples
+
+    def _close_attached(self) -> None:
+        if self._attached is None:
+            return
+        num_samples, self._attached = self._attached, None
+        observer = self._start()
+        if not observer.reached():
+            observer.discard()
+            raise ObservationError(
+                "a second forward pass of the attached model before the backward pass of the first "
+                "one: run evaluation under torch.no_grad(), or use gns.microbatch(num_samples) "
+                "around the passes to measure"
+            )
+        observer.close(num_samples, None, None)
+
+    def update(self, grad_norm: float | Tensor | None = None) -> None:
+        """End an optimizer update: after its last backward pass, before clipping and ``step()``.
+
+        Args:
+            grad_norm: the norm of the whole gradient before clipping, as ``clip_grad_norm_``
+                returns it. No gradient is read then, and there are no noise scales by module.
+
+        Nothing waits for the device.
+
+        Raises:
+            ObservationError: without a micro-batch; where gradients are gone or were written to.
+            ValueError: with ``grad_norm`` where parameters are not covered, since it holds them.
+        """
+        due, self._seen = self._due, self._seen + 1
+        if not due:
+            return
+        self._close_attached()
+        observer = self._start()
+        if grad_norm is not None:
+            self._refuse_partial_norm()
+        self._ring[self._measured % self.window], flags, touched = observer.finish(grad_norm)
+        self._flags += flags
+        self._touched = [a + b for a, b in zip(self._touched, touched)]
+        self._measured += 1
+
+    def _refuse_partial_norm(self) -> None:
+        if self._settings.local:
+            raise ValueError("update(grad_norm=...) has no use where source='local'")
+        rows = coverage(self.model).rows
+        if open_rows := [r.parameter for r in rows if not r.static and r.route != "frozen"]:
+            raise ValueError(
+                f"grad_norm holds {', '.join(open_rows[:5])}, which no per-sample norm covers "
+                "(gnsfast.coverage(model)): call gns.update() without it"
+            )
+
+    def compute(self) -> NoiseScale:
+        """The noise scale over the window, with its 95 % interval.
+
+        The one place that waits for the device. On several processes each may call it by itself.
+
+        Raises:
+            ObservationError: with the module's name, where backward did not go through a module
+                once per micro-batch, or a weight was used outside of its module.
+        """
+        observer = self._start()
+        count = min(self._measured, self.window)
+        order = [k % self.window for k in range(self._measured - count, self._measured)]
+        observer.check(self._flags.cpu(), self._touched)
+        p, q, whole_q, scalars = observer.split(self._ring.cpu()[order])
+        of = scales.coefficients(scalars, self._settings.local)
+        return summarize(p, q, whole_q.squeeze(1), of, observer.names, self.decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All measurements, on the CPU; the same on every process. Call it between updates."""
+        observer = self._start()
+        if observer.slab is not None or observer.pending is not None:
+            raise ObservationError(
+                "state_dict in the middle of an update: call it after gns.update()"
+            )
+        return {
+            **self._identity(observer),
+            "seen": self._seen,
+            "measured": self._measured,
+            "ring": self._ring.cpu().clone(),
+            "flags": self._flags.cpu().clone(),
+            "touched": list(self._touched),
+        }
+
+    def _identity(self, observer: Observer) -> dict[str, Any]:
+        return {
+            "parameters": list(observer.names),
+            "rows": list(observer.labels),
+            "local": self._settings.local,
+            "loss_reduction": self._settings.loss_reduction,
+            "window": self.window,
+            "every": self.every,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict()``: the same bits as without the interruption.
+
+        Raises:
+            ValueError: for a state of another model or of other settings, naming the difference.
+        """
+        self.reset()
+        observer = self._start()
+        for key, ours in self._identity(observer).items():
+            theirs = state.get(key)
+            if theirs == ours:
+                continue
+            if isinstance(ours, list):
+                differ = sorted(map(str, set(ours) ^ set(theirs or [])))[:5]
+                raise ValueError(f"the state is of another model: {key} differ in {differ}")
+            raise ValueError(f"the state has {key}={theirs!r}, this estimator {key}={ours!r}")
+        self._seen, self._measured = state["seen"], state["measured"]
+        self._ring.copy_(state["ring"])
+        self._flags.copy_(state["flags"])
+        self._touched = list(state["touched"])
+
+
+class _Attachment:
+    """The hook of ``attach``; copies and pickles of the model are not attached."""
+
+    def __init__(self, gns: GradientNoiseScale | None = None) -> None:
+        self.gns = gns
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.gns is not None and module is self.gns.model:
+            self.gns._before_forward(args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "_Attachment":
+        return _Attachment()
+
+    def __reduce__(self) -> Any:
+        return _Attachment, ()
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result of a measurement: a noise scale with its interval."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gnsfast import statistics
+from gnsfast.scales import Coefficients
+
+
+@dataclass(frozen=True)
+class ModuleNoiseScale:
+    """A noise scale with its 95 % interval, and the two means that it is the ratio of.
+
+    ``noise_scale`` is ``trace / grad_sqnorm`` in samples, infinite where the mean |G|² is not
+    positive and NaN before a first measurement. ``upper`` is infinite where the window only says
+    "at least ``lower``"; ``resolved`` says that it is finite.
+    """
+
+    noise_scale: float
+    lower: float
+    upper: float
+    trace: float
+    grad_sqnorm: float
+
+    @property
+    def resolved(self) -> bool:
+        return math.isfinite(self.upper)
+
+    def __str__(self) -> str:
+        if math.isnan(self.noise_scale):
+            return "noise scale not measured yet"
+        if self.resolved:
+            span = f"95 %: {self.lower:,.4g} to {self.upper:,.4g}"
+            return f"noise scale {self.noise_scale:,.4g} samples ({span})"
+        if self.lower > 0:
+            return f"noise scale at least {self.lower:,.4g} samples (95 %)"
+        return "noise scale not resolved: any is possible"
+
+
+@dataclass(frozen=True)
+class NoiseScale(ModuleNoiseScale):
+    """The noise scale of all covered parameters together, over the window.
+
+    ``trace`` is tr Σ and ``grad_sqnorm`` |G|², in the units of the loss before ``scale``.
+    ``updates`` were used, of ``samples`` samples in all; ``skipped`` had a NaN or an infinity.
+    ``drift``: the older half of the window differs from the newer one, so the interval is that of
+    a mean over something that moves. ``per_module``: the same by module path, empty where q came
+    as one ``grad_norm``.
+    """
+
+    drift: bool
+    updates: int
+    skipped: int
+    samples: int
+    per_module: Mapping[str, ModuleNoiseScale]
+
+    def __str__(self) -> str:
+        drift = ", drifting" if self.drift else ""
+        return f"{super().__str__()}, {self.updates} updates of {self.samples:,} samples{drift}"
+
+
+NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)
+
+
+def summarize(
+    p: Tensor, q: Tensor, whole_q: Tensor, of: Coefficients, names: list[str], decay: float | None
+) -> NoiseScale:
+    """The result from a window, oldest update first: p and q [U, K] by parameter, the whole q [U].
+
+    An update with a NaN or an infinity, as a gradient scaler's overflow gives, is skipped.
+    """
+    weights = statistics.decay_weights(len(p), decay)
+    whole = estimates(p.sum(1, keepdim=True), whole_q[:, None], of)
+    good = (whole[0] + whole[1]).isfinite().squeeze(1)
+    updates = int(good.sum())
+    trace, grad_sqnorm = (each[good] for each in whole)
+    modules: dict[str, ModuleNoiseScale] = {}
+    if updates and q[good].isfinite().all():
+        paths = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        members = torch.zeros(len(names), len(paths), dtype=torch.float64)
+        for k, name in enumerate(names):
+            members[k, paths.index(name.rpartition(".")[0])] = 1.0
+        traces, sqnorms = estimates(p @ members, q @ members, of)
+        found = statistics.moments(traces[good], sqnorms[good], weights[good])
+        modules = dict(zip(paths, map(_scale, found)))
+    total = NOT_MEASURED
+    if updates:
+        total = _scale(statistics.moments(trace, grad_sqnorm, weights[good])[0])
+    return NoiseScale(
+        **vars(total),
+        drift=updates > 0 and statistics.drifted(trace[:, 0], grad_sqnorm[:, 0], weights[good]),
+        updates=updates,
+        skipped=len(p) - updates,
+        samples=int(of.samples[good].sum()),
+        per_module=modules,
+    )
+
+
+def estimates(p: Tensor, q: Tensor, of: Coefficients) -> tuple[Tensor, Tensor]:
+    """tr Σ and |G|², [U, M], of each update."""
+    v, u2, weight = (each[:, None] for each in (of.v, of.u2, of.weight))
+    grad_sqnorm = statistics.grad_sqnorm_estimate(p, q, v, u2)
+    return statistics.trace_estimate(p, grad_sqnorm, u2, weight), grad_sqnorm
+
+
+def _scale(m: statistics.Moments) -> ModuleNoiseScale:
+    return ModuleNoiseScale(m.ratio, *statistics.fieller_interval(m), m.trace, m.grad_sqnorm)

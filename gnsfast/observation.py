@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer update as the probes see it: sums over its micro-batches and processes."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from gnsfast import checks, gradients, scales
+from gnsfast.errors import ObservationError
+from gnsfast.probed import Probed
+from gnsfast.probes import NO_BACKWARD, ProbeSlab
+
+Mark = tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What stays the same over all updates."""
+
+    source: str
+    loss_reduction: str
+    grad_scaler: GradScaler | None
+    group: "dist.ProcessGroup | None"
+
+    @property
+    def local(self) -> bool:
+        return self.source == "local"
+
+    @property
+    def ranks(self) -> int:
+        distributed = dist.is_available() and dist.is_initialized()
+        return dist.get_world_size(self.group) if distributed else 1
+
+
+@dataclass
+class Pending:
+    """The micro-batches of the update under way."""
+
+    sums: Tensor
+    calls: Tensor
+    scalars: Tensor
+    marks: list[Mark]
+    witness: Tensor | None
+    lengths: bool
+    microbatches: int = 0
+    touched: list[int] = field(default_factory=list)
+
+
+class Observer:
+    """Collects what probes and gradients say, on the device, without waiting for it.
+
+    ``finish`` returns an update as one float64 vector, p and q of each of K parameters, the whole
+    q and the weights' scalars, beside the flags that ``check`` reads: calls and surplus calls of
+    each of R probe rows, and whether sharded gradients were scaled after backward.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.model, self.settings = unwrapped(model), settings
+        self.slabs: dict[int, ProbeSlab] = {}
+        self.slab: ProbeSlab | None = None
+        self.pending: Pending | None = None
+        self.after_update: list[Mark] | None = None
+        self.audit: tuple[list[int], Tensor] | None = None
+        self._bind(ProbeSlab(self.model, 1))
+
+    def _bind(self, slab: ProbeSlab) -> None:
+        if not slab.rows:
+            raise ValueError(
+                f"{type(self.model).__name__} has no trainable parameter under a gnsfast module: "
+                "call gnsfast.convert(model) first"
+            )
+        parameters = dict(self.model.named_parameters())
+        self.names = list(slab.rows)
+        self.parameters = [parameters[name] for name in self.names]
+        self.labels, self.modules = slab.labels, slab.modules
+        self.device = self.parameters[0].device
+        single = [not checks.may_repeat(self.modules[path]) for path, _ in self.labels]
+        self._single = torch.tensor(single, dtype=torch.float64, device=self.device)
+        self._trainable = self._signature()
+
+    def _signature(self) -> list[tuple[int, bool, torch.device]]:
+        return [(id(p), p.requires_grad, p.device) for p in self.model.parameters()]
+
+    @property
+    def width(self) -> int:
+        return 2 * len(self.names) + 1 + scales.SCALARS
+
+    @property
+    def flags(self) -> int:
+        return 2 * len(self.labels) + 1
+
+    def split(self, vectors_UW: Tensor) -> list[Tensor]:
+        """p [U, K], q [U, K], the whole q [U, 1] and the scalars [U, SCALARS] of U updates."""
+        K = len(self.names)
+        return list(vectors_UW.split([K, K, 1, scales.SCALARS], 1))
+
+    def open(self, num_samples: int) -> None:
+        """Let the next forward and backward pass fill the probes."""
+        if self.slab is not None:
+            raise ObservationError(
+                "a micro-batch is open already: one forward and one backward pass belong to one "
+                "gns.microbatch(...) block"
+            )
+        if self._signature() != self._trainable:
+            raise ObservationError(
+                "the model's parameters changed (frozen, moved, replaced or sharded) since the "
+                "first micro-batch, so old and new measurements cannot be averaged: call "
+                "gns.reset()"
+            )
+        self._check_marks()
+        if num_samples not in self.slabs:
+            self.slabs[num_samples] = ProbeSlab(self.model, num_samples)
+        slab = self.slabs[num_samples]
+        slab.open()
+        self.slab, self._version = slab, slab.version
+        self._before = self._marks()
+        first = self.audit is None and self.pending is None and self.settings.ranks == 1
+        self._auditing = [k for k, p in enumerate(self.parameters) if first and self._fresh(p)]
+
+    def _check_marks(self) -> None:
+        """Nothing but our own micro-batches may be in ``.grad``, where q is read from it."""
+        if self.settings.local:
+            return
+        if self.pending is not None:
+            if self._marks() != self.pending.marks:
+                self.pending = None
+                raise ObservationError(
+                    "gradients were written to between two micro-batches of an update (another "
+                    "backward pass, clipping, zero_grad without gns.update()): each backward pass "
+                    "of an update needs its own gns.microbatch(...) block"
+                )
+        elif self.after_update is not None:
+            for name, p, old in zip(self.names, self.parameters, self.after_update):
+                if old is not None and checks.mark(p) == old:
+                    raise ObservationError(
+                        f"{name} still has the gradient of the last update: call "
+                        "optimizer.zero_grad() between gns.update() and the next micro-batch"
+                    )
+
+    def _marks(self) -> list[Mark]:
+        return [checks.mark(p) for p in self.parameters]
+
+    def _fresh(self, p: nn.Parameter) -> bool:
+        return not checks.hooked(p) and (p.grad is None or not p.grad.any())
+
+    def reached(self) -> bool:
+        """Whether backward has come to a probe of the open micro-batch."""
+        return self.slab is not None and self.slab.version != self._version
+
+    def discard(self) -> None:
+        """Close the probes and forget the update: its gradients are not whole."""
+        if self.slab is not None:
+            self.slab.close()
+        self.slab, self.pending, self.after_update = None, None, self._marks()
+
+    def close(self, num_samples: int, tokens: int | Tensor | None, scale: float | None) -> None:
+        """Take what backward left in the probes and add it to the update."""
+        slab = self.slab
+        assert slab is not None
+        if not self.reached():
+            self.discard()
+            raise ObservationError(NO_BACKWARD)
+        slab.close()
+        self.slab = None
+        s = self.settings
+        sums, calls = slab.collect(self.device)
+        marks = self._marks()
+        touched = [int(a != b) for a, b in zip(self._before, marks)]
+        if self._auditing:
+            real = gradients.grad_sqnorms(self.parameters, 1, self.device)
+            self.audit = self._auditing, torch.stack([sums[1], real, sums[0]])
+        sums = self._without_scale(sums)
+        surplus = (calls - 1).clamp(min=0) * self._single
+        calls = torch.stack([calls, torch.where(calls.isnan(), calls, surplus)])
+        scalars = scales.microbatch_scalars(
+            num_samples,
+            tokens,
+            1.0 if scale is None else scale,
+            s.loss_reduction,
+            s.local,
+            self.device,
+        )
+        witness = None if s.local else gradients.witness(self.parameters, self.device)
+        new = Pending(sums, calls, scalars, marks, witness, tokens is not None, 1, touched)
+        old = self.pending
+        if old is not None:
+            if old.lengths != new.lengths:
+                self.discard()
+                raise ValueError("tokens must be given for all micro-batches or for none")
+            new.sums, new.calls = old.sums + sums, old.calls + calls
+            new.scalars, new.microbatches = old.scalars + scalars, old.microbatches + 1
+            new.touched = [a + b for a, b in zip(old.touched, touched)]
+        self.pending = new
+
+    def finish(self, grad_norm: float | Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
+        """The update's vector and its flags [2 R + 1], summed over processes, and how many of
+        this one's micro-batches wrote to each parameter's gradient.
+        """
+        pending, s = self.pending, self.settings
+        if pending is None:
+            raise ObservationError(
+                "gns.update() without a micro-batch: run forward and backward inside of "
+                "gns.microbatch(num_samples), or call gns.attach() once"
+            )
+        self.pending, self.after_update = None, self._marks()
+        p, q = pending.sums
+        whole, scaled = q.sum(), q.new_zeros(())
+        in_probes = pending.microbatches == 1 and s.ranks == 1 and s.source == "auto"
+        if grad_norm is not None:
+            norm = torch.as_tensor(_plain(grad_norm), dtype=torch.float64)
+            whole = self._unscale(norm.to(self.device, non_blocking=True).square()) * s.ranks
+            q = torch.full_like(q, torch.nan)
+        elif not (s.local or in_probes):
+            q, scaled = self._read_gradients(pending)
+            whole = q.sum()
+        flags = [pending.calls.flatten(), scaled[None]]
+        vector = torch.cat([p, q, whole[None], pending.scalars, *flags])
+        if s.ranks > 1:
+            dist.all_reduce(vector, group=s.group)
+        return vector[: self.width], vector[self.width :], pending.touched
+
+    def _read_gradients(self, pending: Pending) -> tuple[Tensor, Tensor]:
+        """This process's share of q, from the final gradients, and whether they were scaled."""
+        s = self.settings
+        writes = scales.unscale_writes(self.device) if scales.unscaled(s.grad_scaler) else 0
+        expected = [m and (m[0], m[1] + writes) for m in pending.marks]
+        found = self._marks()
+        if all(m is None for m in found):
+            raise ObservationError(
+                "no parameter has a gradient: call gns.update() before optimizer.zero_grad(). "
+                "Where the optimizer runs inside of backward, say source='local'."
+            )
+        if found != expected:
+            raise ObservationError(REWRITTEN)
+        q = self._unscale(gradients.grad_sqnorms(self.parameters, s.ranks, self.device))
+        scaled = q.new_zeros(())
+        if pending.witness is not None:
+            after = gradients.witness(self.parameters, self.device)
+            assert after is not None
+            ratio = self._unscale(after.square()) / self._without_scale(pending.witness.square())
+            scaled = ((ratio - 1).abs() > 1e-3).double()
+        return q * s.ranks**2, scaled  # DDP and FSDP2 average
+
+    def _unscale(self, sqnorm: Tensor) -> Tensor:
+        """Take the gradient scaler's factor off, unless ``unscale_`` has done so."""
+        done = scales.unscaled(self.settings.grad_scaler)
+        return sqnorm if done else self._without_scale(sqnorm)
+
+    def _without_scale(self, sqnorm: Tensor) -> Tensor:
+        factor = scales.loss_scale(self.settings.grad_scaler)
+        if factor is None:
+            return sqnorm
+        return sqnorm / factor.to(self.device, torch.float64, non_blocking=True).square()
+
+    def check(self, flags: Tensor, touched: list[int]) -> None:
+        """Raise where all passes so far (on the host) make a norm wrong."""
+        calls_2R, scaled = flags[:-1].view(2, -1), flags[-1]
+        if scaled:
+            raise ObservationError(REWRITTEN)
+        seen: dict[str, float] = {}
+        for (path, name), count, more in zip(self.labels, *calls_2R.tolist()):
+            if not name:
+                continue
+            module: Probed = self.modules[path]
+            module._calls = None if count != count else int(count)
+            if more != 0:  # NaN too
+                raise ObservationError(checks.explain_calls(path, module, more + 1))
+            seen[name] = seen.get(name, 0.0) + count
+        alone = self.settings.ranks == 1
+        for k, name in enumerate(self.names):
+            path = next(path for path, own in self.labels if own == name)
+            least = touched[k] if alone else min(touched[k], 1)
+            if seen[name] < least:
+                raise ObservationError(checks.explain_unseen(name, path))
+        self._check_audit()
+
+    def _check_audit(self) -> None:
+        if self.audit is None or not self.audit[0]:
+            return
+        members, found = self.audit
+        for k, (ours, real, samples) in enumerate(found.T.tolist()):
+            paths = [path for path, own in self.labels if own == self.names[k]]
+            if k in members and (
+                wrong := checks.explain_sums(
+                    self.parameters[k], self.names[k], paths, ours, real, samples
+                )
+            ):
+                raise ObservationError(wrong)
+        self.audit = [], found
+
+
+REWRITTEN = (
+    "gradients were written to after the last micro-batch (clipping, a manual division or "
+    "all_reduce), so their norm has another scale: call gns.update() before that, or hand the "
+    "unclipped norm over: gns.update(grad_norm=clip_grad_norm_(...))"
+)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel and torch.compile, whose names are the user's."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _plain(norm: float | Tensor) -> float | Tensor:
+    """FSDP2's ``clip_grad_norm_`` returns a norm that is spread over processes."""
+    full = getattr(norm, "full_tensor", None)
+    return full() if full is not None else norm

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several gloo processes for a test."""
+
+import socket
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def enter(rank: int, work: Callable[..., None], ranks: int, port: int, args: tuple) -> None:
+    torch.set_num_threads(1)
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    work(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spawn(work: Callable[..., None], ranks: int = 2, args: tuple = ()) -> None:
+    """Run ``work(rank, *args)`` in every process; an error of any rank is the test's."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(enter, (work, ranks, port, args), nprocs=ranks)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise scale of several processes is that of one process with the same global batch."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from processes import spawn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gnsfast
+
+pytestmark = pytest.mark.dist
+UPDATES, N, I, CLASSES = 6, 6, 5, 3
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def make() -> nn.Module:
+    torch.manual_seed(1)
+    block = nn.Sequential(nn.Linear(I, 8), nn.Tanh(), nn.LayerNorm(8))
+    return gnsfast.convert(nn.Sequential(block, nn.Linear(8, CLASSES)))
+
+
+def batches_of(ranks: int, microbatches: int, n: int) -> list[list[list[tuple[Tensor, Tensor]]]]:
+    """[update][rank][micro-batch], the same on every process; labels with a signal in them."""
+    torch.manual_seed(2)
+    return [
+        [
+            [(torch.randn(n, I), (torch.rand(n) < 0.1).long()) for _ in range(microbatches)]
+            for _ in range(ranks)
+        ]
+        for _ in range(UPDATES)
+    ]
+
+
+def one_process(updates: list[list[Batches]], source: str) -> gnsfast.NoiseScale:
+    """All ranks' micro-batches as micro-batches of one process."""
+    model = make()
+    alone, _ = dist.new_subgroups(group_size=1)
+    gns = gnsfast.GradientNoiseScale(model, source=source, process_group=alone)
+    for ranks in updates:
+        flat = [batch for batches in ranks for batch in batches]
+        for x, y in flat:
+            with gns.microbatch(len(x), scale=1 / len(flat)):
+                (F.cross_entropy(model(x), y) / len(flat)).backward()
+        gns.update()
+        model.zero_grad()
+    return gns.compute()
+
+
+def check(result: gnsfast.NoiseScale, truth: gnsfast.NoiseScale) -> None:
+    assert (result.updates, result.samples) == (truth.updates, truth.samples)
+    for name in ("noise_scale", "trace", "grad_sqnorm", "lower", "upper"):
+        assert getattr(result, name) == pytest.approx(getattr(truth, name), rel=1e-5), name
+    for path, ours in result.per_module.items():
+        theirs = truth.per_module[path]
+        assert ours.trace == pytest.approx(theirs.trace, rel=1e-5)
+        assert ours.grad_sqnorm == pytest.approx(theirs.grad_sqnorm, rel=1e-5, abs=1e-6)
+
+
+def measure(
+    rank: int, ranks: int, wrap: str, microbatches: int, synced: bool, source: str, n: int
+) -> None:
+    updates = batches_of(ranks, microbatches, n)
+    model = make()
+    if wrap == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model[0])
+        fully_shard(model)
+    gns = gnsfast.GradientNoiseScale(model, source=source)
+    for update in updates:
+        for k, (x, y) in enumerate(update[rank]):
+            silent = not synced and k < microbatches - 1
+            if wrap == "fsdp":
+                model.set_requires_gradient_sync(not silent)
+            with model.no_sync() if silent and wrap == "ddp" else contextlib.nullcontext():
+                with gns.microbatch(n, scale=1 / microbatches):
+                    (F.cross_entropy(model(x), y) / microbatches).backward()
+        gns.update()
+        model.zero_grad()
+    result = gns.compute()
+    check(result, one_process(updates, source))
+    assert norm_handed_over(model, updates[0][rank]) == pytest.approx(
+        one_norm(updates[0]), rel=1e-5
+    )
+
+
+def norm_handed_over(model: nn.Module, batches: Batches) -> float:
+    """|G|² with the norm that clipping returns, a DTensor under FSDP2."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
+    gns = gnsfast.GradientNoiseScale(model)
+    for x, y in batches:
+        with gns.microbatch(len(x)):
+            F.cross_entropy(model(x), y).backward()
+    gns.update(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    model.zero_grad()
+    return gns.compute().grad_sqnorm
+
+
+def one_norm(ranks: list[Batches]) -> float:
+    model = make()
+    alone, _ = dist.new_subgroups(group_size=1)
+    gns = gnsfast.GradientNoiseScale(model, process_group=alone)
+    for x, y in [batch for batches in ranks for batch in batches]:
+        with gns.microbatch(len(x)):
+            F.cross_entropy(model(x), y).backward()
+    gns.update()
+    return gns.compute().grad_sqnorm
+
+
+@pytest.mark.parametrize(
+    "ranks, wrap, microbatches, synced, source, n",
+    [
+        (2, "ddp", 1, True, "auto", N),
+        (2, "ddp", 3, False, "auto", N),
+        (2, "ddp", 3, True, "local", N),
+        (2, "ddp", 2, True, "global", 1),
+        (2, "fsdp", 1, True, "auto", N),
+        (2, "fsdp", 3, False, "auto", N),
+        (2, "fsdp", 3, True, "auto", 1),
+        (4, "ddp", 2, False, "auto", N),
+        (4, "fsdp", 2, True, "auto", N),
+    ],
+)
+def test_processes(
+    ranks: int, wrap: str, microbatches: int, synced: bool, source: str, n: int
+) -> None:
+    spawn(measure, ranks, (ranks, wrap, microbatches, synced, source, n))
+
+
+def clip_before_update(rank: int) -> None:
+    """A clipped sharded gradient is refused, on every process."""
+    model = make()
+    fully_shard(model)
+    gns = gnsfast.GradientNoiseScale(model)
+    with gns.microbatch(N):
+        F.cross_entropy(model(torch.randn(N, I)), torch.zeros(N).long()).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(gnsfast.ObservationError, match="clipping"):
+        gns.update()
+        gns.compute()
+
+
+def unused_on_one_rank(rank: int) -> None:
+    """A layer that only one rank calls gets a gradient on both, and is no error."""
+    torch.manual_seed(1)
+    model = gnsfast.convert(nn.ModuleDict({"a": nn.Linear(I, 3), "b": nn.Linear(I, 3)}))
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layers["b" if rank else "a"](x)
+            return out
+
+    wrapped = DistributedDataParallel(Gate(), find_unused_parameters=True)
+    gns = gnsfast.GradientNoiseScale(wrapped)
+    for _ in range(3):
+        with gns.microbatch(N):
+            wrapped(torch.randn(N, I)).square().sum().backward()
+        gns.update()
+        wrapped.zero_grad()
+    assert gns.compute().updates == 3
+
+
+@pytest.mark.parametrize("work", [clip_before_update, unused_on_one_rank])
+def test_two_processes(work) -> None:
+    spawn(work)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``GradientNoiseScale`` refuses, each by one clear error, and that it works on afterwards."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from noise_cases import I, N, draw, make
+from torch import Tensor, nn
+
+import gnsfast
+
+ObservationError = gnsfast.ObservationError
+
+
+class TestErrors:
+    """One clear error each; the estimator works on afterwards."""
+
+    model: nn.Module
+    gns: gnsfast.GradientNoiseScale
+
+    @pytest.fixture(autouse=True)
+    def start(self) -> None:
+        self.model = make()
+        self.gns = gnsfast.GradientNoiseScale(self.model)
+        self.x, self.y = draw(1)[0]
+
+    def loss(self) -> Tensor:
+        return F.cross_entropy(self.model(self.x), self.y)
+
+    def goes_on(self, gns: gnsfast.GradientNoiseScale | None = None) -> None:
+        gns = gns or self.gns
+        self.model.zero_grad()
+        gns.reset()
+        with gns.microbatch(N):
+            self.loss().backward()
+        gns.update()
+        assert gns.compute().updates == 1
+
+    def test_second_forward_before_backward(self) -> None:
+        with self.gns.microbatch(N):
+            (self.loss() + self.loss()).backward()
+        self.gns.update()
+        with pytest.raises(ObservationError, match=r"0 \(Linear\).*2 times"):
+            self.gns.compute()
+        self.goes_on()
+
+    def test_second_forward_before_backward_attached(self) -> None:
+        self.gns.attach()
+        self.loss()
+        with pytest.raises(ObservationError, match="second forward pass"):
+            self.loss()
+
+    def test_nested_blocks(self) -> None:
+        with pytest.raises(ObservationError, match="open already"):
+            with self.gns.microbatch(N), self.gns.microbatch(N):
+                pass
+        self.goes_on()
+
+    def test_backward_outside_of_a_block(self) -> None:
+        self.loss().backward()
+        with pytest.raises(ObservationError, match="without a micro-batch"):
+            self.gns.update()
+        self.goes_on()
+
+    def test_backward_between_two_blocks(self) -> None:
+        with self.gns.microbatch(N):
+            self.loss().backward()
+        self.loss().backward()
+        with pytest.raises(ObservationError, match="written to between"):
+            with self.gns.microbatch(N):
+                self.loss().backward()
+        self.goes_on()
+
+    def test_block_without_backward(self) -> None:
+        with pytest.raises(ObservationError, match="no backward pass"):
+            with self.gns.microbatch(N):
+                self.loss()
+        self.goes_on()
+
+    def test_gradients_not_zeroed(self) -> None:
+        with self.gns.microbatch(N):
+            self.loss().backward()
+        self.gns.update()
+        with pytest.raises(ObservationError, match=r"0\.weight still has.*zero_grad"):
+            with self.gns.microbatch(N):
+                self.loss().backward()
+        self.goes_on()
+
+    def accumulate(self) -> None:
+        for _ in range(2):
+            with self.gns.microbatch(N):
+                self.loss().backward()
+
+    def test_update_after_clipping(self) -> None:
+        self.accumulate()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+        with pytest.raises(ObservationError, match="clipping"):
+            self.gns.update()
+        self.goes_on()
+
+    def test_update_after_zero_grad(self) -> None:
+        self.accumulate()
+        self.model.zero_grad()
+        with pytest.raises(ObservationError, match="before optimizer.zero_grad"):
+            self.gns.update()
+        self.goes_on()
+
+    def test_error_inside_of_the_block_drops_the_update(self) -> None:
+        self.accumulate()
+        with pytest.raises(KeyError):
+            with self.gns.microbatch(N):
+                self.loss().backward()
+                raise KeyError
+        assert self.model[0]._probe is None
+        with pytest.raises(ObservationError, match="without a micro-batch"):
+            self.gns.update()
+        self.goes_on()
+
+    def test_local_with_one_sample(self) -> None:
+        gns = gnsfast.GradientNoiseScale(self.model, source="local")
+        with pytest.raises(ValueError, match="needs two samples"):
+            with gns.microbatch(1):
+                pass
+        self.goes_on(gns)
+
+    @pytest.mark.parametrize("arguments", [
+        dict(num_samples=0), dict(num_samples=-2), dict(num_samples=2.0), dict(num_samples=True),
+        dict(num_samples=4, tokens=0), dict(num_samples=4, tokens=-1),
+        dict(num_samples=4, tokens=torch.ones(3)), dict(num_samples=4, scale=0.0),
+        dict(num_samples=4, scale=-1.0), dict(num_samples=4, scale=math.nan),
+    ])  # fmt: skip
+    def test_counts_and_scales(self, arguments: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="must be"):
+            with self.gns.microbatch(**arguments):
+                pass
+        self.goes_on()
+
+    @pytest.mark.parametrize(
+        "settings",
+        [dict(source="both"), dict(window=0), dict(every=0), dict(decay=1.5), dict(decay=0.0),
+         dict(loss_reduction="none")],
+    )  # fmt: skip
+    def test_settings(self, settings: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            gnsfast.GradientNoiseScale(self.model, **settings)
+
+    def test_model_without_gnsfast_layers(self) -> None:
+        with pytest.raises(ValueError, match=r"gnsfast\.convert\(model\) first"):
+            gnsfast.GradientNoiseScale(nn.Linear(2, 2))
+
+    def test_state_of_another_model(self) -> None:
+        other = gnsfast.convert(nn.Sequential(nn.Linear(I, 2)))
+        state = gnsfast.GradientNoiseScale(other).state_dict()
+        with pytest.raises(ValueError, match=r"another model.*3\.weight"):
+            self.gns.load_state_dict(state)
+        wider = gnsfast.GradientNoiseScale(self.model, window=8).state_dict()
+        with pytest.raises(ValueError, match=r"window=8.*window=64"):
+            self.gns.load_state_dict(wider)
+        self.goes_on()
+
+    def test_state_in_the_middle_of_an_update(self) -> None:
+        self.accumulate()
+        with pytest.raises(ObservationError, match="middle of an update"):
+            self.gns.state_dict()
+
+    def test_frozen_after_the_first_microbatch(self) -> None:
+        with self.gns.microbatch(N):
+            self.loss().backward()
+        self.gns.update()
+        self.model.zero_grad()
+        self.model[0].weight.requires_grad_(False)
+        with pytest.raises(ObservationError, match=r"gns\.reset\(\)"):
+            with self.gns.microbatch(N):
+                self.loss().backward()
+        self.goes_on()
+
+    def test_grad_norm_of_more_than_is_covered(self) -> None:
+        model = gnsfast.convert(nn.Sequential(nn.Linear(I, 4), nn.BatchNorm1d(4)))
+        gns = gnsfast.GradientNoiseScale(model)
+        with gns.microbatch(N):
+            model(self.x).sum().backward()
+        with pytest.raises(ValueError, match=r"1\.weight, 1\.bias, which no per-sample norm"):
+            gns.update(grad_norm=1.0)
+
+    def test_tokens_for_some_microbatches(self) -> None:
+        with self.gns.microbatch(N):
+            self.loss().backward()
+        with pytest.raises(ValueError, match="all micro-batches or for none"):
+            with self.gns.microbatch(N, tokens=10):
+                self.loss().backward()
+        self.goes_on()
+
+    def test_weight_used_as_a_tensor(self) -> None:
+        """The first micro-batch compares what passed through the modules with ``.grad``."""
+        with self.gns.microbatch(N):
+            (self.loss() + self.model[0].weight.square().sum()).backward()
+        self.gns.update()
+        with pytest.raises(ObservationError, match=r"0\.weight.*outside of its module"):
+            self.gns.compute()
+
+    def test_module_never_called(self) -> None:
+        with self.gns.microbatch(N):
+            hidden = self.model[:3](self.x)
+            F.cross_entropy(F.linear(hidden, self.model[3].weight), self.y).backward()
+        self.gns.update()
+        with pytest.raises(ObservationError, match=r"3\.weight.*was not called"):
+            self.gns.compute()
+
+    def test_module_not_called_later(self) -> None:
+        """The counter is compared in every micro-batch, not in the first alone."""
+        self.accumulate()
+        with self.gns.microbatch(N):
+            hidden = self.model[:3](self.x)
+            F.cross_entropy(F.linear(hidden, self.model[3].weight), self.y).backward()
+        self.gns.update()
+        with pytest.raises(ObservationError, match=r"3\.weight.*was not called"):
+            self.gns.compute()
+
+
+def test_unused_module_is_no_error() -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(I, 3), nn.Linear(I, 3)
+
+        def forward(self, x: Tensor, second: bool) -> Tensor:
+            out: Tensor = self.b(x) if second else self.a(x)
+            return out
+
+    model = gnsfast.convert(Gate())
+    gns = gnsfast.GradientNoiseScale(model)
+    for k in range(6):
+        for second in (False, k % 2 == 0):
+            with gns.microbatch(N):
+                model(torch.randn(N, I), second).square().sum(1).mean().backward()
+        gns.update()
+        model.zero_grad()
+    assert gns.compute().updates == 6
