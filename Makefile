@@ -7,8 +7,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-demo: $(RUN)  ## train a small GPT on real text and print every sample's gradient norm
-	$(BIN)/python -m gnsfast.demo
+demo: $(RUN)  ## train a small GPT on real text, its noise scale on the screen and in a report
+	$(BIN)/gnsfast demo
 
 test: $(DEV)  ## all tests, in the checkout and then against the built wheel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -41,7 +41,7 @@ clean:  ## remove everything that make made
 
 $(RUN): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) --editable . numpy  # torch warns at every start without it
+	$(INSTALL) --editable '.[cli]' numpy  # torch warns at every start without it
 	touch $(RUN)
 
 $(DEV): $(RUN)

@@ -3,6 +3,7 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks import cases, measure, record
 
-PARTS = ("step", "memory", "layers", "operator")
+PARTS = ("step", "estimator", "memory", "layers", "operator")
 
 
 def step(threads: list[int], rounds: int) -> list[dict[str, Any]]:
@@ -21,6 +22,22 @@ def step(threads: list[int], rounds: int) -> list[dict[str, Any]]:
         timings = measure.interleave(contestants, rounds)
         row = {"threads": n, "plain ms": round(timings["plain"].milliseconds, 1)}
         rows.append({**row, "gnsfast / plain": str(timings["gnsfast"])})
+    return rows
+
+
+def estimator(threads: list[int], rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for n in threads:
+        torch.set_num_threads(n)
+        step, spent = cases.estimated_step()
+        step()
+        before, start = spent(), time.perf_counter()
+        for _ in range(rounds):
+            step()
+        seconds, own = time.perf_counter() - start, spent() - before
+        row = {"threads": n, "step ms": round(1e3 * seconds / rounds, 1)}
+        row |= {"estimator ms": round(1e3 * own / rounds, 2)}
+        rows.append({**row, "share": f"{own / seconds:.2%}"})
     return rows
 
 
@@ -60,6 +77,7 @@ def operator(threads: list[int], rounds: int) -> list[dict[str, Any]]:
 
 TITLES = {
     "step": "Whole training step of a small GPT",
+    "estimator": "The estimator's own time in that step, without the layers",
     "memory": "Peak memory of that step",
     "layers": "Single layers",
     "operator": "The weight gradient alone, as ratios to plain dW",

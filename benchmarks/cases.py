@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is measured: a whole training step, and single linear layers named after their model."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -109,6 +110,37 @@ def training_step(per_sample: bool) -> Callable[[], None]:
         optimizer.zero_grad()
 
     return step
+
+
+def estimated_step() -> tuple[Callable[[], None], Callable[[], float]]:
+    """A measured training step, and the seconds that ``GradientNoiseScale`` itself took so far:
+    entering and leaving the micro-batch, ``update`` and a ``compute`` every ten steps. The layers'
+    own share is not in it.
+    """
+    torch.manual_seed(0)
+    model, batch = gnsfast.convert(GPT()), gpt_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    gns = gnsfast.GradientNoiseScale(model)
+    spent, steps = 0.0, 0
+
+    def step() -> None:
+        nonlocal spent, steps
+        microbatch = gns.microbatch(GPT.B)
+        start = time.perf_counter()
+        microbatch.__enter__()
+        spent += time.perf_counter() - start
+        gpt_loss(model, batch).backward()
+        start = time.perf_counter()
+        microbatch.__exit__(None, None, None)
+        gns.update()
+        steps += 1
+        if steps % 10 == 0:
+            gns.compute()
+        spent += time.perf_counter() - start
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, lambda: spent
 
 
 def layer_passes(case: LayerCase) -> dict[str, Callable[[], None]]:

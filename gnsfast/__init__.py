@@ -2,6 +2,7 @@
 """Per-sample gradient norms, and the gradient noise scale, from inside the backward pass."""
 
 from gnsfast import functional
+from gnsfast.brute_force import brute_force_noise_scale
 from gnsfast.convert import convert
 from gnsfast.coverage import Coverage, CoverageRow, coverage
 from gnsfast.errors import ObservationError, SampleShapeError
@@ -31,6 +32,7 @@ __all__ = [
     "Verification",
     "VerifiedParameter",
     "__version__",
+    "brute_force_noise_scale",
     "convert",
     "coverage",
     "functional",

@@ -10,7 +10,7 @@ from gnsfast import reference
 from gnsfast.sharding import is_dtensor
 
 WITNESSES = 8
-"""Smallest shards whose norms stand for all gradients where clipping is looked for."""
+"""Smallest gradients that a ``witness`` reads."""
 
 
 def grad_sqnorms(parameters: list[nn.Parameter], ranks: int, device: torch.device) -> Tensor:
@@ -38,17 +38,35 @@ def grad_sqnorms(parameters: list[nn.Parameter], ranks: int, device: torch.devic
     return norms
 
 
+def refuse_divide_factor(model: nn.Module) -> None:
+    """FSDP2's ``set_gradient_divide_factor`` puts another factor than 1/R on ``.grad``."""
+    for path, module in model.named_modules():
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            if getattr(group, "gradient_divide_factor", None) is not None:
+                raise NotImplementedError(
+                    f"{path or 'the model'}: set_gradient_divide_factor gives gradients another "
+                    "scale than their mean over processes: use source='local', which does not "
+                    "read them"
+                )
+
+
+def sharded(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Those with a DTensor gradient, whose version counter does not show that it was clipped."""
+    return [p for p in parameters if p.grad is not None and is_dtensor(p.grad)]
+
+
 def witness(parameters: list[nn.Parameter], device: torch.device) -> Tensor | None:
-    """float32 scalar on ``device`` that changes when clipping scales sharded gradients, which their
-    version counters do not show; None where there are none.
+    """float64 scalar on ``device``: the norm of the smallest gradients, which stand for all where
+    only a write to them is looked for; None where there are none.
     """
-    sharded: list[Any] = [p.grad for p in parameters if p.grad is not None and is_dtensor(p.grad)]
-    shards = sorted((_local(g.detach(), g.device_mesh.size())[0] for g in sharded), key=_numel)
-    few = [g for g in shards if g.numel()][:WITNESSES]
+    grads: list[Any] = [p.grad.detach() for p in parameters if p.grad is not None]
+    parts = sorted((g.to_local() if is_dtensor(g) else g for g in grads), key=_numel)
+    few = [g for g in parts if g.numel() and not g.is_sparse][:WITNESSES]
     if not few:
         return None
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32).to(device) for g in few]
-    return torch.stack(norms).sum()
+    return torch.stack(norms).double().sum()
 
 
 def _numel(t: Tensor) -> int:

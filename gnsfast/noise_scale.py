@@ -87,10 +87,10 @@ def summarize(
             members[k, paths.index(name.rpartition(".")[0])] = 1.0
         traces, sqnorms = estimates(p @ members, q @ members, of)
         found = statistics.moments(traces[good], sqnorms[good], weights[good])
-        modules = dict(zip(paths, map(_scale, found)))
+        modules = dict(zip(paths, map(noise_scale_of, found)))
     total = NOT_MEASURED
     if updates:
-        total = _scale(statistics.moments(trace, grad_sqnorm, weights[good])[0])
+        total = noise_scale_of(statistics.moments(trace, grad_sqnorm, weights[good])[0])
     return NoiseScale(
         **vars(total),
         drift=updates > 0 and statistics.drifted(trace[:, 0], grad_sqnorm[:, 0], weights[good]),
@@ -108,5 +108,6 @@ def estimates(p: Tensor, q: Tensor, of: Coefficients) -> tuple[Tensor, Tensor]:
     return statistics.trace_estimate(p, grad_sqnorm, u2, weight), grad_sqnorm
 
 
-def _scale(m: statistics.Moments) -> ModuleNoiseScale:
+def noise_scale_of(m: statistics.Moments) -> ModuleNoiseScale:
+    """The ratio of two means, with its 95 % interval."""
     return ModuleNoiseScale(m.ratio, *statistics.fieller_interval(m), m.trace, m.grad_sqnorm)

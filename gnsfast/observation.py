@@ -44,6 +44,7 @@ class Pending:
     scalars: Tensor
     marks: list[Mark]
     witness: Tensor | None
+    stale: Tensor
     lengths: bool
     microbatches: int = 0
     touched: list[int] = field(default_factory=list)
@@ -54,7 +55,8 @@ class Observer:
 
     ``finish`` returns an update as one float64 vector, p and q of each of K parameters, the whole
     q and the weights' scalars, beside the flags that ``check`` reads: calls and surplus calls of
-    each of R probe rows, and whether sharded gradients were scaled after backward.
+    each of R probe rows, then whether gradients were scaled after backward, and whether they were
+    not zero before the first micro-batch.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -75,14 +77,18 @@ class Observer:
         parameters = dict(self.model.named_parameters())
         self.names = list(slab.rows)
         self.parameters = [parameters[name] for name in self.names]
+        self.paths = {name: [path for path, _, _ in rows] for name, rows in slab.rows.items()}
         self.labels, self.modules = slab.labels, slab.modules
         self.device = self.parameters[0].device
         single = [not checks.may_repeat(self.modules[path]) for path, _ in self.labels]
         self._single = torch.tensor(single, dtype=torch.float64, device=self.device)
+        if self.settings.ranks > 1 and not self.settings.local:
+            gradients.refuse_divide_factor(self.model)
+        self._all = list(parameters.values())
         self._trainable = self._signature()
 
-    def _signature(self) -> list[tuple[int, bool, torch.device]]:
-        return [(id(p), p.requires_grad, p.device) for p in self.model.parameters()]
+    def _signature(self) -> list[tuple[bool, torch.device]]:
+        return [(p.requires_grad, p.device) for p in self._all]
 
     @property
     def width(self) -> int:
@@ -90,7 +96,7 @@ class Observer:
 
     @property
     def flags(self) -> int:
-        return 2 * len(self.labels) + 1
+        return 2 * len(self.labels) + 2
 
     def split(self, vectors_UW: Tensor) -> list[Tensor]:
         """p [U, K], q [U, K], the whole q [U, 1] and the scalars [U, SCALARS] of U updates."""
@@ -106,17 +112,18 @@ class Observer:
             )
         if self._signature() != self._trainable:
             raise ObservationError(
-                "the model's parameters changed (frozen, moved, replaced or sharded) since the "
-                "first micro-batch, so old and new measurements cannot be averaged: call "
-                "gns.reset()"
+                "parameters were frozen, unfrozen or moved since the first micro-batch, so old and "
+                "new measurements cannot be averaged: call gns.reset()"
             )
         self._check_marks()
-        if num_samples not in self.slabs:
-            self.slabs[num_samples] = ProbeSlab(self.model, num_samples)
-        slab = self.slabs[num_samples]
+        slab = self.slabs.pop(num_samples, None) or ProbeSlab(self.model, num_samples)
+        self.slabs[num_samples] = slab  # the newest comes last
+        if len(self.slabs) > SLABS:
+            del self.slabs[next(iter(self.slabs))]
         slab.open()
         self.slab, self._version = slab, slab.version
         self._before = self._marks()
+        self._stale = self._leftover()
         first = self.audit is None and self.pending is None and self.settings.ranks == 1
         self._auditing = [k for k, p in enumerate(self.parameters) if first and self._fresh(p)]
 
@@ -139,6 +146,16 @@ class Observer:
                         f"{name} still has the gradient of the last update: call "
                         "optimizer.zero_grad() between gns.update() and the next micro-batch"
                     )
+
+    def _leftover(self) -> Tensor:
+        """1.0 where the update starts from gradients that are not zero; costs nothing where
+        ``zero_grad`` sets them to None.
+        """
+        first = self.pending is None and not self.settings.local
+        norm = gradients.witness(self.parameters, self.device) if first else None
+        if norm is None:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return (norm != 0).double()
 
     def _marks(self) -> list[Mark]:
         return [checks.mark(p) for p in self.parameters]
@@ -183,8 +200,18 @@ class Observer:
             s.local,
             self.device,
         )
-        witness = None if s.local else gradients.witness(self.parameters, self.device)
-        new = Pending(sums, calls, scalars, marks, witness, tokens is not None, 1, touched)
+        shards = [] if s.local else gradients.sharded(self.parameters)
+        new = Pending(
+            sums,
+            calls,
+            scalars,
+            marks,
+            gradients.witness(shards, self.device),
+            self._stale,
+            tokens is not None,
+            1,
+            touched,
+        )
         old = self.pending
         if old is not None:
             if old.lengths != new.lengths:
@@ -192,11 +219,12 @@ class Observer:
                 raise ValueError("tokens must be given for all micro-batches or for none")
             new.sums, new.calls = old.sums + sums, old.calls + calls
             new.scalars, new.microbatches = old.scalars + scalars, old.microbatches + 1
+            new.stale = old.stale
             new.touched = [a + b for a, b in zip(old.touched, touched)]
         self.pending = new
 
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-        """The update's vector and its flags [2 R + 1], summed over processes, and how many of
+        """The update's vector and its flags [2 R + 2], summed over processes, and how many of
         this one's micro-batches wrote to each parameter's gradient.
         """
         pending, s = self.pending, self.settings
@@ -216,7 +244,8 @@ class Observer:
         elif not (s.local or in_probes):
             q, scaled = self._read_gradients(pending)
             whole = q.sum()
-        flags = [pending.calls.flatten(), scaled[None]]
+        in_grad = grad_norm is not None or not (s.local or in_probes)
+        flags = [pending.calls.flatten(), scaled[None], pending.stale[None] * in_grad]
         vector = torch.cat([p, q, whole[None], pending.scalars, *flags])
         if s.ranks > 1:
             dist.all_reduce(vector, group=s.group)
@@ -238,7 +267,7 @@ class Observer:
         q = self._unscale(gradients.grad_sqnorms(self.parameters, s.ranks, self.device))
         scaled = q.new_zeros(())
         if pending.witness is not None:
-            after = gradients.witness(self.parameters, self.device)
+            after = gradients.witness(gradients.sharded(self.parameters), self.device)
             assert after is not None
             ratio = self._unscale(after.square()) / self._without_scale(pending.witness.square())
             scaled = ((ratio - 1).abs() > 1e-3).double()
@@ -257,7 +286,12 @@ class Observer:
 
     def check(self, flags: Tensor, touched: list[int]) -> None:
         """Raise where all passes so far (on the host) make a norm wrong."""
-        calls_2R, scaled = flags[:-1].view(2, -1), flags[-1]
+        calls_2R, (scaled, stale) = flags[:-2].view(2, -1), flags[-2:].tolist()
+        if stale:
+            raise ObservationError(
+                "gradients were not zero before the first micro-batch of an update: call "
+                "optimizer.zero_grad() between gns.update() and the next micro-batch"
+            )
         if scaled:
             raise ObservationError(REWRITTEN)
         seen: dict[str, float] = {}
@@ -270,27 +304,25 @@ class Observer:
                 raise ObservationError(checks.explain_calls(path, module, more + 1))
             seen[name] = seen.get(name, 0.0) + count
         alone = self.settings.ranks == 1
-        for k, name in enumerate(self.names):
-            path = next(path for path, own in self.labels if own == name)
-            least = touched[k] if alone else min(touched[k], 1)
-            if seen[name] < least:
-                raise ObservationError(checks.explain_unseen(name, path))
+        for name, times in zip(self.names, touched):
+            if seen[name] < (times if alone else min(times, 1)):
+                raise ObservationError(checks.explain_unseen(name, self.paths[name][0]))
         self._check_audit()
 
     def _check_audit(self) -> None:
         if self.audit is None or not self.audit[0]:
             return
         members, found = self.audit
-        for k, (ours, real, samples) in enumerate(found.T.tolist()):
-            paths = [path for path, own in self.labels if own == self.names[k]]
-            if k in members and (
-                wrong := checks.explain_sums(
-                    self.parameters[k], self.names[k], paths, ours, real, samples
-                )
-            ):
+        numbers = found.T.tolist()
+        for k in members:
+            p, name = self.parameters[k], self.names[k]
+            if wrong := checks.explain_sums(p, name, self.paths[name], *numbers[k]):
                 raise ObservationError(wrong)
         self.audit = [], found
 
+
+SLABS = 8
+"""Batch sizes whose probes are kept; a run with more of them makes new ones."""
 
 REWRITTEN = (
     "gradients were written to after the last micro-batch (clipping, a manual division or "

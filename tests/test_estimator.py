@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from noise_cases import I, N, draw, make
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gnsfast
 
@@ -300,6 +301,31 @@ def test_weights_that_move() -> None:
     assert results[1].updates == 20
     for a, b in zip(plain.parameters(), probed.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses whatever would wait for a GPU's results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero"), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("source", ["auto", "global", "local"])
+def test_nothing_waits_for_the_device(source: str) -> None:
+    model = make()
+    scaler = torch.amp.GradScaler("cpu")
+    gns = gnsfast.GradientNoiseScale(model, source=source, grad_scaler=scaler)
+    with NoWaiting():
+        for batches in [draw(2) for _ in range(3)]:
+            for x, y in batches:
+                with gns.microbatch(N, tokens=torch.full((N,), 3)):
+                    scaler.scale(F.cross_entropy(model(x), y)).backward()
+            gns.update()
+            model.zero_grad()
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaiting():
+        gns.compute()
 
 
 def test_before_any_measurement() -> None:

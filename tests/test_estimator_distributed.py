@@ -147,6 +147,16 @@ def clip_before_update(rank: int) -> None:
         gns.compute()
 
 
+def divide_factor(rank: int) -> None:
+    """Another factor than 1/R is refused, with the remedy."""
+    model = make()
+    fully_shard(model)
+    model.set_gradient_divide_factor(1.0)
+    with pytest.raises(NotImplementedError, match="source='local'"):
+        with gnsfast.GradientNoiseScale(model).microbatch(N):
+            pass
+
+
 def unused_on_one_rank(rank: int) -> None:
     """A layer that only one rank calls gets a gradient on both, and is no error."""
     torch.manual_seed(1)
@@ -171,6 +181,6 @@ def unused_on_one_rank(rank: int) -> None:
     assert gns.compute().updates == 3
 
 
-@pytest.mark.parametrize("work", [clip_before_update, unused_on_one_rank])
+@pytest.mark.parametrize("work", [clip_before_update, divide_factor, unused_on_one_rank])
 def test_two_processes(work) -> None:
     spawn(work)

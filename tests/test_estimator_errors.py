@@ -89,6 +89,24 @@ class TestErrors:
                 self.loss().backward()
         self.goes_on()
 
+    def test_gradients_not_zeroed_but_clipped(self) -> None:
+        """Clipping rewrites the old gradients, so only their values tell."""
+        self.accumulate()
+        self.gns.update()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+        self.accumulate()
+        self.gns.update()
+        with pytest.raises(ObservationError, match="not zero before the first"):
+            self.gns.compute()
+        self.goes_on()
+
+    def test_gradients_zeroed_in_place(self) -> None:
+        for _ in range(2):
+            self.accumulate()
+            self.gns.update()
+            self.model.zero_grad(set_to_none=False)
+        assert self.gns.compute().updates == 2
+
     def accumulate(self) -> None:
         for _ in range(2):
             with self.gns.microbatch(N):

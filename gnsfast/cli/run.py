@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's training run: steps, what they cost, and the check at the last checkpoint."""
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import gnsfast
+from gnsfast.cli import tiny_gpt
+from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
+
+REPORT_EVERY = 10
+PLAIN_EVERY = 8
+"""One step in so many runs without statistics: the difference of the medians is their cost."""
+WARM_UP = 5
+CHECK_BATCHES, CHECK_SAMPLES = 40, 2048
+
+
+@dataclass(frozen=True)
+class Settings:
+    steps: int = 800
+    samples: int = 32
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A line of ``metrics.jsonl``, and what the panel shows."""
+
+    step: int
+    loss: float
+    scale: NoiseScale
+    share: float
+    seconds: float
+
+    def record(self) -> dict[str, Any]:
+        record = {"kind": "step", "step": self.step, "loss": self.loss, **numbers(self.scale)}
+        record |= {"drift": self.scale.drift, "updates": self.scale.updates}
+        record |= {"share": finite(self.share), "seconds": round(self.seconds, 3)}
+        return record | {
+            "per_module": {path: numbers(m) for path, m in self.scale.per_module.items()}
+        }
+
+
+@dataclass(frozen=True)
+class Check:
+    """The estimate at the frozen last checkpoint, beside single-sample gradients there."""
+
+    estimate: NoiseScale
+    brute_force: ModuleNoiseScale
+
+    @property
+    def ratio(self) -> float:
+        return self.estimate.noise_scale / self.brute_force.noise_scale
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "kind": "check",
+            "estimate": numbers(self.estimate),
+            "brute_force": numbers(self.brute_force),
+            "ratio": finite(self.ratio),
+            "batches": CHECK_BATCHES,
+            "single_samples": CHECK_SAMPLES,
+        }
+
+
+def finite(x: float) -> float | None:
+    """JSON has no NaN and no infinity: null."""
+    return x if math.isfinite(x) else None
+
+
+def numbers(scale: ModuleNoiseScale) -> dict[str, Any]:
+    """An ``upper`` of null is no bound, a ``noise_scale`` of null none that could be measured."""
+    keys = ("noise_scale", "lower", "upper", "trace", "grad_sqnorm")
+    return {k: finite(getattr(scale, k)) for k in keys} | {"resolved": scale.resolved}
+
+
+class Run:
+    """A training run of ``TinyGPT`` with AdamW, measured from its first step to its last."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        torch.manual_seed(settings.seed)
+        self.text = tiny_gpt.read_text()
+        self.model = gnsfast.convert(tiny_gpt.TinyGPT())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
+        self.gns = gnsfast.GradientNoiseScale(self.model)
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def header(self) -> dict[str, Any]:
+        return {
+            "kind": "run",
+            "steps": self.settings.steps,
+            "samples": self.settings.samples,
+            "tokens_per_sample": tiny_gpt.CONTEXT,
+            "seed": self.settings.seed,
+            "parameters": self.parameters,
+            "text_bytes": len(self.text),
+            "gnsfast": gnsfast.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.system()} {platform.machine()}",
+            "threads": torch.get_num_threads(),
+        }
+
+    def draw(self, samples: int) -> torch.Tensor:
+        return tiny_gpt.draw(self.text, samples, self.generator)
+
+    def train(self) -> Iterator[Progress]:
+        """Train, and yield every ``REPORT_EVERY`` steps."""
+        start = time.perf_counter()
+        plain: list[float] = []
+        measured: list[float] = []
+        for step in range(1, self.settings.steps + 1):
+            batch = self.draw(self.settings.samples)
+            without = step % PLAIN_EVERY == 0
+            began = time.perf_counter()
+            loss = self._step(batch, without)
+            (plain if without else measured).append(time.perf_counter() - began)
+            if step % REPORT_EVERY == 0 or step == self.settings.steps:
+                share = math.nan
+                if len(plain) > 2:
+                    share = 1 - statistics.median(plain) / statistics.median(measured[WARM_UP:])
+                yield Progress(
+                    step, loss.item(), self.gns.compute(), share, time.perf_counter() - start
+                )
+
+    def _step(self, batch: torch.Tensor, without: bool) -> torch.Tensor:
+        if without:
+            loss = tiny_gpt.loss_of(self.model, batch)
+            loss.backward()
+        else:
+            with self.gns.microbatch(len(batch)):
+                loss = tiny_gpt.loss_of(self.model, batch)
+                loss.backward()
+            self.gns.update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def check(self, tick: Callable[[float], None]) -> Check:
+        """Freeze the model and measure it both ways; ``tick`` hears how far that is."""
+        gns = gnsfast.GradientNoiseScale(self.model)
+        for _ in range(CHECK_BATCHES):
+            batch = self.draw(self.settings.samples)
+            with gns.microbatch(len(batch)):
+                tiny_gpt.loss_of(self.model, batch).backward()
+            gns.update()
+            self.model.zero_grad()
+
+        def samples() -> Iterator[torch.Tensor]:
+            return iter(self.draw(CHECK_SAMPLES).split(1))
+
+        done = 0
+
+        def loss_of(model: torch.nn.Module, sample: torch.Tensor) -> torch.Tensor:
+            nonlocal done
+            done += 1
+            if done % 64 == 0:
+                tick(done / CHECK_SAMPLES)
+            return tiny_gpt.loss_of(model, sample)
+
+        truth = gnsfast.brute_force_noise_scale(self.model, loss_of, samples())
+        return Check(gns.compute(), truth)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's model and text: a byte-level GPT, and the language reference in every CPython."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CONTEXT = 128
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads = self.qkv(self.norm_1(x_BTD)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
+        return out
+
+
+class TinyGPT(nn.Module):
+    """Byte-level; the head is tied to the token embedding."""
+
+    def __init__(self, width: int = 96, heads: int = 4, layers: int = 3) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.head.weight = self.tokens.weight
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        positions_1T = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        x_BTD = self.tokens(ids_BT) + self.positions(positions_1T)
+        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        return logits
+
+
+def read_text() -> Tensor:
+    """Python's language reference as bytes."""
+    from pydoc_data.topics import topics
+
+    return torch.frombuffer(
+        bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8
+    ).long()
+
+
+def draw(text: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+    """[samples, CONTEXT + 1] windows of the text, drawn independently."""
+    starts = torch.randint(len(text) - CONTEXT - 1, (samples, 1), generator=generator)
+    return text[starts + torch.arange(CONTEXT + 1)]
+
+
+def loss_of(model: nn.Module, batch_BT: Tensor) -> Tensor:
+    logits_BTV = model(batch_BT[:, :-1])
+    return F.cross_entropy(logits_BTV.flatten(0, 1), batch_BT[:, 1:].flatten())

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``gnsfast`` command: what it writes, says and leaves behind."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import gnsfast
+from gnsfast.cli import panel, run
+from gnsfast.cli.app import app
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten batches and 64 single samples are a check; 200 characters are a line."""
+    monkeypatch.setattr(run, "CHECK_BATCHES", 10)
+    monkeypatch.setattr(run, "CHECK_SAMPLES", 64)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def demo(tmp_path: Path, *options: str, code: int = 0) -> str:
+    arguments = ["demo", "--steps", "20", "--samples", "4", "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, arguments + list(options))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def records(tmp_path: Path) -> list[dict]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def test_demo(tmp_path: Path) -> None:
+    said = demo(tmp_path)
+    assert "estimate / brute force" in said
+    kinds = [r["kind"] for r in records(tmp_path)]
+    assert kinds == ["run", "step", "step", "check"]
+    last = records(tmp_path)[2]
+    assert last["step"] == 20 and last["updates"] == 18  # 8 and 16 are plain
+    assert "blocks.0.qkv" in last["per_module"]
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "Plotly.newPlot" in report and report.count("<section>") == 3
+    assert not re.search(r"<(script|link|img)[^>]+(src|href)=.?(https?:)?//", report)
+
+
+def test_demo_as_json(tmp_path: Path) -> None:
+    said = json.loads(demo(tmp_path, "--json"))
+    assert said["kind"] == "result" and not said["interrupted"]
+    assert said["check"]["single_samples"] == 64
+    assert Path(said["report"]).exists()
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Ctrl-C leaves a report of what there is."""
+    train = run.Run.train
+
+    def stopped(self: run.Run) -> Iterator[run.Progress]:
+        for k, progress in enumerate(train(self)):
+            if k == after:
+                raise KeyboardInterrupt
+            yield progress
+
+    monkeypatch.setattr(run.Run, "train", stopped)
+    assert "Interrupted" in demo(tmp_path, code=130)
+    kinds = [r["kind"] for r in records(tmp_path)]
+    assert kinds == ["run"] + ["step"] * after + ["interrupted"]
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert ("Plotly.newPlot" in report) == bool(after)
+    assert ("(interrupted)" if after else "before its first measurement") in report
+
+
+def test_same_seed_same_numbers(tmp_path: Path) -> None:
+    demo(tmp_path / "a")
+    demo(tmp_path / "b")
+    a, b = ([r.get("noise_scale") for r in records(tmp_path / x)] for x in "ab")
+    assert a == b
+
+
+def test_doctor() -> None:
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
+    assert found["versions"]["gnsfast"] == gnsfast.__version__
+    assert found["devices"][0]["backend"] == "reference"
+    assert all(row["why"] or row["state"] == "ready" for row in found["backends"])
+    said = CliRunner().invoke(app, ["doctor"]).output
+    assert "reference" in said and "not part of this version" in said
+
+
+def test_without_the_extra() -> None:
+    """One line says what to install."""
+    code = "import sys; sys.modules['typer'] = None; from gnsfast.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "gnsfast: typer is not installed: pip install 'gnsfast[cli]'"
+
+
+def test_sparkline() -> None:
+    assert panel.sparkline([1.0, float("inf"), 2.0, 8.0]) == "▁▂█"
+    assert panel.sparkline([]) == ""
