@@ -2,18 +2,16 @@
 """The detectors of everything that makes a norm wrong in silence, and what they say."""
 
 import math
+from collections.abc import Collection, Mapping
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from gnsfast import reference
 from gnsfast.probed import Probed
 from gnsfast.sharding import is_dtensor
-
-
-def several_ranks() -> bool:
-    """Whether ``.grad`` is an average over processes."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return distributed and torch.distributed.get_world_size() > 1
 
 
 def mark(p: Tensor) -> tuple[int, int] | None:
@@ -24,10 +22,37 @@ def mark(p: Tensor) -> tuple[int, int] | None:
     return id(p.grad), p.grad._version + getattr(p.grad, "_local_tensor", p.grad)._version
 
 
-def hooked(p: Tensor) -> bool:
-    """Whether someone else may change ``p.grad``, or holds it sharded."""
-    sparse = p.grad is not None and p.grad.is_sparse
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks or is_dtensor(p) or sparse)
+class GradientWatch:
+    """What one backward pass brings to parameters, seen as it arrives: before it is added to
+    ``.grad``, averaged over processes or clipped.
+
+    Sharded parameters get theirs by other ways and are not watched.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], audited: Collection[str]) -> None:
+        self.marks: dict[str, tuple[int, int] | None] = {}
+        self.sqnorms: dict[str, Tensor] = {}
+        self.audited: list[str] = []
+        self.watched = [name for name, p in parameters.items() if not is_dtensor(p)]
+        self._handles: list[RemovableHandle] = []
+        for name in self.watched:
+            p = parameters[name]
+            if name in audited and not p._backward_hooks:  # a hook of the user's may change it
+                self.audited.append(name)
+                self._handles.append(p.register_hook(partial(self._arriving, name)))
+            self._handles.append(p.register_post_accumulate_grad_hook(partial(self._arrived, name)))
+
+    def _arriving(self, name: str, grad: Tensor) -> None:
+        grad = grad.coalesce().values() if grad.is_sparse else grad
+        self.sqnorms[name] = reference.sqnorm(grad.detach())
+
+    def _arrived(self, name: str, p: Tensor) -> None:
+        self.marks[name] = mark(p)
+
+    def stop(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def may_repeat(module: Probed) -> bool:
@@ -38,45 +63,64 @@ def may_repeat(module: Probed) -> bool:
 def explain_calls(path: str, module: Probed, calls: float) -> str:
     """Why norms of ``calls`` passes in one block are wrong; NaN is a replay that did not agree."""
     where = f"{path or 'the model'} ({type(module).__name__})"
+    if calls != calls and module.route == "embedding":
+        return (
+            f"{where}: its index has no batch dimension (one row [1, T], or a bare [B]), which is "
+            "taken for positions that all samples share, or for one index a sample. Here it is not "
+            "clear: an irregular index [1, T], consecutive numbers [B], or only the first sample's "
+            "rows were used. Check num_samples; say convert(model, broadcast=[...]) for an index "
+            f"that samples share. {leave_out(path)}"
+        )
     if calls != calls:
         return (
             f"{where}: replaying it sample by sample gave other outputs than its forward pass "
-            "(dropout, state, or an argument whose samples were not found). Leave it out: "
-            f"convert(model, exclude=[{path!r}])."
+            f"(dropout, state, an argument whose samples were not found). {leave_out(path)}"
         )
     return (
         f"{where}: backward went through it {int(calls)} times in one block, and norms of several "
-        "calls do not add. One block takes one forward and one backward pass; a module that a "
-        "model calls more than once has no exact route: leave it out: convert(model, "
-        f"exclude=[{path!r}])."
+        "calls do not add. One block takes one forward and one backward pass. If the model calls "
+        f"this module more than once, replay a module around it or leave it out. {leave_out(path)}"
     )
+
+
+def leave_out(path: str) -> str:
+    """The last remedy for a module; the root of a model has none."""
+    return f"Leave it out: convert(model, exclude=[{path!r}])." if path else ""
 
 
 def explain_unseen(name: str, path: str) -> str:
     """Why a parameter with a gradient but without a call of its module has no norms."""
     return (
         f"{name} got a gradient, but its module {path!r} was not called (or its forward ran before "
-        "the block): the weight is used as a tensor somewhere, as fused losses and kernels do. Its "
-        f"norms would be missing. Leave the module out: convert(model, exclude=[{path!r}])."
+        "the block, or backward(inputs=...) left it out): the weight is used as a tensor "
+        f"somewhere, as fused losses and kernels do. Its norms would be missing. {leave_out(path)}"
     )
 
 
 def explain_sums(
-    p: Tensor, name: str, paths: list[str], ours: float, real: float, samples: float
+    p: Tensor,
+    name: str,
+    paths: list[str],
+    ours: float,
+    real: float,
+    samples: float,
+    model: float,
 ) -> str | None:
     """Whether all of a parameter's gradient passed through its modules: None, or what did not.
 
-    ``ours`` is the squared norm that the probes saw, ``real`` that of ``.grad``, ``samples`` the
-    sum of the per-sample ones. An overflow that a gradient scaler will skip says nothing.
+    ``ours`` is the squared norm that the probes saw, ``real`` that of the gradient, ``samples`` the
+    sum of the per-sample ones and ``model`` that over all parameters: beside it a gradient that is
+    zero in exact arithmetic is rounding. An overflow that a gradient scaler will skip says nothing.
     """
     tolerance = 1e-3 if p.dtype in (torch.float32, torch.float64) else 3e-2
     if not math.isfinite(real + ours):
         return None
-    if abs(ours - real) <= tolerance * max(ours, real) + 1e-6 * samples:
+    if abs(ours - real) <= tolerance * max(ours, real) + 1e-6 * samples + 1e-10 * model:
         return None
+    where = " and ".join(repr(path) if path else "the model" for path in paths)
     return (
         f"{name}: the squared norm of its gradient is {real:.6g}, but what passed through "
-        f"{' and '.join(map(repr, paths))} has {ours:.6g}. The weight is also used outside of its "
+        f"{where} has {ours:.6g}. The weight is also used outside of its "
         "module (F.linear(x, module.weight), a penalty on the weights), so its norms would be "
-        f"wrong. Leave it out: convert(model, exclude=[{paths[0]!r}])."
+        f"wrong. {leave_out(paths[0])}"
     )

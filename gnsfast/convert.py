@@ -6,12 +6,14 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from gnsfast.loop import Looped
 from gnsfast.modules import Embedding, Linear
 from gnsfast.probed import Probed, SampleLayout, Tie
 from gnsfast.routes import (
     CONTAINERS,
     LISTS,
     looped,
+    original_class,
     own_parameters,
     route_of,
     uses_children_as_tensors,
@@ -51,18 +53,17 @@ def convert(
         fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
         broadcast: patterns of embeddings that are given a bare index [T] which all samples share.
         replay: patterns of modules to run once more for each sample in backward, with all that is
-            below
-            them: exact for what no layer sees (a weight used as a tensor, a layer called twice),
-                but slow.
-        exclude: patterns of module names to leave out; their parameters have no norms.
+            below them: exact for what no layer sees (a weight used as a tensor, a layer called
+            twice), but slow.
+        exclude: patterns of module names to leave out, with all that is below them; their
+            parameters have no norms.
 
     Patterns are those of ``fnmatch`` over the names of ``named_modules``; one that matches nothing
     is an error.
 
     Raises:
         ValueError: an option that matches nothing, a sequence-first model with ``batch_dim=0``, a
-            model that
-            is already wrapped by FSDP or DataParallel.
+            model that is already wrapped by FSDP or DataParallel.
 
     >>> model = gnsfast.convert(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.LayerNorm(8)))
     >>> type(model[0]).__module__
@@ -87,26 +88,70 @@ def convert(
         n: () if n in held or _inside(n, whole) else _claims(m, n in whole)
         for n, m in named.items()
     }
+    _refuse_empty("fold", fold, claims_of)
+    _refuse_empty("exclude", exclude, claims_of)
+    routes = _routes(named, claims_of, whole)
+    if odd := [n for n in sorted(folded & routes.keys()) if issubclass(routes[n], Looped)]:
+        raise ValueError(
+            f"fold: {odd[0]!r} has no kernel and is replayed sample by sample, which folded rows "
+            "do not allow: replay a module around it, or exclude it"
+        )
     for name, module in named.items():
-        if not (claims := claims_of[name]):
+        if name not in routes:
             if isinstance(module, Probed):
                 module._claims = ()
             continue
-        route = looped(module) if name in whole else route_of(module)
-        if route.cls is None:
-            continue
-        if type(module) is not route.cls:
-            module.__class__ = route.cls
+        claims = claims_of[name]
+        if type(module) is not routes[name]:
+            module.__class__ = routes[name]
         assert isinstance(module, Probed)
         module._claims = claims
         module._samples = SampleLayout(batch_dim, name in folded, name in shared)
         reason = NO_BATCH.get(name.rpartition(".")[2], "")
-        if name in excluded:
+        if name in excluded or _inside(name, excluded):
             reason = "excluded by convert"
         module._uncovered = dict.fromkeys(claims, reason) if reason else {}
         module._audited, module._calls, module._tie = False, None, None
     _tie(named, claims_of)
     return model
+
+
+def _routes(
+    named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]], whole: set[str]
+) -> dict[str, type]:
+    """The class that each module becomes, found from what it was before any ``convert``."""
+    before = {name: type(module) for name, module in named.items()}
+    routes: dict[str, type] = {}
+    try:
+        for module in named.values():
+            if (original := original_class(type(module))) is not type(module):
+                module.__class__ = original
+        for name, module in named.items():
+            if claims_of[name]:
+                route = looped(module) if name in whole else route_of(module)
+                if route.cls is not None:
+                    routes[name] = route.cls
+    finally:
+        for name, module in named.items():
+            if type(module) is not before[name]:
+                module.__class__ = before[name]
+    return routes
+
+
+def _refuse_empty(
+    option: str, patterns: Iterable[str] | None, claims_of: dict[str, tuple[str, ...]]
+) -> None:
+    """An option that reaches no parameter would be ignored in silence."""
+    for pattern in patterns or ():
+        names = {n for n in claims_of if fnmatchcase(n, pattern)}
+        reached = any(claims_of[n] for n in names)
+        if option == "exclude":
+            reached |= any(claims_of[n] for n in claims_of if _inside(n, names))
+        if not reached:
+            raise ValueError(
+                f"{option}: what {pattern!r} matches has no parameters of its own (a container, or "
+                "inside of a replayed module): name the layers themselves"
+            )
 
 
 def _inside(name: str, paths: set[str]) -> bool:

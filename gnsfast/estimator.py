@@ -18,6 +18,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.noise_scale import NoiseScale, summarize
 from gnsfast.observation import Observer, Settings
 from gnsfast.probed import Probed
+from gnsfast.probes import count
 
 
 class GradientNoiseScale:
@@ -78,16 +79,14 @@ class GradientNoiseScale:
     ) -> None:
         _one_of("source", source, ("auto", "local", "global"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        for name, count in (("window", window), ("every", every)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"{name} must be a positive count, not {count!r}")
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
         if not any(isinstance(m, Probed) for m in model.modules()):
             raise ValueError(
                 f"{type(model).__name__} has no gnsfast layer: call gnsfast.convert(model) first"
             )
-        self.model, self.window, self.decay, self.every = model, window, decay, every
+        self.model, self.decay = model, decay
+        self.window, self.every = count("window", window, 1), count("every", every, 1)
         self._settings = Settings(source, loss_reduction, grad_scaler, process_group)
         self._attached: int | None = None
         self.reset()
@@ -129,7 +128,8 @@ class GradientNoiseScale:
             ObservationError: where the block holds no backward pass, or ``.grad`` was written to
                 between two blocks.
         """
-        scales.check_counts(num_samples, tokens, scale)
+        num_samples = count("num_samples", num_samples, least=1)
+        scales.check_factors(num_samples, tokens, scale)
         if self._settings.local and num_samples < 2:
             raise ValueError(
                 "source='local' measures each micro-batch by itself and needs two samples in it: "
@@ -244,8 +244,8 @@ class GradientNoiseScale:
                 once per micro-batch, or a weight was used outside of its module.
         """
         observer = self._start()
-        count = min(self._measured, self.window)
-        order = [k % self.window for k in range(self._measured - count, self._measured)]
+        first = max(0, self._measured - self.window)
+        order = [k % self.window for k in range(first, self._measured)]
         observer.check(self._flags.cpu(), self._touched)
         p, q, whole_q, scalars = observer.split(self._ring.cpu()[order])
         of = scales.coefficients(scalars, self._settings.local)

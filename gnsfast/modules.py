@@ -94,9 +94,11 @@ class Embedding(Probed, nn.Embedding):
                 f"Leave it out: convert(model, exclude=[{self._probe_name!r}])."
             )
         B = num_samples(self._probe)
+        sequence_first = self._samples.batch_dim == 1 and input.ndim > 1 and input.shape[1] == B
+        shared = input.ndim > 1 and input.shape[0] == 1 and B > 1 and not sequence_first
         if self._samples.broadcast:
-            input = input.expand(B, *input.shape[-1:])
-        elif input.ndim > 1 and input.shape[0] == 1:
+            input, shared = input.expand(B, *input.shape[-1:]), False
+        elif shared:
             input = input.expand(B, *input.shape[1:])
         if self.max_norm is not None:
             with torch.no_grad():
@@ -110,6 +112,8 @@ class Embedding(Probed, nn.Embedding):
             padding_idx=self.padding_idx,
             batch_dim=self._batch_dim(input, features=0),
             tied=self._tie is not None,
+            shared=shared,
+            bare=input.ndim == 1 and B > 1,
             links=() if self._tie is None else self._tie.uses,
         )
         if self._tie is not None and link is not None:
@@ -194,11 +198,23 @@ class _ForeignRMSNorm(Probed):
 
 
 class LlamaRMSNorm(_ForeignRMSNorm):
-    """Over the RMS norms of Llama, Mistral, Qwen, T5: normalised in float32, rounded, then times
-    the weight.
+    """Over the RMS norms of Llama, Mistral, Qwen: normalised in float32, rounded, then times the
+    weight.
     """
 
     variant = "llama"
+
+
+class OlmoRMSNorm(_ForeignRMSNorm):
+    """Over the RMS norms of OLMo 2: times the weight in float32, then rounded."""
+
+    variant = "olmo"
+
+
+class T5RMSNorm(_ForeignRMSNorm):
+    """Over T5's layer norm: rounded only where the weight is narrow."""
+
+    variant = "t5"
 
 
 class GemmaRMSNorm(_ForeignRMSNorm):

@@ -65,7 +65,7 @@ class Observer:
         self.slab: ProbeSlab | None = None
         self.pending: Pending | None = None
         self.after_update: list[Mark] | None = None
-        self.audit: tuple[list[int], Tensor] | None = None
+        self.audit: tuple[list[str], Tensor] | None = None
         self._bind(ProbeSlab(self.model, 1))
 
     def _bind(self, slab: ProbeSlab) -> None:
@@ -124,8 +124,8 @@ class Observer:
         self.slab, self._version = slab, slab.version
         self._before = self._marks()
         self._stale = self._leftover()
-        first = self.audit is None and self.pending is None and self.settings.ranks == 1
-        self._auditing = [k for k, p in enumerate(self.parameters) if first and self._fresh(p)]
+        named = dict(zip(self.names, self.parameters))
+        self._watch = checks.GradientWatch(named, self.names if self.audit is None else ())
 
     def _check_marks(self) -> None:
         """Nothing but our own micro-batches may be in ``.grad``, where q is read from it."""
@@ -160,9 +160,6 @@ class Observer:
     def _marks(self) -> list[Mark]:
         return [checks.mark(p) for p in self.parameters]
 
-    def _fresh(self, p: nn.Parameter) -> bool:
-        return not checks.hooked(p) and (p.grad is None or not p.grad.any())
-
     def reached(self) -> bool:
         """Whether backward has come to a probe of the open micro-batch."""
         return self.slab is not None and self.slab.version != self._version
@@ -171,6 +168,7 @@ class Observer:
         """Close the probes and forget the update: its gradients are not whole."""
         if self.slab is not None:
             self.slab.close()
+            self._watch.stop()
         self.slab, self.pending, self.after_update = None, None, self._marks()
 
     def close(self, num_samples: int, tokens: int | Tensor | None, scale: float | None) -> None:
@@ -181,14 +179,21 @@ class Observer:
             self.discard()
             raise ObservationError(NO_BACKWARD)
         slab.close()
+        self._watch.stop()
         self.slab = None
         s = self.settings
         sums, calls = slab.collect(self.device)
-        marks = self._marks()
-        touched = [int(a != b) for a, b in zip(self._before, marks)]
-        if self._auditing:
-            real = gradients.grad_sqnorms(self.parameters, 1, self.device)
-            self.audit = self._auditing, torch.stack([sums[1], real, sums[0]])
+        marks, arrived = self._marks(), self._watch.marks
+        touched = [
+            int(name in arrived if name in self._watch.watched else old != new)
+            for name, old, new in zip(self.names, self._before, marks)
+        ]
+        in_grad = not s.local and s.ranks == 1  # else processes average it after it has arrived
+        if in_grad and any(arrived.get(n, m) != m for n, m in zip(self.names, marks)):
+            self.discard()
+            raise ObservationError(REWRITTEN)
+        if self.audit is None:
+            self.audit = self._watch.audited, self._audited(sums)
         sums = self._without_scale(sums)
         surplus = (calls - 1).clamp(min=0) * self._single
         calls = torch.stack([calls, torch.where(calls.isnan(), calls, surplus)])
@@ -222,6 +227,13 @@ class Observer:
             new.stale = old.stale
             new.touched = [a + b for a, b in zip(old.touched, touched)]
         self.pending = new
+
+    def _audited(self, sums: Tensor) -> Tensor:
+        """[3, K]: what passed through the probes, what arrived at the parameters, the samples."""
+        real = torch.zeros_like(sums[0])
+        for name, sqnorm in self._watch.sqnorms.items():
+            real[self.names.index(name)] = sqnorm.to(self.device, non_blocking=True)
+        return torch.stack([sums[1], real, sums[0]])
 
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
         """The update's vector and its flags [2 R + 2], summed over processes, and how many of
@@ -313,10 +325,11 @@ class Observer:
         if self.audit is None or not self.audit[0]:
             return
         members, found = self.audit
-        numbers = found.T.tolist()
-        for k in members:
-            p, name = self.parameters[k], self.names[k]
-            if wrong := checks.explain_sums(p, name, self.paths[name], *numbers[k]):
+        numbers, whole = found.T.tolist(), found[2].sum().item()
+        for name in members:
+            k = self.names.index(name)
+            p, (ours, real, samples) = self.parameters[k], numbers[k]
+            if wrong := checks.explain_sums(p, name, self.paths[name], ours, real, samples, whole):
                 raise ObservationError(wrong)
         self.audit = [], found
 
@@ -325,9 +338,9 @@ SLABS = 8
 """Batch sizes whose probes are kept; a run with more of them makes new ones."""
 
 REWRITTEN = (
-    "gradients were written to after the last micro-batch (clipping, a manual division or "
-    "all_reduce), so their norm has another scale: call gns.update() before that, or hand the "
-    "unclipped norm over: gns.update(grad_norm=clip_grad_norm_(...))"
+    "gradients were written to after backward (clipping, a manual division or all_reduce), so "
+    "their norm has another scale: call gns.update() before that, or hand the unclipped norm over, "
+    "outside of the micro-batch: gns.update(grad_norm=clip_grad_norm_(...))"
 )
 
 

@@ -100,7 +100,7 @@ def layer_norm_backward(
     acc = reference.accumulate_dtype(x_BTN.dtype)
     dw = torch.empty_like(w_N) if weight and w_N is not None else x_BTN.new_empty(0, dtype=acc)
     db = torch.empty_like(b_N) if bias and b_N is not None else x_BTN.new_empty(0, dtype=acc)
-    return torch.empty_like(x_BTN), dw, db, _fake_rows(x_BTN, weight + bias, len(x_BTN))
+    return x_BTN.new_empty(x_BTN.shape), dw, db, _fake_rows(x_BTN, weight + bias, len(x_BTN))
 
 
 @_define(

@@ -143,7 +143,10 @@ class Probed(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         recipe = type(self).__dict__.get("_recipe")
         make, args = (_new, (type(self),)) if recipe is None else (_new_combined, recipe)
-        return make, args, {**self.__dict__, "_probe": None}
+        # object has a __getstate__ of its own from Python 3.11 on: only a user's counts.
+        own = any("__getstate__" in vars(c) for c in type(self).__mro__ if c is not object)
+        state = self.__getstate__() if own else self.__dict__  # type: ignore[no-untyped-call]
+        return make, args, {**state, "_probe": None} if isinstance(state, dict) else state
 
 
 def _new(cls: Any) -> Any:

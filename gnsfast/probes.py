@@ -2,22 +2,24 @@
 """Opening and closing the probes of a model, and the per-sample norms of one backward pass."""
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gnsfast import checks, reference
+from gnsfast import checks
 from gnsfast.errors import ObservationError
-from gnsfast.probed import Probed
+from gnsfast.probed import Probed, Tie
 
 
 class ProbeSlab:
     """The probes of all covered modules of a model, row views of one tensor per device.
 
     ``grad`` of a device is [rows, B + 2] and receives, in place, what backward adds: one zeroing
-    and one reduction serve all modules, and addresses stay the same from step to step.
+    and one reduction serve all modules, and addresses stay the same while the slab is kept.
     """
 
     def __init__(self, model: nn.Module, num_samples: int) -> None:
@@ -43,9 +45,10 @@ class ProbeSlab:
         for device, size in sizes.items():
             self.grad[device] = torch.zeros(size, num_samples + 2, device=device)
         zeros = {device: torch.zeros_like(grad) for device, grad in self.grad.items()}
+        self._views: dict[str, Tensor] = {}
         for path, (device, span) in spans.items():
             probe = zeros[device][span].detach().requires_grad_()
-            probe.grad = self.grad[device][span]
+            probe.grad = self._views[path] = self.grad[device][span]
             self._probes[path] = probe
 
     def _refuse_untied(self) -> None:
@@ -56,6 +59,15 @@ class ProbeSlab:
                 raise ValueError(
                     f"{name} is shared by {users}: call gnsfast.convert(model), which ties them"
                 )
+        tied: dict[Tie, tuple[str, object]] = {}
+        for path, module in self.modules.items():
+            if module._tie is not None:
+                first, weight = tied.setdefault(module._tie, (path, module.weight))
+                if module.weight is not weight:
+                    raise ValueError(
+                        f"{first!r} and {path!r} shared one weight at gnsfast.convert(model) and "
+                        "have two now: tie them again, or call convert again"
+                    )
 
     def _index_rows(self, sizes: dict[torch.device, int]) -> None:
         """For ``collect``: which parameter each row belongs to, and which module."""
@@ -88,15 +100,25 @@ class ProbeSlab:
             calls.append(grad[:, -1].to(device, torch.float64, non_blocking=True))
         return sums[:, :-1], torch.cat(calls)
 
+    def refuse_graph(self) -> None:
+        """With ``create_graph=True`` autograd puts new tensors in the place of the slab's views."""
+        for path, probe in self._probes.items():
+            if probe.grad is not self._views[path]:
+                probe.grad = self._views[path]
+                raise ObservationError(
+                    f"{path or 'the model'}: backward(create_graph=True) has no per-sample norms: "
+                    "run the pass to measure without it"
+                )
+
     def open(self) -> None:
         """Zero the slab and let the modules fill it."""
-        for grad in self.grad.values():
-            grad.zero_()
         if taken := [path for path, m in self.modules.items() if m._probe is not None]:
             raise ObservationError(
                 f"{taken[0] or 'the model'}: a probe is open on it already. Leave the other "
                 "per_sample_sqnorms block of this model first."
             )
+        for grad in self.grad.values():
+            grad.zero_()
         for path, module in self.modules.items():
             module.open_probe(self._probes[path], path or type(module).__name__)
 
@@ -154,15 +176,26 @@ class per_sample_sqnorms:
     Args:
         model: a module made of gnsfast's layers, usually through ``gnsfast.convert``.
         num_samples: B, the samples of the one forward and backward pass inside the block.
+        audit: what arrives at each parameter is compared with what passed through its modules in
+            the ``"first"`` pass of a module, or ``"always"``: it finds weights that are also used
+            as tensors, for one more read of the gradients. Sharded parameters, and those with a
+            hook of the user's, are not audited.
 
     The block yields a mapping from parameter name to [B] float32, with ``total()`` [B] over all of
     them. A trainable parameter that no module covers is not in it; ``gnsfast.coverage(model)``
-    names those. A parameter without a gradient in this pass has norm zero.
+    names those. A parameter without a gradient in this pass has norm zero. While the block is open
+    the model belongs to it: other threads must not run it.
 
     Raises:
         SampleShapeError: in forward, where an input does not have ``num_samples`` samples.
         ObservationError: at the end of the block, with the module's name, where backward did not go
             through a module exactly once, or its weight was used outside of it.
+
+    What no check sees (``gnsfast.verify`` does, except for the last): rows that are as many as the
+    samples and are not samples (tokens picked by a mask, an expert's tokens); samples that the
+    model sorts; a loss term on a table [1, ...] alone, which is looked up once for each sample and
+    so counts B times (exclude it); batch norm in training mode, below which no sample has a
+    gradient of its own.
 
     Source: Goodfellow 2015 (arXiv 1510.01799); Gray et al. 2024 (arXiv 2411.00999).
 
@@ -173,22 +206,29 @@ class per_sample_sqnorms:
     (torch.Size([3]), torch.Size([3]))
     """
 
-    def __init__(self, model: nn.Module, num_samples: int) -> None:
-        if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 0:
-            raise ValueError(f"num_samples must be a count of samples, not {num_samples!r}")
-        self._slab = ProbeSlab(model, num_samples)
+    def __init__(self, model: nn.Module, num_samples: int, *, audit: str = "first") -> None:
+        if audit not in ("first", "always"):
+            raise ValueError(f"audit is 'first' or 'always', not {audit!r}")
+        self._slab = ProbeSlab(model, count("num_samples", num_samples, least=0))
         if not self._slab.rows:
             raise ValueError(
                 f"{type(model).__name__} has no trainable parameter under a gnsfast module: "
                 "call gnsfast.convert(model) first"
             )
-        self._parameters = dict(model.named_parameters())
-        self._norms = SampleNorms()
+        parameters = dict(model.named_parameters())
+        self._parameters = {name: parameters[name] for name in self._slab.rows}
+        self._always = audit == "always"
 
     def __enter__(self) -> SampleNorms:
-        self._before = {name: checks.mark(self._parameters[name]) for name in self._slab.rows}
-        self._unaudited = [name for name in self._slab.rows if self._wants_audit(name)]
+        self._norms = SampleNorms()
         self._slab.open()
+        self._before = {name: checks.mark(p) for name, p in self._parameters.items()}
+        audited = [
+            name
+            for name, rows in self._slab.rows.items()
+            if self._always or not all(self._slab.modules[path]._audited for path, _, _ in rows)
+        ]
+        self._watch = checks.GradientWatch(self._parameters, audited)
         return self._norms
 
     def __exit__(
@@ -197,63 +237,67 @@ class per_sample_sqnorms:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
+        self._watch.stop()
         self._slab.close()
         if kind is None:
-            host = {
-                device: grad.to("cpu", torch.float64) for device, grad in self._slab.grad.items()
-            }
-            self._check_calls(host)
-            self._check_sums(host)
+            self._slab.refuse_graph()
+            host = {d: grad.to("cpu", torch.float64) for d, grad in self._slab.grad.items()}
+            self._check_calls({d: grad[:, -1].tolist() for d, grad in host.items()})
+            self._check_sums(
+                {d: grad[:, -2].tolist() for d, grad in host.items()},
+                {d: grad[:, :-2].sum(1).tolist() for d, grad in host.items()},
+            )
             self._norms._norms = {
                 name: sum(self._slab.grad[d][r, :-2] for _, d, r in rows)  # type: ignore[misc]
                 for name, rows in self._slab.rows.items()
             }
 
     def _touched(self, name: str) -> bool:
-        """Whether this pass has written the parameter's gradient."""
+        """Whether this pass brought a gradient to the parameter."""
+        if name in self._watch.watched:
+            return name in self._watch.marks
         return checks.mark(self._parameters[name]) != self._before[name]
 
-    def _check_calls(self, host: dict[torch.device, Tensor]) -> None:
+    def _check_calls(self, calls: dict[torch.device, list[float]]) -> None:
         """Every module was called once, or its parameter got no gradient at all."""
-        ran = False
         for name, rows in self._slab.rows.items():
             for path, device, row in rows:
-                module = self._slab.modules[path]
-                calls = host[device][row, -1].item()
-                ran |= calls != 0
-                module._calls = None if calls != calls else int(calls)
-                if calls in (0, 1) or (calls > 1 and checks.may_repeat(module)):
-                    continue
-                raise ObservationError(checks.explain_calls(path, module, calls))
-            if all(not host[d][r, -1] for _, d, r in rows) and self._touched(name):
+                module, c = self._slab.modules[path], calls[device][row]
+                module._calls = None if c != c else int(c)
+                if c not in (0, 1) and not (c > 1 and checks.may_repeat(module)):
+                    raise ObservationError(checks.explain_calls(path, module, c))
+            if all(calls[d][r] == 0 for _, d, r in rows) and self._touched(name):
                 raise ObservationError(checks.explain_unseen(name, rows[0][0]))
-        if not ran:
+        if not any(c != 0 for rows in calls.values() for c in rows):
             raise ObservationError(NO_BACKWARD)
 
-    def _wants_audit(self, name: str) -> bool:
-        """Whether ``.grad`` will hold this pass alone, for a module not compared with it yet."""
-        p = self._parameters[name]
-        modules = [self._slab.modules[path] for path, _, _ in self._slab.rows[name]]
-        if all(m._audited for m in modules) or checks.hooked(p) or checks.several_ranks():
-            return False
-        return p.grad is None or not p.grad.any()
-
-    def _check_sums(self, host: dict[torch.device, Tensor]) -> None:
-        """A first pass also compares each summed gradient with ``.grad``: is all of it ours?"""
-        for name in self._unaudited:
+    def _check_sums(
+        self, sums: dict[torch.device, list[float]], samples: dict[torch.device, list[float]]
+    ) -> None:
+        """Is all of each summed gradient ours?"""
+        whole = sum(map(sum, samples.values()))
+        for name in self._watch.audited:
             p, rows = self._parameters[name], self._slab.rows[name]
-            ours = sum(host[d][r, -2].item() for _, d, r in rows)
-            samples = sum(host[d][r, :-2].sum().item() for _, d, r in rows)
-            real = 0.0 if p.grad is None else reference.sqnorm(p.grad.detach()).item()
+            ours, of_samples = (sum(each[d][r] for _, d, r in rows) for each in (sums, samples))
+            real = self._watch.sqnorms[name].item() if name in self._watch.sqnorms else 0.0
             paths = [path for path, _, _ in rows]
-            if wrong := checks.explain_sums(p, name, paths, ours, real, samples):
+            if wrong := checks.explain_sums(p, name, paths, ours, real, of_samples, whole):
                 raise ObservationError(wrong)
             for path in paths:
                 module = self._slab.modules[path]
                 module._audited |= bool(module._calls) and math.isfinite(real + ours)
 
 
+def count(name: str, value: Any, least: int) -> int:
+    """``value`` as an int of at least ``least``, whatever integer type it has."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        if (whole := int(value)) >= least:
+            return whole
+    kind = "positive count" if least else "count of samples"
+    raise ValueError(f"{name} must be a {kind}, not {value!r}")
+
+
 NO_BACKWARD = (
     "no backward pass went through the model inside the block: run forward and backward in it "
-    "(loss.backward(), not autograd.grad)"
+    "(loss.backward(), not autograd.grad, backward(inputs=...) or create_graph=True)"
 )

@@ -37,7 +37,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sqnorm(t: Tensor) -> Tensor:
     """The squared Frobenius norm of ``t``, a float64 scalar."""
-    return sqnorm_rows(t.flatten(0, -2) if t.ndim > 1 else t[None]).sum()
+    return sqnorm_rows(t.flatten(0, -2) if t.ndim > 1 else t.reshape(1, -1)).sum()
 
 
 def sqnorm_rows(t_RN: Tensor) -> Tensor:
@@ -123,6 +123,8 @@ def _outer_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Ten
     B, T, I = x_BTI.shape
     O = dy_BTO.shape[2]
     acc = accumulate_dtype(x_BTI.dtype)
+    if I * O == 0:
+        return x_BTI.new_zeros((O, I), dtype=dtype), probe_row(x_BTI.new_zeros(B + 1))
     route = linear_route(T, I, O)
     if B * T == 0 or route == "fused":
         dw_OI, sqnorm_B1 = _fused(x_BTI, dy_BTO, acc)
@@ -138,9 +140,24 @@ def _outer_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Ten
 
 
 def _gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
-    """Σ_{t,s} (dy_t·dy_s)(x_t·x_s) for each sample."""
+    """Σ_{t,s} (dy_t·dy_s)(x_t·x_s) for each sample.
+
+    Where the terms cancel (tokens alike, dy that sums to zero: key projections) their rounding is
+    larger than the sum: such samples go through the product itself, which cancels before it is
+    squared.
+    """
     x_gram, dy_gram = torch.bmm(x_BTI, x_BTI.mT), torch.bmm(dy_BTO, dy_BTO.mT)
-    return x_gram.mul_(dy_gram).sum((1, 2), dtype=torch.float64)
+    terms_BTT = x_gram.mul_(dy_gram)
+    sqnorm_B = terms_BTT.sum((1, 2), dtype=torch.float64)
+    cancelled_B = sqnorm_B < CANCELLED * terms_BTT.abs_().sum((1, 2), dtype=torch.float64)
+    if cancelled_B.any():
+        _, again_B1 = _fused(x_BTI[cancelled_B], dy_BTO[cancelled_B], x_BTI.dtype)
+        sqnorm_B[cancelled_B] = again_B1[:-1].to(torch.float64)
+    return sqnorm_B
+
+
+CANCELLED = 0.02
+"""A Gram sum below this share of its terms' absolute sum has lost too many digits."""
 
 
 def _fused(x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -226,7 +243,7 @@ def layer_norm_backward(
     """
     B, _, N = x_BTN.shape
     acc = accumulate_dtype(x_BTN.dtype)
-    dx = torch.empty_like(x_BTN)
+    dx = x_BTN.new_empty(x_BTN.shape)
     dw_BN, db_BN = x_BTN.new_zeros((B, N), dtype=acc), x_BTN.new_zeros((B, N), dtype=acc)
     if (
         x_BTN.numel() <= B * ROWWISE
@@ -234,6 +251,7 @@ def layer_norm_backward(
         dx, _, _ = torch.ops.aten.native_layer_norm_backward(
             dy_BTN, x_BTN, [N], mean_BT1, rstd_BT1, w_N, b_N, [True, False, False]
         )
+        dx = dx.contiguous()
         if weight:
             products_BTN = torch.sub(x_BTN.to(acc), mean_BT1).mul_(dy_BTN)
             dw_BN = torch.bmm(rstd_BT1.to(acc).mT, products_BTN)[:, 0]
@@ -286,7 +304,7 @@ def rms_norm_backward(
     dw, row = sum_wgrad((normed * dy_BTN).sum(1), w_N.dtype)
     dnormed = dy_BTN * (w_N.to(acc) + offset)
     dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd_BT1
-    return dx.to(x_BTN.dtype), dw, row[None]
+    return dx.to(x_BTN.dtype).contiguous(), dw, row[None]
 
 
 def unfold(
@@ -330,7 +348,6 @@ def conv_wgrad(
     rows_a_sample = n // max(samples, 1)
     acc = accumulate_dtype(x.dtype)
     dw_GOK = x.new_zeros((groups, O // groups, C // groups * math.prod(kernel)), dtype=acc)
-    sum_BO = dy.flatten(2).sum(2, dtype=acc).reshape(samples, rows_a_sample, O).sum(1)
     dw = db = x.new_empty(0, dtype=dtype)
     parts, rows = [], []
     if weight:
@@ -346,6 +363,7 @@ def conv_wgrad(
         rows.append(probe_row(with_sum(sqnorm_B, dw_GOK)))
         dw = dw_GOK.reshape(O, C // groups, *kernel).to(dtype)
     if bias:
-        db, row = sum_wgrad(sum_BO, dtype)
+        sum_nO = dy.flatten(2).sum(2, dtype=acc)
+        db, row = sum_wgrad(sum_nO.reshape(samples, rows_a_sample, O).sum(1), dtype)
         rows.append(row)
     return dw, db, torch.stack(rows)

@@ -5,7 +5,7 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gnsfast import modules
@@ -30,6 +30,16 @@ KERNELS: dict[type[nn.Module], type[Probed]] = {
     nn.Conv2d: modules.Conv2d,
 }
 
+
+def original_class(cls: type) -> type:
+    """What a module's class was before ``convert``."""
+    recipe = cls.__dict__.get("_recipe")
+    if recipe is not None:
+        original: type = recipe[0]
+        return original
+    return next((base for base, probed in KERNELS.items() if probed is cls), cls)
+
+
 MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 LISTS = (nn.ModuleList, nn.ModuleDict, *CONTAINERS)
@@ -38,8 +48,8 @@ RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 def uses_children_as_tensors(module: nn.Module) -> bool:
     """Whether the module is known to use its children's parameters without calling the children."""
-    name = type(module).__name__
-    return isinstance(module, nn.MultiheadAttention) or ("Mamba" in name and name.endswith("Mixer"))
+    mamba = "A_log" in module._parameters and hasattr(module, "conv1d")
+    return isinstance(module, nn.MultiheadAttention) or mamba
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -61,7 +71,9 @@ def route_of(module: nn.Module) -> Route:
     if any(p is not None and p.is_complex() for p in own.values()):
         return Route(None, "complex parameters")
     computed = isinstance(module, parametrize.ParametrizationList)
-    if computed or parametrize.is_parametrized(module) or "weight_g" in own:
+    # prune, and the weight_norm and spectral_norm of old, leave a plain tensor under the name.
+    computed |= "weight_g" in own or any(n.endswith("_orig") for n in own)
+    if computed or parametrize.is_parametrized(module):
         return Route(None, "its weight is computed from other parameters (parametrization)")
     for base, probed in KERNELS.items():
         if isinstance(module, base):
@@ -72,8 +84,7 @@ def route_of(module: nn.Module) -> Route:
     ):
         return Route(combine(type(module), modules.TransposedLinear, over=True))
     if (variant := rms_norm_variant(module)) is not None:
-        probed = {"llama": modules.LlamaRMSNorm, "gemma": modules.GemmaRMSNorm}[variant]
-        return Route(combine(type(module), probed, over=True))
+        return Route(combine(type(module), RMS_NORMS[variant], over=True))
     return looped(module)
 
 
@@ -124,16 +135,46 @@ def rms_norm_variant(module: nn.Module) -> str | None:
         return None
     if weight is None or weight.ndim != 1:
         return None
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, len(weight), generator=generator)
-    w = torch.randn(len(weight), generator=generator)
-    with torch.no_grad():
-        theirs = torch.func.functional_call(module, {"weight": w}, (x,))
-        for variant in ("llama", "gemma"):
-            forward, _ = RMS_NORM_VARIANTS[variant]
-            if torch.equal(theirs, forward(x, w, eps)):
-                return variant
-    return None
+    candidates = list(RMS_NORMS)
+    for x_dtype, w_dtype in RMS_DTYPES:
+        generator = torch.Generator("cpu").manual_seed(0)
+        x, w = (
+            torch.randn(*shape, len(weight), generator=generator, device="cpu").to(dtype)
+            for shape, dtype in (((2, 3), x_dtype), ((), w_dtype))
+        )
+        theirs = _result(module, w, x)
+        ours = {v: RMS_NORM_VARIANTS[v][0](x, w, eps) for v in candidates}
+        candidates = [v for v, y in ours.items() if theirs is not None and _identical(y, theirs)]
+    return candidates[0] if candidates else None
+
+
+RMS_NORMS: dict[str, type[Probed]] = {
+    "llama": modules.LlamaRMSNorm,
+    "olmo": modules.OlmoRMSNorm,
+    "t5": modules.T5RMSNorm,
+    "gemma": modules.GemmaRMSNorm,
+}
+RMS_DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
+
+
+def _result(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor | None:
+    """What the module's own forward makes of ``x`` with another weight; None where it cannot."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = {**module.__dict__, "_parameters": {"weight": weight}}
+    try:
+        with torch.no_grad():
+            y = type(module).forward(twin, x)
+    except Exception:  # a class that only bears the name: it goes the way of unknown modules
+        return None
+    return y if isinstance(y, Tensor) else None
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def looped(module: nn.Module) -> Route:
@@ -142,6 +183,8 @@ def looped(module: nn.Module) -> Route:
         return Route(None, "a bare container of parameters that no module holds")
     if isinstance(module, nn.RNNBase):
         return Route(None, "recurrent weights have no route")
+    if isinstance(module, torch.jit.ScriptModule):
+        return Route(None, "a scripted module, whose forward cannot be replayed")
     if isinstance(module, nn.EmbeddingBag):
         return Route(None, "an embedding bag has no route")
     parts = list(module.modules())

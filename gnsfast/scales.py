@@ -133,10 +133,8 @@ def unscale_writes(device: torch.device) -> int:
     return t._version - before
 
 
-def check_counts(num_samples: int, tokens: int | Tensor | None, scale: float | None) -> None:
-    """One clear error for counts and factors that cannot be."""
-    if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
-        raise ValueError(f"num_samples must be a positive count, not {num_samples!r}")
+def check_factors(num_samples: int, tokens: int | Tensor | None, scale: float | None) -> None:
+    """One clear error for counts of tokens and factors that cannot be."""
     if isinstance(tokens, Tensor):
         if tokens.shape not in ((), (num_samples,)):
             raise ValueError(

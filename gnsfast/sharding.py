@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gnsfast import ops
+from gnsfast.reference import accumulate_dtype
 
 
 def is_dtensor(t: object) -> bool:
@@ -36,7 +37,7 @@ def linear_wgrad(
         dw = dw.t() if transposed else dw
         rows.append(_whole(row))
     if bias:
-        s_BO = dy_BTO.sum(1)
+        s_BO = dy_BTO.sum(1, dtype=accumulate_dtype(dy_BTO.dtype))
         total_O = s_BO.sum(0)
         rows.append(
             _whole(torch.cat([s_BO.square().sum(1), total_O.square().sum().expand(2)])[None])

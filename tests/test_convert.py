@@ -220,3 +220,99 @@ def test_transformer_layers(batch_first: bool) -> None:
 def test_data_parallel_is_refused() -> None:
     with pytest.raises(ValueError, match="DataParallel"):
         gnsfast.convert(nn.DataParallel(Model()))
+
+
+def test_exclude_and_fold_on_a_container() -> None:
+    """Exclude takes all that is below; a pattern that reaches no parameter is an error."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 5))
+    rows = gnsfast.coverage(gnsfast.convert(model, exclude=["0"])).rows
+    assert [r.static for r in rows] == [False] * 4 + [True] * 2
+    with pytest.raises(ValueError, match="fold: what '0' matches has no parameters of its own"):
+        gnsfast.convert(model, fold=["0"])
+    with pytest.raises(ValueError, match=r"exclude: what '0\.0' matches has no parameters"):
+        gnsfast.convert(model, replay=["0"], exclude=["0.0"])
+
+
+def test_converted_again_after_a_replay() -> None:
+    """Every route is found from what the module was before any convert."""
+    x = torch.randn(3, 4, 8)
+
+    class Attended(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.out = (
+                nn.MultiheadAttention(8, 2, batch_first=True),
+                nn.Linear(8, 8),
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.out(self.attention(x, x, x)[0])
+            return y
+
+    model = gnsfast.convert(gnsfast.convert(Attended()), replay=["out"])
+    for options in ({}, {"replay": ["out"]}, {}):
+        gnsfast.convert(model, **options)
+        with gnsfast.per_sample_sqnorms(model, 3) as norms:
+            model(x).square().sum().backward()
+        assert (norms.total() > 0).all()
+        expected = "loop" if options else "linear"
+        assert {r.route for r in gnsfast.coverage(model).rows if "out.w" in r.parameter} >= {
+            expected
+        }
+
+
+def test_on_the_meta_device() -> None:
+    """A model that is built without memory converts there, foreign norms included."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    with torch.device("meta"):
+        model = gnsfast.convert(nn.Sequential(nn.Linear(5, 5), LlamaRMSNorm(5)))
+    assert [r.route for r in gnsfast.coverage(model).rows] == ["linear", "linear", "rms_norm"]
+
+
+@pytest.mark.parametrize(
+    "x_dtype, w_dtype",
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("kind", ["llama", "t5", "olmo", "gemma"])
+def test_foreign_norms_open_as_closed(
+    kind: str, x_dtype: torch.dtype, w_dtype: torch.dtype
+) -> None:
+    """Bit for bit, dtype included, in every mixture of dtypes."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    cls = {"llama": LlamaRMSNorm, "t5": T5LayerNorm, "olmo": Olmo2RMSNorm, "gemma": GemmaRMSNorm}
+    norm = cls[kind](16)
+    nn.init.normal_(norm.weight)
+    norm, x = gnsfast.convert(norm.to(w_dtype)), torch.randn(3, 4, 16, dtype=x_dtype)
+    closed = norm(x)
+    with gnsfast.per_sample_sqnorms(norm, 3):
+        y = norm(x)
+        y.float().sum().backward()
+    assert y.dtype == closed.dtype and torch.equal(y, closed)
+    assert norm.route == "rms_norm"
+
+
+def test_a_norm_in_name_only() -> None:
+    """A class of its own ways is not broken by the look at it."""
+
+    class ImageRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(5)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            n, c, h, w = x.shape
+            return x * self.weight.view(1, c, 1, 1)
+
+    model = gnsfast.convert(ImageRMSNorm())
+    with gnsfast.per_sample_sqnorms(model, 3) as norms:
+        model(torch.randn(3, 5, 2, 2)).sum().backward()
+    assert gnsfast.coverage(model).rows[0].route == "loop" and len(norms) == 1

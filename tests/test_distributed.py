@@ -162,6 +162,44 @@ def tensor_parallel(rank: int) -> None:
         torch.testing.assert_close(grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("work", [data_parallel, sharded, tensor_parallel])
+def tied_by_hand(rank: int) -> None:
+    """A weight that is also used as a tensor is found below DDP too, before the average."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(V, 8)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.linear(torch.tanh(self.tokens(ids)), self.tokens.weight)
+
+    wrapped = DistributedDataParallel(gnsfast.convert(Tied()))
+    with pytest.raises(gnsfast.ObservationError, match=r"tokens\.weight.*outside of its module"):
+        with gnsfast.per_sample_sqnorms(wrapped.module, B):
+            loss_of(wrapped, draw()).backward()
+
+
+def unused_on_one_rank(rank: int) -> None:
+    """A layer that only the other rank calls gets an average, and is no error."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layers[rank](x)
+            return out
+
+    wrapped = DistributedDataParallel(gnsfast.convert(Gate()), find_unused_parameters=True)
+    for _ in range(2):
+        with gnsfast.per_sample_sqnorms(wrapped.module, B) as norms:
+            wrapped(torch.randn(B, 8)).square().sum().backward()
+        assert [bool(n.any()) for n in norms.values()] == [rank == 0] * 2 + [rank == 1] * 2
+
+
+@pytest.mark.parametrize(
+    "work", [data_parallel, sharded, tensor_parallel, tied_by_hand, unused_on_one_rank]
+)
 def test_two_processes(work: Callable[[int], None]) -> None:
     spawn(work)

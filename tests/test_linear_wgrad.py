@@ -220,3 +220,10 @@ def test_subclass_arrives_here() -> None:
         weighted_loss(layer, (x, r)).backward()
     assert gnsfast.coverage(layer).rows[0].route == "linear"
     assert_norms(norms, loop)
+
+
+def test_probe_of_another_shape() -> None:
+    x, w, b = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True), torch.zeros(2)
+    probe = torch.zeros(2, 5, requires_grad=True)
+    with pytest.raises(ValueError, match=r"float32 \[1, B \+ 2\]"):
+        gnsfast.functional.linear(x, w, b, probe)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import gnsfast
@@ -256,3 +257,138 @@ def test_cuda_without_a_kernel_is_named() -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key("gnsfast::linear_wgrad", "CUDA")
     dw, _, sqnorm_PB = torch.ops.gnsfast.linear_wgrad(x, x, True, True, False, torch.float32)
     assert dw.shape == (5, 5) and sqnorm_PB.shape == (2, 4)
+
+
+def make() -> nn.Module:
+    return gnsfast.convert(Model())
+
+
+def test_weight_used_as_a_tensor_in_later_passes() -> None:
+    """``audit="always"`` finds what the first pass did not have, beside older gradients too."""
+    model, x = make(), torch.randn(4, 5)
+    run(model, x)
+    with pytest.raises(ObservationError, match=r"first\.weight.*outside of its module"):
+        with gnsfast.per_sample_sqnorms(model, 4, audit="always"):
+            (model(x).square().sum() + model.first.weight.square().sum()).backward()
+    with pytest.raises(ValueError, match="audit is"):
+        gnsfast.per_sample_sqnorms(model, 4, audit="never")
+
+
+@pytest.mark.parametrize("before", ["gradients", "a hook", "verify"])
+def test_audit_is_on_in_ordinary_situations(before: str) -> None:
+    class Reused(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return F.linear(y, self.first.weight) if self.training else y
+
+    model, x = gnsfast.convert(Reused()), torch.randn(4, 5)
+    if before == "gradients":
+        model(x).sum().backward()
+    elif before == "a hook":
+        model.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+    else:
+        loss = lambda m, x: m(x).square().sum()
+        assert gnsfast.verify(model, loss, x, loss_reduction="sum").ok
+    with pytest.raises(ObservationError, match=r"first\.weight.*outside of its module"):
+        run(model, x)
+
+
+@pytest.mark.parametrize("wrap", ["prune", "spectral_norm", "weight_norm"])
+def test_weight_computed_before_forward(wrap: str) -> None:
+    model = Model()
+    if wrap == "prune":
+        prune.l1_unstructured(model.first, "weight", 0.3)
+    elif wrap == "spectral_norm":
+        nn.utils.spectral_norm(model.first)
+    else:
+        nn.utils.parametrizations.weight_norm(model.first)
+    gnsfast.convert(model)
+    rows = {r.parameter: r for r in gnsfast.coverage(model).rows}
+    assert all("computed from other" in r.reason for n, r in rows.items() if "first" in n)
+    run(model, torch.randn(4, 5))
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(6, 5), nn.Linear(5, 5)
+
+
+def test_only_the_first_row_of_a_shared_lookup() -> None:
+    """``table(index[None])[0]`` brings all gradient to one sample."""
+
+    class First(Tables):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(x) + self.table(torch.arange(6)[None])[0].sum(0)
+
+    with pytest.raises(ObservationError, match="table.*only the first sample's rows"):
+        run(gnsfast.convert(First()), torch.randn(4, 5))
+
+
+def test_one_sample_where_four_were_promised() -> None:
+    """A last batch of one row is not looked up four times."""
+
+    class Tokens(Tables):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.last(self.table(ids))
+
+    with pytest.raises(ObservationError, match="table.*irregular index"):
+        run(gnsfast.convert(Tokens()), torch.tensor([[3, 1, 4, 1, 5]]))
+
+
+def test_bare_positions_as_many_as_samples() -> None:
+    class Positions(Tables):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(x + self.table(torch.arange(x.shape[1])))
+
+    with pytest.raises(ObservationError, match="table.*consecutive numbers"):
+        run(gnsfast.convert(Positions()), torch.randn(4, 4, 5))
+    model = gnsfast.convert(Positions(), broadcast=["table"])
+    run(model, torch.randn(4, 4, 5))
+
+
+def test_untied_after_convert() -> None:
+    class Tied(Tables):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 6, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.last(self.table(ids)))
+
+    model, ids = gnsfast.convert(Tied()), torch.randint(0, 6, (4, 3))
+    run(model, ids)
+    model.head.weight = nn.Parameter(torch.randn(6, 5))
+    with pytest.raises(ValueError, match="'table' and 'head' shared one weight"):
+        run(model, ids)
+    run(gnsfast.convert(model), ids)
+
+
+def test_graph_of_gradients() -> None:
+    with pytest.raises(ObservationError, match="create_graph=True"):
+        model = make()
+        with gnsfast.per_sample_sqnorms(model, 4):
+            model(torch.randn(4, 5)).sum().backward(create_graph=True)
+    run(model, torch.randn(4, 5))
+
+
+def test_backward_for_given_inputs() -> None:
+    model = make()
+    with pytest.raises(ObservationError, match=r"backward\(inputs=...\)"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            model(torch.randn(4, 5)).sum().backward(inputs=list(model.parameters()))
+
+
+def test_block_entered_again() -> None:
+    """Each entry has a result of its own."""
+    model = make()
+    block = gnsfast.per_sample_sqnorms(model, 4)
+    with block as first:
+        model(torch.randn(4, 5)).sum().backward()
+    before = first.total()
+    with block as second:
+        with pytest.raises(ObservationError, match="complete when"):
+            second.total()
+        model(torch.randn(4, 5)).sum().backward()
+    assert torch.equal(first.total(), before) and not torch.equal(second.total(), before)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from gnsfast import ops
 from gnsfast.functional._samples import (
     autocast_dtype,
+    check_probe,
     num_samples,
     without_autocast,
 )
@@ -33,6 +34,7 @@ class _Conv(torch.autograd.Function):
         ctx.parameter_dtype = w.dtype
         if dtype is not None:
             w, b = w.to(dtype), b if b is None else b.to(dtype)
+        check_probe(probe, sum(ctx.needs_input_grad[1:3]))
         ctx.save_for_backward(x, w)
         ctx.num_samples, ctx.geometry = num_samples(probe), (stride, padding, dilation, groups)
         conv = F.conv1d if w.ndim == 3 else F.conv2d

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from gnsfast import ops, reference
 from gnsfast.functional._samples import (
     Link,
+    check_probe,
     num_samples,
     samples_first,
     without_autocast,
@@ -27,13 +28,16 @@ class _Embedding(torch.autograd.Function):
         padding_idx: int | None,
         batch_dim: int,
         tied: bool,
+        shared: bool,
+        trusted: Tensor | None,
         *links: Tensor,
     ) -> tuple[Tensor, ...]:
+        check_probe(probe, 1)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(ids, *links[::3])
-        ctx.num_samples, ctx.batch_dim = num_samples(probe), batch_dim
+        ctx.save_for_backward(ids, trusted, *links[::3])
+        ctx.num_samples, ctx.batch_dim, ctx.shared = num_samples(probe), batch_dim, shared
         ctx.num_embeddings, ctx.parameter_dtype = w.shape[0], w.dtype
-        ctx.padding_idx = -1 if padding_idx is None else padding_idx
+        ctx.padding_idx = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
         y = F.embedding(ids, w, padding_idx)
         if not tied:
             return (y,)
@@ -44,8 +48,9 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
-        ids, *link_ids = ctx.saved_tensors
-        assert dy is not None  # links are only ever used together with the output
+        ids, trusted, *link_ids = ctx.saved_tensors
+        if dy is None:  # the output took no part in the loss: neither did its cross terms
+            return (None,) * (8 + 3 * len(link_ids))
         link_grads = []
         with without_autocast(dy):
             dy_BTD = samples_first(dy, ctx.num_samples, ctx.batch_dim)
@@ -60,7 +65,11 @@ class _Embedding(torch.autograd.Function):
             for ids_BS in link_ids:
                 same_BST = (ids_BS[:, :, None] == ids_BT[:, None, :]).to(taught_BTD.dtype)
                 link_grads += [None, same_BST @ taught_BTD, dw[ids_BS].to(taught_BTD.dtype)]
-        return None, dw, sqnorm_PB, None, None, None, *link_grads
+            if trusted is not None:
+                first_only = (dy_BTD[:1] != 0).any() & ~(dy_BTD[1:] != 0).any()
+                trusted = trusted & ~(first_only & ctx.shared)
+                sqnorm_PB[:, -1] = torch.where(trusted, sqnorm_PB[:, -1], torch.nan)
+        return None, dw, sqnorm_PB, *(None,) * 5, *link_grads
 
 
 def _add_cross_terms(
@@ -86,12 +95,17 @@ def embedding(
     padding_idx: int | None = None,
     batch_dim: int = 0,
     tied: bool = False,
+    shared: bool = False,
+    bare: bool = False,
     links: tuple[Link, ...] = (),
 ) -> tuple[Tensor, Link | None]:
     """``torch.nn.functional.embedding(ids, weight, padding_idx)`` whose backward fills ``probe``.
 
     Returns the rows and, when ``tied``, the link that later layers of the same weight take as
-    ``links``: through it they add their share 2 a·b of ‖a + b‖² to this layer's row.
+    ``links``: through it they add their share 2 a·b of ‖a + b‖² to this layer's row. ``shared``
+    says that ``ids`` is one row, expanded to all samples: the call counter is NaN where it is
+    neither positions nor constant, or where only the first sample's rows were used; ``bare`` that
+    it is [B], one id a sample: the counter is NaN where they are consecutive, as positions are.
 
     >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
@@ -100,8 +114,12 @@ def embedding(
     tensor([12.,  6.])
     """
     flat = [t for link in links for t in link]
+    trusted = None
+    if shared or bare:
+        step = (ids[0] if shared else ids).flatten().diff()
+        trusted = ((step == 1) | (step == 0)).all() if shared else (step != 1).any()
     out: tuple[Tensor, ...] = _Embedding.apply(
-        ids, weight, probe, padding_idx, batch_dim, tied, *flat
+        ids, weight, probe, padding_idx, batch_dim, tied, shared, trusted, *flat
     )
     if not tied:
         return out[0], None

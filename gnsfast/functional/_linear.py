@@ -12,6 +12,7 @@ from gnsfast import ops, sharding
 from gnsfast.functional._samples import (
     Link,
     autocast_dtype,
+    check_probe,
     num_samples,
     samples_first,
     without_autocast,
@@ -34,9 +35,15 @@ class _Linear(torch.autograd.Function):
         ctx.parameter_dtype = w.dtype
         if dtype is not None:
             w, b = w.to(dtype), b if b is None else b.to(dtype)
-        ctx.save_for_backward(x, w, *links[::3])
+        _, need_w, need_b, *_ = ctx.needs_input_grad
+        check_probe(probe, need_w + need_b)
+        ctx.save_for_backward(x if need_w else None, w, *links[::3])
         ctx.num_samples, ctx.batch_dim, ctx.transposed = num_samples(probe), batch_dim, transposed
-        return F.linear(x, w.t() if transposed else w, b)
+        y = F.linear(x, w.t() if transposed else w, b)
+        if not torch.compiler.is_compiling() and y._is_view():
+            # With a bias torch returns a view, and no in-place operation may follow a Function's.
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -47,8 +54,8 @@ class _Linear(torch.autograd.Function):
         with without_autocast(dy):
             if need_x:
                 dx = dy @ (w.t() if ctx.transposed else w)
-            x_BTI = samples_first(x, ctx.num_samples, ctx.batch_dim)
             dy_BTO = samples_first(dy, ctx.num_samples, ctx.batch_dim)
+            x_BTI = dy_BTO if x is None else samples_first(x, ctx.num_samples, ctx.batch_dim)
             wgrad = sharding.linear_wgrad if sharding.is_dtensor(dy) else ops.linear_wgrad
             dw, db, sqnorm_PB = wgrad(
                 x_BTI, dy_BTO, need_w, need_b, ctx.transposed, ctx.parameter_dtype
@@ -85,14 +92,14 @@ def linear(
 
     Args:
         x: [B, ..., in_features], or [T, B, in_features] with ``batch_dim=1``. Rows may be k · B:
-            then k
-            consecutive rows are one sample.
+            then k consecutive rows are one sample.
         weight: [out_features, in_features], or [in_features, out_features] when ``transposed``.
         bias: [out_features] or None.
         probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
         links: earlier embeddings that share ``weight``.
 
     The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
+    Raises ValueError for a probe of another shape, and for links to a ``transposed`` weight.
     Source: Goodfellow 2015 (arXiv 1510.01799), eq. for a fully connected layer, summed over tokens.
 
     >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
@@ -101,6 +108,8 @@ def linear(
     >>> torch.allclose(probe.grad[0, :3], 2 * x.square().sum(1))
     True
     """
+    if transposed and links:
+        raise ValueError("links belong to a weight [out_features, in_features], not transposed")
     dtype = autocast_dtype(x)
     if dtype is not None and x.is_floating_point():
         x = x.to(dtype)

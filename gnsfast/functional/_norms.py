@@ -11,7 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, reference, sharding
 from gnsfast.functional._samples import (
+    check_probe,
     num_samples,
+    samples_back,
     samples_first,
     without_autocast,
 )
@@ -29,6 +31,7 @@ class _LayerNorm(torch.autograd.Function):
         eps: float,
         batch_dim: int,
     ) -> Tensor:
+        check_probe(probe, sum(ctx.needs_input_grad[1:3]))
         y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
         ctx.save_for_backward(x, w, b, mean, rstd)
         ctx.num_samples, ctx.batch_dim, ctx.shape = num_samples(probe), batch_dim, shape
@@ -52,10 +55,9 @@ class _LayerNorm(torch.autograd.Function):
                 *(rows(mean).contiguous(), rows(rstd).contiguous()),  # torch's kernel assumes it
                 *(flat_w, flat_b, need_w, need_b),
             )
-        if ctx.batch_dim == 1 and x.ndim > 2:
-            dx = dx.transpose(0, 1)
+        flat_shape = x.flatten(-len(ctx.shape)).shape
         return (
-            dx.reshape(x.shape),
+            samples_back(dx, flat_shape, ctx.batch_dim).reshape(x.shape),
             dw.reshape(ctx.shape) if need_w else None,
             db.reshape(ctx.shape) if need_b else None,
             sqnorm_PB,
@@ -123,6 +125,7 @@ class _RMSNorm(torch.autograd.Function):
         variant: str,
         batch_dim: int,
     ) -> Tensor:
+        check_probe(probe, 1)
         ctx.save_for_backward(x, w)
         ctx.num_samples, ctx.batch_dim = num_samples(probe), batch_dim
         forward, ctx.offset = RMS_NORM_VARIANTS[variant]
@@ -143,9 +146,8 @@ class _RMSNorm(torch.autograd.Function):
             dx, dw, sqnorm_PB = sharding.replicated(backward)(
                 rows(dy), rows(x), w.flatten(), ctx.eps, ctx.offset
             )
-        if ctx.batch_dim == 1 and x.ndim > 2:
-            dx = dx.transpose(0, 1)
-        return dx.reshape(x.shape), dw.reshape(w.shape), sqnorm_PB, None, None, None
+        dx = samples_back(dx, x.flatten(-w.ndim).shape, ctx.batch_dim).reshape(x.shape)
+        return dx, dw.reshape(w.shape), sqnorm_PB, None, None, None
 
 
 def rms_norm(
@@ -161,7 +163,8 @@ def rms_norm(
     ``probe``.
 
     ``variant`` names whose rounding and gain the forward follows: ``"torch"``, ``"llama"``
-    (normalised in float32, rounded, then times the weight) or ``"gemma"`` (times 1 + weight in
+    (normalised in float32, rounded, then times the weight), ``"olmo"`` (times the weight, then
+    rounded), ``"t5"`` (rounded only where the weight is narrow) or ``"gemma"`` (times 1 + weight in
     float32, then rounded).
 
     >>> x, w = torch.randn(3, 7, 5), torch.ones(5, requires_grad=True)
@@ -186,6 +189,17 @@ def _rms_norm_llama(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def _rms_norm_olmo(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32)
+    return (w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
+
+
+def _rms_norm_t5(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    normed = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+    narrow = w.dtype in (torch.float16, torch.bfloat16)
+    return w * (normed.to(w.dtype) if narrow else normed)
+
+
 def _rms_norm_gemma(x: Tensor, w: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -195,5 +209,7 @@ def _rms_norm_gemma(x: Tensor, w: Tensor, eps: float) -> Tensor:
 RMS_NORM_VARIANTS: dict[str, tuple[Callable[[Tensor, Tensor, float], Tensor], float]] = {
     "torch": (_rms_norm_torch, 0.0),
     "llama": (_rms_norm_llama, 0.0),
+    "olmo": (_rms_norm_olmo, 0.0),
+    "t5": (_rms_norm_t5, 0.0),
     "gemma": (_rms_norm_gemma, 1.0),
 }

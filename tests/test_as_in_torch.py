@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What works in plain torch works while a block is open, with the right norms."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+
+B, T, D = 4, 6, 8
+
+
+def check(model: nn.Module, batch: Any, loss: Any, **options: Any) -> None:
+    """Outputs, gradients and norms in a block are those of plain torch, sample by sample."""
+    batch_dim = options.get("batch_dim", 0)
+    plain = copy.deepcopy(model)
+    loss(plain, batch).backward()
+    gnsfast.convert(model, **options)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        value = loss(model, batch)
+        value.backward()
+    torch.testing.assert_close(value, loss(plain, batch))
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(
+            p.grad, q.grad, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    loop = loop_sqnorms(plain, loss, batch, B, batch_dim=batch_dim)
+    assert_norms(norms, {n: loop[n] for n in norms})
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+class Residual(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y += x
+        out: Tensor = F.relu_(y)
+        return out
+
+
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.Linear(D, D), (B, T, D)),
+        (nn.Linear(D, D), (B, D)),
+        (nn.LayerNorm(D), (B, T, D)),
+        (nn.RMSNorm(D), (B, T, D)),
+        (nn.Conv1d(D, D, 3, padding=1), (B, D, T)),
+        (nn.Conv2d(D, D, 3, padding=1), (B, D, T, T)),
+        (nn.GroupNorm(2, D), (B, D, T)),
+        (nn.PReLU(D), (B, D, T)),
+    ],
+)
+def test_in_place_operations_on_outputs(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    check(Residual(layer), torch.randn(shape), square)
+
+
+class Scaled(nn.Module):
+    """A scalar parameter, and an input that passes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.tensor(0.7)), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.scale * x, x
+
+
+def test_scalar_parameter_and_pass_through_output() -> None:
+    model = nn.Sequential(nn.Linear(D, D), Scaled())
+    del model[1].inner
+    check(model, torch.randn(B, D), lambda m, x: sum(t.square().sum() for t in m(x)))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(D), nn.RMSNorm(D)])
+def test_sequence_first_norm_of_heads(norm: nn.Module) -> None:
+    """[T, B, heads, D]: the input gradient comes back in its own order."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.norm = nn.Linear(D, 3 * D), norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.norm(self.q(x).unflatten(-1, (3, D)))
+            return out * torch.arange(1, D + 1) ** 0.5
+
+    x, target = torch.randn(T, B, D).double(), torch.randn(T, B, 3, D).double()
+    loss = lambda m, batch: (m(batch[0]) * batch[1]).square().sum()
+    check(Heads().double(), (x, target), loss, batch_dim=1)
+
+
+def test_replay_leaves_buffers_alone() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(D))
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return self.gain * x
+
+    model = gnsfast.convert(Counting())
+    with gnsfast.per_sample_sqnorms(model, B):
+        square(model, torch.randn(B, D)).backward()
+    assert model.steps == 1
+    assert gnsfast.verify(model, square, torch.randn(B, D), loss_reduction="sum").ok
+    assert model.steps == 1
+
+
+def test_masked_outputs_of_a_replay() -> None:
+    """Minus infinity equals itself; a mask's -1e9 does not excuse other outputs."""
+
+    class Masked(nn.Module):
+        def __init__(self, fill: float, p: float = 0.0) -> None:
+            super().__init__()
+            self.gain, self.fill, self.p = nn.Parameter(torch.ones(D)), fill, p
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.zeros(D, dtype=torch.bool)
+            mask[3:] = True
+            return (self.gain * F.dropout(x, self.p)).masked_fill(mask, self.fill)
+
+    loss = lambda m, x: m(x).softmax(-1).square().sum()
+    check(Masked(-torch.inf), torch.randn(B, D), loss)
+    model = gnsfast.convert(Masked(-1e9, p=0.5))
+    with pytest.raises(gnsfast.ObservationError, match="other outputs than its forward"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            loss(model, torch.randn(B, D)).backward()
+
+
+def test_replayed_input_written_to_later() -> None:
+    """Torch's own check of saved tensors speaks."""
+    model = gnsfast.convert(nn.PReLU(D))
+    x = torch.randn(B, D)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            y = model(x)
+            x.mul_(2)
+            y.sum().backward()
+
+
+def test_frozen_weight_keeps_no_input() -> None:
+    layer = gnsfast.Linear(D, D)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(B, D)
+    with gnsfast.per_sample_sqnorms(layer, B) as norms:
+        y = layer(x)
+        x.zero_()
+        y.sum().backward()
+    torch.testing.assert_close(norms["bias"], torch.full((B,), float(D)))
+
+
+def test_tokens_that_cancel() -> None:
+    """Inputs almost alike and gradients that sum to zero: the Gram sum loses all its digits."""
+    for offset in (100.0, 1e4):
+        layer = nn.Linear(64, 64)
+        x, dy = offset + torch.randn(B, T, 64), torch.randn(B, T, 64)
+        batch = x, dy - dy.mean(1, keepdim=True)
+        loss = lambda m, batch: (m(batch[0]) * batch[1]).sum()
+        truth = loop_sqnorms(layer, loss, batch, B)["weight"]
+        plain = torch.stack([(g.T @ a).square().sum() for a, g in zip(*batch)])
+        gnsfast.convert(model := copy.deepcopy(layer))
+        with gnsfast.per_sample_sqnorms(model, B) as norms:
+            loss(model, batch).backward()
+        error = lambda ours: ((ours.double() - truth).abs() / truth).max()  # noqa: B023
+        assert error(norms["weight"]) < max(2 * error(plain), 1e-5)
+
+
+def test_double_under_autocast() -> None:
+    """torch leaves float64 alone."""
+    model, x = gnsfast.Linear(D, D).double(), torch.randn(B, D).double()
+    with torch.autocast("cpu"), gnsfast.per_sample_sqnorms(model, B):
+        y = model(x)
+        y.sum().backward()
+    assert y.dtype == torch.float64 and torch.equal(y, F.linear(x, model.weight, model.bias))
+
+
+@pytest.mark.parametrize("features", [(0, 3), (3, 0)])
+def test_empty_layers(features: tuple[int, int]) -> None:
+    layer = gnsfast.Linear(*features)
+    with gnsfast.per_sample_sqnorms(layer, B) as norms:
+        layer(torch.randn(B, T, features[0])).sum().backward()
+    assert torch.equal(norms["weight"], torch.zeros(B))
+
+
+def test_unused_tied_embedding() -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(11, D), nn.Linear(D, 11, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.head(self.tokens(ids).detach())
+            return out
+
+    check(Detached(), torch.randint(0, 11, (B, T)), square)
+
+
+def test_zero_grad_and_clipping_inside_of_the_block() -> None:
+    model = gnsfast.convert(nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with gnsfast.per_sample_sqnorms(model, B) as norms:
+            optimizer.zero_grad()
+            square(model, torch.randn(B, D)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            optimizer.step()
+        assert (norms.total() > 0).all()
+
+
+def test_integers_of_numpy() -> None:
+    model = gnsfast.Linear(D, D)
+    with gnsfast.per_sample_sqnorms(model, np.int64(B)) as norms:
+        square(model, torch.randn(B, D)).backward()
+    assert len(norms["weight"]) == B
+
+
+def test_own_getstate_is_kept() -> None:
+    class Holder(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(D, D)
+            self.handle = lambda: None
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {k: v for k, v in self.__dict__.items() if k != "handle"}
+
+    assert "handle" not in copy.deepcopy(gnsfast.convert(nn.Sequential(Holder())))[0].__dict__
