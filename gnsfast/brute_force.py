@@ -23,7 +23,8 @@ def brute_force_noise_scale(
     Equals ``g.var(0).sum() / (g.mean(0).square().sum() - g.var(0).sum() / len(g))`` for the
     gradients g of all samples, over all trainable parameters, covered or not. Its interval comes
     from a jackknife over ``blocks`` blocks of consecutive samples. Modes, gradients and weights of
-    the model stay as they are; memory holds ``blocks`` gradients.
+    the model stay as they are; memory holds ``blocks`` gradients in
+    float64.
 
     Args:
         loss_fn: takes the model and one sample (as a batch of one), returns a scalar loss.
@@ -41,27 +42,30 @@ def brute_force_noise_scale(
     True
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError(f"{type(model).__name__} has no trainable parameter")
     kept = list(samples)
     if blocks < statistics.MINIMUM_MEASUREMENTS or len(kept) < 2 * blocks:
         raise ValueError(
             f"{len(kept)} samples in {blocks} blocks: a measurement takes at least "
             f"{statistics.MINIMUM_MEASUREMENTS} blocks of two samples"
         )
-    sizes, p_K, sums = [], [], []
-    for block in _split(kept, blocks):
-        total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    sizes, p_K = [], []
+    sums_KN = torch.zeros(blocks, sum(p.numel() for p in parameters), dtype=torch.float64)
+    for row_N, block in zip(sums_KN, _split(kept, blocks)):
+        total = row_N.split([p.numel() for p in parameters])
         squares = 0.0
         for sample in block:
             loss = loss_fn(model, sample)
             grads = torch.autograd.grad(loss, parameters, allow_unused=True)
             for t, g in zip(total, grads):
                 if g is not None:
+                    g = g.to_dense() if g.is_sparse else g
                     squares += reference.sqnorm(g).item()
-                    t += g
+                    t += g.flatten().to(t)
         sizes.append(float(len(block)))
         p_K.append(squares)
-        sums.append(torch.cat([t.flatten() for t in total]))
-    n, p, sums_KN = torch.tensor(sizes).double(), torch.tensor(p_K).double(), torch.stack(sums)
+    n, p = (torch.tensor(each, dtype=torch.float64) for each in (sizes, p_K))
     whole = sums_KN.sum(0)
     q = whole.square().sum()
     # ‖s - s_k‖² for the sum without block k

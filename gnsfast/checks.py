@@ -2,16 +2,11 @@
 """The detectors of everything that makes a norm wrong in silence, and what they say."""
 
 import math
-from collections.abc import Collection, Mapping
-from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
-from gnsfast import reference
 from gnsfast.probed import Probed
-from gnsfast.sharding import is_dtensor
 
 
 def mark(p: Tensor) -> tuple[int, int] | None:
@@ -20,39 +15,6 @@ def mark(p: Tensor) -> tuple[int, int] | None:
         return None
     # Some writes to a DTensor count on it, some on the tensor inside of it (clipping: on neither).
     return id(p.grad), p.grad._version + getattr(p.grad, "_local_tensor", p.grad)._version
-
-
-class GradientWatch:
-    """What one backward pass brings to parameters, seen as it arrives: before it is added to
-    ``.grad``, averaged over processes or clipped.
-
-    Sharded parameters get theirs by other ways and are not watched.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], audited: Collection[str]) -> None:
-        self.marks: dict[str, tuple[int, int] | None] = {}
-        self.sqnorms: dict[str, Tensor] = {}
-        self.audited: list[str] = []
-        self.watched = [name for name, p in parameters.items() if not is_dtensor(p)]
-        self._handles: list[RemovableHandle] = []
-        for name in self.watched:
-            p = parameters[name]
-            if name in audited and not p._backward_hooks:  # a hook of the user's may change it
-                self.audited.append(name)
-                self._handles.append(p.register_hook(partial(self._arriving, name)))
-            self._handles.append(p.register_post_accumulate_grad_hook(partial(self._arrived, name)))
-
-    def _arriving(self, name: str, grad: Tensor) -> None:
-        grad = grad.coalesce().values() if grad.is_sparse else grad
-        self.sqnorms[name] = reference.sqnorm(grad.detach())
-
-    def _arrived(self, name: str, p: Tensor) -> None:
-        self.marks[name] = mark(p)
-
-    def stop(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def may_repeat(module: Probed) -> bool:

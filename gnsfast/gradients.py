@@ -51,11 +51,6 @@ def refuse_divide_factor(model: nn.Module) -> None:
                 )
 
 
-def sharded(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Those with a DTensor gradient, whose version counter does not show that it was clipped."""
-    return [p for p in parameters if p.grad is not None and is_dtensor(p.grad)]
-
-
 def witness(parameters: list[nn.Parameter], device: torch.device) -> Tensor | None:
     """float64 scalar on ``device``: the norm of the smallest gradients, which stand for all where
     only a write to them is looked for; None where there are none.

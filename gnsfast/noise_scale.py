@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnsfast import statistics
+from gnsfast import scales, statistics
+from gnsfast.errors import ObservationError
 from gnsfast.scales import Coefficients
 
 
@@ -47,7 +48,8 @@ class NoiseScale(ModuleNoiseScale):
     """The noise scale of all covered parameters together, over the window.
 
     ``trace`` is tr Σ and ``grad_sqnorm`` |G|², in the units of the loss before ``scale``.
-    ``updates`` were used, of ``samples`` samples in all; ``skipped`` had a NaN or an infinity.
+    ``updates`` were used, of ``samples`` samples in all; ``skipped`` had a NaN, an infinity or one
+    sample alone.
     ``drift``: the older half of the window differs from the newer one, so the interval is that of
     a mean over something that moves. ``per_module``: the same by module path, empty where q came
     as one ``grad_norm``.
@@ -61,42 +63,64 @@ class NoiseScale(ModuleNoiseScale):
 
     def __str__(self) -> str:
         drift = ", drifting" if self.drift else ""
-        return f"{super().__str__()}, {self.updates} updates of {self.samples:,} samples{drift}"
+        skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
+        used = f"{self.updates} updates of {self.samples:,} samples"
+        return f"{super().__str__()}, {used}{skipped}{drift}"
 
 
 NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)
 
 
 def summarize(
-    p: Tensor, q: Tensor, whole_q: Tensor, of: Coefficients, names: list[str], decay: float | None
+    p: Tensor,
+    q: Tensor,
+    whole_q: Tensor,
+    scalars: Tensor,
+    local: bool,
+    names: list[str],
+    decay: float | None,
 ) -> NoiseScale:
-    """The result from a window, oldest update first: p and q [U, K] by parameter, the whole q [U].
+    """The result from a window, oldest update first: p and q [U, K] by parameter, the whole q [U]
+    and the scalars of the weights [U, SCALARS]. An update weighs as its samples do.
 
-    An update with a NaN or an infinity, as a gradient scaler's overflow gives, is skipped.
+    An update with a NaN or an infinity, as a gradient scaler's overflow gives, is skipped, and so
+    is one of a single sample.
+
+    Raises:
+        ObservationError: where q is larger than any samples of these norms can sum to.
     """
-    weights = statistics.decay_weights(len(p), decay)
-    whole = estimates(p.sum(1, keepdim=True), whole_q[:, None], of)
-    good = (whole[0] + whole[1]).isfinite().squeeze(1)
-    updates = int(good.sum())
-    trace, grad_sqnorm = (each[good] for each in whole)
+    good = torch.cat([p, whole_q[:, None], scalars], 1).isfinite().all(1)
+    known = scales.coefficients(scalars[good], local)
+    good[good.clone()] = known.v - known.u2 > 1e-9 * known.v
+    of = scales.coefficients(scalars[good], local)
+    weights = statistics.decay_weights(len(p), decay)[good] * of.samples
+    p, q, whole_q = p[good], q[good], whole_q[good]
+    trace, grad_sqnorm = estimates(p.sum(1, keepdim=True), whole_q[:, None], of)
+    # By Cauchy and Schwarz tr Σ of an update is not negative, where its samples weigh the same.
+    equal = (of.v - of.samples * of.u2).abs() <= 1e-9 * of.v
+    if bool((equal & (trace[:, 0] * of.weight < -1e-3 * p.sum(1))).any()):
+        raise ObservationError(
+            "the summed gradient is larger than the samples' norms allow: the grad_norm or a scale "
+            "handed over is not that of these gradients (a norm of another kind, a gradient scaler "
+            "that the estimator was not given)"
+        )
     modules: dict[str, ModuleNoiseScale] = {}
-    if updates and q[good].isfinite().all():
-        paths = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-        members = torch.zeros(len(names), len(paths), dtype=torch.float64)
-        for k, name in enumerate(names):
-            members[k, paths.index(name.rpartition(".")[0])] = 1.0
-        traces, sqnorms = estimates(p @ members, q @ members, of)
-        found = statistics.moments(traces[good], sqnorms[good], weights[good])
-        modules = dict(zip(paths, map(noise_scale_of, found)))
     total = NOT_MEASURED
-    if updates:
-        total = noise_scale_of(statistics.moments(trace, grad_sqnorm, weights[good])[0])
+    if len(p):
+        total = noise_scale_of(statistics.moments(trace, grad_sqnorm, weights)[0])
+        if q.isfinite().all():
+            paths = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+            members = torch.zeros(len(names), len(paths), dtype=torch.float64)
+            for k, name in enumerate(names):
+                members[k, paths.index(name.rpartition(".")[0])] = 1.0
+            found = statistics.moments(*estimates(p @ members, q @ members, of), weights)
+            modules = dict(zip(paths, map(noise_scale_of, found)))
     return NoiseScale(
         **vars(total),
-        drift=updates > 0 and statistics.drifted(trace[:, 0], grad_sqnorm[:, 0], weights[good]),
-        updates=updates,
-        skipped=len(p) - updates,
-        samples=int(of.samples[good].sum()),
+        drift=len(p) > 0 and statistics.drifted(trace[:, 0], grad_sqnorm[:, 0], weights),
+        updates=len(p),
+        skipped=int((~good).sum()),
+        samples=int(of.samples.sum()),
         per_module=modules,
     )
 

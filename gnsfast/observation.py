@@ -12,6 +12,8 @@ from gnsfast import checks, gradients, scales
 from gnsfast.errors import ObservationError
 from gnsfast.probed import Probed
 from gnsfast.probes import NO_BACKWARD, ProbeSlab
+from gnsfast.sharding import is_dtensor
+from gnsfast.watch import Audit, GradientWatch
 
 Mark = tuple[int, int] | None
 
@@ -35,6 +37,14 @@ class Settings:
         return dist.get_world_size(self.group) if distributed else 1
 
 
+@dataclass(frozen=True)
+class EndOfPass:
+    """The gradients as a backward pass left them: their versions, and the norm of a few."""
+
+    marks: list[Mark]
+    witness: Tensor | None
+
+
 @dataclass
 class Pending:
     """The micro-batches of the update under way."""
@@ -42,8 +52,7 @@ class Pending:
     sums: Tensor
     calls: Tensor
     scalars: Tensor
-    marks: list[Mark]
-    witness: Tensor | None
+    end: "EndOfPass"
     stale: Tensor
     lengths: bool
     microbatches: int = 0
@@ -55,8 +64,9 @@ class Observer:
 
     ``finish`` returns an update as one float64 vector, p and q of each of K parameters, the whole
     q and the weights' scalars, beside the flags that ``check`` reads: calls and surplus calls of
-    each of R probe rows, then whether gradients were scaled after backward, and whether they were
-    not zero before the first micro-batch.
+    each of R probe rows, then whether gradients were written to after backward, whether they were
+    not zero before the first micro-batch, whether a ``grad_norm`` was another one, and whether
+    processes have different gradients.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -65,7 +75,6 @@ class Observer:
         self.slab: ProbeSlab | None = None
         self.pending: Pending | None = None
         self.after_update: list[Mark] | None = None
-        self.audit: tuple[list[str], Tensor] | None = None
         self._bind(ProbeSlab(self.model, 1))
 
     def _bind(self, slab: ProbeSlab) -> None:
@@ -84,6 +93,13 @@ class Observer:
         self._single = torch.tensor(single, dtype=torch.float64, device=self.device)
         if self.settings.ranks > 1 and not self.settings.local:
             gradients.refuse_divide_factor(self.model)
+        self._owners = [
+            (module._parameters, key, p)
+            for module in self.model.modules()
+            for key, p in module._parameters.items()
+            if p is not None and not is_dtensor(p)  # FSDP2 swaps those in and out
+        ]
+        self.audit = Audit(self.names, self.device)
         self._all = list(parameters.values())
         self._trainable = self._signature()
 
@@ -96,7 +112,7 @@ class Observer:
 
     @property
     def flags(self) -> int:
-        return 2 * len(self.labels) + 2
+        return 2 * len(self.labels) + FLAGS
 
     def split(self, vectors_UW: Tensor) -> list[Tensor]:
         """p [U, K], q [U, K], the whole q [U, 1] and the scalars [U, SCALARS] of U updates."""
@@ -110,10 +126,11 @@ class Observer:
                 "a micro-batch is open already: one forward and one backward pass belong to one "
                 "gns.microbatch(...) block"
             )
-        if self._signature() != self._trainable:
+        replaced = any(owner.get(key) is not p for owner, key, p in self._owners)
+        if replaced or self._signature() != self._trainable:
             raise ObservationError(
-                "parameters were frozen, unfrozen or moved since the first micro-batch, so old and "
-                "new measurements cannot be averaged: call gns.reset()"
+                "parameters were frozen, unfrozen, moved or replaced since the first micro-batch, "
+                "so old and new measurements cannot be averaged: call gns.reset()"
             )
         self._check_marks()
         slab = self.slabs.pop(num_samples, None) or ProbeSlab(self.model, num_samples)
@@ -124,15 +141,23 @@ class Observer:
         self.slab, self._version = slab, slab.version
         self._before = self._marks()
         self._stale = self._leftover()
+        self._end: EndOfPass | None = None
         named = dict(zip(self.names, self.parameters))
-        self._watch = checks.GradientWatch(named, self.names if self.audit is None else ())
+        audited = self.audit.wanted()
+        self._watch = GradientWatch(named, audited, slab.probes, self._pass_over)
+
+    def _pass_over(self) -> None:
+        few = None if self.settings.local else gradients.witness(self.parameters, self.device)
+        if few is not None:
+            few = self._without_scale(few.square())
+        self._end = EndOfPass(self._marks(), few)
 
     def _check_marks(self) -> None:
         """Nothing but our own micro-batches may be in ``.grad``, where q is read from it."""
         if self.settings.local:
             return
         if self.pending is not None:
-            if self._marks() != self.pending.marks:
+            if self._marks() != self.pending.end.marks:
                 self.pending = None
                 raise ObservationError(
                     "gradients were written to between two micro-batches of an update (another "
@@ -175,25 +200,27 @@ class Observer:
         """Take what backward left in the probes and add it to the update."""
         slab = self.slab
         assert slab is not None
-        if not self.reached():
+        try:
+            slab.refuse_graph()
+            if not self.reached():
+                raise ObservationError(NO_BACKWARD)
+        except ObservationError:
             self.discard()
-            raise ObservationError(NO_BACKWARD)
+            raise
         slab.close()
         self._watch.stop()
         self.slab = None
         s = self.settings
+        if self._end is None:
+            self._pass_over()
+        assert self._end is not None
         sums, calls = slab.collect(self.device)
-        marks, arrived = self._marks(), self._watch.marks
+        arrived, watched = self._watch.arrived, set(self._watch.watched)
         touched = [
-            int(name in arrived if name in self._watch.watched else old != new)
-            for name, old, new in zip(self.names, self._before, marks)
+            int(name in arrived if name in watched else old != new)
+            for name, old, new in zip(self.names, self._before, self._end.marks)
         ]
-        in_grad = not s.local and s.ranks == 1  # else processes average it after it has arrived
-        if in_grad and any(arrived.get(n, m) != m for n, m in zip(self.names, marks)):
-            self.discard()
-            raise ObservationError(REWRITTEN)
-        if self.audit is None:
-            self.audit = self._watch.audited, self._audited(sums)
+        self.audit.add(sums, self._watch)
         sums = self._without_scale(sums)
         surplus = (calls - 1).clamp(min=0) * self._single
         calls = torch.stack([calls, torch.where(calls.isnan(), calls, surplus)])
@@ -205,18 +232,7 @@ class Observer:
             s.local,
             self.device,
         )
-        shards = [] if s.local else gradients.sharded(self.parameters)
-        new = Pending(
-            sums,
-            calls,
-            scalars,
-            marks,
-            gradients.witness(shards, self.device),
-            self._stale,
-            tokens is not None,
-            1,
-            touched,
-        )
+        new = Pending(sums, calls, scalars, self._end, self._stale, tokens is not None, 1, touched)
         old = self.pending
         if old is not None:
             if old.lengths != new.lengths:
@@ -228,15 +244,8 @@ class Observer:
             new.touched = [a + b for a, b in zip(old.touched, touched)]
         self.pending = new
 
-    def _audited(self, sums: Tensor) -> Tensor:
-        """[3, K]: what passed through the probes, what arrived at the parameters, the samples."""
-        real = torch.zeros_like(sums[0])
-        for name, sqnorm in self._watch.sqnorms.items():
-            real[self.names.index(name)] = sqnorm.to(self.device, non_blocking=True)
-        return torch.stack([sums[1], real, sums[0]])
-
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-        """The update's vector and its flags [2 R + 2], summed over processes, and how many of
+        """The update's vector and its flags [2 R + FLAGS], summed over processes, and how many of
         this one's micro-batches wrote to each parameter's gradient.
         """
         pending, s = self.pending, self.settings
@@ -247,27 +256,57 @@ class Observer:
             )
         self.pending, self.after_update = None, self._marks()
         p, q = pending.sums
-        whole, scaled = q.sum(), q.new_zeros(())
-        in_probes = pending.microbatches == 1 and s.ranks == 1 and s.source == "auto"
-        if grad_norm is not None:
-            norm = torch.as_tensor(_plain(grad_norm), dtype=torch.float64)
-            whole = self._unscale(norm.to(self.device, non_blocking=True).square()) * s.ranks
-            q = torch.full_like(q, torch.nan)
-        elif not (s.local or in_probes):
-            q, scaled = self._read_gradients(pending)
+        whole = q.sum()
+        written = another = share = torch.zeros_like(whole)
+        stale = pending.stale
+        norm = None if grad_norm is None else self._norm(grad_norm)
+        if s.local or (pending.microbatches == 1 and s.ranks == 1 and s.source == "auto"):
+            stale = torch.zeros_like(stale)
+            if norm is not None:  # the probes know better: it is only compared
+                another = ((norm - whole).abs() > 0.02 * whole).double()
+        elif norm is not None:
+            whole, q = norm * s.ranks, torch.full_like(q, torch.nan)
+        else:
+            q, written = self._read_gradients(pending)
             whole = q.sum()
-        in_grad = grad_norm is not None or not (s.local or in_probes)
-        flags = [pending.calls.flatten(), scaled[None], pending.stale[None] * in_grad]
-        vector = torch.cat([p, q, whole[None], pending.scalars, *flags])
+            plain = [not is_dtensor(p) for p in self.parameters]
+            share = q[torch.tensor(plain).to(q.device, non_blocking=True)].sum()
+        flags = torch.stack([written, stale, another, share, share.square()])
+        vector = torch.cat([p, q, whole[None], pending.scalars, pending.calls.flatten(), flags])
         if s.ranks > 1:
             dist.all_reduce(vector, group=s.group)
-        return vector[: self.width], vector[self.width :], pending.touched
+        share, squares = vector[-2:]
+        apart = (s.ranks * squares - share.square() > 1e-5 * share.square()).double()
+        return (
+            vector[: self.width],
+            torch.cat([vector[self.width : -2], apart[None]]),
+            pending.touched,
+        )
+
+    def _norm(self, grad_norm: float | Tensor) -> Tensor:
+        """The square of a norm handed over, in the units of the loss."""
+        full = getattr(grad_norm, "full_tensor", None)  # FSDP2's is spread over processes
+        norm = torch.as_tensor(grad_norm if full is None else full())
+        if norm.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"grad_norm is a {norm.dtype}, too coarse for a difference of squares: call "
+                "gns.update() without it, before clipping"
+            )
+        return self._unscale(norm.to(self.device, torch.float64, non_blocking=True).square())
 
     def _read_gradients(self, pending: Pending) -> tuple[Tensor, Tensor]:
-        """This process's share of q, from the final gradients, and whether they were scaled."""
+        """This process's share of q, from the final gradients, and whether they were written to
+        after backward.
+        """
         s = self.settings
+        for name, parameter in zip(self.names, self.parameters):
+            if parameter._backward_hooks and not is_dtensor(parameter):
+                raise ObservationError(
+                    f"{name} has a gradient hook, so .grad is not the sum of its samples' "
+                    "gradients: use source='local', which does not read it"
+                )
         writes = scales.unscale_writes(self.device) if scales.unscaled(s.grad_scaler) else 0
-        expected = [m and (m[0], m[1] + writes) for m in pending.marks]
+        expected = [m and (m[0], m[1] + writes) for m in pending.end.marks]
         found = self._marks()
         if all(m is None for m in found):
             raise ObservationError(
@@ -277,13 +316,13 @@ class Observer:
         if found != expected:
             raise ObservationError(REWRITTEN)
         q = self._unscale(gradients.grad_sqnorms(self.parameters, s.ranks, self.device))
-        scaled = q.new_zeros(())
-        if pending.witness is not None:
-            after = gradients.witness(gradients.sharded(self.parameters), self.device)
-            assert after is not None
-            ratio = self._unscale(after.square()) / self._without_scale(pending.witness.square())
-            scaled = ((ratio - 1).abs() > 1e-3).double()
-        return q * s.ranks**2, scaled  # DDP and FSDP2 average
+        written = q.new_zeros(())
+        # Not every write counts as a version: none of unscale_ on the CPU, nor of clipping shards.
+        after = gradients.witness(self.parameters, self.device)
+        if pending.end.witness is not None and after is not None:
+            ratio = self._unscale(after.square()) / pending.end.witness
+            written = ((ratio - 1).abs() > 1e-3).double()
+        return q * s.ranks**2, written  # DDP and FSDP2 average
 
     def _unscale(self, sqnorm: Tensor) -> Tensor:
         """Take the gradient scaler's factor off, unless ``unscale_`` has done so."""
@@ -298,13 +337,25 @@ class Observer:
 
     def check(self, flags: Tensor, touched: list[int]) -> None:
         """Raise where all passes so far (on the host) make a norm wrong."""
-        calls_2R, (scaled, stale) = flags[:-2].view(2, -1), flags[-2:].tolist()
+        calls_2R = flags[:-FLAGS].view(2, -1)
+        written, stale, another, apart = flags[-FLAGS:].tolist()
+        if another:
+            raise ObservationError(
+                "the grad_norm handed over is not the 2-norm of the gradient that passed through "
+                "the model (another norm_type, or a norm after clipping)"
+            )
+        if apart:
+            raise ObservationError(
+                "processes have different gradients at gns.update(), so nobody has averaged them: "
+                "wrap the model in DistributedDataParallel or fully_shard, or pass the process's "
+                "own process_group"
+            )
         if stale:
             raise ObservationError(
                 "gradients were not zero before the first micro-batch of an update: call "
                 "optimizer.zero_grad() between gns.update() and the next micro-batch"
             )
-        if scaled:
+        if written:
             raise ObservationError(REWRITTEN)
         seen: dict[str, float] = {}
         for (path, name), count, more in zip(self.labels, *calls_2R.tolist()):
@@ -319,20 +370,13 @@ class Observer:
         for name, times in zip(self.names, touched):
             if seen[name] < (times if alone else min(times, 1)):
                 raise ObservationError(checks.explain_unseen(name, self.paths[name][0]))
-        self._check_audit()
+        named = dict(zip(self.names, self.parameters))
+        if wrong := self.audit.check(named, self.paths):
+            raise ObservationError(wrong)
 
-    def _check_audit(self) -> None:
-        if self.audit is None or not self.audit[0]:
-            return
-        members, found = self.audit
-        numbers, whole = found.T.tolist(), found[2].sum().item()
-        for name in members:
-            k = self.names.index(name)
-            p, (ours, real, samples) = self.parameters[k], numbers[k]
-            if wrong := checks.explain_sums(p, name, self.paths[name], ours, real, samples, whole):
-                raise ObservationError(wrong)
-        self.audit = [], found
 
+FLAGS = 4
+"""Flags of an update besides the calls of its probe rows."""
 
 SLABS = 8
 """Batch sizes whose probes are kept; a run with more of them makes new ones."""
@@ -353,9 +397,3 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
-
-
-def _plain(norm: float | Tensor) -> float | Tensor:
-    """FSDP2's ``clip_grad_norm_`` returns a norm that is spread over processes."""
-    full = getattr(norm, "full_tensor", None)
-    return full() if full is not None else norm

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gnsfast import checks
 from gnsfast.errors import ObservationError
 from gnsfast.probed import Probed, Tie
+from gnsfast.watch import GradientWatch
 
 
 class ProbeSlab:
@@ -100,15 +101,20 @@ class ProbeSlab:
             calls.append(grad[:, -1].to(device, torch.float64, non_blocking=True))
         return sums[:, :-1], torch.cat(calls)
 
+    @property
+    def probes(self) -> list[Tensor]:
+        return list(self._probes.values())
+
     def refuse_graph(self) -> None:
         """With ``create_graph=True`` autograd puts new tensors in the place of the slab's views."""
-        for path, probe in self._probes.items():
-            if probe.grad is not self._views[path]:
-                probe.grad = self._views[path]
-                raise ObservationError(
-                    f"{path or 'the model'}: backward(create_graph=True) has no per-sample norms: "
-                    "run the pass to measure without it"
-                )
+        odd = [path for path, p in self._probes.items() if p.grad is not self._views[path]]
+        for path in odd:
+            self._probes[path].grad = self._views[path]
+        if odd:
+            raise ObservationError(
+                f"{odd[0] or 'the model'}: backward(create_graph=True) has no per-sample norms: "
+                "run the pass to measure without it"
+            )
 
     def open(self) -> None:
         """Zero the slab and let the modules fill it."""
@@ -228,7 +234,7 @@ class per_sample_sqnorms:
             for name, rows in self._slab.rows.items()
             if self._always or not all(self._slab.modules[path]._audited for path, _, _ in rows)
         ]
-        self._watch = checks.GradientWatch(self._parameters, audited)
+        self._watch = GradientWatch(self._parameters, audited)
         return self._norms
 
     def __exit__(
@@ -255,7 +261,7 @@ class per_sample_sqnorms:
     def _touched(self, name: str) -> bool:
         """Whether this pass brought a gradient to the parameter."""
         if name in self._watch.watched:
-            return name in self._watch.marks
+            return name in self._watch.arrived
         return checks.mark(self._parameters[name]) != self._before[name]
 
     def _check_calls(self, calls: dict[torch.device, list[float]]) -> None:

@@ -23,12 +23,14 @@ division) is refused by ``update()``, which sees that ``.grad`` was written to.
 
 import functools
 import math
+import numbers
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from gnsfast.errors import ObservationError
 from gnsfast.statistics import length_variance
 
 SCALARS = 8
@@ -115,10 +117,15 @@ def loss_scale(scaler: GradScaler | None) -> Tensor | None:
 
 
 def unscaled(scaler: GradScaler | None) -> bool:
-    """Whether ``scaler.unscale_`` has divided the gradients already."""
-    return scaler is not None and any(
-        state["stage"] is OptState.UNSCALED for state in scaler._per_optimizer_states.values()
-    )
+    """Whether ``unscale_`` or ``step`` of the scaler has divided the gradients already."""
+    states = () if scaler is None else scaler._per_optimizer_states.values()
+    done = {state["stage"] is not OptState.READY for state in states}
+    if len(done) > 1:
+        raise ObservationError(
+            "the grad_scaler has unscaled the gradients of one optimizer and not of another: call "
+            "gns.update() before scaler.unscale_"
+        )
+    return done == {True}
 
 
 @functools.cache
@@ -141,7 +148,11 @@ def check_factors(num_samples: int, tokens: int | Tensor | None, scale: float | 
                 f"tokens must be the micro-batch's total or one count per sample [{num_samples}], "
                 f"not a tensor of shape {list(tokens.shape)}"
             )
-    elif tokens is not None and (isinstance(tokens, bool) or not tokens > 0):
-        raise ValueError(f"tokens must be a positive count, not {tokens!r}")
+    elif tokens is not None and (
+        isinstance(tokens, bool) or not isinstance(tokens, numbers.Integral) or int(tokens) < 1
+    ):
+        raise ValueError(
+            f"tokens must be a positive count, or a tensor of one count per sample, not {tokens!r}"
+        )
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a positive number, not {scale!r}")

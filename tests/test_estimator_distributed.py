@@ -147,6 +147,35 @@ def clip_before_update(rank: int) -> None:
         gns.compute()
 
 
+def attached_and_clipped(rank: int) -> None:
+    """Marks are taken when backward ends, after DDP's average: clipping is seen, averaging not."""
+    model = DistributedDataParallel(make())
+    gns = gnsfast.GradientNoiseScale(model)
+    gns.attach()
+    for clip in (False, True):
+        F.cross_entropy(model(torch.randn(N, I)), torch.zeros(N).long()).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            with pytest.raises(gnsfast.ObservationError, match="clipping"):
+                gns.update()
+        else:
+            gns.update()
+            assert gns.compute().updates == 1
+        model.zero_grad()
+
+
+def not_wrapped(rank: int) -> None:
+    """Each process trains by itself: their gradients are not an average."""
+    model = make()
+    torch.manual_seed(rank)
+    gns = gnsfast.GradientNoiseScale(model)
+    with gns.microbatch(N):
+        F.cross_entropy(model(torch.randn(N, I)), torch.arange(N) % CLASSES).backward()
+    gns.update()
+    with pytest.raises(gnsfast.ObservationError, match="nobody has averaged them"):
+        gns.compute()
+
+
 def divide_factor(rank: int) -> None:
     """Another factor than 1/R is refused, with the remedy."""
     model = make()
@@ -181,6 +210,15 @@ def unused_on_one_rank(rank: int) -> None:
     assert gns.compute().updates == 3
 
 
-@pytest.mark.parametrize("work", [clip_before_update, divide_factor, unused_on_one_rank])
+@pytest.mark.parametrize(
+    "work",
+    [
+        attached_and_clipped,
+        clip_before_update,
+        divide_factor,
+        not_wrapped,
+        unused_on_one_rank,
+    ],
+)
 def test_two_processes(work) -> None:
     spawn(work)

@@ -50,7 +50,7 @@ class TestErrors:
     def test_second_forward_before_backward_attached(self) -> None:
         self.gns.attach()
         self.loss()
-        with pytest.raises(ObservationError, match="second forward pass"):
+        with pytest.raises(ObservationError, match="had no backward pass before"):
             self.loss()
 
     def test_nested_blocks(self) -> None:
@@ -236,24 +236,3 @@ class TestErrors:
         self.gns.update()
         with pytest.raises(ObservationError, match=r"3\.weight.*was not called"):
             self.gns.compute()
-
-
-def test_unused_module_is_no_error() -> None:
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(I, 3), nn.Linear(I, 3)
-
-        def forward(self, x: Tensor, second: bool) -> Tensor:
-            out: Tensor = self.b(x) if second else self.a(x)
-            return out
-
-    model = gnsfast.convert(Gate())
-    gns = gnsfast.GradientNoiseScale(model)
-    for k in range(6):
-        for second in (False, k % 2 == 0):
-            with gns.microbatch(N):
-                model(torch.randn(N, I), second).square().sum(1).mean().backward()
-        gns.update()
-        model.zero_grad()
-    assert gns.compute().updates == 6

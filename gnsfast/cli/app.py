@@ -37,6 +37,8 @@ def demo(
     Writes metrics.jsonl and report.html into the run folder. Ctrl-C ends the run with a report.
     """
     folder = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    if folder.is_file() or (folder / "metrics.jsonl").exists():
+        raise typer.BadParameter(f"{folder} exists already: name a new folder", param_hint="--out")
     session = Session(Run(Settings(steps, samples, seed)), folder, Console(quiet=as_json))
     result = session.go()
     if as_json:

@@ -40,7 +40,12 @@ class Progress:
     seconds: float
 
     def record(self) -> dict[str, Any]:
-        record = {"kind": "step", "step": self.step, "loss": self.loss, **numbers(self.scale)}
+        record = {
+            "kind": "step",
+            "step": self.step,
+            "loss": finite(self.loss),
+            **numbers(self.scale),
+        }
         record |= {"drift": self.scale.drift, "updates": self.scale.updates}
         record |= {"share": finite(self.share), "seconds": round(self.seconds, 3)}
         return record | {
