@@ -45,7 +45,9 @@ class GradientNoiseScale:
         process_group: the data-parallel processes; the default group where there is one.
 
     Gradients over several processes are taken to be averaged, as DDP and FSDP2 do, and ``update()``
-    is then called on all of them: it sums one small vector over the group.
+    is then called on all of them: it sums one small vector over the group. Where q is read from
+    ``.grad``, nothing of the user's may rewrite a gradient as it arrives (a hook after
+    accumulation is not seen).
 
     Raises:
         ValueError: for a model without gnsfast layers, or a setting that cannot be.
@@ -206,7 +208,8 @@ class GradientNoiseScale:
 
     def _pass_done(self) -> bool:
         """Whether the attached micro-batch has had its backward pass."""
-        return self._observer is not None and self._observer.reached()
+        observer = self._observer
+        return self._attached is not None and observer is not None and observer.reached()
 
     def _after_forward(self) -> None:
         self._forward_ended = True
@@ -351,12 +354,14 @@ class Attachment:
         ]
 
     def remove(self) -> None:
-        """End it; a micro-batch that is still open is forgotten."""
+        """End it; an open micro-batch counts if its backward pass has run, else it is forgotten."""
         for handle in self._handles:
             handle.remove()
         if self._gns._attachment is self:
             self._gns._attachment = None
-            if self._gns._attached is not None and not self._gns._pass_done():
+            if self._gns._pass_done():
+                self._gns._close_attached()
+            else:
                 self._gns.discard()
 
 

@@ -157,6 +157,19 @@ def test_clipping_inside_of_the_block_and_when_attached() -> None:
     assert model[0]._probe is None
 
 
+def test_attachment_removed_after_backward() -> None:
+    """The micro-batch counts, and the model is plain at once."""
+    model = make()
+    gns = gnsfast.GradientNoiseScale(model)
+    attachment = gns.attach()
+    [(x, y)] = draw(1)
+    F.cross_entropy(model(x), y).backward()
+    attachment.remove()
+    model(torch.randn(3, I))
+    gns.update()
+    assert gns.compute().updates == 1
+
+
 def test_attached_forward_that_failed() -> None:
     """An error that the user catches does not spoil the next step."""
     model = make()
