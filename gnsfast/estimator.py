@@ -361,7 +361,7 @@ class Attachment:
             self._gns._attachment = None
             if self._gns._pass_done():
                 self._gns._close_attached()
-            else:
+            elif self._gns._attached is not None:
                 self._gns.discard()
 
 
