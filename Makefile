@@ -2,6 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
+LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py conv.py models.py)
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 help:  ## list the targets
@@ -12,7 +13,14 @@ demo: $(RUN)  ## train a small GPT on real text, its noise scale on the screen a
 
 test: $(DEV)  ## all tests, in the checkout and then against the built wheel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	$(MAKE) --no-print-directory wheel-test
+	$(MAKE) --no-print-directory triton-test wheel-test
+
+triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(BIN)/python -m pytest -n 2 \
+		--dist worksteal -k "not float64" $(LAYER_TESTS)
+
+kernels: $(DEV)  ## compile every Triton kernel for sm_80, sm_90, sm_100; print registers and instructions
+	$(BIN)/python -m pytest -q -rP tests/test_triton_compile.py
 
 wheel-test: $(DEV)  ## the tests against the wheel in a clean environment
 	rm -rf build
@@ -48,4 +56,4 @@ $(DEV): $(RUN)
 	$(INSTALL) --editable '.[dev]'
 	touch $(DEV)
 
-.PHONY: help demo test wheel-test lint format bench clean
+.PHONY: help demo test triton-test wheel-test kernels lint format bench clean

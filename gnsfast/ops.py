@@ -1,42 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one dispatch table: schema, fake and device of every operator; the tensor's device picks the
-implementation.
+"""The one dispatch table: schema and fake of every operator, and its implementation for each device
+(``backends.py``).
 
 All run in the backward pass and are not differentiable themselves. Shapes and meanings are those of
 ``reference.py``.
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gnsfast import reference
+from gnsfast import backends, reference
 
 _library = torch.library.Library("gnsfast", "DEF")
 
 
-def _define(
-    schema: str, cpu: Callable[..., Any]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _define(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register an operator by its schema; the decorated function is its fake. Returns the callable
     operator.
     """
     name = schema.partition("(")[0]
 
-    def no_cuda_kernel(*args: Any) -> NoReturn:
-        shapes = ", ".join(str(list(a.shape)) for a in args if isinstance(a, Tensor))
-        raise NotImplementedError(
-            f"gnsfast::{name} has no CUDA kernel yet (shapes {shapes}). Run this model on the "
-            "CPU, or outside of a gnsfast context, where its modules are plain torch modules."
-        )
-
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
         # Library.define + impl costs 5 µs a call, torch.library.custom_op 12 µs.
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, cpu, "CPU")
-        _library.impl(name, no_cuda_kernel, "CUDA")
+        _library.impl(name, backends.implementation(name, "cpu"), "CPU")
+        _library.impl(name, backends.implementation(name, "cuda"), "CUDA")
         torch.library.register_fake(f"gnsfast::{name}", fake, lib=_library)
         overload: Callable[..., Any] = getattr(torch.ops.gnsfast, name).default
         return overload
@@ -50,8 +41,7 @@ def _fake_rows(like: Tensor, rows: int, B: int) -> Tensor:
 
 @_define(
     "linear_wgrad(Tensor x_BTI, Tensor dy_BTO, bool weight, bool bias, bool transposed, "
-    "ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    reference.linear_wgrad,
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)"
 )
 def linear_wgrad(
     x_BTI: Tensor, dy_BTO: Tensor, weight: bool, bias: bool, transposed: bool, dtype: torch.dtype
@@ -63,17 +53,22 @@ def linear_wgrad(
     return dw, db, _fake_rows(x_BTI, weight + bias, B)
 
 
-@_define("tie_rows(Tensor x_BTI, Tensor dy_BTO, Tensor ids_BS) -> Tensor", reference.tie_rows)
-def tie_rows(x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor) -> Tensor:
-    return x_BTI.new_empty(
-        (*ids_BS.shape, x_BTI.shape[2]), dtype=reference.accumulate_dtype(x_BTI.dtype)
-    )
+@_define(
+    "linear_wgrad_tied(Tensor x_BTI, Tensor dy_BTO, Tensor ids_BS, bool bias, ScalarType dtype) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
+)
+def linear_wgrad_tied(
+    x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor, bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
+    dw, db = x_BTI.new_empty((O, I), dtype=dtype), x_BTI.new_empty(O if bias else 0, dtype=dtype)
+    rows = x_BTI.new_empty((*ids_BS.shape, I), dtype=reference.accumulate_dtype(x_BTI.dtype))
+    return dw, db, _fake_rows(x_BTI, 1 + bias, B), rows
 
 
 @_define(
     "embedding_wgrad(Tensor dy_BTD, Tensor ids_BT, SymInt num_embeddings, int padding_idx, "
-    "ScalarType dtype) -> (Tensor, Tensor)",
-    reference.embedding_wgrad,
+    "ScalarType dtype) -> (Tensor, Tensor)"
 )
 def embedding_wgrad(
     dy_BTD: Tensor, ids_BT: Tensor, num_embeddings: int, padding_idx: int, dtype: torch.dtype
@@ -84,8 +79,7 @@ def embedding_wgrad(
 
 @_define(
     "layer_norm_backward(Tensor dy_BTN, Tensor x_BTN, Tensor mean_BT1, Tensor rstd_BT1, Tensor? "
-    "w_N, Tensor? b_N, bool weight, bool bias) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference.layer_norm_backward,
+    "w_N, Tensor? b_N, bool weight, bool bias) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def layer_norm_backward(
     dy_BTN: Tensor,
@@ -105,8 +99,7 @@ def layer_norm_backward(
 
 @_define(
     "rms_norm_backward(Tensor dy_BTN, Tensor x_BTN, Tensor w_N, float eps, float offset) -> "
-    "(Tensor, Tensor, Tensor)",
-    reference.rms_norm_backward,
+    "(Tensor, Tensor, Tensor)"
 )
 def rms_norm_backward(
     dy_BTN: Tensor, x_BTN: Tensor, w_N: Tensor, eps: float, offset: float
@@ -117,8 +110,7 @@ def rms_norm_backward(
 @_define(
     "conv_wgrad(Tensor x, Tensor dy, SymInt samples, int[] kernel, int[] stride, int[] padding, "
     "int[] dilation, int groups, bool weight, bool bias, ScalarType dtype) -> (Tensor, Tensor, "
-    "Tensor)",
-    reference.conv_wgrad,
+    "Tensor)"
 )
 def conv_wgrad(
     x: Tensor,

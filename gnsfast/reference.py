@@ -190,15 +190,18 @@ def _fused(x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype) -> tuple[Tensor, Ten
     return dw_OI, sqnorm_rows(norms.flatten(1))
 
 
-def tie_rows(x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor) -> Tensor:
-    """Rows ``ids_BS`` of every sample's weight gradient dy_bᵀ x_b, [B, S, I]: what a tied embedding
-    needs of its head.
+def linear_wgrad_tied(
+    x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor, bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``linear_wgrad``, and rows ``ids_BS`` of every sample's weight gradient dy_bᵀ x_b, [B, S, I]:
+    what a tied embedding needs of its head.
     """
+    dw, db, sqnorm_PB = linear_wgrad(x_BTI, dy_BTO, True, bias, False, dtype)
     acc = accumulate_dtype(x_BTI.dtype)
     rows = x_BTI.new_empty((*ids_BS.shape, x_BTI.shape[2]), dtype=acc)
     for b, ids_S in enumerate(ids_BS.unbind()):
         torch.mm(dy_BTO[b].index_select(1, ids_S).to(acc).T, x_BTI[b].to(acc), out=rows[b])
-    return rows
+    return dw, db, sqnorm_PB, rows
 
 
 def embedding_wgrad(

@@ -1,10 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every test starts from one seed, and whatever nobody wrote is NaN."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` need a device: without one they are left out, and counted as skipped."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +37,9 @@ def poison() -> Iterator[None]:
 def fresh_compiler() -> Iterator[None]:
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the Triton kernels run: a GPU, or the CPU by Triton's interpreter."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -95,6 +95,16 @@ def test_doctor() -> None:
     assert "reference" in said and "not part of this version" in said
 
 
+def test_doctor_says_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cpu() -> dict[str, str]:
+        return json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)["devices"][0]
+
+    monkeypatch.setenv("GNSFAST_BACKEND", "triton")
+    assert cpu()["backend"] == "triton"
+    monkeypatch.setenv("GNSFAST_BACKEND", "fast")
+    assert cpu()["backend"] == "none" and "GNSFAST_BACKEND=fast" in cpu()["why"]
+
+
 def test_without_the_extra() -> None:
     """One line says what to install."""
     code = "import sys; sys.modules['typer'] = None; from gnsfast.cli import main; main()"

@@ -161,7 +161,7 @@ def ops_and_arguments() -> list[tuple[str, tuple[Any, ...]]]:
         ("linear_wgrad", (x.bfloat16(), dy.bfloat16(), False, True, False, torch.bfloat16)),
         ("linear_wgrad", (x[:, :1], dy[:, :1], True, True, False, f32)),
         ("linear_wgrad", (x[:0], dy[:0], True, True, False, f32)),
-        ("tie_rows", (x, dy, ids)),
+        ("linear_wgrad_tied", (x, dy, ids, True, torch.float32)),
         ("embedding_wgrad", (dy, ids, 6, -1, f32)),
         ("embedding_wgrad", (dy, ids, 6, 2, f32)),
         ("layer_norm_backward", (x, x, mean, rstd, w, b, True, True)),

@@ -2,7 +2,6 @@
 """What is installed, which devices there are, and which back-end serves each."""
 
 import importlib.metadata
-import importlib.util
 import platform
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gnsfast
+from gnsfast import backends
 
 PACKAGES = ("torch", "triton", "numpy", "typer", "rich", "plotly", "transformers", "peft")
 
@@ -28,11 +28,9 @@ def examine() -> dict[str, Any]:
 
 def _devices() -> list[dict[str, str]]:
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    devices = [{"device": "cpu", "name": cpu, "backend": "reference", "why": ""}]
-    why = "CUDA kernels are not part of this version: layers on this device raise"
+    devices = [_device("cpu", cpu)]
     for k in range(torch.cuda.device_count()):
-        name = torch.cuda.get_device_name(k)
-        devices.append({"device": f"cuda:{k}", "name": name, "backend": "none", "why": why})
+        devices.append(_device(f"cuda:{k}", torch.cuda.get_device_name(k)))
     if len(devices) == 1:
         why = (
             "torch finds no device"
@@ -43,13 +41,33 @@ def _devices() -> list[dict[str, str]]:
     return devices
 
 
+def _device(device: str, name: str) -> dict[str, str]:
+    """A device and the back-end in force there; ``why`` says what makes its layers raise."""
+    kind = device.partition(":")[0]
+    try:
+        backend = backends.backend(kind)
+    except ValueError as error:
+        return {"device": device, "name": name, "backend": "none", "why": str(error)}
+    return {
+        "device": device,
+        "name": name,
+        "backend": backend,
+        "why": backends.missing(backend, kind),
+    }
+
+
 def _backends() -> list[dict[str, str]]:
-    missing = "not part of this version"
-    triton = "" if importlib.util.find_spec("triton") else "; triton is not installed either"
+    triton = backends.missing("triton", "cuda")
+    if not triton and not torch.cuda.is_available():
+        triton = "no device; TRITON_INTERPRET=1 GNSFAST_BACKEND=triton runs it on CPU tensors"
+    rows = [
+        ("reference", "CPU, plain PyTorch", ""),
+        ("triton", "CUDA, ROCm", triton),
+        ("cuda", "CUDA, sm_80 and up", "not part of this version"),
+    ]
     return [
-        {"backend": "reference", "for": "CPU, plain PyTorch", "state": "ready", "why": ""},
-        {"backend": "triton", "for": "CUDA, ROCm", "state": "missing", "why": missing + triton},
-        {"backend": "cuda", "for": "CUDA, sm_80 and up", "state": "missing", "why": missing},
+        {"backend": name, "for": what, "state": "missing" if why else "ready", "why": why}
+        for name, what, why in rows
     ]
 
 

@@ -56,13 +56,18 @@ class _Linear(torch.autograd.Function):
                 dx = dy @ (w.t() if ctx.transposed else w)
             dy_BTO = samples_first(dy, ctx.num_samples, ctx.batch_dim)
             x_BTI = dy_BTO if x is None else samples_first(x, ctx.num_samples, ctx.batch_dim)
-            wgrad = sharding.linear_wgrad if sharding.is_dtensor(dy) else ops.linear_wgrad
-            dw, db, sqnorm_PB = wgrad(
-                x_BTI, dy_BTO, need_w, need_b, ctx.transposed, ctx.parameter_dtype
-            )
-            for ids in link_ids:
-                rows = ops.tie_rows(x_BTI, dy_BTO, ids)
-                link_grads += [None, rows, dw[ids].to(rows.dtype)]
+            if link_ids:
+                ids_BS = torch.cat(link_ids, dim=1)
+                dw, db, sqnorm_PB, rows = ops.linear_wgrad_tied(
+                    x_BTI, dy_BTO, ids_BS, need_b, ctx.parameter_dtype
+                )
+                for ids, rows_BSI in zip(link_ids, rows.split([i.shape[1] for i in link_ids], 1)):
+                    link_grads += [None, rows_BSI, dw[ids].to(rows.dtype)]
+            else:
+                wgrad = sharding.linear_wgrad if sharding.is_dtensor(dy) else ops.linear_wgrad
+                dw, db, sqnorm_PB = wgrad(
+                    x_BTI, dy_BTO, need_w, need_b, ctx.transposed, ctx.parameter_dtype
+                )
         return (
             dx,
             dw if need_w else None,

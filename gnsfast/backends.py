@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation an operator runs: plain PyTorch (``reference``) for CPU tensors, the Triton
+kernels for CUDA ones, or what ``GNSFAST_BACKEND`` says, for debugging.
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnsfast import reference
+
+VARIABLE = "GNSFAST_BACKEND"
+NAMES = ("reference", "triton")
+
+
+def chosen() -> str | None:
+    """The back-end that ``GNSFAST_BACKEND`` names; None where it is not set.
+
+    Raises ValueError for a name that is none.
+    """
+    name = os.environ.get(VARIABLE) or None
+    if name is not None and name not in NAMES:
+        raise ValueError(f"{VARIABLE}={name}: it must be one of {', '.join(NAMES)}, or not set")
+    return name
+
+
+def backend(device: str) -> str:
+    """The back-end in force for tensors of a device type, ``cpu`` or ``cuda``."""
+    return chosen() or ("reference" if device == "cpu" else "triton")
+
+
+def missing(name: str, device: str) -> str:
+    """Why a back-end cannot run tensors of this device type; empty where it can."""
+    if name == "reference":
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on CPU tensors Triton only interprets: TRITON_INTERPRET=1, set before Python starts"
+    return ""
+
+
+def implementation(op: str, device: str) -> Callable[..., Any]:
+    """The function that runs operator ``op`` on tensors of a device type: it takes the operator's
+    arguments, and its results are those of ``reference.py``.
+    """
+    get = getattr(reference, op) if device == "cpu" else None
+
+    def run(*args: Any) -> Any:
+        name = backend(device)
+        if get is not None and name == "reference":
+            return get(*args)
+        with _device_of(args):
+            return getattr(_module(name, op, device), op)(*args)
+
+    return run
+
+
+def _module(name: str, op: str, device: str) -> ModuleType:
+    if name == "reference":
+        return reference
+    why = missing(name, device)
+    if why:
+        raise RuntimeError(
+            f"gnsfast::{op} has no kernel for this {device} tensor: {why}. "
+            f"{VARIABLE}=reference runs plain PyTorch instead."
+        )
+    return importlib.import_module("gnsfast.triton_kernels.operators")
+
+
+def _device_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever device its tensors are on."""
+    tensor = next(a for a in args if isinstance(a, Tensor))
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every Triton kernel in every configuration for a GPU that need not be there, and reads
+the machine code: ``python compile_kernels.py 90`` prints a JSON row for each.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gnsfast.triton_kernels import configs, embedding, gram, linear_wgrad, norms, segments
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "UTMALDG", "LDGSTS", "STL", "LDL")
+ALIGNED = {"I", "O", "D", "x_stride", "dy_stride"} | {
+    f"{t}_stride_{dim}" for t in ("x", "dy") for dim in "bt"
+}
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class Case:
+    """A kernel, the dtype of its inputs, what is constant; None for an absent tensor."""
+
+    name: str
+    fn: Any
+    dtype: str
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int = 3
+    pointers: dict[str, str] = field(default_factory=dict)
+    tensor_cores: bool = False
+    aligned: bool = True
+
+
+def cases(capability: int) -> Iterator[Case]:
+    yield from linear_cases(capability)
+    for N in (40, 768, 1024, 2048, 4096, 16384):
+        for rms in (True, False):
+            yield from norm_cases(N, rms)
+    for dtype in ("bf16", "fp32"):
+        meta = {key: embedding.config(4096)[key] for key in ("BLOCK_R", "BLOCK_D")}
+        ids = {"order_ptr": "*i64", "key_ptr": "*i64", "id_ptr": "*i64"}
+        fp32 = {"dw_ptr": "*fp32", "partial_ptr": "*fp32"}
+        for fn in (embedding.segment_sqnorms_kernel, embedding.run_sums_kernel):
+            yield Case(fn.__name__, fn, dtype, dict(meta), 4, pointers=ids | fp32)
+        fp32 = {"product_ptr": "*fp32", "dy_sqnorm_ptr": "*fp32"}
+        yield Case(
+            "row_sqnorms",
+            gram.row_sqnorms_kernel,
+            dtype,
+            dict(BLOCK=gram.ROW_BLOCK),
+            4,
+            pointers=fp32,
+        )
+
+
+def norm_cases(N: int, rms: bool) -> Iterator[Case]:
+    name, wide, options = "rms" if rms else "layer", N > norms.ROW, norms.config(N)
+    stats = ("mean_ptr", "rstd_ptr", "mean_gn_ptr", "mean_g_ptr")
+    pointers = dict.fromkeys((*stats, "w_ptr", "dw_ptr", "db_ptr"), "*fp32")
+    absent = ["mean_ptr", "db_ptr"] if rms else []
+    absent += ["rstd_ptr"] if rms and not wide else []
+    absent += [] if wide else ["mean_gn_ptr", "mean_g_ptr"]
+    variant = dict(RMS=rms, WEIGHT=True)
+    yield Case(
+        f"norm_backward {name} {N}",
+        norms.norm_backward_kernel,
+        "bf16",
+        dict(MEANS=wide, GAIN=True, BIAS=not rms, **variant, **dict.fromkeys(absent))
+        | {key: options[key] for key in ("BLOCK_T", "BLOCK_N")},
+        options["num_warps"],
+        options["num_stages"],
+        pointers,
+    )
+    if wide:
+        constants = variant | dict(BLOCK_N=norms.MEANS["BLOCK_N"])
+        constants |= dict(mean_ptr=None) if rms else {}
+        warps = norms.MEANS["num_warps"]
+        fn = norms.norm_means_kernel
+        yield Case(f"norm_means {name}", fn, "bf16", constants, warps, pointers=pointers)
+
+
+def linear_cases(capability: int) -> Iterator[Case]:
+    tma = capability >= 90
+    for config in configs.HALF:
+        yield wgrad("bf16", config, tma=tma)
+    default = configs.HALF[0]
+    if tma:
+        yield wgrad("bf16", default)
+    yield wgrad("fp16", default, tma=tma)
+    for option in ("ADD", "SPLIT", "LINKS"):
+        yield wgrad("bf16", default, tma=tma, **{option: True})
+    for config in configs.HALF_UNALIGNED:
+        yield wgrad("bf16", config, aligned=False)
+    for config in configs.SINGLE:
+        yield wgrad("fp32", config)
+        yield wgrad("fp32", config, aligned=False)
+    for config in configs.TF32:
+        yield wgrad("fp32", config, tma=tma, PRECISION="tf32")
+    for config in configs.TF32_UNALIGNED:
+        yield wgrad("fp32", config, aligned=False, PRECISION="tf32")
+    for tile in sorted(
+        {(c.block_o, c.block_i) for c in configs.HALF + configs.TF32 + configs.SINGLE}
+    ):
+        yield Case(
+            f"merge_splits {tile[0]}x{tile[1]}",
+            linear_wgrad.merge_splits_kernel,
+            "bf16",
+            dict(ADD=False, BLOCK_O=tile[0], BLOCK_I=tile[1], GROUP=linear_wgrad.GROUP_O),
+            8,
+            pointers={"scratch_ptr": "*fp32", "partial_ptr": "*fp32"},
+        )
+    for dtype, config in (("bf16", default), ("fp32", configs.SINGLE[0])):
+        yield Case(
+            f"linear_wgrad_segments {config}",
+            segments.linear_wgrad_segments_kernel,
+            dtype,
+            blocks(config) | dict(PRECISION="ieee"),
+            config.num_warps,
+            config.num_stages,
+            {"partial_ptr": "*fp32", "starts_ptr": "*i32"},
+            tensor_cores=dtype != "fp32",
+        )
+    for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32")):
+        for block_t in (16, 32, 64, gram.MAX_TOKENS):
+            options = gram.config(block_t, DTYPES[dtype])
+            yield Case(
+                f"gram {block_t}",
+                gram.gram_kernel,
+                dtype,
+                dict(BLOCK_T=block_t, BLOCK_K=options["BLOCK_K"], PRECISION=precision),
+                options["num_warps"],
+                options["num_stages"],
+                {"sqnorm_ptr": "*fp32"},
+                tensor_cores=True,
+            )
+
+
+def blocks(config: configs.Config) -> dict[str, Any]:
+    sizes = dict(BLOCK_O=config.block_o, BLOCK_I=config.block_i, BLOCK_T=config.block_t)
+    return sizes | dict(GROUP=linear_wgrad.GROUP_O)
+
+
+def wgrad(
+    dtype: str,
+    config: configs.Config,
+    tma: bool = False,
+    aligned: bool = True,
+    PRECISION: str = "ieee",
+    **options: bool,
+) -> Case:
+    flags = {flag: options.get(flag, False) for flag in ("ADD", "SPLIT", "LINKS")}
+    constants = blocks(config) | flags | dict(TMA=tma, PRECISION=PRECISION)
+    absent = [] if flags["SPLIT"] else ["scratch_ptr"]
+    absent += [] if flags["LINKS"] else ["slots_ptr", "rows_ptr"]
+    pointers = {name: "*fp32" for name in ("partial_ptr", "scratch_ptr", "rows_ptr")}
+    pointers |= {"slots_ptr": "*i32", "dw_ptr": "*fp32" if flags["ADD"] else f"*{dtype}"}
+    if tma:
+        pointers["x"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_i}]>"
+        pointers["dy"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_o}]>"
+    else:
+        pointers |= {"x": f"*{dtype}", "dy": f"*{dtype}"}
+    words = [flag.lower() for flag, on in flags.items() if on] + ["TMA"] * tma
+    words += [PRECISION] * (dtype == "fp32") + ["unaligned"] * (not aligned)
+    return Case(
+        " ".join(["linear_wgrad", str(config), *words]),
+        linear_wgrad.linear_wgrad_kernel,
+        dtype,
+        constants | dict.fromkeys(absent),
+        config.num_warps,
+        config.num_stages,
+        pointers,
+        tensor_cores=PRECISION == "tf32" or dtype != "fp32",
+        aligned=aligned,
+    )
+
+
+def compile_case(case: Case, capability: int) -> dict[str, Any]:
+    signature, attributes = {}, {}
+    for i, name in enumerate(case.fn.arg_names):
+        if name in case.constants:
+            signature[name] = "constexpr"
+        elif name in case.pointers or name.endswith("_ptr"):
+            signature[name] = case.pointers.get(name, f"*{case.dtype}")
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if name in ("eps", "offset") else "i32"
+            if case.aligned and name in ALIGNED:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    attributes = {
+        k: v for k, v in attributes.items() if "desc" not in list(signature.values())[k[0]]
+    }
+    source = ASTSource(case.fn, signature, constexprs=case.constants, attrs=attributes)
+    options = dict(num_warps=case.num_warps, num_stages=case.num_stages)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = tool("cuobjdump", "--dump-resource-usage", file.name)
+        sass = tool("nvdisasm", file.name)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
+    return {
+        "kernel": case.name,
+        "dtype": case.dtype,
+        "tensor_cores": case.tensor_cores,
+        "warps": case.num_warps,
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": compiled.metadata.shared,
+        **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
+    }
+
+
+def tool(name: str, *args: str) -> str:
+    return subprocess.run(
+        [str(TOOLS / name), *args], capture_output=True, text=True, check=True
+    ).stdout
+
+
+if __name__ == "__main__":
+    assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET is set: nothing would be compiled"
+    for case in cases(int(sys.argv[1])):
+        print(json.dumps(compile_case(case, int(sys.argv[1]))), flush=True)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which back-end runs, what ``GNSFAST_BACKEND`` changes, and what is said where none can."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from layers import assert_layer
+
+import gnsfast
+from gnsfast import backends
+
+BACKEND = backends.VARIABLE
+
+
+@pytest.fixture
+def triton_ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that ran as Triton kernels, which are asked for."""
+    pytest.importorskip("triton")
+    from gnsfast.triton_kernels import operators
+
+    monkeypatch.setenv(BACKEND, "triton")
+    seen: list[str] = []
+    for name in ("linear_wgrad", "embedding_wgrad", "layer_norm_backward", "rms_norm_backward"):
+        kernel = getattr(operators, name)
+
+        def spy(*args: Any, name: str = name, kernel: Any = kernel) -> Any:
+            seen.append(name)
+            return kernel(*args)
+
+        monkeypatch.setattr(operators, name, spy)
+    return seen
+
+
+LAYERS = {
+    "linear_wgrad": lambda: (gnsfast.Linear(40, 24), torch.randn(3, 70, 40)),
+    "embedding_wgrad": lambda: (gnsfast.Embedding(9, 24), torch.randint(0, 9, (3, 70))),
+    "layer_norm_backward": lambda: (gnsfast.LayerNorm(24), torch.randn(3, 70, 24)),
+    "rms_norm_backward": lambda: (gnsfast.RMSNorm(24), torch.randn(3, 70, 24)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_public_modules_through_triton(name: str, triton_ran: list[str]) -> None:
+    layer, x = LAYERS[name]()
+    assert_layer(layer, x, 3)
+    assert triton_ran == [name]
+
+
+def test_reference_is_what_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BACKEND, raising=False)
+    assert backends.backend("cpu") == "reference" and backends.backend("cuda") == "triton"
+    monkeypatch.setenv(BACKEND, "reference")
+    assert backends.backend("cuda") == "reference"
+
+
+def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BACKEND, "fast")
+    layer = gnsfast.Linear(5, 3)
+    with pytest.raises(ValueError, match="GNSFAST_BACKEND=fast: it must be one of reference"):
+        with gnsfast.per_sample_sqnorms(layer, 2):
+            layer(torch.randn(2, 5)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [("", "set before Python starts"), ("import sys; sys.modules['triton'] = None", "pip install")],
+    ids=["not interpreted", "not installed"],
+)
+def test_triton_that_cannot_run(block: str, why: str) -> None:
+    """One error that says why, and what to do instead."""
+    code = f"""{block}
+import importlib.util, torch, gnsfast
+if {bool(block)}:
+    importlib.util.find_spec = lambda name: None
+layer = gnsfast.Linear(5, 3)
+with gnsfast.per_sample_sqnorms(layer, 2):
+    layer(torch.randn(2, 5)).sum().backward()
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment | {BACKEND: "triton"},
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: gnsfast::linear_wgrad has no kernel for this cpu tensor")
+    assert why in last and "GNSFAST_BACKEND=reference" in last
+
+
+def test_tuning_measures_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The fastest configuration is kept in memory and on disk; what fails to launch is never it."""
+    pytest.importorskip("triton")
+    from gnsfast.triton_kernels import tuning
+    from gnsfast.triton_kernels.configs import HALF
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "tuned", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(tuning, "_chosen", {})
+    times = dict(zip(HALF, [3.0, float("inf"), 1.0, 2.0, 4.0]))
+    measured = []
+
+    def milliseconds(config: Any, run: Any) -> float:
+        measured.append(config)
+        return times[config]
+
+    monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
+    assert tuning.choose(("op", 1), HALF, lambda config: None) == HALF[2]
+    assert tuning.choose(("op", 1), HALF, lambda config: None) == HALF[2]
+    assert measured == list(HALF)
+    tuning._chosen.clear()  # another process
+    assert tuning.choose(("op", 1), HALF, lambda config: None) == HALF[2]
+    assert measured == list(HALF)
+    tuning.choose(("op", 2), HALF, lambda config: None)
+    assert len(measured) == 2 * len(HALF)
+
+
+def test_tuning_is_off_where_bits_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from gnsfast.triton_kernels import tuning
+    from gnsfast.triton_kernels.configs import HALF
+
+    monkeypatch.setattr(tuning, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not tuning.tuned()  # the tests run with deterministic algorithms
+    torch.use_deterministic_algorithms(False)
+    assert tuning.tuned()
+    monkeypatch.setenv("GNSFAST_AUTOTUNE", "0")
+    assert not tuning.tuned()
+    monkeypatch.delenv("GNSFAST_AUTOTUNE")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not tuning.tuned()
+    assert tuning.choose(("op",), HALF, lambda config: None) == HALF[0]

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of linear layers, per sample against a float64 loop over single samples: on a
+GPU where there is one, else in Triton's interpreter.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gnsfast import reference  # noqa: E402
+from gnsfast.triton_kernels import gram, linear_wgrad, operators, routes, segments  # noqa: E402
+from gnsfast.triton_kernels.configs import Config, candidates, splits  # noqa: E402
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+
+# B, T, I, O: the tiles of the default configurations are 128 x 128, the blocks 64 tokens.
+SHAPES = {
+    "one tile, whole blocks": (3, 128, 64, 128),
+    "odd everything": (3, 77, 37, 21),
+    "one sample": (1, 70, 40, 24),
+    "below a block": (4, 5, 16, 8),
+    "several tiles": (3, 130, 264, 136),
+    "one feature": (4, 66, 1, 1),
+    "one token": (5, 1, 40, 24),
+    "no sample": (0, 9, 16, 8),
+    "no token": (3, 0, 16, 8),
+}
+
+
+def draw(B: int, T: int, I: int, O: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Samples of very different size: an error in a small one must not hide behind a large one."""
+    scale = torch.logspace(-2, 0, B)[:, None, None]
+    x, dy = torch.randn(B, T, I) * scale, torch.randn(B, T, O)
+    return x.to(device, dtype), dy.to(device, dtype)
+
+
+def loop(x_BTI: Tensor, dy_BTO: Tensor) -> tuple[Tensor, Tensor]:
+    """dW and the squared norms [B + 1], sample by sample in float64."""
+    g = [dy.T @ x for x, dy in zip(x_BTI.double().unbind(), dy_BTO.double().unbind())]
+    dw = sum(g, torch.zeros(dy_BTO.shape[2], x_BTI.shape[2], device=x_BTI.device).double())
+    return dw, torch.stack([*(one.square().sum() for one in g), dw.square().sum()])
+
+
+def assert_wgrad(dw: Tensor, sqnorm_B1: Tensor, want: tuple[Tensor, Tensor]) -> None:
+    """float32 gradients and every norm within 1e-5."""
+    scale = want[0].abs().max().item() if want[0].numel() else 0.0
+    torch.testing.assert_close(dw.double(), want[0], rtol=1e-5, atol=1e-5 * scale)
+    torch.testing.assert_close(sqnorm_B1.double(), want[1], rtol=1e-5, atol=0)
+
+
+@DTYPES
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_linear_wgrad(
+    shape: tuple[int, int, int, int], transposed: bool, dtype: torch.dtype, device: str
+) -> None:
+    x, dy = draw(*shape, dtype, device)
+    dw, db, rows = operators.linear_wgrad(x, dy, True, True, transposed, F32)
+    weight, bias = loop(x, dy), loop(torch.ones_like(x[..., :1]), dy)
+    if shape[2] == 1:  # a sum over one feature must not be taken for the bias
+        x = torch.randn_like(x)
+        dw, db, rows = operators.linear_wgrad(x, dy, True, True, transposed, F32)
+        weight = loop(x, dy)
+    assert_wgrad(dw.T if transposed else dw, rows[0, :-1], weight)
+    assert_wgrad(db[:, None], rows[1, :-1], bias)
+    assert (rows[:, -1] == 1).all() and rows.dtype == F32
+
+
+@DTYPES
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_fused_tiles(parts: int, aligned: bool, dtype: torch.dtype, device: str) -> None:
+    """Every named configuration, by descriptors and by pointers, whole and split by samples."""
+    I, O = (200, 136) if aligned else (201, 137)
+    x, dy = draw(7, 70, I, O, dtype, device)  # three parts of three: two samples too many
+    want = loop(x, dy)
+    for config in (*candidates(dtype, aligned), Config(32, 64, 32, 4, 2)):
+        assert linear_wgrad.aligned(x) is aligned
+        dw = torch.empty(O, I, device=device)
+        partial = linear_wgrad.fused(x, dy, dw, config, parts=parts)
+        assert_wgrad(dw, partial.double().sum(0), want)
+
+
+@pytest.mark.parametrize("out", [F32, F16, BF16], ids=str)
+def test_dw_in_the_dtype_of_the_weight(out: torch.dtype, device: str) -> None:
+    """Rounded once, from the float32 sum (by the interpreter: to bfloat16 towards zero)."""
+    x, dy = draw(3, 70, 40, 24, BF16, device)
+    dw, _, rows = operators.linear_wgrad(x, dy, True, False, False, out)
+    want = loop(x, dy)
+    assert dw.dtype == out
+    error = (dw.double() - want[0]).abs().max() / want[0].abs().max()
+    assert error <= {F32: 1e-6, F16: 2**-11, BF16: 2**-8 if x.is_cuda else 2**-7}[out]
+    torch.testing.assert_close(rows[0, :-1].double(), want[1], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_adds_into_a_buffer(parts: int, device: str) -> None:
+    """The norms are those of what is added, not of the buffer."""
+    x, dy = draw(4, 70, 136, 40, BF16, device)
+    buffer = torch.randn(40, 136, device=device)
+    before = buffer.clone().double()
+    config = candidates(BF16, True)[0]
+    partial = linear_wgrad.fused(x, dy, buffer, config, add=True, parts=parts)
+    want = loop(x, dy)
+    assert_wgrad(buffer.double() - before, partial.double().sum(0), want)
+
+
+def test_tied_rows(device: str) -> None:
+    """Rows of every sample's gradient at its own ids, repeated and absent ones included."""
+    x, dy = draw(3, 70, 40, 150, F32, device)
+    ids = torch.randint(0, 150, (3, 9), device=device)
+    ids[0] = 7
+    dw, db, rows, tied = operators.linear_wgrad_tied(x, dy, ids, True, F32)
+    assert_wgrad(dw, rows[0, :-1], loop(x, dy))
+    for b in range(3):
+        want = dy[b].double().T[ids[b]] @ x[b].double()
+        torch.testing.assert_close(tied[b].double(), want, rtol=1e-5, atol=1e-5)
+
+
+STRIDES = {
+    "sequence first": lambda: torch.randn(70, 3, 40).transpose(0, 1),
+    "a slice of packed projections": lambda: torch.randn(3, 70, 120)[..., 40:80],
+    "every second feature": lambda: torch.randn(3, 70, 80)[..., ::2],
+    "expanded samples": lambda: torch.randn(1, 70, 40).expand(3, -1, -1),
+    "expanded tokens": lambda: torch.randn(3, 1, 40).expand(-1, 70, -1),
+    "unaligned rows": lambda: torch.randn(3, 70, 43)[..., 3:],
+}
+
+
+@pytest.mark.parametrize("make", STRIDES.values(), ids=STRIDES.keys())
+def test_strides(make: object, device: str) -> None:
+    assert callable(make)
+    x, dy = make().to(device), torch.randn(3, 70, 24, device=device)
+    for left, right in ((x, dy), (dy, x)):
+        dw, _, rows = operators.linear_wgrad(left, right, True, False, False, F32)
+        assert_wgrad(dw, rows[0, :-1], loop(left, right))
+
+
+def test_samples_do_not_mix(device: str) -> None:
+    """What is not finite in one sample stays there, on every route."""
+    for T in (70, 9, 1):
+        x, dy = draw(3, T, 40, 24, BF16, device)
+        x[1, -1, 0] = torch.inf
+        _, _, rows = operators.linear_wgrad(x, dy, True, False, False, F32)
+        assert rows[0, :3].isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("T", [2, 3, 16, 17, 33, 64, 100, 128])
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_gram(T: int, dtype: torch.dtype, device: str) -> None:
+    x, dy = draw(3, T, 150, 70, dtype, device)
+    torch.testing.assert_close(gram.gram(x, dy).double(), loop(x, dy)[1][:-1], rtol=1e-5, atol=0)
+
+
+def test_rows(device: str) -> None:
+    x, dy = draw(5, 1, 3000, 70, BF16, device)
+    product, dy_sqnorm = gram.row_sqnorms(x[:, 0], dy[:, 0])
+    torch.testing.assert_close(product.double(), loop(x, dy)[1][:-1], rtol=1e-5, atol=0)
+    bias = loop(torch.ones_like(x[..., :1]), dy)
+    torch.testing.assert_close(dy_sqnorm.double(), bias[1][:-1], rtol=1e-5, atol=0)
+
+
+LENGTHS = {
+    "unequal": [3, 70, 1, 129],
+    "empty ones": [0, 5, 0, 0, 66, 0],
+    "one": [40],
+    "all empty": [0, 0],
+    "whole blocks": [64, 128],
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_segments(lengths: list[int], dtype: torch.dtype, device: str) -> None:
+    """Documents of a packed row; one that is not finite stays by itself."""
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    x, dy = torch.randn(sum(lengths), 140), torch.randn(sum(lengths), 24)
+    x, dy = x.to(device, dtype), dy.to(device, dtype)
+    dw, sqnorm_B1 = segments.linear_wgrad_segments(x, dy, starts, F32)
+    pairs = zip(x.double().split(lengths), dy.double().split(lengths))
+    g = torch.stack([dy_TO.T @ x_TI for x_TI, dy_TO in pairs])
+    norms = torch.cat([g.square().sum((1, 2)), g.sum(0).square().sum()[None]])
+    assert_wgrad(dw, sqnorm_B1, (g.sum(0), norms))
+    if lengths[0] and len(lengths) > 1:
+        x[lengths[0] - 1] = torch.nan
+        _, poisoned = segments.linear_wgrad_segments(x, dy, starts, F32)
+        assert poisoned[0].isnan() and poisoned[1:-1].isfinite().all()
+
+
+def test_same_bits_twice(device: str) -> None:
+    x, dy = draw(5, 130, 264, 136, BF16, device)
+    first, second = (operators.linear_wgrad(x, dy, True, True, False, F32) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_route_is_chosen_by_cost() -> None:
+    assert routes.linear_route(1, 4096, 4096, BF16) == "closed"
+    assert routes.linear_route(16, 4096, 4096, BF16) == "gram"
+    assert routes.linear_route(512, 4096, 4096, BF16) == "fused"
+    assert routes.linear_route(16, 4096, 4096, F32) == "fused"
+
+
+def test_splits_fill_the_device() -> None:
+    """36 tiles on 132 processors: three parts; a whole wave, or one sample: none."""
+    assert splits(36, 16, 16, 132) == 3
+    assert splits(132, 16, 16, 132) == 1
+    assert splits(36, 1, 16, 132) == 1
+    assert splits(1024, 16, 16, 132) == 1
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float64, torch.int8], ids=str)
+def test_dtype_without_a_kernel(x_dtype: torch.dtype, device: str) -> None:
+    x, dy = (torch.ones(2, 3, 4, device=device).to(x_dtype) for _ in range(2))
+    with pytest.raises(NotImplementedError, match=r"shapes \[2, 3, 4\].*GNSFAST_BACKEND=reference"):
+        operators.linear_wgrad(x, dy, True, False, False, F32)
+
+
+def test_agrees_with_the_reference(device: str) -> None:
+    """Same shapes, dtypes and meaning of every result."""
+    x, dy = draw(3, 70, 40, 24, F32, device)
+    ours = operators.linear_wgrad(x, dy, True, True, True, F32)
+    theirs = reference.linear_wgrad(x, dy, True, True, True, F32)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of the linear kernel: the fixed one, the named few that tuning chooses from, and how tiles
+are split over the device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from gnsfast.triton_kernels.tiles import INTERPRETED, tf32_allowed
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile and how it is computed."""
+
+    block_o: int
+    block_i: int
+    block_t: int
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.block_o}x{self.block_i}x{self.block_t} "
+            f"{self.num_warps} warps {self.num_stages} stages"
+        )
+
+
+# Two float32 accumulators of 128 x 128 are half of the registers of eight warps; 128 x 256 spills.
+# No configuration here spills a register, on sm_80 to sm_100; tests/test_triton_compile.py compiles
+# them all and prints the table.
+HALF = (
+    Config(128, 128, 64, 8, 3),
+    Config(128, 128, 64, 8, 4),
+    Config(128, 128, 32, 8, 4),
+    Config(64, 128, 64, 4, 3),
+    Config(64, 64, 64, 4, 3),
+)
+HALF_UNALIGNED = (Config(128, 64, 32, 8, 2),)
+"""For rows that are no multiple of 16 bytes: loads of single elements take many registers."""
+
+TF32 = (Config(64, 128, 32, 8, 3), Config(128, 128, 32, 8, 2))
+TF32_UNALIGNED = TF32[:1]
+SINGLE = (Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2))
+"""float32 on the ordinary cores."""
+
+
+def candidates(dtype: torch.dtype, aligned: bool) -> tuple[Config, ...]:
+    """What tuning chooses from; the first is the fixed configuration."""
+    if dtype != torch.float32:
+        return HALF if aligned else HALF_UNALIGNED
+    if tf32_allowed():
+        return TF32 if aligned else TF32_UNALIGNED
+    return SINGLE
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Programs that run at the same time: one a multiprocessor, for its registers."""
+    return 3 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+MERGE_STEPS = 16
+"""The second kernel's launch and its pass over the scratch, in steps of the first (0.3 µs each on
+H100-like hardware, counted)."""
+
+
+def splits(tiles: int, B: int, blocks: int, processors: int) -> int:
+    """Into how many parts of whole samples each tile is split, so that the last wave of programs is
+    not half empty: the counted time of each choice, in steps of a block.
+    """
+
+    def steps(parts: int) -> int:
+        waves = triton.cdiv(tiles * parts, processors)
+        merge = (MERGE_STEPS + 2 * parts) if parts > 1 else 0
+        return waves * triton.cdiv(B, parts) * blocks + merge
+
+    return min(range(1, max(1, min(B, 16)) + 1), key=lambda parts: (steps(parts), parts))

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight gradient of an embedding with every sample's squared norm.
+
+Legend: B samples, T tokens of a sample, D model width, V vocabulary; N = B T tokens.
+
+Tokens are sorted by (id, sample): the rows of one id are a run, and inside of it the rows of one
+sample are a segment. A sample's squared norm is the sum over its segments of ‖Σ dy‖²; a row of dW
+is the sum over a run. One program takes the head of each segment or run, the others leave at once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def config(D: int) -> dict[str, int]:
+    """Most runs are a few rows, and most programs leave at once: few, wide programs."""
+    return {"BLOCK_R": 8, "BLOCK_D": min(512, max(16, triton.next_power_of_2(D))), "num_warps": 4}
+
+
+@triton.jit
+def run_sum(dy_ptr, order_ptr, key_ptr, first, key, N, D, offs_d, BLOCK_R: tl.constexpr):
+    """The sum of the rows of dy from sorted position ``first`` on, as long as the key stays."""
+    total = tl.zeros((offs_d.shape[0],), tl.float32)
+    position = first
+    going = True
+    while going:
+        offs_r = position + tl.arange(0, BLOCK_R)
+        same = tl.load(key_ptr + offs_r, mask=offs_r < N, other=-1) == key
+        rows = tl.load(order_ptr + offs_r, mask=same, other=0)
+        dy = tl.load(
+            dy_ptr + rows[:, None] * D + offs_d[None, :],
+            mask=same[:, None] & (offs_d < D)[None, :],
+            other=0.0,
+        )
+        total += tl.sum(dy.to(tl.float32), 0)
+        position += BLOCK_R
+        going = tl.sum(same.to(tl.int32)) == BLOCK_R
+    return total
+
+
+@triton.jit
+def segment_sqnorms_kernel(
+    dy_ptr,  # [N, D]
+    order_ptr,  # [N] int64: the token at each sorted position
+    key_ptr,  # [N] int64, sorted: id * B + sample
+    partial_ptr,  # [N, D blocks] float32 zeros: at the token of a segment's head
+    N,
+    D,
+    B,
+    padding_idx,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    key = tl.load(key_ptr + n)
+    before = tl.load(key_ptr + n - 1, mask=n > 0, other=-1)
+    if (key != before) & (key // B != padding_idx):
+        offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+        total = run_sum(dy_ptr, order_ptr, key_ptr, n, key, N, D, offs_d, BLOCK_R)
+        token = tl.load(order_ptr + n)
+        tl.store(partial_ptr + token * tl.num_programs(1) + block, tl.sum(total * total))
+
+
+@triton.jit
+def run_sums_kernel(
+    dy_ptr,  # [N, D]
+    order_ptr,  # [N] int64
+    id_ptr,  # [N] int64, sorted
+    dw_ptr,  # [V, D] zeros
+    partial_ptr,  # [N, D blocks] float32 zeros
+    N,
+    D,
+    padding_idx,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = tl.load(id_ptr + n)
+    before = tl.load(id_ptr + n - 1, mask=n > 0, other=-1)
+    if (row != before) & (row != padding_idx):
+        offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+        total = run_sum(dy_ptr, order_ptr, id_ptr, n, row, N, D, offs_d, BLOCK_R)
+        tl.store(dw_ptr + row * D + offs_d, total.to(dw_ptr.dtype.element_ty), mask=offs_d < D)
+        tl.store(partial_ptr + n * tl.num_programs(1) + block, tl.sum(total * total))
+
+
+def embedding_wgrad(
+    dy_BTD: Tensor, ids_BT: Tensor, num_embeddings: int, padding_idx: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """dW [V, D] and the squared norms [B + 1] of the samples and of their sum."""
+    B, T, D = dy_BTD.shape
+    dy_ND = dy_BTD.reshape(B * T, D).contiguous()
+    dw_VD = dy_BTD.new_zeros((num_embeddings, D), dtype=dtype)
+    sample_B1 = torch.arange(B, device=ids_BT.device)[:, None]
+    key_N, order_N = (ids_BT.long() * B + sample_B1).flatten().sort(stable=True)
+    id_N = key_N // max(B, 1)
+    tile = config(D)
+    N, blocks = B * T, triton.cdiv(D, tile["BLOCK_D"])
+    partial, total = dy_BTD.new_zeros((2, N, blocks), dtype=torch.float32)
+    if N and D:
+        grid = (N, blocks)
+        segment_sqnorms_kernel[grid](
+            *(dy_ND, order_N, key_N, partial, N, D, B, padding_idx), **tile
+        )
+        run_sums_kernel[grid](*(dy_ND, order_N, id_N, dw_VD, total, N, D, padding_idx), **tile)
+    sqnorm_B = partial.reshape(B, T * blocks).sum(1, dtype=torch.float64)
+    return dw_VD, torch.cat([sqnorm_B, total.sum(dtype=torch.float64)[None]])

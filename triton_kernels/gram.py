@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every sample's squared norm of a linear layer's weight gradient, without the gradient: for short
+samples, whose weight gradient itself is then one plain matrix product.
+
+‖dy_bᵀ x_b‖² = Σ_{t,s} (dy_t·dy_s)(x_t·x_s). A program takes one sample; the two T x T products stay
+in its registers. For T = 1 it is ‖dy_b‖² ‖x_b‖².
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gnsfast.triton_kernels.tiles import dot, precision
+
+MAX_TOKENS = 128
+"""Two products of 128 x 128 are half of the registers of eight warps."""
+
+
+@triton.jit
+def gram_kernel(
+    x_ptr,
+    dy_ptr,
+    sqnorm_ptr,  # [B] float32
+    T,
+    I,
+    O,
+    x_stride_b,
+    x_stride_t,
+    dy_stride_b,
+    dy_stride_t,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_t = (offs_t < T)[:, None]
+    rows_t = offs_t.to(tl.int64)[:, None]
+
+    x_rows = x_ptr + b * x_stride_b + rows_t * x_stride_t
+    x_gram = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    for k in range(0, I, BLOCK_K):
+        columns = (k + offs_k)[None, :]
+        x = tl.load(x_rows + columns, mask=mask_t & (columns < I), other=0.0)
+        x_gram = dot(x, x.T, x_gram, PRECISION)
+
+    dy_rows = dy_ptr + b * dy_stride_b + rows_t * dy_stride_t
+    dy_gram = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    for k in range(0, O, BLOCK_K):
+        columns = (k + offs_k)[None, :]
+        dy = tl.load(dy_rows + columns, mask=mask_t & (columns < O), other=0.0)
+        dy_gram = dot(dy, dy.T, dy_gram, PRECISION)
+
+    tl.store(sqnorm_ptr + b, tl.sum(x_gram * dy_gram))
+
+
+def gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
+    """[B]: ``torch.bmm(dy.mT, x).square().sum((1, 2))`` for samples of at most ``MAX_TOKENS``."""
+    (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
+    sqnorm_B = x_BTI.new_empty(B, dtype=torch.float32)
+    block_t = max(16, triton.next_power_of_2(T))
+    gram_kernel[(B,)](
+        *(x_BTI, dy_BTO, sqnorm_B, T, I, O),
+        *(x_BTI.stride(0), x_BTI.stride(1), dy_BTO.stride(0), dy_BTO.stride(1)),
+        PRECISION=precision(x_BTI.dtype),
+        BLOCK_T=block_t,
+        **config(block_t, x_BTI.dtype),
+    )
+    return sqnorm_B
+
+
+def config(block_t: int, dtype: torch.dtype) -> dict[str, int]:
+    """Wide loads for few rows; the two products of 128 rows take eight warps."""
+    block_k = 32 if dtype == torch.float32 else 128 if block_t <= 32 else 64
+    return {"BLOCK_K": block_k, "num_warps": 8 if block_t == MAX_TOKENS else 4, "num_stages": 3}
+
+
+@triton.jit
+def row_sqnorms_kernel(
+    x_ptr,
+    dy_ptr,
+    product_ptr,  # [B] float32
+    dy_sqnorm_ptr,  # [B] float32
+    I,
+    O,
+    x_stride,
+    dy_stride,
+    BLOCK: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for k in range(0, I, BLOCK):
+        x = tl.load(x_ptr + b * x_stride + k + offs, mask=k + offs < I, other=0.0).to(tl.float32)
+        squares += x * x
+    x_sqnorm = tl.sum(squares)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for k in range(0, O, BLOCK):
+        dy = tl.load(dy_ptr + b * dy_stride + k + offs, mask=k + offs < O, other=0.0)
+        squares += dy.to(tl.float32) * dy.to(tl.float32)
+    dy_sqnorm = tl.sum(squares)
+    tl.store(product_ptr + b, x_sqnorm * dy_sqnorm)
+    tl.store(dy_sqnorm_ptr + b, dy_sqnorm)
+
+
+ROW_BLOCK = 2048
+
+
+def row_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
+    """‖x_b‖² ‖dy_b‖² and ‖dy_b‖², both [B]: a one-token sample's weight and bias."""
+    B = len(x_BI)
+    product_B, dy_sqnorm_B = x_BI.new_empty((2, B), dtype=torch.float32)
+    row_sqnorms_kernel[(B,)](
+        *(x_BI, dy_BO, product_B, dy_sqnorm_B, x_BI.shape[1], dy_BO.shape[1]),
+        *(x_BI.stride(0), dy_BO.stride(0)),
+        BLOCK=ROW_BLOCK,
+        num_warps=4,
+    )
+    return product_B, dy_sqnorm_B

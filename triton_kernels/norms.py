@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass of layer norm and RMS norm with every sample's gain and bias gradients.
+
+Legend: B samples, T tokens of a sample, N gains.
+
+With n = (x - mean) rstd and g = dy·w:  dx = rstd (g - n mean(g·n) - mean(g)), for RMS norm without
+mean and mean(g); the gain's gradient is Σ_t dy·n, the bias's Σ_t dy.
+
+A program takes a chunk of one sample's tokens, reads x and dy once, writes dx, and keeps the
+chunk's sums in registers; they are the sample's gradients once its chunks are added. Rows wider
+than ``ROW`` do not fit into the registers: a first kernel then takes the two means of every row,
+and a second one goes through the columns block by block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gnsfast.triton_kernels.configs import multiprocessors
+
+ROW = 1 << 12
+"""The widest row that is held in registers; rows of 8192 spill."""
+
+COLUMNS = 512
+"""Columns of a program for wider rows."""
+
+PROGRAMS = 4
+"""Chunks are as many as keep so many programs a multiprocessor busy."""
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,  # [B, T]; absent where RMS
+    rstd_ptr,  # [B, T]; absent where RMS and not MEANS
+    mean_gn_ptr,  # [B, T]: mean(g·n) and mean(g), where MEANS
+    mean_g_ptr,
+    w_ptr,  # [N], where WEIGHT
+    dx_ptr,  # [B, T, N]
+    dw_ptr,  # [B, chunks, N] float32, where GAIN
+    db_ptr,  # [B, chunks, N] float32, where BIAS
+    T,
+    N,
+    chunk,  # tokens of a program
+    eps,
+    offset,
+    dy_stride_b,
+    dy_stride_t,
+    x_stride_b,
+    x_stride_t,
+    MEANS: tl.constexpr,  # whether the rows' means are given: a program then has some columns
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    GAIN: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1)
+    offs_n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    gain = tl.full((BLOCK_N,), 1.0, tl.float32)
+    if WEIGHT:
+        gain = tl.load(w_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32) + offset
+    dw = tl.zeros((BLOCK_N,), tl.float32)
+    db = tl.zeros((BLOCK_N,), tl.float32)
+    last = min(T, (c + 1) * chunk)
+    for t in range(c * chunk, last, BLOCK_T):
+        offs_t = t + tl.arange(0, BLOCK_T)
+        mask_t = offs_t < last
+        mask = mask_t[:, None] & mask_n[None, :]
+        rows = offs_t.to(tl.int64)[:, None]
+        x_at = x_ptr + b * x_stride_b + rows * x_stride_t + offs_n[None, :]
+        dy_at = dy_ptr + b * dy_stride_b + rows * dy_stride_t + offs_n[None, :]
+        normed = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_at, mask=mask, other=0.0).to(tl.float32)
+        if RMS and not MEANS:
+            rstd = tl.rsqrt(tl.sum(normed * normed, 1) / N + eps)[:, None]
+        else:
+            rstd = tl.load(rstd_ptr + b * T + offs_t, mask=mask_t, other=0.0)[:, None]
+        if not RMS:
+            mean = tl.load(mean_ptr + b * T + offs_t, mask=mask_t, other=0.0)[:, None]
+            normed -= mean  # also beyond N, where dy is zero
+        normed *= rstd
+        dx = dy * gain[None, :]
+        if MEANS:
+            mean_gn = tl.load(mean_gn_ptr + b * T + offs_t, mask=mask_t, other=0.0)[:, None]
+            mean_g = tl.load(mean_g_ptr + b * T + offs_t, mask=mask_t, other=0.0)[:, None]
+        else:
+            mean_gn = (tl.sum(dx * normed, 1) / N)[:, None]
+            mean_g = (tl.sum(dx, 1) / N)[:, None]
+        dx -= normed * mean_gn
+        if not RMS:
+            dx -= mean_g
+        at = dx_ptr + (b * T + rows) * N + offs_n[None, :]
+        tl.store(at, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=mask)
+        if GAIN:
+            dw += tl.sum(dy * normed, 0)
+        if BIAS:
+            db += tl.sum(dy, 0)
+    at = (b * tl.num_programs(1) + c) * N + offs_n
+    if GAIN:
+        tl.store(dw_ptr + at, dw, mask=mask_n)
+    if BIAS:
+        tl.store(db_ptr + at, db, mask=mask_n)
+
+
+@triton.jit
+def norm_means_kernel(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,  # [B, T]; absent where RMS
+    rstd_ptr,  # [B, T]; written where RMS
+    mean_gn_ptr,  # [B, T]
+    mean_g_ptr,  # [B, T]
+    w_ptr,
+    T,
+    N,
+    eps,
+    offset,
+    dy_stride_b,
+    dy_stride_t,
+    x_stride_b,
+    x_stride_t,
+    RMS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """mean(g·n) and mean(g) of a row, and for RMS norm its rstd."""
+    t = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    mean = 0.0
+    if not RMS:
+        mean = tl.load(mean_ptr + b * T + t)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    gx = tl.zeros((BLOCK_N,), tl.float32)
+    g = tl.zeros((BLOCK_N,), tl.float32)
+    for n in range(0, N, BLOCK_N):
+        offs_n = n + tl.arange(0, BLOCK_N)
+        mask = offs_n < N
+        x_at = x_ptr + b * x_stride_b + t * x_stride_t + offs_n
+        dy_at = dy_ptr + b * dy_stride_b + t * dy_stride_t + offs_n
+        x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32) - mean  # beyond N dy is zero
+        dy = tl.load(dy_at, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHT:
+            dy *= tl.load(w_ptr + offs_n, mask=mask, other=0.0).to(tl.float32) + offset
+        squares += x * x
+        gx += dy * x
+        g += dy
+    if RMS:
+        rstd = tl.rsqrt(tl.sum(squares) / N + eps)
+        tl.store(rstd_ptr + b * T + t, rstd)
+    else:
+        rstd = tl.load(rstd_ptr + b * T + t)
+    tl.store(mean_gn_ptr + b * T + t, tl.sum(gx) / N * rstd)
+    tl.store(mean_g_ptr + b * T + t, tl.sum(g) / N)
+
+
+def config(N: int) -> dict[str, int]:
+    """Several short rows at a time, or a long one over more warps: 16 numbers a thread of each of
+    seven arrays.
+    """
+    block_n = max(16, triton.next_power_of_2(N)) if N <= ROW else COLUMNS
+    block_t = min(32, max(1, 2048 // block_n))
+    return {
+        "BLOCK_T": block_t,
+        "BLOCK_N": block_n,
+        "num_warps": max(4, block_t * block_n // 512),
+        "num_stages": 2,
+    }
+
+
+MEANS = {"BLOCK_N": 2048, "num_warps": 4}
+
+
+def norm_backward(
+    dy_BTN: Tensor,
+    x_BTN: Tensor,
+    stats: tuple[Tensor, Tensor] | None,
+    w_N: Tensor | None,
+    gain: bool,
+    bias: bool,
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx, and each sample's gradients [B, N] of the gain and of the bias, where they are wanted.
+
+    ``stats`` are layer norm's float32 mean and reciprocal deviation, contiguous [B, T, 1]; without
+    them it is RMS norm.
+    """
+    B, T, N = x_BTN.shape
+    blocks = config(N)
+    columns = triton.cdiv(N, blocks["BLOCK_N"])
+    wanted = triton.cdiv(PROGRAMS * multiprocessors(x_BTN.device), max(1, B * columns))
+    chunk = triton.cdiv(triton.cdiv(T, wanted), blocks["BLOCK_T"]) * blocks["BLOCK_T"]
+    chunks = triton.cdiv(T, chunk) if T else 0
+    dx = x_BTN.new_empty(x_BTN.shape)
+    dw, db = (
+        x_BTN.new_empty((B, chunks, N), dtype=torch.float32) if want else None
+        for want in (gain, bias)
+    )
+    strides = (dy_BTN.stride(0), dy_BTN.stride(1), x_BTN.stride(0), x_BTN.stride(1))
+    variant = {"RMS": stats is None, "WEIGHT": w_N is not None}
+    mean, rstd = stats or (None, None)
+    mean_gn = mean_g = None
+    if x_BTN.numel():
+        if columns > 1:
+            mean_gn, mean_g = x_BTN.new_empty((2, B, T), dtype=torch.float32)
+            rstd = x_BTN.new_empty((B, T), dtype=torch.float32) if rstd is None else rstd
+            norm_means_kernel[(T, B)](
+                *(dy_BTN, x_BTN, mean, rstd, mean_gn, mean_g, w_N, T, N, eps, offset, *strides),
+                **variant,
+                **MEANS,
+            )
+        norm_backward_kernel[(B, chunks, columns)](
+            *(dy_BTN, x_BTN, mean, rstd, mean_gn, mean_g, w_N, dx, dw, db),
+            *(T, N, chunk, eps, offset, *strides),
+            MEANS=columns > 1,
+            GAIN=gain,
+            BIAS=bias,
+            **variant,
+            **blocks,
+        )
+    return dx, None if dw is None else dw.sum(1), None if db is None else db.sum(1)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators of ``gnsfast.ops`` on a GPU: the signatures, shapes and results of ``reference.py``
+by the kernels of this folder.
+
+Plain sums (over tokens, over partials) are torch reductions, as they are in the plain backward
+pass.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from gnsfast import reference
+from gnsfast.triton_kernels import embedding, gram, norms
+from gnsfast.triton_kernels import linear_wgrad as fused_kernel
+from gnsfast.triton_kernels.configs import Config, candidates
+from gnsfast.triton_kernels.routes import linear_route
+from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner
+from gnsfast.triton_kernels.tuning import choose
+
+Links = tuple[Tensor, Tensor]
+
+COLUMNS = 1 << 26
+"""Elements of a convolution's patches that are in memory at a time: 128 MiB in bfloat16."""
+
+
+def linear_wgrad(
+    x_BTI: Tensor, dy_BTO: Tensor, weight: bool, bias: bool, transposed: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_dtypes("linear_wgrad", x_BTI, dy_BTO)
+    dw = db = x_BTI.new_empty(0, dtype=dtype)
+    rows = []
+    if weight:
+        left, right = (x_BTI, dy_BTO) if transposed else (dy_BTO, x_BTI)
+        dw, sqnorm_B1 = outer_wgrad(right, left, dtype)
+        rows.append(sqnorm_B1)
+    if bias:
+        db, sqnorm_B1 = bias_wgrad(dy_BTO, dtype)
+        rows.append(sqnorm_B1)
+    return dw, db, probe_rows(rows, x_BTI)
+
+
+def linear_wgrad_tied(
+    x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor, bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_dtypes("linear_wgrad_tied", x_BTI, dy_BTO)
+    rows_BSI = x_BTI.new_empty((*ids_BS.shape, x_BTI.shape[2]), dtype=torch.float32)
+    slots_BO = x_BTI.new_full((len(x_BTI), dy_BTO.shape[2]), -1, dtype=torch.int32)
+    # Of ids that repeat one slot is kept, whichever: all of them read their row from it.
+    position_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
+    slots_BO.scatter_(1, ids_BS.long(), position_BS.expand_as(ids_BS))
+    dw, sqnorm_B1 = outer_wgrad(x_BTI, dy_BTO, dtype, links=(slots_BO, rows_BSI))
+    kept_BS = slots_BO.gather(1, ids_BS.long()).long()
+    rows_BSI = rows_BSI.gather(1, kept_BS[..., None].expand_as(rows_BSI))
+    rows = [sqnorm_B1]
+    db = dw.new_empty(0)
+    if bias:
+        db, sqnorm_B1 = bias_wgrad(dy_BTO, dtype)
+        rows.append(sqnorm_B1)
+    return dw, db, probe_rows(rows, x_BTI), rows_BSI
+
+
+def probe_rows(sqnorms: list[Tensor], like: Tensor) -> Tensor:
+    """``sqnorm_PB`` [P, B + 2] from the [B + 1] squared norms of each parameter."""
+    if not sqnorms:
+        return like.new_empty((0, len(like) + 2), dtype=torch.float32)
+    return torch.stack([reference.probe_row(sqnorm_B1) for sqnorm_B1 in sqnorms])
+
+
+def outer_wgrad(
+    x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype, links: Links | None = None
+) -> tuple[Tensor, Tensor]:
+    """dW [O, I] and the squared norms [B + 1] of dy_bᵀ x_b and of their sum, by the route of
+    ``routes.py``; with ``links`` always fused.
+    """
+    (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
+    if B * T * I * O == 0:
+        if links is not None:
+            links[1].zero_()
+        return x_BTI.new_zeros((O, I), dtype=dtype), x_BTI.new_zeros(B + 1)
+    route = "fused" if links is not None else linear_route(T, I, O, x_BTI.dtype)
+    if route == "fused":
+        dw_OI = x_BTI.new_empty((O, I), dtype=dtype)
+        return dw_OI, fused(x_BTI, dy_BTO, dw_OI, links=links)
+    dw_OI = dense_wgrad(x_BTI, dy_BTO, dtype)
+    if route == "closed":
+        sqnorm_B, _ = gram.row_sqnorms(unit_inner(x_BTI[:, 0]), unit_inner(dy_BTO[:, 0]))
+    else:
+        sqnorm_B = gram.gram(unit_inner(x_BTI), unit_inner(dy_BTO))
+    return dw_OI, with_sum(sqnorm_B, dw_OI)
+
+
+def fused(
+    x_BTI: Tensor,
+    dy_BTO: Tensor,
+    dw_OI: Tensor,
+    *,
+    add: bool = False,
+    links: Links | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Fill (or, with ``add``, add to) ``dw_OI``; the squared norms [B + 1] of what each sample gave
+    and of their sum, float64.
+    """
+    x, dy = unit_inner(x_BTI), unit_inner(dy_BTO)
+    (_, T, I), O = x.shape, dy.shape[2]
+    if config is None:
+        aligned = fused_kernel.aligned(x) and fused_kernel.aligned(dy)
+        configs = candidates(x.dtype, aligned)
+        key = ("linear_wgrad", I, O, triton.next_power_of_2(T), x.dtype, dw_OI.dtype)
+        scratch = functools.cache(lambda: torch.empty_like(dw_OI))  # dw itself may be added to
+        config = choose(key, configs, lambda c: fused_kernel.fused(x, dy, scratch(), c))
+    partial = fused_kernel.fused(x, dy, dw_OI, config, add=add, links=links)
+    return partial.sum(0, dtype=torch.float64)
+
+
+def dense_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> Tensor:
+    """``dy.flatten(0, 1).T @ x.flatten(0, 1)`` in ``dtype``, accumulated and kept in float32 where
+    that is wider.
+    """
+    x_NI, dy_NO = x_BTI.flatten(0, 1), dy_BTO.flatten(0, 1)
+    if x_NI.dtype != dtype and x_NI.dtype != torch.float32:
+        if x_NI.is_cuda and not torch.version.hip:
+            return torch.mm(dy_NO.T, x_NI, out_dtype=torch.float32).to(dtype)
+        x_NI, dy_NO = x_NI.float(), dy_NO.float()
+    return (dy_NO.T @ x_NI).to(dtype)
+
+
+def bias_wgrad(dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """db and the squared norms [B + 1] of the samples' own and of their sum."""
+    B, T, O = dy_BTO.shape
+    if T == 1 and B * O:
+        _, sqnorm_B = gram.row_sqnorms(unit_inner(dy_BTO[:, 0]), unit_inner(dy_BTO[:, 0]))
+        db_O = dy_BTO[:, 0].sum(0, dtype=torch.float32)
+        return db_O.to(dtype), with_sum(sqnorm_B, db_O[None])
+    return sums_wgrad(dy_BTO.sum(1, dtype=torch.float32), dtype)
+
+
+def sums_wgrad(g_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradient of a parameter, and its squared norms [B + 1], from its samples' gradients."""
+    total_N = g_BN.sum(0)
+    return total_N.to(dtype), with_sum(row_sqnorms(g_BN), total_N[None])
+
+
+def row_sqnorms(t_RN: Tensor) -> Tensor:
+    """The squared norm of each row, float64; narrow types are widened as they are read."""
+    norms_R: Tensor = torch.linalg.vector_norm(t_RN, dim=1, dtype=torch.float32)
+    return norms_R.double().square()
+
+
+def with_sum(sqnorm_B: Tensor, total_ON: Tensor) -> Tensor:
+    """[B + 1]: the samples' squared norms and that of their sum."""
+    return torch.cat([sqnorm_B.double(), row_sqnorms(total_ON).sum()[None]])
+
+
+def embedding_wgrad(
+    dy_BTD: Tensor, ids_BT: Tensor, num_embeddings: int, padding_idx: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    check_dtypes("embedding_wgrad", dy_BTD)
+    dw, sqnorm_B1 = embedding.embedding_wgrad(dy_BTD, ids_BT, num_embeddings, padding_idx, dtype)
+    return dw, probe_rows([sqnorm_B1], dy_BTD)
+
+
+def layer_norm_backward(
+    dy_BTN: Tensor,
+    x_BTN: Tensor,
+    mean_BT1: Tensor,
+    rstd_BT1: Tensor,
+    w_N: Tensor | None,
+    b_N: Tensor | None,
+    weight: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_dtypes("layer_norm_backward", dy_BTN, x_BTN)
+    dx, dw_BN, db_BN = norms.norm_backward(
+        *(unit_inner(dy_BTN), unit_inner(x_BTN), (mean_BT1, rstd_BT1), w_N, weight, bias)
+    )
+    grads, rows = [], []
+    for g_BN, parameter in ((dw_BN, w_N), (db_BN, b_N)):
+        if g_BN is None or parameter is None:
+            grads.append(dx.new_empty(0, dtype=torch.float32))
+        else:
+            grad, sqnorm_B1 = sums_wgrad(g_BN, parameter.dtype)
+            grads.append(grad)
+            rows.append(sqnorm_B1)
+    return dx, grads[0], grads[1], probe_rows(rows, x_BTN)
+
+
+def rms_norm_backward(
+    dy_BTN: Tensor, x_BTN: Tensor, w_N: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_dtypes("rms_norm_backward", dy_BTN, x_BTN)
+    dx, dw_BN, _ = norms.norm_backward(
+        *(unit_inner(dy_BTN), unit_inner(x_BTN), None, w_N, True, False, eps, offset)
+    )
+    assert dw_BN is not None
+    dw, sqnorm_B1 = sums_wgrad(dw_BN, w_N.dtype)
+    return dx, dw, probe_rows([sqnorm_B1], x_BTN)
+
+
+def conv_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    samples: int,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    weight: bool,
+    bias: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_dtypes("conv_wgrad", x, dy)
+    (n, C), O = x.shape[:2], dy.shape[1]
+    rows_a_sample = n // max(samples, 1)
+    dw = db = x.new_empty(0, dtype=dtype)
+    sqnorms = []
+    if weight:
+        K = C // groups * math.prod(kernel)
+        dw_GOK = x.new_zeros((groups, O // groups, K), dtype=torch.float32)
+        positions = dy.shape[2:].numel() * rows_a_sample
+        together = max(1, COLUMNS // max(1, positions * groups * K))
+        parts = []
+        for first in range(0, samples, together):
+            rows = slice(first * rows_a_sample, (first + together) * rows_a_sample)
+            cols_nLK = reference.unfold(x[rows], kernel, stride, padding, dilation)
+            cols_BTGK = cols_nLK.reshape(-1, positions, groups, K)
+            dy_BTO = dy[rows].flatten(2).mT.reshape(-1, positions, O)
+            parts.append(_add_groups(cols_BTGK, dy_BTO, dw_GOK))
+        sqnorm_B = torch.cat(parts) if parts else x.new_zeros(0)
+        sqnorms.append(with_sum(sqnorm_B, dw_GOK.flatten(1)))
+        dw = dw_GOK.reshape(O, C // groups, *kernel).to(dtype)
+    if bias:
+        sum_nO = dy.flatten(2).sum(2, dtype=torch.float32)
+        db, sqnorm_B1 = sums_wgrad(sum_nO.reshape(samples, rows_a_sample, O).sum(1), dtype)
+        sqnorms.append(sqnorm_B1)
+    return dw, db, probe_rows(sqnorms, x.new_empty((samples, 0)))
+
+
+def _add_groups(cols_BTGK: Tensor, dy_BTO: Tensor, dw_GOK: Tensor) -> Tensor:
+    """Add the samples' gradients into ``dw_GOK``; their squared norms [B], over all groups."""
+    (B, T, G, K), O = cols_BTGK.shape, dy_BTO.shape[2] // dw_GOK.shape[0]
+    if G == 1 and B * T * K * O:
+        return fused(cols_BTGK[:, :, 0], dy_BTO, dw_GOK[0], add=True)[:-1]
+    # Grouped kernels are small: all samples' gradients fit, and one batched product makes them.
+    dy_BGOT = dy_BTO.unflatten(2, (G, O)).permute(0, 2, 3, 1).flatten(0, 1)
+    cols_BGTK = cols_BTGK.transpose(1, 2).flatten(0, 1)
+    g_BGOK = torch.bmm(dy_BGOT.float(), cols_BGTK.float()).reshape(B, G, O, K)
+    dw_GOK += g_BGOK.sum(0)
+    return row_sqnorms(g_BGOK.flatten(1))

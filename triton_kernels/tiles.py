@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels share: the order of tiles, products of blocks, which dtypes they take."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1``), on CPU tensors."""
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@triton.jit
+def tile_position(tile, tiles_o, tiles_i, GROUP: tl.constexpr):
+    """Row and column of a tile: ``GROUP`` rows of tiles go together, so that programs that run at
+    the same time share dy and x in L2.
+    """
+    first = tile // (GROUP * tiles_i) * GROUP
+    rows = min(tiles_o - first, GROUP)
+    within = tile % (GROUP * tiles_i)
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """``a @ b + acc`` in float32. The interpreter holds bfloat16 as bits, so it widens first, which
+    is exact.
+    """
+    if PRECISION == "widen":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How blocks are multiplied: float32 as tf32 only where PyTorch's own switch allows it."""
+    if INTERPRETED:
+        return "widen"
+    return "tf32" if dtype == torch.float32 and tf32_allowed() else "ieee"
+
+
+def tf32_allowed() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def check_dtypes(op: str, *tensors: Tensor) -> None:
+    """Raise for floating-point tensors that no kernel takes, naming the operator and the remedy."""
+    dtypes = {t.dtype for t in tensors}
+    if not dtypes <= set(DTYPES):
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        shapes = ", ".join(str(list(t.shape)) for t in tensors)
+        raise NotImplementedError(
+            f"{op} has no Triton kernel for {names} (shapes {shapes}): it takes float32, float16 "
+            "and bfloat16. GNSFAST_BACKEND=reference runs plain PyTorch instead."
+        )
+
+
+def unit_inner(t: Tensor) -> Tensor:
+    """``t`` with a unit inner stride: a copy where it has another one."""
+    return t if t.stride(-1) == 1 else t.contiguous()
