@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks cpu``: check every case, time it beside plain torch, record it."""
+"""``python -m benchmarks cpu`` and ``gpu``: check every case, time it beside plain torch, record
+it.
+"""
 
 import argparse
 import sys
@@ -9,9 +11,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases, measure, record
+from benchmarks import cases, gpu, measure, record
 
 PARTS = ("step", "estimator", "memory", "layers", "operator")
+GPU_PARTS = ("correctness", "ops", "routes", "step")
 
 
 def step(threads: list[int], rounds: int) -> list[dict[str, Any]]:
@@ -84,16 +87,40 @@ TITLES = {
 }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("device", choices=["cpu"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
-    parser.add_argument(
-        "--record", type=Path, help="folder for the record, else it is only printed"
-    )
-    options = parser.parse_args()
+    devices = parser.add_subparsers(dest="device", required=True)
+    on_cpu = devices.add_parser("cpu", help="whole steps and single layers on this CPU")
+    on_cpu.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    on_cpu.add_argument("--rounds", type=int, default=15)
+    on_cpu.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
+    on_cpu.add_argument("--record", type=Path, help="folder for the record, else only printed")
+    on_gpu = devices.add_parser("gpu", help="the kernels on this GPU: right, then fast")
+    on_gpu.add_argument("--only", choices=GPU_PARTS, nargs="+", default=GPU_PARTS)
+    on_gpu.add_argument("--record", type=Path, default=record.RESULTS, help="folder of the record")
+    options = parser.parse_args(arguments)
+    (run_cpu if options.device == "cpu" else run_gpu)(options)
+
+
+def run_gpu(options: argparse.Namespace) -> None:
+    """Part by part, a record after each: an interrupted run keeps what it has."""
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: torch.cuda.is_available() is False")
+    short = []
+    for part in options.only:
+        start = time.perf_counter()
+        tables = getattr(gpu, part)("cuda")
+        print(f"\n{part}: {time.perf_counter() - start:.0f} s")
+        for title, rows in tables.items():
+            print(f"\n{title}\n")
+            print("\n".join(record.markdown(rows)), flush=True)
+        command = f"python -m benchmarks gpu --only {part}"
+        print(f"\nwritten: {record.write('gpu-' + part, command, tables, options.record)}")
+        short += gpu.summary(tables)
+    print("\nIn short\n\n" + "\n".join(record.markdown(short)))
+
+
+def run_cpu(options: argparse.Namespace) -> None:
     measure.check()
     print("norms checked against single samples")
     tables = {}

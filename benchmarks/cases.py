@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ class LayerCase:
     I: int
     O: int
     T: int
+    tokens: int = TOKENS
 
     @property
     def name(self) -> str:
@@ -33,7 +35,7 @@ class LayerCase:
 
     @property
     def B(self) -> int:
-        return TOKENS // self.T
+        return max(1, self.tokens // self.T)
 
 
 LAYERS = [
@@ -77,13 +79,49 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocabulary, bias=False)
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        x_BTD = self.tokens(ids_BT) + self.positions(torch.arange(self.T)[None])
+        positions_1T = torch.arange(self.T, device=ids_BT.device)[None]
+        x_BTD = self.tokens(ids_BT) + self.positions(positions_1T)
         logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
         return logits
 
 
-def gpt_batch() -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, GPT.vocabulary, (GPT.B, GPT.T + 1))
+class GPT2(GPT):
+    """As GPT-2 124M: 12 layers of width 768, 1024 tokens; the head tied to the embedding."""
+
+    B, T, vocabulary = 16, 1024, 50304
+
+    def __init__(self) -> None:
+        super().__init__(width=768, heads=12, layers=12)
+        self.head.weight = self.tokens.weight
+
+
+class LlamaBlock(nn.Module):
+    """A block of a 1B Llama: width 2048, 32 heads, SwiGLU of 8192, no biases."""
+
+    def __init__(self, width: int = 2048, heads: int = 32, inner: int = 8192) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        linear = partial(nn.Linear, bias=False)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        self.gate, self.up, self.down = (
+            linear(width, inner),
+            linear(width, inner),
+            linear(inner, width),
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads = self.qkv(self.norm_1(x_BTD)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
+        normed = self.norm_2(x_BTD)
+        out: Tensor = x_BTD + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return out
+
+
+def gpt_batch(model: type[GPT] = GPT, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, model.vocabulary, (model.B, model.T + 1), device=device)
     return ids[:, :-1], ids[:, 1:]
 
 

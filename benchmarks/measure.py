@@ -32,7 +32,30 @@ class Timing:
         return f"{self.ratio:.3f} ({self.lower:.3f} to {self.upper:.3f})"
 
 
-def interleave(contestants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
+def wall_seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def cuda_seconds(run: Callable[[], object]) -> float:
+    """Device time, by events; the device is kept busy for about a millisecond first, so that it
+    does not wait for launches.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def interleave(
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    seconds_of: Callable[[Callable[[], object]], float] = wall_seconds,
+) -> dict[str, Timing]:
     """Time all contestants in turn, round after round; the first one is what the others are
     compared to.
 
@@ -44,9 +67,7 @@ def interleave(contestants: Mapping[str, Callable[[], object]], rounds: int) -> 
     for i in range(rounds):
         order = list(contestants.items())
         for name, run in order if i % 2 else reversed(order):
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(seconds_of(run))
     base = next(iter(seconds.values()))
     timings = {}
     for name, own in seconds.items():

@@ -4,9 +4,11 @@ people.
 """
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,16 +25,33 @@ def machine() -> dict[str, Any]:
     if cpuinfo.exists():
         lines = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
         model = lines[0].partition(":")[2].strip() if lines else model
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    commit = subprocess.run(git, capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
     return {
         "processor": model,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "commit": commit or "unknown",
+        **(_gpu() if torch.cuda.is_available() else {}),
+        "commit": _line("git", "describe", "--always", "--dirty", "--abbrev=10") or "unknown",
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _gpu() -> dict[str, Any]:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": _line(*query) or "unknown",
+        "cuda": torch.version.cuda,
+        "triton": importlib.metadata.version("triton"),
+    }
+
+
+def _line(*command: str) -> str:
+    """The first line that a program prints; empty where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
+    return done.stdout.strip().partition("\n")[0]
 
 
 def write(name: str, command: str, tables: dict[str, list[dict[str, Any]]], folder: Path) -> Path:

@@ -63,7 +63,7 @@ def assert_norms(
     total_B = torch.stack(list(loop.values())).sum(0)
     assert set(norms) == (set(loop) if names is None else set(names))
     for name in norms:
-        ours, theirs = norms[name].double(), loop[name]
+        ours, theirs = norms[name].double().cpu(), loop[name]
         assert norms[name].dtype == torch.float32
         assert ours.shape == theirs.shape, name
         error = (ours - theirs).abs() - 1e-10 * total_B

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks gpu`` as far as a CPU can run it: its arguments, parts, tables, record."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("benchmarks")  # a wheel has none
+
+from benchmarks import __main__ as command  # noqa: E402
+from benchmarks import gpu, record, small_shapes  # noqa: E402
+from benchmarks.cases import LayerCase  # noqa: E402
+
+TINY = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GNSFAST_BACKEND", "triton")
+
+
+def test_parts_write_their_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """All parts on tiny cases; files for programs and for people; a short table last."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(record, "_gpu", lambda: {"gpu": "a device"})
+    outcome = {"check": "pytest", "exit status": 0, "result": "3 passed"}
+    parts = {
+        "correctness": lambda device: {"Tests against float64": [outcome]},
+        "ops": lambda device, run=gpu.ops: run("cpu", TINY, 3),
+        "routes": lambda device, run=gpu.routes: run("cpu", TINY[1:2], 3),
+    }
+    monkeypatch.setattr(gpu, "other_ops", lambda device, rounds: {})
+    for name, part in parts.items():
+        monkeypatch.setattr(gpu, name, part)
+    command.main(["gpu", "--only", *parts, "--record", str(tmp_path)])
+    out = capsys.readouterr().out
+    last = out.rpartition("In short")[2]
+    assert "3 passed" in last and "weight gradient / plain, T=70" in last
+    for name in parts:
+        (written,) = tmp_path.glob(f"*-gpu-{name}.json")
+        data = json.loads(written.read_text())
+        assert data["command"] == f"python -m benchmarks gpu --only {name}"
+        assert data["machine"]["gpu"] == "a device" and data["tables"]
+        assert written.with_suffix(".md").exists()
+
+
+def test_other_operators_and_small_shapes() -> None:
+    tables = gpu.other_ops("cpu", 3, tokens=40, widths=(40,), tables=((50, 24),))
+    (rows,) = tables.values()
+    assert len(rows) == 2 and all("gnsfast / plain" in row for row in rows)
+    small_shapes.main("cpu")
+
+
+@pytest.mark.parametrize("per_sample", [False, True], ids=["plain", "gnsfast"])
+def test_training_steps(monkeypatch: pytest.MonkeyPatch, per_sample: bool) -> None:
+    """The steps that are timed run, on models that are small enough for it."""
+    from benchmarks import cases
+
+    monkeypatch.setattr(cases.GPT2, "__init__", lambda self: cases.GPT.__init__(self, 16, 2, 1))
+    for name, value in (("B", 2), ("T", 9), ("vocabulary", 50)):
+        monkeypatch.setattr(cases.GPT2, name, value)
+    run = gpu.training_step("gpt2", per_sample, False, "cpu")
+    run()
+    run()
+
+
+def test_without_a_device() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="no CUDA device"):
+            command.main(["gpu"])

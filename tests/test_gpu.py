@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What needs a CUDA device: whole models on it, its streams, graphs and memory. The kernels' own
+tests run there too (``test_triton_*.py``).
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from layers import assert_layer
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+
+pytestmark = pytest.mark.gpu
+
+LAYERS = {
+    "linear": lambda: (gnsfast.Linear(40, 24), torch.randn(3, 70, 40)),
+    "linear, short": lambda: (gnsfast.Linear(40, 24), torch.randn(3, 9, 40)),
+    "linear, one token": lambda: (gnsfast.Linear(40, 24), torch.randn(3, 40)),
+    "embedding": lambda: (gnsfast.Embedding(9, 24, padding_idx=2), torch.randint(0, 9, (3, 70))),
+    "layer norm": lambda: (gnsfast.LayerNorm(24), torch.randn(3, 70, 24)),
+    "rms norm": lambda: (gnsfast.RMSNorm(24), torch.randn(3, 70, 24)),
+    "convolution": lambda: (gnsfast.Conv2d(6, 8, 3, padding=1), torch.randn(3, 6, 9, 9)),
+    "grouped": lambda: (gnsfast.Conv1d(6, 6, 3, groups=6), torch.randn(3, 6, 20)),
+}
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_layers(make: Any) -> None:
+    layer, x = make()
+    assert_layer(layer.cuda(), x.cuda(), 3)
+
+
+class Block(nn.Module):
+    """A tied language model of one block, biases and both norms."""
+
+    def __init__(self, V: int = 23, D: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+        self.head.weight = self.tokens.weight
+        self.norm_1, self.norm_2 = nn.LayerNorm(D), nn.RMSNorm(D)
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        x = x + self.down(torch.nn.functional.gelu(self.up(self.norm_1(x))))
+        return self.head(self.norm_2(x))
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A sum over samples of each sample's mean."""
+    logits = model(batch[0]).float()
+    losses = torch.nn.functional.cross_entropy(logits.mT, batch[1], reduction="none")
+    return losses.mean(1).sum()
+
+
+def draw(B: int = 3, T: int = 9) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 23, (B, T), device="cuda"), torch.randint(0, 23, (B, T), device="cuda")
+
+
+@pytest.mark.parametrize("T", [9, 80])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_model(compiled: bool, T: int) -> None:
+    model, batch = Block().cuda(), draw(T=T)
+    loop = loop_sqnorms(model, loss_of, batch, 3)
+    gnsfast.convert(model)
+    run = torch.compile(loss_of, fullgraph=True) if compiled else loss_of
+    with gnsfast.per_sample_sqnorms(model, 3) as norms:
+        run(model, batch).backward()
+    assert_norms(norms, {n: norm for n, norm in loop.items() if n in norms})
+    assert len(norms) == len(loop)
+
+
+def test_autocast() -> None:
+    """No worse than twice torch's own error, one sample at a time."""
+    model, batch = Block().cuda(), draw(T=80)
+    loop, twin = loop_sqnorms(model, loss_of, batch, 3), copy.deepcopy(model)
+
+    def narrow(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return loss_of(model, batch)
+
+    worst = dict.fromkeys(loop, 0.0)
+    for b in range(3):
+        one = tuple(t[b : b + 1] for t in batch)
+        grads = torch.autograd.grad(narrow(twin, one), list(twin.parameters()))
+        for name, g in zip(loop, grads):
+            error = (g.double().square().sum().cpu() - loop[name][b]).abs() / loop[name][b]
+            worst[name] = max(worst[name], error.item())
+    gnsfast.convert(model)
+    with gnsfast.per_sample_sqnorms(model, 3) as norms:
+        narrow(model, batch).backward()
+    for name in loop:
+        error = ((norms[name].double().cpu() - loop[name]).abs() / loop[name]).max().item()
+        assert error <= 2 * max(worst.values()), name
+
+
+def test_no_synchronisation() -> None:
+    """A measured step never waits for the device."""
+    model = gnsfast.convert(Block().cuda())
+    gns = gnsfast.GradientNoiseScale(model)
+    batches = [draw() for _ in range(3)]
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        with gns.microbatch(3):
+            (loss_of(model, batch) / 3).backward()
+        gns.update()
+        model.zero_grad(set_to_none=True)
+
+    step(batches[0])  # the first step looks for weights used as tensors, and compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[1:]:
+            step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert gns.compute().updates == 3
+
+
+def test_cuda_graph() -> None:
+    """Captured and replayed on new inputs."""
+    x, dy = (torch.randn(3, 70, n, device="cuda") for n in (40, 24))
+    run = lambda: torch.ops.gnsfast.linear_wgrad(x, dy, True, True, False, torch.float32)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    x.normal_()
+    graph.replay()
+    for ours, want in zip(captured, run()):
+        torch.testing.assert_close(ours, want, rtol=0, atol=0)
+
+
+def test_another_stream() -> None:
+    stream = torch.cuda.Stream()
+    x, dy = (torch.randn(3, 70, n, device="cuda") for n in (40, 24))
+    want = torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, torch.float32)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        got = torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, torch.float32)
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_tuned_configurations() -> None:
+    """What tuning picks is as right as what is fixed."""
+    torch.use_deterministic_algorithms(False)
+    layer = gnsfast.Linear(264, 136).cuda()
+    assert_layer(layer, torch.randn(3, 130, 264, device="cuda"), 3)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 40 << 30,
+    reason="needs 40 GB",
+)
+@pytest.mark.parametrize("padding", [0, 1], ids=["descriptors", "pointers"])
+def test_more_than_two_billion_elements(padding: int) -> None:
+    """Offsets beyond 2³¹ in x, and in the table of an embedding."""
+    B, T, I, O = 2, 70_000, 16_384, 24
+    x = torch.randn(B, T, I + padding, device="cuda", dtype=torch.bfloat16)[..., :I]
+    dy = torch.randn(B, T, O, device="cuda", dtype=torch.bfloat16)
+    dw, _, rows = torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, torch.float32)
+    total = torch.zeros(O, I, device="cuda", dtype=torch.float64)
+    for b in range(B):
+        g = torch.zeros_like(total)
+        for tokens in torch.arange(T).split(10_000):
+            part = slice(int(tokens[0]), int(tokens[-1]) + 1)
+            g += dy[b, part].double().T @ x[b, part].double()
+        torch.testing.assert_close(rows[0, b].double(), g.square().sum(), rtol=1e-4, atol=0)
+        total += g
+    torch.testing.assert_close(dw.double(), total, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 40 << 30,
+    reason="needs 40 GB",
+)
+def test_embedding_beyond_two_billion_elements() -> None:
+    V, D = 2_500_000, 1024
+    ids = torch.randint(V - 1000, V, (3, 50), device="cuda")
+    dy = torch.randn(3, 50, D, device="cuda")
+    dw, rows = torch.ops.gnsfast.embedding_wgrad(dy, ids, V, -1, torch.bfloat16)
+    for b in range(3):
+        g = torch.zeros(1000, D, device="cuda", dtype=torch.float64)
+        g.index_add_(0, ids[b] - (V - 1000), dy[b].double())
+        torch.testing.assert_close(rows[0, b].double(), g.square().sum(), rtol=1e-5, atol=0)
+    assert not dw[: V - 1000].any()
