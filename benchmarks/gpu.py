@@ -78,7 +78,7 @@ def ops(device: str, cases_: list[LayerCase] = OPS, rounds: int = 11) -> dict[st
             {
                 "weight gradient, bf16": case.name,
                 "B": case.B,
-                "route": route(case),
+                "route": route(case, device),
                 "plain TFLOP/s": round(rates["plain"], 1),
                 "gnsfast TFLOP/s": round(rates["gnsfast"], 1),
                 "gnsfast / plain": str(timing["gnsfast"]),
@@ -95,10 +95,11 @@ def operands(case: LayerCase, device: str) -> tuple[Tensor, Tensor]:
     return x, torch.randn(*shape, case.O, device=device, dtype=bf16)
 
 
-def route(case: LayerCase) -> str:
+def route(case: LayerCase, device: str) -> str:
     from gnsfast.triton_kernels.routes import linear_route
 
-    return linear_route(case.T, case.I, case.O, torch.bfloat16)
+    x = torch.empty(0, device=device, dtype=torch.bfloat16)
+    return linear_route(case.B, case.T, case.I, case.O, x)
 
 
 def other_ops(
@@ -163,12 +164,12 @@ def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> d
 
         def fused_route(x: Tensor = x, dy: Tensor = dy) -> Tensor:
             dw = x.new_empty((dy.shape[2], x.shape[2]))
-            return operators.fused(x, dy, dw)
+            return operators.fused_wgrad(x, dy, dw)
 
         plain = lambda: dy.flatten(0, 1).T @ x.flatten(0, 1)  # noqa: B023
         ways = {"plain": plain, "gram": gram_route, "fused": fused_route}
         timings = measure.interleave(ways, rounds, clock(device))
-        row = _row(case.name, timings) | {"counted rule": route(case)}
+        row = _row(case.name, timings) | {"counted rule": route(case, device)}
         crossover.append(
             {"weight gradient" if k[:8] == "backward" else k: v for k, v in row.items()}
         )
@@ -194,7 +195,7 @@ def _seconds_of_tiles(
     from gnsfast.triton_kernels import operators
 
     for config in configs:
-        run = lambda: operators.fused(x, dy, dw, config=config)  # noqa: B023
+        run = lambda: operators.fused_wgrad(x, dy, dw, config=config)  # noqa: B023
         run()
         times = sorted(clock(device)(run) for _ in range(7))
         yield times[3]

@@ -22,7 +22,7 @@ from gnsfast.triton_kernels import configs, embedding, gram, linear_wgrad, norms
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "UTMALDG", "LDGSTS", "STL", "LDL")
-ALIGNED = {"I", "O", "D", "x_stride", "dy_stride"} | {
+ALIGNED = {"I", "O", "D", "N", "x_stride", "dy_stride"} | {
     f"{t}_stride_{dim}" for t in ("x", "dy") for dim in "bt"
 }
 
@@ -47,7 +47,7 @@ class Case:
 
 def cases(capability: int) -> Iterator[Case]:
     yield from linear_cases(capability)
-    for N in (40, 768, 1024, 2048, 4096, 16384):
+    for N in (40, 768, 1024, 2048, 4095, 4096, 8192, 16384):
         for rms in (True, False):
             yield from norm_cases(N, rms)
     for dtype in ("bf16", "fp32"):
@@ -58,8 +58,8 @@ def cases(capability: int) -> Iterator[Case]:
             yield Case(fn.__name__, fn, dtype, dict(meta), 4, pointers=ids | fp32)
         fp32 = {"product_ptr": "*fp32", "dy_sqnorm_ptr": "*fp32"}
         yield Case(
-            "row_sqnorms",
-            gram.row_sqnorms_kernel,
+            "token_sqnorms",
+            gram.token_sqnorms_kernel,
             dtype,
             dict(BLOCK=gram.ROW_BLOCK),
             4,
@@ -68,7 +68,8 @@ def cases(capability: int) -> Iterator[Case]:
 
 
 def norm_cases(N: int, rms: bool) -> Iterator[Case]:
-    name, wide, options = "rms" if rms else "layer", N > norms.ROW, norms.config(N)
+    name, options = "rms" if rms else "layer", norms.config(N)
+    wide = options["BLOCK_N"] < N
     stats = ("mean_ptr", "rstd_ptr", "mean_gn_ptr", "mean_g_ptr")
     pointers = dict.fromkeys((*stats, "w_ptr", "dw_ptr", "db_ptr"), "*fp32")
     absent = ["mean_ptr", "db_ptr"] if rms else []
@@ -80,15 +81,15 @@ def norm_cases(N: int, rms: bool) -> Iterator[Case]:
         norms.norm_backward_kernel,
         "bf16",
         dict(MEANS=wide, GAIN=True, BIAS=not rms, **variant, **dict.fromkeys(absent))
-        | {key: options[key] for key in ("BLOCK_T", "BLOCK_N")},
+        | {key: options[key] for key in ("BLOCK_T", "BLOCK_N", "NUM_STAGES")},
         options["num_warps"],
-        options["num_stages"],
-        pointers,
+        pointers=pointers,
+        aligned=N % 16 == 0,
     )
     if wide:
-        constants = variant | dict(BLOCK_N=norms.MEANS["BLOCK_N"])
+        constants = variant | dict(BLOCK_N=norms.MEANS_CONFIG["BLOCK_N"])
         constants |= dict(mean_ptr=None) if rms else {}
-        warps = norms.MEANS["num_warps"]
+        warps = norms.MEANS_CONFIG["num_warps"]
         fn = norms.norm_means_kernel
         yield Case(f"norm_means {name}", fn, "bf16", constants, warps, pointers=pointers)
 
@@ -141,7 +142,13 @@ def linear_cases(capability: int) -> Iterator[Case]:
                 f"gram {block_t}",
                 gram.gram_kernel,
                 dtype,
-                dict(BLOCK_T=block_t, BLOCK_K=options["BLOCK_K"], PRECISION=precision),
+                dict(
+                    BLOCK_T=block_t,
+                    BLOCK_K=options["BLOCK_K"],
+                    TILE=gram.TILE,
+                    CANCELLED=gram.CANCELLED,
+                    PRECISION=precision,
+                ),
                 options["num_warps"],
                 options["num_stages"],
                 {"sqnorm_ptr": "*fp32"},
@@ -220,6 +227,7 @@ def compile_case(case: Case, capability: int) -> dict[str, Any]:
         "registers": int(registers),
         "stack": int(stack),
         "shared": compiled.metadata.shared,
+        "in_flight": len(re.findall(r"DEPBAR\.LE gsb0, 0x1", sass)),
         **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
     }
 

@@ -44,9 +44,9 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_public_modules_through_triton(name: str, triton_ran: list[str]) -> None:
+def test_public_modules_through_triton(name: str, triton_ran: list[str], device: str) -> None:
     layer, x = LAYERS[name]()
-    assert_layer(layer, x, 3)
+    assert_layer(layer.to(device), x.to(device), 3)
     assert triton_ran == [name]
 
 
@@ -101,6 +101,8 @@ def test_tuning_measures_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "tuned", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuning, "_chosen", {})
     times = dict(zip(HALF, [3.0, float("inf"), 1.0, 2.0, 4.0]))
     measured = []
@@ -118,6 +120,10 @@ def test_tuning_measures_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     assert measured == list(HALF)
     tuning.choose(("op", 2), HALF, lambda config: None)
     assert len(measured) == 2 * len(HALF)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert tuning.choose(("op", 1), HALF, lambda config: None) == HALF[2]  # known before
+    assert tuning.choose(("op", 3), HALF, lambda config: None) == HALF[0]
+    assert len(measured) == 2 * len(HALF)
 
 
 def test_tuning_is_off_where_bits_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +132,9 @@ def test_tuning_is_off_where_bits_must_not_change(monkeypatch: pytest.MonkeyPatc
     from gnsfast.triton_kernels.configs import HALF
 
     monkeypatch.setattr(tuning, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert not tuning.tuned()  # the tests run with deterministic algorithms
     torch.use_deterministic_algorithms(False)
     assert tuning.tuned()
     monkeypatch.setenv("GNSFAST_AUTOTUNE", "0")
-    assert not tuning.tuned()
-    monkeypatch.delenv("GNSFAST_AUTOTUNE")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not tuning.tuned()
     assert tuning.choose(("op",), HALF, lambda config: None) == HALF[0]

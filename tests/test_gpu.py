@@ -98,6 +98,21 @@ def test_autocast() -> None:
         assert error <= 2 * max(worst.values()), name
 
 
+def test_tf32() -> None:
+    """Where PyTorch's switch allows it, no worse than twice torch's own tf32."""
+    x, dy = (torch.randn(4, 256, n, device="cuda") for n in (512, 264))
+    want = torch.stack([b.double().T @ a.double() for a, b in zip(x, dy)]).square().sum((1, 2))
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        rows = torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, torch.float32)[2]
+        theirs = torch.stack([b.T @ a for a, b in zip(x, dy)]).double().square().sum((1, 2))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    error, bar = (((n.double() - want).abs() / want).max() for n in (rows[0, :4], theirs))
+    assert error <= 2 * bar + 1e-5
+
+
 def test_no_synchronisation() -> None:
     """A measured step never waits for the device."""
     model = gnsfast.convert(Block().cuda())

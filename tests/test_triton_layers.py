@@ -56,9 +56,13 @@ IDS = {
 }
 
 
+@pytest.mark.parametrize("small", [0, 256], ids=["sorted", "one-hot"])
 @pytest.mark.parametrize("padding_idx", [-1, 4])
 @pytest.mark.parametrize("make", IDS.values(), ids=IDS.keys())
-def test_embedding_wgrad(make: Any, padding_idx: int, device: str) -> None:
+def test_embedding_wgrad(
+    make: Any, padding_idx: int, small: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "SMALL_VOCABULARY", small)
     ids = make().to(device)
     dy = torch.randn(*ids.shape, 20, device=device)
     g = embedding_gradients(dy, ids, 6, padding_idx)
@@ -69,8 +73,11 @@ def test_embedding_wgrad(make: Any, padding_idx: int, device: str) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("D", [1, 100, 600])
-def test_embedding_widths(D: int, dtype: torch.dtype, device: str) -> None:
+def test_embedding_widths(
+    D: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A width below, in, and over one block; a strided gradient."""
+    monkeypatch.setattr(operators, "SMALL_VOCABULARY", 0)
     ids = torch.randint(0, 9, (3, 11), device=device)
     dy = torch.randn(11, 3, D, device=device).to(dtype).transpose(0, 1)
     g = embedding_gradients(dy, ids, 9, -1)
@@ -79,7 +86,7 @@ def test_embedding_widths(D: int, dtype: torch.dtype, device: str) -> None:
     assert_rows(rows, [g])
 
 
-WIDTHS = {"a few rows at a time": 50, "one row at a time": 2500, "in columns": norms.ROW + 300}
+WIDTHS = {"a few rows at a time": 50, "one row at a time": 2500, "in columns": norms.ROW // 2 + 300}
 
 
 def norm_gradients(
@@ -147,6 +154,23 @@ def test_norm_shapes(shape: tuple[int, int, int], device: str) -> None:
     assert_rows(rows, [dw_BN])
 
 
+def test_rms_norm_without_eps(device: str) -> None:
+    """Eleven rows in blocks of 32: the missing ones must not divide by zero."""
+    x, dy, w = (torch.randn(*n, device=device) for n in ((3, 11, 50), (3, 11, 50), (50,)))
+    _, dw, rows = operators.rms_norm_backward(dy, x, w, 0.0, 0.0)
+    dw_BN = norm_gradients(x, dy, w, None, 0.0, 0.0, rms=True)[1]
+    assert_gradient(dw, dw_BN)
+    assert_rows(rows, [dw_BN])
+
+
+def test_strided_gain(device: str) -> None:
+    x, dy = (torch.randn(3, 11, 50, device=device) for _ in range(2))
+    for w in (torch.randn(100, device=device)[::2], torch.randn(1, device=device).expand(50)):
+        dx = operators.rms_norm_backward(dy, x, w, 1e-3, 0.0)[0]
+        want_dx = norm_gradients(x, dy, w, None, 1e-3, 0.0, rms=True)[0]
+        torch.testing.assert_close(dx.double(), want_dx, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_narrow_norms(dtype: torch.dtype, device: str) -> None:
     """Narrow inputs that are strided; dx is rounded once, norms are not rounded."""
@@ -189,7 +213,7 @@ def test_conv_wgrad(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operators, "COLUMNS", columns)
+    monkeypatch.setattr(operators, "PATCHES", columns)
     x, dy = torch.randn(case["x"], device=device), torch.randn(case["dy"], device=device)
     geometry = (case["kernel"], case["stride"], case["padding"], case["dilation"], groups)
     dw, db, rows = operators.conv_wgrad(x, dy, samples, *geometry, True, True, F32)

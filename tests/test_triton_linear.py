@@ -26,6 +26,7 @@ SHAPES = {
     "below a block": (4, 5, 16, 8),
     "several tiles": (3, 130, 264, 136),
     "one feature": (4, 66, 1, 1),
+    "short, by Gram products": (3, 9, 512, 512),
     "one token": (5, 1, 40, 24),
     "no sample": (0, 9, 16, 8),
     "no token": (3, 0, 16, 8),
@@ -74,8 +75,17 @@ def test_linear_wgrad(
 @DTYPES
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_fused_tiles(parts: int, aligned: bool, dtype: torch.dtype, device: str) -> None:
-    """Every named configuration, by descriptors and by pointers, whole and split by samples."""
+def test_fused_tiles(
+    parts: int,
+    aligned: bool,
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every named configuration, by descriptors and by pointers, whole and split by samples; on any
+    device a program has several tiles.
+    """
+    monkeypatch.setattr(linear_wgrad, "multiprocessors", lambda device: 3)
     I, O = (200, 136) if aligned else (201, 137)
     x, dy = draw(7, 70, I, O, dtype, device)  # three parts of three: two samples too many
     want = loop(x, dy)
@@ -110,10 +120,11 @@ def test_adds_into_a_buffer(parts: int, device: str) -> None:
     assert_wgrad(buffer.double() - before, partial.double().sum(0), want)
 
 
-def test_tied_rows(device: str) -> None:
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_tied_rows(dtype: torch.dtype, device: str) -> None:
     """Rows of every sample's gradient at its own ids, repeated and absent ones included."""
-    x, dy = draw(3, 70, 40, 150, F32, device)
-    ids = torch.randint(0, 150, (3, 9), device=device)
+    x, dy = draw(3, 70, 40, 152, dtype, device)
+    ids = torch.randint(0, 152, (3, 9), device=device)
     ids[0] = 7
     dw, db, rows, tied = operators.linear_wgrad_tied(x, dy, ids, True, F32)
     assert_wgrad(dw, rows[0, :-1], loop(x, dy))
@@ -122,20 +133,23 @@ def test_tied_rows(device: str) -> None:
         torch.testing.assert_close(tied[b].double(), want, rtol=1e-5, atol=1e-5)
 
 
+# Views of 8400 numbers as samples [3, 70, 40].
 STRIDES = {
-    "sequence first": lambda: torch.randn(70, 3, 40).transpose(0, 1),
-    "a slice of packed projections": lambda: torch.randn(3, 70, 120)[..., 40:80],
-    "every second feature": lambda: torch.randn(3, 70, 80)[..., ::2],
-    "expanded samples": lambda: torch.randn(1, 70, 40).expand(3, -1, -1),
-    "expanded tokens": lambda: torch.randn(3, 1, 40).expand(-1, 70, -1),
-    "unaligned rows": lambda: torch.randn(3, 70, 43)[..., 3:],
+    "sequence first": lambda t: t.view(70, 3, 40).transpose(0, 1),
+    "a slice of packed projections": lambda t: t.repeat(3).view(3, 70, 120)[..., 40:80],
+    "every second feature": lambda t: t.repeat(2).view(3, 70, 80)[..., ::2],
+    "expanded samples": lambda t: t[:2800].view(1, 70, 40).expand(3, -1, -1),
+    "expanded tokens": lambda t: t[:120].view(3, 1, 40).expand(-1, 70, -1),
+    "unaligned rows": lambda t: t.repeat(2)[:9030].view(3, 70, 43)[..., 3:],
 }
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("make", STRIDES.values(), ids=STRIDES.keys())
-def test_strides(make: object, device: str) -> None:
+def test_strides(make: object, dtype: torch.dtype, device: str) -> None:
     assert callable(make)
-    x, dy = make().to(device), torch.randn(3, 70, 24, device=device)
+    x = make(torch.randn(8400).to(device, dtype))
+    dy = torch.randn(3, 70, 24, device=device).to(dtype)
     for left, right in ((x, dy), (dy, x)):
         dw, _, rows = operators.linear_wgrad(left, right, True, False, False, F32)
         assert_wgrad(dw, rows[0, :-1], loop(left, right))
@@ -143,8 +157,9 @@ def test_strides(make: object, device: str) -> None:
 
 def test_samples_do_not_mix(device: str) -> None:
     """What is not finite in one sample stays there, on every route."""
-    for T in (70, 9, 1):
-        x, dy = draw(3, T, 40, 24, BF16, device)
+    for T, width, route in ((70, 40, "fused"), (9, 512, "gram"), (1, 40, "closed")):
+        x, dy = draw(3, T, width, width, BF16, device)
+        assert routes.linear_route(3, T, width, width, x) == route
         x[1, -1, 0] = torch.inf
         _, _, rows = operators.linear_wgrad(x, dy, True, False, False, F32)
         assert rows[0, :3].isfinite().tolist() == [True, False, True]
@@ -157,9 +172,23 @@ def test_gram(T: int, dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(gram.gram(x, dy).double(), loop(x, dy)[1][:-1], rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("T", [3, 64, 128])
+def test_gram_that_cancels(T: int, device: str) -> None:
+    """Tokens alike and dy that sums to almost zero: the sum of the terms would have no digit left;
+    samples beside it are not touched.
+    """
+    x, dy = draw(3, T, 150, 70, BF16, device)
+    x[1] = x[1, :1] + 0.01 * x[1]
+    dy[1] -= dy[1].float().mean(0).to(BF16)
+    torch.testing.assert_close(gram.gram(x, dy).double(), loop(x, dy)[1][:-1], rtol=1e-5, atol=0)
+    x[1], dy[1] = x[1, :1], 1.0
+    dy[1, : T // 2 * 2 : 2], dy[1, T // 2 * 2 :] = -1.0, 0.0
+    assert gram.gram(x, dy)[1] == 0.0
+
+
 def test_rows(device: str) -> None:
     x, dy = draw(5, 1, 3000, 70, BF16, device)
-    product, dy_sqnorm = gram.row_sqnorms(x[:, 0], dy[:, 0])
+    product, dy_sqnorm = gram.token_sqnorms(x[:, 0], dy[:, 0])
     torch.testing.assert_close(product.double(), loop(x, dy)[1][:-1], rtol=1e-5, atol=0)
     bias = loop(torch.ones_like(x[..., :1]), dy)
     torch.testing.assert_close(dy_sqnorm.double(), bias[1][:-1], rtol=1e-5, atol=0)
@@ -198,26 +227,48 @@ def test_same_bits_twice(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-def test_route_is_chosen_by_cost() -> None:
-    assert routes.linear_route(1, 4096, 4096, BF16) == "closed"
-    assert routes.linear_route(16, 4096, 4096, BF16) == "gram"
-    assert routes.linear_route(512, 4096, 4096, BF16) == "fused"
-    assert routes.linear_route(16, 4096, 4096, F32) == "fused"
+def test_route_is_chosen_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "multiprocessors", lambda device: 132)
+    x = torch.empty(0, dtype=BF16)
+    assert routes.linear_route(1024, 1, 4096, 4096, x) == "closed"
+    assert routes.linear_route(1024, 16, 4096, 4096, x) == "gram"
+    assert routes.linear_route(4, 128, 4096, 4096, x) == "fused"  # four programs would be slow
+    assert routes.linear_route(32, 512, 4096, 4096, x) == "fused"
+    assert routes.linear_route(1024, 16, 4096, 4096, x.float()) == "fused"
 
 
-def test_splits_fill_the_device() -> None:
-    """36 tiles on 132 processors: three parts; a whole wave, or one sample: none."""
-    assert splits(36, 16, 16, 132) == 3
-    assert splits(132, 16, 16, 132) == 1
-    assert splits(36, 1, 16, 132) == 1
-    assert splits(1024, 16, 16, 132) == 1
+@pytest.mark.parametrize("B", [1, 8, 16, 32])
+@pytest.mark.parametrize(("I", "O"), [(768, 768), (4096, 4096), (8192, 8192), (4096, 128256)])
+def test_splits_fill_the_device(I: int, O: int, B: int) -> None:
+    """Parts are made only where tiles are few, and their sums stay small."""
+    tiles = -(-I // 128) * -(-O // 128)
+    parts = splits(tiles, B, 32, 132)
+    assert parts <= B
+    assert parts == 1 or tiles * parts * 128 * 128 * 4 <= 32 << 20
+    if tiles == 36 and B > 1:
+        assert parts > 1
+    if tiles >= 264:
+        assert parts == 1
 
 
-@pytest.mark.parametrize("x_dtype", [torch.float64, torch.int8], ids=str)
-def test_dtype_without_a_kernel(x_dtype: torch.dtype, device: str) -> None:
-    x, dy = (torch.ones(2, 3, 4, device=device).to(x_dtype) for _ in range(2))
+@pytest.mark.parametrize(
+    ("x_dtype", "dy_dtype"),
+    [(torch.float64, torch.float64), (torch.int8, torch.int8), (F32, BF16)],
+    ids=["float64", "int8", "mixed"],
+)
+def test_dtype_without_a_kernel(x_dtype: torch.dtype, dy_dtype: torch.dtype, device: str) -> None:
+    x, dy = (torch.ones(2, 3, 4, device=device).to(dtype) for dtype in (x_dtype, dy_dtype))
     with pytest.raises(NotImplementedError, match=r"shapes \[2, 3, 4\].*GNSFAST_BACKEND=reference"):
         operators.linear_wgrad(x, dy, True, False, False, F32)
+
+
+@pytest.mark.parametrize("T", [1, 9, 70])
+def test_float64_parameter(T: int, device: str) -> None:
+    """Under autocast the weight may be wider than what it multiplies."""
+    x, dy = draw(3, T, 512, 512, BF16, device)
+    dw, db, rows = operators.linear_wgrad(x, dy, True, True, False, torch.float64)
+    assert dw.dtype == db.dtype == torch.float64
+    assert_wgrad(dw, rows[0, :-1], loop(x, dy))
 
 
 def test_agrees_with_the_reference(device: str) -> None:

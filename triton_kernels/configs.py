@@ -20,6 +20,7 @@ class Config:
     block_t: int
     num_warps: int
     num_stages: int
+    resident: int = 1  # programs that a multiprocessor holds, by their registers
 
     def __str__(self) -> str:
         return (
@@ -35,15 +36,15 @@ HALF = (
     Config(128, 128, 64, 8, 3),
     Config(128, 128, 64, 8, 4),
     Config(128, 128, 32, 8, 4),
-    Config(64, 128, 64, 4, 3),
-    Config(64, 64, 64, 4, 3),
+    Config(64, 128, 64, 4, 3, 2),
+    Config(64, 64, 64, 4, 3, 2),
 )
 HALF_UNALIGNED = (Config(128, 64, 32, 8, 2),)
 """For rows that are no multiple of 16 bytes: loads of single elements take many registers."""
 
 TF32 = (Config(64, 128, 32, 8, 3), Config(128, 128, 32, 8, 2))
 TF32_UNALIGNED = TF32[:1]
-SINGLE = (Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2))
+SINGLE = (Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2, 2))
 """float32 on the ordinary cores."""
 
 
@@ -57,23 +58,29 @@ def candidates(dtype: torch.dtype, aligned: bool) -> tuple[Config, ...]:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Programs that run at the same time: one a multiprocessor, for its registers."""
-    return 3 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+    """Of the device; of the interpreter a few, so that a program has several tiles there too."""
+    if INTERPRETED:
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-MERGE_STEPS = 16
-"""The second kernel's launch and its pass over the scratch, in steps of the first (0.3 µs each on
-H100-like hardware, counted)."""
+MERGE_LAUNCH = 16
+"""Launching the kernel that adds the parts, in steps of a block (0.3 µs each, counted)."""
+
+MERGE_TILE = 0.1
+"""Writing and reading one part of one tile, in such steps: 2 · 64 KiB at 4.3 TB/s."""
 
 
-def splits(tiles: int, B: int, blocks: int, processors: int) -> int:
+def splits(tiles: int, B: int, blocks: int, programs: int) -> int:
     """Into how many parts of whole samples each tile is split, so that the last wave of programs is
-    not half empty: the counted time of each choice, in steps of a block.
+    not half empty: the counted time of each choice, in steps of a block. Two full waves are enough:
+    there parts would cost memory for a few per cent.
     """
 
-    def steps(parts: int) -> int:
-        waves = triton.cdiv(tiles * parts, processors)
-        merge = (MERGE_STEPS + 2 * parts) if parts > 1 else 0
+    def steps(parts: int) -> float:
+        waves = triton.cdiv(tiles * parts, programs)
+        merge = MERGE_LAUNCH + MERGE_TILE * tiles * parts if parts > 1 else 0.0
         return waves * triton.cdiv(B, parts) * blocks + merge
 
-    return min(range(1, max(1, min(B, 16)) + 1), key=lambda parts: (steps(parts), parts))
+    most = min(B, 16, max(1, 2 * programs // tiles)) if tiles < 2 * programs else 1
+    return min(range(1, max(1, most) + 1), key=lambda parts: (steps(parts), parts))

@@ -3,7 +3,9 @@
 samples, whose weight gradient itself is then one plain matrix product.
 
 ‖dy_bᵀ x_b‖² = Σ_{t,s} (dy_t·dy_s)(x_t·x_s). A program takes one sample; the two T x T products stay
-in its registers. For T = 1 it is ‖dy_b‖² ‖x_b‖².
+in its registers. Where the terms cancel (tokens alike, dy that sums to zero: key projections) their
+rounding is larger than their sum: such a sample's program goes through the product itself, tile by
+tile, which cancels before it is squared. For T = 1 the norm is ‖dy_b‖² ‖x_b‖².
 """
 
 import torch
@@ -15,6 +17,12 @@ from gnsfast.triton_kernels.tiles import dot, precision
 
 MAX_TOKENS = 128
 """Two products of 128 x 128 are half of the registers of eight warps."""
+
+CANCELLED = 0.02
+"""A sum below this share of its terms' absolute sum has lost too many digits."""
+
+TILE = 64
+"""Rows and columns of the product's tiles, where a sample goes through it."""
 
 
 @triton.jit
@@ -32,6 +40,8 @@ def gram_kernel(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
+    CANCELLED: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     offs_t = tl.arange(0, BLOCK_T)
@@ -53,7 +63,20 @@ def gram_kernel(
         dy = tl.load(dy_rows + columns, mask=mask_t & (columns < O), other=0.0)
         dy_gram = dot(dy, dy.T, dy_gram, PRECISION)
 
-    tl.store(sqnorm_ptr + b, tl.sum(x_gram * dy_gram))
+    terms = x_gram * dy_gram
+    sqnorm = tl.sum(terms)
+    if sqnorm < CANCELLED * tl.sum(tl.abs(terms)):
+        sqnorm = 0.0
+        for o in range(0, O, TILE):
+            offs_o = o + tl.arange(0, TILE)[:, None]
+            at = dy_ptr + b * dy_stride_b + offs_t.to(tl.int64)[None, :] * dy_stride_t + offs_o
+            dy_OT = tl.load(at, mask=(offs_t < T)[None, :] & (offs_o < O), other=0.0)
+            for i in range(0, I, TILE):
+                offs_i = i + tl.arange(0, TILE)[None, :]
+                x_TI = tl.load(x_rows + offs_i, mask=mask_t & (offs_i < I), other=0.0)
+                product = dot(dy_OT, x_TI, tl.zeros((TILE, TILE), tl.float32), PRECISION)
+                sqnorm += tl.sum(product * product)
+    tl.store(sqnorm_ptr + b, sqnorm)
 
 
 def gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
@@ -66,6 +89,8 @@ def gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
         *(x_BTI.stride(0), x_BTI.stride(1), dy_BTO.stride(0), dy_BTO.stride(1)),
         PRECISION=precision(x_BTI.dtype),
         BLOCK_T=block_t,
+        TILE=TILE,
+        CANCELLED=CANCELLED,
         **config(block_t, x_BTI.dtype),
     )
     return sqnorm_B
@@ -73,12 +98,12 @@ def gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
 
 def config(block_t: int, dtype: torch.dtype) -> dict[str, int]:
     """Wide loads for few rows; the two products of 128 rows take eight warps."""
-    block_k = 32 if dtype == torch.float32 else 128 if block_t <= 32 else 64
+    block_k = 32 if dtype == torch.float32 else 128 if block_t == 16 else 64
     return {"BLOCK_K": block_k, "num_warps": 8 if block_t == MAX_TOKENS else 4, "num_stages": 3}
 
 
 @triton.jit
-def row_sqnorms_kernel(
+def token_sqnorms_kernel(
     x_ptr,
     dy_ptr,
     product_ptr,  # [B] float32
@@ -108,11 +133,11 @@ def row_sqnorms_kernel(
 ROW_BLOCK = 2048
 
 
-def row_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
+def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
     """‖x_b‖² ‖dy_b‖² and ‖dy_b‖², both [B]: a one-token sample's weight and bias."""
     B = len(x_BI)
     product_B, dy_sqnorm_B = x_BI.new_empty((2, B), dtype=torch.float32)
-    row_sqnorms_kernel[(B,)](
+    token_sqnorms_kernel[(B,)](
         *(x_BI, dy_BO, product_B, dy_sqnorm_B, x_BI.shape[1], dy_BO.shape[1]),
         *(x_BI.stride(0), dy_BO.stride(0)),
         BLOCK=ROW_BLOCK,

@@ -201,9 +201,9 @@ def fused(
     """
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
     tiles = triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
-    processors = multiprocessors(x_BTI.device)
+    programs = multiprocessors(x_BTI.device) * config.resident
     if parts is None:
-        parts = splits(tiles, B, triton.cdiv(T, config.block_t), processors)
+        parts = splits(tiles, B, triton.cdiv(T, config.block_t), programs)
     samples_a_split = triton.cdiv(B, parts)
     parts = triton.cdiv(B, samples_a_split)
     partial = x_BTI.new_empty((tiles, B + 1), dtype=torch.float32)
@@ -217,7 +217,7 @@ def fused(
         x = descriptor(x, config.block_t, config.block_i)
         dy = descriptor(dy, config.block_t, config.block_o)
     slots, rows = links or (None, None)
-    linear_wgrad_kernel[(min(processors, tiles * parts),)](
+    linear_wgrad_kernel[(min(programs, tiles * parts),)](
         *(x, dy, dw_OI, partial, scratch, slots, rows),
         *(B, T, I, O, 0 if rows is None else rows.shape[1]),
         *(samples_a_split, tiles * parts),
@@ -247,10 +247,16 @@ def fused(
 
 
 def aligned(t_BTN: Tensor) -> bool:
-    """Whether all rows of ``t_BTN`` start at a multiple of 16 bytes: wide loads need it."""
-    size = t_BTN.element_size()
-    strides = [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
-    return t_BTN.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in strides)
+    """Whether blocks of ``t_BTN`` can be loaded in wide pieces: by the copy engine, or by pointers
+    whose row strides Triton knows to be multiples of 16 elements.
+    """
+    wide = t_BTN.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in _row_strides(t_BTN))
+    return wide or fits_tma(t_BTN)
+
+
+def _row_strides(t_BTN: Tensor) -> list[int]:
+    """Strides of samples and tokens, of which there is more than one."""
+    return [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
 
 
 def fits_tma(t_BTN: Tensor) -> bool:
@@ -263,8 +269,9 @@ def fits_tma(t_BTN: Tensor) -> bool:
             return False
         if t_BTN.dtype == torch.float32 and not tf32_allowed():
             return False
-    expanded = any(n > 1 and s == 0 for n, s in zip(t_BTN.shape[:2], t_BTN.stride()))
-    return aligned(t_BTN) and not expanded and t_BTN.shape[2] * t_BTN.element_size() >= 16
+    size = t_BTN.element_size()
+    rows = all(stride > 0 and stride * size % 16 == 0 for stride in _row_strides(t_BTN))
+    return rows and t_BTN.data_ptr() % 16 == 0 and t_BTN.shape[2] * size >= 16
 
 
 def descriptor(t_BTN: Tensor, block_t: int, block_n: int) -> TensorDescriptor:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from gnsfast.triton_kernels.configs import multiprocessors
 
-ROW = 1 << 12
-"""The widest row that is held in registers; rows of 8192 spill."""
+ROW = 1 << 13
+"""The widest row that is held in registers, if its length is a multiple of 16; else half of it."""
 
-COLUMNS = 512
+COLUMN_BLOCK = 512
 """Columns of a program for wider rows."""
 
 PROGRAMS = 4
@@ -57,6 +57,7 @@ def norm_backward_kernel(
     BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1)
@@ -68,7 +69,7 @@ def norm_backward_kernel(
     dw = tl.zeros((BLOCK_N,), tl.float32)
     db = tl.zeros((BLOCK_N,), tl.float32)
     last = min(T, (c + 1) * chunk)
-    for t in range(c * chunk, last, BLOCK_T):
+    for t in tl.range(c * chunk, last, BLOCK_T, num_stages=NUM_STAGES):
         offs_t = t + tl.arange(0, BLOCK_T)
         mask_t = offs_t < last
         mask = mask_t[:, None] & mask_n[None, :]
@@ -78,7 +79,8 @@ def norm_backward_kernel(
         normed = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_at, mask=mask, other=0.0).to(tl.float32)
         if RMS and not MEANS:
-            rstd = tl.rsqrt(tl.sum(normed * normed, 1) / N + eps)[:, None]
+            rstd = tl.rsqrt(tl.sum(normed * normed, 1) / N + eps)
+            rstd = tl.where(mask_t, rstd, 0.0)[:, None]  # without eps a missing row's is infinite
         else:
             rstd = tl.load(rstd_ptr + b * T + offs_t, mask=mask_t, other=0.0)[:, None]
         if not RMS:
@@ -130,8 +132,8 @@ def norm_means_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """mean(g·n) and mean(g) of a row, and for RMS norm its rstd."""
-    t = tl.program_id(0).to(tl.int64)
-    b = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(0).to(tl.int64) // T
+    t = tl.program_id(0).to(tl.int64) % T
     mean = 0.0
     if not RMS:
         mean = tl.load(mean_ptr + b * T + t)
@@ -163,17 +165,18 @@ def config(N: int) -> dict[str, int]:
     """Several short rows at a time, or a long one over more warps: 16 numbers a thread of each of
     seven arrays.
     """
-    block_n = max(16, triton.next_power_of_2(N)) if N <= ROW else COLUMNS
-    block_t = min(32, max(1, 2048 // block_n))
+    in_registers = N <= (ROW if N % 16 == 0 else ROW // 2)
+    block_n = max(16, triton.next_power_of_2(N)) if in_registers else COLUMN_BLOCK
+    block_t = min(16, max(1, 2048 // block_n))
     return {
         "BLOCK_T": block_t,
         "BLOCK_N": block_n,
         "num_warps": max(4, block_t * block_n // 512),
-        "num_stages": 2,
+        "NUM_STAGES": 2,
     }
 
 
-MEANS = {"BLOCK_N": 2048, "num_warps": 4}
+MEANS_CONFIG = {"BLOCK_N": 2048, "num_warps": 4}
 
 
 def norm_backward(
@@ -210,10 +213,10 @@ def norm_backward(
         if columns > 1:
             mean_gn, mean_g = x_BTN.new_empty((2, B, T), dtype=torch.float32)
             rstd = x_BTN.new_empty((B, T), dtype=torch.float32) if rstd is None else rstd
-            norm_means_kernel[(T, B)](
+            norm_means_kernel[(B * T,)](
                 *(dy_BTN, x_BTN, mean, rstd, mean_gn, mean_g, w_N, T, N, eps, offset, *strides),
                 **variant,
-                **MEANS,
+                **MEANS_CONFIG,
             )
         norm_backward_kernel[(B, chunks, columns)](
             *(dy_BTN, x_BTN, mean, rstd, mean_gn, mean_g, w_N, dx, dw, db),

@@ -23,8 +23,13 @@ from gnsfast.triton_kernels.tuning import choose
 
 Links = tuple[Tensor, Tensor]
 
-COLUMNS = 1 << 26
-"""Elements of a convolution's patches that are in memory at a time: 128 MiB in bfloat16."""
+PATCHES = 1 << 26
+"""Elements of a convolution's patches, and of its samples' gradients, in memory at a time: 128 MiB
+in bfloat16."""
+
+SMALL_VOCABULARY = 256
+"""Few ids are long runs of tokens, one program each: 10 ms for two ids of 131k tokens (counted). As
+one-hot rows they are a linear layer."""
 
 
 def linear_wgrad(
@@ -81,19 +86,19 @@ def outer_wgrad(
         if links is not None:
             links[1].zero_()
         return x_BTI.new_zeros((O, I), dtype=dtype), x_BTI.new_zeros(B + 1)
-    route = "fused" if links is not None else linear_route(T, I, O, x_BTI.dtype)
+    route = "fused" if links is not None else linear_route(B, T, I, O, x_BTI)
     if route == "fused":
         dw_OI = x_BTI.new_empty((O, I), dtype=dtype)
-        return dw_OI, fused(x_BTI, dy_BTO, dw_OI, links=links)
+        return dw_OI, fused_wgrad(x_BTI, dy_BTO, dw_OI, links=links)
     dw_OI = dense_wgrad(x_BTI, dy_BTO, dtype)
     if route == "closed":
-        sqnorm_B, _ = gram.row_sqnorms(unit_inner(x_BTI[:, 0]), unit_inner(dy_BTO[:, 0]))
+        sqnorm_B, _ = gram.token_sqnorms(unit_inner(x_BTI[:, 0]), unit_inner(dy_BTO[:, 0]))
     else:
         sqnorm_B = gram.gram(unit_inner(x_BTI), unit_inner(dy_BTO))
     return dw_OI, with_sum(sqnorm_B, dw_OI)
 
 
-def fused(
+def fused_wgrad(
     x_BTI: Tensor,
     dy_BTO: Tensor,
     dw_OI: Tensor,
@@ -110,7 +115,8 @@ def fused(
     if config is None:
         aligned = fused_kernel.aligned(x) and fused_kernel.aligned(dy)
         configs = candidates(x.dtype, aligned)
-        key = ("linear_wgrad", I, O, triton.next_power_of_2(T), x.dtype, dw_OI.dtype)
+        tma = fused_kernel.fits_tma(x) and fused_kernel.fits_tma(dy)
+        key = ("linear_wgrad", I, O, triton.next_power_of_2(T), x.dtype, dw_OI.dtype, tma)
         scratch = functools.cache(lambda: torch.empty_like(dw_OI))  # dw itself may be added to
         config = choose(key, configs, lambda c: fused_kernel.fused(x, dy, scratch(), c))
     partial = fused_kernel.fused(x, dy, dw_OI, config, add=add, links=links)
@@ -133,7 +139,7 @@ def bias_wgrad(dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """db and the squared norms [B + 1] of the samples' own and of their sum."""
     B, T, O = dy_BTO.shape
     if T == 1 and B * O:
-        _, sqnorm_B = gram.row_sqnorms(unit_inner(dy_BTO[:, 0]), unit_inner(dy_BTO[:, 0]))
+        _, sqnorm_B = gram.token_sqnorms(unit_inner(dy_BTO[:, 0]), unit_inner(dy_BTO[:, 0]))
         db_O = dy_BTO[:, 0].sum(0, dtype=torch.float32)
         return db_O.to(dtype), with_sum(sqnorm_B, db_O[None])
     return sums_wgrad(dy_BTO.sum(1, dtype=torch.float32), dtype)
@@ -147,7 +153,8 @@ def sums_wgrad(g_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def row_sqnorms(t_RN: Tensor) -> Tensor:
     """The squared norm of each row, float64; narrow types are widened as they are read."""
-    norms_R: Tensor = torch.linalg.vector_norm(t_RN, dim=1, dtype=torch.float32)
+    wide = reference.accumulate_dtype(t_RN.dtype)
+    norms_R: Tensor = torch.linalg.vector_norm(t_RN, dim=1, dtype=wide)
     return norms_R.double().square()
 
 
@@ -160,6 +167,11 @@ def embedding_wgrad(
     dy_BTD: Tensor, ids_BT: Tensor, num_embeddings: int, padding_idx: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     check_dtypes("embedding_wgrad", dy_BTD)
+    if num_embeddings <= SMALL_VOCABULARY:
+        ids_V = torch.arange(num_embeddings, device=ids_BT.device)
+        onehot_BTV = (ids_BT[..., None] == ids_V) & (ids_V != padding_idx)
+        dw, sqnorm_B1 = outer_wgrad(dy_BTD, onehot_BTV.to(dy_BTD.dtype), dtype)
+        return dw, probe_rows([sqnorm_B1], dy_BTD)
     dw, sqnorm_B1 = embedding.embedding_wgrad(dy_BTD, ids_BT, num_embeddings, padding_idx, dtype)
     return dw, probe_rows([sqnorm_B1], dy_BTD)
 
@@ -174,9 +186,10 @@ def layer_norm_backward(
     weight: bool,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_dtypes("layer_norm_backward", dy_BTN, x_BTN)
+    check_dtypes("layer_norm_backward", dy_BTN, x_BTN, one=False)
     dx, dw_BN, db_BN = norms.norm_backward(
-        *(unit_inner(dy_BTN), unit_inner(x_BTN), (mean_BT1, rstd_BT1), w_N, weight, bias)
+        *(unit_inner(dy_BTN), unit_inner(x_BTN), (mean_BT1, rstd_BT1)),
+        *(w_N if w_N is None else unit_inner(w_N), weight, bias),
     )
     grads, rows = [], []
     for g_BN, parameter in ((dw_BN, w_N), (db_BN, b_N)):
@@ -192,9 +205,9 @@ def layer_norm_backward(
 def rms_norm_backward(
     dy_BTN: Tensor, x_BTN: Tensor, w_N: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_dtypes("rms_norm_backward", dy_BTN, x_BTN)
+    check_dtypes("rms_norm_backward", dy_BTN, x_BTN, one=False)
     dx, dw_BN, _ = norms.norm_backward(
-        *(unit_inner(dy_BTN), unit_inner(x_BTN), None, w_N, True, False, eps, offset)
+        *(unit_inner(dy_BTN), unit_inner(x_BTN), None, unit_inner(w_N), True, False, eps, offset)
     )
     assert dw_BN is not None
     dw, sqnorm_B1 = sums_wgrad(dw_BN, w_N.dtype)
@@ -223,7 +236,8 @@ def conv_wgrad(
         K = C // groups * math.prod(kernel)
         dw_GOK = x.new_zeros((groups, O // groups, K), dtype=torch.float32)
         positions = dy.shape[2:].numel() * rows_a_sample
-        together = max(1, COLUMNS // max(1, positions * groups * K))
+        a_sample = groups * K * (positions if groups == 1 else max(positions, O // groups))
+        together = max(1, PATCHES // max(1, a_sample))
         parts = []
         for first in range(0, samples, together):
             rows = slice(first * rows_a_sample, (first + together) * rows_a_sample)
@@ -245,8 +259,8 @@ def _add_groups(cols_BTGK: Tensor, dy_BTO: Tensor, dw_GOK: Tensor) -> Tensor:
     """Add the samples' gradients into ``dw_GOK``; their squared norms [B], over all groups."""
     (B, T, G, K), O = cols_BTGK.shape, dy_BTO.shape[2] // dw_GOK.shape[0]
     if G == 1 and B * T * K * O:
-        return fused(cols_BTGK[:, :, 0], dy_BTO, dw_GOK[0], add=True)[:-1]
-    # Grouped kernels are small: all samples' gradients fit, and one batched product makes them.
+        return fused_wgrad(cols_BTGK[:, :, 0], dy_BTO, dw_GOK[0], add=True)[:-1]
+    # Small products, one for each group: all samples' gradients by one batched product.
     dy_BGOT = dy_BTO.unflatten(2, (G, O)).permute(0, 2, 3, 1).flatten(0, 1)
     cols_BGTK = cols_BTGK.transpose(1, 2).flatten(0, 1)
     g_BGOK = torch.bmm(dy_BGOT.float(), cols_BGTK.float()).reshape(B, G, O, K)

@@ -5,7 +5,9 @@
 
 import torch
 import triton
+from torch import Tensor
 
+from gnsfast.triton_kernels.configs import multiprocessors
 from gnsfast.triton_kernels.gram import MAX_TOKENS
 from gnsfast.triton_kernels.tiles import tf32_allowed
 
@@ -21,17 +23,20 @@ GRAM_READ = 350
 meanwhile: 2 bytes at 4 TB/s against 700 TFLOP/s."""
 
 
-def linear_route(T: int, I: int, O: int, dtype: torch.dtype) -> str:
-    """``closed``, ``gram`` or ``fused``, by the cost beside a plain weight gradient.
+def linear_route(B: int, T: int, I: int, O: int, x: Tensor) -> str:
+    """``closed``, ``gram`` or ``fused``, by the cost beside a plain weight gradient; ``x`` gives
+    dtype and device.
 
-    float32 that is multiplied as such never takes the Gram route: where its terms cancel it loses
-    digits, which the narrow types and tf32 have lost before.
+    float32 that is multiplied as such never takes the Gram route: its products are as slow as the
+    layer's own.
     """
     if T == 1:
         return "closed"
-    if T > MAX_TOKENS or (dtype == torch.float32 and not tf32_allowed()):
+    if T > MAX_TOKENS or (x.dtype == torch.float32 and not tf32_allowed()):
         return "fused"
     padding = triton.cdiv(T, 64) * 64 - T
     fused = 2 * I * O * (padding + BOUNDARY)
-    gram = T * (I + O) * (2 * GRAM_WASTE * T / 2 + GRAM_READ)
-    return "gram" if gram < fused else "fused"
+    gram = T * (I + O) * (GRAM_WASTE * T + GRAM_READ)
+    processors = multiprocessors(x.device)
+    waves = triton.cdiv(B, processors) * processors / B  # a program takes a sample
+    return "gram" if gram * waves < fused else "fused"

@@ -79,17 +79,19 @@ def linear_wgrad_segments(
     x, dy = unit_inner(x_NI), unit_inner(dy_NO)
     B, I, O = len(starts) - 1, x.shape[1], dy.shape[1]
     config = config or candidates(x.dtype, aligned(x[None]) and aligned(dy[None]))[0]
+    starts = starts.contiguous()
     tiles = triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
     dw = x.new_empty((O, I), dtype=dtype)
     partial = x.new_empty((tiles, B + 1), dtype=torch.float32)
-    linear_wgrad_segments_kernel[(tiles,)](
-        *(x, dy, dw, partial, starts, B, I, O, x.stride(0), dy.stride(0)),
-        PRECISION=precision(x.dtype),
-        BLOCK_O=config.block_o,
-        BLOCK_I=config.block_i,
-        BLOCK_T=config.block_t,
-        GROUP=GROUP_O,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        linear_wgrad_segments_kernel[(tiles,)](
+            *(x, dy, dw, partial, starts, B, I, O, x.stride(0), dy.stride(0)),
+            PRECISION=precision(x.dtype),
+            BLOCK_O=config.block_o,
+            BLOCK_I=config.block_i,
+            BLOCK_T=config.block_t,
+            GROUP=GROUP_O,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
     return dw, partial.sum(0, dtype=torch.float64)

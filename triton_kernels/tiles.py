@@ -44,15 +44,18 @@ def tf32_allowed() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def check_dtypes(op: str, *tensors: Tensor) -> None:
-    """Raise for floating-point tensors that no kernel takes, naming the operator and the remedy."""
+def check_dtypes(op: str, *tensors: Tensor, one: bool = True) -> None:
+    """Raise for tensors that no kernel takes (``one``: nor of several dtypes), naming the operator
+    and the remedy.
+    """
     dtypes = {t.dtype for t in tensors}
-    if not dtypes <= set(DTYPES):
+    if not dtypes <= set(DTYPES) or (one and len(dtypes) > 1):
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         shapes = ", ".join(str(list(t.shape)) for t in tensors)
         raise NotImplementedError(
             f"{op} has no Triton kernel for {names} (shapes {shapes}): it takes float32, float16 "
-            "and bfloat16. GNSFAST_BACKEND=reference runs plain PyTorch instead."
+            f"{'or' if one else 'and'} bfloat16. GNSFAST_BACKEND=reference runs plain PyTorch "
+            "instead."
         )
 
 

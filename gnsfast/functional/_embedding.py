@@ -58,9 +58,11 @@ class _Embedding(torch.autograd.Function):
             dw, sqnorm_PB = ops.embedding_wgrad(
                 dy_BTD, ids_BT, ctx.num_embeddings, ctx.padding_idx, ctx.parameter_dtype
             )
-            taught_BTD = dy_BTD.to(reference.accumulate_dtype(dy.dtype))
-            taught_BTD = taught_BTD.masked_fill((ids_BT == ctx.padding_idx)[..., None], 0.0)
-            if any(d is not None for d in dlinks):
+            tied = any(d is not None for d in dlinks)
+            if tied or link_ids:
+                taught_BTD = dy_BTD.to(reference.accumulate_dtype(dy.dtype))
+                taught_BTD = taught_BTD.masked_fill((ids_BT == ctx.padding_idx)[..., None], 0.0)
+            if tied:
                 sqnorm_PB = _add_cross_terms(sqnorm_PB, taught_BTD, *dlinks)
             for ids_BS in link_ids:
                 same_BST = (ids_BS[:, :, None] == ids_BT[:, None, :]).to(taught_BTD.dtype)
