@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// The functions of primitives_sm90.cuh on the host model.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+// What the kernel needs of CUDA's headers.
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+struct __half {
+  _Float16 value;
+};
+inline float to_float(__nv_bfloat16 v) {
+  const uint32_t bits = static_cast<uint32_t>(v.bits) << 16;
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+inline float to_float(__half v) { return static_cast<float>(v.value); }
+inline float to_float(float v) { return v; }
+inline void from_float(float f, __nv_bfloat16* v) {  // to the nearest, ties to even
+  uint32_t bits;
+  memcpy(&bits, &f, sizeof bits);
+  v->bits = static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+inline void from_float(float f, __half* v) { v->value = static_cast<_Float16>(f); }
+inline void from_float(float f, float* v) { *v = f; }
+
+struct CUtensorMap {
+  const uint8_t* base;
+  int64_t sizes[3];    // features, tokens, samples
+  int64_t strides[3];  // bytes
+  int box_features, box_tokens;
+};
+
+#include "machine.h"
+
+#define GNSFAST_DEVICE inline
+#define GNSFAST_KERNEL(cluster, threads) void
+#define GNSFAST_SIMT_KERNEL(threads) void
+#define GNSFAST_GRID_CONSTANT
+#define GNSFAST_SHARED(name) uint8_t* name = host_model::block().shared.data() + 16
+
+namespace gnsfast {
+
+inline uint32_t shared_address(const void* p) {
+  const auto* byte = static_cast<const uint8_t*>(p);
+  return host_model::kSharedBase + static_cast<uint32_t>(byte - host_model::block().shared.data());
+}
+inline uint32_t thread_index() { return host_model::self().index; }
+inline uint32_t block_index() { return host_model::block().index; }
+inline uint32_t block_count() { return host_model::machine()->block_count; }
+inline uint32_t cluster_rank() { return host_model::block().rank; }
+inline bool elect_one() { return thread_index() % 32 == 0; }
+
+inline float from_lane(float value, uint32_t lane) {
+  auto& b = host_model::block();
+  const uint32_t warp = thread_index() / 32;
+  b.exchange[warp][thread_index() % 32] = value;
+  host_model::named_sync(b.warps[warp], 32);
+  const float result = b.exchange[warp][lane];
+  host_model::named_sync(b.warps[warp], 32);
+  return result;
+}
+inline float shuffle_xor(float value, int mask) {
+  return from_lane(value, (thread_index() % 32) ^ mask);
+}
+inline uint32_t uniform(uint32_t value) { return static_cast<uint32_t>(from_lane(value, 0)); }
+
+inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  auto& b = host_model::block().barriers[barrier] = host_model::MBarrier();
+  b.arrivals = b.missing = arrivals;
+}
+inline void mbarrier_init_fence() {
+  for (auto& [address, barrier] : host_model::block().barriers) barrier.visible = true;
+}
+inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  auto& b = host_model::visible_barrier(host_model::block(), barrier);
+  b.bytes += bytes;
+  --b.missing;
+  b.check();
+  ++host_model::machine()->progress;
+}
+inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  auto& other = *host_model::machine()->blocks[rank];
+  host_model::must_be_live(other);
+  auto& b = host_model::visible_barrier(other, barrier);
+  --b.missing;
+  b.check();
+  ++host_model::machine()->progress;
+}
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  auto& b = host_model::visible_barrier(host_model::block(), barrier);
+  host_model::wait_until([&] { return b.phase != parity; });
+}
+
+inline void tma_prefetch(const CUtensorMap*) {}
+inline void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier, int feature,
+                               int token, int sample, uint16_t ranks) {
+  const CUtensorMap m = *map;
+  const uint32_t bytes = m.box_features * m.box_tokens * 2;
+  if (to % 1024 && to % (m.box_tokens * 128)) host_model::fail("a box is not aligned");
+  for (int rank = 0; rank < host_model::machine()->cluster; ++rank) {
+    if (!(ranks >> rank & 1)) continue;
+    host_model::Block* b = host_model::machine()->blocks[rank].get();
+    auto land = [=] {
+      host_model::must_be_live(*b);
+      for (int t = 0; t < m.box_tokens; ++t) {
+        for (int f = 0; f < m.box_features; ++f) {
+          const uint32_t address = to + (t * m.box_features + f) * 2;
+          uint8_t* target = host_model::shared_at(*b, host_model::swizzle_128(address));
+          const bool inside =
+              feature + f < m.sizes[0] && token + t < m.sizes[1] && sample < m.sizes[2];
+          if (inside) {
+            memcpy(target,
+                   m.base + (feature + f) * m.strides[0] + (token + t) * m.strides[1] +
+                       sample * m.strides[2],
+                   2);
+          } else {
+            memset(target, 0, 2);
+          }
+        }
+      }
+      auto& full = host_model::visible_barrier(*b, barrier);
+      full.bytes -= bytes;
+      full.check();
+    };
+    host_model::machine()->copies.push_back({land, b, to, to + bytes});
+  }
+  ++host_model::machine()->progress;
+}
+inline void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int feature, int token,
+                     int sample) {
+  tma_load_multicast(to, map, barrier, feature, token, sample, 1 << cluster_rank());
+}
+
+inline void wgmma_fence() { host_model::self().fenced = true; }
+inline void wgmma_commit() {
+  auto& thread = host_model::self();
+  thread.committed.push_back(thread.products.size());
+  thread.fenced = false;
+}
+template <int kPending>
+void wgmma_wait() {
+  auto& thread = host_model::self();
+  const size_t groups = thread.committed.size();
+  const uint64_t needed = groups > kPending ? thread.committed[groups - 1 - kPending] : 0;
+  host_model::wait_until([&] { return thread.computed >= needed; });
+}
+template <class Element, int kRegisters>
+__attribute__((noinline)) void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b,
+                                     int accumulate) {
+  auto& thread = host_model::self();
+  if (!thread.fenced) host_model::fail("a product without wgmma.fence before its group");
+  if (!thread.accumulators) {  // whoever reads them before the wait reads NaN
+    thread.accumulators = d;
+    thread.sums.assign(d, d + kRegisters);
+    std::fill(d, d + kRegisters, NAN);
+  }
+  thread.products.push_back({a, b, accumulate, 2 * kRegisters});
+  host_model::compute_product = host_model::compute_oldest_product<Element>;
+  ++host_model::machine()->progress;
+}
+template <int kRegisters>
+void register_fence(float (&)[kRegisters]) {}
+template <int kRegisters>
+void registers_grow() {}
+template <int kRegisters>
+void registers_shrink() {}
+
+inline void named_barrier_sync(int id, int threads) {
+  host_model::named_sync(host_model::block().named[id], threads);
+}
+inline void named_barrier_arrive(int id, int threads) {
+  host_model::named_arrive(host_model::block().named[id], threads);
+}
+inline void block_sync() {
+  auto& b = host_model::block();
+  host_model::named_sync(b.named[0], b.threads.size());
+}
+inline void cluster_sync() {
+  auto& m = *host_model::machine();
+  host_model::named_sync(m.cluster_barrier, m.cluster * m.blocks[0]->threads.size());
+}
+
+template <class Output>
+void store_pair(Output* to, float a, float b, int add) {
+  from_float(a + (add ? to_float(to[0]) : 0.f), to);
+  from_float(b + (add ? to_float(to[1]) : 0.f), to + 1);
+}
+
+}  // namespace gnsfast

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// The weight gradient of a linear layer with every sample's squared norm, for Hopper.
+//
+//   dW [O, I] = Σ_b dy_bᵀ x_b        sqnorm[b] = ‖dy_bᵀ x_b‖²        sqnorm[B] = ‖dW‖²
+//
+// A cluster of two CTAs owns two tiles of dW, one below the other; both need the same x:
+//
+//                     x [64 tokens, 192]               loaded half by each CTA, multicast to both
+//                    ┌────────────┐
+//        dyᵀ ┌────┐  │            │
+//   CTA 0    │ 64 │→ │ warpgroup 0│  128 x 192: acc (this sample) and total, in registers
+//            │ 64 │→ │ warpgroup 1│
+//            ├────┤  ├────────────┤
+//   CTA 1    │ 64 │→ │ warpgroup 0│
+//            │ 64 │→ │ warpgroup 1│
+//            └────┘  └────────────┘
+//
+// In each CTA one thread of warpgroup 2 feeds a ring of five stages through the copy engine; the two
+// consumer warpgroups multiply. They issue their products in turn, so that while one squares a
+// sample's end (96 multiply-adds and 96 adds a thread) the other keeps the tensor cores busy:
+//
+//   copies      ▌b,0▐▌b,1▐▌b+1,0▐ ...
+//   warpgroup 0  ═══════╗end b╔═══════╗
+//   warpgroup 1     ═══════╗end b╔═══════╗
+//
+// What would be the last, partly filled wave of tiles is split by whole samples; the parts meet in a
+// scratch, which merge_kernel adds in a fixed order. No atomics: two runs give the same bits.
+#pragma once
+#ifdef GNSFAST_HOST_MODEL
+#include "host_model/primitives.h"
+#else
+#include "primitives_sm90.cuh"
+#endif
+
+namespace gnsfast {
+
+constexpr int kTileO = 128;
+constexpr int kTileI = 192;
+constexpr int kBlockT = 64;  // tokens of a stage
+constexpr int kStages = 5;
+constexpr int kColumns = 64;   // a copied box is as wide as the 128-byte swizzle: 64 elements of 2
+constexpr int kTokenStep = 16;  // tokens of one wgmma
+
+constexpr int kBoxBytes = kBlockT * kColumns * 2;
+constexpr int kDyBytes = kTileO / kColumns * kBoxBytes;
+constexpr int kStageBytes = kDyBytes + kTileI / kColumns * kBoxBytes;
+constexpr int kSharedBytes = kStages * kStageBytes + 2 * kStages * 8 + 1024;  // 1024: alignment
+
+constexpr int kConsumerWarps = 8;
+constexpr int kConsumers = 32 * kConsumerWarps;
+constexpr int kThreads = kConsumers + 128;
+constexpr int kAccumulators = kTileI / 2;  // of 64 x 192 over 128 threads
+// 384 threads start with 168 registers each; 128 · 40 + 256 · 232 is what an SM has.
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+constexpr int kBand = 8;  // rows of tiles that go together, so that x stays in L2
+
+struct Problem {
+  int B, T, I, O;
+  int tiles_i = 0;
+  int tiles = 0;        // of a whole cluster
+  int whole_tiles = 0;  // the first of them; each of the others is split into parts
+  int parts = 1;
+  int add = 0;               // to what dw holds
+  float* partial = nullptr;  // [tiles · cluster · kConsumerWarps, B + 1]
+  float* scratch = nullptr;  // [(tiles - whole_tiles) · parts · cluster, kAccumulators, kConsumers]
+};
+
+// Tiles, or parts of tiles, are numbered; a cluster takes every num_clusters-th.
+struct Unit {
+  int tile, part;
+  int o, i;        // the CTA's own first row, the cluster's first column
+  int begin, end;  // samples
+  bool whole;
+};
+
+GNSFAST_DEVICE int units_of(const Problem& p) {
+  return p.whole_tiles + (p.tiles - p.whole_tiles) * p.parts;
+}
+GNSFAST_DEVICE int blocks_of(const Problem& p) { return (p.T + kBlockT - 1) / kBlockT; }
+
+template <int kCluster>
+GNSFAST_DEVICE Unit locate(const Problem& p, int unit, int rank) {
+  Unit u;
+  const int beyond = unit - p.whole_tiles;
+  u.whole = beyond < 0;
+  u.tile = u.whole ? unit : p.whole_tiles + beyond / p.parts;
+  u.part = u.whole ? 0 : beyond % p.parts;
+  const int parts = u.whole ? 1 : p.parts;
+  u.begin = static_cast<int>(static_cast<int64_t>(p.B) * u.part / parts);
+  u.end = static_cast<int>(static_cast<int64_t>(p.B) * (u.part + 1) / parts);
+
+  constexpr int kRows = kBand / kCluster;
+  const int band = u.tile / (kRows * p.tiles_i);
+  const int within = u.tile % (kRows * p.tiles_i);
+  const int left = p.tiles / p.tiles_i - band * kRows;
+  const int rows = left < kRows ? left : kRows;
+  u.o = ((band * kRows + within % rows) * kCluster + rank) * kTileO;
+  u.i = within / rows * kTileI;
+  return u;
+}
+
+// Where a CTA's part of a split tile lies in the scratch, in tiles.
+template <int kCluster>
+GNSFAST_DEVICE int64_t scratch_slot(const Problem& p, int tile, int part, int rank) {
+  return (static_cast<int64_t>(tile - p.whole_tiles) * p.parts + part) * kCluster + rank;
+}
+
+// The ring: consumers and producer each keep their own place in it.
+struct Ring {
+  uint32_t full, empty;  // barriers of stage 0
+  uint32_t stage = 0, phase = 0;
+
+  GNSFAST_DEVICE uint32_t full_barrier() const { return full + 8 * stage; }
+  GNSFAST_DEVICE uint32_t empty_barrier() const { return empty + 8 * stage; }
+  GNSFAST_DEVICE uint32_t previous_empty_barrier() const {
+    return empty + 8 * (stage == 0 ? kStages - 1 : stage - 1);
+  }
+  GNSFAST_DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// A shared-memory operand of wgmma whose rows are tokens: 128-byte swizzle, 8 KiB to the next 64
+// columns (leading offset), 1 KiB to the next 8 tokens (stride offset).
+GNSFAST_DEVICE uint64_t operand(uint32_t address) {
+  constexpr uint64_t kLeading = kBoxBytes >> 4, kStride = 1024 >> 4, kSwizzle128 = 1;
+  return ((address & 0x3FFFF) >> 4) | kLeading << 16 | kStride << 32 | kSwizzle128 << 62;
+}
+constexpr uint64_t kNextTokens = kTokenStep * kColumns * 2 >> 4;  // 2 KiB further
+
+template <int kCluster>
+GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x, const Problem& p,
+                            uint32_t shared, Ring ring, int rank) {
+  constexpr int kShare = kBlockT / kCluster;  // tokens of x that this CTA loads
+  const int clusters = block_count() / kCluster;
+  for (int unit = block_index() / kCluster; unit < units_of(p); unit += clusters) {
+    const Unit u = locate<kCluster>(p, unit, rank);
+#pragma unroll 1  // unrolled it spills
+    for (int b = u.begin; b < u.end; ++b) {
+#pragma unroll 1
+      for (int block = 0; block < blocks_of(p); ++block) {
+        mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
+        const uint32_t full = ring.full_barrier();
+        const uint32_t dy = shared + ring.stage * kStageBytes, x = dy + kDyBytes;
+        mbarrier_arrive_expect(full, kStageBytes);
+        const int token = block * kBlockT;
+#pragma unroll
+        for (int c = 0; c < kTileO / kColumns; ++c) {
+          tma_load(dy + c * kBoxBytes, &map_dy, full, u.o + c * kColumns, token, b);
+        }
+#pragma unroll
+        for (int c = 0; c < kTileI / kColumns; ++c) {
+          const uint32_t to = x + c * kBoxBytes + rank * kShare * kColumns * 2;
+          const int feature = u.i + c * kColumns, first = token + rank * kShare;
+          if constexpr (kCluster == 1) {
+            tma_load(to, &map_x, full, feature, first, b);
+          } else {
+            tma_load_multicast(to, &map_x, full, feature, first, b, (1 << kCluster) - 1);
+          }
+        }
+        ring.advance();
+      }
+    }
+  }
+}
+
+// The squared norm that a warp holds, summed over its lanes and stored by one of them.
+GNSFAST_DEVICE void store_sqnorm(float* to, float sqnorm, uint32_t lane) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) sqnorm += shuffle_xor(sqnorm, mask);
+  if (lane == 0) *to = sqnorm;
+}
+
+GNSFAST_DEVICE void clear(float (&v)[kAccumulators]) {
+#pragma unroll
+  for (int k = 0; k < kAccumulators; ++k) v[k] = 0.f;
+}
+
+GNSFAST_DEVICE float sqnorm_of(const float (&v)[kAccumulators]) {
+  float s[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) s[i % 4] = fmaf(v[i], v[i], s[i % 4]);
+  return (s[0] + s[1]) + (s[2] + s[3]);
+}
+
+// A consumer's 96 values of the tile at (o, i), two neighbours at a time: of a group of eight columns
+// a thread holds two in its own row and two in the row eight below.
+template <class Output>
+GNSFAST_DEVICE void store_tile(Output* dw, const Problem& p, const float (&v)[kAccumulators], int o,
+                               int i, uint32_t consumer) {
+  const uint32_t warp = consumer / 32, lane = consumer % 32;
+  const int row = o + warp * 16 + lane / 4, first = i + lane % 4 * 2;
+#pragma unroll
+  for (int k = 0; k < kAccumulators; k += 2) {
+    const int r = row + (k % 4 == 2 ? 8 : 0), column = first + k / 4 * 8;
+    if (r < p.O && column < p.I) {
+      Output* to = dw + static_cast<int64_t>(r) * p.I + column;
+      store_pair(to, v[k], v[k + 1], p.add);
+    }
+  }
+}
+
+template <class Element, class Output, int kCluster, bool kOrdered>
+GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring ring, int rank,
+                            uint32_t warp, uint32_t lane) {
+  const uint32_t group = warp / 4;
+  const int clusters = block_count() / kCluster;
+  float acc[kAccumulators], total[kAccumulators];
+  auto release = [&](uint32_t barrier) {
+    if (lane < kCluster) mbarrier_arrive_at(barrier, lane);
+  };
+  if constexpr (kOrdered) {
+    if (group == 1) named_barrier_arrive(1, kConsumers);  // warpgroup 0 goes first
+  }
+  for (int unit = block_index() / kCluster; unit < units_of(p); unit += clusters) {
+    const Unit u = locate<kCluster>(p, unit, rank);
+    const int64_t row = (static_cast<int64_t>(u.tile) * kCluster + rank) * kConsumerWarps + warp;
+    float* partial = p.partial + row * (p.B + 1);
+    float pending = 0.f;  // the sample before this one, not yet stored
+    clear(total);
+#pragma unroll 1
+    for (int b = u.begin; b < u.end; ++b) {
+#pragma unroll 1
+      for (int block = 0; block < blocks_of(p); ++block) {
+        mbarrier_wait(ring.full_barrier(), ring.phase);
+        if constexpr (kOrdered) named_barrier_sync(1 + group, kConsumers);
+        const uint32_t dy = shared + ring.stage * kStageBytes;
+        const uint64_t left = operand(dy + group * kBoxBytes), right = operand(dy + kDyBytes);
+        register_fence(acc);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBlockT / kTokenStep; ++k) {
+          wgmma<Element>(acc, left + k * kNextTokens, right + k * kNextTokens, block + k > 0);
+        }
+        wgmma_commit();
+        register_fence(acc);
+        if constexpr (kOrdered) named_barrier_arrive(2 - group, kConsumers);
+        if (block > 0) {
+          wgmma_wait<1>();  // the block before this one has been read
+          release(ring.previous_empty_barrier());
+        } else if (b > u.begin) {
+          store_sqnorm(partial + b - 1, pending, lane);  // under the products just issued
+        }
+        ring.advance();
+      }
+      wgmma_wait<0>();
+      register_fence(acc);
+      release(ring.previous_empty_barrier());
+      pending = sqnorm_of(acc);
+#pragma unroll
+      for (int k = 0; k < kAccumulators; ++k) total[k] += acc[k];
+    }
+    if (u.end > u.begin) store_sqnorm(partial + u.end - 1, pending, lane);
+    const uint32_t consumer = warp * 32 + lane;
+    if (u.whole) {
+      store_sqnorm(partial + p.B, sqnorm_of(total), lane);
+      store_tile(dw, p, total, u.o, u.i, consumer);
+    } else {
+      const int64_t slot = scratch_slot<kCluster>(p, u.tile, u.part, rank);
+      float* to = p.scratch + slot * kAccumulators * kConsumers + consumer;
+#pragma unroll
+      for (int k = 0; k < kAccumulators; ++k) to[k * kConsumers] = total[k];
+    }
+  }
+  if constexpr (kOrdered) {
+    if (group == 0) named_barrier_sync(1, kConsumers);  // the last turn handed over
+  }
+}
+
+template <class Element, class Output, int kCluster, bool kOrdered>
+GNSFAST_KERNEL(kCluster, kThreads)
+linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT CUtensorMap map_dy,
+                    const GNSFAST_GRID_CONSTANT CUtensorMap map_x, Output* dw,
+                    const GNSFAST_GRID_CONSTANT Problem p) {
+  GNSFAST_SHARED(memory);
+  const uint32_t shared = (shared_address(memory) + 1023u) & ~1023u;
+  Ring ring;
+  ring.full = shared + kStages * kStageBytes;
+  ring.empty = ring.full + 8 * kStages;
+  const uint32_t warp = uniform(thread_index() / 32), lane = thread_index() % 32;
+  const int rank = kCluster > 1 ? cluster_rank() : 0;
+
+  if (warp == kConsumerWarps && elect_one()) {
+    tma_prefetch(&map_dy);
+    tma_prefetch(&map_x);
+    for (int s = 0; s < kStages; ++s) {
+      mbarrier_init(ring.full + 8 * s, 1);
+      mbarrier_init(ring.empty + 8 * s, kCluster * kConsumerWarps);
+    }
+    mbarrier_init_fence();
+  }
+  if constexpr (kCluster > 1) {
+    cluster_sync();
+  } else {
+    block_sync();
+  }
+
+  if (warp >= kConsumerWarps) {
+    registers_shrink<kProducerRegisters>();
+    if (warp == kConsumerWarps && elect_one()) {
+      produce<kCluster>(map_dy, map_x, p, shared, ring, rank);
+    }
+  } else {
+    registers_grow<kConsumerRegisters>();
+    consume<Element, Output, kCluster, kOrdered>(dw, p, shared, ring, rank, warp, lane);
+  }
+  if constexpr (kCluster > 1) cluster_sync();  // a CTA's memory outlives what others send to it
+}
+
+// One CTA for each CTA's tile of the split ones: the parts in their order, then the norm of the sum.
+template <class Output, int kCluster>
+GNSFAST_SIMT_KERNEL(kConsumers)
+merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
+  const int rank = block_index() % kCluster, split = block_index() / kCluster;
+  const int tile = p.whole_tiles + split;
+  const uint32_t consumer = thread_index();
+  float total[kAccumulators];
+  clear(total);
+#pragma unroll 1
+  for (int part = 0; part < p.parts; ++part) {
+    const int64_t slot = scratch_slot<kCluster>(p, tile, part, rank);
+    const float* from = p.scratch + slot * kAccumulators * kConsumers + consumer;
+#pragma unroll
+    for (int k = 0; k < kAccumulators; ++k) total[k] += from[k * kConsumers];
+  }
+  const Unit u = locate<kCluster>(p, p.whole_tiles + split * p.parts, rank);
+  const uint32_t warp = consumer / 32;
+  const int64_t row = (static_cast<int64_t>(tile) * kCluster + rank) * kConsumerWarps + warp;
+  store_sqnorm(p.partial + row * (p.B + 1) + p.B, sqnorm_of(total), consumer % 32);
+  store_tile(dw, p, total, u.o, u.i, consumer);
+}
+
+}  // namespace gnsfast

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Hopper instructions that the kernel needs, one function each. The kernel touches the hardware
+// through these alone: host_model/primitives.h gives the same functions on a CPU.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "wgmma_sm90.cuh"
+
+#define GNSFAST_DEVICE __device__ __forceinline__
+#define GNSFAST_KERNEL(cluster, threads) \
+  __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(threads, 1)
+#define GNSFAST_SIMT_KERNEL(threads) __global__ void __launch_bounds__(threads)
+#define GNSFAST_GRID_CONSTANT __grid_constant__
+#define GNSFAST_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]
+
+namespace gnsfast {
+
+GNSFAST_DEVICE uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+GNSFAST_DEVICE uint32_t thread_index() { return threadIdx.x; }
+GNSFAST_DEVICE uint32_t block_index() { return blockIdx.x; }
+GNSFAST_DEVICE uint32_t block_count() { return gridDim.x; }
+GNSFAST_DEVICE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// One thread of a warp, the same one every time.
+GNSFAST_DEVICE bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(elected));
+  return elected != 0;
+}
+// Tells the compiler that all threads of a warp hold the same value.
+GNSFAST_DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
+GNSFAST_DEVICE float shuffle_xor(float value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+// Barriers in shared memory: a phase ends when all arrivals and all expected bytes are there.
+GNSFAST_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+// Makes initialised barriers visible to the cluster and to the copy engine.
+GNSFAST_DEVICE void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+GNSFAST_DEVICE void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Arrives at the same barrier of another CTA of the cluster. The default semantics: an explicit
+// .release.cluster costs a MEMBAR.ALL.GPU in the loop.
+GNSFAST_DEVICE void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+// Waits until the phase of this parity has ended.
+GNSFAST_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, "
+      "0x989680;\n@done bra ended;\nbra again;\nended:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The copy engine: boxes of a tensor, zeros where the box leaves it.
+GNSFAST_DEVICE void tma_prefetch(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+GNSFAST_DEVICE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int feature,
+                             int token, int sample) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(feature), "r"(token), "r"(sample)
+      : "memory");
+}
+// To the same place of every CTA in ``ranks``, with the bytes counted at each one's own barrier.
+GNSFAST_DEVICE void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier,
+                                       int feature, int token, int sample, uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(feature), "r"(token), "r"(sample), "h"(ranks)
+      : "memory");
+}
+
+// The asynchronous matrix product of a warpgroup.
+GNSFAST_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+GNSFAST_DEVICE void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+GNSFAST_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+template <class Element, int kRegisters>
+GNSFAST_DEVICE void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, int accumulate) {
+  Wgmma<Element, 2 * kRegisters>::issue(d, a, b, accumulate);
+}
+// Keeps the compiler from moving reads and writes of the accumulators across.
+template <int kRegisters>
+GNSFAST_DEVICE void register_fence(float (&d)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Registers handed from one warpgroup to another.
+template <int kRegisters>
+GNSFAST_DEVICE void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+GNSFAST_DEVICE void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+GNSFAST_DEVICE void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+GNSFAST_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+GNSFAST_DEVICE void block_sync() { __syncthreads(); }
+GNSFAST_DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// Two neighbouring values in one store, added to what is there where ``add``: only float32 buffers
+// are added to.
+GNSFAST_DEVICE void store_pair(float* to, float a, float b, int add) {
+  auto* pair = reinterpret_cast<float2*>(to);
+  const float2 before = add ? *pair : make_float2(0.f, 0.f);
+  *pair = make_float2(before.x + a, before.y + b);
+}
+GNSFAST_DEVICE void store_pair(__nv_bfloat16* to, float a, float b, int) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+}
+GNSFAST_DEVICE void store_pair(__half* to, float a, float b, int) {
+  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
+}
+
+}  // namespace gnsfast
