@@ -47,7 +47,7 @@ bench: $(DEV)  ## gnsfast against plain torch on this CPU
 clean:  ## remove everything that make made
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-$(RUN): pyproject.toml constraints.txt
+$(RUN): pyproject.toml constraints.txt setup.py $(wildcard csrc/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) --editable '.[cli]' numpy  # torch warns at every start without it
 	touch $(RUN)

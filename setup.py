@@ -1,8 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the optional CUDA extension ``gnsfast._C`` is built once ``csrc/`` has kernels; until then
-pure Python.
+"""Builds the optional CUDA extension ``gnsfast._C`` where there is an nvcc; else pure Python.
+
+``GNSFAST_CUDA=0`` never builds it, ``1`` fails without nvcc, ``auto`` (the default) says in one
+line which it is. An nvcc that fails is an error in any case.
 """
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 from setuptools import setup
 
-setup()
+CSRC = Path("csrc")
+# The architecture of each file; sm_90a has the instructions that sm_90 alone does not.
+UNITS = {"linear_wgrad_sm90.cu": "-gencode=arch=compute_90a,code=sm_90a"}
+
+
+def find_nvcc() -> str | None:
+    """The compiler of ``CUDACXX``, of ``CUDA_HOME``, of the path, or of /usr/local/cuda."""
+    wanted = os.environ.get("GNSFAST_CUDA", "auto")
+    if wanted not in ("0", "1", "auto"):
+        raise SystemExit(f"GNSFAST_CUDA={wanted}: it must be 0, 1 or auto")
+    if wanted == "0":
+        print("gnsfast: GNSFAST_CUDA=0, installing without the CUDA extension", file=sys.stderr)
+        return None
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    candidates = [os.environ.get("CUDACXX"), *(f"{home}/bin/nvcc" for home in homes)]
+    for nvcc in (*candidates, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
+        # A wrapper on the path may point at a toolkit that is gone: ask it.
+        if nvcc and os.access(nvcc, os.X_OK):
+            if subprocess.run([nvcc, "--version"], capture_output=True).returncode == 0:
+                return nvcc
+    if wanted == "1":
+        raise SystemExit("GNSFAST_CUDA=1, but there is no nvcc that runs")
+    print("gnsfast: no nvcc, installing without the CUDA extension", file=sys.stderr)
+    return None
+
+
+def toolkit(nvcc: str) -> Path:
+    """Where the toolkit is: what nvcc itself says, as it may be a wrapper."""
+    dry = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    said = subprocess.run(dry, capture_output=True, text=True).stderr
+    tops = [line.removeprefix("#$ TOP=") for line in said.splitlines() if "TOP=" in line]
+    return Path(tops[0]).resolve() if tops else Path(nvcc).resolve().parents[1]
+
+
+def extension(nvcc: str) -> dict[str, Any]:
+    """setup()'s arguments: ninja compiles the kernels, pybind11's helpers the bindings."""
+    import ninja
+    from pybind11.setup_helpers import Pybind11Extension, build_ext
+
+    class BuildKernels(build_ext):  # type: ignore[misc]
+        def build_extension(self, ext: Any) -> None:
+            folder = Path(self.build_temp).resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = "-std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-fvisibility=hidden"
+            lines = ["rule cu", f"  command = {nvcc} {flags} $arch -MD -MF $out.d -c $in -o $out"]
+            lines += ["  depfile = $out.d", "  deps = gcc"]
+            for name, arch in UNITS.items():
+                source = (CSRC / name).resolve()
+                lines += [f"build {folder / name}.o: cu {source}", f"  arch = {arch}"]
+            (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+            subprocess.check_call([Path(ninja.BIN_DIR) / "ninja", "-C", folder])
+            ext.extra_objects = [str(folder / f"{name}.o") for name in UNITS]
+            super().build_extension(ext)
+
+    top = toolkit(nvcc)
+    module = Pybind11Extension(
+        "gnsfast._C",
+        [str(CSRC / "bindings.cpp")],
+        cxx_std=17,
+        include_dirs=[str(CSRC)],
+        library_dirs=[str(top / "lib64"), str(top / "lib")],
+        libraries=["cudart_static", "dl", "rt", "pthread"],  # torch has a runtime of its own
+        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,-s"],
+        depends=[str(path) for path in CSRC.glob("*.h")],
+    )
+    return {"ext_modules": [module], "cmdclass": {"build_ext": BuildKernels}}
+
+
+nvcc = find_nvcc()
+setup(**(extension(nvcc) if nvcc else {}))

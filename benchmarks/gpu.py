@@ -201,6 +201,38 @@ def _seconds_of_tiles(
         yield times[3]
 
 
+HOPPER = [
+    LayerCase(model, I, O, T, TOKENS)
+    for model, I, O in (SIZES[0], SIZES[3], SIZES[4])
+    for T in (64, 128, 256, 512, 1024, 2048, 8192)
+]
+
+
+def hopper(device: str, cases_: list[LayerCase] = HOPPER, rounds: int = 11) -> dict[str, Rows]:
+    """The CUDA extension's kernel beside plain dW and the Triton kernel, bf16."""
+    from gnsfast import extension
+    from gnsfast.triton_kernels import operators
+
+    title = "The Hopper kernel"
+    if extension.missing():
+        return {title: [{"check": "extension", "result": extension.missing()}]}
+    rows = []
+    for case in cases_:
+        x, dy = operands(case, device)
+        dw = x.new_empty((case.O, case.I))
+        ways = {
+            "plain": lambda: dy.flatten(0, 1).T @ x.flatten(0, 1),  # noqa: B023
+            "triton": lambda: operators.fused_wgrad(x, dy, dw),  # noqa: B023
+            "cuda": lambda: extension.linear_wgrad(x, dy, dw, False).sum(0, dtype=torch.float64),  # noqa: B023
+        }
+        timings = measure.interleave(ways, rounds, clock(device))
+        flop = 2 * case.B * case.T * case.I * case.O
+        row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
+        row |= {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
+        rows.append(row | {f"{k} / plain": str(timings[k]) for k in ("triton", "cuda")})
+    return {title: rows}
+
+
 def step(
     device: str, rounds: int = 11, models: tuple[str, ...] = ("gpt2", "llama")
 ) -> dict[str, Rows]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation an operator runs: plain PyTorch (``reference``) for CPU tensors, the Triton
-kernels for CUDA ones, or what ``GNSFAST_BACKEND`` says, for debugging.
+kernels for CUDA ones, or what ``GNSFAST_BACKEND`` says, for debugging. ``cuda`` is Triton with the
+CUDA extension in front, where that takes a tensor (``extension.py``).
 """
 
 import importlib
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnsfast import reference
+from gnsfast import extension, reference
 
 VARIABLE = "GNSFAST_BACKEND"
-NAMES = ("reference", "triton")
+NAMES = ("reference", "triton", "cuda")
 
 
 def chosen() -> str | None:
@@ -33,13 +34,16 @@ def chosen() -> str | None:
 
 def backend(device: str) -> str:
     """The back-end in force for tensors of a device type, ``cpu`` or ``cuda``."""
-    return chosen() or ("reference" if device == "cpu" else "triton")
+    default = "cuda" if extension.PREFERRED and not extension.missing() else "triton"
+    return chosen() or ("reference" if device == "cpu" else default)
 
 
 def missing(name: str, device: str) -> str:
     """Why a back-end cannot run tensors of this device type; empty where it can."""
     if name == "reference":
         return ""
+    if name == "cuda":
+        return extension.missing()
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -14,6 +14,7 @@ pytest.importorskip("benchmarks")  # a wheel has none
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import gpu, record, small_shapes  # noqa: E402
 from benchmarks.cases import LayerCase  # noqa: E402
+from gnsfast import extension  # noqa: E402
 
 TINY = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
 
@@ -29,11 +30,13 @@ def test_parts_write_their_record(
     """All parts on tiny cases; files for programs and for people; a short table last."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(record, "_gpu", lambda: {"gpu": "a device"})
+    monkeypatch.setattr(extension, "missing", lambda: "no device")
     outcome = {"check": "pytest", "exit status": 0, "result": "3 passed"}
     parts = {
         "correctness": lambda device: {"Tests against float64": [outcome]},
         "ops": lambda device, run=gpu.ops: run("cpu", TINY, 3),
         "routes": lambda device, run=gpu.routes: run("cpu", TINY[1:2], 3),
+        "hopper": lambda device, run=gpu.hopper: run("cpu", TINY, 3),
     }
     monkeypatch.setattr(gpu, "other_ops", lambda device, rounds: {})
     for name, part in parts.items():

@@ -98,6 +98,51 @@ def test_autocast() -> None:
         assert error <= 2 * max(worst.values()), name
 
 
+EXTENSION = {
+    "one block": (3, 64, 192, 256),
+    "one token": (3, 1, 200, 264),
+    "less than a step": (2, 7, 8, 8),
+    "ragged": (4, 100, 200, 264),
+    "many blocks": (5, 512, 512, 768),
+    "split": (16, 197, 1000, 1000),
+    "whole and split": (16, 128, 4096, 4096),
+}
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["stored", "added"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", EXTENSION.values(), ids=EXTENSION.keys())
+def test_extension(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    add: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The Hopper kernel per sample against float64; twice the same bits."""
+    from gnsfast import extension
+
+    monkeypatch.setenv("GNSFAST_BACKEND", "cuda")
+    B, T, I, O = shape
+    x, dy = (torch.randn(B, T, n, device="cuda").to(dtype) for n in (I, O))
+    dw = torch.ones(O, I, device="cuda") if add else torch.empty(O, I, device="cuda")
+    if extension.missing() or not extension.takes(x, dy, dw):
+        pytest.skip(extension.missing() or "no Hopper GPU")
+    again = dw.clone()
+    partial = extension.linear_wgrad(x, dy, dw, add)
+    assert torch.equal(partial, extension.linear_wgrad(x, dy, again, add))
+    assert torch.equal(dw, again)
+    total = torch.zeros(O, I, device="cuda", dtype=torch.float64)
+    for b in range(B):
+        g = dy[b].double().T @ x[b].double()
+        norm = partial[:, b].sum(dtype=torch.float64)
+        torch.testing.assert_close(norm, g.square().sum(), rtol=1e-5, atol=0)
+        total += g
+    norm = partial[:, B].sum(dtype=torch.float64)
+    torch.testing.assert_close(norm, total.square().sum(), rtol=1e-5, atol=0)
+    scale = total.abs().max().item()
+    torch.testing.assert_close(dw.double() - add, total, rtol=1e-5, atol=1e-5 * scale + 1e-6)
+
+
 def test_tf32() -> None:
     """Where PyTorch's switch allows it, no worse than twice torch's own tf32."""
     x, dy = (torch.randn(4, 256, n, device="cuda") for n in (512, 264))

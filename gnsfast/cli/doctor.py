@@ -63,7 +63,7 @@ def _backends() -> list[dict[str, str]]:
     rows = [
         ("reference", "CPU, plain PyTorch", ""),
         ("triton", "CUDA, ROCm", triton),
-        ("cuda", "CUDA, sm_80 and up", "not part of this version"),
+        ("cuda", "linear layers on Hopper", backends.missing("cuda", "cuda")),
     ]
     return [
         {"backend": name, "for": what, "state": "missing" if why else "ready", "why": why}

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the bindings call. No CUDA header here: pointers and strides are those of the caller's tensors.
+#pragma once
+#include <cstdint>
+
+namespace gnsfast {
+
+enum class Dtype { kBfloat16, kFloat16, kFloat32 };
+
+struct Rows {  // of x or dy: [B, T, features], the features side by side
+  const void* data;
+  int64_t stride_b, stride_t;  // in elements
+};
+
+struct Plan {  // how many tiles are whole, and into how many parts the others are split
+  int whole_tiles, parts;
+  int64_t partial_rows;      // of B + 1 float32
+  int64_t scratch_elements;  // float32
+};
+
+struct LinearWgrad {
+  Rows x, dy;
+  int B, T, I, O;
+  Dtype element, output;
+  void* dw;
+  bool add;
+  float* partial;
+  float* scratch;
+  void* stream;
+};
+
+// ``processors``: multiprocessors of the device.
+Plan plan_linear_wgrad_sm90(int B, int T, int I, int O, int processors);
+
+// Launches on the current device. Throws std::invalid_argument for what the copy engine cannot read,
+// std::runtime_error for what CUDA reports.
+void linear_wgrad_sm90(const LinearWgrad& call, int processors);
+
+// Empty where a kernel can be launched, else why not.
+const char* missing_device();
+
+}  // namespace gnsfast

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans and launches the Hopper kernel.
+#include "linear_wgrad_sm90.cuh"
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "linear_wgrad.h"
+
+namespace gnsfast {
+namespace {
+
+constexpr int kLaunchCluster = 2;
+constexpr int kWorthSplitting = 64;  // blocks of tokens: below, the second kernel costs more
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                            const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                            const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// From the driver that runs: nothing links against it, so the module loads without one.
+Encode encoder() {
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                           cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
+    }
+    return reinterpret_cast<Encode>(function);
+  }();
+  return encode;
+}
+
+// Boxes of 64 features and ``tokens`` tokens of one sample; what lies outside reads as zero.
+CUtensorMap encode(const char* name, const Rows& rows, int features, int T, int B, int tokens,
+                   Dtype element) {
+  const auto address = reinterpret_cast<uintptr_t>(rows.data);
+  // The stride of a dimension of one is never used, but has to be a valid one.
+  const int64_t stride_t = T == 1 ? features : rows.stride_t;
+  const int64_t stride_b = B == 1 ? stride_t : rows.stride_b;
+  if (address % 16 || features % 8 || stride_t % 8 || stride_b % 8 || stride_t <= 0 ||
+      stride_b <= 0) {
+    throw std::invalid_argument(
+        std::string(name) + " [" + std::to_string(B) + ", " + std::to_string(T) + ", " +
+        std::to_string(features) + "] with strides (" + std::to_string(rows.stride_b) + ", " +
+        std::to_string(rows.stride_t) +
+        ", 1): the copy engine reads rows that start at multiples of 16 bytes and are not expanded");
+  }
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(features), static_cast<cuuint64_t>(T),
+                               static_cast<cuuint64_t>(B)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(2 * stride_t),
+                                 static_cast<cuuint64_t>(2 * stride_b)};
+  const cuuint32_t box[3] = {kColumns, static_cast<cuuint32_t>(tokens), 1}, step[3] = {1, 1, 1};
+  CUtensorMap map;
+  const CUresult status = encoder()(
+      &map,
+      element == Dtype::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      3, const_cast<void*>(rows.data), sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw std::invalid_argument(std::string(name) + ": cuTensorMapEncodeTiled returns " +
+                                std::to_string(static_cast<int>(status)));
+  }
+  return map;
+}
+
+int tiles_along(int size, int tile) { return (size + tile - 1) / tile; }
+
+template <class Element, class Output>
+void launch(const LinearWgrad& call, int processors) {
+  constexpr int kCluster = kLaunchCluster;
+  const Plan plan = plan_linear_wgrad_sm90(call.B, call.T, call.I, call.O, processors);
+  Problem p{call.B, call.T, call.I, call.O};
+  p.tiles_i = tiles_along(call.I, kTileI);
+  p.tiles = tiles_along(call.O, kTileO * kCluster) * p.tiles_i;
+  p.whole_tiles = plan.whole_tiles;
+  p.parts = plan.parts;
+  p.add = call.add;
+  p.partial = call.partial;
+  p.scratch = call.scratch;
+  const CUtensorMap map_dy =
+      encode("dy", call.dy, call.O, call.T, call.B, kBlockT, call.element);
+  const CUtensorMap map_x =
+      encode("x", call.x, call.I, call.T, call.B, kBlockT / kCluster, call.element);
+  auto* dw = static_cast<Output*>(call.dw);
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+
+  const auto kernel = linear_wgrad_kernel<Element, Output, kCluster, true>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        "cudaFuncSetAttribute");
+  const int split = p.tiles - p.whole_tiles, units = p.whole_tiles + split * p.parts;
+  const int clusters = units < processors / kCluster ? units : processors / kCluster;
+  kernel<<<clusters * kCluster, kThreads, kSharedBytes, stream>>>(map_dy, map_x, dw, p);
+  check(cudaGetLastError(), "linear_wgrad_sm90");
+  if (split) {
+    merge_kernel<Output, kCluster><<<split * kCluster, kConsumers, 0, stream>>>(dw, p);
+    check(cudaGetLastError(), "linear_wgrad_sm90, merge");
+  }
+}
+
+}  // namespace
+
+Plan plan_linear_wgrad_sm90(int B, int T, int I, int O, int processors) {
+  const int tiles = tiles_along(O, kTileO * kLaunchCluster) * tiles_along(I, kTileI);
+  const int clusters = processors / kLaunchCluster < 1 ? 1 : processors / kLaunchCluster;
+  const int last = tiles % clusters;
+  Plan plan{tiles, 1, 0, 0};
+  if (last && static_cast<int64_t>(B) * tiles_along(T, kBlockT) >= kWorthSplitting) {
+    const int parts = clusters / last < B ? clusters / last : B;
+    if (parts > 1) {
+      plan.whole_tiles = tiles - last;
+      plan.parts = parts;
+    }
+  }
+  plan.partial_rows = static_cast<int64_t>(tiles) * kLaunchCluster * kConsumerWarps;
+  plan.scratch_elements = static_cast<int64_t>(tiles - plan.whole_tiles) * plan.parts *
+                          kLaunchCluster * kTileO * kTileI;
+  return plan;
+}
+
+void linear_wgrad_sm90(const LinearWgrad& call, int processors) {
+  const bool wide = call.output == Dtype::kFloat32;
+  if (call.element == Dtype::kBfloat16) {
+    wide ? launch<__nv_bfloat16, float>(call, processors)
+         : launch<__nv_bfloat16, __nv_bfloat16>(call, processors);
+  } else {
+    wide ? launch<__half, float>(call, processors) : launch<__half, __half>(call, processors);
+  }
+}
+
+const char* missing_device() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) return cudaGetErrorString(status);
+  return count ? "" : "no device";
+}
+
+}  // namespace gnsfast

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA extension ``gnsfast._C``: whether it is there, what it takes, and its launch."""
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PREFERRED = False
+"""Whether it goes before the Triton kernel: once a record in ``benchmarks/results/`` shows it
+faster. Until then ``GNSFAST_BACKEND=cuda`` asks for it."""
+
+ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@functools.cache
+def missing() -> str:
+    """Why the extension cannot run here; empty where it can."""
+    if importlib.util.find_spec("gnsfast._C") is None:
+        return "gnsfast was installed without nvcc: GNSFAST_CUDA=1 pip install . builds it"
+    if not torch.cuda.is_available():
+        return f"no device: {_module().missing_device() or 'torch sees none'}"
+    return ""
+
+
+def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor) -> bool:
+    """Whether the weight gradient goes to the extension: a Hopper GPU, rows that the copy engine
+    reads (bfloat16 or float16, at multiples of 16 bytes, not expanded). All else goes to Triton.
+    """
+    if not (PREFERRED or os.environ.get("GNSFAST_BACKEND") == "cuda") or not x_BTI.is_cuda:
+        return False
+    if torch.cuda.get_device_capability(x_BTI.device) != (9, 0) or missing():
+        return False
+    outputs = (torch.float32, x_BTI.dtype)
+    return dw_OI.dtype in outputs and fits(x_BTI) and fits(dy_BTO)
+
+
+def fits(t_BTN: Tensor) -> bool:
+    """Whether the copy engine can read the rows of ``t_BTN``."""
+    strides = [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
+    rows = all(stride > 0 and stride % 8 == 0 for stride in strides) and t_BTN.stride(2) == 1
+    whole = t_BTN.shape[2] % 8 == 0 and t_BTN.data_ptr() % 16 == 0
+    return t_BTN.dtype in ELEMENTS and rows and whole and t_BTN.numel() > 0
+
+
+def linear_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool) -> Tensor:
+    """Fill (or, with ``add``, add to) ``dw_OI``; the partial squared norms [rows, B + 1] of each
+    sample's own dy_bᵀ x_b, and last of their sum.
+
+    Needs ``takes(x_BTI, dy_BTO, dw_OI)`` and a contiguous ``dw_OI``. Raises RuntimeError with what
+    CUDA reports.
+    """
+    module = _module()
+    (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
+    processors = torch.cuda.get_device_properties(x_BTI.device).multi_processor_count
+    plan = module.plan_linear_wgrad_sm90((B, T, I, O), processors=processors)
+    partial = x_BTI.new_empty((plan["partial_rows"], B + 1), dtype=torch.float32)
+    scratch = x_BTI.new_empty(plan["scratch_elements"], dtype=torch.float32)
+    module.linear_wgrad_sm90(
+        x=x_BTI.data_ptr(),
+        x_strides=x_BTI.stride()[:2],
+        dy=dy_BTO.data_ptr(),
+        dy_strides=dy_BTO.stride()[:2],
+        shape=(B, T, I, O),
+        element=ELEMENTS[x_BTI.dtype],
+        dw=dw_OI.data_ptr(),
+        output=str(dw_OI.dtype).removeprefix("torch."),
+        add=add,
+        partial=partial.data_ptr(),
+        scratch=scratch.data_ptr(),
+        processors=processors,
+        stream=torch.cuda.current_stream(x_BTI.device).cuda_stream,
+    )
+    return partial
+
+
+@functools.cache
+def _module() -> Any:
+    return importlib.import_module("gnsfast._C")

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA extension as far as a machine without a device goes: it is imported, plans, and says in
+one line what it refuses. ``test_gpu.py`` runs its kernels.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gnsfast import extension
+
+_C = pytest.importorskip("gnsfast._C", reason="built without nvcc")
+
+CALL: dict[str, Any] = dict(
+    x=1024,
+    x_strides=(64, 8),
+    dy=1024,
+    dy_strides=(64, 8),
+    shape=(2, 8, 8, 8),
+    element="bfloat16",
+    dw=1024,
+    output="float32",
+    add=False,
+    partial=1024,
+    scratch=0,
+    processors=132,
+    stream=0,
+)
+
+REFUSED = {
+    "every size must be 1 to .*T 0": dict(shape=(2, 0, 8, 8)),
+    r"shape must be \(B, T, I, O\)": dict(shape=(2, 8, 8)),
+    "no kernel for float64": dict(element="float64"),
+    "x and dy must be bfloat16 or float16": dict(element="float32"),
+    "dw must be float32 or bfloat16, not float16": dict(output="float16"),
+    "only a float32 dw is added to": dict(output="bfloat16", add=True),
+    "dw is a null pointer": dict(dw=0),
+    r"x_strides must be": dict(x_strides=(8,)),
+    "scratch is a null pointer": dict(shape=(16, 1024, 768, 768)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _C.linear_wgrad_sm90(**{**CALL, **REFUSED[message]})
+
+
+def test_without_a_device() -> None:
+    if torch.cuda.is_available():
+        assert _C.missing_device() == extension.missing() == ""
+    else:
+        assert extension.missing().startswith("no device: ")
+        with pytest.raises(RuntimeError, match="no CUDA device: "):
+            _C.linear_wgrad_sm90(**CALL)
+
+
+def plan(B: int, T: int, I: int, O: int) -> dict[str, int]:
+    return _C.plan_linear_wgrad_sm90((B, T, I, O), processors=132)
+
+
+def test_plan() -> None:
+    """Tiles of a pair of blocks are 256 x 192; 66 pairs run at a time."""
+    assert plan(16, 1024, 4096, 4096)["whole_tiles"] == 330  # of 352: five waves
+    assert plan(16, 1024, 4096, 4096)["parts"] == 3  # 22 tiles left for 66 pairs
+    small = plan(16, 1024, 768, 768)
+    assert (small["whole_tiles"], small["parts"]) == (0, 5)
+    assert small["partial_rows"] == 12 * 2 * 8
+    assert small["scratch_elements"] == 12 * 5 * 2 * 128 * 192
+    assert plan(1, 1024, 768, 768)["parts"] == 1  # one sample cannot be split
+    assert plan(4, 16, 768, 768)["parts"] == 1  # too little to do
+
+
+FITS = {
+    "contiguous": (lambda t: t, True),
+    "sequence first": (lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), True),
+    "a slice of packed projections": (lambda t: t.repeat(1, 1, 3)[..., 16:32], True),
+    "rows of 9": (lambda t: t[..., :9].contiguous(), False),
+    "expanded": (lambda t: t[:1].expand(3, -1, -1), False),
+    "every second feature": (lambda t: t[..., ::2], False),
+    "unaligned": (lambda t: t.repeat(1, 1, 2)[..., 4:20], False),
+    "empty": (lambda t: t[:, :0], False),
+    "float32": (lambda t: t.float(), False),
+}
+
+
+@pytest.mark.parametrize(("view", "wanted"), FITS.values(), ids=FITS.keys())
+def test_fits(view: Any, wanted: bool) -> None:
+    assert extension.fits(view(torch.randn(3, 5, 16).bfloat16())) is wanted
