@@ -15,8 +15,16 @@ from typing import Any
 from setuptools import setup
 
 CSRC = Path("csrc")
-# The architecture of each file; sm_90a has the instructions that sm_90 alone does not.
-UNITS = {"linear_wgrad_sm90.cu": "-gencode=arch=compute_90a,code=sm_90a"}
+GENERIC = ("80", "90", "100", "120")
+# The architectures of each file: sm_90a has instructions that sm_90 alone does not; generic code
+# carries what the driver of a later device compiles.
+UNITS = {
+    "linear_wgrad_sm90.cu": "-gencode=arch=compute_90a,code=sm_90a",
+    "linear_wgrad_sm80.cu": " ".join(
+        [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in GENERIC]
+        + [f"-gencode=arch=compute_{GENERIC[-1]},code=compute_{GENERIC[-1]}"]
+    ),
+}
 
 
 def find_nvcc() -> str | None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import gnsfast
 from benchmarks import cases, measure
 from benchmarks.cases import LayerCase
+from gnsfast import extension
 
 Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[1]
@@ -201,36 +203,41 @@ def _seconds_of_tiles(
         yield times[3]
 
 
-HOPPER = [
+CUDA = [
     LayerCase(model, I, O, T, TOKENS)
     for model, I, O in (SIZES[0], SIZES[3], SIZES[4])
     for T in (64, 128, 256, 512, 1024, 2048, 8192)
 ]
 
 
-def hopper(device: str, cases_: list[LayerCase] = HOPPER, rounds: int = 11) -> dict[str, Rows]:
-    """The CUDA extension's kernel beside plain dW and the Triton kernel, bf16."""
-    from gnsfast import extension
+def cuda(device: str, cases_: list[LayerCase] = CUDA, rounds: int = 11) -> dict[str, Rows]:
+    """The CUDA extension's kernels beside plain dW and the Triton kernel, bf16."""
     from gnsfast.triton_kernels import operators
 
-    title = "The Hopper kernel"
+    title = "The CUDA kernels"
     if extension.missing():
         return {title: [{"check": "extension", "result": extension.missing()}]}
     rows = []
     for case in cases_:
         x, dy = operands(case, device)
         dw = x.new_empty((case.O, case.I))
-        ways = {
+        ways: dict[str, Callable[[], object]] = {
             "plain": lambda: dy.flatten(0, 1).T @ x.flatten(0, 1),  # noqa: B023
             "triton": lambda: operators.fused_wgrad(x, dy, dw),  # noqa: B023
-            "cuda": lambda: extension.linear_wgrad(x, dy, dw, False).sum(0, dtype=torch.float64),  # noqa: B023
         }
+        own = extension.kernel_for(torch.cuda.get_device_capability())
+        for kernel in sorted({own, "sm80"}):
+            ways[kernel] = partial(_summed, x, dy, dw, kernel)
         timings = measure.interleave(ways, rounds, clock(device))
         flop = 2 * case.B * case.T * case.I * case.O
         row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
         row |= {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
-        rows.append(row | {f"{k} / plain": str(timings[k]) for k in ("triton", "cuda")})
+        rows.append(row | {f"{k} / plain": str(timings[k]) for k in ways if k != "plain"})
     return {title: rows}
+
+
+def _summed(x: Tensor, dy: Tensor, dw: Tensor, kernel: str) -> Tensor:
+    return extension.linear_wgrad(x, dy, dw, False, kernel).sum(0, dtype=torch.float64)
 
 
 def step(

@@ -51,9 +51,21 @@ gnsfast::Rows rows(const char* name, uintptr_t data, const py::tuple& strides) {
           strides[1].cast<int64_t>()};
 }
 
-py::dict plan(const py::tuple& shape, int processors) {
+struct Kernel {
+  gnsfast::Plan (*plan)(int B, int T, int I, int O, int processors);
+  void (*launch)(const gnsfast::LinearWgrad& call, int processors);
+};
+
+Kernel kernel_of(const std::string& name, int processors) {
+  if (processors < 2) throw std::invalid_argument("processors must be two or more");
+  if (name == "sm80") return {gnsfast::plan_linear_wgrad_sm80, gnsfast::linear_wgrad_sm80};
+  if (name == "sm90") return {gnsfast::plan_linear_wgrad_sm90, gnsfast::linear_wgrad_sm90};
+  throw std::invalid_argument("no kernel " + name + ": sm80 or sm90");
+}
+
+py::dict plan(const std::string& kernel, const py::tuple& shape, int processors) {
   const Shape s = shape_of(shape);
-  const auto p = gnsfast::plan_linear_wgrad_sm90(s[0], s[1], s[2], s[3], processors);
+  const auto p = kernel_of(kernel, processors).plan(s[0], s[1], s[2], s[3], processors);
   py::dict result;
   result["whole_tiles"] = p.whole_tiles;
   result["parts"] = p.parts;
@@ -62,11 +74,12 @@ py::dict plan(const py::tuple& shape, int processors) {
   return result;
 }
 
-void linear_wgrad(uintptr_t x, const py::tuple& x_strides, uintptr_t dy,
+void linear_wgrad(const std::string& kernel, uintptr_t x, const py::tuple& x_strides, uintptr_t dy,
                   const py::tuple& dy_strides, const py::tuple& shape, const std::string& element,
                   uintptr_t dw, const std::string& output, bool add, uintptr_t partial,
                   uintptr_t scratch, int processors, uintptr_t stream) {
   const Shape s = shape_of(shape);
+  const Kernel functions = kernel_of(kernel, processors);
   gnsfast::LinearWgrad call{};
   call.x = rows("x", x, x_strides);
   call.dy = rows("dy", dy, dy_strides);
@@ -88,13 +101,13 @@ void linear_wgrad(uintptr_t x, const py::tuple& x_strides, uintptr_t dy,
   }
   call.dw = pointer<void>("dw", dw);
   call.partial = pointer<float>("partial", partial);
-  const auto p = gnsfast::plan_linear_wgrad_sm90(call.B, call.T, call.I, call.O, processors);
+  const auto p = functions.plan(call.B, call.T, call.I, call.O, processors);
   call.scratch = pointer<float>("scratch", scratch, p.scratch_elements == 0);
   call.stream = pointer<void>("stream", stream, true);
   const std::string missing = gnsfast::missing_device();
   if (!missing.empty()) throw std::runtime_error("no CUDA device: " + missing);
   py::gil_scoped_release release;
-  gnsfast::linear_wgrad_sm90(call, processors);
+  functions.launch(call, processors);
 }
 
 }  // namespace
@@ -102,9 +115,9 @@ void linear_wgrad(uintptr_t x, const py::tuple& x_strides, uintptr_t dy,
 PYBIND11_MODULE(_C, m) {
   m.doc() = "CUDA kernels of gnsfast; gnsfast.extension checks the tensors that it is called with.";
   m.def("missing_device", &gnsfast::missing_device, "Why no kernel can be launched; else empty.");
-  m.def("plan_linear_wgrad_sm90", &plan, py::arg("shape"), py::kw_only(), py::arg("processors"),
+  m.def("plan_linear_wgrad", &plan, py::arg("kernel"), py::arg("shape"), py::arg("processors"),
         "How (B, T, I, O) is split, and what memory that needs.");
-  m.def("linear_wgrad_sm90", &linear_wgrad, py::kw_only(), py::arg("x"), py::arg("x_strides"),
+  m.def("linear_wgrad", &linear_wgrad, py::arg("kernel"), py::kw_only(), py::arg("x"), py::arg("x_strides"),
         py::arg("dy"), py::arg("dy_strides"), py::arg("shape"), py::arg("element"), py::arg("dw"),
         py::arg("output"), py::arg("add"), py::arg("partial"), py::arg("scratch"),
         py::arg("processors"), py::arg("stream"),

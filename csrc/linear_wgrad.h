@@ -29,11 +29,13 @@ struct LinearWgrad {
   void* stream;
 };
 
-// ``processors``: multiprocessors of the device.
+// ``processors``: multiprocessors of the device, at least two.
+Plan plan_linear_wgrad_sm80(int B, int T, int I, int O, int processors);
 Plan plan_linear_wgrad_sm90(int B, int T, int I, int O, int processors);
 
-// Launches on the current device. Throws std::invalid_argument for what the copy engine cannot read,
+// Launch on the current device. Throw std::invalid_argument for rows that the kernel cannot read,
 // std::runtime_error for what CUDA reports.
+void linear_wgrad_sm80(const LinearWgrad& call, int processors);
 void linear_wgrad_sm90(const LinearWgrad& call, int processors);
 
 // Empty where a kernel can be launched, else why not.

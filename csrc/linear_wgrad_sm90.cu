@@ -2,24 +2,12 @@
 // Plans and launches the Hopper kernel.
 #include "linear_wgrad_sm90.cuh"
 
-#include <cuda_runtime.h>
-
-#include <stdexcept>
-#include <string>
-#include <type_traits>
-
-#include "linear_wgrad.h"
+#include "launch.h"
 
 namespace gnsfast {
 namespace {
 
 constexpr int kLaunchCluster = 2;
-constexpr int kWorthSplitting = 64;  // blocks of tokens: below, the second kernel costs more
-
-void check(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
 
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                             const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
@@ -51,11 +39,9 @@ CUtensorMap encode(const char* name, const Rows& rows, int features, int T, int 
   const int64_t stride_b = B == 1 ? stride_t : rows.stride_b;
   if (address % 16 || features % 8 || stride_t % 8 || stride_b % 8 || stride_t <= 0 ||
       stride_b <= 0) {
-    throw std::invalid_argument(
-        std::string(name) + " [" + std::to_string(B) + ", " + std::to_string(T) + ", " +
-        std::to_string(features) + "] with strides (" + std::to_string(rows.stride_b) + ", " +
-        std::to_string(rows.stride_t) +
-        ", 1): the copy engine reads rows that start at multiples of 16 bytes and are not expanded");
+    throw std::invalid_argument(described(name, rows, B, T, features) +
+                                ": the copy engine reads rows that start at multiples of 16 bytes "
+                                "and are not expanded");
   }
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(features), static_cast<cuuint64_t>(T),
                                static_cast<cuuint64_t>(B)};
@@ -76,8 +62,6 @@ CUtensorMap encode(const char* name, const Rows& rows, int features, int T, int 
   }
   return map;
 }
-
-int tiles_along(int size, int tile) { return (size + tile - 1) / tile; }
 
 template <class Element, class Output>
 void launch(const LinearWgrad& call, int processors) {
@@ -115,16 +99,7 @@ void launch(const LinearWgrad& call, int processors) {
 
 Plan plan_linear_wgrad_sm90(int B, int T, int I, int O, int processors) {
   const int tiles = tiles_along(O, kTileO * kLaunchCluster) * tiles_along(I, kTileI);
-  const int clusters = processors / kLaunchCluster < 1 ? 1 : processors / kLaunchCluster;
-  const int last = tiles % clusters;
-  Plan plan{tiles, 1, 0, 0};
-  if (last && static_cast<int64_t>(B) * tiles_along(T, kBlockT) >= kWorthSplitting) {
-    const int parts = clusters / last < B ? clusters / last : B;
-    if (parts > 1) {
-      plan.whole_tiles = tiles - last;
-      plan.parts = parts;
-    }
-  }
+  Plan plan = plan_tiles(tiles, processors / kLaunchCluster, B, T);
   plan.partial_rows = static_cast<int64_t>(tiles) * kLaunchCluster * kConsumerWarps;
   plan.scratch_elements = static_cast<int64_t>(tiles - plan.whole_tiles) * plan.parts *
                           kLaunchCluster * kTileO * kTileI;

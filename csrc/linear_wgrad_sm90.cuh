@@ -31,6 +31,7 @@
 #else
 #include "primitives_sm90.cuh"
 #endif
+#include "work.cuh"
 
 namespace gnsfast {
 
@@ -54,58 +55,7 @@ constexpr int kAccumulators = kTileI / 2;  // of 64 x 192 over 128 threads
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 
-constexpr int kBand = 8;  // rows of tiles that go together, so that x stays in L2
-
-struct Problem {
-  int B, T, I, O;
-  int tiles_i = 0;
-  int tiles = 0;        // of a whole cluster
-  int whole_tiles = 0;  // the first of them; each of the others is split into parts
-  int parts = 1;
-  int add = 0;               // to what dw holds
-  float* partial = nullptr;  // [tiles · cluster · kConsumerWarps, B + 1]
-  float* scratch = nullptr;  // [(tiles - whole_tiles) · parts · cluster, kAccumulators, kConsumers]
-};
-
-// Tiles, or parts of tiles, are numbered; a cluster takes every num_clusters-th.
-struct Unit {
-  int tile, part;
-  int o, i;        // the CTA's own first row, the cluster's first column
-  int begin, end;  // samples
-  bool whole;
-};
-
-GNSFAST_DEVICE int units_of(const Problem& p) {
-  return p.whole_tiles + (p.tiles - p.whole_tiles) * p.parts;
-}
 GNSFAST_DEVICE int blocks_of(const Problem& p) { return (p.T + kBlockT - 1) / kBlockT; }
-
-template <int kCluster>
-GNSFAST_DEVICE Unit locate(const Problem& p, int unit, int rank) {
-  Unit u;
-  const int beyond = unit - p.whole_tiles;
-  u.whole = beyond < 0;
-  u.tile = u.whole ? unit : p.whole_tiles + beyond / p.parts;
-  u.part = u.whole ? 0 : beyond % p.parts;
-  const int parts = u.whole ? 1 : p.parts;
-  u.begin = static_cast<int>(static_cast<int64_t>(p.B) * u.part / parts);
-  u.end = static_cast<int>(static_cast<int64_t>(p.B) * (u.part + 1) / parts);
-
-  constexpr int kRows = kBand / kCluster;
-  const int band = u.tile / (kRows * p.tiles_i);
-  const int within = u.tile % (kRows * p.tiles_i);
-  const int left = p.tiles / p.tiles_i - band * kRows;
-  const int rows = left < kRows ? left : kRows;
-  u.o = ((band * kRows + within % rows) * kCluster + rank) * kTileO;
-  u.i = within / rows * kTileI;
-  return u;
-}
-
-// Where a CTA's part of a split tile lies in the scratch, in tiles.
-template <int kCluster>
-GNSFAST_DEVICE int64_t scratch_slot(const Problem& p, int tile, int part, int rank) {
-  return (static_cast<int64_t>(tile - p.whole_tiles) * p.parts + part) * kCluster + rank;
-}
 
 // The ring: consumers and producer each keep their own place in it.
 struct Ring {
@@ -139,7 +89,7 @@ GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x,
   constexpr int kShare = kBlockT / kCluster;  // tokens of x that this CTA loads
   const int clusters = block_count() / kCluster;
   for (int unit = block_index() / kCluster; unit < units_of(p); unit += clusters) {
-    const Unit u = locate<kCluster>(p, unit, rank);
+    const Unit u = locate<kTileO, kTileI, kCluster>(p, unit, rank);
 #pragma unroll 1  // unrolled it spills
     for (int b = u.begin; b < u.end; ++b) {
 #pragma unroll 1
@@ -167,25 +117,6 @@ GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x,
       }
     }
   }
-}
-
-// The squared norm that a warp holds, summed over its lanes and stored by one of them.
-GNSFAST_DEVICE void store_sqnorm(float* to, float sqnorm, uint32_t lane) {
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) sqnorm += shuffle_xor(sqnorm, mask);
-  if (lane == 0) *to = sqnorm;
-}
-
-GNSFAST_DEVICE void clear(float (&v)[kAccumulators]) {
-#pragma unroll
-  for (int k = 0; k < kAccumulators; ++k) v[k] = 0.f;
-}
-
-GNSFAST_DEVICE float sqnorm_of(const float (&v)[kAccumulators]) {
-  float s[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) s[i % 4] = fmaf(v[i], v[i], s[i % 4]);
-  return (s[0] + s[1]) + (s[2] + s[3]);
 }
 
 // A consumer's 96 values of the tile at (o, i), two neighbours at a time: of a group of eight columns
@@ -218,7 +149,7 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring 
     if (group == 1) named_barrier_arrive(1, kConsumers);  // warpgroup 0 goes first
   }
   for (int unit = block_index() / kCluster; unit < units_of(p); unit += clusters) {
-    const Unit u = locate<kCluster>(p, unit, rank);
+    const Unit u = locate<kTileO, kTileI, kCluster>(p, unit, rank);
     const int64_t row = (static_cast<int64_t>(u.tile) * kCluster + rank) * kConsumerWarps + warp;
     float* partial = p.partial + row * (p.B + 1);
     float pending = 0.f;  // the sample before this one, not yet stored
@@ -328,7 +259,7 @@ merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
 #pragma unroll
     for (int k = 0; k < kAccumulators; ++k) total[k] += from[k * kConsumers];
   }
-  const Unit u = locate<kCluster>(p, p.whole_tiles + split * p.parts, rank);
+  const Unit u = locate<kTileO, kTileI, kCluster>(p, p.whole_tiles + split * p.parts, rank);
   const uint32_t warp = consumer / 32;
   const int64_t row = (static_cast<int64_t>(tile) * kCluster + rank) * kConsumerWarps + warp;
   store_sqnorm(p.partial + row * (p.B + 1) + p.B, sqnorm_of(total), consumer % 32);

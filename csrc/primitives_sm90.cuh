@@ -1,28 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Hopper instructions that the kernel needs, one function each. The kernel touches the hardware
-// through these alone: host_model/primitives.h gives the same functions on a CPU.
+// The Hopper instructions that the kernel needs, one function each.
 #pragma once
 #include <cuda.h>
 
 #include <cstdint>
 
+#include "primitives_simt.cuh"
 #include "wgmma_sm90.cuh"
 
-#define GNSFAST_DEVICE __device__ __forceinline__
 #define GNSFAST_KERNEL(cluster, threads) \
   __global__ void __cluster_dims__(cluster, 1, 1) __launch_bounds__(threads, 1)
-#define GNSFAST_SIMT_KERNEL(threads) __global__ void __launch_bounds__(threads)
-#define GNSFAST_GRID_CONSTANT __grid_constant__
-#define GNSFAST_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]
 
 namespace gnsfast {
 
-GNSFAST_DEVICE uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-GNSFAST_DEVICE uint32_t thread_index() { return threadIdx.x; }
-GNSFAST_DEVICE uint32_t block_index() { return blockIdx.x; }
-GNSFAST_DEVICE uint32_t block_count() { return gridDim.x; }
 GNSFAST_DEVICE uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -34,11 +24,6 @@ GNSFAST_DEVICE bool elect_one() {
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(elected));
   return elected != 0;
-}
-// Tells the compiler that all threads of a warp hold the same value.
-GNSFAST_DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
-GNSFAST_DEVICE float shuffle_xor(float value, int mask) {
-  return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
 // Barriers in shared memory: a phase ends when all arrivals and all expected bytes are there.
@@ -129,24 +114,9 @@ GNSFAST_DEVICE void named_barrier_sync(int id, int threads) {
 GNSFAST_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-GNSFAST_DEVICE void block_sync() { __syncthreads(); }
 GNSFAST_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
-}
-
-// Two neighbouring values in one store, added to what is there where ``add``: only float32 buffers
-// are added to.
-GNSFAST_DEVICE void store_pair(float* to, float a, float b, int add) {
-  auto* pair = reinterpret_cast<float2*>(to);
-  const float2 before = add ? *pair : make_float2(0.f, 0.f);
-  *pair = make_float2(before.x + a, before.y + b);
-}
-GNSFAST_DEVICE void store_pair(__nv_bfloat16* to, float a, float b, int) {
-  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
-}
-GNSFAST_DEVICE void store_pair(__half* to, float a, float b, int) {
-  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
 }
 
 }  // namespace gnsfast

@@ -27,39 +27,48 @@ def missing() -> str:
 
 
 def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor) -> bool:
-    """Whether the weight gradient goes to the extension: a Hopper GPU, rows that the copy engine
-    reads (bfloat16 or float16, at multiples of 16 bytes, not expanded). All else goes to Triton.
+    """Whether the weight gradient goes to the extension: sm_80 or later, bfloat16 or float16 rows
+    that start at multiples of 16 bytes and are not expanded. All else goes to Triton.
     """
     if not (PREFERRED or os.environ.get("GNSFAST_BACKEND") == "cuda") or not x_BTI.is_cuda:
         return False
-    if torch.cuda.get_device_capability(x_BTI.device) != (9, 0) or missing():
+    if missing() or torch.cuda.get_device_capability(x_BTI.device) < (8, 0):
         return False
     outputs = (torch.float32, x_BTI.dtype)
     return dw_OI.dtype in outputs and fits(x_BTI) and fits(dy_BTO)
 
 
 def fits(t_BTN: Tensor) -> bool:
-    """Whether the copy engine can read the rows of ``t_BTN``."""
+    """Whether the kernels can read the rows of ``t_BTN`` in pieces of 16 bytes."""
     strides = [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
     rows = all(stride > 0 and stride % 8 == 0 for stride in strides) and t_BTN.stride(2) == 1
     whole = t_BTN.shape[2] % 8 == 0 and t_BTN.data_ptr() % 16 == 0
     return t_BTN.dtype in ELEMENTS and rows and whole and t_BTN.numel() > 0
 
 
-def linear_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool) -> Tensor:
+def kernel_for(capability: tuple[int, int]) -> str:
+    """Hopper has a kernel of its own; every other device from sm_80 on shares one."""
+    return "sm90" if capability == (9, 0) else "sm80"
+
+
+def linear_wgrad(
+    x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool, kernel: str | None = None
+) -> Tensor:
     """Fill (or, with ``add``, add to) ``dw_OI``; the partial squared norms [rows, B + 1] of each
     sample's own dy_bᵀ x_b, and last of their sum.
 
-    Needs ``takes(x_BTI, dy_BTO, dw_OI)`` and a contiguous ``dw_OI``. Raises RuntimeError with what
-    CUDA reports.
+    Needs ``takes(x_BTI, dy_BTO, dw_OI)`` and a contiguous ``dw_OI``; ``kernel`` is the device's, or
+    ``"sm80"`` for comparison. Raises RuntimeError with what CUDA reports.
     """
     module = _module()
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
     processors = torch.cuda.get_device_properties(x_BTI.device).multi_processor_count
-    plan = module.plan_linear_wgrad_sm90((B, T, I, O), processors=processors)
+    kernel = kernel or kernel_for(torch.cuda.get_device_capability(x_BTI.device))
+    plan = module.plan_linear_wgrad(kernel, (B, T, I, O), processors)
     partial = x_BTI.new_empty((plan["partial_rows"], B + 1), dtype=torch.float32)
     scratch = x_BTI.new_empty(plan["scratch_elements"], dtype=torch.float32)
-    module.linear_wgrad_sm90(
+    module.linear_wgrad(
+        kernel,
         x=x_BTI.data_ptr(),
         x_strides=x_BTI.stride()[:2],
         dy=dy_BTO.data_ptr(),

@@ -36,7 +36,7 @@ def test_parts_write_their_record(
         "correctness": lambda device: {"Tests against float64": [outcome]},
         "ops": lambda device, run=gpu.ops: run("cpu", TINY, 3),
         "routes": lambda device, run=gpu.routes: run("cpu", TINY[1:2], 3),
-        "hopper": lambda device, run=gpu.hopper: run("cpu", TINY, 3),
+        "cuda": lambda device, run=gpu.cuda: run("cpu", TINY, 3),
     }
     monkeypatch.setattr(gpu, "other_ops", lambda device, rounds: {})
     for name, part in parts.items():

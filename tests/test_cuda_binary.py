@@ -13,6 +13,8 @@ import pytest
 
 CSRC = Path(__file__).parents[1] / "csrc"
 
+pytestmark = pytest.mark.source
+
 nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 
 INSTANCES = [
@@ -64,6 +66,40 @@ def test_sm90(instance: tuple[str, str, int, str], tmp_path: Path) -> None:
     assert not re.search(r"\b(LDL|STL)\b", kernel) and "UTMALDG.3D" in kernel
     assert ("MULTICAST" in kernel) == (instance[2] > 1)
     assert "USETMAXREG" in kernel
+
+
+@nvcc
+@pytest.mark.parametrize("arch", ["80", "90", "100", "120"])
+def test_sm80(arch: str, tmp_path: Path) -> None:
+    """The generic kernel on every architecture that it is built for: 32 x 2 products a stage."""
+    triton = pytest.importorskip("triton")
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    unit, binary = tmp_path / "unit.cu", tmp_path / "unit.cubin"
+    pairs = [(e, o) for e in ("__nv_bfloat16", "__half") for o in ("float", e)]
+    operand = "const __grid_constant__ gnsfast::Operand"
+    unit.write_text(
+        '#include "linear_wgrad_sm80.cuh"\n'
+        + "".join(
+            f"template __global__ void gnsfast::linear_wgrad_kernel<{element}, {output}>("
+            f"{operand}, {operand}, {output}*, const __grid_constant__ gnsfast::Problem);\n"
+            for element, output in pairs
+        ),
+        encoding="utf-8",
+    )
+    run = ["nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-cubin"]
+    run += ["-Xptxas", "-v", "-I", str(CSRC), "-o", str(binary), str(unit)]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert "warning" not in said, said
+    assert said.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 4, said
+    assert all(int(n) < 256 for n in re.findall(r"Used (\d+) registers", said))
+    sass = subprocess.run(
+        [tools / "nvdisasm", binary], capture_output=True, text=True, check=True
+    ).stdout
+    assert len(re.findall(r"\bHMMA\.16816", sass)) == 4 * 32
+    assert re.search(r"\bLDSM\.16\.MT88\.4", sass) and re.search(r"\bLDGSTS", sass)
+    assert not re.search(r"\b(LDL|STL)\b", sass)
 
 
 def test_generated_products_are_up_to_date() -> None:

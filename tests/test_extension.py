@@ -13,6 +13,7 @@ from gnsfast import extension
 _C = pytest.importorskip("gnsfast._C", reason="built without nvcc")
 
 CALL: dict[str, Any] = dict(
+    kernel="sm90",
     x=1024,
     x_strides=(64, 8),
     dy=1024,
@@ -36,6 +37,8 @@ REFUSED = {
     "dw must be float32 or bfloat16, not float16": dict(output="float16"),
     "only a float32 dw is added to": dict(output="bfloat16", add=True),
     "dw is a null pointer": dict(dw=0),
+    "no kernel sm70: sm80 or sm90": dict(kernel="sm70"),
+    "processors must be two or more": dict(processors=0),
     r"x_strides must be": dict(x_strides=(8,)),
     "scratch is a null pointer": dict(shape=(16, 1024, 768, 768)),
 }
@@ -44,7 +47,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _C.linear_wgrad_sm90(**{**CALL, **REFUSED[message]})
+        _C.linear_wgrad(**{**CALL, **REFUSED[message]})
 
 
 def test_without_a_device() -> None:
@@ -53,23 +56,31 @@ def test_without_a_device() -> None:
     else:
         assert extension.missing().startswith("no device: ")
         with pytest.raises(RuntimeError, match="no CUDA device: "):
-            _C.linear_wgrad_sm90(**CALL)
+            _C.linear_wgrad(**CALL)
 
 
-def plan(B: int, T: int, I: int, O: int) -> dict[str, int]:
-    return _C.plan_linear_wgrad_sm90((B, T, I, O), processors=132)
+def plan(kernel: str, B: int, T: int, I: int, O: int) -> dict[str, int]:
+    return _C.plan_linear_wgrad(kernel, (B, T, I, O), 132)
 
 
-def test_plan() -> None:
+def test_plan_for_hopper() -> None:
     """Tiles of a pair of blocks are 256 x 192; 66 pairs run at a time."""
-    assert plan(16, 1024, 4096, 4096)["whole_tiles"] == 330  # of 352: five waves
-    assert plan(16, 1024, 4096, 4096)["parts"] == 3  # 22 tiles left for 66 pairs
-    small = plan(16, 1024, 768, 768)
+    assert plan("sm90", 16, 1024, 4096, 4096)["whole_tiles"] == 330  # of 352: five waves
+    assert plan("sm90", 16, 1024, 4096, 4096)["parts"] == 3  # 22 tiles left for 66 pairs
+    small = plan("sm90", 16, 1024, 768, 768)
     assert (small["whole_tiles"], small["parts"]) == (0, 5)
     assert small["partial_rows"] == 12 * 2 * 8
     assert small["scratch_elements"] == 12 * 5 * 2 * 128 * 192
-    assert plan(1, 1024, 768, 768)["parts"] == 1  # one sample cannot be split
-    assert plan(4, 16, 768, 768)["parts"] == 1  # too little to do
+    assert plan("sm90", 1, 8192, 768, 768)["parts"] == 1  # one sample cannot be split
+    assert plan("sm90", 4, 16, 768, 768)["parts"] == 1  # too little to do
+
+
+def test_plan_for_others() -> None:
+    """Tiles are 128 x 128, and 132 run at a time."""
+    small = plan("sm80", 16, 1024, 768, 768)
+    assert (small["whole_tiles"], small["parts"]) == (0, 3)  # 36 tiles
+    assert small["partial_rows"] == 36 * 8 and small["scratch_elements"] == 36 * 3 * 128 * 128
+    assert plan("sm80", 16, 1024, 4096, 4224)["parts"] == 1  # 1056 tiles: eight whole waves
 
 
 FITS = {

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.source
+
 TENSOR_CORES = {80: ("HMMA",), 90: ("HGMMA", "HMMA"), 100: ("UTCHMMA", "HMMA")}
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a thread block may have (CUDA C++ Programming Guide, table of compute

@@ -70,13 +70,15 @@ struct Thread {
   uint64_t computed = 0;
   float* accumulators = nullptr;  // the kernel's registers while products are under way
   std::vector<float> sums;        // what they will hold
+  std::vector<std::shared_ptr<int>> copy_groups;  // cp.async: how many of each are under way
+  std::shared_ptr<int> open_group = std::make_shared<int>(0);
 };
 
 struct Block {
   std::vector<uint8_t> shared;
   std::map<uint32_t, MBarrier> barriers;
   NamedBarrier named[16], warps[16];
-  float exchange[16][32];
+  uint32_t exchange[16][32][6];  // what the lanes of a warp show one another
   uint32_t rank = 0, index = 0;
   int live = 0;
   std::vector<std::unique_ptr<Thread>> threads;
@@ -299,17 +301,23 @@ inline uint64_t launch(int block_count, int cluster, int threads, int shared_byt
     for (auto& b : m.blocks) {
       for (auto& thread : b->threads) all.push_back(thread.get());
     }
-    Block* asleep = nullptr;  // at times a whole block falls behind the others
+    const Block* asleep = nullptr;  // at times a whole block falls behind the others, or a warp
+    int asleep_warp = -1;
     for (bool live = true; live;) {
       std::shuffle(all.begin(), all.end(), m.random);
       const uint64_t before = m.progress;
-      if (m.random() % 128 == 0) asleep = m.blocks[m.random() % m.blocks.size()].get();
-      if (m.random() % 128 == 0) asleep = nullptr;
+      if (m.random() % 64 == 0) {
+        asleep = m.blocks[m.random() % m.blocks.size()].get();
+        asleep_warp = m.random() % 2 ? -1 : static_cast<int>(m.random() % (threads / 32));
+      }
+      if (m.random() % 64 == 0) asleep = nullptr;
       live = false;
       for (Thread* thread : all) {
         if (thread->done) continue;
         live = true;
-        if (thread->block == asleep) continue;
+        if (thread->block == asleep && (asleep_warp < 0 || thread->index / 32 == asleep_warp)) {
+          continue;
+        }
         m.current = thread;
         swapcontext(&m.scheduler, &thread->context);
         if (!m.copies.empty() && m.random() % 64 == 0) land(m.random() % m.copies.size());

@@ -55,19 +55,29 @@ inline uint32_t block_count() { return host_model::machine()->block_count; }
 inline uint32_t cluster_rank() { return host_model::block().rank; }
 inline bool elect_one() { return thread_index() % 32 == 0; }
 
-inline float from_lane(float value, uint32_t lane) {
+// Every lane shows ``count`` words and then looks at those of all, which ``look`` is given.
+template <class Look>
+void with_warp(const uint32_t* words, int count, Look look) {
   auto& b = host_model::block();
   const uint32_t warp = thread_index() / 32;
-  b.exchange[warp][thread_index() % 32] = value;
+  for (int k = 0; k < count; ++k) b.exchange[warp][thread_index() % 32][k] = words[k];
   host_model::named_sync(b.warps[warp], 32);
-  const float result = b.exchange[warp][lane];
+  look(b.exchange[warp]);
   host_model::named_sync(b.warps[warp], 32);
+}
+inline uint32_t from_lane(uint32_t value, uint32_t lane) {
+  uint32_t result = 0;
+  with_warp(&value, 1, [&](const uint32_t (*of)[6]) { result = of[lane][0]; });
   return result;
 }
 inline float shuffle_xor(float value, int mask) {
-  return from_lane(value, (thread_index() % 32) ^ mask);
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  bits = from_lane(bits, (thread_index() % 32) ^ mask);
+  memcpy(&value, &bits, sizeof bits);
+  return value;
 }
-inline uint32_t uniform(uint32_t value) { return static_cast<uint32_t>(from_lane(value, 0)); }
+inline uint32_t uniform(uint32_t value) { return from_lane(value, 0); }
 
 inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   auto& b = host_model::block().barriers[barrier] = host_model::MBarrier();
@@ -183,6 +193,74 @@ inline void block_sync() {
 inline void cluster_sync() {
   auto& m = *host_model::machine();
   host_model::named_sync(m.cluster_barrier, m.cluster * m.blocks[0]->threads.size());
+}
+
+inline void copy_16(uint32_t to, const void* from, bool inside) {
+  host_model::Block* b = &host_model::block();
+  if (to % 16 || (inside && reinterpret_cast<uintptr_t>(from) % 16)) {
+    host_model::fail("a copy is not aligned");
+  }
+  auto group = host_model::self().open_group;
+  ++*group;
+  auto land = [=] {
+    uint8_t* target = host_model::shared_at(*b, to);
+    inside ? static_cast<void>(memcpy(target, from, 16)) : static_cast<void>(memset(target, 0, 16));
+    --*group;
+  };
+  host_model::machine()->copies.push_back({land, b, to, to + 16});
+  ++host_model::machine()->progress;
+}
+inline void copy_commit() {
+  auto& thread = host_model::self();
+  thread.copy_groups.push_back(thread.open_group);
+  thread.open_group = std::make_shared<int>(0);
+}
+template <int kPending>
+void copy_wait() {
+  auto& groups = host_model::self().copy_groups;
+  host_model::wait_until([&] {
+    for (size_t i = 0; i + kPending < groups.size(); ++i) {
+      if (*groups[i]) return false;
+    }
+    return true;
+  });
+}
+inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+  const uint32_t lane = thread_index() % 32;
+  with_warp(&address, 1, [&](const uint32_t (*of)[6]) {
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      uint16_t element[2];
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t row = of[matrix * 8 + lane % 4 * 2 + k][0];
+        memcpy(&element[k], host_model::shared_at(host_model::block(), row + lane / 4 * 2), 2);
+      }
+      r[matrix] = element[0] | static_cast<uint32_t>(element[1]) << 16;
+    }
+  });
+}
+template <class Element>
+float half_of(uint32_t word, int which) {
+  const uint16_t bits = word >> (16 * which);
+  Element element;
+  memcpy(&element, &bits, sizeof element);
+  return to_float(element);
+}
+template <class Element>
+void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  const uint32_t lane = thread_index() % 32;
+  with_warp(words, 6, [&](const uint32_t (*of)[6]) {
+    for (int r = 0; r < 4; ++r) {
+      const uint32_t row = lane / 4 + r / 2 * 8, column = lane % 4 * 2 + r % 2;
+      for (uint32_t k = 0; k < 16; ++k) {
+        const uint32_t pair = k % 8 / 2, low = k % 2;
+        const float left =
+            half_of<Element>(of[row % 8 * 4 + pair][row / 8 + k / 8 * 2], low);
+        const float right = half_of<Element>(of[column * 4 + pair][4 + k / 8], low);
+        d[r] += left * right;
+      }
+    }
+  });
 }
 
 template <class Output>

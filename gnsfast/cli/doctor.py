@@ -63,7 +63,7 @@ def _backends() -> list[dict[str, str]]:
     rows = [
         ("reference", "CPU, plain PyTorch", ""),
         ("triton", "CUDA, ROCm", triton),
-        ("cuda", "linear layers on Hopper", backends.missing("cuda", "cuda")),
+        ("cuda", "linear layers, sm_80 and up", backends.missing("cuda", "cuda")),
     ]
     return [
         {"backend": name, "for": what, "state": "missing" if why else "ready", "why": why}

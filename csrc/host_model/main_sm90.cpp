@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the kernel of linear_wgrad_sm90.cuh on the host model: main_sm90 SEED prints a line a case and
+// exits with 1 where one is wrong.
+#define GNSFAST_HOST_MODEL
+#include "../linear_wgrad_sm90.cuh"
+#include "check.h"
+
+template <class Element>
+CUtensorMap map_of(const std::vector<Element>& values, int features, Shape s, int box_tokens) {
+  return {reinterpret_cast<const uint8_t*>(values.data()),
+          {features, s.T, s.B},
+          {2, 2ll * features, 2ll * features * s.T},
+          gnsfast::kColumns,
+          box_tokens};
+}
+
+template <class Element, class Output, int kCluster, bool kOrdered>
+bool run(const char* name, Shape s, int whole_tiles, int parts, int clusters, bool add,
+         unsigned seed) {
+  using namespace gnsfast;
+  const Samples<Element> samples(s, seed);
+  Problem p{s.B, s.T, s.I, s.O};
+  p.tiles_i = (s.I + kTileI - 1) / kTileI;
+  p.tiles = (s.O + kTileO * kCluster - 1) / (kTileO * kCluster) * p.tiles_i;
+  p.whole_tiles = whole_tiles < 0 ? p.tiles : whole_tiles;
+  p.parts = parts;
+  p.add = add;
+  const size_t split = p.tiles - p.whole_tiles;
+  std::vector<float> partial(p.tiles * kCluster * kConsumerWarps * (s.B + 1ull), NAN);
+  std::vector<float> scratch(split * parts * kCluster * kAccumulators * kConsumers, NAN);
+  p.partial = partial.data();
+  p.scratch = scratch.data();
+  std::vector<Output> dw(static_cast<size_t>(s.O) * s.I);
+  for (auto& v : dw) from_float(add ? 1.f : NAN, &v);
+
+  const CUtensorMap map_dy = map_of(samples.dy, s.O, s, kBlockT);
+  const CUtensorMap map_x = map_of(samples.x, s.I, s, kBlockT / kCluster);
+  const auto races =
+      host_model::launch(clusters * kCluster, kCluster, kThreads, kSharedBytes, seed, [&] {
+        linear_wgrad_kernel<Element, Output, kCluster, kOrdered>(map_dy, map_x, dw.data(), p);
+      });
+  if (split) {
+    host_model::launch(split * kCluster, 1, kConsumers, 1024, seed,
+                       [&] { merge_kernel<Output, kCluster>(dw.data(), p); });
+  }
+  return check(name, samples, dw, partial, add ? 1.f : 0.f, races);
+}
+
+int main(int count, char** arguments) {
+  const unsigned seed = count > 1 ? atoi(arguments[1]) : 1;
+  using bf16 = __nv_bfloat16;
+  bool ok = true;
+  ok &= run<bf16, float, 2, true>("one block", {3, 64, 192, 256}, -1, 1, 1, false, seed);
+  ok &= run<bf16, float, 2, true>("one token", {3, 1, 200, 264}, -1, 1, 2, false, seed);
+  ok &= run<bf16, float, 2, true>("less than a step", {2, 7, 8, 8}, -1, 1, 1, false, seed);
+  ok &= run<bf16, float, 2, true>("ragged", {2, 100, 200, 264}, -1, 1, 1, false, seed);
+  ok &= run<bf16, float, 2, true>("ring goes round", {7, 128, 192, 128}, -1, 1, 1, false, seed);
+  ok &= run<bf16, float, 1, true>("no cluster", {2, 80, 200, 136}, -1, 1, 2, false, seed);
+  ok &= run<bf16, float, 1, false>("no cluster, no order", {2, 80, 200, 136}, -1, 1, 1, false, seed);
+  ok &= run<bf16, float, 2, false>("no order", {3, 197, 200, 264}, -1, 1, 1, false, seed);
+  ok &= run<bf16, float, 2, true>("all tiles split", {5, 64, 200, 264}, 0, 2, 2, false, seed);
+  ok &= run<bf16, float, 2, true>("the last tile split", {3, 80, 400, 256}, 2, 3, 2, true, seed);
+  ok &= run<bf16, float, 2, true>("added", {3, 80, 200, 136}, -1, 1, 1, true, seed);
+  ok &= run<bf16, bf16, 2, true>("bfloat16 out", {2, 64, 192, 256}, -1, 1, 1, false, seed);
+  ok &= run<__half, __half, 2, true>("float16", {2, 100, 200, 256}, 0, 2, 1, false, seed);
+  return ok ? 0 : 1;
+}

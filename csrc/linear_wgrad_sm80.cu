@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans and launches the kernel for sm_80 and later.
+#include "linear_wgrad_sm80.cuh"
+
+#include "launch.h"
+
+namespace gnsfast {
+namespace {
+
+Operand operand_of(const char* name, const Rows& rows, int features, int T, int B) {
+  const bool aligned = reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && features % 8 == 0 &&
+                       (T == 1 || rows.stride_t % 8 == 0) && (B == 1 || rows.stride_b % 8 == 0);
+  if (!aligned) {
+    throw std::invalid_argument(described(name, rows, B, T, features) +
+                                ": rows must start at multiples of 16 bytes");
+  }
+  return {rows.data, rows.stride_b, rows.stride_t, features};
+}
+
+template <class Element, class Output>
+void launch(const LinearWgrad& call, int processors) {
+  const Plan plan = plan_linear_wgrad_sm80(call.B, call.T, call.I, call.O, processors);
+  Problem p{call.B, call.T, call.I, call.O};
+  p.tiles_i = tiles_along(call.I, kTileI);
+  p.tiles = tiles_along(call.O, kTileO) * p.tiles_i;
+  p.whole_tiles = plan.whole_tiles;
+  p.parts = plan.parts;
+  p.add = call.add;
+  p.partial = call.partial;
+  p.scratch = call.scratch;
+  const Operand dy = operand_of("dy", call.dy, call.O, call.T, call.B);
+  const Operand x = operand_of("x", call.x, call.I, call.T, call.B);
+  auto* dw = static_cast<Output*>(call.dw);
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+
+  const auto kernel = linear_wgrad_kernel<Element, Output>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        "cudaFuncSetAttribute");
+  const int split = p.tiles - p.whole_tiles, units = p.whole_tiles + split * p.parts;
+  kernel<<<units < processors ? units : processors, kThreads, kSharedBytes, stream>>>(dy, x, dw, p);
+  check(cudaGetLastError(), "linear_wgrad_sm80");
+  if (split) {
+    merge_kernel<Output><<<split, kThreads, 0, stream>>>(dw, p);
+    check(cudaGetLastError(), "linear_wgrad_sm80, merge");
+  }
+}
+
+}  // namespace
+
+Plan plan_linear_wgrad_sm80(int B, int T, int I, int O, int processors) {
+  const int tiles = tiles_along(O, kTileO) * tiles_along(I, kTileI);
+  Plan plan = plan_tiles(tiles, processors, B, T);
+  plan.partial_rows = static_cast<int64_t>(tiles) * kWarps;
+  plan.scratch_elements =
+      static_cast<int64_t>(tiles - plan.whole_tiles) * plan.parts * kTileO * kTileI;
+  return plan;
+}
+
+void linear_wgrad_sm80(const LinearWgrad& call, int processors) {
+  const bool wide = call.output == Dtype::kFloat32;
+  if (call.element == Dtype::kBfloat16) {
+    wide ? launch<__nv_bfloat16, float>(call, processors)
+         : launch<__nv_bfloat16, __nv_bfloat16>(call, processors);
+  } else {
+    wide ? launch<__half, float>(call, processors) : launch<__half, __half>(call, processors);
+  }
+}
+
+}  // namespace gnsfast

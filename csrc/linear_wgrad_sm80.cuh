@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+// The weight gradient of a linear layer with every sample's squared norm, for sm_80 and later.
+//
+//   dW [O, I] = Σ_b dy_bᵀ x_b        sqnorm[b] = ‖dy_bᵀ x_b‖²        sqnorm[B] = ‖dW‖²
+//
+// A block owns a tile of 128 x 128; each of its eight warps 64 x 32 of it: acc (this sample) and total,
+// 64 registers each a thread. A ring of four stages of 32 tokens is filled in the background, over the
+// samples' ends; all warps multiply a stage, then it is filled anew:
+//
+//            x  [32 tokens, 128]
+//           ┌────┬────┬────┬────┐
+//  dyᵀ ┌──┐ │ w0 │ w2 │ w4 │ w6 │  64 rows
+//      │  │ ├────┼────┼────┼────┤
+//      └──┘ │ w1 │ w3 │ w5 │ w7 │
+//           └────┴────┴────┴────┘
+//
+// Tiles are split as in linear_wgrad_sm90.cuh; merge_kernel adds the parts in a fixed order.
+#pragma once
+#ifdef GNSFAST_HOST_MODEL
+#include "host_model/primitives.h"
+#else
+#include "primitives_sm80.cuh"
+#endif
+#include "work.cuh"
+
+namespace gnsfast {
+
+constexpr int kTileO = 128;
+constexpr int kTileI = 128;
+constexpr int kBlockT = 32;  // tokens of a stage
+constexpr int kStages = 4;
+constexpr int kTokenStep = 16;  // tokens of one product
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kWarpO = 64, kWarpI = 32;
+constexpr int kBlocksO = kWarpO / 16, kBlocksI = kWarpI / 8;  // products of 16 x 8
+constexpr int kAccumulators = kBlocksO * kBlocksI * 4;
+
+constexpr int kRowBytes = 128 * 2;  // a token's row of a tile, in shared memory
+constexpr int kOperandBytes = kBlockT * kRowBytes;
+constexpr int kStageBytes = 2 * kOperandBytes;
+constexpr int kSharedBytes = kStages * kStageBytes;
+
+struct Operand {  // x or dy: [B, T, features] with the features side by side
+  const void* data;
+  int64_t stride_b, stride_t;  // in elements
+  int features;
+};
+
+// Where 8 elements of a token lie: chunks of 16 bytes are exchanged by the token, so that the eight
+// rows of a matrix are in different banks.
+GNSFAST_DEVICE uint32_t chunk_offset(int token, int chunk) {
+  return token * kRowBytes + ((chunk ^ (token & 7)) * 16);
+}
+
+template <class Element>
+GNSFAST_DEVICE void fill_operand(uint32_t shared, const Operand& from, int first, int b, int token,
+                                 int T) {
+  constexpr int kChunks = kRowBytes / 16;
+  const auto* data = static_cast<const Element*>(from.data);
+#pragma unroll
+  for (int k = 0; k < kBlockT * kChunks / kThreads; ++k) {
+    const int which = thread_index() + k * kThreads;
+    const int t = which / kChunks, chunk = which % kChunks, feature = first + chunk * 8;
+    const bool inside = token + t < T && feature < from.features;
+    const int64_t at = b * from.stride_b + (token + t) * from.stride_t + feature;
+    copy_16(shared + chunk_offset(t, chunk), data + (inside ? at : 0), inside);
+  }
+}
+
+// acc += dyᵀ x of one stage, for the warp's 64 x 32.
+template <class Element>
+GNSFAST_DEVICE void multiply_stage(float (&acc)[kBlocksO][kBlocksI][4], uint32_t stage, int warp_o,
+                                   int warp_i, uint32_t lane) {
+#pragma unroll
+  for (int k = 0; k < kBlockT; k += kTokenStep) {
+    uint32_t left[kBlocksO][4], right[kBlocksI / 2][4];
+#pragma unroll
+    for (int m = 0; m < kBlocksO; ++m) {  // matrices: (tokens, rows), rows + 8, tokens + 8, both
+      const int token = k + lane % 8 + lane / 16 * 8;
+      const int chunk = (warp_o + m * 16) / 8 + lane / 8 % 2;
+      load_matrices_transposed(left[m], stage + chunk_offset(token, chunk));
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocksI / 2; ++n) {  // two products' columns: tokens, tokens + 8; + 8
+      const int token = k + lane % 16;
+      const int chunk = (warp_i + n * 16) / 8 + lane / 16;
+      load_matrices_transposed(right[n], stage + kOperandBytes + chunk_offset(token, chunk));
+    }
+#pragma unroll
+    for (int m = 0; m < kBlocksO; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlocksI; ++n) {
+        const uint32_t(&b)[4] = right[n / 2];
+        multiply_add<Element>(acc[m][n], left[m], b[n % 2 * 2], b[n % 2 * 2 + 1]);
+      }
+    }
+  }
+}
+
+// A thread's 64 values of the warp's 64 x 32 at (o, i).
+template <class Output>
+GNSFAST_DEVICE void store_tile(Output* dw, const Problem& p, const float (&v)[kAccumulators], int o,
+                               int i, uint32_t lane) {
+#pragma unroll
+  for (int k = 0; k < kAccumulators; k += 2) {
+    const int m = k / (kBlocksI * 4), n = k / 4 % kBlocksI;
+    const int row = o + m * 16 + lane / 4 + (k % 4 == 2 ? 8 : 0);
+    const int column = i + n * 8 + lane % 4 * 2;
+    if (row < p.O && column < p.I) {
+      store_pair(dw + static_cast<int64_t>(row) * p.I + column, v[k], v[k + 1], p.add);
+    }
+  }
+}
+
+template <class Element, class Output>
+GNSFAST_SIMT_KERNEL(kThreads)
+linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_CONSTANT Operand x,
+                    Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
+  GNSFAST_SHARED(memory);
+  const uint32_t shared = shared_address(memory);
+  const uint32_t warp = uniform(thread_index() / 32), lane = thread_index() % 32;
+  const int warp_o = warp % 2 * kWarpO, warp_i = warp / 2 * kWarpI;
+  const int blocks = (p.T + kBlockT - 1) / kBlockT;
+
+  for (int unit = block_index(); unit < units_of(p); unit += block_count()) {
+    const Unit u = locate<kTileO, kTileI, 1>(p, unit, 0);
+    const int steps = (u.end - u.begin) * blocks;
+    auto fill = [&](int step) {
+      if (step < steps) {
+        const uint32_t stage = shared + step % kStages * kStageBytes;
+        const int b = u.begin + step / blocks, token = step % blocks * kBlockT;
+        fill_operand<Element>(stage, dy, u.o, b, token, p.T);
+        fill_operand<Element>(stage + kOperandBytes, x, u.i, b, token, p.T);
+      }
+      copy_commit();  // a group for every step, so that waiting counts steps
+    };
+    float acc[kBlocksO][kBlocksI][4], total[kAccumulators];
+    auto& flat = reinterpret_cast<float(&)[kAccumulators]>(acc);
+    clear(flat);
+    clear(total);
+    float* partial = p.partial + (static_cast<int64_t>(u.tile) * kWarps + warp) * (p.B + 1);
+    for (int step = 0; step < kStages - 1; ++step) fill(step);
+    int block = 0, b = u.begin;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      copy_wait<kStages - 2>();
+      block_sync();  // everybody's copies of this step are there, everybody has read the last one
+      fill(step + kStages - 1);
+      multiply_stage<Element>(acc, shared + step % kStages * kStageBytes, warp_o, warp_i, lane);
+      if (++block == blocks) {
+        store_sqnorm(partial + b, sqnorm_of(flat), lane);
+#pragma unroll
+        for (int k = 0; k < kAccumulators; ++k) total[k] += flat[k];
+        clear(flat);
+        block = 0;
+        ++b;
+      }
+    }
+    copy_wait<0>();
+    block_sync();  // before the next unit fills what is still being read
+    if (u.whole) {
+      store_sqnorm(partial + p.B, sqnorm_of(total), lane);
+      store_tile(dw, p, total, u.o + warp_o, u.i + warp_i, lane);
+    } else {
+      const int64_t slot = scratch_slot<1>(p, u.tile, u.part, 0);
+      float* to = p.scratch + slot * kAccumulators * kThreads + thread_index();
+#pragma unroll
+      for (int k = 0; k < kAccumulators; ++k) to[k * kThreads] = total[k];
+    }
+  }
+}
+
+// A block for each split tile: the parts in their order, then the norm of the sum.
+template <class Output>
+GNSFAST_SIMT_KERNEL(kThreads)
+merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
+  const int split = block_index(), tile = p.whole_tiles + split;
+  const uint32_t warp = thread_index() / 32, lane = thread_index() % 32;
+  float total[kAccumulators];
+  clear(total);
+#pragma unroll 1
+  for (int part = 0; part < p.parts; ++part) {
+    const int64_t slot = scratch_slot<1>(p, tile, part, 0);
+    const float* from = p.scratch + slot * kAccumulators * kThreads + thread_index();
+#pragma unroll
+    for (int k = 0; k < kAccumulators; ++k) total[k] += from[k * kThreads];
+  }
+  const Unit u = locate<kTileO, kTileI, 1>(p, p.whole_tiles + split * p.parts, 0);
+  float* partial = p.partial + (static_cast<int64_t>(tile) * kWarps + warp) * (p.B + 1);
+  store_sqnorm(partial + p.B, sqnorm_of(total), lane);
+  store_tile(dw, p, total, u.o + warp % 2 * kWarpO, u.i + warp / 2 * kWarpI, lane);
+}
+
+}  // namespace gnsfast

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every kernel needs of the language: threads, warps, stores. Kernels touch the hardware through
+// such functions alone: host_model/primitives.h gives the same ones on a CPU.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#define GNSFAST_DEVICE __device__ __forceinline__
+#define GNSFAST_SIMT_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
+#define GNSFAST_GRID_CONSTANT __grid_constant__
+#define GNSFAST_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]
+
+namespace gnsfast {
+
+GNSFAST_DEVICE uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+GNSFAST_DEVICE uint32_t thread_index() { return threadIdx.x; }
+GNSFAST_DEVICE uint32_t block_index() { return blockIdx.x; }
+GNSFAST_DEVICE uint32_t block_count() { return gridDim.x; }
+GNSFAST_DEVICE void block_sync() { __syncthreads(); }
+// Tells the compiler that all threads of a warp hold the same value.
+GNSFAST_DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
+GNSFAST_DEVICE float shuffle_xor(float value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+// Two neighbouring values in one store, added to what is there where ``add``: only float32 buffers
+// are added to.
+GNSFAST_DEVICE void store_pair(float* to, float a, float b, int add) {
+  auto* pair = reinterpret_cast<float2*>(to);
+  const float2 before = add ? *pair : make_float2(0.f, 0.f);
+  *pair = make_float2(before.x + a, before.y + b);
+}
+GNSFAST_DEVICE void store_pair(__nv_bfloat16* to, float a, float b, int) {
+  *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+}
+GNSFAST_DEVICE void store_pair(__half* to, float a, float b, int) {
+  *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
+}
+
+}  // namespace gnsfast

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of linear_wgrad share: which tile and which samples a block has, and sums of
+// squares.
+#pragma once
+
+namespace gnsfast {
+
+constexpr int kBand = 8;  // rows of tiles that go together, so that x stays in L2
+
+struct Problem {
+  int B, T, I, O;
+  int tiles_i = 0;
+  int tiles = 0;        // of a whole cluster
+  int whole_tiles = 0;  // the first of them; each of the others is split into parts
+  int parts = 1;
+  int add = 0;               // to what dw holds
+  float* partial = nullptr;  // [tiles · cluster · warps, B + 1]
+  float* scratch = nullptr;  // [(tiles - whole_tiles) · parts · cluster, tile]
+};
+
+// Tiles, or parts of tiles, are numbered; a cluster takes every num_clusters-th.
+struct Unit {
+  int tile, part;
+  int o, i;        // the CTA's own first row, the cluster's first column
+  int begin, end;  // samples
+  bool whole;
+};
+
+GNSFAST_DEVICE int units_of(const Problem& p) {
+  return p.whole_tiles + (p.tiles - p.whole_tiles) * p.parts;
+}
+
+template <int kTileO, int kTileI, int kCluster>
+GNSFAST_DEVICE Unit locate(const Problem& p, int unit, int rank) {
+  Unit u;
+  const int beyond = unit - p.whole_tiles;
+  u.whole = beyond < 0;
+  u.tile = u.whole ? unit : p.whole_tiles + beyond / p.parts;
+  u.part = u.whole ? 0 : beyond % p.parts;
+  const int parts = u.whole ? 1 : p.parts;
+  u.begin = static_cast<int>(static_cast<int64_t>(p.B) * u.part / parts);
+  u.end = static_cast<int>(static_cast<int64_t>(p.B) * (u.part + 1) / parts);
+
+  constexpr int kRows = kBand / kCluster;
+  const int band = u.tile / (kRows * p.tiles_i);
+  const int within = u.tile % (kRows * p.tiles_i);
+  const int left = p.tiles / p.tiles_i - band * kRows;
+  const int rows = left < kRows ? left : kRows;
+  u.o = ((band * kRows + within % rows) * kCluster + rank) * kTileO;
+  u.i = within / rows * kTileI;
+  return u;
+}
+
+// Where a CTA's part of a split tile lies in the scratch, in tiles.
+template <int kCluster>
+GNSFAST_DEVICE int64_t scratch_slot(const Problem& p, int tile, int part, int rank) {
+  return (static_cast<int64_t>(tile - p.whole_tiles) * p.parts + part) * kCluster + rank;
+}
+
+// The squared norm that a warp holds, summed over its lanes and stored by one of them.
+GNSFAST_DEVICE void store_sqnorm(float* to, float sqnorm, uint32_t lane) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) sqnorm += shuffle_xor(sqnorm, mask);
+  if (lane == 0) *to = sqnorm;
+}
+
+template <int kCount>
+GNSFAST_DEVICE void clear(float (&v)[kCount]) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) v[k] = 0.f;
+}
+
+template <int kCount>
+GNSFAST_DEVICE float sqnorm_of(const float (&v)[kCount]) {
+  float s[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i % 4] = fmaf(v[i], v[i], s[i % 4]);
+  return (s[0] + s[1]) + (s[2] + s[3]);
+}
+
+}  // namespace gnsfast
