@@ -2,6 +2,7 @@
 """What is installed, which devices there are, and which back-end serves each."""
 
 import importlib.metadata
+import os
 import platform
 from typing import Any
 
@@ -58,7 +59,10 @@ def _device(device: str, name: str) -> dict[str, str]:
 
 def _backends() -> list[dict[str, str]]:
     triton = backends.missing("triton", "cuda")
-    if not triton and not torch.cuda.is_available():
+    interpreted = os.environ.get(backends.VARIABLE) == "triton" and not backends.missing(
+        "triton", "cpu"
+    )
+    if not triton and not torch.cuda.is_available() and not interpreted:
         triton = "no device; TRITON_INTERPRET=1 GNSFAST_BACKEND=triton runs it on CPU tensors"
     rows = [
         ("reference", "CPU, plain PyTorch", ""),
