@@ -6,6 +6,8 @@ line which it is. An nvcc that fails is an error in any case.
 """
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 from setuptools import setup
 
 CSRC = Path("csrc")
+OLDEST = (12, 5)  # of CUDA: cudaGetDriverEntryPointByVersion
 GENERIC = ("80", "90", "100", "120")
 # The architectures of each file: sm_90a has instructions that sm_90 alone does not; generic code
 # carries what the driver of a later device compiles.
@@ -36,15 +39,21 @@ def find_nvcc() -> str | None:
         print("gnsfast: GNSFAST_CUDA=0, installing without the CUDA extension", file=sys.stderr)
         return None
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    candidates = [os.environ.get("CUDACXX"), *(f"{home}/bin/nvcc" for home in homes)]
-    for nvcc in (*candidates, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
+    named = os.environ.get("CUDACXX")
+    candidates = [named] if named else [f"{home}/bin/nvcc" for home in homes]
+    candidates += [] if named else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    why = f"CUDACXX={named} does not run" if named else "there is no nvcc that runs"
+    for nvcc in filter(None, map(shutil.which, candidates)):
         # A wrapper on the path may point at a toolkit that is gone: ask it.
-        if nvcc and os.access(nvcc, os.X_OK):
-            if subprocess.run([nvcc, "--version"], capture_output=True).returncode == 0:
+        asked = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+        release = re.search(r"release (\d+)\.(\d+)", asked.stdout)
+        if asked.returncode == 0 and release:
+            if (int(release[1]), int(release[2])) >= OLDEST:
                 return nvcc
-    if wanted == "1":
-        raise SystemExit("GNSFAST_CUDA=1, but there is no nvcc that runs")
-    print("gnsfast: no nvcc, installing without the CUDA extension", file=sys.stderr)
+            why = f"{nvcc} is of CUDA {release[1]}.{release[2]}, older than 12.5"
+    if wanted == "1" or (named and "older" not in why):
+        raise SystemExit(f"gnsfast: {why}; GNSFAST_CUDA=0 installs without the CUDA extension")
+    print(f"gnsfast: {why}: installing without the CUDA extension", file=sys.stderr)
     return None
 
 
@@ -56,24 +65,41 @@ def toolkit(nvcc: str) -> Path:
     return Path(tops[0]).resolve() if tops else Path(nvcc).resolve().parents[1]
 
 
+def escaped(path: Path) -> str:
+    """A path in a build line of ninja."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
 def extension(nvcc: str) -> dict[str, Any]:
     """setup()'s arguments: ninja compiles the kernels, pybind11's helpers the bindings."""
-    import ninja
-    from pybind11.setup_helpers import Pybind11Extension, build_ext
+    try:
+        import ninja
+        from pybind11.setup_helpers import Pybind11Extension, build_ext
+    except ImportError as error:
+        raise SystemExit(
+            f"gnsfast: {error}: pip install pybind11 ninja, or GNSFAST_CUDA=0 to install without "
+            "the CUDA extension"
+        ) from error
 
     class BuildKernels(build_ext):  # type: ignore[misc]
         def build_extension(self, ext: Any) -> None:
             folder = Path(self.build_temp).resolve()
             folder.mkdir(parents=True, exist_ok=True)
             flags = "-std=c++17 -O3 -lineinfo -Xcompiler -fPIC,-fvisibility=hidden"
-            lines = ["rule cu", f"  command = {nvcc} {flags} $arch -MD -MF $out.d -c $in -o $out"]
+            compiler = shlex.quote(nvcc).replace("$", "$$")
+            lines = [
+                "rule cu",
+                f"  command = {compiler} {flags} $arch -MD -MF $out.d -c $in -o $out",
+            ]
             lines += ["  depfile = $out.d", "  deps = gcc"]
             for name, arch in UNITS.items():
                 source = (CSRC / name).resolve()
-                lines += [f"build {folder / name}.o: cu {source}", f"  arch = {arch}"]
+                built, needed = (escaped(path) for path in (folder / f"{name}.o", source))
+                lines += [f"build {built}: cu {needed}", f"  arch = {arch}"]
             (folder / "build.ninja").write_text("\n".join(lines) + "\n")
             subprocess.check_call([Path(ninja.BIN_DIR) / "ninja", "-C", folder])
             ext.extra_objects = [str(folder / f"{name}.o") for name in UNITS]
+            ext.depends = [*ext.depends, *ext.extra_objects]  # or a changed kernel is not linked
             super().build_extension(ext)
 
     top = toolkit(nvcc)

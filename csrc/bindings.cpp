@@ -77,7 +77,7 @@ py::dict plan(const std::string& kernel, const py::tuple& shape, int processors)
 void linear_wgrad(const std::string& kernel, uintptr_t x, const py::tuple& x_strides, uintptr_t dy,
                   const py::tuple& dy_strides, const py::tuple& shape, const std::string& element,
                   uintptr_t dw, const std::string& output, bool add, uintptr_t partial,
-                  uintptr_t scratch, int processors, uintptr_t stream) {
+                  uintptr_t scratch, int processors, uintptr_t stream, int device) {
   const Shape s = shape_of(shape);
   const Kernel functions = kernel_of(kernel, processors);
   gnsfast::LinearWgrad call{};
@@ -104,8 +104,7 @@ void linear_wgrad(const std::string& kernel, uintptr_t x, const py::tuple& x_str
   const auto p = functions.plan(call.B, call.T, call.I, call.O, processors);
   call.scratch = pointer<float>("scratch", scratch, p.scratch_elements == 0);
   call.stream = pointer<void>("stream", stream, true);
-  const std::string missing = gnsfast::missing_device();
-  if (!missing.empty()) throw std::runtime_error("no CUDA device: " + missing);
+  call.device = device;
   py::gil_scoped_release release;
   functions.launch(call, processors);
 }
@@ -120,6 +119,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("linear_wgrad", &linear_wgrad, py::arg("kernel"), py::kw_only(), py::arg("x"), py::arg("x_strides"),
         py::arg("dy"), py::arg("dy_strides"), py::arg("shape"), py::arg("element"), py::arg("dw"),
         py::arg("output"), py::arg("add"), py::arg("partial"), py::arg("scratch"),
-        py::arg("processors"), py::arg("stream"),
+        py::arg("processors"), py::arg("stream"), py::arg("device"),
         "dW [O, I] and the partial squared norms [partial_rows, B + 1], launched on a stream.");
 }

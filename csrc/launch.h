@@ -12,21 +12,30 @@ namespace gnsfast {
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch would be blamed
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
+constexpr int kMostParts = 16;
+
 inline int tiles_along(int size, int tile) { return (size + tile - 1) / tile; }
 
-// What a last, partly filled wave of tiles costs is saved by splitting those tiles by whole samples:
-// ``at_once`` tiles run at a time. Below so many tokens the second kernel costs more than it saves.
-constexpr int64_t kWorthSplitting = 4096;
+// Counted in tokens of a tile's products: launching the second kernel, and writing and reading one
+// part of one tile, when all tiles that run at a time do so.
+constexpr double kMergeLaunch = 500, kMergePart = 100;
 
+// What a last, partly filled wave of tiles costs is saved by splitting those tiles by whole samples:
+// ``at_once`` tiles run at a time.
 inline Plan plan_tiles(int tiles, int at_once, int B, int T) {
   Plan plan{tiles, 1, 0, 0};
   const int last = tiles % at_once;
-  if (last && static_cast<int64_t>(B) * T >= kWorthSplitting) {
-    const int parts = at_once / last < B ? at_once / last : B;
-    if (parts > 1) {
+  double best = static_cast<double>(B) * T;
+  for (int parts = 2; last && parts <= B && parts <= kMostParts; ++parts) {
+    const int waves = (last * parts + at_once - 1) / at_once, samples = (B + parts - 1) / parts;
+    const double tokens = static_cast<double>(waves) * samples * T;
+    const double cost = tokens + kMergeLaunch + kMergePart * parts * last / at_once;
+    if (cost < best) {
+      best = cost;
       plan.whole_tiles = tiles - last;
       plan.parts = parts;
     }

@@ -27,13 +27,14 @@ struct LinearWgrad {
   float* partial;
   float* scratch;
   void* stream;
+  int device;
 };
 
 // ``processors``: multiprocessors of the device, at least two.
 Plan plan_linear_wgrad_sm80(int B, int T, int I, int O, int processors);
 Plan plan_linear_wgrad_sm90(int B, int T, int I, int O, int processors);
 
-// Launch on the current device. Throw std::invalid_argument for rows that the kernel cannot read,
+// Launch on ``call.device``, which becomes the thread's current one. Throw std::invalid_argument for rows that the kernel cannot read,
 // std::runtime_error for what CUDA reports.
 void linear_wgrad_sm80(const LinearWgrad& call, int processors);
 void linear_wgrad_sm90(const LinearWgrad& call, int processors);

@@ -19,6 +19,7 @@ Operand operand_of(const char* name, const Rows& rows, int features, int T, int 
 
 template <class Element, class Output>
 void launch(const LinearWgrad& call, int processors) {
+  check(cudaSetDevice(call.device), "cudaSetDevice");
   const Plan plan = plan_linear_wgrad_sm80(call.B, call.T, call.I, call.O, processors);
   Problem p{call.B, call.T, call.I, call.O};
   p.tiles_i = tiles_along(call.I, kTileI);

@@ -65,6 +65,8 @@ CUtensorMap encode(const char* name, const Rows& rows, int features, int T, int 
 
 template <class Element, class Output>
 void launch(const LinearWgrad& call, int processors) {
+  // A thread of autograd may have no context yet, which encoding a tensor map needs.
+  check(cudaSetDevice(call.device), "cudaSetDevice");
   constexpr int kCluster = kLaunchCluster;
   const Plan plan = plan_linear_wgrad_sm90(call.B, call.T, call.I, call.O, processors);
   Problem p{call.B, call.T, call.I, call.O};

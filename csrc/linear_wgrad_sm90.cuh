@@ -51,7 +51,7 @@ constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
 constexpr int kThreads = kConsumers + 128;
 constexpr int kAccumulators = kTileI / 2;  // of 64 x 192 over 128 threads
-// 384 threads start with 168 registers each; 128 · 40 + 256 · 232 is what an SM has.
+// 384 threads start with 168 registers each, which 128 · 40 + 256 · 232 shares out anew.
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 

@@ -28,11 +28,15 @@ GNSFAST_DEVICE float shuffle_xor(float value, int mask) {
 }
 
 // Two neighbouring values in one store, added to what is there where ``add``: only float32 buffers
-// are added to.
+// are added to. Added by memory itself: loaded first, 48 pairs a thread would wait one by one. Each
+// element has one owner, so the result does not depend on any order.
 GNSFAST_DEVICE void store_pair(float* to, float a, float b, int add) {
-  auto* pair = reinterpret_cast<float2*>(to);
-  const float2 before = add ? *pair : make_float2(0.f, 0.f);
-  *pair = make_float2(before.x + a, before.y + b);
+  if (add) {
+    atomicAdd(to, a);
+    atomicAdd(to + 1, b);
+  } else {
+    *reinterpret_cast<float2*>(to) = make_float2(a, b);
+  }
 }
 GNSFAST_DEVICE void store_pair(__nv_bfloat16* to, float a, float b, int) {
   *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);

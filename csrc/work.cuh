@@ -38,8 +38,9 @@ GNSFAST_DEVICE Unit locate(const Problem& p, int unit, int rank) {
   u.tile = u.whole ? unit : p.whole_tiles + beyond / p.parts;
   u.part = u.whole ? 0 : beyond % p.parts;
   const int parts = u.whole ? 1 : p.parts;
-  u.begin = static_cast<int>(static_cast<int64_t>(p.B) * u.part / parts);
-  u.end = static_cast<int>(static_cast<int64_t>(p.B) * (u.part + 1) / parts);
+  const int each = p.B / parts, more = p.B % parts;  // the first parts have one sample more
+  u.begin = u.part * each + (u.part < more ? u.part : more);
+  u.end = u.begin + each + (u.part < more);
 
   constexpr int kRows = kBand / kCluster;
   const int band = u.tile / (kRows * p.tiles_i);

@@ -42,7 +42,7 @@ def missing(name: str, device: str) -> str:
     """Why a back-end cannot run tensors of this device type; empty where it can."""
     if name == "reference":
         return ""
-    if name == "cuda":
+    if name == "cuda" and extension.missing():
         return extension.missing()
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"

@@ -3,7 +3,6 @@
 
 import functools
 import importlib.util
-import os
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 PREFERRED = False
 """Whether it goes before the Triton kernel: once a record in ``benchmarks/results/`` shows it
-faster. Until then ``GNSFAST_BACKEND=cuda`` asks for it."""
+faster. Until then ``GNSFAST_BACKEND=cuda`` asks for it (``backends.py``)."""
 
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -21,27 +20,32 @@ def missing() -> str:
     """Why the extension cannot run here; empty where it can."""
     if importlib.util.find_spec("gnsfast._C") is None:
         return "gnsfast was installed without nvcc: GNSFAST_CUDA=1 pip install . builds it"
-    if not torch.cuda.is_available():
-        return f"no device: {_module().missing_device() or 'torch sees none'}"
-    return ""
+    try:
+        why: str = _module().missing_device()  # its own runtime may be newer than the driver
+    except ImportError as error:
+        return f"gnsfast._C cannot be loaded: {error}"
+    return f"no device: {why}" if why else ""
 
 
-def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor) -> bool:
-    """Whether the weight gradient goes to the extension: sm_80 or later, bfloat16 or float16 rows
-    that start at multiples of 16 bytes and are not expanded. All else goes to Triton.
+def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool) -> bool:
+    """Whether the weight gradient can go to the extension: sm_80 or later, bfloat16 or float16 rows
+    that start at multiples of 16 bytes and are not expanded, a contiguous dW of that dtype or
+    float32 (where it is added to, float32). All else goes to Triton.
     """
-    if not (PREFERRED or os.environ.get("GNSFAST_BACKEND") == "cuda") or not x_BTI.is_cuda:
+    if not x_BTI.is_cuda or missing():
         return False
-    if missing() or torch.cuda.get_device_capability(x_BTI.device) < (8, 0):
+    if torch.cuda.get_device_capability(x_BTI.device) < (8, 0) or x_BTI.dtype != dy_BTO.dtype:
         return False
-    outputs = (torch.float32, x_BTI.dtype)
-    return dw_OI.dtype in outputs and fits(x_BTI) and fits(dy_BTO)
+    outputs = (torch.float32,) if add else (torch.float32, x_BTI.dtype)
+    stored = dw_OI.dtype in outputs and dw_OI.is_contiguous() and dw_OI.data_ptr() % 8 == 0
+    return stored and fits(x_BTI) and fits(dy_BTO)
 
 
 def fits(t_BTN: Tensor) -> bool:
     """Whether the kernels can read the rows of ``t_BTN`` in pieces of 16 bytes."""
     strides = [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
-    rows = all(stride > 0 and stride % 8 == 0 for stride in strides) and t_BTN.stride(2) == 1
+    rows = all(0 < stride < 1 << 39 and stride % 8 == 0 for stride in strides)
+    rows = rows and t_BTN.stride(2) == 1
     whole = t_BTN.shape[2] % 8 == 0 and t_BTN.data_ptr() % 16 == 0
     return t_BTN.dtype in ELEMENTS and rows and whole and t_BTN.numel() > 0
 
@@ -57,8 +61,8 @@ def linear_wgrad(
     """Fill (or, with ``add``, add to) ``dw_OI``; the partial squared norms [rows, B + 1] of each
     sample's own dy_bᵀ x_b, and last of their sum.
 
-    Needs ``takes(x_BTI, dy_BTO, dw_OI)`` and a contiguous ``dw_OI``; ``kernel`` is the device's, or
-    ``"sm80"`` for comparison. Raises RuntimeError with what CUDA reports.
+    Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``; ``kernel`` is the device's, or ``"sm80"`` for
+    comparison. Raises RuntimeError with what CUDA reports.
     """
     module = _module()
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
@@ -82,6 +86,7 @@ def linear_wgrad(
         scratch=scratch.data_ptr(),
         processors=processors,
         stream=torch.cuda.current_stream(x_BTI.device).cuda_stream,
+        device=x_BTI.device.index,
     )
     return partial
 

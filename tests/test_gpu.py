@@ -4,6 +4,7 @@ tests run there too (``test_triton_*.py``).
 """
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -104,33 +105,29 @@ EXTENSION = {
     "less than a step": (2, 7, 8, 8),
     "ragged": (4, 100, 200, 264),
     "many blocks": (5, 512, 512, 768),
-    "split": (16, 197, 1000, 1000),
-    "whole and split": (16, 128, 4096, 4096),
+    "split": (16, 260, 1000, 1000),
+    "whole and split": (16, 256, 4096, 4096),
 }
 
 
-@pytest.mark.parametrize("kernel", ["sm80", "sm90"])
-@pytest.mark.parametrize("add", [False, True], ids=["stored", "added"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", EXTENSION.values(), ids=EXTENSION.keys())
-def test_extension(
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    add: bool,
-    kernel: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The CUDA kernels per sample against float64; twice the same bits."""
+def extension_kernels() -> list[str]:
+    """Those of the extension that this device runs; the test is skipped where it is not built."""
     from gnsfast import extension
 
-    monkeypatch.setenv("GNSFAST_BACKEND", "cuda")
-    B, T, I, O = shape
-    x, dy = (torch.randn(B, T, n, device="cuda").to(dtype) for n in (I, O))
-    dw = torch.ones(O, I, device="cuda") if add else torch.empty(O, I, device="cuda")
-    if extension.missing() or not extension.takes(x, dy, dw):
-        pytest.skip(extension.missing() or "the extension takes nothing here")
-    if kernel == "sm90" and extension.kernel_for(torch.cuda.get_device_capability()) != "sm90":
-        pytest.skip("no Hopper GPU")
+    if extension.missing():
+        pytest.skip(extension.missing())
+    return sorted({"sm80", extension.kernel_for(torch.cuda.get_device_capability())})
+
+
+def assert_extension(
+    x: Tensor, dy: Tensor, out: torch.dtype, add: bool, kernel: str, rtol: float = 1e-5
+) -> None:
+    """Every sample's norm and dW against float64; twice the same bits."""
+    from gnsfast import extension
+
+    (B, _, I), O = x.shape, dy.shape[2]
+    dw = torch.full((O, I), 1.0 if add else torch.nan, device="cuda", dtype=out)
+    assert extension.takes(x, dy, dw, add)
     again = dw.clone()
     partial = extension.linear_wgrad(x, dy, dw, add, kernel)
     assert torch.equal(partial, extension.linear_wgrad(x, dy, again, add, kernel))
@@ -144,7 +141,65 @@ def test_extension(
     norm = partial[:, B].sum(dtype=torch.float64)
     torch.testing.assert_close(norm, total.square().sum(), rtol=1e-5, atol=0)
     scale = total.abs().max().item()
-    torch.testing.assert_close(dw.double() - add, total, rtol=1e-5, atol=1e-5 * scale + 1e-6)
+    torch.testing.assert_close(dw.double() - add, total, rtol=rtol, atol=1e-5 * scale + 1e-6)
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["stored", "added"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", EXTENSION.values(), ids=EXTENSION.keys())
+def test_extension(shape: tuple[int, int, int, int], dtype: torch.dtype, add: bool) -> None:
+    B, T, I, O = shape
+    x, dy = (torch.randn(B, T, n, device="cuda").to(dtype) for n in (I, O))
+    for kernel in extension_kernels():
+        assert_extension(x, dy, torch.float32, add, kernel)
+        if not add:
+            assert_extension(x, dy, dtype, False, kernel, rtol=2**-7)
+
+
+def test_extension_splits() -> None:
+    """The named cases are what their names say, on 132 multiprocessors."""
+    extension_kernels()
+    from gnsfast import _C
+
+    plans = {n: _C.plan_linear_wgrad("sm90", shape, 132) for n, shape in EXTENSION.items()}
+    assert plans["split"]["whole_tiles"] == 0 and plans["split"]["parts"] > 1
+    assert plans["whole and split"]["whole_tiles"] > 0 and plans["whole and split"]["parts"] > 1
+
+
+EXTENSION_STRIDES = {
+    "sequence first": lambda t: t.view(70, 3, 40).transpose(0, 1),
+    "a slice of packed projections": lambda t: t.repeat(3).view(3, 70, 120)[..., 40:80],
+    "one token": lambda t: t.view(210, 40)[:3, None],
+    "one sample": lambda t: t.view(1, 210, 40),
+}
+
+
+@pytest.mark.parametrize("make", EXTENSION_STRIDES.values(), ids=EXTENSION_STRIDES.keys())
+def test_extension_strides(make: Any) -> None:
+    x = make(torch.randn(8400, device="cuda").bfloat16())
+    dy = torch.randn(*x.shape[:2], 24, device="cuda").bfloat16()
+    for kernel in extension_kernels():
+        assert_extension(x, dy, torch.float32, False, kernel)
+        assert_extension(dy, x, torch.float32, False, kernel)
+
+
+def test_extension_in_a_fresh_thread() -> None:
+    """A thread that has not used CUDA yet, as one of autograd's may be."""
+    kernels = extension_kernels()
+    x, dy = (torch.randn(3, 70, n, device="cuda").bfloat16() for n in (40, 24))
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for kernel in kernels:
+                assert_extension(x, dy, torch.float32, False, kernel)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not failed, failed
 
 
 def test_tf32() -> None:

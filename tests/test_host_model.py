@@ -69,15 +69,27 @@ BUGS = {
     "rows eight below": ("(k % 4 == 2 ? 8 : 0)", "(k % 4 == 2 ? 4 : 0)"),
     "turns not primed": ("if (group == 1) named_barrier", "if (group == 3) named_barrier"),
     "no barrier before leaving": ("  if constexpr (kCluster > 1) cluster_sync();  // a", "  // a"),
+    "no cluster barrier at the start": (
+        "    cluster_sync();\n  } else {",
+        "    block_sync();\n  } else {",
+    ),
+    "last turn not taken up": (
+        "if (group == 0) named_barrier_sync",
+        "if (group == 3) named_barrier_sync",
+    ),
     "no fence after initialising barriers": ("    mbarrier_init_fence();\n", ""),
     "no fence before products": ("        wgmma_fence();\n", ""),
     "norm of the sample before lost": ("store_sqnorm(partial + b - 1, pending, lane);", ""),
     "norm in the next sample's place": ("partial + u.end - 1, pending", "partial + u.end, pending"),
     "total kept from tile to tile": ("    clear(total);\n", "    if (unit < 1) clear(total);\n"),
     "a part left out of the merge": ("part < p.parts; ++part", "part < p.parts - 1; ++part"),
-    "parts of a split overlap": ("p.B) * u.part / parts);", "p.B) * u.part / parts) / 2;"),
+    "parts of a split overlap": ("u.begin = u.part * each +", "u.begin = u.part * each / 2 +"),
 }
 
+
+TURN = "        if constexpr (kOrdered) named_barrier_arrive(2 - group, kConsumers);\n"
+PRODUCTS = "        register_fence(acc);\n        wgmma_fence();\n"
+HANDED_OVER_EARLY = "turn handed over before the products"
 
 SM80_BUGS = {
     "stage read before it is there": ("copy_wait<kStages - 2>", "copy_wait<kStages - 1>"),
@@ -100,20 +112,26 @@ SM80_BUGS = {
     "a part left out of the merge": ("part < p.parts; ++part", "part < p.parts - 1; ++part"),
     "total kept from tile to tile": ("    clear(total);\n", "    if (unit < 1) clear(total);\n"),
 }
-ALL_BUGS = [("sm90", bug) for bug in BUGS] + [("sm80", bug) for bug in SM80_BUGS]
+ALL_BUGS = [("sm90", bug) for bug in (*BUGS, HANDED_OVER_EARLY)] + [
+    ("sm80", bug) for bug in SM80_BUGS
+]
 
 
 @pytest.mark.parametrize(("kernel", "bug"), ALL_BUGS)
 def test_planted_bug(kernel: str, bug: str, tmp_path: Path) -> None:
     """Found in every seed: a wrong number, a race, a deadlock, or what the model refuses."""
-    right, wrong = (BUGS if kernel == "sm90" else SM80_BUGS)[bug]
+    if bug == HANDED_OVER_EARLY:
+        changes = [(TURN, ""), (PRODUCTS, TURN + PRODUCTS)]
+    else:
+        changes = [(BUGS if kernel == "sm90" else SM80_BUGS)[bug]]
     shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
-    for name in (f"linear_wgrad_{kernel}.cuh", "work.cuh"):
-        source = (CSRC / name).read_text(encoding="utf-8")
-        if right in source:
-            break
-    assert source.count(right) == 1, "the bug has no place in the kernel any more"
-    (tmp_path / name).write_text(source.replace(right, wrong), encoding="utf-8")
+    names = (f"linear_wgrad_{kernel}.cuh", "work.cuh")
+    for right, wrong in changes:
+        texts = {name: (tmp_path / name).read_text(encoding="utf-8") for name in names}
+        found = {name: text.count(right) for name, text in texts.items()}
+        assert sum(found.values()) == 1, "the bug has no place in the kernel any more"
+        name = max(found, key=found.__getitem__)
+        (tmp_path / name).write_text(texts[name].replace(right, wrong), encoding="utf-8")
     program = build(tmp_path, kernel)
     for seed in SEEDS[: 2 if kernel == "sm90" else 1]:
         done = subprocess.run([program, str(seed)], capture_output=True, text=True, timeout=300)

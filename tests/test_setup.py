@@ -14,9 +14,8 @@ pytestmark = pytest.mark.source
 ROOT = Path(__file__).parents[1]
 
 NO_NVCC = """\
-import os, runpy, shutil, sys
-shutil.which, access = lambda name: None, os.access
-os.access = lambda path, mode: not str(path).endswith("nvcc") and access(path, mode)
+import runpy, shutil, sys
+shutil.which = lambda name: None
 sys.argv = ["setup.py", "--version"]
 runpy.run_path("setup.py", run_name="__main__")
 """
@@ -36,9 +35,9 @@ def setup(command: list[str], **environment: str) -> "subprocess.CompletedProces
 @pytest.mark.parametrize(
     ("wanted", "fails", "line"),
     [
-        ("auto", False, "gnsfast: no nvcc, installing without the CUDA extension"),
+        ("auto", False, "there is no nvcc that runs: installing without the CUDA extension"),
         ("0", False, "gnsfast: GNSFAST_CUDA=0, installing without the CUDA extension"),
-        ("1", True, "GNSFAST_CUDA=1, but there is no nvcc that runs"),
+        ("1", True, "gnsfast: there is no nvcc that runs; GNSFAST_CUDA=0 installs without"),
         ("yes", True, "GNSFAST_CUDA=yes: it must be 0, 1 or auto"),
     ],
 )
@@ -48,13 +47,32 @@ def test_without_nvcc(wanted: str, fails: bool, line: str) -> None:
     assert line in done.stderr
 
 
+def fake_nvcc(folder: Path, release: str) -> str:
+    """Knows its version and compiles nothing."""
+    nvcc = folder / "nvcc"
+    answers = f"--version) echo release {release};; --dryrun) ;; *) exit 1;;"
+    nvcc.write_text(f'#!/bin/sh\ncase "$1" in {answers} esac\n')
+    nvcc.chmod(nvcc.stat().st_mode | stat.S_IEXEC)
+    return str(nvcc)
+
+
 def test_nvcc_that_fails(tmp_path: Path) -> None:
     """Never a silent installation without the kernels that were to be built."""
     pytest.importorskip("pybind11")
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text('#!/bin/sh\ncase "$1" in --version|--dryrun) exit 0;; esac\nexit 1\n')
-    nvcc.chmod(nvcc.stat().st_mode | stat.S_IEXEC)
+    nvcc = fake_nvcc(tmp_path, "13.0")
     built = ["setup.py", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path)]
-    done = setup(built, CUDACXX=str(nvcc))
+    done = setup(built, CUDACXX=nvcc)
     assert done.returncode != 0 and "ninja" in done.stderr
     assert not list(tmp_path.rglob("_C*.so"))
+
+
+def test_nvcc_that_is_too_old(tmp_path: Path) -> None:
+    nvcc = fake_nvcc(tmp_path, "12.4")
+    done = setup(["setup.py", "--version"], CUDACXX=nvcc)
+    assert done.returncode == 0 and "is of CUDA 12.4, older than 12.5" in done.stderr
+    assert setup(["setup.py", "--version"], CUDACXX=nvcc, GNSFAST_CUDA="1").returncode != 0
+
+
+def test_nvcc_that_is_not_there() -> None:
+    done = setup(["setup.py", "--version"], CUDACXX="/nowhere/nvcc")
+    assert done.returncode != 0 and "CUDACXX=/nowhere/nvcc does not run" in done.stderr

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gnsfast import extension, reference
+from gnsfast import backends, extension, reference
 from gnsfast.triton_kernels import embedding, gram, norms
 from gnsfast.triton_kernels import linear_wgrad as fused_kernel
 from gnsfast.triton_kernels.configs import Config, candidates
@@ -111,7 +111,8 @@ def fused_wgrad(
     and of their sum, float64.
     """
     x, dy = unit_inner(x_BTI), unit_inner(dy_BTO)
-    if config is None and links is None and extension.takes(x, dy, dw_OI):
+    extended = config is None and links is None and backends.backend("cuda") == "cuda"
+    if extended and extension.takes(x, dy, dw_OI, add):
         return extension.linear_wgrad(x, dy, dw_OI, add).sum(0, dtype=torch.float64)
     (_, T, I), O = x.shape, dy.shape[2]
     if config is None:

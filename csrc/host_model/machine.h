@@ -76,6 +76,7 @@ struct Thread {
 
 struct Block {
   std::vector<uint8_t> shared;
+  int last_committed = -1;  // which warpgroup, where they have to take turns
   std::map<uint32_t, MBarrier> barriers;
   NamedBarrier named[16], warps[16];
   uint32_t exchange[16][32][6];  // what the lanes of a warp show one another
@@ -98,6 +99,7 @@ struct Machine {
   std::vector<Copy> copies;
   NamedBarrier cluster_barrier;
   int cluster = 1, block_count = 1;
+  bool turns = false;  // whether the warpgroups must commit their products in turn
   uint64_t progress = 0, races = 0;
   std::function<void()> kernel;
 };
@@ -285,11 +287,25 @@ inline bool compute_any(Machine& m) {
   return any;
 }
 
+// Nothing may be left half done when a block is over.
+inline void must_be_at_rest(const Block& b) {
+  for (const NamedBarrier& barrier : b.named) {
+    if (barrier.arrived) fail("a named barrier was arrived at and never passed");
+  }
+  for (const auto& [address, barrier] : b.barriers) {
+    if (barrier.bytes) fail("a barrier still expects bytes");
+  }
+  for (const auto& thread : b.threads) {
+    if (thread->computed != thread->products.size()) fail("a product was never waited for");
+  }
+}
+
 // Run a kernel: clusters one after the other, the threads of a cluster interleaved. Returns how many
 // copies overwrote what a product still had to read.
 inline uint64_t launch(int block_count, int cluster, int threads, int shared_bytes, unsigned seed,
-                       std::function<void()> kernel) {
+                       std::function<void()> kernel, bool turns = false) {
   Machine m;
+  m.turns = turns;
   machine() = &m;
   m.cluster = cluster;
   m.block_count = block_count;
@@ -301,7 +317,8 @@ inline uint64_t launch(int block_count, int cluster, int threads, int shared_byt
     for (auto& b : m.blocks) {
       for (auto& thread : b->threads) all.push_back(thread.get());
     }
-    const Block* asleep = nullptr;  // at times a whole block falls behind the others, or a warp
+    // At times a whole block falls behind the others, or a warp; a block does from the start.
+    const Block* asleep = m.blocks[m.random() % m.blocks.size()].get();
     int asleep_warp = -1;
     for (bool live = true; live;) {
       std::shuffle(all.begin(), all.end(), m.random);
@@ -310,7 +327,7 @@ inline uint64_t launch(int block_count, int cluster, int threads, int shared_byt
         asleep = m.blocks[m.random() % m.blocks.size()].get();
         asleep_warp = m.random() % 2 ? -1 : static_cast<int>(m.random() % (threads / 32));
       }
-      if (m.random() % 64 == 0) asleep = nullptr;
+      if (m.random() % 1024 == 0) asleep = nullptr;  // mostly when the others wait for it
       live = false;
       for (Thread* thread : all) {
         if (thread->done) continue;
@@ -326,16 +343,17 @@ inline uint64_t launch(int block_count, int cluster, int threads, int shared_byt
         }
       }
       if (live && m.progress == before) {  // all wait: for a copy, a product, or for ever
-        if (asleep) {
-          asleep = nullptr;
-        } else if (!m.copies.empty()) {
+        if (!m.copies.empty()) {
           land(m.random() % m.copies.size());
+        } else if (asleep) {
+          asleep = nullptr;
         } else if (!compute_any(m)) {
           fail("deadlock");
         }
       }
     }
     while (!m.copies.empty()) land(0);
+    for (auto& b : m.blocks) must_be_at_rest(*b);
   }
   return m.races;
 }

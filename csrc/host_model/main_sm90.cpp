@@ -38,7 +38,7 @@ bool run(const char* name, Shape s, int whole_tiles, int parts, int clusters, bo
   const auto races =
       host_model::launch(clusters * kCluster, kCluster, kThreads, kSharedBytes, seed, [&] {
         linear_wgrad_kernel<Element, Output, kCluster, kOrdered>(map_dy, map_x, dw.data(), p);
-      });
+      }, kOrdered);
   if (split) {
     host_model::launch(split * kCluster, 1, kConsumers, 1024, seed,
                        [&] { merge_kernel<Output, kCluster>(dw.data(), p); });

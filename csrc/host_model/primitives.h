@@ -115,6 +115,7 @@ inline void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t bar
   for (int rank = 0; rank < host_model::machine()->cluster; ++rank) {
     if (!(ranks >> rank & 1)) continue;
     host_model::Block* b = host_model::machine()->blocks[rank].get();
+    host_model::visible_barrier(*b, barrier);
     auto land = [=] {
       host_model::must_be_live(*b);
       for (int t = 0; t < m.box_tokens; ++t) {
@@ -146,11 +147,22 @@ inline void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
   tma_load_multicast(to, map, barrier, feature, token, sample, 1 << cluster_rank());
 }
 
-inline void wgmma_fence() { host_model::self().fenced = true; }
+inline void wgmma_fence() {
+  if (host_model::machine()->random() % 2) host_model::yield();  // a thread may fall behind here
+  host_model::self().fenced = true;
+}
 inline void wgmma_commit() {
   auto& thread = host_model::self();
   thread.committed.push_back(thread.products.size());
   thread.fenced = false;
+  const int group = thread.index / host_model::kThreadsOfWarpgroup;
+  if (host_model::machine()->turns && thread.index % host_model::kThreadsOfWarpgroup == 0) {
+    int& last = host_model::block().last_committed;
+    if (last == group || (last < 0 && group != 0)) {
+      host_model::fail("the warpgroups do not take turns");
+    }
+    last = group;
+  }
 }
 template <int kPending>
 void wgmma_wait() {
