@@ -71,7 +71,7 @@ def ops(device: str, cases_: list[LayerCase] = OPS, rounds: int = 11) -> dict[st
     rows = []
     for case in cases_:
         x, dy = operands(case, device)
-        plain = lambda: dy.flatten(0, 1).T @ x.flatten(0, 1)  # noqa: B023
+        plain = partial(plain_wgrad, x, dy)
         ours = lambda: torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, x.dtype)  # noqa: B023
         timing = measure.interleave({"plain": plain, "gnsfast": ours}, rounds, clock(device))
         flop = 2 * case.B * case.T * case.I * case.O
@@ -97,6 +97,10 @@ def operands(case: LayerCase, device: str) -> tuple[Tensor, Tensor]:
     return x, torch.randn(*shape, case.O, device=device, dtype=bf16)
 
 
+def plain_wgrad(x: Tensor, dy: Tensor) -> Tensor:
+    return dy.flatten(0, 1).T @ x.flatten(0, 1)
+
+
 def route(case: LayerCase, device: str) -> str:
     from gnsfast.triton_kernels.routes import linear_route
 
@@ -116,7 +120,7 @@ def other_ops(
     """
     from gnsfast.functional._norms import layer_norm_backward
 
-    rows = []
+    rows, what = [], "backward, bf16"
     B, T = tokens // min(1024, tokens), min(1024, tokens)
     for N in widths:
         x, dy = (torch.randn(B, T, N, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -129,14 +133,16 @@ def other_ops(
             "gnsfast": lambda: torch.ops.gnsfast.layer_norm_backward(*args),  # noqa: B023
             "gnsfast, compiled aten": _compiled(layer_norm_backward, args),
         }
-        rows.append(_row(f"layer norm {N}", measure.interleave(ways, rounds, clock(device))))
+        rows.append(_row(what, f"layer norm {N}", measure.interleave(ways, rounds, clock(device))))
     for V, D in tables:
         ids = torch.randint(0, V, (B, T), device=device)
         dy = torch.randn(B, T, D, device=device, dtype=torch.bfloat16)
         plain = lambda: torch.ops.aten.embedding_dense_backward(dy, ids, V, -1, False)  # noqa: B023
         ours = lambda: torch.ops.gnsfast.embedding_wgrad(dy, ids, V, -1, dy.dtype)  # noqa: B023
         ways = {"plain": plain, "gnsfast": ours}
-        rows.append(_row(f"embedding {V} x {D}", measure.interleave(ways, rounds, clock(device))))
+        rows.append(
+            _row(what, f"embedding {V} x {D}", measure.interleave(ways, rounds, clock(device)))
+        )
     return {"Other layers' backward": rows}
 
 
@@ -145,8 +151,8 @@ def _compiled(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], obj
     return lambda: compiled(*args)
 
 
-def _row(name: str, timings: dict[str, measure.Timing]) -> dict[str, Any]:
-    row: dict[str, Any] = {"backward, bf16": name}
+def _row(what: str, name: str, timings: dict[str, measure.Timing]) -> dict[str, Any]:
+    row: dict[str, Any] = {what: name}
     row["plain ms"] = f"{timings['plain'].milliseconds:.3f}"
     return row | {f"{k} / plain": str(t) for k, t in timings.items() if k != "plain"}
 
@@ -168,13 +174,11 @@ def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> d
             dw = x.new_empty((dy.shape[2], x.shape[2]))
             return operators.fused_wgrad(x, dy, dw)
 
-        plain = lambda: dy.flatten(0, 1).T @ x.flatten(0, 1)  # noqa: B023
+        plain = partial(plain_wgrad, x, dy)
         ways = {"plain": plain, "gram": gram_route, "fused": fused_route}
         timings = measure.interleave(ways, rounds, clock(device))
-        row = _row(case.name, timings) | {"counted rule": route(case, device)}
-        crossover.append(
-            {"weight gradient" if k[:8] == "backward" else k: v for k, v in row.items()}
-        )
+        row = _row("weight gradient", case.name, timings)
+        crossover.append(row | {"counted rule": route(case, device)})
     for case in {(c.I, c.O): c for c in cases_}.values():
         x, dy = operands(LayerCase(case.model, case.I, case.O, 1024, case.tokens), device)
         dw = x.new_empty((case.O, case.I))
@@ -220,8 +224,8 @@ def cuda(device: str, cases_: list[LayerCase] = CUDA, rounds: int = 11) -> dict[
         x, dy = operands(case, device)
         dw = x.new_empty((case.O, case.I))
         ways: dict[str, Callable[[], object]] = {
-            "plain": lambda: dy.flatten(0, 1).T @ x.flatten(0, 1),  # noqa: B023
-            "triton": lambda: _triton(x, dy, dw),  # noqa: B023
+            "plain": partial(plain_wgrad, x, dy),
+            "triton": partial(_triton, x, dy, dw),
         }
         own = extension.kernel_for(torch.cuda.get_device_capability())
         for kernel in sorted({own, "sm80"}):

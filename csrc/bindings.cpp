@@ -53,7 +53,7 @@ gnsfast::Rows rows(const char* name, uintptr_t data, const py::tuple& strides) {
 
 struct Kernel {
   gnsfast::Plan (*plan)(int B, int T, int I, int O, int processors);
-  void (*launch)(const gnsfast::LinearWgrad& call, int processors);
+  void (*launch)(const gnsfast::LinearWgrad& call, const gnsfast::Plan& plan, int processors);
 };
 
 Kernel kernel_of(const std::string& name, int processors) {
@@ -106,7 +106,7 @@ void linear_wgrad(const std::string& kernel, uintptr_t x, const py::tuple& x_str
   call.stream = pointer<void>("stream", stream, true);
   call.device = device;
   py::gil_scoped_release release;
-  functions.launch(call, processors);
+  functions.launch(call, p, processors);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the launchers of linear_wgrad share.
+// What the launchers of linear_wgrad share; included after a kernel and its primitives.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -7,6 +7,7 @@
 #include <string>
 
 #include "linear_wgrad.h"
+#include "work.cuh"
 
 namespace gnsfast {
 
@@ -26,9 +27,9 @@ constexpr double kMergeLaunch = 500, kMergePart = 100;
 
 // What a last, partly filled wave of tiles costs is saved by splitting those tiles by whole samples:
 // ``at_once`` tiles run at a time.
-inline Plan plan_tiles(int tiles, int at_once, int B, int T) {
-  Plan plan{tiles, 1, 0, 0};
-  const int last = tiles % at_once;
+inline Plan plan_tiles(int tiles_o, int tiles_i, int at_once, int B, int T) {
+  const int tiles = tiles_o * tiles_i, last = tiles % at_once;
+  Plan plan{tiles_i, tiles, tiles, 1, 0, 0};
   double best = static_cast<double>(B) * T;
   for (int parts = 2; last && parts <= B && parts <= kMostParts; ++parts) {
     const int waves = (last * parts + at_once - 1) / at_once, samples = (B + parts - 1) / parts;
@@ -41,6 +42,22 @@ inline Plan plan_tiles(int tiles, int at_once, int B, int T) {
     }
   }
   return plan;
+}
+
+inline Problem problem_of(const LinearWgrad& call, const Plan& plan) {
+  return {call.B,    call.T,   call.I,       call.O,      plan.tiles_i, plan.tiles, plan.whole_tiles,
+          plan.parts, call.add, call.partial, call.scratch};
+}
+
+// Calls ``launch`` with a value of the inputs' type and one of dW's.
+template <class Launch>
+void with_types(const LinearWgrad& call, Launch launch) {
+  const bool wide = call.output == Dtype::kFloat32;
+  if (call.element == Dtype::kBfloat16) {
+    wide ? launch(__nv_bfloat16{}, float{}) : launch(__nv_bfloat16{}, __nv_bfloat16{});
+  } else {
+    wide ? launch(__half{}, float{}) : launch(__half{}, __half{});
+  }
 }
 
 inline std::string described(const char* name, const Rows& rows, int B, int T, int features) {

@@ -13,6 +13,7 @@ struct Rows {  // of x or dy: [B, T, features], the features side by side
 };
 
 struct Plan {  // how many tiles are whole, and into how many parts the others are split
+  int tiles_i, tiles;
   int whole_tiles, parts;
   int64_t partial_rows;      // of B + 1 float32
   int64_t scratch_elements;  // float32
@@ -34,10 +35,11 @@ struct LinearWgrad {
 Plan plan_linear_wgrad_sm80(int B, int T, int I, int O, int processors);
 Plan plan_linear_wgrad_sm90(int B, int T, int I, int O, int processors);
 
-// Launch on ``call.device``, which becomes the thread's current one. Throw std::invalid_argument for rows that the kernel cannot read,
-// std::runtime_error for what CUDA reports.
-void linear_wgrad_sm80(const LinearWgrad& call, int processors);
-void linear_wgrad_sm90(const LinearWgrad& call, int processors);
+// Launch a plan on ``call.device``, which becomes the thread's current one. Throw
+// std::invalid_argument for rows that the kernel cannot read, std::runtime_error for what CUDA
+// reports.
+void linear_wgrad_sm80(const LinearWgrad& call, const Plan& plan, int processors);
+void linear_wgrad_sm90(const LinearWgrad& call, const Plan& plan, int processors);
 
 // Empty where a kernel can be launched, else why not.
 const char* missing_device();

@@ -18,17 +18,9 @@ Operand operand_of(const char* name, const Rows& rows, int features, int T, int 
 }
 
 template <class Element, class Output>
-void launch(const LinearWgrad& call, int processors) {
+void launch(const LinearWgrad& call, const Plan& plan, int processors) {
   check(cudaSetDevice(call.device), "cudaSetDevice");
-  const Plan plan = plan_linear_wgrad_sm80(call.B, call.T, call.I, call.O, processors);
-  Problem p{call.B, call.T, call.I, call.O};
-  p.tiles_i = tiles_along(call.I, kTileI);
-  p.tiles = tiles_along(call.O, kTileO) * p.tiles_i;
-  p.whole_tiles = plan.whole_tiles;
-  p.parts = plan.parts;
-  p.add = call.add;
-  p.partial = call.partial;
-  p.scratch = call.scratch;
+  const Problem p = problem_of(call, plan);
   const Operand dy = operand_of("dy", call.dy, call.O, call.T, call.B);
   const Operand x = operand_of("x", call.x, call.I, call.T, call.B);
   auto* dw = static_cast<Output*>(call.dw);
@@ -37,7 +29,7 @@ void launch(const LinearWgrad& call, int processors) {
   const auto kernel = linear_wgrad_kernel<Element, Output>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
         "cudaFuncSetAttribute");
-  const int split = p.tiles - p.whole_tiles, units = p.whole_tiles + split * p.parts;
+  const int split = p.tiles - p.whole_tiles, units = units_of(p);
   kernel<<<units < processors ? units : processors, kThreads, kSharedBytes, stream>>>(dy, x, dw, p);
   check(cudaGetLastError(), "linear_wgrad_sm80");
   if (split) {
@@ -49,22 +41,17 @@ void launch(const LinearWgrad& call, int processors) {
 }  // namespace
 
 Plan plan_linear_wgrad_sm80(int B, int T, int I, int O, int processors) {
-  const int tiles = tiles_along(O, kTileO) * tiles_along(I, kTileI);
-  Plan plan = plan_tiles(tiles, processors, B, T);
-  plan.partial_rows = static_cast<int64_t>(tiles) * kWarps;
+  Plan plan = plan_tiles(tiles_along(O, kTileO), tiles_along(I, kTileI), processors, B, T);
+  plan.partial_rows = static_cast<int64_t>(plan.tiles) * kWarps;
   plan.scratch_elements =
-      static_cast<int64_t>(tiles - plan.whole_tiles) * plan.parts * kTileO * kTileI;
+      static_cast<int64_t>(plan.tiles - plan.whole_tiles) * plan.parts * kTileO * kTileI;
   return plan;
 }
 
-void linear_wgrad_sm80(const LinearWgrad& call, int processors) {
-  const bool wide = call.output == Dtype::kFloat32;
-  if (call.element == Dtype::kBfloat16) {
-    wide ? launch<__nv_bfloat16, float>(call, processors)
-         : launch<__nv_bfloat16, __nv_bfloat16>(call, processors);
-  } else {
-    wide ? launch<__half, float>(call, processors) : launch<__half, __half>(call, processors);
-  }
+void linear_wgrad_sm80(const LinearWgrad& call, const Plan& plan, int processors) {
+  with_types(call, [&](auto element, auto output) {
+    launch<decltype(element), decltype(output)>(call, plan, processors);
+  });
 }
 
 }  // namespace gnsfast

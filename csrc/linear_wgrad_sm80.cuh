@@ -164,10 +164,7 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_C
       store_sqnorm(partial + p.B, sqnorm_of(total), lane);
       store_tile(dw, p, total, u.o + warp_o, u.i + warp_i, lane);
     } else {
-      const int64_t slot = scratch_slot<1>(p, u.tile, u.part, 0);
-      float* to = p.scratch + slot * kAccumulators * kThreads + thread_index();
-#pragma unroll
-      for (int k = 0; k < kAccumulators; ++k) to[k * kThreads] = total[k];
+      store_part<kThreads, 1>(p, u, 0, thread_index(), total);
     }
   }
 }
@@ -179,14 +176,7 @@ merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
   const int split = block_index(), tile = p.whole_tiles + split;
   const uint32_t warp = thread_index() / 32, lane = thread_index() % 32;
   float total[kAccumulators];
-  clear(total);
-#pragma unroll 1
-  for (int part = 0; part < p.parts; ++part) {
-    const int64_t slot = scratch_slot<1>(p, tile, part, 0);
-    const float* from = p.scratch + slot * kAccumulators * kThreads + thread_index();
-#pragma unroll
-    for (int k = 0; k < kAccumulators; ++k) total[k] += from[k * kThreads];
-  }
+  add_parts<kThreads, 1>(p, tile, 0, thread_index(), total);
   const Unit u = locate<kTileO, kTileI, 1>(p, p.whole_tiles + split * p.parts, 0);
   float* partial = p.partial + (static_cast<int64_t>(tile) * kWarps + warp) * (p.B + 1);
   store_sqnorm(partial + p.B, sqnorm_of(total), lane);

@@ -64,19 +64,11 @@ CUtensorMap encode(const char* name, const Rows& rows, int features, int T, int 
 }
 
 template <class Element, class Output>
-void launch(const LinearWgrad& call, int processors) {
+void launch(const LinearWgrad& call, const Plan& plan, int processors) {
   // A thread of autograd may have no context yet, which encoding a tensor map needs.
   check(cudaSetDevice(call.device), "cudaSetDevice");
   constexpr int kCluster = kLaunchCluster;
-  const Plan plan = plan_linear_wgrad_sm90(call.B, call.T, call.I, call.O, processors);
-  Problem p{call.B, call.T, call.I, call.O};
-  p.tiles_i = tiles_along(call.I, kTileI);
-  p.tiles = tiles_along(call.O, kTileO * kCluster) * p.tiles_i;
-  p.whole_tiles = plan.whole_tiles;
-  p.parts = plan.parts;
-  p.add = call.add;
-  p.partial = call.partial;
-  p.scratch = call.scratch;
+  const Problem p = problem_of(call, plan);
   const CUtensorMap map_dy =
       encode("dy", call.dy, call.O, call.T, call.B, kBlockT, call.element);
   const CUtensorMap map_x =
@@ -87,7 +79,7 @@ void launch(const LinearWgrad& call, int processors) {
   const auto kernel = linear_wgrad_kernel<Element, Output, kCluster, true>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
         "cudaFuncSetAttribute");
-  const int split = p.tiles - p.whole_tiles, units = p.whole_tiles + split * p.parts;
+  const int split = p.tiles - p.whole_tiles, units = units_of(p);
   const int clusters = units < processors / kCluster ? units : processors / kCluster;
   kernel<<<clusters * kCluster, kThreads, kSharedBytes, stream>>>(map_dy, map_x, dw, p);
   check(cudaGetLastError(), "linear_wgrad_sm90");
@@ -100,22 +92,18 @@ void launch(const LinearWgrad& call, int processors) {
 }  // namespace
 
 Plan plan_linear_wgrad_sm90(int B, int T, int I, int O, int processors) {
-  const int tiles = tiles_along(O, kTileO * kLaunchCluster) * tiles_along(I, kTileI);
-  Plan plan = plan_tiles(tiles, processors / kLaunchCluster, B, T);
-  plan.partial_rows = static_cast<int64_t>(tiles) * kLaunchCluster * kConsumerWarps;
-  plan.scratch_elements = static_cast<int64_t>(tiles - plan.whole_tiles) * plan.parts *
+  Plan plan = plan_tiles(tiles_along(O, kTileO * kLaunchCluster), tiles_along(I, kTileI),
+                         processors / kLaunchCluster, B, T);
+  plan.partial_rows = static_cast<int64_t>(plan.tiles) * kLaunchCluster * kConsumerWarps;
+  plan.scratch_elements = static_cast<int64_t>(plan.tiles - plan.whole_tiles) * plan.parts *
                           kLaunchCluster * kTileO * kTileI;
   return plan;
 }
 
-void linear_wgrad_sm90(const LinearWgrad& call, int processors) {
-  const bool wide = call.output == Dtype::kFloat32;
-  if (call.element == Dtype::kBfloat16) {
-    wide ? launch<__nv_bfloat16, float>(call, processors)
-         : launch<__nv_bfloat16, __nv_bfloat16>(call, processors);
-  } else {
-    wide ? launch<__half, float>(call, processors) : launch<__half, __half>(call, processors);
-  }
+void linear_wgrad_sm90(const LinearWgrad& call, const Plan& plan, int processors) {
+  with_types(call, [&](auto element, auto output) {
+    launch<decltype(element), decltype(output)>(call, plan, processors);
+  });
 }
 
 const char* missing_device() {

@@ -24,7 +24,8 @@
 //   warpgroup 1     ═══════╗end b╔═══════╗
 //
 // What would be the last, partly filled wave of tiles is split by whole samples; the parts meet in a
-// scratch, which merge_kernel adds in a fixed order. No atomics: two runs give the same bits.
+// scratch, which merge_kernel adds in a fixed order. No element is written by two blocks: two runs
+// give the same bits.
 #pragma once
 #ifdef GNSFAST_HOST_MODEL
 #include "host_model/primitives.h"
@@ -192,10 +193,7 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring 
       store_sqnorm(partial + p.B, sqnorm_of(total), lane);
       store_tile(dw, p, total, u.o, u.i, consumer);
     } else {
-      const int64_t slot = scratch_slot<kCluster>(p, u.tile, u.part, rank);
-      float* to = p.scratch + slot * kAccumulators * kConsumers + consumer;
-#pragma unroll
-      for (int k = 0; k < kAccumulators; ++k) to[k * kConsumers] = total[k];
+      store_part<kConsumers, kCluster>(p, u, rank, consumer, total);
     }
   }
   if constexpr (kOrdered) {
@@ -251,14 +249,7 @@ merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
   const int tile = p.whole_tiles + split;
   const uint32_t consumer = thread_index();
   float total[kAccumulators];
-  clear(total);
-#pragma unroll 1
-  for (int part = 0; part < p.parts; ++part) {
-    const int64_t slot = scratch_slot<kCluster>(p, tile, part, rank);
-    const float* from = p.scratch + slot * kAccumulators * kConsumers + consumer;
-#pragma unroll
-    for (int k = 0; k < kAccumulators; ++k) total[k] += from[k * kConsumers];
-  }
+  add_parts<kConsumers, kCluster>(p, tile, rank, consumer, total);
   const Unit u = locate<kTileO, kTileI, kCluster>(p, p.whole_tiles + split * p.parts, rank);
   const uint32_t warp = consumer / 32;
   const int64_t row = (static_cast<int64_t>(tile) * kCluster + rank) * kConsumerWarps + warp;

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #define GNSFAST_DEVICE __device__ __forceinline__
+#define GNSFAST_HOST_DEVICE __host__ __device__ __forceinline__
 #define GNSFAST_SIMT_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
 #define GNSFAST_GRID_CONSTANT __grid_constant__
 #define GNSFAST_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]

@@ -26,7 +26,7 @@ struct Unit {
   bool whole;
 };
 
-GNSFAST_DEVICE int units_of(const Problem& p) {
+GNSFAST_HOST_DEVICE int units_of(const Problem& p) {
   return p.whole_tiles + (p.tiles - p.whole_tiles) * p.parts;
 }
 
@@ -58,17 +58,39 @@ GNSFAST_DEVICE int64_t scratch_slot(const Problem& p, int tile, int part, int ra
   return (static_cast<int64_t>(tile - p.whole_tiles) * p.parts + part) * kCluster + rank;
 }
 
+template <int kCount>
+GNSFAST_DEVICE void clear(float (&v)[kCount]) {
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) v[k] = 0.f;
+}
+
+// A CTA's part of a split tile goes to the scratch as its threads hold it, and is added from there.
+template <int kThreads, int kCluster, int kCount>
+GNSFAST_DEVICE void store_part(const Problem& p, const Unit& u, int rank, uint32_t thread,
+                               const float (&v)[kCount]) {
+  const int64_t slot = scratch_slot<kCluster>(p, u.tile, u.part, rank);
+  float* to = p.scratch + slot * kCount * kThreads + thread;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) to[k * kThreads] = v[k];
+}
+template <int kThreads, int kCluster, int kCount>
+GNSFAST_DEVICE void add_parts(const Problem& p, int tile, int rank, uint32_t thread,
+                              float (&total)[kCount]) {
+  clear(total);
+#pragma unroll 1
+  for (int part = 0; part < p.parts; ++part) {
+    const int64_t slot = scratch_slot<kCluster>(p, tile, part, rank);
+    const float* from = p.scratch + slot * kCount * kThreads + thread;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) total[k] += from[k * kThreads];
+  }
+}
+
 // The squared norm that a warp holds, summed over its lanes and stored by one of them.
 GNSFAST_DEVICE void store_sqnorm(float* to, float sqnorm, uint32_t lane) {
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) sqnorm += shuffle_xor(sqnorm, mask);
   if (lane == 0) *to = sqnorm;
-}
-
-template <int kCount>
-GNSFAST_DEVICE void clear(float (&v)[kCount]) {
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) v[k] = 0.f;
 }
 
 template <int kCount>

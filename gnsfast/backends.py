@@ -4,11 +4,11 @@ kernels for CUDA ones, or what ``GNSFAST_BACKEND`` says, for debugging. ``cuda``
 CUDA extension in front, where that takes a tensor (``extension.py``).
 """
 
+import functools
 import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -61,12 +61,14 @@ def implementation(op: str, device: str) -> Callable[..., Any]:
         name = backend(device)
         if get is not None and name == "reference":
             return get(*args)
-        with _device_of(args):
+        # Triton launches on the current device, whatever device its tensors are on.
+        with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):
             return getattr(_module(name, op, device), op)(*args)
 
     return run
 
 
+@functools.cache  # looking for an installed package at every call would be on the hot path
 def _module(name: str, op: str, device: str) -> ModuleType:
     if name == "reference":
         return reference
@@ -77,9 +79,3 @@ def _module(name: str, op: str, device: str) -> ModuleType:
             f"{VARIABLE}=reference runs plain PyTorch instead."
         )
     return importlib.import_module("gnsfast.triton_kernels.operators")
-
-
-def _device_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, whatever device its tensors are on."""
-    tensor = next(a for a in args if isinstance(a, Tensor))
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

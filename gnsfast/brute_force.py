@@ -23,8 +23,7 @@ def brute_force_noise_scale(
     Equals ``g.var(0).sum() / (g.mean(0).square().sum() - g.var(0).sum() / len(g))`` for the
     gradients g of all samples, over all trainable parameters, covered or not. Its interval comes
     from a jackknife over ``blocks`` blocks of consecutive samples. Modes, gradients and weights of
-    the model stay as they are; memory holds ``blocks`` gradients in
-    float64.
+    the model stay as they are; memory holds ``blocks`` gradients in float64.
 
     Args:
         loss_fn: takes the model and one sample (as a batch of one), returns a scalar loss.

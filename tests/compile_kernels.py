@@ -120,7 +120,7 @@ def linear_cases(capability: int) -> Iterator[Case]:
             f"merge_splits {tile[0]}x{tile[1]}",
             linear_wgrad.merge_splits_kernel,
             "bf16",
-            dict(ADD=False, BLOCK_O=tile[0], BLOCK_I=tile[1], GROUP=linear_wgrad.GROUP_O),
+            dict(ADD=False, BLOCK_O=tile[0], BLOCK_I=tile[1], GROUP=configs.GROUP_O),
             8,
             pointers={"scratch_ptr": "*fp32", "partial_ptr": "*fp32"},
         )
@@ -157,8 +157,7 @@ def linear_cases(capability: int) -> Iterator[Case]:
 
 
 def blocks(config: configs.Config) -> dict[str, Any]:
-    sizes = dict(BLOCK_O=config.block_o, BLOCK_I=config.block_i, BLOCK_T=config.block_t)
-    return sizes | dict(GROUP=linear_wgrad.GROUP_O)
+    return {name: size for name, size in config.options().items() if name.isupper()}
 
 
 def wgrad(

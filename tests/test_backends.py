@@ -19,7 +19,7 @@ BACKEND = backends.VARIABLE
 @pytest.fixture
 def triton_ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators that ran as Triton kernels, which are asked for."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="triton is there on Linux alone")
     from gnsfast.triton_kernels import operators
 
     monkeypatch.setenv(BACKEND, "triton")
@@ -94,7 +94,7 @@ with gnsfast.per_sample_sqnorms(layer, 2):
 
 def test_tuning_measures_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The fastest configuration is kept in memory and on disk; what fails to launch is never it."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="triton is there on Linux alone")
     from gnsfast.triton_kernels import tuning
     from gnsfast.triton_kernels.configs import HALF
 
@@ -127,7 +127,7 @@ def test_tuning_measures_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
 
 
 def test_tuning_is_off_where_bits_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="triton is there on Linux alone")
     from gnsfast.triton_kernels import tuning
     from gnsfast.triton_kernels.configs import HALF
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 pytestmark = pytest.mark.source
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast import reference  # noqa: E402
 from gnsfast.triton_kernels import norms, operators  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast import reference  # noqa: E402
 from gnsfast.triton_kernels import gram, linear_wgrad, operators, routes, segments  # noqa: E402

@@ -10,6 +10,9 @@ import triton
 
 from gnsfast.triton_kernels.tiles import INTERPRETED, tf32_allowed
 
+GROUP_O = 8
+"""Rows of tiles that go together: eight of 128 are 2 MiB of dy per 1024 tokens in bfloat16."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -21,6 +24,17 @@ class Config:
     num_warps: int
     num_stages: int
     resident: int = 1  # programs that a multiprocessor holds, by their registers
+
+    def options(self) -> dict[str, int]:
+        """What a kernel of such tiles is launched with."""
+        return {
+            "BLOCK_O": self.block_o,
+            "BLOCK_I": self.block_i,
+            "BLOCK_T": self.block_t,
+            "GROUP": GROUP_O,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
 
     def __str__(self) -> str:
         return (

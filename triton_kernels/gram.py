@@ -26,6 +26,19 @@ TILE = 64
 
 
 @triton.jit
+def self_product(
+    rows, mask_t, N, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The products [BLOCK_T, BLOCK_T] of the rows of N numbers with one another."""
+    product = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    for k in range(0, N, BLOCK_K):
+        columns = (k + tl.arange(0, BLOCK_K))[None, :]
+        block = tl.load(rows + columns, mask=mask_t & (columns < N), other=0.0)
+        product = dot(block, block.T, product, PRECISION)
+    return product
+
+
+@triton.jit
 def gram_kernel(
     x_ptr,
     dy_ptr,
@@ -45,23 +58,13 @@ def gram_kernel(
 ):
     b = tl.program_id(0).to(tl.int64)
     offs_t = tl.arange(0, BLOCK_T)
-    offs_k = tl.arange(0, BLOCK_K)
     mask_t = (offs_t < T)[:, None]
     rows_t = offs_t.to(tl.int64)[:, None]
 
     x_rows = x_ptr + b * x_stride_b + rows_t * x_stride_t
-    x_gram = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    for k in range(0, I, BLOCK_K):
-        columns = (k + offs_k)[None, :]
-        x = tl.load(x_rows + columns, mask=mask_t & (columns < I), other=0.0)
-        x_gram = dot(x, x.T, x_gram, PRECISION)
-
+    x_gram = self_product(x_rows, mask_t, I, PRECISION, BLOCK_T, BLOCK_K)
     dy_rows = dy_ptr + b * dy_stride_b + rows_t * dy_stride_t
-    dy_gram = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    for k in range(0, O, BLOCK_K):
-        columns = (k + offs_k)[None, :]
-        dy = tl.load(dy_rows + columns, mask=mask_t & (columns < O), other=0.0)
-        dy_gram = dot(dy, dy.T, dy_gram, PRECISION)
+    dy_gram = self_product(dy_rows, mask_t, O, PRECISION, BLOCK_T, BLOCK_K)
 
     terms = x_gram * dy_gram
     sqnorm = tl.sum(terms)

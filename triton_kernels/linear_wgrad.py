@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gnsfast.triton_kernels.configs import Config, multiprocessors, splits
+from gnsfast.triton_kernels.configs import GROUP_O, Config, multiprocessors, splits
 from gnsfast.triton_kernels.tiles import (
     INTERPRETED,
     dot,
@@ -34,9 +34,6 @@ from gnsfast.triton_kernels.tiles import (
     tf32_allowed,
     tile_position,
 )
-
-GROUP_O = 8
-"""Rows of tiles that go together: eight of 128 are 2 MiB of dy per 1024 tokens in bfloat16."""
 
 
 @triton.jit(do_not_specialize=["B", "T", "S", "samples_a_split", "items"])
@@ -227,12 +224,7 @@ def fused(
         SPLIT=parts > 1,
         LINKS=links is not None,
         PRECISION=precision(x_BTI.dtype),
-        BLOCK_O=config.block_o,
-        BLOCK_I=config.block_i,
-        BLOCK_T=config.block_t,
-        GROUP=GROUP_O,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options(),
     )
     if parts > 1:
         merge_splits_kernel[(tiles,)](

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gnsfast.triton_kernels.configs import Config, candidates
-from gnsfast.triton_kernels.linear_wgrad import GROUP_O, aligned
+from gnsfast.triton_kernels.linear_wgrad import aligned
 from gnsfast.triton_kernels.tiles import check_dtypes, dot, precision, tile_position, unit_inner
 
 
@@ -87,11 +87,6 @@ def linear_wgrad_segments(
         linear_wgrad_segments_kernel[(tiles,)](
             *(x, dy, dw, partial, starts, B, I, O, x.stride(0), dy.stride(0)),
             PRECISION=precision(x.dtype),
-            BLOCK_O=config.block_o,
-            BLOCK_I=config.block_i,
-            BLOCK_T=config.block_t,
-            GROUP=GROUP_O,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **config.options(),
         )
     return dw, partial.sum(0, dtype=torch.float64)

@@ -38,6 +38,7 @@ struct CUtensorMap {
 #include "machine.h"
 
 #define GNSFAST_DEVICE inline
+#define GNSFAST_HOST_DEVICE inline
 #define GNSFAST_KERNEL(cluster, threads) void
 #define GNSFAST_SIMT_KERNEL(threads) void
 #define GNSFAST_GRID_CONSTANT
