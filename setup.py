@@ -19,14 +19,18 @@ from setuptools import setup
 CSRC = Path("csrc")
 OLDEST = (12, 5)  # of CUDA: cudaGetDriverEntryPointByVersion
 GENERIC = ("80", "90", "100", "120")
+HOPPER = "-gencode=arch=compute_90a,code=sm_90a"
+PORTABLE = " ".join(
+    [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in GENERIC]
+    + [f"-gencode=arch=compute_{GENERIC[-1]},code=compute_{GENERIC[-1]}"]
+)
 # The architectures of each file: sm_90a has instructions that sm_90 alone does not; generic code
 # carries what the driver of a later device compiles.
 UNITS = {
-    "linear_wgrad_sm90.cu": "-gencode=arch=compute_90a,code=sm_90a",
-    "linear_wgrad_sm80.cu": " ".join(
-        [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in GENERIC]
-        + [f"-gencode=arch=compute_{GENERIC[-1]},code=compute_{GENERIC[-1]}"]
-    ),
+    "linear_wgrad_sm90.cu": HOPPER,
+    "variants_sm90.cu": HOPPER,
+    "linear_wgrad_sm80.cu": PORTABLE,
+    "token_sqnorms.cu": PORTABLE,
 }
 
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gnsfast
-from benchmarks import cases, measure
+from benchmarks import cases, cuda_kernels, measure
 from benchmarks.cases import LayerCase
+from benchmarks.cuda_kernels import operands, plain_wgrad
 from gnsfast import extension
 
 Rows = list[dict[str, Any]]
@@ -45,16 +46,16 @@ def correctness(device: str) -> dict[str, Rows]:
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     return {
         "Tests against float64": [_outcome("pytest", run)],
-        "compute-sanitizer": [_sanitized()],
+        "compute-sanitizer": [_sanitized(tool) for tool in ("memcheck", "racecheck")],
     }
 
 
-def _sanitized() -> dict[str, Any]:
+def _sanitized(tool: str) -> dict[str, Any]:
     if shutil.which("compute-sanitizer") is None:
-        return {"check": "memcheck", "result": "compute-sanitizer is not installed"}
-    run = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
+        return {"check": tool, "result": "compute-sanitizer is not installed"}
+    run = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
     run += [sys.executable, "-m", "benchmarks.small_shapes"]
-    return _outcome("memcheck", run, PYTORCH_NO_CUDA_MEMORY_CACHING="1", GNSFAST_AUTOTUNE="0")
+    return _outcome(tool, run, PYTORCH_NO_CUDA_MEMORY_CACHING="1", GNSFAST_AUTOTUNE="0")
 
 
 def _outcome(check: str, run: list[str], **environment: str) -> dict[str, Any]:
@@ -87,18 +88,6 @@ def ops(device: str, cases_: list[LayerCase] = OPS, rounds: int = 11) -> dict[st
             }
         )
     return {"The weight gradient alone": rows, **other_ops(device, rounds)}
-
-
-def operands(case: LayerCase, device: str) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    shape = (case.B, case.T)
-    bf16 = torch.bfloat16
-    x = torch.randn(*shape, case.I, device=device, dtype=bf16)
-    return x, torch.randn(*shape, case.O, device=device, dtype=bf16)
-
-
-def plain_wgrad(x: Tensor, dy: Tensor) -> Tensor:
-    return dy.flatten(0, 1).T @ x.flatten(0, 1)
 
 
 def route(case: LayerCase, device: str) -> str:
@@ -214,40 +203,14 @@ CUDA = [
 ]
 
 
-def cuda(device: str, cases_: list[LayerCase] = CUDA, rounds: int = 11) -> dict[str, Rows]:
-    """The CUDA extension's kernels beside plain dW and the Triton kernel, bf16."""
-    title = "The CUDA kernels"
+def cuda(device: str, rounds: int = 11) -> dict[str, Rows]:
+    """The CUDA extension's kernels, bf16; on Hopper its kernel taken apart too."""
     if extension.missing():
-        return {title: [{"check": "extension", "result": extension.missing()}]}
-    rows = []
-    for case in cases_:
-        x, dy = operands(case, device)
-        dw = x.new_empty((case.O, case.I))
-        ways: dict[str, Callable[[], object]] = {
-            "plain": partial(plain_wgrad, x, dy),
-            "triton": partial(_triton, x, dy, dw),
-        }
-        own = extension.kernel_for(torch.cuda.get_device_capability())
-        for kernel in sorted({own, "sm80"}):
-            ways[kernel] = partial(_summed, x, dy, dw, kernel)
-        timings = measure.interleave(ways, rounds, clock(device))
-        flop = 2 * case.B * case.T * case.I * case.O
-        row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
-        row |= {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
-        rows.append(row | {f"{k} / plain": str(timings[k]) for k in ways if k != "plain"})
-    return {title: rows}
-
-
-def _triton(x: Tensor, dy: Tensor, dw: Tensor) -> Tensor:
-    """The fixed tile, which is never the extension."""
-    from gnsfast.triton_kernels import configs, operators
-
-    config = configs.candidates(x.dtype, aligned=True)[0]
-    return operators.fused_wgrad(x, dy, dw, config=config)
-
-
-def _summed(x: Tensor, dy: Tensor, dw: Tensor, kernel: str) -> Tensor:
-    return extension.linear_wgrad(x, dy, dw, False, kernel).sum(0, dtype=torch.float64)
+        return {"The CUDA kernels": [{"check": "extension", "result": extension.missing()}]}
+    tables = {"The CUDA kernels": cuda_kernels.beside_triton(device, CUDA, rounds)}
+    if extension.kernel_for(torch.cuda.get_device_capability()) == "sm90":
+        tables["The Hopper kernel taken apart"] = cuda_kernels.taken_apart(device, rounds)
+    return tables
 
 
 def step(

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every Triton operator once on small, odd shapes: what compute-sanitizer watches."""
+"""Every operator, and every kernel of the CUDA extension, once on small, odd shapes: what
+compute-sanitizer watches.
+"""
 
 import torch
 
 import gnsfast  # noqa: F401  (registers the operators)
+from gnsfast import extension
 
 
 def main(device: str = "cuda") -> None:
@@ -24,9 +27,26 @@ def main(device: str = "cuda") -> None:
     x, dy = torch.randn(4, 6, 9, 9, device=device), torch.randn(4, 8, 7, 7, device=device)
     for groups in (1, 2):
         ops.conv_wgrad(x, dy, 2, [3, 3], [1, 1], [0, 0], [1, 1], groups, True, True, f32)
+    print("every operator ran")
     if device == "cuda":
         torch.cuda.synchronize()
-    print("every operator ran")
+        print(extension.missing() or f"{run_extension()} launches of the CUDA extension ran")
+
+
+def run_extension() -> int:
+    """Whole and split tiles, every kernel for this device; the number of launches."""
+    hopper = extension.kernel_for(torch.cuda.get_device_capability()) == "sm90"
+    names = ["sm80", *(["sm90", *extension.variants()] if hopper else [])]
+    launches = 0
+    for B, T, I, O in ((3, 70, 136, 200), (16, 260, 200, 264), (1, 200, 264, 264)):
+        x, dy = (torch.randn(B, T, n, device="cuda").bfloat16() for n in (I, O))
+        for name in names:
+            if B == 1 or not name.endswith("one sample"):
+                extension.linear_wgrad(x, dy, x.new_empty(O, I), False, name)
+                launches += 1
+        extension.token_sqnorms(x[:, 0], dy[:, 0])
+    torch.cuda.synchronize()
+    return launches
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // gnsfast._C: tensors come as addresses, shapes and strides, so that it is built without torch.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "linear_wgrad.h"
 
@@ -37,6 +39,14 @@ Dtype dtype_of(const std::string& name) {
   throw std::invalid_argument("no kernel for " + name + ": bfloat16, float16 or float32");
 }
 
+Dtype half_of(const std::string& name, const Shape& s) {
+  const Dtype element = dtype_of(name);
+  if (element == Dtype::kFloat32) {
+    throw std::invalid_argument("x and dy must be bfloat16 or float16, " + text(s));
+  }
+  return element;
+}
+
 template <class T>
 T* pointer(const char* name, uintptr_t address, bool optional = false) {
   if (!address && !optional) throw std::invalid_argument(std::string(name) + " is a null pointer");
@@ -51,16 +61,21 @@ gnsfast::Rows rows(const char* name, uintptr_t data, const py::tuple& strides) {
           strides[1].cast<int64_t>()};
 }
 
-struct Kernel {
-  gnsfast::Plan (*plan)(int B, int T, int I, int O, int processors);
-  void (*launch)(const gnsfast::LinearWgrad& call, const gnsfast::Plan& plan, int processors);
-};
-
-Kernel kernel_of(const std::string& name, int processors) {
+const gnsfast::Kernel& kernel_of(const std::string& name, int processors) {
   if (processors < 2) throw std::invalid_argument("processors must be two or more");
-  if (name == "sm80") return {gnsfast::plan_linear_wgrad_sm80, gnsfast::linear_wgrad_sm80};
-  if (name == "sm90") return {gnsfast::plan_linear_wgrad_sm90, gnsfast::linear_wgrad_sm90};
+  for (const auto* kernel : {&gnsfast::kSm80, &gnsfast::kSm90}) {
+    if (name == kernel->name) return *kernel;
+  }
+  for (const auto& kernel : gnsfast::kVariants) {
+    if (name == kernel.name) return kernel;
+  }
   throw std::invalid_argument("no kernel " + name + ": sm80 or sm90");
+}
+
+std::vector<std::string> variants() {
+  std::vector<std::string> names;
+  for (const auto& kernel : gnsfast::kVariants) names.push_back(kernel.name);
+  return names;
 }
 
 py::dict plan(const std::string& kernel, const py::tuple& shape, int processors) {
@@ -79,7 +94,7 @@ void linear_wgrad(const std::string& kernel, uintptr_t x, const py::tuple& x_str
                   uintptr_t dw, const std::string& output, bool add, uintptr_t partial,
                   uintptr_t scratch, int processors, uintptr_t stream, int device) {
   const Shape s = shape_of(shape);
-  const Kernel functions = kernel_of(kernel, processors);
+  const gnsfast::Kernel& functions = kernel_of(kernel, processors);
   gnsfast::LinearWgrad call{};
   call.x = rows("x", x, x_strides);
   call.dy = rows("dy", dy, dy_strides);
@@ -87,11 +102,8 @@ void linear_wgrad(const std::string& kernel, uintptr_t x, const py::tuple& x_str
   call.T = s[1];
   call.I = s[2];
   call.O = s[3];
-  call.element = dtype_of(element);
+  call.element = half_of(element, s);
   call.output = dtype_of(output);
-  if (call.element == Dtype::kFloat32) {
-    throw std::invalid_argument("x and dy must be bfloat16 or float16, " + text(s));
-  }
   if (call.output != Dtype::kFloat32 && call.output != call.element) {
     throw std::invalid_argument("dw must be float32 or " + element + ", not " + output);
   }
@@ -109,6 +121,28 @@ void linear_wgrad(const std::string& kernel, uintptr_t x, const py::tuple& x_str
   functions.launch(call, p, processors);
 }
 
+void token_sqnorms(uintptr_t x, int64_t x_stride, uintptr_t dy, int64_t dy_stride,
+                   const py::tuple& shape, const std::string& element, uintptr_t product,
+                   uintptr_t dy_sqnorm, uintptr_t stream, int device) {
+  if (shape.size() != 3) throw std::invalid_argument("shape must be (B, I, O)");
+  const Shape s = shape_of(py::make_tuple(shape[0], 1, shape[1], shape[2]));
+  gnsfast::TokenSqnorms call{};
+  call.x = pointer<const void>("x", x);
+  call.dy = pointer<const void>("dy", dy);
+  call.x_stride = x_stride;
+  call.dy_stride = dy_stride;
+  call.B = s[0];
+  call.I = s[2];
+  call.O = s[3];
+  call.element = half_of(element, s);
+  call.product = pointer<float>("product", product);
+  call.dy_sqnorm = pointer<float>("dy_sqnorm", dy_sqnorm);
+  call.stream = pointer<void>("stream", stream, true);
+  call.device = device;
+  py::gil_scoped_release release;
+  gnsfast::token_sqnorms(call);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -121,4 +155,9 @@ PYBIND11_MODULE(_C, m) {
         py::arg("output"), py::arg("add"), py::arg("partial"), py::arg("scratch"),
         py::arg("processors"), py::arg("stream"), py::arg("device"),
         "dW [O, I] and the partial squared norms [partial_rows, B + 1], launched on a stream.");
+  m.def("variants", &variants, "Kernels that only the benchmarks name.");
+  m.def("token_sqnorms", &token_sqnorms, py::kw_only(), py::arg("x"), py::arg("x_stride"),
+        py::arg("dy"), py::arg("dy_stride"), py::arg("shape"), py::arg("element"),
+        py::arg("product"), py::arg("dy_sqnorm"), py::arg("stream"), py::arg("device"),
+        "||x_b||^2 ||dy_b||^2 and ||dy_b||^2 of one-token samples, launched on a stream.");
 }

@@ -5,7 +5,7 @@ the instruction names every accumulator register.
 
 from pathlib import Path
 
-WIDTHS = (192,)
+WIDTHS = (192, 256)
 DTYPES = {"__nv_bfloat16": "bf16", "__half": "f16"}
 PER_LINE = 12
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the bindings call. No CUDA header here: pointers and strides are those of the caller's tensors.
 #pragma once
+#include <array>
 #include <cstdint>
 
 namespace gnsfast {
@@ -31,15 +32,29 @@ struct LinearWgrad {
   int device;
 };
 
-// ``processors``: multiprocessors of the device, at least two.
-Plan plan_linear_wgrad_sm80(int B, int T, int I, int O, int processors);
-Plan plan_linear_wgrad_sm90(int B, int T, int I, int O, int processors);
+struct Kernel {
+  const char* name;
+  // ``processors``: multiprocessors of the device, at least two.
+  Plan (*plan)(int B, int T, int I, int O, int processors);
+  // Launches a plan on ``call.device``, which becomes the thread's current one. Throws
+  // std::invalid_argument for rows that the kernel cannot read, std::runtime_error for what CUDA
+  // reports.
+  void (*launch)(const LinearWgrad& call, const Plan& plan, int processors);
+};
+extern const Kernel kSm80, kSm90;
+extern const std::array<Kernel, 4> kVariants;  // of kSm90, for the benchmarks
 
-// Launch a plan on ``call.device``, which becomes the thread's current one. Throw
-// std::invalid_argument for rows that the kernel cannot read, std::runtime_error for what CUDA
-// reports.
-void linear_wgrad_sm80(const LinearWgrad& call, const Plan& plan, int processors);
-void linear_wgrad_sm90(const LinearWgrad& call, const Plan& plan, int processors);
+// ‖x_b‖² ‖dy_b‖² and ‖dy_b‖² of samples of one token: x [B, I], dy [B, O], both of ``element``.
+struct TokenSqnorms {
+  const void *x, *dy;
+  int64_t x_stride, dy_stride;  // in elements
+  int B, I, O;
+  Dtype element;
+  float *product, *dy_sqnorm;  // [B]
+  void* stream;
+  int device;
+};
+void token_sqnorms(const TokenSqnorms& call);
 
 // Empty where a kernel can be launched, else why not.
 const char* missing_device();

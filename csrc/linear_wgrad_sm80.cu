@@ -30,7 +30,7 @@ void launch(const LinearWgrad& call, const Plan& plan, int processors) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
         "cudaFuncSetAttribute");
   const int split = p.tiles - p.whole_tiles, units = units_of(p);
-  kernel<<<units < processors ? units : processors, kThreads, kSharedBytes, stream>>>(dy, x, dw, p);
+  kernel<<<std::min(units, processors), kThreads, kSharedBytes, stream>>>(dy, x, dw, p);
   check(cudaGetLastError(), "linear_wgrad_sm80");
   if (split) {
     merge_kernel<Output><<<split, kThreads, 0, stream>>>(dw, p);
@@ -38,9 +38,7 @@ void launch(const LinearWgrad& call, const Plan& plan, int processors) {
   }
 }
 
-}  // namespace
-
-Plan plan_linear_wgrad_sm80(int B, int T, int I, int O, int processors) {
+Plan plan_sm80(int B, int T, int I, int O, int processors) {
   Plan plan = plan_tiles(tiles_along(O, kTileO), tiles_along(I, kTileI), processors, B, T);
   plan.partial_rows = static_cast<int64_t>(plan.tiles) * kWarps;
   plan.scratch_elements =
@@ -48,10 +46,14 @@ Plan plan_linear_wgrad_sm80(int B, int T, int I, int O, int processors) {
   return plan;
 }
 
-void linear_wgrad_sm80(const LinearWgrad& call, const Plan& plan, int processors) {
+void launch_sm80(const LinearWgrad& call, const Plan& plan, int processors) {
   with_types(call, [&](auto element, auto output) {
     launch<decltype(element), decltype(output)>(call, plan, processors);
   });
 }
+
+}  // namespace
+
+const Kernel kSm80{"sm80", plan_sm80, launch_sm80};
 
 }  // namespace gnsfast

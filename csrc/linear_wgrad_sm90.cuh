@@ -37,28 +37,40 @@
 namespace gnsfast {
 
 constexpr int kTileO = 128;
-constexpr int kTileI = 192;
-constexpr int kBlockT = 64;  // tokens of a stage
-constexpr int kStages = 5;
+constexpr int kBlockT = 64;    // tokens of a stage
 constexpr int kColumns = 64;   // a copied box is as wide as the 128-byte swizzle: 64 elements of 2
 constexpr int kTokenStep = 16;  // tokens of one wgmma
 
 constexpr int kBoxBytes = kBlockT * kColumns * 2;
 constexpr int kDyBytes = kTileO / kColumns * kBoxBytes;
-constexpr int kStageBytes = kDyBytes + kTileI / kColumns * kBoxBytes;
-constexpr int kSharedBytes = kStages * kStageBytes + 2 * kStages * 8 + 1024;  // 1024: alignment
 
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
 constexpr int kThreads = kConsumers + 128;
-constexpr int kAccumulators = kTileI / 2;  // of 64 x 192 over 128 threads
 // 384 threads start with 168 registers each, which 128 · 40 + 256 · 232 shares out anew.
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 
+// What the benchmarks take apart (variants_sm90.cu): the tile's width, the CTAs that share x, whether
+// warpgroups issue in turn, and whether there is room for a total beside a sample's sum; without,
+// there is one sample.
+template <int kWidth, int kCTAs, bool kInTurn, bool kTwoSums>
+struct Variant {
+  static constexpr int kTileI = kWidth;
+  static constexpr int kCluster = kCTAs;
+  static constexpr bool kOrdered = kInTurn;
+  static constexpr bool kTotal = kTwoSums;
+  static constexpr int kStageBytes = kDyBytes + kTileI / kColumns * kBoxBytes;
+  static constexpr int kStages = 200 * 1024 / kStageBytes;
+  static constexpr int kSharedBytes = kStages * (kStageBytes + 2 * 8) + 1024;  // 1024: alignment
+  static constexpr int kAccumulators = kTileI / 2;  // of 64 x kTileI over 128 threads
+};
+using Standard = Variant<192, 2, true, true>;
+
 GNSFAST_DEVICE int blocks_of(const Problem& p) { return (p.T + kBlockT - 1) / kBlockT; }
 
 // The ring: consumers and producer each keep their own place in it.
+template <int kStages>
 struct Ring {
   uint32_t full, empty;  // barriers of stage 0
   uint32_t stage = 0, phase = 0;
@@ -84,9 +96,10 @@ GNSFAST_DEVICE uint64_t operand(uint32_t address) {
 }
 constexpr uint64_t kNextTokens = kTokenStep * kColumns * 2 >> 4;  // 2 KiB further
 
-template <int kCluster>
+template <class V>
 GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x, const Problem& p,
-                            uint32_t shared, Ring ring, int rank) {
+                            uint32_t shared, Ring<V::kStages> ring, int rank) {
+  constexpr int kTileI = V::kTileI, kCluster = V::kCluster, kStageBytes = V::kStageBytes;
   constexpr int kShare = kBlockT / kCluster;  // tokens of x that this CTA loads
   const int clusters = block_count() / kCluster;
   for (int unit = block_index() / kCluster; unit < units_of(p); unit += clusters) {
@@ -120,15 +133,15 @@ GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x,
   }
 }
 
-// A consumer's 96 values of the tile at (o, i), two neighbours at a time: of a group of eight columns
+// A consumer's values of the tile at (o, i), two neighbours at a time: of a group of eight columns
 // a thread holds two in its own row and two in the row eight below.
-template <class Output>
-GNSFAST_DEVICE void store_tile(Output* dw, const Problem& p, const float (&v)[kAccumulators], int o,
-                               int i, uint32_t consumer) {
+template <class Output, int kCount>
+GNSFAST_DEVICE void store_tile(Output* dw, const Problem& p, const float (&v)[kCount], int o, int i,
+                               uint32_t consumer) {
   const uint32_t warp = consumer / 32, lane = consumer % 32;
   const int row = o + warp * 16 + lane / 4, first = i + lane % 4 * 2;
 #pragma unroll
-  for (int k = 0; k < kAccumulators; k += 2) {
+  for (int k = 0; k < kCount; k += 2) {
     const int r = row + (k % 4 == 2 ? 8 : 0), column = first + k / 4 * 8;
     if (r < p.O && column < p.I) {
       Output* to = dw + static_cast<int64_t>(r) * p.I + column;
@@ -137,12 +150,15 @@ GNSFAST_DEVICE void store_tile(Output* dw, const Problem& p, const float (&v)[kA
   }
 }
 
-template <class Element, class Output, int kCluster, bool kOrdered>
-GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring ring, int rank,
-                            uint32_t warp, uint32_t lane) {
+template <class Element, class Output, class V>
+GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring<V::kStages> ring,
+                            int rank, uint32_t warp, uint32_t lane) {
+  constexpr int kCluster = V::kCluster;
+  constexpr bool kOrdered = V::kOrdered;
   const uint32_t group = warp / 4;
   const int clusters = block_count() / kCluster;
-  float acc[kAccumulators], total[kAccumulators];
+  float acc[V::kAccumulators], sum[V::kTotal ? V::kAccumulators : 1];
+  auto& total = one_of<V::kTotal>(sum, acc);
   auto release = [&](uint32_t barrier) {
     if (lane < kCluster) mbarrier_arrive_at(barrier, lane);
   };
@@ -150,18 +166,18 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring 
     if (group == 1) named_barrier_arrive(1, kConsumers);  // warpgroup 0 goes first
   }
   for (int unit = block_index() / kCluster; unit < units_of(p); unit += clusters) {
-    const Unit u = locate<kTileO, kTileI, kCluster>(p, unit, rank);
+    const Unit u = locate<kTileO, V::kTileI, kCluster>(p, unit, rank);
     const int64_t row = (static_cast<int64_t>(u.tile) * kCluster + rank) * kConsumerWarps + warp;
     float* partial = p.partial + row * (p.B + 1);
     float pending = 0.f;  // the sample before this one, not yet stored
-    clear(total);
+    if constexpr (V::kTotal) clear(total);
 #pragma unroll 1
     for (int b = u.begin; b < u.end; ++b) {
 #pragma unroll 1
       for (int block = 0; block < blocks_of(p); ++block) {
         mbarrier_wait(ring.full_barrier(), ring.phase);
         if constexpr (kOrdered) named_barrier_sync(1 + group, kConsumers);
-        const uint32_t dy = shared + ring.stage * kStageBytes;
+        const uint32_t dy = shared + ring.stage * V::kStageBytes;
         const uint64_t left = operand(dy + group * kBoxBytes), right = operand(dy + kDyBytes);
         register_fence(acc);
         wgmma_fence();
@@ -184,8 +200,10 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring 
       register_fence(acc);
       release(ring.previous_empty_barrier());
       pending = sqnorm_of(acc);
+      if constexpr (V::kTotal) {
 #pragma unroll
-      for (int k = 0; k < kAccumulators; ++k) total[k] += acc[k];
+        for (int k = 0; k < V::kAccumulators; ++k) total[k] += acc[k];
+      }
     }
     if (u.end > u.begin) store_sqnorm(partial + u.end - 1, pending, lane);
     const uint32_t consumer = warp * 32 + lane;
@@ -201,15 +219,16 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring 
   }
 }
 
-template <class Element, class Output, int kCluster, bool kOrdered>
-GNSFAST_KERNEL(kCluster, kThreads)
+template <class Element, class Output, class V>
+GNSFAST_KERNEL(V::kCluster, kThreads)
 linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT CUtensorMap map_dy,
                     const GNSFAST_GRID_CONSTANT CUtensorMap map_x, Output* dw,
                     const GNSFAST_GRID_CONSTANT Problem p) {
+  constexpr int kCluster = V::kCluster, kStages = V::kStages;
   GNSFAST_SHARED(memory);
   const uint32_t shared = (shared_address(memory) + 1023u) & ~1023u;
-  Ring ring;
-  ring.full = shared + kStages * kStageBytes;
+  Ring<kStages> ring;
+  ring.full = shared + kStages * V::kStageBytes;
   ring.empty = ring.full + 8 * kStages;
   const uint32_t warp = uniform(thread_index() / 32), lane = thread_index() % 32;
   const int rank = kCluster > 1 ? cluster_rank() : 0;
@@ -232,25 +251,27 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT CUtensorMap map_dy,
   if (warp >= kConsumerWarps) {
     registers_shrink<kProducerRegisters>();
     if (warp == kConsumerWarps && elect_one()) {
-      produce<kCluster>(map_dy, map_x, p, shared, ring, rank);
+      produce<V>(map_dy, map_x, p, shared, ring, rank);
     }
   } else {
     registers_grow<kConsumerRegisters>();
-    consume<Element, Output, kCluster, kOrdered>(dw, p, shared, ring, rank, warp, lane);
+    consume<Element, Output, V>(dw, p, shared, ring, rank, warp, lane);
   }
   if constexpr (kCluster > 1) cluster_sync();  // a CTA's memory outlives what others send to it
 }
 
 // One CTA for each CTA's tile of the split ones: the parts in their order, then the norm of the sum.
-template <class Output, int kCluster>
+template <class Output, class V>
 GNSFAST_SIMT_KERNEL(kConsumers)
 merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
+  constexpr int kCluster = V::kCluster;
   const int rank = block_index() % kCluster, split = block_index() / kCluster;
   const int tile = p.whole_tiles + split;
   const uint32_t consumer = thread_index();
-  float total[kAccumulators];
+  float total[V::kAccumulators];
   add_parts<kConsumers, kCluster>(p, tile, rank, consumer, total);
-  const Unit u = locate<kTileO, kTileI, kCluster>(p, p.whole_tiles + split * p.parts, rank);
+  const Unit u =
+      locate<kTileO, V::kTileI, kCluster>(p, p.whole_tiles + split * p.parts, rank);
   const uint32_t warp = consumer / 32;
   const int64_t row = (static_cast<int64_t>(tile) * kCluster + rank) * kConsumerWarps + warp;
   store_sqnorm(p.partial + row * (p.B + 1) + p.B, sqnorm_of(total), consumer % 32);

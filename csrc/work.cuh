@@ -58,6 +58,15 @@ GNSFAST_DEVICE int64_t scratch_slot(const Problem& p, int tile, int part, int ra
   return (static_cast<int64_t>(tile - p.whole_tiles) * p.parts + part) * kCluster + rank;
 }
 
+template <bool kFirst, class A, class B>
+GNSFAST_DEVICE auto& one_of(A& a, B& b) {
+  if constexpr (kFirst) {
+    return a;
+  } else {
+    return b;
+  }
+}
+
 template <int kCount>
 GNSFAST_DEVICE void clear(float (&v)[kCount]) {
 #pragma unroll
@@ -86,10 +95,15 @@ GNSFAST_DEVICE void add_parts(const Problem& p, int tile, int rank, uint32_t thr
   }
 }
 
+GNSFAST_DEVICE float warp_sum(float value) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) value += shuffle_xor(value, mask);
+  return value;
+}
+
 // The squared norm that a warp holds, summed over its lanes and stored by one of them.
 GNSFAST_DEVICE void store_sqnorm(float* to, float sqnorm, uint32_t lane) {
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) sqnorm += shuffle_xor(sqnorm, mask);
+  sqnorm = warp_sum(sqnorm);
   if (lane == 0) *to = sqnorm;
 }
 

@@ -50,9 +50,25 @@ def fits(t_BTN: Tensor) -> bool:
     return t_BTN.dtype in ELEMENTS and rows and whole and t_BTN.numel() > 0
 
 
+def variants() -> list[str]:
+    """The Hopper kernel with one choice changed, which only the benchmarks run."""
+    names: list[str] = _module().variants()
+    return names
+
+
 def kernel_for(capability: tuple[int, int]) -> str:
     """Hopper has a kernel of its own; every other device from sm_80 on shares one."""
     return "sm90" if capability == (9, 0) else "sm80"
+
+
+def takes_tokens(x_BI: Tensor, dy_BO: Tensor) -> bool:
+    """Whether the squared norms of one-token samples can come from the extension: sm_80 or later,
+    bfloat16 or float16 rows that start at multiples of 16 bytes.
+    """
+    if not x_BI.is_cuda or missing() or x_BI.dtype != dy_BO.dtype:
+        return False
+    capable = torch.cuda.get_device_capability(x_BI.device) >= (8, 0)
+    return capable and fits(x_BI[:, None]) and fits(dy_BO[:, None])
 
 
 def linear_wgrad(
@@ -61,8 +77,8 @@ def linear_wgrad(
     """Fill (or, with ``add``, add to) ``dw_OI``; the partial squared norms [rows, B + 1] of each
     sample's own dy_bᵀ x_b, and last of their sum.
 
-    Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``; ``kernel`` is the device's, or ``"sm80"`` for
-    comparison. Raises RuntimeError with what CUDA reports.
+    Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``; ``kernel`` is the device's, or for comparison
+    ``"sm80"`` or one of ``variants()``. Raises RuntimeError with what CUDA reports.
     """
     module = _module()
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
@@ -89,6 +105,28 @@ def linear_wgrad(
         device=x_BTI.device.index,
     )
     return partial
+
+
+def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
+    """‖x_b‖² ‖dy_b‖² and ‖dy_b‖², both [B] float32: a one-token sample's weight and bias.
+
+    Needs ``takes_tokens(x_BI, dy_BO)``. Raises RuntimeError with what CUDA reports.
+    """
+    (B, I), O = x_BI.shape, dy_BO.shape[1]
+    product_B, dy_sqnorm_B = x_BI.new_empty((2, B), dtype=torch.float32)
+    _module().token_sqnorms(
+        x=x_BI.data_ptr(),
+        x_stride=x_BI.stride(0),
+        dy=dy_BO.data_ptr(),
+        dy_stride=dy_BO.stride(0),
+        shape=(B, I, O),
+        element=ELEMENTS[x_BI.dtype],
+        product=product_B.data_ptr(),
+        dy_sqnorm=dy_sqnorm_B.data_ptr(),
+        stream=torch.cuda.current_stream(x_BI.device).cuda_stream,
+        device=x_BI.device.index,
+    )
+    return product_B, dy_sqnorm_B
 
 
 @functools.cache

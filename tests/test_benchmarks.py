@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks gpu`` as far as a CPU can run it: its arguments, parts, tables, record."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import gpu, record, small_shapes  # noqa: E402
+from benchmarks import cuda_kernels, gpu, measure, record, small_shapes  # noqa: E402
 from benchmarks.cases import LayerCase  # noqa: E402
 from gnsfast import extension  # noqa: E402
 
@@ -36,7 +37,7 @@ def test_parts_write_their_record(
         "correctness": lambda device: {"Tests against float64": [outcome]},
         "ops": lambda device, run=gpu.ops: run("cpu", TINY, 3),
         "routes": lambda device, run=gpu.routes: run("cpu", TINY[1:2], 3),
-        "cuda": lambda device, run=gpu.cuda: run("cpu", TINY, 3),
+        "cuda": lambda device, run=gpu.cuda: run("cpu", 3),
     }
     monkeypatch.setattr(gpu, "other_ops", lambda device, rounds: {})
     for name, part in parts.items():
@@ -71,6 +72,27 @@ def test_training_steps(monkeypatch: pytest.MonkeyPatch, per_sample: bool) -> No
     run = gpu.training_step("gpt2", per_sample, False, "cpu")
     run()
     run()
+
+
+def test_hopper_kernel_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every variant that was counted is timed, and no other name."""
+    launched: list[tuple[int, str]] = []
+    names = ["sm90 unordered", "sm90 cluster of 1", "sm90 unsplit", "sm90 128 x 256, one sample"]
+    if importlib.util.find_spec("gnsfast._C"):
+        assert extension.variants() == names
+    monkeypatch.setattr(extension, "variants", lambda: names)
+    monkeypatch.setattr(cuda_kernels.measure, "cuda_seconds", measure.wall_seconds)
+
+    def launch(x: torch.Tensor, dy: torch.Tensor, dw: Any, add: bool, name: str) -> torch.Tensor:
+        launched.append((len(x), name))
+        return x.new_zeros(3, len(x) + 1)
+
+    monkeypatch.setattr(extension, "linear_wgrad", launch)
+    rows = cuda_kernels.taken_apart("cpu", 3, size=8)
+    timed = {(row["T"], row["variant"]) for row in rows}
+    assert {(T, name) for T, counted in cuda_kernels.COUNTED.items() for name in counted} <= timed
+    assert all(B == 1 for B, name in launched if name.endswith("one sample"))
+    assert {name for _, name in launched} == {"sm90", *names}
 
 
 def test_without_a_device() -> None:

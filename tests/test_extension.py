@@ -60,6 +60,26 @@ def test_without_a_device() -> None:
             _C.linear_wgrad(**CALL)
 
 
+TOKENS: dict[str, Any] = dict(x=1024, x_stride=8, dy=1024, dy_stride=8, shape=(2, 8, 8))
+TOKENS |= dict(element="float16", product=1024, dy_sqnorm=1024, stream=0, device=0)
+
+REFUSED_TOKENS = {
+    "every size must be 1 to": dict(shape=(0, 8, 8)),
+    r"shape must be \(B, I, O\)": dict(shape=(2, 8)),
+    "x and dy must be bfloat16 or float16": dict(element="float32"),
+    "product is a null pointer": dict(product=0),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_TOKENS)
+def test_refused_tokens(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _C.token_sqnorms(**{**TOKENS, **REFUSED_TOKENS[message]})
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="cudaSetDevice: "):
+            _C.token_sqnorms(**TOKENS)
+
+
 def plan(kernel: str, B: int, T: int, I: int, O: int) -> dict[str, int]:
     return _C.plan_linear_wgrad(kernel, (B, T, I, O), 132)
 

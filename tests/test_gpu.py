@@ -156,6 +156,33 @@ def test_extension(shape: tuple[int, int, int, int], dtype: torch.dtype, add: bo
             assert_extension(x, dy, dtype, False, kernel, rtol=2**-7)
 
 
+@pytest.mark.parametrize("T", [64, 197, 640])
+def test_variants(T: int) -> None:
+    """What the benchmarks hold against the Hopper kernel is right too."""
+    if "sm90" not in extension_kernels():
+        pytest.skip("no Hopper device")
+    from gnsfast import extension
+
+    for name in extension.variants():
+        B = 1 if name.endswith("one sample") else 5
+        x, dy = (torch.randn(B, T, n, device="cuda").bfloat16() for n in (264, 520))
+        assert_extension(x, dy, torch.bfloat16, False, name, rtol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_extension_token_sqnorms(dtype: torch.dtype) -> None:
+    from gnsfast import extension
+
+    extension_kernels()
+    x = torch.randn(1003, 3, 4104, device="cuda").to(dtype)[:, 1]
+    dy = torch.randn(1003, 72, device="cuda").to(dtype)
+    assert extension.takes_tokens(x, dy)
+    product, dy_sqnorm = extension.token_sqnorms(x, dy)
+    of_x, of_dy = (t.double().square().sum(1) for t in (x, dy))
+    torch.testing.assert_close(product.double(), of_x * of_dy, rtol=1e-5, atol=0)
+    torch.testing.assert_close(dy_sqnorm.double(), of_dy, rtol=1e-5, atol=0)
+
+
 def test_extension_splits() -> None:
     """The named cases are what their names say, on 132 multiprocessors."""
     extension_kernels()

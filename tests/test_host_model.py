@@ -11,7 +11,9 @@ import pytest
 
 CSRC = Path(__file__).parents[1] / "csrc"
 SEEDS = (1, 2, 3)
-CASES = {"sm90": 13, "sm80": 11}
+CASES = {"sm90": 14, "sm80": 11, "token_sqnorms": 4}
+SOURCES = {"sm90": "linear_wgrad_sm90.cuh", "sm80": "linear_wgrad_sm80.cuh"}
+SOURCES["token_sqnorms"] = "token_sqnorms.cuh"
 
 pytestmark = [
     pytest.mark.source,
@@ -81,7 +83,7 @@ BUGS = {
     "no fence before products": ("        wgmma_fence();\n", ""),
     "norm of the sample before lost": ("store_sqnorm(partial + b - 1, pending, lane);", ""),
     "norm in the next sample's place": ("partial + u.end - 1, pending", "partial + u.end, pending"),
-    "total kept from tile to tile": ("    clear(total);\n", "    if (unit < 1) clear(total);\n"),
+    "total kept from tile to tile": ("if constexpr (V::kTotal) clear", "if (unit < 1) clear"),
     "a part left out of the merge": ("part < p.parts; ++part", "part < p.parts - 1; ++part"),
     "parts of a split overlap": ("u.begin = u.part * each +", "u.begin = u.part * each / 2 +"),
 }
@@ -112,9 +114,16 @@ SM80_BUGS = {
     "a part left out of the merge": ("part < p.parts; ++part", "part < p.parts - 1; ++part"),
     "total kept from tile to tile": ("    clear(total);\n", "    if (unit < 1) clear(total);\n"),
 }
-ALL_BUGS = [("sm90", bug) for bug in (*BUGS, HANDED_OVER_EARLY)] + [
-    ("sm80", bug) for bug in SM80_BUGS
-]
+TOKEN_BUGS = {
+    "elements of a row left out": ("k += 32 * kRowElements", "k += 64 * kRowElements"),
+    "rows of a slice": ("b * rows.stride", "b * rows.features"),
+    "the last block's samples": ("* kRowWarps + uniform", "* 4 + uniform"),
+    "bias norm twice": ("of_x * of_dy;", "of_x * of_dy * of_dy;"),
+    "lanes left out of a sum": ("mask = 16; mask;", "mask = 8; mask;"),
+}
+PLANTED = {"sm90": BUGS, "sm80": SM80_BUGS, "token_sqnorms": TOKEN_BUGS}
+ALL_BUGS = [("sm90", HANDED_OVER_EARLY)]
+ALL_BUGS += [(kernel, bug) for kernel, bugs in PLANTED.items() for bug in bugs]
 
 
 @pytest.mark.parametrize(("kernel", "bug"), ALL_BUGS)
@@ -123,9 +132,9 @@ def test_planted_bug(kernel: str, bug: str, tmp_path: Path) -> None:
     if bug == HANDED_OVER_EARLY:
         changes = [(TURN, ""), (PRODUCTS, TURN + PRODUCTS)]
     else:
-        changes = [(BUGS if kernel == "sm90" else SM80_BUGS)[bug]]
+        changes = [PLANTED[kernel][bug]]
     shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
-    names = (f"linear_wgrad_{kernel}.cuh", "work.cuh")
+    names = (SOURCES[kernel], "work.cuh")
     for right, wrong in changes:
         texts = {name: (tmp_path / name).read_text(encoding="utf-8") for name in names}
         found = {name: text.count(right) for name, text in texts.items()}

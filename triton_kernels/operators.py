@@ -92,7 +92,7 @@ def outer_wgrad(
         return dw_OI, fused_wgrad(x_BTI, dy_BTO, dw_OI, links=links)
     dw_OI = dense_wgrad(x_BTI, dy_BTO, dtype)
     if route == "closed":
-        sqnorm_B, _ = gram.token_sqnorms(unit_inner(x_BTI[:, 0]), unit_inner(dy_BTO[:, 0]))
+        sqnorm_B, _ = token_sqnorms(x_BTI[:, 0], dy_BTO[:, 0])
     else:
         sqnorm_B = gram.gram(unit_inner(x_BTI), unit_inner(dy_BTO))
     return dw_OI, with_sum(sqnorm_B, dw_OI)
@@ -126,6 +126,14 @@ def fused_wgrad(
     return partial.sum(0, dtype=torch.float64)
 
 
+def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
+    """‖x_b‖² ‖dy_b‖² and ‖dy_b‖² of samples of one token, both [B] float32."""
+    x, dy = unit_inner(x_BI), unit_inner(dy_BO)
+    if backends.backend("cuda") == "cuda" and extension.takes_tokens(x, dy):
+        return extension.token_sqnorms(x, dy)
+    return gram.token_sqnorms(x, dy)
+
+
 def dense_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> Tensor:
     """``dy.flatten(0, 1).T @ x.flatten(0, 1)`` in ``dtype``, accumulated and kept in float32 where
     that is wider.
@@ -142,7 +150,7 @@ def bias_wgrad(dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """db and the squared norms [B + 1] of the samples' own and of their sum."""
     B, T, O = dy_BTO.shape
     if T == 1 and B * O:
-        _, sqnorm_B = gram.token_sqnorms(unit_inner(dy_BTO[:, 0]), unit_inner(dy_BTO[:, 0]))
+        _, sqnorm_B = token_sqnorms(dy_BTO[:, 0], dy_BTO[:, 0])
         db_O = dy_BTO[:, 0].sum(0, dtype=torch.float32)
         return db_O.to(dtype), with_sum(sqnorm_B, db_O[None])
     return sums_wgrad(dy_BTO.sum(1, dtype=torch.float32), dtype)

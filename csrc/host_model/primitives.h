@@ -276,6 +276,11 @@ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   });
 }
 
+template <class Element>
+void load_8(float (&v)[8], const Element* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16) host_model::fail("a load is not aligned");
+  for (int k = 0; k < 8; ++k) v[k] = to_float(from[k]);
+}
 template <class Output>
 void store_pair(Output* to, float a, float b, int add) {
   from_float(a + (add ? to_float(to[0]) : 0.f), to);

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA extension's kernels: beside plain dW and the Triton kernel, and the Hopper kernel with
+one choice changed at a time beside what was counted for it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure
+from benchmarks.cases import LayerCase
+from gnsfast import extension
+
+Rows = list[dict[str, Any]]
+Ways = dict[str, Callable[[], object]]
+
+SIZE = 4096
+"""Of the square layer whose kernel is taken apart: 352 tiles of 256 x 192, 66 at a time."""
+
+COUNTED = {
+    128: {"sm90 unordered": 1.09, "sm90 unsplit": 1.125},
+    512: {"sm90 unordered": 1.02, "sm90 unsplit": 1.125},
+    2048: {"sm90 unordered": 1.006, "sm90 unsplit": 1.125},
+    16384: {"sm90 128 x 256, one sample": 0.89},
+}
+"""Time beside the kernel that ships, by tokens of a sample. A sample's end costs 150 cycles to
+drain and restart where no other warpgroup multiplies meanwhile, a token 12 at 87 % of the tensor
+cores' peak. Unsplit: 6 waves instead of 5 1/3. One sample: nothing ends and nothing is split, 97 %
+of four waves of 128 x 256 are filled, and 86 % of six of 128 x 192."""
+
+
+def beside_triton(device: str, cases_: list[LayerCase], rounds: int) -> Rows:
+    """Ratios to plain dW, bf16 in and out."""
+    rows = []
+    own = extension.kernel_for(torch.cuda.get_device_capability())
+    for case in cases_:
+        x, dy = operands(case, device)
+        dw = x.new_empty((case.O, case.I))
+        ways: Ways = {"plain": partial(plain_wgrad, x, dy), "triton": partial(_triton, x, dy, dw)}
+        for kernel in sorted({own, "sm80"}):
+            ways[kernel] = partial(_summed, x, dy, dw, kernel)
+        timings = measure.interleave(ways, rounds, measure.cuda_seconds)
+        flop = 2 * case.B * case.T * case.I * case.O
+        row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
+        row |= {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
+        rows.append(row | {f"{k} / plain": str(timings[k]) for k in ways if k != "plain"})
+    return rows
+
+
+def taken_apart(device: str, rounds: int, size: int = SIZE) -> Rows:
+    """Times beside the Hopper kernel that ships, interleaved with it, and what was counted."""
+    rows = []
+    for T, counted in COUNTED.items():
+        case = LayerCase("square", size, size, T, max(COUNTED))
+        x, dy = operands(case, device)
+        dw = x.new_empty((size, size))
+        several = case.B > 1
+        names = [name for name in extension.variants() if several != name.endswith("one sample")]
+        ways: Ways = {n: partial(_summed, x, dy, dw, n) for n in ("sm90", *names)}
+        ways["plain"] = partial(plain_wgrad, x, dy)
+        timings = measure.interleave(ways, rounds, measure.cuda_seconds)
+        rows += [
+            {
+                "variant": name,
+                "T": T,
+                "B": case.B,
+                "ms": round(timing.milliseconds, 4),
+                "time / sm90": str(timing),
+                "counted": counted.get(name, ""),
+            }
+            for name, timing in timings.items()
+        ]
+    return rows
+
+
+def operands(case: LayerCase, device: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    shape = (case.B, case.T)
+    bf16 = torch.bfloat16
+    x = torch.randn(*shape, case.I, device=device, dtype=bf16)
+    return x, torch.randn(*shape, case.O, device=device, dtype=bf16)
+
+
+def plain_wgrad(x: Tensor, dy: Tensor) -> Tensor:
+    return dy.flatten(0, 1).T @ x.flatten(0, 1)
+
+
+def _triton(x: Tensor, dy: Tensor, dw: Tensor) -> Tensor:
+    """The fixed tile, which is never the extension."""
+    from gnsfast.triton_kernels import configs, operators
+
+    config = configs.candidates(x.dtype, aligned=True)[0]
+    return operators.fused_wgrad(x, dy, dw, config=config)
+
+
+def _summed(x: Tensor, dy: Tensor, dw: Tensor, kernel: str) -> Tensor:
+    return extension.linear_wgrad(x, dy, dw, False, kernel).sum(0, dtype=torch.float64)
