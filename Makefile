@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
-LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py conv.py models.py)
+LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py conv.py models.py multihead_attention.py transformer_layers.py)
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 help:  ## list the targets
@@ -17,7 +17,7 @@ test: $(DEV)  ## all tests, in the checkout and then against the built wheel
 
 triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(BIN)/python -m pytest -n 2 \
-		--dist worksteal -k "not float64" $(LAYER_TESTS)
+		--dist worksteal -k "not float64 and not torch_inputs" $(LAYER_TESTS)
 
 kernels: $(DEV)  ## compile every Triton kernel for sm_80, sm_90, sm_100; print registers and instructions
 	$(BIN)/python -m pytest -q -rP tests/test_triton_compile.py

@@ -8,6 +8,7 @@ from gnsfast.coverage import Coverage, CoverageRow, coverage
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.modules import Conv1d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm
+from gnsfast.multihead_attention import MultiheadAttention
 from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
 from gnsfast.probes import SampleNorms, per_sample_sqnorms
 from gnsfast.verify import Verification, VerifiedParameter, verify
@@ -24,6 +25,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "ModuleNoiseScale",
+    "MultiheadAttention",
     "NoiseScale",
     "ObservationError",
     "RMSNorm",

@@ -62,7 +62,8 @@ def implementation(op: str, device: str) -> Callable[..., Any]:
         if get is not None and name == "reference":
             return get(*args)
         # Triton launches on the current device, whatever device its tensors are on.
-        with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):
+        tensors = (t for a in args for t in (a if isinstance(a, list) else [a]))
+        with torch.cuda.device_of(next(t for t in tensors if isinstance(t, Tensor))):
             return getattr(_module(name, op, device), op)(*args)
 
     return run

@@ -54,6 +54,19 @@ def linear_wgrad(
 
 
 @_define(
+    "in_projection_wgrad(Tensor[] x_BTI, Tensor[] dy_BTO, bool weight, bool bias, ScalarType "
+    "dtype) -> (Tensor, Tensor, Tensor)"
+)
+def in_projection_wgrad(
+    x_BTI: list[Tensor], dy_BTO: list[Tensor], weight: bool, bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, O = x_BTI[0], sum(dy.shape[2] for dy in dy_BTO)
+    dw = x.new_empty((O, x.shape[2]) if weight else (0,), dtype=dtype)
+    rows = _fake_rows(x, (weight + bias) * len(dy_BTO), len(x))
+    return dw, x.new_empty(O if bias else 0, dtype=dtype), rows
+
+
+@_define(
     "linear_wgrad_tied(Tensor x_BTI, Tensor dy_BTO, Tensor ids_BS, bool bias, ScalarType dtype) -> "
     "(Tensor, Tensor, Tensor, Tensor)"
 )

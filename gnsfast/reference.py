@@ -118,6 +118,19 @@ def linear_wgrad(
     return dw, db, torch.stack(rows) if rows else x_BTI.new_empty((0, B + 2), dtype=torch.float32)
 
 
+def in_projection_wgrad(
+    x_BTI: list[Tensor], dy_BTO: list[Tensor], weight: bool, bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW [ΣO, I], db [ΣO] and ``sqnorm_PB`` of linear layers whose weights lie one below the other
+    in one parameter (query, key, value): each layer's own weight row, then each one's bias row.
+    """
+    parts = [linear_wgrad(x, dy, weight, bias, False, dtype) for x, dy in zip(x_BTI, dy_BTO)]
+    dws, dbs, rows = zip(*parts)
+    both = [r[kind] for kind in range(weight + bias) for r in rows]
+    sqnorm_PB = torch.stack(both) if both else rows[0]
+    return torch.cat(dws), torch.cat(dbs), sqnorm_PB
+
+
 def _outer_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dW [O, I] and its probe row by the cheapest route."""
     B, T, I = x_BTI.shape

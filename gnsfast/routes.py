@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from gnsfast import modules
 from gnsfast.functional._norms import RMS_NORM_VARIANTS
 from gnsfast.loop import Looped
+from gnsfast.multihead_attention import MultiheadAttention
 from gnsfast.probed import Probed, combine
 
 
@@ -28,7 +30,9 @@ KERNELS: dict[type[nn.Module], type[Probed]] = {
     nn.RMSNorm: modules.RMSNorm,
     nn.Conv1d: modules.Conv1d,
     nn.Conv2d: modules.Conv2d,
+    nn.MultiheadAttention: MultiheadAttention,
 }
+ATTENTION = {*MultiheadAttention._claims}
 
 
 def original_class(cls: type) -> type:
@@ -49,7 +53,25 @@ RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 def uses_children_as_tensors(module: nn.Module) -> bool:
     """Whether the module is known to use its children's parameters without calling the children."""
     mamba = "A_log" in module._parameters and hasattr(module, "conv1d")
-    return isinstance(module, nn.MultiheadAttention) or mamba
+    attention = isinstance(module, nn.MultiheadAttention)
+    return mamba or (attention and _attention_route(module).cls is None)
+
+
+def _attention_route(module: nn.Module) -> Route:
+    """A kernel for attention that is torch's own inside, output projection included."""
+    attention: Any = nn.MultiheadAttention
+    out: Any = module.out_proj
+    cls = original_class(type(module))
+    plain = original_class(type(out)) in (nn.Linear, NonDynamicallyQuantizableLinear)
+    if not plain or not own_parameters(module).keys() <= ATTENTION:
+        return Route(None)
+    if parametrize.is_parametrized(module) or parametrize.is_parametrized(out):
+        return Route(None)
+    if cls is attention:
+        return Route(MultiheadAttention)
+    if _reaches_super(cls, attention):
+        return Route(combine(cls, MultiheadAttention, over=False))
+    return Route(None)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -89,6 +111,9 @@ def route_of(module: nn.Module) -> Route:
 
 
 def _drop_in(module: nn.Module, base: type[nn.Module], probed: type[Probed]) -> Route:
+    if base is nn.MultiheadAttention:
+        route = _attention_route(module)
+        return looped(module) if route.cls is None else route
     own = own_parameters(module).keys()
     if isinstance(module, nn.Embedding) and (module.sparse or module.scale_grad_by_freq):
         return Route(None, "an embedding with sparse or frequency-scaled gradients")

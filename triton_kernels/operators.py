@@ -48,6 +48,23 @@ def linear_wgrad(
     return dw, db, probe_rows(rows, x_BTI)
 
 
+def in_projection_wgrad(
+    x_BTI: list[Tensor], dy_BTO: list[Tensor], weight: bool, bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, heights = x_BTI[0], [dy.shape[2] for dy in dy_BTO]
+    dw = x.new_empty((sum(heights), x.shape[2]) if weight else (0,), dtype=dtype)
+    db = x.new_empty(sum(heights) if bias else 0, dtype=dtype)
+    rows = []
+    for x, dy, out in zip(x_BTI, dy_BTO, dw.split(heights) if weight else ()):
+        check_dtypes("in_projection_wgrad", x, dy)
+        rows.append(outer_wgrad(x, dy, dtype, out=out)[1])
+    for dy, out in zip(dy_BTO, db.split(heights) if bias else ()):
+        total_O, sqnorm_B1 = bias_wgrad(dy, dtype)
+        out.copy_(total_O)
+        rows.append(sqnorm_B1)
+    return dw, db, probe_rows(rows, x)
+
+
 def linear_wgrad_tied(
     x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor, bias: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -76,21 +93,25 @@ def probe_rows(sqnorms: list[Tensor], like: Tensor) -> Tensor:
 
 
 def outer_wgrad(
-    x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype, links: Links | None = None
+    x_BTI: Tensor,
+    dy_BTO: Tensor,
+    dtype: torch.dtype,
+    links: Links | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dW [O, I] and the squared norms [B + 1] of dy_bᵀ x_b and of their sum, by the route of
-    ``routes.py``; with ``links`` always fused.
+    """dW [O, I], in ``out`` if given, and the squared norms [B + 1] of dy_bᵀ x_b and of their sum,
+    by the route of ``routes.py``; with ``links`` always fused.
     """
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
+    dw_OI = x_BTI.new_empty((O, I), dtype=dtype) if out is None else out
     if B * T * I * O == 0:
         if links is not None:
             links[1].zero_()
-        return x_BTI.new_zeros((O, I), dtype=dtype), x_BTI.new_zeros(B + 1)
+        return dw_OI.zero_(), x_BTI.new_zeros(B + 1)
     route = "fused" if links is not None else linear_route(B, T, I, O, x_BTI)
     if route == "fused":
-        dw_OI = x_BTI.new_empty((O, I), dtype=dtype)
         return dw_OI, fused_wgrad(x_BTI, dy_BTO, dw_OI, links=links)
-    dw_OI = dense_wgrad(x_BTI, dy_BTO, dtype)
+    dense_wgrad(x_BTI, dy_BTO, dw_OI)
     if route == "closed":
         sqnorm_B, _ = token_sqnorms(x_BTI[:, 0], dy_BTO[:, 0])
     else:
@@ -134,16 +155,17 @@ def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
     return gram.token_sqnorms(x, dy)
 
 
-def dense_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype) -> Tensor:
-    """``dy.flatten(0, 1).T @ x.flatten(0, 1)`` in ``dtype``, accumulated and kept in float32 where
-    that is wider.
+def dense_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor) -> None:
+    """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)``, accumulated and kept in float32
+    where its dtype is wider.
     """
     x_NI, dy_NO = x_BTI.flatten(0, 1), dy_BTO.flatten(0, 1)
-    if x_NI.dtype != dtype and x_NI.dtype != torch.float32:
-        if x_NI.is_cuda and not torch.version.hip:
-            return torch.mm(dy_NO.T, x_NI, out_dtype=torch.float32).to(dtype)
-        x_NI, dy_NO = x_NI.float(), dy_NO.float()
-    return (dy_NO.T @ x_NI).to(dtype)
+    if x_NI.dtype == dw_OI.dtype:
+        torch.mm(dy_NO.T, x_NI, out=dw_OI)
+    elif x_NI.dtype != torch.float32 and x_NI.is_cuda and not torch.version.hip:
+        dw_OI.copy_(torch.mm(dy_NO.T, x_NI, out_dtype=torch.float32))
+    else:
+        dw_OI.copy_(dy_NO.float().T @ x_NI.float())
 
 
 def bias_wgrad(dy_BTO: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,16 @@ squared norm of the batch's gradient, and 1.0, which counts the calls. Forward r
 
 from gnsfast.functional._conv import conv
 from gnsfast.functional._embedding import embedding
+from gnsfast.functional._in_projection import in_projection, repeated
 from gnsfast.functional._linear import linear
 from gnsfast.functional._norms import layer_norm, rms_norm
 
-__all__ = ["conv", "embedding", "layer_norm", "linear", "rms_norm"]
+__all__ = [
+    "conv",
+    "embedding",
+    "in_projection",
+    "layer_norm",
+    "linear",
+    "repeated",
+    "rms_norm",
+]
