@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnsfast import extension, reference
+from gnsfast import extension, reference, reference_attention
 
 VARIABLE = "GNSFAST_BACKEND"
 NAMES = ("reference", "triton", "cuda")
@@ -55,7 +55,8 @@ def implementation(op: str, device: str) -> Callable[..., Any]:
     """The function that runs operator ``op`` on tensors of a device type: it takes the operator's
     arguments, and its results are those of ``reference.py``.
     """
-    get = getattr(reference, op) if device == "cpu" else None
+    modules = [m for m in (reference, reference_attention) if hasattr(m, op)]
+    get = getattr(modules[0], op) if device == "cpu" else None
 
     def run(*args: Any) -> Any:
         name = backend(device)
@@ -72,7 +73,7 @@ def implementation(op: str, device: str) -> Callable[..., Any]:
 @functools.cache  # looking for an installed package at every call would be on the hot path
 def _module(name: str, op: str, device: str) -> ModuleType:
     if name == "reference":
-        return reference
+        return next(m for m in (reference, reference_attention) if hasattr(m, op))
     why = missing(name, device)
     if why:
         raise RuntimeError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gnsfast import backends, reference
+from gnsfast.reference_attention import new_token_major
 
 _library = torch.library.Library("gnsfast", "DEF")
 
@@ -118,6 +119,46 @@ def rms_norm_backward(
     dy_BTN: Tensor, x_BTN: Tensor, w_N: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x_BTN.new_empty(x_BTN.shape), torch.empty_like(w_N), _fake_rows(x_BTN, 1, len(x_BTN))
+
+
+_ATTENTION = (
+    "Tensor? sinks_H, Tensor? logit_scale_H, Tensor? q_gain_D, Tensor? k_gain_D, Tensor? mask, "
+    "Tensor? cu_seqlens, bool is_causal, float scale, SymInt window, SymInt max_seqlen"
+)
+
+
+@_define(
+    f"attention_forward(Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, {_ATTENTION}) -> (Tensor, "
+    "Tensor)"
+)
+def attention_forward(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    acc = reference.accumulate_dtype(q_BHTD.dtype)
+    return new_token_major(q_BHTD), q_BHTD.new_empty(q_BHTD.shape[:3], dtype=acc)
+
+
+@_define(
+    "attention_backward(Tensor do_BHTD, Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, Tensor "
+    f"o_BHTD, Tensor lse_BHT, {_ATTENTION}, SymInt samples, bool[] wanted) -> (Tensor, Tensor, "
+    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def attention_backward(
+    do_BHTD: Tensor,
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    o_BHTD: Tensor,
+    lse_BHT: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    samples, wanted = arguments[-2:]
+    grads = [
+        torch.empty_like(p) if want and p is not None else q_BHTD.new_empty(0)
+        for p, want in zip(arguments[:4], wanted)
+    ]
+    rows = q_BHTD.new_empty((sum(wanted), samples + 2), dtype=torch.float32)
+    return *(new_token_major(t) for t in (q_BHTD, k_BKSD, v_BKSD)), *grads, rows
 
 
 @_define(

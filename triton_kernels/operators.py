@@ -8,12 +8,16 @@ pass.
 
 import functools
 import math
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from gnsfast import backends, extension, reference
+from gnsfast import backends, extension, reference, reference_attention
+from gnsfast.reference_attention import Parameters, Pattern
+from gnsfast.triton_kernels import attention_backward as attention_kernels
+from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, gram, norms
 from gnsfast.triton_kernels import linear_wgrad as fused_kernel
 from gnsfast.triton_kernels.configs import Config, candidates
@@ -299,3 +303,55 @@ def _add_groups(cols_BTGK: Tensor, dy_BTO: Tensor, dw_GOK: Tensor) -> Tensor:
     g_BGOK = torch.bmm(dy_BGOT.float(), cols_BGTK.float()).reshape(B, G, O, K)
     dw_GOK += g_BGOK.sum(0)
     return row_sqnorms(g_BGOK.flatten(1))
+
+
+def attention_forward(
+    q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    if q_BHTD.numel() * k_BKSD.numel() == 0:
+        return reference_attention.attention_forward(q_BHTD, k_BKSD, v_BKSD, *arguments)
+    q, k, v = (unit_inner(t) for t in (q_BHTD, k_BKSD, v_BKSD))
+    return attention_kernel.attention_forward(q, k, v, *attention_arguments(q, k, arguments))
+
+
+def attention_backward(
+    do_BHTD: Tensor,
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    o_BHTD: Tensor,
+    lse_BHT: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    if q_BHTD.numel() * k_BKSD.numel() == 0:
+        return reference_attention.attention_backward(
+            do_BHTD, q_BHTD, k_BKSD, v_BKSD, o_BHTD, lse_BHT, *arguments
+        )
+    *flat, samples, wanted = arguments
+    do, q, k, v = (unit_inner(t) for t in (do_BHTD, q_BHTD, k_BKSD, v_BKSD))
+    p, pattern = attention_arguments(q, k, flat)
+    dq, dk, dv, g = attention_kernels.attention_backward(
+        do, q, k, v, o_BHTD, lse_BHT, p, pattern, wanted
+    )
+    grads, rows = [], []
+    for g_BN, parameter in zip(g, p):
+        if g_BN is None or parameter is None:
+            grads.append(q.new_empty(0))
+        else:
+            of_samples = g_BN.reshape(samples, -1, g_BN.shape[1]).sum(1)
+            grad, sqnorm_B1 = sums_wgrad(of_samples, parameter.dtype)
+            grads.append(grad)
+            rows.append(sqnorm_B1)
+    return dq, dk, dv, *grads, probe_rows(rows, q.new_empty((samples, 0)))
+
+
+def attention_arguments(q: Tensor, k: Tensor, flat: Any) -> tuple[Parameters, Pattern]:
+    """The operators' flat arguments; a mask is float32, and broadcast to every head."""
+    p = Parameters(*(t if t is None else unit_inner(t) for t in flat[:4]))
+    pattern = Pattern(*flat[4:])
+    if pattern.mask is not None:
+        mask = pattern.mask
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        pattern = pattern._replace(mask=mask.expand(*q.shape[:3], k.shape[2]))
+    return p, pattern

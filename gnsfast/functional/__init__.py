@@ -8,6 +8,7 @@ squared norm of the batch's gradient, and 1.0, which counts the calls. Forward r
 ``torch.nn.functional``.
 """
 
+from gnsfast.functional._attention import attention
 from gnsfast.functional._conv import conv
 from gnsfast.functional._embedding import embedding
 from gnsfast.functional._in_projection import in_projection, repeated
@@ -15,6 +16,7 @@ from gnsfast.functional._linear import linear
 from gnsfast.functional._norms import layer_norm, rms_norm
 
 __all__ = [
+    "attention",
     "conv",
     "embedding",
     "in_projection",

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with learned parameters: sinks, logit scales, query and key gains."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnsfast import ops
+from gnsfast.functional._samples import (
+    autocast_dtype,
+    check_probe,
+    num_samples,
+    without_autocast,
+)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        logit_scale: Tensor | None,
+        q_gain: Tensor | None,
+        k_gain: Tensor | None,
+        probe: Tensor | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        *pattern: Any,
+    ) -> Tensor:
+        ctx.wanted = list(ctx.needs_input_grad[3:7])
+        ctx.samples = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+        if probe is not None:
+            check_probe(probe, sum(ctx.wanted))
+            rows, ctx.samples = ctx.samples, num_samples(probe)
+            folded = cu_seqlens is None and ctx.samples and rows % ctx.samples == 0
+            if rows != ctx.samples and not folded:
+                raise ValueError(f"probe is for {ctx.samples} samples, but there are {rows}")
+        parameters = (sinks, logit_scale, q_gain, k_gain)
+        o: Tensor
+        o, lse = ops.attention_forward(q, k, v, *parameters, mask, cu_seqlens, *pattern)
+        ctx.save_for_backward(q, k, v, o, lse, *parameters, mask, cu_seqlens)
+        ctx.pattern = pattern
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        with without_autocast(do):
+            dq, dk, dv, *grads, rows = ops.attention_backward(
+                do, *ctx.saved_tensors, *ctx.pattern, ctx.samples, ctx.wanted
+            )
+        wanted = [g if want else None for g, want in zip(grads, ctx.wanted)]
+        return dq, dk, dv, *wanted, rows, *(None,) * (2 + len(ctx.pattern))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    logit_scale: Tensor | None = None,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    probe: Tensor | None = None,
+) -> Tensor:
+    """Scaled dot-product attention whose own parameters get per-sample norms.
+
+    Equals ``F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
+    enable_gqa=True)``, and is that where there is nothing of what follows.
+
+    Args:
+        q: [B, H, T, D]; heads of D up to 256 on a GPU.
+        k, v: [B, K, S, D]; each of the K heads serves H / K neighbouring query heads.
+        attn_mask: bool (True is seen) or float (added to the logits), broadcast to [B, H, T, S].
+        is_causal: query t sees keys s <= t.
+        scale: of the logits; 1 / sqrt(D) by default.
+        window: a query sees keys nearer than so many tokens: itself and ``window - 1`` before it
+            (and after it, unless causal).
+        sinks: [H] logits that take part in the softmax and have no value (gpt-oss).
+        logit_scale: [H] factors of a head's logits.
+        q_gain, k_gain: [D] factors of queries and keys, as of a norm before them.
+        cu_seqlens: int [documents + 1], where the documents of one packed row begin, and its end;
+            B is 1, T is S, and a document is a sample. Tokens see their own document.
+        max_seqlen: the longest document; without it a GPU starts more empty programs.
+        probe: float32 zeros [P, samples + 2], P = number of trainable ones of (sinks, logit_scale,
+            q_gain, k_gain). Rows may be k · samples: then k consecutive rows are one sample.
+
+    A query that sees nothing has an output of zero. The squared norms carry the scale of the loss.
+
+    Raises:
+        ValueError: for shapes that do not fit together, and for a probe of another shape.
+
+    Source: FlashAttention-2 (arXiv 2307.08691) for the passes; sinks: gpt-oss (arXiv 2508.10925).
+
+    >>> q, k, v = (torch.randn(3, 2, 7, 16) for _ in range(3))
+    >>> sinks, probe = torch.zeros(2, requires_grad=True), torch.zeros(1, 3 + 2, requires_grad=True)
+    >>> gnsfast.functional.attention(q, k, v, sinks=sinks, probe=probe).sum().backward()
+    >>> torch.allclose(probe.grad[0, 3], sinks.grad.square().sum())
+    True
+    """
+    _check(q, k, v, attn_mask, window, sinks, logit_scale, q_gain, k_gain, cu_seqlens)
+    parameters = (sinks, logit_scale, q_gain, k_gain)
+    grouped = q.shape[1] != k.shape[1]
+    if not window and cu_seqlens is None and all(p is None for p in parameters):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = (t.to(dtype) for t in (q, k, v))
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    pattern = (is_causal, scale, window or 0, max_seqlen or 0)
+    y: Tensor = _Attention.apply(q, k, v, *parameters, probe, attn_mask, cu_seqlens, *pattern)
+    return y
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    sinks: Tensor | None,
+    logit_scale: Tensor | None,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or len(q) != len(k):
+        raise ValueError(f"attention takes q [B, H, T, D], k and v [B, K, S, D], not {shapes}")
+    (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
+    if k.shape[3] != D or K == 0 or H % K:
+        raise ValueError(
+            f"attention takes one head dim, and query heads that are a multiple of the key heads, "
+            f"not {shapes}"
+        )
+    for name, p, size in (
+        ("sinks", sinks, H),
+        ("logit_scale", logit_scale, H),
+        ("q_gain", q_gain, D),
+        ("k_gain", k_gain, D),
+    ):
+        if p is not None and p.shape != (size,):
+            raise ValueError(f"{name} must be [{size}] for {shapes}, not {list(p.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, the token itself, not {window}")
+    if mask is not None and mask.requires_grad:
+        raise ValueError("attn_mask must not require a gradient: attention gives it none")
+    if mask is not None:
+        fits = mask.ndim <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], (S, T, H, B)))
+        if not fits:
+            raise ValueError(f"attn_mask {list(mask.shape)} is not broadcast to {[B, H, T, S]}")
+    if cu_seqlens is not None and (B != 1 or T != S or cu_seqlens.ndim != 1 or mask is not None):
+        raise ValueError(
+            f"cu_seqlens [documents + 1] is for one packed row, B = 1 and T = S, no attn_mask; "
+            f"not for {shapes}"
+        )

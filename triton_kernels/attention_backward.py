@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with learned parameters, backward: the gradients of sinks, logit scales and gains fall
+off tiles that are in registers, for each sample. ``attention_tiles.py`` has the formulas.
+
+A program of the first kernel takes a block of queries, one of the second a block of keys with the
+query heads that share it: nothing is added by two programs, so two runs give the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gnsfast.reference_attention import Parameters, Pattern, new_token_major
+from gnsfast.triton_kernels.attention_tiles import (
+    LOG2E,
+    allowed,
+    config,
+    gained,
+    head_scale,
+    key_range,
+    load_rows,
+    mask_strides,
+    masked,
+    precision_of,
+    sample_of,
+    store_rows,
+)
+from gnsfast.triton_kernels.tiles import dot
+
+
+@triton.jit
+def attention_queries_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,  # [B, H, T] float32, written
+    dq_ptr,
+    sinks_ptr,
+    logit_scale_ptr,
+    q_gain_ptr,
+    k_gain_ptr,
+    mask_ptr,
+    starts_ptr,
+    dsinks_ptr,  # [B, H, blocks] float32 partial sums, each absent where its parameter is
+    dlogit_scale_ptr,
+    dq_gain_ptr,  # [B, H, blocks, D]
+    T,
+    S,
+    H,
+    group,
+    scale,
+    window,
+    q_stride_b,
+    q_stride_h,
+    q_stride_t,
+    k_stride_b,
+    k_stride_h,
+    k_stride_t,
+    v_stride_b,
+    v_stride_h,
+    v_stride_t,
+    o_stride_b,
+    o_stride_h,
+    o_stride_t,
+    do_stride_b,
+    do_stride_h,
+    do_stride_t,
+    dq_stride_b,
+    dq_stride_h,
+    dq_stride_t,
+    mask_stride_b,
+    mask_stride_h,
+    mask_stride_t,
+    mask_stride_s,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    start, h, tokens = tl.program_id(0) * BLOCK_M, tl.program_id(1).to(tl.int64), T
+    b = tl.program_id(2)
+    row, first, T, S = sample_of(starts_ptr, b, T, S)
+    offs_m, offs_d = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    q_at = q_ptr + row * q_stride_b + h * q_stride_h + first * q_stride_t
+    k_at = k_ptr + row * k_stride_b + h // group * k_stride_h + first * k_stride_t
+    v_at = v_ptr + row * v_stride_b + h // group * v_stride_h + first * v_stride_t
+    o_at = o_ptr + row * o_stride_b + h * o_stride_h + first * o_stride_t
+    do_at = do_ptr + row * do_stride_b + h * do_stride_h + first * do_stride_t
+    mask_at = mask_ptr
+    if mask_ptr is not None:
+        mask_at += row * mask_stride_b + h * mask_stride_h
+    lse_at = (row * H + h) * tokens + first + offs_m
+    lse = tl.load(lse_ptr + lse_at, mask=offs_m < T, other=float("inf"))
+    do = load_rows(do_at, offs_m, offs_d, do_stride_t, T, D)
+    o = load_rows(o_at, offs_m, offs_d, o_stride_t, T, D)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+    tl.store(delta_ptr + lse_at, delta, mask=offs_m < T)
+
+    plain = load_rows(q_at, offs_m, offs_d, q_stride_t, T, D)
+    q = gained(plain, q_gain_ptr, offs_d, D)
+    of_head = head_scale(logit_scale_ptr, h)
+    factor = scale * of_head * LOG2E
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # Σ ds k', not yet scaled
+    begin, end = key_range(start, T, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    for n in range(begin, end, BLOCK_N):
+        offs_n = n + tl.arange(0, BLOCK_N)
+        k = gained(load_rows(k_at, offs_n, offs_d, k_stride_t, S, D), k_gain_ptr, offs_d, D)
+        v = load_rows(v_at, offs_n, offs_d, v_stride_t, S, D)
+        s = dot(q, k.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION) * factor
+        t, n_ = offs_m[:, None], offs_n[None, :]
+        seen = allowed(t, n_, T, S, window, CAUSAL, WINDOW)
+        s = masked(s, mask_at, t, n_, mask_stride_t, mask_stride_s, seen)
+        p = tl.exp2(s - lse[:, None] * LOG2E)
+        dp = dot(do, v.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = dot(ds.to(k.dtype), k, dq, PRECISION)
+    dq *= scale
+    block = (b.to(tl.int64) * H + h) * tl.num_programs(0) + tl.program_id(0)
+    if dlogit_scale_ptr is not None:
+        tl.store(dlogit_scale_ptr + block, tl.sum(dq * q.to(tl.float32)))
+    dq *= of_head
+    if dsinks_ptr is not None:
+        sink = tl.load(sinks_ptr + h).to(tl.float32)
+        tl.store(dsinks_ptr + block, -tl.sum(tl.exp2((sink - lse) * LOG2E) * delta))
+    if dq_gain_ptr is not None:
+        sums = tl.sum(dq * plain.to(tl.float32), 0)
+        tl.store(dq_gain_ptr + block * D + offs_d, sums, mask=offs_d < D)
+    if q_gain_ptr is not None:
+        gain = tl.load(q_gain_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+        dq *= gain[None, :]
+    dq_at = dq_ptr + row * dq_stride_b + h * dq_stride_h + first * dq_stride_t
+    store_rows(dq_at, dq, offs_m, offs_d, dq_stride_t, T, D)
+
+
+@triton.jit
+def attention_keys_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    logit_scale_ptr,
+    q_gain_ptr,
+    k_gain_ptr,
+    mask_ptr,
+    starts_ptr,
+    dk_gain_ptr,  # [B, K, blocks, D] float32 partial sums
+    T,
+    S,
+    H,
+    group,
+    scale,
+    window,
+    q_stride_b,
+    q_stride_h,
+    q_stride_t,
+    k_stride_b,
+    k_stride_h,
+    k_stride_t,
+    v_stride_b,
+    v_stride_h,
+    v_stride_t,
+    do_stride_b,
+    do_stride_h,
+    do_stride_t,
+    dk_stride_b,
+    dk_stride_h,
+    dk_stride_t,
+    dv_stride_b,
+    dv_stride_h,
+    dv_stride_t,
+    mask_stride_b,
+    mask_stride_h,
+    mask_stride_t,
+    mask_stride_s,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    start, head, tokens = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64), T
+    b = tl.program_id(2)
+    row, first, T, S = sample_of(starts_ptr, b, T, S)
+    offs_n, offs_d = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    k_at = k_ptr + row * k_stride_b + head * k_stride_h + first * k_stride_t
+    v_at = v_ptr + row * v_stride_b + head * v_stride_h + first * v_stride_t
+    plain = load_rows(k_at, offs_n, offs_d, k_stride_t, S, D)
+    k = gained(plain, k_gain_ptr, offs_d, D)
+    v = load_rows(v_at, offs_n, offs_d, v_stride_t, S, D)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+
+    begin, end = 0, T
+    if CAUSAL:
+        begin = start // BLOCK_M * BLOCK_M
+    elif WINDOW:
+        begin = max(0, start - window + 1) // BLOCK_M * BLOCK_M
+    if WINDOW:
+        end = min(T, start + BLOCK_N - 1 + window)
+    end = tl.where(start < S, end, 0)
+    for g in range(group):
+        h = head * group + g
+        q_at = q_ptr + row * q_stride_b + h * q_stride_h + first * q_stride_t
+        do_at = do_ptr + row * do_stride_b + h * do_stride_h + first * do_stride_t
+        mask_at = mask_ptr
+        if mask_ptr is not None:
+            mask_at += row * mask_stride_b + h * mask_stride_h
+        of_head = head_scale(logit_scale_ptr, h)
+        factor = scale * of_head * LOG2E
+        for m in range(begin, end, BLOCK_M):
+            offs_m = m + tl.arange(0, BLOCK_M)
+            lse_at = (row * H + h) * tokens + first + offs_m
+            lse = tl.load(lse_ptr + lse_at, mask=offs_m < T, other=float("inf"))
+            delta = tl.load(delta_ptr + lse_at, mask=offs_m < T, other=0.0)
+            q = gained(load_rows(q_at, offs_m, offs_d, q_stride_t, T, D), q_gain_ptr, offs_d, D)
+            do = load_rows(do_at, offs_m, offs_d, do_stride_t, T, D)
+            s = dot(k, q.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), PRECISION) * factor
+            t, n_ = offs_m[None, :], offs_n[:, None]
+            seen = allowed(t, n_, T, S, window, CAUSAL, WINDOW)
+            s = masked(s, mask_at, t, n_, mask_stride_t, mask_stride_s, seen)
+            p = tl.exp2(s - lse[None, :] * LOG2E)
+            dv = dot(p.to(do.dtype), do, dv, PRECISION)
+            dp = dot(v, do.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), PRECISION)
+            ds = p * (dp - delta[None, :]) * of_head
+            dk = dot(ds.to(q.dtype), q, dk, PRECISION)
+    dk *= scale
+    if dk_gain_ptr is not None:
+        block = (b.to(tl.int64) * (H // group) + head) * tl.num_programs(0) + tl.program_id(0)
+        sums = tl.sum(dk * plain.to(tl.float32), 0)
+        tl.store(dk_gain_ptr + block * D + offs_d, sums, mask=offs_d < D)
+    if k_gain_ptr is not None:
+        gain = tl.load(k_gain_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+        dk *= gain[None, :]
+    dk_at = dk_ptr + row * dk_stride_b + head * dk_stride_h + first * dk_stride_t
+    dv_at = dv_ptr + row * dv_stride_b + head * dv_stride_h + first * dv_stride_t
+    store_rows(dk_at, dk, offs_n, offs_d, dk_stride_t, S, D)
+    store_rows(dv_at, dv, offs_n, offs_d, dv_stride_t, S, D)
+
+
+def attention_backward(
+    do_BHTD: Tensor,
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    o_BHTD: Tensor,
+    lse_BHT: Tensor,
+    p: Parameters,
+    pattern: Pattern,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """dq, dk, dv, and of each wanted parameter the gradient [rows or documents, H or D]."""
+    (B, H, T, D), (K, S) = q_BHTD.shape, k_BKSD.shape[1:3]
+    programs, options = pattern.programs(B), config(D, q_BHTD.dtype)
+    delta = torch.empty_like(lse_BHT)
+    dq, dk, dv = (new_token_major(t) for t in (q_BHTD, k_BKSD, v_BKSD))
+    if pattern.cu_seqlens is not None:
+        for t in (dq, dk, dv):
+            t.zero_()  # tokens of no document
+    longest_q, longest_k = pattern.max_seqlen or T, pattern.max_seqlen or S
+    query_blocks = triton.cdiv(longest_q, options["queries"]["BLOCK_M"])
+    key_blocks = triton.cdiv(longest_k, options["keys"]["BLOCK_N"])
+
+    def partial(i: int, heads: int, blocks: int, *more: int) -> Tensor | None:
+        shape = (programs, heads, blocks, *more)
+        return q_BHTD.new_empty(shape, dtype=torch.float32) if wanted[i] else None
+
+    dsinks, dlogit_scale = partial(0, H, query_blocks), partial(1, H, query_blocks)
+    dq_gain, dk_gain = partial(2, H, query_blocks, D), partial(3, K, key_blocks, D)
+    common = dict(
+        CAUSAL=pattern.is_causal,
+        WINDOW=pattern.window > 0,
+        D=D,
+        PRECISION=precision_of(q_BHTD, k_BKSD, v_BKSD),
+    )
+    sizes = (T, S, H, H // K, pattern.scale, pattern.window)
+    attention_queries_kernel[(query_blocks, H, programs)](
+        *(q_BHTD, k_BKSD, v_BKSD, o_BHTD, do_BHTD, lse_BHT, delta, dq, *p),
+        *(pattern.mask, pattern.cu_seqlens, dsinks, dlogit_scale, dq_gain, *sizes),
+        *(s for t in (q_BHTD, k_BKSD, v_BKSD, o_BHTD, do_BHTD, dq) for s in t.stride()[:3]),
+        *mask_strides(pattern.mask),
+        **common,
+        **options["queries"],
+    )
+    attention_keys_kernel[(key_blocks, K, programs)](
+        *(q_BHTD, k_BKSD, v_BKSD, do_BHTD, lse_BHT, delta, dk, dv, *p[1:]),
+        *(pattern.mask, pattern.cu_seqlens, dk_gain, *sizes),
+        *(s for t in (q_BHTD, k_BKSD, v_BKSD, do_BHTD, dk, dv) for s in t.stride()[:3]),
+        *mask_strides(pattern.mask),
+        **common,
+        **options["keys"],
+    )
+    of_heads = [None if t is None else t.sum(2) for t in (dsinks, dlogit_scale)]
+    of_gains = [None if t is None else t.sum((1, 2)) for t in (dq_gain, dk_gain)]
+    return dq, dk, dv, of_heads + of_gains

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attention kernels share.
+
+Legend: B samples (or documents of one packed row), H query heads, K key heads, T queries, S keys, D
+head dim. With q' = q·q_gain, k' = k·k_gain, and c = scale · logit_scale of the head:
+
+    s = c q'ᵀk' + mask    p = exp(s - lse)    o = p v    lse = log(Σ exp s + exp sink)
+    δ = Σ_d do·o    ds = p (do vᵀ - δ)    dq' = c ds k'    dk' = c dsᵀ q'    dv = pᵀ do
+
+    d sink = -Σ_t exp(sink - lse) δ    d logit_scale = scale Σ (ds k')·q'    d gain = Σ dq'·q
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gnsfast.triton_kernels.tiles import check_dtypes, precision
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sample_of(starts_ptr, b, T, S):
+    """Of program ``b``: its row of the batch, its first token, its queries and keys."""
+    if starts_ptr is None:
+        return b.to(tl.int64), tl.zeros((), tl.int64), T, S
+    first = tl.load(starts_ptr + b)
+    tokens = (tl.load(starts_ptr + b + 1) - first).to(tl.int32)
+    return tl.zeros((), tl.int64), first.to(tl.int64), tokens, tokens
+
+
+@triton.jit
+def load_rows(at, offs, offs_d, stride, rows, D: tl.constexpr):
+    """Rows ``offs`` of a matrix [rows, D]; what lies outside is zero."""
+    mask = (offs < rows)[:, None] & (offs_d < D)[None, :]
+    return tl.load(at + offs.to(tl.int64)[:, None] * stride + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(at, values, offs, offs_d, stride, rows, D: tl.constexpr):
+    mask = (offs < rows)[:, None] & (offs_d < D)[None, :]
+    where = at + offs.to(tl.int64)[:, None] * stride + offs_d[None, :]
+    tl.store(where, values.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gained(t, gain_ptr, offs_d, D: tl.constexpr):
+    """``t`` times its gain, rounded to its dtype as a module before the attention would."""
+    if gain_ptr is None:
+        return t
+    gain = tl.load(gain_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+    return (t.to(tl.float32) * gain[None, :]).to(t.dtype)
+
+
+@triton.jit
+def head_scale(logit_scale_ptr, h):
+    if logit_scale_ptr is None:
+        return 1.0
+    return tl.load(logit_scale_ptr + h).to(tl.float32)
+
+
+@triton.jit
+def allowed(t, s, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether query ``t`` sees key ``s``; the two broadcast against each other."""
+    seen = (t < T) & (s < S)
+    if CAUSAL:
+        seen &= s <= t
+    if WINDOW:
+        seen &= t - s < window
+        if not CAUSAL:
+            seen &= s - t < window
+    return seen
+
+
+@triton.jit
+def masked(logits, mask_ptr, t, s, mask_stride_t, mask_stride_s, seen):
+    """``logits`` in base 2 with the mask added; -inf where nothing is seen."""
+    if mask_ptr is not None:
+        at = mask_ptr + t.to(tl.int64) * mask_stride_t + s.to(tl.int64) * mask_stride_s
+        logits += tl.load(at, mask=seen, other=0.0).to(tl.float32) * LOG2E
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def key_range(
+    start, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The keys that a block of queries sees some of, from a multiple of ``BLOCK_N``."""
+    first, last = 0, S
+    if CAUSAL:
+        last = min(S, start + BLOCK_M)
+    elif WINDOW:
+        last = min(S, start + BLOCK_M - 1 + window)
+    if WINDOW:
+        first = max(0, start - window + 1) // BLOCK_N * BLOCK_N
+    return first, tl.where(start < T, last, 0)
+
+
+def config(D: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    """Blocks and warps of each kernel for a head dim, by name; none of them spills."""
+    block_d = max(16, triton.next_power_of_2(D))
+    narrow = dtype != torch.float32
+    sizes = CONFIGS[narrow][min(d for d in CONFIGS[narrow] if d >= block_d)]
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    return {
+        kernel: dict(zip(names, size), BLOCK_D=block_d)
+        for kernel, size in zip(("forward", "queries", "keys"), sizes)
+    }
+
+
+CONFIGS = {
+    True: {
+        64: ((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+        128: ((128, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 2)),
+        256: ((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+    },
+    False: {
+        64: ((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+        128: ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+        256: ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    },
+}
+"""By head dim: (queries, keys, warps, stages) of forward, of the queries' gradient, of the keys'.
+Narrow dtypes, and float32."""
+
+
+def mask_strides(mask: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if mask is None else mask.stride()
+
+
+def precision_of(q: Tensor, k: Tensor, v: Tensor) -> str:
+    check_dtypes("attention", q, k, v)
+    if k.shape[3] != q.shape[3] or v.shape[3] != q.shape[3] or q.shape[3] > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"attention has a Triton kernel for one head dim of at most {MAX_HEAD_DIM}, not for "
+            f"{q.shape[3]}, {k.shape[3]} and {v.shape[3]}. GNSFAST_BACKEND=reference runs plain "
+            "PyTorch instead."
+        )
+    return precision(q.dtype)
+
+
+MAX_HEAD_DIM = 256
