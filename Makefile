@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
-LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py conv.py models.py multihead_attention.py transformer_layers.py)
+LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py conv.py models.py multihead_attention.py attention.py transformer_layers.py)
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 help:  ## list the targets

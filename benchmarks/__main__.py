@@ -14,7 +14,7 @@ import torch
 from benchmarks import cases, gpu, measure, record
 
 PARTS = ("step", "estimator", "memory", "layers", "operator")
-GPU_PARTS = ("correctness", "ops", "routes", "cuda", "step")
+GPU_PARTS = ("correctness", "ops", "routes", "attention", "cuda", "step")
 
 
 def step(threads: list[int], rounds: int) -> list[dict[str, Any]]:

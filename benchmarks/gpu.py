@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gnsfast
+from benchmarks import attention as attention_with_sinks
 from benchmarks import cases, cuda_kernels, measure
+from benchmarks.attention import CASES
 from benchmarks.cases import LayerCase
 from benchmarks.cuda_kernels import operands, plain_wgrad
 from gnsfast import extension
@@ -41,7 +43,13 @@ def clock(device: str) -> Callable[[Callable[[], object]], float]:
 
 def correctness(device: str) -> dict[str, Rows]:
     """The kernels' tests against float64, then compute-sanitizer, where it is installed."""
-    suites = ("test_triton_linear.py", "test_triton_layers.py", "test_gpu.py", "test_backends.py")
+    suites = (
+        "test_triton_linear.py",
+        "test_triton_layers.py",
+        "test_attention.py",
+        "test_gpu.py",
+        "test_backends.py",
+    )
     tests = [str(ROOT / "tests" / name) for name in suites]
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     return {
@@ -212,6 +220,11 @@ def cuda(device: str, rounds: int = 11) -> dict[str, Rows]:
     if extension.kernel_for(torch.cuda.get_device_capability()) == "sm90":
         tables["The Hopper kernel taken apart"] = cuda_kernels.taken_apart(device, rounds)
     return tables
+
+
+def attention(device: str, rounds: int = 11) -> dict[str, Rows]:
+    """Attention with sinks and their norms, beside torch's."""
+    return {"Attention": attention_with_sinks.table(device, CASES, rounds, clock(device))}
 
 
 def step(

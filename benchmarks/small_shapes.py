@@ -7,6 +7,7 @@ import torch
 
 import gnsfast  # noqa: F401  (registers the operators)
 from gnsfast import extension
+from gnsfast.functional import attention
 
 
 def main(device: str = "cuda") -> None:
@@ -24,6 +25,21 @@ def main(device: str = "cuda") -> None:
             w = x[0, 0].clone()
             _, mean, rstd = torch.native_layer_norm(x, [I], w, w, 1e-5)
             ops.layer_norm_backward(x, x, mean, rstd, w, w, True, True)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = (
+            torch.randn(2, h, 70, 40, device=device, dtype=dtype).requires_grad_()
+            for h in (4, 2, 2)
+        )
+        learned = {
+            name: torch.randn(n, device=device).requires_grad_()
+            for name, n in (("sinks", 4), ("logit_scale", 4), ("q_gain", 40), ("k_gain", 40))
+        }
+        probe = torch.zeros(4, 2 + 2, device=device, requires_grad=True)
+        for options in (
+            {"is_causal": True, "window": 9},
+            {"attn_mask": q.new_zeros(70, 70).float()},
+        ):
+            attention(q, k, v, **learned, **options, probe=probe).sum().backward()
     x, dy = torch.randn(4, 6, 9, 9, device=device), torch.randn(4, 8, 7, 7, device=device)
     for groups in (1, 2):
         ops.conv_wgrad(x, dy, 2, [3, 3], [1, 1], [0, 0], [1, 1], groups, True, True, f32)

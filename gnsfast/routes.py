@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from gnsfast import modules
+from gnsfast.attention_sinks import SinkAttention, owns_sinks
 from gnsfast.functional._norms import RMS_NORM_VARIANTS
 from gnsfast.loop import Looped
 from gnsfast.multihead_attention import MultiheadAttention
@@ -105,6 +106,8 @@ def route_of(module: nn.Module) -> Route:
         and type(module).__name__ == "Conv1D"
     ):
         return Route(combine(type(module), modules.TransposedLinear, over=True))
+    if owns_sinks(module):
+        return Route(combine(type(module), SinkAttention, over=True))
     if (variant := rms_norm_variant(module)) is not None:
         return Route(combine(type(module), RMS_NORMS[variant], over=True))
     return looped(module)

@@ -18,7 +18,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gnsfast.triton_kernels import configs, embedding, gram, linear_wgrad, norms, segments
+from gnsfast.reference_attention import Parameters, Pattern
+from gnsfast.triton_kernels import (
+    attention_backward,
+    attention_forward,
+    attention_tiles,
+    configs,
+    embedding,
+    gram,
+    linear_wgrad,
+    norms,
+    segments,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "UTMALDG", "LDGSTS", "STL", "LDL")
@@ -47,6 +58,7 @@ class Case:
 
 def cases(capability: int) -> Iterator[Case]:
     yield from linear_cases(capability)
+    yield from attention_cases()
     for N in (40, 768, 1024, 2048, 4095, 4096, 8192, 16384):
         for rms in (True, False):
             yield from norm_cases(N, rms)
@@ -65,6 +77,47 @@ def cases(capability: int) -> Iterator[Case]:
             4,
             pointers=fp32,
         )
+
+
+def attention_cases() -> Iterator[Case]:
+    kernels = {
+        "forward": attention_forward.attention_forward_kernel,
+        "queries": attention_backward.attention_queries_kernel,
+        "keys": attention_backward.attention_keys_kernel,
+    }
+    learned = ("sinks", "logit_scale", "q_gain", "k_gain")
+    absent_ones: dict[str, tuple[str, ...]] = {
+        "all": ("mask", "starts"),
+        "all, masked": ("starts",),
+        "sinks": ("logit_scale", "q_gain", "k_gain", "mask", "starts"),
+        "documents": ("mask", *learned[1:]),
+    }
+    runs = [("bf16", 32, "all, masked"), ("fp32", 64, "all, masked"), ("bf16", 128, "documents")]
+    runs += [("bf16", D, what) for D in (64, 128, 256) for what in ("sinks", "all, masked")]
+    for dtype, D, what in runs:
+        tensors = {n: torch.empty(0) for n in (*learned, "mask") if n not in absent_ones[what]}
+        parameters = Parameters(*(tensors.get(n) for n in learned))
+        pattern = Pattern(tensors.get("mask"), None, True, 1.0, 0, 0)
+        q = torch.empty(0, 0, 0, D, dtype=DTYPES[dtype])
+        for name, options in attention_tiles.config(parameters, pattern, q).items():
+            fn, options = kernels[name], dict(options)
+            warps, stages = options.pop("num_warps"), options.pop("num_stages")
+            absent = [f"{p}_ptr" for p in absent_ones[what]]
+            absent += [f"d{p}" for p in absent if p.split("_ptr")[0] in learned]
+            names = fn.arg_names
+            fp32 = [f"{n}_ptr" for n in ("lse", "delta", *learned, *(f"d{p}" for p in learned))]
+            yield Case(
+                f"attention {name} {D} {what}",
+                fn,
+                dtype,
+                dict(CAUSAL=True, WINDOW=what == "sinks", D=D, PRECISION="ieee")
+                | options
+                | {n: None for n in absent if n in names},
+                warps,
+                stages,
+                dict.fromkeys([n for n in fp32 if n in names], "*fp32") | {"starts_ptr": "*i32"},
+                tensor_cores=dtype != "fp32",
+            )
 
 
 def norm_cases(N: int, rms: bool) -> Iterator[Case]:
@@ -194,6 +247,12 @@ def wgrad(
     )
 
 
+def attention_stride(name: str) -> bool:
+    """Rows of q, k, v and their gradients begin at multiples of 16 bytes."""
+    tensor, _, dim = name.partition("_stride_")
+    return tensor in ("q", "k", "v", "o", "do", "dq", "dk", "dv") and dim in ("b", "h", "t")
+
+
 def compile_case(case: Case, capability: int) -> dict[str, Any]:
     signature, attributes = {}, {}
     for i, name in enumerate(case.fn.arg_names):
@@ -203,8 +262,8 @@ def compile_case(case: Case, capability: int) -> dict[str, Any]:
             signature[name] = case.pointers.get(name, f"*{case.dtype}")
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "fp32" if name in ("eps", "offset") else "i32"
-            if case.aligned and name in ALIGNED:
+            signature[name] = "fp32" if name in ("eps", "offset", "scale") else "i32"
+            if case.aligned and (name in ALIGNED or attention_stride(name)):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     attributes = {
         k: v for k, v in attributes.items() if "desc" not in list(signature.values())[k[0]]

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import cuda_kernels, gpu, measure, record, small_shapes  # noqa: E402
+from benchmarks import attention, cuda_kernels, gpu, measure, record, small_shapes  # noqa: E402
 from benchmarks.cases import LayerCase  # noqa: E402
 from gnsfast import extension  # noqa: E402
 
@@ -72,6 +72,21 @@ def test_training_steps(monkeypatch: pytest.MonkeyPatch, per_sample: bool) -> No
     run = gpu.training_step("gpt2", per_sample, False, "cpu")
     run()
     run()
+
+
+def test_attention_beside_torchs() -> None:
+    """Ours and flex_attention's sinks agree, in a window too; a table of what runs on this CPU."""
+    for window in (None, 4):
+        case = attention.AttentionCase("tiny", 2, 4, 2, 130, 16, window=window)
+        *inputs, _ = (t.detach() for t in attention.tensors(case, "cpu"))
+        run = attention.forwards(case, "cpu")
+        torch.testing.assert_close(
+            run["gnsfast"](*inputs), run["flex"](*inputs), rtol=0.02, atol=0.02
+        )
+        assert run["sdpa"](*inputs).shape == inputs[0].shape
+    narrow = attention.AttentionCase("tiny", 1, 2, 2, 9, 16, window=4)
+    (row,) = attention.table("cpu", [narrow], 3, measure.wall_seconds)
+    assert row["gnsfast / sdpa"] and "window 4" in str(row)
 
 
 def test_hopper_kernel_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,26 @@ def gemma() -> tuple[nn.Module, Batch]:
     return hf.GemmaForCausalLM(hf.GemmaConfig(**SMALL, head_dim=4)), text()
 
 
+def olmo2() -> tuple[nn.Module, Batch]:
+    return hf.Olmo2ForCausalLM(hf.Olmo2Config(**SMALL, pad_token_id=0)), text()
+
+
+def gpt_oss(**options: Any) -> tuple[nn.Module, Batch]:
+    """One layer sees everything, one a window; its experts have no route of their own yet."""
+    config = hf.GptOssConfig(
+        **SMALL,
+        head_dim=4,
+        sliding_window=3,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        eos_token_id=0,
+        experts_implementation="eager",
+        **{"attn_implementation": "eager", **options},
+    )
+    return hf.GptOssForCausalLM(config), text()
+
+
 def bert() -> tuple[nn.Module, Batch]:
     config = hf.BertConfig(vocab_size=V, max_position_embeddings=32, **ENCODER)
     return hf.BertForMaskedLM(config), text()
@@ -109,7 +129,7 @@ def whisper() -> tuple[nn.Module, Batch]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
-    f.__name__: f for f in (gpt2, llama, qwen3, gemma, bert, vit, t5, mamba, whisper)
+    f.__name__: f for f in (gpt2, llama, qwen3, gemma, olmo2, bert, vit, t5, mamba, whisper)
 }
 
 ADAPTED = {

@@ -103,8 +103,7 @@ def attention_queries_kernel(
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(delta_ptr + lse_at, delta, mask=offs_m < T)
 
-    plain = load_rows(q_at, offs_m, offs_d, q_stride_t, T, D)
-    q = gained(plain, q_gain_ptr, offs_d, D)
+    q = gained(load_rows(q_at, offs_m, offs_d, q_stride_t, T, D), q_gain_ptr, offs_d, D)
     of_head = head_scale(logit_scale_ptr, h)
     factor = scale * of_head * LOG2E
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # Σ ds k', not yet scaled
@@ -130,6 +129,7 @@ def attention_queries_kernel(
         sink = tl.load(sinks_ptr + h).to(tl.float32)
         tl.store(dsinks_ptr + block, -tl.sum(tl.exp2((sink - lse) * LOG2E) * delta))
     if dq_gain_ptr is not None:
+        plain = load_rows(q_at, offs_m, offs_d, q_stride_t, T, D)  # kept, it would cost registers
         sums = tl.sum(dq * plain.to(tl.float32), 0)
         tl.store(dq_gain_ptr + block * D + offs_d, sums, mask=offs_d < D)
     if q_gain_ptr is not None:
@@ -197,8 +197,7 @@ def attention_keys_kernel(
     offs_n, offs_d = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     k_at = k_ptr + row * k_stride_b + head * k_stride_h + first * k_stride_t
     v_at = v_ptr + row * v_stride_b + head * v_stride_h + first * v_stride_t
-    plain = load_rows(k_at, offs_n, offs_d, k_stride_t, S, D)
-    k = gained(plain, k_gain_ptr, offs_d, D)
+    k = gained(load_rows(k_at, offs_n, offs_d, k_stride_t, S, D), k_gain_ptr, offs_d, D)
     v = load_rows(v_at, offs_n, offs_d, v_stride_t, S, D)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -239,6 +238,7 @@ def attention_keys_kernel(
     dk *= scale
     if dk_gain_ptr is not None:
         block = (b.to(tl.int64) * (H // group) + head) * tl.num_programs(0) + tl.program_id(0)
+        plain = load_rows(k_at, offs_n, offs_d, k_stride_t, S, D)
         sums = tl.sum(dk * plain.to(tl.float32), 0)
         tl.store(dk_gain_ptr + block * D + offs_d, sums, mask=offs_d < D)
     if k_gain_ptr is not None:
@@ -263,7 +263,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """dq, dk, dv, and of each wanted parameter the gradient [rows or documents, H or D]."""
     (B, H, T, D), (K, S) = q_BHTD.shape, k_BKSD.shape[1:3]
-    programs, options = pattern.programs(B), config(D, q_BHTD.dtype)
+    programs = pattern.programs(B)
+    options = config(p, pattern, q_BHTD)
     delta = torch.empty_like(lse_BHT)
     dq, dk, dv = (new_token_major(t) for t in (q_BHTD, k_BKSD, v_BKSD))
     if pattern.cu_seqlens is not None:

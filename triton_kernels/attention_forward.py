@@ -126,7 +126,7 @@ def attention_forward(
     if pattern.cu_seqlens is not None:
         o.zero_()
         lse.fill_(torch.inf)
-    options = config(D, q_BHTD.dtype)["forward"]
+    options = config(p, pattern, q_BHTD)["forward"]
     blocks = triton.cdiv(pattern.max_seqlen or T, options["BLOCK_M"])
     attention_forward_kernel[(blocks, H, pattern.programs(B))](
         *(q_BHTD, k_BKSD, v_BKSD, o, lse, *p, pattern.mask, pattern.cu_seqlens),

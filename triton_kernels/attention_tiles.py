@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gnsfast.reference_attention import Parameters, Pattern
 from gnsfast.triton_kernels.tiles import check_dtypes, precision
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -23,11 +24,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def sample_of(starts_ptr, b, T, S):
     """Of program ``b``: its row of the batch, its first token, its queries and keys."""
-    if starts_ptr is None:
-        return b.to(tl.int64), tl.zeros((), tl.int64), T, S
-    first = tl.load(starts_ptr + b)
-    tokens = (tl.load(starts_ptr + b + 1) - first).to(tl.int32)
-    return tl.zeros((), tl.int64), first.to(tl.int64), tokens, tokens
+    row, first = b.to(tl.int64), b.to(tl.int64) * 0
+    if starts_ptr is not None:
+        row, first = first, tl.load(starts_ptr + b).to(tl.int64)
+        T = (tl.load(starts_ptr + b + 1) - first).to(tl.int32)
+        S = T
+    return row, first, T, S
 
 
 @triton.jit
@@ -47,17 +49,18 @@ def store_rows(at, values, offs, offs_d, stride, rows, D: tl.constexpr):
 @triton.jit
 def gained(t, gain_ptr, offs_d, D: tl.constexpr):
     """``t`` times its gain, rounded to its dtype as a module before the attention would."""
-    if gain_ptr is None:
-        return t
-    gain = tl.load(gain_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
-    return (t.to(tl.float32) * gain[None, :]).to(t.dtype)
+    if gain_ptr is not None:
+        gain = tl.load(gain_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+        t = (t.to(tl.float32) * gain[None, :]).to(t.dtype)
+    return t
 
 
 @triton.jit
 def head_scale(logit_scale_ptr, h):
-    if logit_scale_ptr is None:
-        return 1.0
-    return tl.load(logit_scale_ptr + h).to(tl.float32)
+    factor = 1.0
+    if logit_scale_ptr is not None:
+        factor = tl.load(logit_scale_ptr + h).to(tl.float32)
+    return factor
 
 
 @triton.jit
@@ -98,11 +101,12 @@ def key_range(
     return first, tl.where(start < T, last, 0)
 
 
-def config(D: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Blocks and warps of each kernel for a head dim, by name; none of them spills."""
-    block_d = max(16, triton.next_power_of_2(D))
-    narrow = dtype != torch.float32
-    sizes = CONFIGS[narrow][min(d for d in CONFIGS[narrow] if d >= block_d)]
+def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, int]]:
+    """Blocks and warps of each kernel, by name."""
+    loaded = pattern.mask is not None or p.q_gain_D is not None or p.k_gain_D is not None
+    block_d = max(16, triton.next_power_of_2(q.shape[3]))
+    table = SINGLE if q.dtype == torch.float32 else LOADED if loaded else HALF
+    sizes = table[min(d for d in table if d >= block_d)]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     return {
         kernel: dict(zip(names, size), BLOCK_D=block_d)
@@ -110,20 +114,25 @@ def config(D: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
     }
 
 
-CONFIGS = {
-    True: {
-        64: ((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
-        128: ((128, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 2)),
-        256: ((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
-    },
-    False: {
-        64: ((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
-        128: ((32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
-        256: ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    },
+# By head dim: (queries, keys, warps, stages) of forward, of the queries' gradient, of the keys'.
+# None spills on sm_80, 90 or 100 (float32 does with heads of more than 64). A mask and gains take
+# registers of their own.
+HALF = {
+    64: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 64, 4, 2)),
+    128: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 64, 8, 2)),
+    256: ((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
 }
-"""By head dim: (queries, keys, warps, stages) of forward, of the queries' gradient, of the keys'.
-Narrow dtypes, and float32."""
+LOADED = {
+    32: ((128, 32, 8, 2), (64, 32, 8, 2), (32, 64, 4, 2)),
+    64: ((128, 64, 8, 3), (64, 16, 8, 2), (32, 32, 4, 2)),
+    128: ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+    256: ((64, 16, 8, 2), (32, 16, 8, 1), (16, 16, 8, 1)),
+}
+SINGLE = {
+    64: ((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    128: ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    256: ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+}
 
 
 def mask_strides(mask: Tensor | None) -> tuple[int, ...]:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention modules of transformers that own sinks (gpt-oss)."""
+
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from gnsfast import functional
+from gnsfast.errors import ObservationError
+from gnsfast.probed import Probed
+
+NAME = "gnsfast_sinks"
+"""What our function is called among transformers' attention functions."""
+
+
+class SinkAttention(Probed):
+    """Over an attention module whose ``sinks`` [H] take part in its softmax.
+
+    While a probe is open its attention goes through ``functional.attention``, which takes the place
+    of transformers' ``"eager"``; other implementations do not hand their mask over as a tensor.
+    There are no attention weights to return then.
+    """
+
+    route = "attention"
+    _claims = ("sinks",)
+    sinks: Tensor
+    config: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._open():
+            return super().forward(*args, **kwargs)
+        used = self.config._attn_implementation
+        if used not in ("eager", None):
+            raise ObservationError(
+                f"{self._probe_name}: sinks have norms with attn_implementation='eager', in the "
+                f"place of which a fused kernel runs, not with {used!r}: "
+                "model.set_attn_implementation('eager'), or leave them out: convert(model, "
+                f"exclude=[{self._probe_name!r}])"
+            )
+        _register()
+        config = self.config
+        self.config = _Redirected(config)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.config = config
+
+
+class _Redirected:
+    """A configuration that names our function."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+@functools.cache
+def _register() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    if dropout:
+        raise ObservationError(
+            f"{module._probe_name}: sinks have no norms under attention dropout ({dropout}). "
+            f"Leave them out: convert(model, exclude=[{module._probe_name!r}])."
+        )
+    module._batch_dim(query, features=3)
+    o = functional.attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=scaling,
+        sinks=module.sinks,
+        probe=module._probe,
+    )
+    return o.transpose(1, 2).contiguous(), None
+
+
+def owns_sinks(module: nn.Module) -> bool:
+    """Whether this is such a module: sinks alone, and a forward that asks transformers for its
+    attention function.
+    """
+    own = {n for n, p in module._parameters.items() if p is not None}
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = code.co_names if code else ()
+    return own == {"sinks"} and "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
