@@ -3,11 +3,13 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import nn
 
 from gnsfast.loop import Looped
 from gnsfast.modules import Embedding, Linear
+from gnsfast.multihead_attention import MultiheadAttention
 from gnsfast.probed import Probed, SampleLayout, Tie
 from gnsfast.routes import (
     CONTAINERS,
@@ -38,6 +40,7 @@ def convert(
     fold: Iterable[str] | None = None,
     broadcast: Iterable[str] | None = None,
     replay: Iterable[str] | None = None,
+    per_head: Iterable[str] | None = None,
     exclude: Iterable[str] | None = None,
 ) -> nn.Module:
     """Make the layers of ``model`` able to yield per-sample gradient norms; returns ``model``,
@@ -55,6 +58,8 @@ def convert(
         replay: patterns of modules to run once more for each sample in backward, with all that is
             below them: exact for what no layer sees (a weight used as a tensor, a layer called
             twice), but slow.
+        per_head: patterns of ``torch.nn`` attention layers whose heads get noise scales of their
+            own (``per_module``: ``.q.0``, ``.out_proj.0``, ...), for a product a head in backward.
         exclude: patterns of module names to leave out, with all that is below them; their
             parameters have no norms.
 
@@ -76,6 +81,11 @@ def convert(
     folded = _matching("fold", fold, named)
     shared = _matching("broadcast", broadcast, named)
     replayed = _matching("replay", replay, named)
+    by_head = _matching("per_head", per_head, named)
+    if odd := [n for n in sorted(by_head) if not isinstance(named[n], nn.MultiheadAttention)]:
+        raise ValueError(
+            f"per_head: {odd[0]!r} is a {type(named[odd[0]]).__name__}, not a MultiheadAttention"
+        )
     excluded = _matching("exclude", exclude, named)
     if odd := [n for n in sorted(shared) if not isinstance(named[n], nn.Embedding)]:
         raise ValueError(
@@ -112,6 +122,9 @@ def convert(
             reason = "excluded by convert"
         module._uncovered = dict.fromkeys(claims, reason) if reason else {}
         module._audited, module._calls, module._tie = False, None, None
+        if isinstance(module, MultiheadAttention):
+            module._blocks = module.num_heads if name in by_head else 1
+            cast(Linear, module.out_proj)._blocks = module._blocks
     _tie(named, claims_of)
     return model
 

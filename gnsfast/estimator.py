@@ -290,8 +290,8 @@ class GradientNoiseScale:
         order = [k % self.window for k in range(first, self._measured)]
         observer.check(self._flags.cpu(), self._touched)
         p, q, whole_q, scalars = observer.split(self._ring.cpu()[order])
-        local, names = self._settings.local, observer.names
-        return summarize(p, q, whole_q.squeeze(1), scalars, local, names, self.decay)
+        local, modules = self._settings.local, [unit.module for unit in observer.units]
+        return summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
 
     def state_dict(self) -> dict[str, Any]:
         """All measurements, on the CPU; the same on every process. Call it between updates."""
@@ -313,6 +313,7 @@ class GradientNoiseScale:
         return {
             "parameters": list(observer.names),
             "rows": list(observer.labels),
+            "units": [(unit.parameter, unit.module) for unit in observer.units],
             "local": self._settings.local,
             "loss_reduction": self._settings.loss_reduction,
             "window": self.window,

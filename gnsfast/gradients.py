@@ -13,17 +13,23 @@ WITNESSES = 8
 """Smallest gradients that a ``witness`` reads."""
 
 
-def grad_sqnorms(parameters: list[nn.Parameter], ranks: int, device: torch.device) -> Tensor:
-    """float64 [K] on ``device``: shares of ‖p.grad‖² whose sum over ``ranks`` processes is it.
+Block = tuple[nn.Parameter, tuple[slice, ...]]
+"""A parameter and where to look in it; everywhere without slices."""
+
+
+def grad_sqnorms(blocks: list[Block], ranks: int, device: torch.device) -> Tensor:
+    """float64 [K] on ``device``: shares of ‖p.grad[block]‖² whose sum over ``ranks`` processes is
+    it.
 
     A replicated gradient is shared out equally, a sharded one by its shards. Where a parameter has
     no gradient its share is zero. Nothing waits for the device.
     """
-    norms = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+    norms = torch.zeros(len(blocks), dtype=torch.float64, device=device)
     by_device: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
-    for k, p in enumerate(parameters):
+    for k, (p, block) in enumerate(blocks):
         if p.grad is not None:
             grad, copies = _local(p.grad.detach(), ranks)
+            grad = _within(grad, p.grad, block) if block else grad
             by_device.setdefault(grad.device, []).append((k, grad, copies))
     for where, shares in by_device.items():
         index, grads, shared = (list(each) for each in zip(*shares))
@@ -66,6 +72,21 @@ def witness(parameters: list[nn.Parameter], device: torch.device) -> Tensor | No
 
 def _numel(t: Tensor) -> int:
     return t.numel()
+
+
+def _within(local: Tensor, grad: Any, block: tuple[slice, ...]) -> Tensor:
+    """The part of a block that lies here: a shard has some of a gradient's rows."""
+    if is_dtensor(grad):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(
+            grad.shape, grad.device_mesh, grad.placements
+        )
+        block = tuple(
+            slice(*(min(max(end - first, 0), size) for end in (s.start, s.stop)))
+            for s, first, size in zip(block, offset, shape)
+        )
+    return local[block]
 
 
 def _local(grad: Any, ranks: int) -> tuple[Tensor, int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gnsfast import functional
 from gnsfast.functional._samples import num_samples
-from gnsfast.probed import Probed
+from gnsfast.probed import Probed, ProbeRow
 from gnsfast.sharding import is_dtensor
 
 
@@ -30,6 +30,20 @@ class Linear(Probed, nn.Linear):
     """
 
     route = "linear"
+    _blocks = 1  # heads along its input that have a row of their own
+
+    def probe_rows(self) -> list[ProbeRow]:
+        """Of an attention's output projection each head's columns, where ``convert`` was told."""
+        rows = super().probe_rows()
+        if self._blocks == 1 or not rows or rows[0].parameter != "weight":
+            return rows
+        O, I = self.weight.shape
+        size = I // self._blocks
+        heads = [
+            ProbeRow("weight", str(h), (slice(0, O), slice(h * size, (h + 1) * size)))
+            for h in range(self._blocks)
+        ]
+        return [*heads, *rows[1:]]
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._open():

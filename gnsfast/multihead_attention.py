@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gnsfast import functional
 from gnsfast.functional._samples import num_samples
 from gnsfast.modules import Linear
-from gnsfast.probed import Probed, combine
+from gnsfast.probed import Probed, ProbeRow, combine
 from gnsfast.sharding import is_dtensor
 
 
@@ -35,6 +35,7 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
     """
 
     route = "in_projection"
+    _blocks = 1  # heads of query, key and value that have a row of their own
     _claims = (
         *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
         *("in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
@@ -43,6 +44,28 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.out_proj.__class__ = combine(type(self.out_proj), Linear, over=False)
+
+    def probe_rows(self) -> list[ProbeRow]:
+        """Query, key and value by themselves; their heads too, where ``convert`` was told so."""
+        blocks = self._blocks
+        size = self.embed_dim // blocks
+        rows = []
+        for name in self.probed_parameters():
+            packed = name in ("in_proj_weight", "in_proj_bias")
+            if name in ("bias_k", "bias_v"):
+                rows.append(ProbeRow(name, name[-1]))
+                continue
+            for i, part in enumerate("qkv" if packed else name[0]):
+                for head in range(blocks):
+                    first = i * self.embed_dim + head * size
+                    rows.append(
+                        ProbeRow(
+                            name,
+                            part if blocks == 1 else f"{part}.{head}",
+                            (slice(first, first + size),),
+                        )
+                    )
+        return rows
 
     def forward(
         self,
@@ -163,11 +186,12 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
             projected = zip((query, key, value), blocks, biases)
             q, k, v = (F.linear(t, w, b) for t, w, b in projected)
         else:
-            own = len([n for n in self.probed_parameters() if n not in ("bias_k", "bias_v")])
+            own = [r for r in self.probe_rows() if r.parameter not in ("bias_k", "bias_v")]
             q, k, v = functional.in_projection(
                 *(query, key, value, weights if packed is None else packed, bias),
-                self._probe[:own],
+                self._probe[: len(own)],
                 batch_dim=batch_dim,
+                blocks=self._blocks,
             )
         if self.bias_k is not None:
             rows = query.shape[batch_dim]
@@ -182,7 +206,7 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
     def _appended(self, name: str, rows: int, batch_dim: int) -> Tensor:
         """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch."""
         parameter: Tensor = getattr(self, name)
-        trainable = list(self.probed_parameters())
+        trainable = [row.parameter for row in self.probe_rows()]
         if self._probe is None or name not in trainable:
             return parameter.expand((1, rows, -1) if batch_dim else (rows, 1, -1))
         row = trainable.index(name)
@@ -193,7 +217,8 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         weight, bias = self.out_proj.weight, self.out_proj.bias
         if probe is None:
             return F.linear(o, weight, bias)
-        return functional.linear(o, weight, bias, probe, batch_dim=batch_dim)
+        blocks = self._blocks
+        return functional.linear(o, weight, bias, probe, batch_dim=batch_dim, input_blocks=blocks)
 
 
 def _weighted(

@@ -51,8 +51,8 @@ class NoiseScale(ModuleNoiseScale):
     ``updates`` were used, of ``samples`` samples in all; ``skipped`` had a NaN, an infinity or one
     sample alone.
     ``drift``: the older half of the window differs from the newer one, so the interval is that of
-    a mean over something that moves. ``per_module``: the same by module path, empty where q came
-    as one ``grad_norm``.
+    a mean over something that moves. ``per_module``: the same by module path, for attention with
+    ``.q``, ``.k`` and ``.v`` behind it; empty where q came as one ``grad_norm``.
     """
 
     drift: bool
@@ -77,11 +77,12 @@ def summarize(
     whole_q: Tensor,
     scalars: Tensor,
     local: bool,
-    names: list[str],
+    modules: list[str],
     decay: float | None,
 ) -> NoiseScale:
-    """The result from a window, oldest update first: p and q [U, K] by parameter, the whole q [U]
-    and the scalars of the weights [U, SCALARS]. An update weighs as its samples do.
+    """The result from a window, oldest update first: p and q [U, K] by unit, and the module each of
+    these belongs to; the whole q [U] and the scalars of the weights [U, SCALARS]. An update weighs
+    as its samples do.
 
     An update with a NaN or an infinity, as a gradient scaler's overflow gives, is skipped, and so
     is one of a single sample.
@@ -104,24 +105,24 @@ def summarize(
             "handed over is not that of these gradients (a norm of another kind, a gradient scaler "
             "that the estimator was not given)"
         )
-    modules: dict[str, ModuleNoiseScale] = {}
+    per_module: dict[str, ModuleNoiseScale] = {}
     total = NOT_MEASURED
     if len(p):
         total = noise_scale_of(statistics.moments(trace, grad_sqnorm, weights)[0])
         if q.isfinite().all():
-            paths = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-            members = torch.zeros(len(names), len(paths), dtype=torch.float64)
-            for k, name in enumerate(names):
-                members[k, paths.index(name.rpartition(".")[0])] = 1.0
+            paths = list(dict.fromkeys(modules))
+            members = torch.zeros(len(modules), len(paths), dtype=torch.float64)
+            for k, path in enumerate(modules):
+                members[k, paths.index(path)] = 1.0
             found = statistics.moments(*estimates(p @ members, q @ members, of), weights)
-            modules = dict(zip(paths, map(noise_scale_of, found)))
+            per_module = dict(zip(paths, map(noise_scale_of, found)))
     return NoiseScale(
         **vars(total),
         drift=len(p) > 0 and statistics.drifted(trace[:, 0], grad_sqnorm[:, 0], weights),
         updates=len(p),
         skipped=int((~good).sum()),
         samples=int(of.samples.sum()),
-        per_module=modules,
+        per_module=per_module,
     )
 
 

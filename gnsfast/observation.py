@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from gnsfast import checks, gradients, scales
 from gnsfast.errors import ObservationError
 from gnsfast.probed import Probed
-from gnsfast.probes import NO_BACKWARD, ProbeSlab
+from gnsfast.probes import NO_BACKWARD, ProbeSlab, unwrapped
 from gnsfast.sharding import is_dtensor
 from gnsfast.watch import Audit, GradientWatch
 
@@ -62,11 +62,11 @@ class Pending:
 class Observer:
     """Collects what probes and gradients say, on the device, without waiting for it.
 
-    ``finish`` returns an update as one float64 vector, p and q of each of K parameters, the whole
-    q and the weights' scalars, beside the flags that ``check`` reads: calls and surplus calls of
-    each of R probe rows, then whether gradients were written to after backward, whether they were
-    not zero before the first micro-batch, whether a ``grad_norm`` was another one, and whether
-    processes have different gradients.
+    ``finish`` returns an update as one float64 vector, p and q of each of K units (parameters, or
+    blocks of one), the whole q and the weights' scalars, beside the flags that ``check`` reads:
+    calls and surplus calls of each of R probe rows, then whether gradients were written to after
+    backward, whether they were not zero before the first micro-batch, whether a ``grad_norm`` was
+    another one, and whether processes have different gradients.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -88,6 +88,9 @@ class Observer:
         self.parameters = [parameters[name] for name in self.names]
         self.paths = {name: [path for path, _, _ in rows] for name, rows in slab.rows.items()}
         self.labels, self.modules = slab.labels, slab.modules
+        self.units = list(slab.units.values())
+        self._of_host = [self.names.index(unit.parameter) for unit in self.units]
+        self._of = torch.tensor(self._of_host, device=self.parameters[0].device)
         self.device = self.parameters[0].device
         single = [not checks.may_repeat(self.modules[path]) for path, _ in self.labels]
         self._single = torch.tensor(single, dtype=torch.float64, device=self.device)
@@ -108,7 +111,7 @@ class Observer:
 
     @property
     def width(self) -> int:
-        return 2 * len(self.names) + 1 + scales.SCALARS
+        return 2 * len(self.units) + 1 + scales.SCALARS
 
     @property
     def flags(self) -> int:
@@ -116,7 +119,7 @@ class Observer:
 
     def split(self, vectors_UW: Tensor) -> list[Tensor]:
         """p [U, K], q [U, K], the whole q [U, 1] and the scalars [U, SCALARS] of U updates."""
-        K = len(self.names)
+        K = len(self.units)
         return list(vectors_UW.split([K, K, 1, scales.SCALARS], 1))
 
     def open(self, num_samples: int) -> None:
@@ -220,7 +223,8 @@ class Observer:
             int(name in arrived if name in watched else old != new)
             for name, old, new in zip(self.names, self._before, self._end.marks)
         ]
-        self.audit.add(sums, self._watch)
+        whole = sums.new_zeros(2, len(self.names)).index_add_(1, self._of, sums)
+        self.audit.add(whole, self._watch)
         sums = self._without_scale(sums)
         surplus = (calls - 1).clamp(min=0) * self._single
         calls = torch.stack([calls, torch.where(calls.isnan(), calls, surplus)])
@@ -269,7 +273,7 @@ class Observer:
         else:
             q, written = self._read_gradients(pending)
             whole = q.sum()
-            plain = [not is_dtensor(p) for p in self.parameters]
+            plain = [not is_dtensor(self.parameters[k]) for k in self._of_host]
             share = q[torch.tensor(plain).to(q.device, non_blocking=True)].sum()
         flags = torch.stack([written, stale, another, share, share.square()])
         vector = torch.cat([p, q, whole[None], pending.scalars, pending.calls.flatten(), flags])
@@ -315,7 +319,8 @@ class Observer:
             )
         if found != expected:
             raise ObservationError(REWRITTEN)
-        q = self._unscale(gradients.grad_sqnorms(self.parameters, s.ranks, self.device))
+        blocks = [(self.parameters[k], u.block) for k, u in zip(self._of_host, self.units)]
+        q = self._unscale(gradients.grad_sqnorms(blocks, s.ranks, self.device))
         written = q.new_zeros(())
         # Not every write counts as a version: none of unscale_ on the CPU, nor of clipping shards.
         after = gradients.witness(self.parameters, self.device)
@@ -358,6 +363,7 @@ class Observer:
         if written:
             raise ObservationError(REWRITTEN)
         seen: dict[str, float] = {}
+        counted: set[tuple[str, str]] = set()  # a parameter may have several rows
         for (path, name), count, more in zip(self.labels, *calls_2R.tolist()):
             if not name:
                 continue
@@ -365,7 +371,9 @@ class Observer:
             module._calls = None if count != count else int(count)
             if more != 0:  # NaN too
                 raise ObservationError(checks.explain_calls(path, module, more + 1))
-            seen[name] = seen.get(name, 0.0) + count
+            if (path, name) not in counted:
+                counted.add((path, name))
+                seen[name] = seen.get(name, 0.0) + count
         alone = self.settings.ranks == 1
         for name, times in zip(self.names, touched):
             if seen[name] < (times if alone else min(times, 1)):
@@ -386,14 +394,3 @@ REWRITTEN = (
     "their norm has another scale: call gns.update() before that, or hand the unclipped norm over, "
     "outside of the micro-batch: gns.update(grad_norm=clip_grad_norm_(...))"
 )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel and torch.compile, whose names are the user's."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model

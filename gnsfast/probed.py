@@ -2,7 +2,7 @@
 """What every drop-in module has: a slot for a probe, a sample layout, pickling, ties."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,17 @@ class SampleLayout:
     batch_dim: int = 0
     fold: bool = False
     broadcast: bool = False
+
+
+class ProbeRow(NamedTuple):
+    """A row of a module's probe: a parameter, or a block of one that is looked at by itself.
+
+    ``part`` is what the block is called, ``block`` where it lies in the parameter.
+    """
+
+    parameter: str
+    part: str = ""
+    block: tuple[slice, ...] = ()
 
 
 class Tie:
@@ -87,6 +98,10 @@ class Probed(nn.Module):
     def probed_parameters(self) -> dict[str, nn.Parameter]:
         """The trainable ones of them: each has a probe row, in this order."""
         return {n: p for n, p in self.claimed_parameters().items() if p.requires_grad}
+
+    def probe_rows(self) -> list[ProbeRow]:
+        """The rows of a probe: the trainable parameters, or their blocks."""
+        return [ProbeRow(name) for name in self.probed_parameters()]
 
     def open_probe(self, probe: Tensor, name: str) -> None:
         """Let the next forward pass fill ``probe``; ``name`` is the module's in error messages."""

@@ -5,7 +5,7 @@ import math
 import numbers
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,14 @@ from gnsfast import checks
 from gnsfast.errors import ObservationError
 from gnsfast.probed import Probed, Tie
 from gnsfast.watch import GradientWatch
+
+
+class Unit(NamedTuple):
+    """A parameter, or a block of one, whose norms are looked at by themselves."""
+
+    parameter: str
+    module: str
+    block: tuple[slice, ...]
 
 
 class ProbeSlab:
@@ -27,6 +35,8 @@ class ProbeSlab:
         self.num_samples = num_samples
         self.modules = {name: m for name, m in model.named_modules() if _covered(m)}
         self.rows: dict[str, list[tuple[str, torch.device, int]]] = {}
+        self.units: dict[tuple[str, str], Unit] = {}
+        self._unit_of: dict[tuple[torch.device, int], int] = {}
         self.grad: dict[torch.device, Tensor] = {}
         self._probes: dict[str, Tensor] = {}
         names = {id(p): name for name, p in model.named_parameters()}
@@ -36,11 +46,18 @@ class ProbeSlab:
             parameters = module.probed_parameters()
             device = next(iter(parameters.values())).device
             start = sizes.get(device, 0)
-            sizes[device] = start + len(parameters)
+            own = module.probe_rows()
+            sizes[device] = start + len(own)
             spans[path] = device, slice(start, sizes[device])
-            for row, (name, p) in enumerate(parameters.items(), start):
+            for row, (name, part, block) in enumerate(own, start):
                 if name not in module._uncovered:
-                    self.rows.setdefault(names[id(p)], []).append((path, device, row))
+                    full = names[id(parameters[name])]
+                    self.rows.setdefault(full, []).append((path, device, row))
+                    unit = Unit(
+                        full, ".".join(filter(None, (full.rpartition(".")[0], part))), block
+                    )
+                    self.units.setdefault((full, part), unit)
+                    self._unit_of[device, row] = list(self.units).index((full, part))
         self._refuse_untied()
         self._index_rows(sizes)
         for device, size in sizes.items():
@@ -54,9 +71,10 @@ class ProbeSlab:
 
     def _refuse_untied(self) -> None:
         for name, rows in self.rows.items():
-            ties = {self.modules[path]._tie for path, _, _ in rows}
-            if len(rows) > 1 and (len(ties) > 1 or None in ties):
-                users = ", ".join(repr(path) for path, _, _ in rows)
+            paths = list(dict.fromkeys(path for path, _, _ in rows))
+            ties = {self.modules[path]._tie for path in paths}
+            if len(paths) > 1 and (len(ties) > 1 or None in ties):
+                users = ", ".join(map(repr, paths))
                 raise ValueError(
                     f"{name} is shared by {users}: call gnsfast.convert(model), which ties them"
                 )
@@ -71,16 +89,15 @@ class ProbeSlab:
                     )
 
     def _index_rows(self, sizes: dict[torch.device, int]) -> None:
-        """For ``collect``: which parameter each row belongs to, and which module."""
+        """For ``collect``: which unit each row belongs to, and which module and parameter."""
         self.labels: list[tuple[str, str]] = []
         self._owner: dict[torch.device, Tensor] = {}
-        at = {(d, r): (i, n) for i, (n, rows) in enumerate(self.rows.items()) for _, d, r in rows}
-        paths = {(d, r): path for rows in self.rows.values() for path, d, r in rows}
+        of = {(d, r): (path, name) for name, rows in self.rows.items() for path, d, r in rows}
         for device, size in sizes.items():
             rows = [(device, row) for row in range(size)]
-            owner = [at.get(row, (len(self.rows), ""))[0] for row in rows]
+            owner = [self._unit_of.get(row, len(self.units)) for row in rows]
             self._owner[device] = torch.tensor(owner, device=device)
-            self.labels += [(paths.get(row, ""), at.get(row, (0, ""))[1]) for row in rows]
+            self.labels += [of.get(row, ("", "")) for row in rows]
 
     @property
     def version(self) -> int:
@@ -90,10 +107,10 @@ class ProbeSlab:
     def collect(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """What the last pass left, float64 on ``device``, without waiting for it.
 
-        [2, K]: for each parameter of ``rows``, the sum of its samples' squared norms and the
-        squared norm of their summed gradient. [R]: the calls of each row of ``labels``.
+        [2, K]: for each of the K ``units``, the sum of its samples' squared norms and the squared
+        norm of their summed gradient. [R]: the calls of each row of ``labels``.
         """
-        sums = torch.zeros(2, len(self.rows) + 1, dtype=torch.float64, device=device)
+        sums = torch.zeros(2, len(self.units) + 1, dtype=torch.float64, device=device)
         calls = []
         for where, grad in self.grad.items():
             rows = torch.stack([grad[:, :-2].sum(1, dtype=torch.float64), grad[:, -2].double()])
@@ -132,6 +149,17 @@ class ProbeSlab:
         """Make all modules plain torch modules again."""
         for module in self.modules.values():
             module.close_probe()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel and torch.compile, whose names are the user's."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def _covered(module: nn.Module) -> bool:

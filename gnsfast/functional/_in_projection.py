@@ -32,18 +32,19 @@ class _InProjection(torch.autograd.Function):
         dtype: torch.dtype | None,
         batch_dim: int,
         sources: tuple[int, ...],
+        blocks: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         n = len(tensors) - max(sources) - 1
-        need_b, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[5 : 5 + n]
-        check_probe(probe, sum(need_w) + need_b)
+        need_b, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[6 : 6 + n]
+        check_probe(probe, 3 * blocks // n * sum(need_w) + 3 * blocks * need_b)
         ctx.parameter_dtype = tensors[0].dtype
         if dtype is not None:
             tensors = tuple(t.to(dtype) for t in tensors)
             b = b if b is None else b.to(dtype)
         weights, xs = tensors[:n], tensors[n:]
         ctx.save_for_backward(*weights, *(xs if any(need_w) else ()))
-        ctx.num_weights, ctx.sources = n, sources
+        ctx.num_weights, ctx.sources, ctx.blocks = n, sources, blocks
         ctx.num_samples, ctx.batch_dim = num_samples(probe), batch_dim
         if n == 3:
             biases = (None, None, None) if b is None else b.chunk(3)
@@ -63,38 +64,38 @@ class _InProjection(torch.autograd.Function):
         n, dtype = ctx.num_weights, ctx.parameter_dtype
         saved = ctx.saved_tensors  # checkpointing lets them be read once
         weights, xs = saved[:n], saved[n:]
-        need_b, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[5 : 5 + n]
-        need_x = ctx.needs_input_grad[5 + n :]
+        need_b, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[6 : 6 + n]
+        need_x = ctx.needs_input_grad[6 + n :]
         with without_autocast(dys[0]):
-            blocks = weights if n == 3 else weights[0].chunk(3)
+            each = weights if n == 3 else weights[0].chunk(3)
             uses = [[i for i in range(3) if ctx.sources[i] == s] for s in range(len(need_x))]
             dxs = [
-                _input_grad([dys[i] for i in use], [blocks[i] for i in use]) if need else None
+                _input_grad([dys[i] for i in use], [each[i] for i in use]) if need else None
                 for use, need in zip(uses, need_x)
             ]
-            dy_BTO = [samples_first(dy, ctx.num_samples, ctx.batch_dim) for dy in dys]
-            x_BTI = dy_BTO
-            if xs:
-                x_BTI = [samples_first(xs[s], ctx.num_samples, ctx.batch_dim) for s in ctx.sources]
-            if n == 1:
-                dw, db, rows = ops.in_projection_wgrad(x_BTI, dy_BTO, need_w[0], need_b, dtype)
-                dws, sqnorms = (dw,), [_added(part) for part in rows.split(3)]
-            else:
-                parts = [
-                    ops.linear_wgrad(x, dy, need, need_b, False, dtype)
-                    for x, dy, need in zip(x_BTI, dy_BTO, need_w)
-                ]
-                dws, dbs, each = zip(*parts)
-                db = torch.cat(dbs)
-                sqnorms = [rows[:1] for rows, need in zip(each, need_w) if need]
-                if need_b:
-                    sqnorms.append(_added(torch.cat([rows[-1:] for rows in each])))
+            x_BTI: list[Tensor] = []
+            dy_BTO: list[Tensor] = []
+            for dy, s in zip(dys, ctx.sources):
+                whole = samples_first(dy, ctx.num_samples, ctx.batch_dim)
+                x = samples_first(xs[s], ctx.num_samples, ctx.batch_dim) if xs else whole
+                x_BTI += [x] * ctx.blocks
+                dy_BTO += whole.chunk(ctx.blocks, dim=2)
+            size = len(dy_BTO) // n
+            parts = [
+                ops.in_projection_wgrad(
+                    x_BTI[i * size : (i + 1) * size],
+                    dy_BTO[i * size : (i + 1) * size],
+                    *(need, need_b, dtype),
+                )
+                for i, need in enumerate(need_w)
+            ]
+            dws, dbs, rows = zip(*parts)
+            sqnorms = [r[:size] for r, need in zip(rows, need_w) if need]
+            sqnorms += [r[-size:] for r in rows if need_b]
+            sqnorm_PB = torch.cat(sqnorms)
         return (
-            db if need_b else None,
-            torch.cat(sqnorms),
-            None,
-            None,
-            None,
+            torch.cat(dbs) if need_b else None,
+            *(sqnorm_PB, None, None, None, None),
             *(dw if need else None for dw, need in zip(dws, need_w)),
             *dxs,
         )
@@ -108,11 +109,6 @@ def _input_grad(dys: list[Tensor], weights: list[Tensor]) -> Tensor:
     return dx
 
 
-def _added(rows: Tensor) -> Tensor:
-    """The probe row [1, B + 2] of a parameter whose parts have these rows: one call in all."""
-    return torch.cat([rows[:, :-1].sum(0, keepdim=True), rows[:1, -1:]], dim=1)
-
-
 def in_projection(
     query: Tensor,
     key: Tensor,
@@ -122,6 +118,7 @@ def in_projection(
     probe: Tensor,
     *,
     batch_dim: int = 0,
+    blocks: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value projections of an attention layer, whose backward fills ``probe``.
 
@@ -133,24 +130,26 @@ def in_projection(
         query, key, value: [B, ..., features], or [T, B, features] with ``batch_dim=1``.
         weight: [3 E, features], or three weights [E, features of its input].
         bias: [3 E] or None.
-        probe: float32 zeros [P, B + 2], P = number of trainable ones of weight or weights, bias.
+        blocks: heads, of which query, key and value each have so many, to look at by themselves.
+        probe: float32 zeros [P, B + 2], a row for each block: ``blocks`` of the query's weight, of
+            the key's, of the value's, then of the three biases; none for what is frozen.
 
-    The squared norms carry the scale of the loss, as those of ``linear``; those of a packed weight
-    are the sums of its three blocks'. Raises ValueError for a probe of another shape.
+    The squared norms carry the scale of the loss, as those of ``linear``; a packed weight's is the
+    sum of its blocks'. Raises ValueError for a probe of another shape.
     Source: Goodfellow 2015 (arXiv 1510.01799), for each block.
 
     >>> x, w = torch.randn(3, 7, 4), torch.randn(12, 4, requires_grad=True)
-    >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
+    >>> probe = torch.zeros(3, 3 + 2, requires_grad=True)
     >>> q, k, v = gnsfast.functional.in_projection(x, x, x, w, None, probe)
     >>> (q * k + v).sum().backward()
-    >>> torch.allclose(probe.grad[0, 3], w.grad.square().sum())
+    >>> torch.allclose(probe.grad[:, 3].sum(), w.grad.square().sum())
     True
     """
     xs = list({id(t): t for t in (query, key, value)}.values())
     sources = tuple(next(i for i, x in enumerate(xs) if x is t) for t in (query, key, value))
     weights = (weight,) if isinstance(weight, Tensor) else weight
     dtype = autocast_dtype(query)
-    q, k, v = _InProjection.apply(bias, probe, dtype, batch_dim, sources, *weights, *xs)
+    q, k, v = _InProjection.apply(bias, probe, dtype, batch_dim, sources, blocks, *weights, *xs)
     return q, k, v
 
 

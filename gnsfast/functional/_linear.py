@@ -30,13 +30,15 @@ class _Linear(torch.autograd.Function):
         dtype: torch.dtype | None,
         batch_dim: int,
         transposed: bool,
+        input_blocks: int,
         *links: Tensor,
     ) -> Tensor:
         ctx.parameter_dtype = w.dtype
         if dtype is not None:
             w, b = w.to(dtype), b if b is None else b.to(dtype)
         _, need_w, need_b, *_ = ctx.needs_input_grad
-        check_probe(probe, need_w + need_b)
+        check_probe(probe, need_w * input_blocks + need_b)
+        ctx.input_blocks = input_blocks
         ctx.save_for_backward(x if need_w else None, w, *links[::3])
         ctx.num_samples, ctx.batch_dim, ctx.transposed = num_samples(probe), batch_dim, transposed
         y = F.linear(x, w.t() if transposed else w, b)
@@ -63,6 +65,17 @@ class _Linear(torch.autograd.Function):
                 )
                 for ids, rows_BSI in zip(link_ids, rows.split([i.shape[1] for i in link_ids], 1)):
                     link_grads += [None, rows_BSI, dw[ids].to(rows.dtype)]
+            elif ctx.input_blocks > 1 and need_w:
+                # Blocks of columns are those of rows, the other way round.
+                x_blocks = list(x_BTI.chunk(ctx.input_blocks, dim=2))
+                dw_IO, _, sqnorm_PB = ops.in_projection_wgrad(
+                    [dy_BTO] * len(x_blocks), x_blocks, True, False, ctx.parameter_dtype
+                )
+                dw = dw_IO.t().contiguous()
+                _, db, row = ops.linear_wgrad(
+                    x_BTI, dy_BTO, False, need_b, False, ctx.parameter_dtype
+                )
+                sqnorm_PB = torch.cat([sqnorm_PB, row])
             else:
                 wgrad = sharding.linear_wgrad if sharding.is_dtensor(dy) else ops.linear_wgrad
                 dw, db, sqnorm_PB = wgrad(
@@ -73,9 +86,7 @@ class _Linear(torch.autograd.Function):
             dw if need_w else None,
             db if need_b else None,
             sqnorm_PB,
-            None,
-            None,
-            None,
+            *(None,) * 4,
             *link_grads,
         )
 
@@ -88,6 +99,7 @@ def linear(
     *,
     batch_dim: int = 0,
     transposed: bool = False,
+    input_blocks: int = 1,
     links: tuple[Link, ...] = (),
 ) -> Tensor:
     """``torch.nn.functional.linear(x, weight, bias)`` whose backward fills ``probe``.
@@ -101,6 +113,7 @@ def linear(
         weight: [out_features, in_features], or [in_features, out_features] when ``transposed``.
         bias: [out_features] or None.
         probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
+        input_blocks: heads along ``in_features``, each with a row of the probe for the weight's.
         links: earlier embeddings that share ``weight``.
 
     The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
@@ -119,5 +132,7 @@ def linear(
     if dtype is not None and x.is_floating_point():
         x = x.to(dtype)
     flat = [t for link in links for t in link]
-    y: Tensor = _Linear.apply(x, weight, bias, probe, dtype, batch_dim, transposed, *flat)
+    y: Tensor = _Linear.apply(
+        x, weight, bias, probe, dtype, batch_dim, transposed, input_blocks, *flat
+    )
     return y
