@@ -20,7 +20,7 @@ class SinkAttention(Probed):
 
     While a probe is open its attention goes through ``functional.attention``, which takes the place
     of transformers' ``"eager"``; other implementations do not hand their mask over as a tensor.
-    There are no attention weights to return then.
+    It refuses to return attention weights then.
     """
 
     route = "attention"
@@ -77,6 +77,11 @@ def _attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        raise ObservationError(
+            f"{module._probe_name}: a fused kernel has no attention weights to return: ask for "
+            f"them outside of the block, or convert(model, exclude=[{module._probe_name!r}])"
+        )
     if dropout:
         raise ObservationError(
             f"{module._probe_name}: sinks have no norms under attention dropout ({dropout}). "
@@ -102,4 +107,6 @@ def owns_sinks(module: nn.Module) -> bool:
     own = {n for n, p in module._parameters.items() if p is not None}
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     names = code.co_names if code else ()
-    return own == {"sinks"} and "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
+    one_width = getattr(module, "v_head_dim", None) in (None, getattr(module, "head_dim", None))
+    dispatched = "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
+    return own == {"sinks"} and dispatched and one_width

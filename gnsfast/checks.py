@@ -75,7 +75,7 @@ def explain_sums(
     zero in exact arithmetic is rounding. An overflow that a gradient scaler will skip says nothing.
     """
     tolerance = 1e-3 if p.dtype in (torch.float32, torch.float64) else 3e-2
-    if not math.isfinite(real + ours):
+    if not math.isfinite(real + ours + samples + model):
         return None
     if abs(ours - real) <= tolerance * max(ours, real) + 1e-6 * samples + 1e-10 * model:
         return None

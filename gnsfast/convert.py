@@ -226,6 +226,8 @@ def _tie(named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]]) -> 
     name.
     """
     users: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    # An attention layer uses its output projection by itself, without the links of a head.
+    inside = {id(m.out_proj) for m in named.values() if isinstance(m, nn.MultiheadAttention)}
     for path, claims in claims_of.items():
         own = dict(named[path].named_parameters()) if claims else {}
         for name in claims:
@@ -235,7 +237,7 @@ def _tie(named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]]) -> 
         if len(sharers) == 1 or not probed:
             continue
         modules = [m for m, _ in probed]
-        heads = sum(isinstance(m, Linear) for m in modules)
+        heads = sum(isinstance(m, Linear) and id(m) not in inside for m in modules)
         embeddings = sum(isinstance(m, Embedding) for m in modules)
         reasons = [m._uncovered[name] for m, name in probed if name in m._uncovered]
         if heads <= 1 and embeddings and heads + embeddings == len(sharers) and not reasons:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gnsfast.probed import Probed
-from gnsfast.routes import route_of
+from gnsfast.routes import route_of, uses_children_as_tensors
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,12 @@ def coverage(model: nn.Module) -> Coverage:
                 claimed.setdefault(id(p), []).append((module, name))
         for parameter in module._parameters.values():
             owners[id(parameter)] = module
+    for module in model.modules():
+        if uses_children_as_tensors(module):
+            owners |= {id(p): module for p in module.parameters()}
     return Coverage(
         tuple(
-            _row(name, p, claimed.get(id(p), []), owners[id(p)])
+            _row(name, p, claimed.get(id(p), []), owners.get(id(p), model))
             for name, p in model.named_parameters()
         )
     )

@@ -88,6 +88,7 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         batched = F._mha_shape_check(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
+        self._check_shapes(query, key, value, opened)
         self._check_samples(query, batched, opened)
         batch_dim = 0 if self.batch_first else 1
         if not batched:
@@ -115,9 +116,23 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         else:
             causal = is_causal and not masked
             o_NHLD = F.scaled_dot_product_attention(q, k, v, bias_NHLS, dropout, causal)
-        o = o_NHLD.transpose(1, 2) if self.batch_first else o_NHLD.permute(2, 0, 1, 3)
-        y = self._project_out(o.flatten(2), batch_dim)
+        # As in torch the output lies token by token: a dropout behind it draws by memory order.
+        y = self._project_out(o_NHLD.permute(2, 0, 1, 3).flatten(2))
+        y = y.transpose(0, 1) if self.batch_first else y
         return (y if batched else y.squeeze(batch_dim)), weights
+
+    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor, opened: Probed) -> None:
+        dim = 0 if self.batch_first else 1
+        widths = tuple(t.shape[-1] for t in (query, key, value))
+        same = key.shape[:-1] == value.shape[:-1]
+        if query.ndim == 3:
+            same &= key.shape[dim] == query.shape[dim]
+        if not same or widths != (self.embed_dim, self.kdim, self.vdim):
+            raise ValueError(
+                f"{opened._probe_name}: query {list(query.shape)}, key {list(key.shape)} and value "
+                f"{list(value.shape)} do not fit together: embed_dim {self.embed_dim}, kdim "
+                f"{self.kdim}, vdim {self.vdim}, batch_first={self.batch_first}"
+            )
 
     def _check_samples(self, query: Tensor, batched: bool, opened: Probed) -> None:
         """``batch_first`` says which dimension holds the samples of the probe that is open."""
@@ -180,13 +195,13 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         """
         packed, bias = self.in_proj_weight, self.in_proj_bias
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self._probe is None:
+        own = [r for r in self.probe_rows() if r.parameter not in ("bias_k", "bias_v")]
+        if self._probe is None or not own:
             blocks = weights if packed is None else packed.chunk(3)
             biases = (None, None, None) if bias is None else bias.chunk(3)
             projected = zip((query, key, value), blocks, biases)
             q, k, v = (F.linear(t, w, b) for t, w, b in projected)
         else:
-            own = [r for r in self.probe_rows() if r.parameter not in ("bias_k", "bias_v")]
             q, k, v = functional.in_projection(
                 *(query, key, value, weights if packed is None else packed, bias),
                 self._probe[: len(own)],
@@ -212,13 +227,12 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         row = trainable.index(name)
         return functional.repeated(parameter, self._probe[row : row + 1], rows, batch_dim=batch_dim)
 
-    def _project_out(self, o: Tensor, batch_dim: int) -> Tensor:
+    def _project_out(self, o_LNE: Tensor) -> Tensor:
         probe = getattr(self.out_proj, "_probe", None)
         weight, bias = self.out_proj.weight, self.out_proj.bias
         if probe is None:
-            return F.linear(o, weight, bias)
-        blocks = self._blocks
-        return functional.linear(o, weight, bias, probe, batch_dim=batch_dim, input_blocks=blocks)
+            return F.linear(o_LNE, weight, bias)
+        return functional.linear(o_LNE, weight, bias, probe, batch_dim=1, input_blocks=self._blocks)
 
 
 def _weighted(
@@ -228,7 +242,7 @@ def _weighted(
     where weights are asked for.
     """
     (N, H, L, D), S = q_NHLD.shape, k_NHSD.shape[2]
-    q, k, v = (t.reshape(N * H, -1, D) for t in (q_NHLD, k_NHSD, v_NHSD))
+    q, k, v = (t.flatten(0, 1) for t in (q_NHLD, k_NHSD, v_NHSD))
     q = q * math.sqrt(1.0 / D)
     if bias is None:
         logits = torch.bmm(q, k.mT)

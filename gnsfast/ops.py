@@ -129,19 +129,20 @@ _ATTENTION = (
 
 @_define(
     f"attention_forward(Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, {_ATTENTION}) -> (Tensor, "
-    "Tensor)"
+    "Tensor, Tensor)"
 )
 def attention_forward(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     acc = reference.accumulate_dtype(q_BHTD.dtype)
-    return new_token_major(q_BHTD), q_BHTD.new_empty(q_BHTD.shape[:3], dtype=acc)
+    highest, inverse = (q_BHTD.new_empty(q_BHTD.shape[:3], dtype=acc) for _ in range(2))
+    return new_token_major(q_BHTD), highest, inverse
 
 
 @_define(
     "attention_backward(Tensor do_BHTD, Tensor q_BHTD, Tensor k_BKSD, Tensor v_BKSD, Tensor "
-    f"o_BHTD, Tensor lse_BHT, {_ATTENTION}, SymInt samples, bool[] wanted) -> (Tensor, Tensor, "
-    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"o_BHTD, Tensor highest_BHT, Tensor inverse_BHT, {_ATTENTION}, SymInt samples, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def attention_backward(
     do_BHTD: Tensor,
@@ -149,7 +150,8 @@ def attention_backward(
     k_BKSD: Tensor,
     v_BKSD: Tensor,
     o_BHTD: Tensor,
-    lse_BHT: Tensor,
+    highest_BHT: Tensor,
+    inverse_BHT: Tensor,
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     samples, wanted = arguments[-2:]

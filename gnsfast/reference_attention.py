@@ -46,9 +46,10 @@ def token_major(t_BHTD: Tensor) -> Tensor:
 
 
 def document_of(cu_seqlens: Tensor, T: int) -> Tensor:
-    """[T]: the number of each token's document; beyond the last one, as many as there are."""
+    """[T]: the number of each token's document; outside of them all, as many as there are."""
     tokens = torch.arange(T, device=cu_seqlens.device)
-    return torch.bucketize(tokens, cu_seqlens[1:].to(tokens.dtype), right=True)
+    of = torch.bucketize(tokens, cu_seqlens.to(tokens.dtype), right=True) - 1
+    return torch.where(of < 0, len(cu_seqlens) - 1, of)
 
 
 def _seen(pattern: Pattern, T: int, S: int, device: torch.device) -> Tensor:
@@ -84,28 +85,33 @@ def _logits(q_BHTD: Tensor, k_BHSD: Tensor, p: Parameters, pattern: Pattern) -> 
         if pattern.mask.dtype == torch.bool:
             s = s.masked_fill(~pattern.mask, -torch.inf)
         else:
-            s = s + pattern.mask
+            s = s + pattern.mask.to(s.dtype)
     return s.masked_fill(~_seen(pattern, s.shape[2], s.shape[3], s.device), -torch.inf)
 
 
 def attention_forward(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *arguments: object
-) -> tuple[Tensor, Tensor]:
-    """o [B, H, T, D], and lse [B, H, T] in the accumulation dtype: inf where a query sees nothing,
-    whose output is zero.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, H, T, D], and of each query's logits the highest one and the inverse of Σ exp(s -
+    highest), both [B, H, T] in the accumulation dtype. A query that sees nothing has an output and
+    an inverse of zero. (Their sum, the usual lse, loses the inverse where a mask of large negative
+    numbers covers all keys.)
     """
     p, pattern = _split(arguments)
     group = q_BHTD.shape[1] // k_BKSD.shape[1]
     q, k = _gained(q_BHTD, p.q_gain_D), _gained(k_BKSD, p.k_gain_D)
     s = _logits(q, k.repeat_interleave(group, 1), p, pattern)
+    highest = s.amax(3) if s.shape[3] else s.new_full(s.shape[:3], -torch.inf)
     if p.sinks_H is not None:
-        sink = p.sinks_H.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
-        lse = torch.cat([s, sink], dim=3).logsumexp(3)
-    else:
-        lse = s.logsumexp(3)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    weights = (s - lse[..., None]).exp().to(v_BKSD.dtype)
-    return token_major(weights @ v_BKSD.repeat_interleave(group, 1)), lse
+        highest = torch.maximum(highest, p.sinks_H.to(s.dtype)[:, None])
+    highest = highest.masked_fill(highest == -torch.inf, 0.0)
+    weights = (s - highest[..., None]).exp()
+    total = weights.sum(3)
+    if p.sinks_H is not None:
+        total = total + (p.sinks_H.to(s.dtype)[:, None] - highest).exp()
+    inverse = torch.where(total == 0.0, 0.0, total.reciprocal())
+    weights = (weights * inverse[..., None]).to(v_BKSD.dtype)
+    return token_major(weights @ v_BKSD.repeat_interleave(group, 1)), highest, inverse
 
 
 def attention_backward(
@@ -114,7 +120,8 @@ def attention_backward(
     k_BKSD: Tensor,
     v_BKSD: Tensor,
     o_BHTD: Tensor,
-    lse_BHT: Tensor,
+    highest_BHT: Tensor,
+    inverse_BHT: Tensor,
     *arguments: object,
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv, the gradients of the four parameters (empty where not wanted), and ``sqnorm_PB``
@@ -127,7 +134,7 @@ def attention_backward(
     acc = accumulate_dtype(q_BHTD.dtype)
     do, v = do_BHTD.to(acc), v_BKSD.to(acc).repeat_interleave(H // K, 1)
     q, k = _gained(q_BHTD, p.q_gain_D), _gained(k_BKSD, p.k_gain_D).repeat_interleave(H // K, 1)
-    weights = (_logits(q, k, p, pattern) - lse_BHT[..., None]).exp()
+    weights = (_logits(q, k, p, pattern) - highest_BHT[..., None]).exp() * inverse_BHT[..., None]
     delta_BHT = (do * o_BHTD).sum(3)
     ds = weights * (do @ v.mT - delta_BHT[..., None])
     of_head = _factor(p, 1.0, q)
@@ -140,7 +147,7 @@ def attention_backward(
     tokens: list[Tensor | None] = [None] * 4
     if p.sinks_H is not None:
         sink = p.sinks_H.to(acc)[:, None]
-        tokens[0] = -((sink - lse_BHT).exp() * delta_BHT).mT
+        tokens[0] = -((sink - highest_BHT).exp() * inverse_BHT * delta_BHT).mT
     tokens[1] = (dq_plain * q).sum(3).mT
     tokens[2] = (dq * q_BHTD).sum(1)
     tokens[3] = (dk * k_BKSD).sum(1)

@@ -55,7 +55,13 @@ def uses_children_as_tensors(module: nn.Module) -> bool:
     """Whether the module is known to use its children's parameters without calling the children."""
     mamba = "A_log" in module._parameters and hasattr(module, "conv1d")
     attention = isinstance(module, nn.MultiheadAttention)
-    return mamba or (attention and _attention_route(module).cls is None)
+    other = attention and _attention_route(module).cls is None
+    return mamba or other or _rebuilt_by_peft(module)
+
+
+def _rebuilt_by_peft(module: nn.Module) -> bool:
+    cls = type(module)
+    return cls.__module__.startswith("peft.") and cls.__name__ == "MultiheadAttention"
 
 
 def _attention_route(module: nn.Module) -> Route:
@@ -93,11 +99,8 @@ def route_of(module: nn.Module) -> Route:
         return Route(None, "a lazy module without a shape yet: run a forward pass before convert")
     if any(p is not None and p.is_complex() for p in own.values()):
         return Route(None, "complex parameters")
-    computed = isinstance(module, parametrize.ParametrizationList)
-    # prune, and the weight_norm and spectral_norm of old, leave a plain tensor under the name.
-    computed |= "weight_g" in own or any(n.endswith("_orig") for n in own)
-    if computed or parametrize.is_parametrized(module):
-        return Route(None, "its weight is computed from other parameters (parametrization)")
+    if _computed(module):
+        return COMPUTED
     for base, probed in KERNELS.items():
         if isinstance(module, base):
             return _drop_in(module, base, probed)
@@ -111,6 +114,17 @@ def route_of(module: nn.Module) -> Route:
     if (variant := rms_norm_variant(module)) is not None:
         return Route(combine(type(module), RMS_NORMS[variant], over=True))
     return looped(module)
+
+
+COMPUTED = Route(None, "its weight is computed from other parameters (parametrization)")
+
+
+def _computed(module: nn.Module) -> bool:
+    own = module._parameters
+    computed = isinstance(module, parametrize.ParametrizationList)
+    # prune, and the weight_norm and spectral_norm of old, leave a plain tensor under the name.
+    computed |= "weight_g" in own or any(n.endswith("_orig") for n in own)
+    return computed or parametrize.is_parametrized(module)
 
 
 def _drop_in(module: nn.Module, base: type[nn.Module], probed: type[Probed]) -> Route:
@@ -216,6 +230,10 @@ def looped(module: nn.Module) -> Route:
     if isinstance(module, nn.EmbeddingBag):
         return Route(None, "an embedding bag has no route")
     parts = list(module.modules())
+    if isinstance(module, nn.MultiheadAttention) and any(map(_computed, parts)):
+        return COMPUTED
+    if _rebuilt_by_peft(module):
+        return Route(None, "peft puts other weights into this attention in every forward pass")
     if any(isinstance(m, MIXES_SAMPLES) for m in parts):
         return Route(None, "batch statistics tie samples together: no per-sample gradient exists")
     if any(isinstance(m, RANDOM) and getattr(m, "p", 1.0) > 0 for m in parts) or (

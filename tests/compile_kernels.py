@@ -105,7 +105,10 @@ def attention_cases() -> Iterator[Case]:
             absent = [f"{p}_ptr" for p in absent_ones[what]]
             absent += [f"d{p}" for p in absent if p.split("_ptr")[0] in learned]
             names = fn.arg_names
-            fp32 = [f"{n}_ptr" for n in ("lse", "delta", *learned, *(f"d{p}" for p in learned))]
+            fp32 = [
+                f"{n}_ptr"
+                for n in ("highest", "inverse", "delta", *learned, *(f"d{p}" for p in learned))
+            ]
             yield Case(
                 f"attention {name} {D} {what}",
                 fn,

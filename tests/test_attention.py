@@ -127,6 +127,13 @@ def some_seen() -> Tensor:
     return mask
 
 
+def nearly_unseen() -> Tensor:
+    """As Hugging Face masks: a query whose keys all have such a number sees all of them alike."""
+    mask = torch.zeros(3, 1, 9, 9)
+    mask[0, 0, 2], mask[1, 0, :, 3:] = torch.finfo(torch.float32).min, -1e9
+    return mask
+
+
 PATTERNS: dict[str, Any] = {
     "all": dict,
     "causal": lambda: dict(is_causal=True),
@@ -134,6 +141,7 @@ PATTERNS: dict[str, Any] = {
     "causal window": lambda: dict(is_causal=True, window=4, scale=0.7),
     "bool mask": lambda: dict(attn_mask=some_seen()),
     "float mask": lambda: dict(attn_mask=torch.randn(3, 4, 9, 9)),
+    "padding of large numbers": lambda: dict(attn_mask=nearly_unseen()),
     "mask that broadcasts": lambda: dict(attn_mask=torch.randn(9, 9), is_causal=True),
 }
 
@@ -182,13 +190,18 @@ def test_documents(
 
 
 def test_tokens_of_no_document(device: str) -> None:
+    """Before the first, and behind the last."""
     inputs, parameters = draw(1, 2, 2, 9, 9, 16, LEARNED, device)
     probe = torch.zeros(4, 2 + 2, device=device, requires_grad=True)
-    cu_seqlens = torch.tensor([0, 3, 7], device=device)
+    cu_seqlens = torch.tensor([2, 4, 7], device=device)
     y = attention(*inputs, **parameters, cu_seqlens=cu_seqlens, probe=probe)
     y.sum().backward()
-    assert not y[:, :, 7:].any()
-    assert all(t.grad is not None and not t.grad[:, :, 7:].any() for t in inputs)
+    for t in (y, *(t.grad for t in inputs)):
+        assert t is not None and not t[:, :, :2].any() and not t[:, :, 7:].any()
+    learned = {n: p.detach() for n, p in parameters.items()}
+    for span in (slice(2, 4), slice(4, 7)):
+        alone = attention(*(t[:, :, span].detach() for t in inputs), **learned)
+        torch.testing.assert_close(y[:, :, span], alone)
     assert probe.grad is not None and bool(probe.grad.isfinite().all())
 
 
@@ -225,6 +238,61 @@ def test_without_parameters_it_is_torchs(device: str) -> None:
     seen = torch.ones(9, 9, dtype=torch.bool, device=device).tril().triu(-3)
     want = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
     torch.testing.assert_close(attention(q, k, v, is_causal=True, window=4), want)
+
+
+@pytest.mark.parametrize("learned", [(), LEARNED], ids=["none", "all"])
+def test_without_a_probe(learned: Any, device: str) -> None:
+    """An ordinary function with an ordinary backward pass."""
+    inputs, parameters = draw(2, 2, 2, 6, 6, 16, learned, device)
+    leaves = [*inputs, *parameters.values()]
+    grads = torch.autograd.grad(attention(*inputs, **parameters, window=3).square().sum(), leaves)
+    wide = [t.detach().double().cpu().requires_grad_() for t in leaves]
+    named = dict(zip(parameters, wide[3:]))
+    y = softmax_attention(*wide[:3], named, window=3)
+    for ours, theirs in zip(grads, torch.autograd.grad(y.square().sum(), wide)):
+        torch.testing.assert_close(ours.double().cpu(), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_unlimited_window(device: str) -> None:
+    inputs, parameters = draw(2, 2, 2, 6, 6, 16, LEARNED, device)
+    for is_causal in (False, True):
+        far = attention(*inputs, **parameters, is_causal=is_causal, window=2**31 - 1)
+        torch.testing.assert_close(far, attention(*inputs, **parameters, is_causal=is_causal))
+
+
+def test_sinks_of_nothing(device: str) -> None:
+    """A sink of -inf is none, also where nothing is seen."""
+    inputs, _ = draw(2, 2, 2, 4, 4, 16, (), device)
+    mask = torch.ones(4, 4, dtype=torch.bool, device=device)
+    mask[0] = False
+    sinks = torch.full((2,), -torch.inf, device=device)
+    y = attention(*inputs, sinks=sinks, attn_mask=mask)
+    torch.testing.assert_close(y[:, :, 1:], attention(*inputs, attn_mask=mask)[:, :, 1:])
+    assert not y[:, :, 0].any()
+    for g in torch.autograd.grad(y.sum(), inputs):
+        assert bool(g.isfinite().all())
+
+
+def test_large_logits(device: str) -> None:
+    """The gradient of a logit scale at logits of hundreds, no worse than twice plain torch."""
+    (q, k, v), parameters = draw(3, 2, 2, 32, 32, 32, ("logit_scale",), device)
+    with torch.no_grad():
+        parameters["logit_scale"].mul_(40)
+    probe = torch.zeros(1, 3 + 2, device=device, requires_grad=True)
+    attention(q, k, v, **parameters, probe=probe).square().sum().backward()
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        own = {"logit_scale": parameters["logit_scale"].detach().cpu().to(dtype).requires_grad_()}
+        norms = torch.zeros(3, dtype=torch.float64)
+        for b in range(3):
+            y = softmax_attention(*(t[b : b + 1].detach().cpu().to(dtype) for t in (q, k, v)), own)
+            (g,) = torch.autograd.grad(y.square().sum(), list(own.values()))
+            norms[b] = g.double().square().sum()
+        found[dtype] = norms
+    exact = found[torch.float64]
+    assert probe.grad is not None
+    ours = ((probe.grad[0, :3].double().cpu() - exact) / exact).abs().max()
+    assert ours <= 2 * ((found[torch.float32] - exact) / exact).abs().max() + 1e-4
 
 
 def test_frozen_parameters_have_no_row(device: str) -> None:
@@ -274,9 +342,9 @@ def test_operators_are_well_formed(device: str) -> None:
     rest = (None, None, True, 0.25, 4, 0)
     forward, backward = torch.ops.gnsfast.attention_forward, torch.ops.gnsfast.attention_backward
     torch.library.opcheck(forward, (q, k, v, *ps, *rest))
-    o, lse = forward(q, k, v, *ps, *rest)
+    o, highest, inverse = forward(q, k, v, *ps, *rest)
     wanted = [True, False, True, True]
-    torch.library.opcheck(backward, (o, q, k, v, o, lse, *ps, *rest, 3, wanted))
+    torch.library.opcheck(backward, (o, q, k, v, o, highest, inverse, *ps, *rest, 3, wanted))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -287,6 +355,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "q_gain": (dict(q_gain=torch.zeros(4)), r"q_gain must be \[16\]"),
     "window": (dict(window=0), "at least 1"),
     "mask": (dict(attn_mask=torch.zeros(5, 4)), "is not broadcast"),
+    "mask's type": (dict(attn_mask=torch.ones(5, 5, dtype=torch.int64)), "must be bool"),
     "mask's gradient": (dict(attn_mask=torch.zeros(5, 5, requires_grad=True)), "gives it none"),
     "documents": (dict(cu_seqlens=torch.tensor([0, 5])), "one packed row"),
     "probe": (dict(sinks=torch.zeros(4, requires_grad=True), probe=torch.zeros(1, 5)), "3 samples"),

@@ -74,6 +74,14 @@ def test_dropout_is_refused() -> None:
     assert all(m.config is model.config for m in model.modules() if hasattr(m, "sinks"))
 
 
+def test_attention_weights_are_refused() -> None:
+    """They would be missing in silence, and a loss on them too."""
+    _, model, batch = converted()
+    with pytest.raises(gnsfast.ObservationError, match="no attention weights to return"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            model(**batch, output_attentions=True)
+
+
 def test_copies() -> None:
     _, model, batch = converted()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

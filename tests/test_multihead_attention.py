@@ -22,7 +22,9 @@ from attention import (
     outputs_of,
     terms,
 )
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -107,6 +109,7 @@ FROZEN = {
     "all but the output": ["in_proj_weight", "in_proj_bias", "bias_k", "bias_v"],
     "the output": ["out_proj.weight", "out_proj.bias"],
     "bias_k": ["bias_k"],
+    "all but bias_k": ["in_proj_weight", "in_proj_bias", "bias_v", "out_proj.weight"],
     "one of three": ["k_proj_weight"],
     "three weights": ["q_proj_weight", "k_proj_weight", "v_proj_weight"],
 }
@@ -172,6 +175,62 @@ def test_wrong_batch() -> None:
     with pytest.raises(gnsfast.SampleShapeError, match="it has no batch dimension"):
         with gnsfast.per_sample_sqnorms(layer, B):
             layer(x[0], x[0], x[0])
+
+
+def test_bad_shapes() -> None:
+    layer, x = gnsfast.MultiheadAttention(E, H, batch_first=True), torch.randn(B, L, E)
+    one, wide = torch.randn(1, 8, E), torch.randn(B, L, E + 1)
+    for key, value in ((one, one), (x, x[:, :-1]), (wide, wide)):
+        with gnsfast.per_sample_sqnorms(layer, B):
+            with pytest.raises(ValueError, match=r"MultiheadAttention: query \[3, 5, 8\], key"):
+                layer(x, key, value)
+            layer(x, x, x)[0].sum().backward()
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_no_samples(need_weights: bool) -> None:
+    layer, x = gnsfast.MultiheadAttention(E, H, batch_first=True), torch.randn(0, L, E)
+    with gnsfast.per_sample_sqnorms(layer, 0) as norms:
+        y, weights = layer(x, x, x, need_weights=need_weights)
+        y.sum().backward()
+    assert y.shape == x.shape and all(len(norm) == 0 for norm in norms.values())
+    assert weights is None or weights.shape == (0, L, L)
+
+
+def test_dropout_behind_it() -> None:
+    """The output lies as torch's does, so a dropout behind it draws the same mask."""
+    layer = nn.TransformerEncoderLayer(E, H, 16, 0.2, batch_first=True)
+    plain, x = copy.deepcopy(layer), torch.randn(B, L, E)
+    gnsfast.convert(layer)
+    torch.manual_seed(3)
+    want = plain(x)
+    torch.manual_seed(3)
+    with gnsfast.per_sample_sqnorms(layer, B):
+        y = layer(x)
+        y.sum().backward()
+    torch.testing.assert_close(y, want)
+
+
+def test_output_tied_to_an_embedding() -> None:
+    """The layer uses its output weight by itself: no link of a head reaches it."""
+    model = nn.ModuleDict({"e": nn.Embedding(E, E), "a": nn.MultiheadAttention(E, H)})
+    model["a"].out_proj.weight = model["e"].weight
+    rows = gnsfast.coverage(gnsfast.convert(model)).rows
+    (tied,) = [r for r in rows if r.parameter == "e.weight"]
+    assert not tied.static and "shared by" in tied.reason
+
+
+def test_what_is_left_out_says_why() -> None:
+    """Pruned weights, and peft's adapters, which put other weights in."""
+    pruned = nn.MultiheadAttention(E, H)
+    prune.l1_unstructured(pruned, "in_proj_weight", 0.5)
+    adapted = get_peft_model(
+        nn.Sequential(nn.MultiheadAttention(E, H)), LoraConfig(target_modules=["0"], r=2)
+    )
+    for model, word in ((pruned, "parametrization"), (adapted, "peft puts other weights")):
+        rows = gnsfast.coverage(gnsfast.convert(model)).rows
+        reasons = {r.reason for r in rows if r.route != "frozen"}
+        assert len(reasons) == 1 and word in reasons.pop()
 
 
 def test_bad_masks() -> None:

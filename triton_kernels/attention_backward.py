@@ -13,20 +13,19 @@ from torch import Tensor
 
 from gnsfast.reference_attention import Parameters, Pattern, new_token_major
 from gnsfast.triton_kernels.attention_tiles import (
-    LOG2E,
     allowed,
     config,
+    exp,
     gained,
     head_scale,
     key_range,
     load_rows,
     mask_strides,
     masked,
-    precision_of,
     sample_of,
     store_rows,
 )
-from gnsfast.triton_kernels.tiles import dot
+from gnsfast.triton_kernels.tiles import dot, precision
 
 
 @triton.jit
@@ -36,7 +35,8 @@ def attention_queries_kernel(
     v_ptr,
     o_ptr,
     do_ptr,
-    lse_ptr,
+    highest_ptr,
+    inverse_ptr,
     delta_ptr,  # [B, H, T] float32, written
     dq_ptr,
     sinks_ptr,
@@ -96,16 +96,17 @@ def attention_queries_kernel(
     mask_at = mask_ptr
     if mask_ptr is not None:
         mask_at += row * mask_stride_b + h * mask_stride_h
-    lse_at = (row * H + h) * tokens + first + offs_m
-    lse = tl.load(lse_ptr + lse_at, mask=offs_m < T, other=float("inf"))
+    at = (row * H + h) * tokens + first + offs_m
+    highest = tl.load(highest_ptr + at, mask=offs_m < T, other=0.0)
+    inverse = tl.load(inverse_ptr + at, mask=offs_m < T, other=0.0)
     do = load_rows(do_at, offs_m, offs_d, do_stride_t, T, D)
     o = load_rows(o_at, offs_m, offs_d, o_stride_t, T, D)
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    tl.store(delta_ptr + lse_at, delta, mask=offs_m < T)
+    tl.store(delta_ptr + at, delta, mask=offs_m < T)
 
     q = gained(load_rows(q_at, offs_m, offs_d, q_stride_t, T, D), q_gain_ptr, offs_d, D)
     of_head = head_scale(logit_scale_ptr, h)
-    factor = scale * of_head * LOG2E
+    factor = scale * of_head
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)  # Σ ds k', not yet scaled
     begin, end = key_range(start, T, S, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     for n in range(begin, end, BLOCK_N):
@@ -116,7 +117,7 @@ def attention_queries_kernel(
         t, n_ = offs_m[:, None], offs_n[None, :]
         seen = allowed(t, n_, T, S, window, CAUSAL, WINDOW)
         s = masked(s, mask_at, t, n_, mask_stride_t, mask_stride_s, seen)
-        p = tl.exp2(s - lse[:, None] * LOG2E)
+        p = exp(s - highest[:, None]) * inverse[:, None]
         dp = dot(do, v.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
         ds = p * (dp - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq, PRECISION)
@@ -127,7 +128,7 @@ def attention_queries_kernel(
     dq *= of_head
     if dsinks_ptr is not None:
         sink = tl.load(sinks_ptr + h).to(tl.float32)
-        tl.store(dsinks_ptr + block, -tl.sum(tl.exp2((sink - lse) * LOG2E) * delta))
+        tl.store(dsinks_ptr + block, -tl.sum(exp(sink - highest) * inverse * delta))
     if dq_gain_ptr is not None:
         plain = load_rows(q_at, offs_m, offs_d, q_stride_t, T, D)  # kept, it would cost registers
         sums = tl.sum(dq * plain.to(tl.float32), 0)
@@ -145,7 +146,8 @@ def attention_keys_kernel(
     k_ptr,
     v_ptr,
     do_ptr,
-    lse_ptr,
+    highest_ptr,
+    inverse_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
@@ -218,19 +220,20 @@ def attention_keys_kernel(
         if mask_ptr is not None:
             mask_at += row * mask_stride_b + h * mask_stride_h
         of_head = head_scale(logit_scale_ptr, h)
-        factor = scale * of_head * LOG2E
+        factor = scale * of_head
         for m in range(begin, end, BLOCK_M):
             offs_m = m + tl.arange(0, BLOCK_M)
-            lse_at = (row * H + h) * tokens + first + offs_m
-            lse = tl.load(lse_ptr + lse_at, mask=offs_m < T, other=float("inf"))
-            delta = tl.load(delta_ptr + lse_at, mask=offs_m < T, other=0.0)
+            at = (row * H + h) * tokens + first + offs_m
+            highest = tl.load(highest_ptr + at, mask=offs_m < T, other=0.0)
+            inverse = tl.load(inverse_ptr + at, mask=offs_m < T, other=0.0)
+            delta = tl.load(delta_ptr + at, mask=offs_m < T, other=0.0)
             q = gained(load_rows(q_at, offs_m, offs_d, q_stride_t, T, D), q_gain_ptr, offs_d, D)
             do = load_rows(do_at, offs_m, offs_d, do_stride_t, T, D)
             s = dot(k, q.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), PRECISION) * factor
             t, n_ = offs_m[None, :], offs_n[:, None]
             seen = allowed(t, n_, T, S, window, CAUSAL, WINDOW)
             s = masked(s, mask_at, t, n_, mask_stride_t, mask_stride_s, seen)
-            p = tl.exp2(s - lse[None, :] * LOG2E)
+            p = exp(s - highest[None, :]) * inverse[None, :]
             dv = dot(p.to(do.dtype), do, dv, PRECISION)
             dp = dot(v, do.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), PRECISION)
             ds = p * (dp - delta[None, :]) * of_head
@@ -256,7 +259,8 @@ def attention_backward(
     k_BKSD: Tensor,
     v_BKSD: Tensor,
     o_BHTD: Tensor,
-    lse_BHT: Tensor,
+    highest_BHT: Tensor,
+    inverse_BHT: Tensor,
     p: Parameters,
     pattern: Pattern,
     wanted: list[bool],
@@ -265,7 +269,7 @@ def attention_backward(
     (B, H, T, D), (K, S) = q_BHTD.shape, k_BKSD.shape[1:3]
     programs = pattern.programs(B)
     options = config(p, pattern, q_BHTD)
-    delta = torch.empty_like(lse_BHT)
+    delta = torch.empty_like(highest_BHT)
     dq, dk, dv = (new_token_major(t) for t in (q_BHTD, k_BKSD, v_BKSD))
     if pattern.cu_seqlens is not None:
         for t in (dq, dk, dv):
@@ -284,11 +288,11 @@ def attention_backward(
         CAUSAL=pattern.is_causal,
         WINDOW=pattern.window > 0,
         D=D,
-        PRECISION=precision_of(q_BHTD, k_BKSD, v_BKSD),
+        PRECISION=precision(q_BHTD.dtype),
     )
     sizes = (T, S, H, H // K, pattern.scale, pattern.window)
     attention_queries_kernel[(query_blocks, H, programs)](
-        *(q_BHTD, k_BKSD, v_BKSD, o_BHTD, do_BHTD, lse_BHT, delta, dq, *p),
+        *(q_BHTD, k_BKSD, v_BKSD, o_BHTD, do_BHTD, highest_BHT, inverse_BHT, delta, dq, *p),
         *(pattern.mask, pattern.cu_seqlens, dsinks, dlogit_scale, dq_gain, *sizes),
         *(s for t in (q_BHTD, k_BKSD, v_BKSD, o_BHTD, do_BHTD, dq) for s in t.stride()[:3]),
         *mask_strides(pattern.mask),
@@ -296,7 +300,7 @@ def attention_backward(
         **options["queries"],
     )
     attention_keys_kernel[(key_blocks, K, programs)](
-        *(q_BHTD, k_BKSD, v_BKSD, do_BHTD, lse_BHT, delta, dk, dv, *p[1:]),
+        *(q_BHTD, k_BKSD, v_BKSD, do_BHTD, highest_BHT, inverse_BHT, delta, dk, dv, *p[1:]),
         *(pattern.mask, pattern.cu_seqlens, dk_gain, *sizes),
         *(s for t in (q_BHTD, k_BKSD, v_BKSD, do_BHTD, dk, dv) for s in t.stride()[:3]),
         *mask_strides(pattern.mask),

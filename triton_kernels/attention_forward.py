@@ -11,20 +11,19 @@ from torch import Tensor
 
 from gnsfast.reference_attention import Parameters, Pattern, new_token_major
 from gnsfast.triton_kernels.attention_tiles import (
-    LOG2E,
     allowed,
     config,
+    exp,
     gained,
     head_scale,
     key_range,
     load_rows,
     mask_strides,
     masked,
-    precision_of,
     sample_of,
     store_rows,
 )
-from gnsfast.triton_kernels.tiles import dot
+from gnsfast.triton_kernels.tiles import check_dtypes, dot, precision
 
 
 @triton.jit
@@ -33,7 +32,8 @@ def attention_forward_kernel(
     k_ptr,
     v_ptr,
     o_ptr,
-    lse_ptr,  # [B, H, T] float32
+    highest_ptr,  # [B, H, T] float32: m, and 1 / l
+    inverse_ptr,
     sinks_ptr,  # parameters that are absent are None
     logit_scale_ptr,
     q_gain_ptr,
@@ -80,7 +80,7 @@ def attention_forward_kernel(
     if mask_ptr is not None:
         mask_at += row * mask_stride_b + h * mask_stride_h
     q = gained(load_rows(q_at, offs_m, offs_d, q_stride_t, T, D), q_gain_ptr, offs_d, D)
-    factor = scale * head_scale(logit_scale_ptr, h) * LOG2E
+    factor = scale * head_scale(logit_scale_ptr, h)
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -95,48 +95,55 @@ def attention_forward_kernel(
         s = masked(s, mask_at, t, n_, mask_stride_t, mask_stride_s, seen)
         higher = tl.maximum(highest, tl.max(s, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(highest - base)
+        p = exp(s - base[:, None])
+        shrink = exp(highest - base)
         total = total * shrink + tl.sum(p, 1)
         acc = dot(p.to(v.dtype), v, acc * shrink[:, None], PRECISION)
         highest = higher
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + h).to(tl.float32)
         higher = tl.maximum(highest, sink)
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.exp2(sink - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = exp(highest - base)
+        total = total * shrink + exp(sink - base)
         acc *= shrink[:, None]
         highest = higher
     # A query that sees nothing has an output of zero, as in torch, and no weights in backward.
     nothing = total == 0.0
-    acc /= tl.where(nothing, 1.0, total)[:, None]
-    lse = tl.where(nothing, float("inf"), highest / LOG2E + tl.log(total))
+    inverse = tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))
+    acc *= inverse[:, None]
     o_at = o_ptr + row * o_stride_b + h * o_stride_h + first * o_stride_t
     store_rows(o_at, acc, offs_m, offs_d, o_stride_t, T, D)
-    tl.store(lse_ptr + (row * H + h) * tokens + first + offs_m, lse, mask=offs_m < T)
+    at = (row * H + h) * tokens + first + offs_m
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    tl.store(highest_ptr + at, highest, mask=offs_m < T)
+    tl.store(inverse_ptr + at, inverse, mask=offs_m < T)
 
 
 def attention_forward(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, p: Parameters, pattern: Pattern
-) -> tuple[Tensor, Tensor]:
-    """o [B, H, T, D] and lse [B, H, T] float32; zero and inf for tokens of no document."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o [B, H, T, D], and the highest logit and the inverse sum, [B, H, T] float32; zero for tokens
+    of no document.
+    """
+    check_dtypes("attention", q_BHTD, k_BKSD, v_BKSD)
     (B, H, T, D), (K, S) = q_BHTD.shape, k_BKSD.shape[1:3]
     o = new_token_major(q_BHTD)
-    lse = q_BHTD.new_empty((B, H, T), dtype=torch.float32)
+    highest, inverse = (q_BHTD.new_empty((B, H, T), dtype=torch.float32) for _ in range(2))
     if pattern.cu_seqlens is not None:
-        o.zero_()
-        lse.fill_(torch.inf)
+        for t in (o, highest, inverse):
+            t.zero_()
     options = config(p, pattern, q_BHTD)["forward"]
     blocks = triton.cdiv(pattern.max_seqlen or T, options["BLOCK_M"])
     attention_forward_kernel[(blocks, H, pattern.programs(B))](
-        *(q_BHTD, k_BKSD, v_BKSD, o, lse, *p, pattern.mask, pattern.cu_seqlens),
+        *(q_BHTD, k_BKSD, v_BKSD, o, highest, inverse, *p, pattern.mask, pattern.cu_seqlens),
         *(T, S, H, H // K, pattern.scale, pattern.window),
         *(stride for t in (q_BHTD, k_BKSD, v_BKSD, o) for stride in t.stride()[:3]),
         *mask_strides(pattern.mask),
         CAUSAL=pattern.is_causal,
         WINDOW=pattern.window > 0,
         D=D,
-        PRECISION=precision_of(q_BHTD, k_BKSD, v_BKSD),
+        PRECISION=precision(q_BHTD.dtype),
         **options,
     )
-    return o, lse
+    return o, highest, inverse

@@ -4,10 +4,10 @@
 Legend: B samples (or documents of one packed row), H query heads, K key heads, T queries, S keys, D
 head dim. With q' = q·q_gain, k' = k·k_gain, and c = scale · logit_scale of the head:
 
-    s = c q'ᵀk' + mask    p = exp(s - lse)    o = p v    lse = log(Σ exp s + exp sink)
+    s = c q'ᵀk' + mask    p = exp(s - m) / l    o = p v    l = Σ exp(s - m) + exp(sink - m)
     δ = Σ_d do·o    ds = p (do vᵀ - δ)    dq' = c ds k'    dk' = c dsᵀ q'    dv = pᵀ do
 
-    d sink = -Σ_t exp(sink - lse) δ    d logit_scale = scale Σ (ds k')·q'    d gain = Σ dq'·q
+    d sink = -Σ_t exp(sink - m) / l δ    d logit_scale = scale Σ (ds k')·q'    d gain = Σ dq'·q
 """
 
 import torch
@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gnsfast.reference_attention import Parameters, Pattern
-from gnsfast.triton_kernels.tiles import check_dtypes, precision
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -78,11 +77,17 @@ def allowed(t, s, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def masked(logits, mask_ptr, t, s, mask_stride_t, mask_stride_s, seen):
-    """``logits`` in base 2 with the mask added; -inf where nothing is seen."""
+    """``logits`` with the mask added; -inf where nothing is seen."""
     if mask_ptr is not None:
         at = mask_ptr + t.to(tl.int64) * mask_stride_t + s.to(tl.int64) * mask_stride_s
-        logits += tl.load(at, mask=seen, other=0.0).to(tl.float32) * LOG2E
+        logits += tl.load(at, mask=seen, other=0.0).to(tl.float32)
     return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def exp(x):
+    """What is subtracted from a logit comes first: of a mask of -3e38 base 2 would make -inf."""
+    return tl.exp2(x * LOG2E)
 
 
 @triton.jit
@@ -104,6 +109,7 @@ def key_range(
 def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, int]]:
     """Blocks and warps of each kernel, by name."""
     loaded = pattern.mask is not None or p.q_gain_D is not None or p.k_gain_D is not None
+    check_head_dim(q)
     block_d = max(16, triton.next_power_of_2(q.shape[3]))
     table = SINGLE if q.dtype == torch.float32 else LOADED if loaded else HALF
     sizes = table[min(d for d in table if d >= block_d)]
@@ -139,15 +145,12 @@ def mask_strides(mask: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if mask is None else mask.stride()
 
 
-def precision_of(q: Tensor, k: Tensor, v: Tensor) -> str:
-    check_dtypes("attention", q, k, v)
-    if k.shape[3] != q.shape[3] or v.shape[3] != q.shape[3] or q.shape[3] > MAX_HEAD_DIM:
+def check_head_dim(q: Tensor) -> None:
+    if q.shape[3] > MAX_HEAD_DIM:
         raise NotImplementedError(
-            f"attention has a Triton kernel for one head dim of at most {MAX_HEAD_DIM}, not for "
-            f"{q.shape[3]}, {k.shape[3]} and {v.shape[3]}. GNSFAST_BACKEND=reference runs plain "
-            "PyTorch instead."
+            f"attention has a Triton kernel for head dims of at most {MAX_HEAD_DIM}, not for q "
+            f"{list(q.shape)}. GNSFAST_BACKEND=reference runs plain PyTorch instead."
         )
-    return precision(q.dtype)
 
 
 MAX_HEAD_DIM = 256

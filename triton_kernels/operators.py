@@ -307,8 +307,8 @@ def _add_groups(cols_BTGK: Tensor, dy_BTO: Tensor, dw_GOK: Tensor) -> Tensor:
 
 def attention_forward(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor]:
-    if q_BHTD.numel() * k_BKSD.numel() == 0:
+) -> tuple[Tensor, Tensor, Tensor]:
+    if nothing_to_do(q_BHTD, k_BKSD, *arguments):
         return reference_attention.attention_forward(q_BHTD, k_BKSD, v_BKSD, *arguments)
     q, k, v = (unit_inner(t) for t in (q_BHTD, k_BKSD, v_BKSD))
     return attention_kernel.attention_forward(q, k, v, *attention_arguments(q, k, arguments))
@@ -320,18 +320,19 @@ def attention_backward(
     k_BKSD: Tensor,
     v_BKSD: Tensor,
     o_BHTD: Tensor,
-    lse_BHT: Tensor,
+    highest_BHT: Tensor,
+    inverse_BHT: Tensor,
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    if q_BHTD.numel() * k_BKSD.numel() == 0:
+    if nothing_to_do(q_BHTD, k_BKSD, *arguments):
         return reference_attention.attention_backward(
-            do_BHTD, q_BHTD, k_BKSD, v_BKSD, o_BHTD, lse_BHT, *arguments
+            do_BHTD, q_BHTD, k_BKSD, v_BKSD, o_BHTD, highest_BHT, inverse_BHT, *arguments
         )
     *flat, samples, wanted = arguments
     do, q, k, v = (unit_inner(t) for t in (do_BHTD, q_BHTD, k_BKSD, v_BKSD))
     p, pattern = attention_arguments(q, k, flat)
     dq, dk, dv, g = attention_kernels.attention_backward(
-        do, q, k, v, o_BHTD, lse_BHT, p, pattern, wanted
+        do, q, k, v, o_BHTD, highest_BHT, inverse_BHT, p, pattern, wanted
     )
     grads, rows = [], []
     for g_BN, parameter in zip(g, p):
@@ -343,6 +344,11 @@ def attention_backward(
             grads.append(grad)
             rows.append(sqnorm_B1)
     return dq, dk, dv, *grads, probe_rows(rows, q.new_empty((samples, 0)))
+
+
+def nothing_to_do(q: Tensor, k: Tensor, *arguments: Any) -> bool:
+    """No query, no key or no document: a kernel would have no program."""
+    return q.numel() * k.numel() == 0 or Pattern(*arguments[4:10]).programs(len(q)) == 0
 
 
 def attention_arguments(q: Tensor, k: Tensor, flat: Any) -> tuple[Parameters, Pattern]:

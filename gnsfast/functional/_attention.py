@@ -44,9 +44,11 @@ class _Attention(torch.autograd.Function):
                 raise ValueError(f"probe is for {ctx.samples} samples, but there are {rows}")
         parameters = (sinks, logit_scale, q_gain, k_gain)
         o: Tensor
-        o, lse = ops.attention_forward(q, k, v, *parameters, mask, cu_seqlens, *pattern)
-        ctx.save_for_backward(q, k, v, o, lse, *parameters, mask, cu_seqlens)
-        ctx.pattern = pattern
+        o, highest, inverse = ops.attention_forward(
+            q, k, v, *parameters, mask, cu_seqlens, *pattern
+        )
+        ctx.save_for_backward(q, k, v, o, highest, inverse, *parameters, mask, cu_seqlens)
+        ctx.pattern, ctx.probed = pattern, probe is not None
         return o
 
     @staticmethod
@@ -57,6 +59,7 @@ class _Attention(torch.autograd.Function):
                 do, *ctx.saved_tensors, *ctx.pattern, ctx.samples, ctx.wanted
             )
         wanted = [g if want else None for g, want in zip(grads, ctx.wanted)]
+        rows = rows if ctx.probed else None
         return dq, dk, dv, *wanted, rows, *(None,) * (2 + len(ctx.pattern))
 
 
@@ -123,7 +126,8 @@ def attention(
     if dtype is not None:
         q, k, v = (t.to(dtype) for t in (q, k, v))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    pattern = (is_causal, scale, window or 0, max_seqlen or 0)
+    window = min(window, max(q.shape[2], k.shape[2], 1)) if window else 0
+    pattern = (is_causal, scale, window, max_seqlen or 0)
     y: Tensor = _Attention.apply(q, k, v, *parameters, probe, attn_mask, cu_seqlens, *pattern)
     return y
 
@@ -144,10 +148,10 @@ def _check(
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or len(q) != len(k):
         raise ValueError(f"attention takes q [B, H, T, D], k and v [B, K, S, D], not {shapes}")
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
-    if k.shape[3] != D or K == 0 or H % K:
+    if k.shape[3] != D or D == 0 or K == 0 or H % K:
         raise ValueError(
-            f"attention takes one head dim, and query heads that are a multiple of the key heads, "
-            f"not {shapes}"
+            "attention takes one head dim of at least 1, and query heads that are a multiple of "
+            f"the key heads, not {shapes}"
         )
     for name, p, size in (
         ("sinks", sinks, H),
@@ -159,6 +163,8 @@ def _check(
             raise ValueError(f"{name} must be [{size}] for {shapes}, not {list(p.shape)}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, the token itself, not {window}")
+    if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ValueError(f"attn_mask must be bool (True is seen) or float, not {mask.dtype}")
     if mask is not None and mask.requires_grad:
         raise ValueError("attn_mask must not require a gradient: attention gives it none")
     if mask is not None:
