@@ -68,7 +68,10 @@ def forwards(case: AttentionCase, device: str) -> dict[str, Callable[..., Tensor
         return near & (t - s < case.window) if case.window else near
 
     block_mask = flex.create_block_mask(seen, None, None, case.T, case.T, device=device)
-    compiled: Any = torch.compile(flex.flex_attention) if device == "cuda" else flex.flex_attention
+    compiled: Any = flex.flex_attention
+    if device == "cuda":
+        torch._dynamo.reset()  # or the next shape would be compiled as a dynamic one
+        compiled = torch.compile(compiled, dynamic=False)
 
     def with_flex(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         o, lse = compiled(q, k, v, block_mask=block_mask, enable_gqa=True, return_lse=True)

@@ -8,7 +8,8 @@ namespace gnsfast {
 namespace {
 
 TokenRows rows_of(const char* name, const void* data, int64_t stride, int B, int features) {
-  if (reinterpret_cast<uintptr_t>(data) % 16 || features % kRowElements || stride % kRowElements) {
+  if (reinterpret_cast<uintptr_t>(data) % 16 || features % kRowElements ||
+      (B > 1 && stride % kRowElements)) {
     throw std::invalid_argument(std::string(name) + " [" + std::to_string(B) + ", " +
                                 std::to_string(features) + "] with stride " +
                                 std::to_string(stride) +

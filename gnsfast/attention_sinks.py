@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention modules of transformers that own sinks (gpt-oss)."""
 
-import functools
 import inspect
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from gnsfast import functional
 from gnsfast.errors import ObservationError
 from gnsfast.probed import Probed
+from gnsfast.sharding import is_dtensor
 
 NAME = "gnsfast_sinks"
 """What our function is called among transformers' attention functions."""
@@ -60,11 +60,11 @@ class _Redirected:
         return getattr(self._config, name)
 
 
-@functools.cache
 def _register() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 
 
 def _attend(
@@ -75,29 +75,50 @@ def _attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    if kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False):
+    asked = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    refused = {
+        f"attention dropout ({dropout})": dropout,
+        "attention weights to return (output_attentions)": asked,
+        "a softcap": kwargs.get("softcap"),
+        "sinks that are not its parameter": s_aux is not None and s_aux is not module.sinks,
+        "tensor parallelism": is_dtensor(module.sinks) or is_dtensor(query),
+    }
+    if reasons := [reason for reason, found in refused.items() if found]:
         raise ObservationError(
-            f"{module._probe_name}: a fused kernel has no attention weights to return: ask for "
-            f"them outside of the block, or convert(model, exclude=[{module._probe_name!r}])"
-        )
-    if dropout:
-        raise ObservationError(
-            f"{module._probe_name}: sinks have no norms under attention dropout ({dropout}). "
-            f"Leave them out: convert(model, exclude=[{module._probe_name!r}])."
+            f"{module._probe_name}: sinks have no norms with {reasons[0]}. Leave them out: "
+            f"convert(model, exclude=[{module._probe_name!r}])."
         )
     module._batch_dim(query, features=3)
-    o = functional.attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        scale=scaling,
-        sinks=module.sinks,
-        probe=module._probe,
-    )
+    # The mask says all of it; where it is known to be causal, blocks beyond need not be looked at.
+    causal = type(module).__name__ in CAUSAL and query.shape[2] == key.shape[2]
+    try:
+        o = functional.attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=causal,
+            window=sliding_window if causal else None,
+            scale=scaling,
+            sinks=module.sinks,
+            probe=module._probe,
+        )
+    except (NotImplementedError, ValueError) as error:
+        raise ObservationError(
+            f"{module._probe_name}: {error} Leave it out: convert(model, "
+            f"exclude=[{module._probe_name!r}])."
+        ) from error
     return o.transpose(1, 2).contiguous(), None
+
+
+MAX_HEAD_DIM = 256
+"""Of the kernels; modules with wider heads are replayed."""
+
+CAUSAL = ("GptOssAttention",)
 
 
 def owns_sinks(module: nn.Module) -> bool:
@@ -107,6 +128,7 @@ def owns_sinks(module: nn.Module) -> bool:
     own = {n for n, p in module._parameters.items() if p is not None}
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     names = code.co_names if code else ()
-    one_width = getattr(module, "v_head_dim", None) in (None, getattr(module, "head_dim", None))
+    width = getattr(module, "head_dim", 0)
+    one_width = getattr(module, "v_head_dim", width) == width and width <= MAX_HEAD_DIM
     dispatched = "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
     return own == {"sinks"} and dispatched and one_width

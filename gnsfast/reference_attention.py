@@ -30,6 +30,10 @@ class Pattern(NamedTuple):
     window: int  # 0: none
     max_seqlen: int  # of a document; 0: not known
 
+    def longest(self, T: int) -> int:
+        """As many tokens as a row of the batch, or a document, may have."""
+        return T if self.cu_seqlens is None else self.max_seqlen or T
+
     def programs(self, B: int) -> int:
         """Rows of the batch, or documents."""
         return B if self.cu_seqlens is None else len(self.cu_seqlens) - 1
@@ -98,6 +102,10 @@ def attention_forward(
     numbers covers all keys.)
     """
     p, pattern = _split(arguments)
+    if pattern.cu_seqlens is not None and pattern.max_seqlen:
+        longest = int(pattern.cu_seqlens.diff().max()) if len(pattern.cu_seqlens) > 1 else 0
+        if longest > pattern.max_seqlen:
+            raise ValueError(f"a document has {longest} tokens, max_seqlen is {pattern.max_seqlen}")
     group = q_BHTD.shape[1] // k_BKSD.shape[1]
     q, k = _gained(q_BHTD, p.q_gain_D), _gained(k_BKSD, p.k_gain_D)
     s = _logits(q, k.repeat_interleave(group, 1), p, pattern)

@@ -49,10 +49,10 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, learned: Any, **options: 
 
 
 def draw(
-    B: int, H: int, K: int, T: int, S: int, D: int, learned: Any, device: str
+    B: int, H: int, K: int, T: int, S: int, D: int, learned: Any, device: str, seed: int = 0
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """q, k, v as projections give them, token by token, and parameters far from doing nothing."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     q, k, v = (
         torch.randn(B, n, h, D, device=device).transpose(1, 2).detach().requires_grad_()
         for h, n in ((H, T), (K, S), (K, S))
@@ -207,28 +207,33 @@ def test_tokens_of_no_document(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half(dtype: torch.dtype, device: str) -> None:
-    """No further from float64 than twice plain torch at that dtype, one sample at a time."""
-    inputs, parameters = draw(4, 4, 2, 40, 40, 32, LEARNED, device)
-    narrow = [t.detach().to(dtype).requires_grad_() for t in inputs]
-    probe = torch.zeros(4, 4 + 2, device=device, requires_grad=True)
-    r = torch.randn(4, 4, 40, 32).to(device, dtype)
-    (attention(*narrow, **parameters, is_causal=True, probe=probe) * r).sum().backward()
+    """Each parameter's worst sample of twenty no further from float64 than twice plain torch's."""
+    ours, theirs = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for seed in range(5):
+        inputs, parameters = draw(4, 4, 2, 40, 40, 32, LEARNED, device, seed)
+        narrow = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        probe = torch.zeros(4, 4 + 2, device=device, requires_grad=True)
+        r = torch.randn(4, 4, 40, 32).to(device, dtype)
+        (attention(*narrow, **parameters, is_causal=True, probe=probe) * r).sum().backward()
 
-    def loop(at: torch.dtype) -> Tensor:
-        ps = {n: p.detach().cpu().to(at).requires_grad_() for n, p in parameters.items()}
-        norms = torch.zeros(4, 4, dtype=torch.float64)
-        for b in range(4):
-            own = (t[b : b + 1].detach().cpu().to(at) for t in narrow)
-            out = softmax_attention(*own, ps, is_causal=True)
-            grads = torch.autograd.grad((out * r[b].cpu().to(at)).sum(), list(ps.values()))
-            norms[:, b] = torch.stack([g.double().square().sum() for g in grads])
-        return norms
+        def loop(
+            at: torch.dtype, narrow: Any = narrow, parameters: Any = parameters, r: Tensor = r
+        ) -> Tensor:
+            ps = {n: p.detach().cpu().to(at).requires_grad_() for n, p in parameters.items()}
+            norms = torch.zeros(4, 4, dtype=torch.float64)
+            for b in range(4):
+                own = (t[b : b + 1].detach().cpu().to(at) for t in narrow)
+                out = softmax_attention(*own, ps, is_causal=True)
+                grads = torch.autograd.grad((out * r[b].cpu().to(at)).sum(), list(ps.values()))
+                norms[:, b] = torch.stack([g.double().square().sum() for g in grads])
+            return norms
 
-    exact, plain = loop(torch.float64), loop(dtype)
-    assert probe.grad is not None
-    ours = (probe.grad[:, :4].double().cpu() - exact).abs() / exact
-    theirs = (plain - exact).abs() / exact
-    assert ours.max() <= 2 * theirs.max(), (ours, theirs)
+        exact, plain = loop(torch.float64), loop(dtype)
+        assert probe.grad is not None
+        found = probe.grad[:, :4].double().cpu()
+        ours = torch.maximum(ours, ((found - exact).abs() / exact).amax(1))
+        theirs = torch.maximum(theirs, ((plain - exact).abs() / exact).amax(1))
+    assert bool((ours <= 2 * theirs).all()), (ours, theirs)
 
 
 def test_without_parameters_it_is_torchs(device: str) -> None:
@@ -358,6 +363,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mask's type": (dict(attn_mask=torch.ones(5, 5, dtype=torch.int64)), "must be bool"),
     "mask's gradient": (dict(attn_mask=torch.zeros(5, 5, requires_grad=True)), "gives it none"),
     "documents": (dict(cu_seqlens=torch.tensor([0, 5])), "one packed row"),
+    "max_seqlen": (dict(max_seqlen=4), "it needs cu_seqlens"),
+    "a probe of nothing": (dict(probe=torch.zeros(3, 5)), r"probe must be float32 \[0, B"),
     "probe": (dict(sinks=torch.zeros(4, requires_grad=True), probe=torch.zeros(1, 5)), "3 samples"),
 }
 

@@ -22,6 +22,7 @@ from gnsfast.triton_kernels.attention_tiles import (
     load_rows,
     mask_strides,
     masked,
+    place,
     sample_of,
     store_rows,
 )
@@ -51,6 +52,7 @@ def attention_queries_kernel(
     T,
     S,
     H,
+    blocks,
     group,
     scale,
     window,
@@ -84,8 +86,8 @@ def attention_queries_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    start, h, tokens = tl.program_id(0) * BLOCK_M, tl.program_id(1).to(tl.int64), T
-    b = tl.program_id(2)
+    block, b = place(blocks, CAUSAL)
+    start, h, tokens = block * BLOCK_M, tl.program_id(1).to(tl.int64), T
     row, first, T, S = sample_of(starts_ptr, b, T, S)
     offs_m, offs_d = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q_at = q_ptr + row * q_stride_b + h * q_stride_h + first * q_stride_t
@@ -122,17 +124,17 @@ def attention_queries_kernel(
         ds = p * (dp - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq, PRECISION)
     dq *= scale
-    block = (b.to(tl.int64) * H + h) * tl.num_programs(0) + tl.program_id(0)
+    part = (b.to(tl.int64) * H + h) * blocks + block
     if dlogit_scale_ptr is not None:
-        tl.store(dlogit_scale_ptr + block, tl.sum(dq * q.to(tl.float32)))
+        tl.store(dlogit_scale_ptr + part, tl.sum(dq * q.to(tl.float32)))
     dq *= of_head
     if dsinks_ptr is not None:
         sink = tl.load(sinks_ptr + h).to(tl.float32)
-        tl.store(dsinks_ptr + block, -tl.sum(exp(sink - highest) * inverse * delta))
+        tl.store(dsinks_ptr + part, -tl.sum(exp(sink - highest) * inverse * delta))
     if dq_gain_ptr is not None:
         plain = load_rows(q_at, offs_m, offs_d, q_stride_t, T, D)  # kept, it would cost registers
         sums = tl.sum(dq * plain.to(tl.float32), 0)
-        tl.store(dq_gain_ptr + block * D + offs_d, sums, mask=offs_d < D)
+        tl.store(dq_gain_ptr + part * D + offs_d, sums, mask=offs_d < D)
     if q_gain_ptr is not None:
         gain = tl.load(q_gain_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
         dq *= gain[None, :]
@@ -160,6 +162,7 @@ def attention_keys_kernel(
     T,
     S,
     H,
+    blocks,
     group,
     scale,
     window,
@@ -193,8 +196,8 @@ def attention_keys_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    start, head, tokens = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64), T
-    b = tl.program_id(2)
+    block, b = place(blocks, False)
+    start, head, tokens = block * BLOCK_N, tl.program_id(1).to(tl.int64), T
     row, first, T, S = sample_of(starts_ptr, b, T, S)
     offs_n, offs_d = start + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     k_at = k_ptr + row * k_stride_b + head * k_stride_h + first * k_stride_t
@@ -212,6 +215,11 @@ def attention_keys_kernel(
     if WINDOW:
         end = min(T, start + BLOCK_N - 1 + window)
     end = tl.where(start < S, end, 0)
+    # A head's factor beside the largest of the group: ds times 100 would leave float16.
+    largest = 1.0
+    if logit_scale_ptr is not None:
+        for g in range(group):
+            largest = tl.maximum(largest, tl.abs(head_scale(logit_scale_ptr, head * group + g)))
     for g in range(group):
         h = head * group + g
         q_at = q_ptr + row * q_stride_b + h * q_stride_h + first * q_stride_t
@@ -236,14 +244,14 @@ def attention_keys_kernel(
             p = exp(s - highest[None, :]) * inverse[None, :]
             dv = dot(p.to(do.dtype), do, dv, PRECISION)
             dp = dot(v, do.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), PRECISION)
-            ds = p * (dp - delta[None, :]) * of_head
+            ds = p * (dp - delta[None, :]) * (of_head / largest)
             dk = dot(ds.to(q.dtype), q, dk, PRECISION)
-    dk *= scale
+    dk *= scale * largest
     if dk_gain_ptr is not None:
-        block = (b.to(tl.int64) * (H // group) + head) * tl.num_programs(0) + tl.program_id(0)
+        part = (b.to(tl.int64) * (H // group) + head) * blocks + block
         plain = load_rows(k_at, offs_n, offs_d, k_stride_t, S, D)
         sums = tl.sum(dk * plain.to(tl.float32), 0)
-        tl.store(dk_gain_ptr + block * D + offs_d, sums, mask=offs_d < D)
+        tl.store(dk_gain_ptr + part * D + offs_d, sums, mask=offs_d < D)
     if k_gain_ptr is not None:
         gain = tl.load(k_gain_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
         dk *= gain[None, :]
@@ -274,9 +282,8 @@ def attention_backward(
     if pattern.cu_seqlens is not None:
         for t in (dq, dk, dv):
             t.zero_()  # tokens of no document
-    longest_q, longest_k = pattern.max_seqlen or T, pattern.max_seqlen or S
-    query_blocks = triton.cdiv(longest_q, options["queries"]["BLOCK_M"])
-    key_blocks = triton.cdiv(longest_k, options["keys"]["BLOCK_N"])
+    query_blocks = triton.cdiv(pattern.longest(T), options["queries"]["BLOCK_M"])
+    key_blocks = triton.cdiv(pattern.longest(S), options["keys"]["BLOCK_N"])
 
     def partial(i: int, heads: int, blocks: int, *more: int) -> Tensor | None:
         shape = (programs, heads, blocks, *more)
@@ -290,18 +297,20 @@ def attention_backward(
         D=D,
         PRECISION=precision(q_BHTD.dtype),
     )
-    sizes = (T, S, H, H // K, pattern.scale, pattern.window)
-    attention_queries_kernel[(query_blocks, H, programs)](
+    more = (H // K, pattern.scale, pattern.window)
+    attention_queries_kernel[(query_blocks * programs, H)](
         *(q_BHTD, k_BKSD, v_BKSD, o_BHTD, do_BHTD, highest_BHT, inverse_BHT, delta, dq, *p),
-        *(pattern.mask, pattern.cu_seqlens, dsinks, dlogit_scale, dq_gain, *sizes),
+        *(pattern.mask, pattern.cu_seqlens, dsinks, dlogit_scale, dq_gain),
+        *(T, S, H, query_blocks, *more),
         *(s for t in (q_BHTD, k_BKSD, v_BKSD, o_BHTD, do_BHTD, dq) for s in t.stride()[:3]),
         *mask_strides(pattern.mask),
         **common,
         **options["queries"],
     )
-    attention_keys_kernel[(key_blocks, K, programs)](
+    attention_keys_kernel[(key_blocks * programs, K)](
         *(q_BHTD, k_BKSD, v_BKSD, do_BHTD, highest_BHT, inverse_BHT, delta, dk, dv, *p[1:]),
-        *(pattern.mask, pattern.cu_seqlens, dk_gain, *sizes),
+        *(pattern.mask, pattern.cu_seqlens, dk_gain),
+        *(T, S, H, key_blocks, *more),
         *(s for t in (q_BHTD, k_BKSD, v_BKSD, do_BHTD, dk, dv) for s in t.stride()[:3]),
         *mask_strides(pattern.mask),
         **common,

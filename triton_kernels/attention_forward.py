@@ -20,6 +20,7 @@ from gnsfast.triton_kernels.attention_tiles import (
     load_rows,
     mask_strides,
     masked,
+    place,
     sample_of,
     store_rows,
 )
@@ -43,6 +44,7 @@ def attention_forward_kernel(
     T,
     S,
     H,
+    blocks,  # of a sample
     group,  # query heads that share a key head
     scale,
     window,
@@ -70,8 +72,9 @@ def attention_forward_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    start, h, tokens = tl.program_id(0) * BLOCK_M, tl.program_id(1).to(tl.int64), T
-    row, first, T, S = sample_of(starts_ptr, tl.program_id(2), T, S)
+    block, b = place(blocks, CAUSAL)
+    start, h, tokens = block * BLOCK_M, tl.program_id(1).to(tl.int64), T
+    row, first, T, S = sample_of(starts_ptr, b, T, S)
     offs_m, offs_d = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q_at = q_ptr + row * q_stride_b + h * q_stride_h + first * q_stride_t
     k_at = k_ptr + row * k_stride_b + h // group * k_stride_h + first * k_stride_t
@@ -112,6 +115,8 @@ def attention_forward_kernel(
     nothing = total == 0.0
     inverse = tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))
     acc *= inverse[:, None]
+    if starts_ptr is not None:  # a document that is longer than max_seqlen
+        acc = tl.where(T > blocks * BLOCK_M, float("nan"), acc)
     o_at = o_ptr + row * o_stride_b + h * o_stride_h + first * o_stride_t
     store_rows(o_at, acc, offs_m, offs_d, o_stride_t, T, D)
     at = (row * H + h) * tokens + first + offs_m
@@ -134,10 +139,10 @@ def attention_forward(
         for t in (o, highest, inverse):
             t.zero_()
     options = config(p, pattern, q_BHTD)["forward"]
-    blocks = triton.cdiv(pattern.max_seqlen or T, options["BLOCK_M"])
-    attention_forward_kernel[(blocks, H, pattern.programs(B))](
+    blocks = triton.cdiv(pattern.longest(T), options["BLOCK_M"])
+    attention_forward_kernel[(blocks * pattern.programs(B), H)](
         *(q_BHTD, k_BKSD, v_BKSD, o, highest, inverse, *p, pattern.mask, pattern.cu_seqlens),
-        *(T, S, H, H // K, pattern.scale, pattern.window),
+        *(T, S, H, blocks, H // K, pattern.scale, pattern.window),
         *(stride for t in (q_BHTD, k_BKSD, v_BKSD, o) for stride in t.stride()[:3]),
         *mask_strides(pattern.mask),
         CAUSAL=pattern.is_causal,

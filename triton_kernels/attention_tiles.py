@@ -21,12 +21,24 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def place(blocks, LAST_FIRST: tl.constexpr):
+    """The program's block and its sample; under causality the last block of queries has most to do
+    and goes first. One axis of the grid, as the others end at 65535.
+    """
+    block = tl.program_id(0) % blocks
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block, tl.program_id(0) // blocks
+
+
+@triton.jit
 def sample_of(starts_ptr, b, T, S):
-    """Of program ``b``: its row of the batch, its first token, its queries and keys."""
+    """Of sample ``b``: its row of the batch, its first token, its queries and keys."""
     row, first = b.to(tl.int64), b.to(tl.int64) * 0
     if starts_ptr is not None:
-        row, first = first, tl.load(starts_ptr + b).to(tl.int64)
-        T = (tl.load(starts_ptr + b + 1) - first).to(tl.int32)
+        end = min(tl.load(starts_ptr + b + 1), T)
+        row, first = first, min(tl.load(starts_ptr + b), T).to(tl.int64)
+        T = (end - first).to(tl.int32)
         S = T
     return row, first, T, S
 
@@ -121,21 +133,21 @@ def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, in
 
 
 # By head dim: (queries, keys, warps, stages) of forward, of the queries' gradient, of the keys'.
-# None spills on sm_80, 90 or 100 (float32 does with heads of more than 64). A mask and gains take
-# registers of their own.
+# None spills on sm_80, 90 or 100 where strides are multiples of 16 elements (float32 does with
+# heads of more than 64). A mask and gains take registers of their own.
 HALF = {
     64: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 64, 4, 2)),
     128: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 64, 8, 2)),
-    256: ((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
+    256: ((64, 32, 8, 2), (32, 16, 8, 1), (32, 32, 8, 1)),
 }
 LOADED = {
     32: ((128, 32, 8, 2), (64, 32, 8, 2), (32, 64, 4, 2)),
     64: ((128, 64, 8, 3), (64, 16, 8, 2), (32, 32, 4, 2)),
-    128: ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+    128: ((64, 32, 8, 2), (64, 16, 8, 2), (32, 32, 8, 2)),
     256: ((64, 16, 8, 2), (32, 16, 8, 1), (16, 16, 8, 1)),
 }
 SINGLE = {
-    64: ((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    64: ((32, 32, 4, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
     128: ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     256: ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
 }

@@ -355,6 +355,8 @@ def attention_arguments(q: Tensor, k: Tensor, flat: Any) -> tuple[Parameters, Pa
     """The operators' flat arguments; a mask is float32, and broadcast to every head."""
     p = Parameters(*(t if t is None else unit_inner(t) for t in flat[:4]))
     pattern = Pattern(*flat[4:])
+    if pattern.cu_seqlens is not None:
+        pattern = pattern._replace(cu_seqlens=pattern.cu_seqlens.contiguous())
     if pattern.mask is not None:
         mask = pattern.mask
         if mask.dtype == torch.bool:

@@ -98,7 +98,8 @@ def attention(
         q_gain, k_gain: [D] factors of queries and keys, as of a norm before them.
         cu_seqlens: int [documents + 1], where the documents of one packed row begin, and its end;
             B is 1, T is S, and a document is a sample. Tokens see their own document.
-        max_seqlen: the longest document; without it a GPU starts more empty programs.
+        max_seqlen: the longest document; without it a GPU starts a program for every block of the
+            row in every document. A document that is longer is an error, on a GPU NaN.
         probe: float32 zeros [P, samples + 2], P = number of trainable ones of (sinks, logit_scale,
             q_gain, k_gain). Rows may be k · samples: then k consecutive rows are one sample.
 
@@ -118,7 +119,11 @@ def attention(
     _check(q, k, v, attn_mask, window, sinks, logit_scale, q_gain, k_gain, cu_seqlens)
     parameters = (sinks, logit_scale, q_gain, k_gain)
     grouped = q.shape[1] != k.shape[1]
+    if max_seqlen is not None and cu_seqlens is None:
+        raise ValueError("max_seqlen is the length of the longest document: it needs cu_seqlens")
     if not window and cu_seqlens is None and all(p is None for p in parameters):
+        if probe is not None:
+            check_probe(probe, 0)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
@@ -126,7 +131,7 @@ def attention(
     if dtype is not None:
         q, k, v = (t.to(dtype) for t in (q, k, v))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    window = min(window, max(q.shape[2], k.shape[2], 1)) if window else 0
+    window = 0 if window is None or window >= max(q.shape[2:3] + k.shape[2:3]) else window
     pattern = (is_causal, scale, window, max_seqlen or 0)
     y: Tensor = _Attention.apply(q, k, v, *parameters, probe, attn_mask, cu_seqlens, *pattern)
     return y
@@ -176,3 +181,5 @@ def _check(
             f"cu_seqlens [documents + 1] is for one packed row, B = 1 and T = S, no attn_mask; "
             f"not for {shapes}"
         )
+    if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens must be int32 or int64, not {cu_seqlens.dtype}")

@@ -105,7 +105,7 @@ def _input_grad(dys: list[Tensor], weights: list[Tensor]) -> Tensor:
     """Σ dy W, each dy as it lies."""
     dx = dys[0] @ weights[0]
     for dy, w in zip(dys[1:], weights[1:]):
-        dx.flatten(0, -2).addmm_(dy.flatten(0, -2), w)
+        dx.view(-1, dx.shape[-1]).addmm_(dy.flatten(0, -2), w)
     return dx
 
 
