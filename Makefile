@@ -30,7 +30,7 @@ wheel-test: $(DEV)  ## the tests against the wheel in a clean environment
 	build/venv/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	mkdir build/away
 	cd build/away && OMP_NUM_THREADS=1 GNSFAST_TEST_WHEEL=1 ../venv/bin/python -m pytest \
-		--rootdir ../.. -c ../../pyproject.toml -p no:cacheprovider -n 2 --dist worksteal -m "not dist and not source" ../../tests
+		--rootdir ../.. -c ../../pyproject.toml -p no:cacheprovider -n 2 --dist worksteal -m "not dist and not source" -k "not torch_inputs" ../../tests
 
 lint: $(DEV)  ## ruff and mypy
 	$(BIN)/ruff check

@@ -79,7 +79,7 @@ def coverage(model: nn.Module) -> Coverage:
                 claimed.setdefault(id(p), []).append((module, name))
         for parameter in module._parameters.values():
             owners[id(parameter)] = module
-    for module in model.modules():
+    for module in reversed(list(model.modules())):  # the outermost answers
         if uses_children_as_tensors(module):
             owners |= {id(p): module for p in module.parameters()}
     return Coverage(

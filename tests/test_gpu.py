@@ -75,6 +75,25 @@ def test_model(compiled: bool, T: int) -> None:
     assert len(norms) == len(loop)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_transformer_layer(compiled: bool) -> None:
+    """Torch's own attention, long enough for the fused kernel, and its heads."""
+    model, batch = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True).cuda(), 3
+    x = torch.randn(batch, 300, 64, device="cuda")
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    loop = loop_sqnorms(model, loss_of, x, batch)
+    for per_head in (None, ["self_attn"]):
+        gnsfast.convert(model, per_head=per_head)
+        run = torch.compile(loss_of, fullgraph=True) if compiled else loss_of
+        with gnsfast.per_sample_sqnorms(model, batch) as norms:
+            run(model, x).backward()
+        assert_norms(norms, loop)
+        model.zero_grad()
+
+
 def test_autocast() -> None:
     """No worse than twice torch's own error, one sample at a time."""
     model, batch = Block().cuda(), draw(T=80)
