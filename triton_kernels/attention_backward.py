@@ -20,8 +20,8 @@ from gnsfast.triton_kernels.attention_tiles import (
     head_scale,
     key_range,
     load_rows,
+    logits,
     mask_strides,
-    masked,
     place,
     sample_of,
     store_rows,
@@ -115,10 +115,9 @@ def attention_queries_kernel(
         offs_n = n + tl.arange(0, BLOCK_N)
         k = gained(load_rows(k_at, offs_n, offs_d, k_stride_t, S, D), k_gain_ptr, offs_d, D)
         v = load_rows(v_at, offs_n, offs_d, v_stride_t, S, D)
-        s = dot(q, k.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION) * factor
         t, n_ = offs_m[:, None], offs_n[None, :]
         seen = allowed(t, n_, T, S, window, CAUSAL, WINDOW)
-        s = masked(s, mask_at, t, n_, mask_stride_t, mask_stride_s, seen)
+        s = logits(q, k, factor, mask_at, t, n_, mask_stride_t, mask_stride_s, seen, PRECISION)
         p = exp(s - highest[:, None]) * inverse[:, None]
         dp = dot(do, v.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
         ds = p * (dp - delta[:, None])
@@ -237,10 +236,9 @@ def attention_keys_kernel(
             delta = tl.load(delta_ptr + at, mask=offs_m < T, other=0.0)
             q = gained(load_rows(q_at, offs_m, offs_d, q_stride_t, T, D), q_gain_ptr, offs_d, D)
             do = load_rows(do_at, offs_m, offs_d, do_stride_t, T, D)
-            s = dot(k, q.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), PRECISION) * factor
             t, n_ = offs_m[None, :], offs_n[:, None]
             seen = allowed(t, n_, T, S, window, CAUSAL, WINDOW)
-            s = masked(s, mask_at, t, n_, mask_stride_t, mask_stride_s, seen)
+            s = logits(k, q, factor, mask_at, t, n_, mask_stride_t, mask_stride_s, seen, PRECISION)
             p = exp(s - highest[None, :]) * inverse[None, :]
             dv = dot(p.to(do.dtype), do, dv, PRECISION)
             dp = dot(v, do.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32), PRECISION)

@@ -18,8 +18,8 @@ from gnsfast.triton_kernels.attention_tiles import (
     head_scale,
     key_range,
     load_rows,
+    logits,
     mask_strides,
-    masked,
     place,
     sample_of,
     store_rows,
@@ -92,10 +92,9 @@ def attention_forward_kernel(
         offs_n = n + tl.arange(0, BLOCK_N)
         k = gained(load_rows(k_at, offs_n, offs_d, k_stride_t, S, D), k_gain_ptr, offs_d, D)
         v = load_rows(v_at, offs_n, offs_d, v_stride_t, S, D)
-        s = dot(q, k.T, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION) * factor
         t, n_ = offs_m[:, None], offs_n[None, :]
         seen = allowed(t, n_, T, S, window, CAUSAL, WINDOW)
-        s = masked(s, mask_at, t, n_, mask_stride_t, mask_stride_s, seen)
+        s = logits(q, k, factor, mask_at, t, n_, mask_stride_t, mask_stride_s, seen, PRECISION)
         higher = tl.maximum(highest, tl.max(s, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p = exp(s - base[:, None])

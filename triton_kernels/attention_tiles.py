@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gnsfast.reference_attention import Parameters, Pattern
+from gnsfast.triton_kernels.tiles import dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -88,12 +89,16 @@ def allowed(t, s, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def masked(logits, mask_ptr, t, s, mask_stride_t, mask_stride_s, seen):
-    """``logits`` with the mask added; -inf where nothing is seen."""
-    if mask_ptr is not None:
-        at = mask_ptr + t.to(tl.int64) * mask_stride_t + s.to(tl.int64) * mask_stride_s
-        logits += tl.load(at, mask=seen, other=0.0).to(tl.float32)
-    return tl.where(seen, logits, float("-inf"))
+def logits(
+    left, right, factor, mask_at, t, s, mask_stride_t, mask_stride_s, seen, PRECISION: tl.constexpr
+):
+    """The scaled products of two blocks of rows with the mask added; -inf where nothing is seen."""
+    zeros = tl.zeros((left.shape[0], right.shape[0]), tl.float32)
+    out = dot(left, right.T, zeros, PRECISION) * factor
+    if mask_at is not None:
+        at = mask_at + t.to(tl.int64) * mask_stride_t + s.to(tl.int64) * mask_stride_s
+        out += tl.load(at, mask=seen, other=0.0).to(tl.float32)
+    return tl.where(seen, out, float("-inf"))
 
 
 @triton.jit
