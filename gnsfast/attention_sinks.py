@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gnsfast import functional
 from gnsfast.errors import ObservationError
 from gnsfast.probed import Probed
+from gnsfast.reference_attention import MAX_HEAD_DIM
 from gnsfast.sharding import is_dtensor
 
 NAME = "gnsfast_sinks"
@@ -114,9 +115,6 @@ def _attend(
         ) from error
     return o.transpose(1, 2).contiguous(), None
 
-
-MAX_HEAD_DIM = 256
-"""Of the kernels; modules with wider heads are replayed."""
 
 CAUSAL = ("GptOssAttention",)
 

@@ -55,8 +55,7 @@ def implementation(op: str, device: str) -> Callable[..., Any]:
     """The function that runs operator ``op`` on tensors of a device type: it takes the operator's
     arguments, and its results are those of ``reference.py``.
     """
-    modules = [m for m in (reference, reference_attention) if hasattr(m, op)]
-    get = getattr(modules[0], op) if device == "cpu" else None
+    get = getattr(_reference(op), op) if device == "cpu" else None
 
     def run(*args: Any) -> Any:
         name = backend(device)
@@ -70,10 +69,14 @@ def implementation(op: str, device: str) -> Callable[..., Any]:
     return run
 
 
+def _reference(op: str) -> ModuleType:
+    return next(m for m in (reference, reference_attention) if hasattr(m, op))
+
+
 @functools.cache  # looking for an installed package at every call would be on the hot path
 def _module(name: str, op: str, device: str) -> ModuleType:
     if name == "reference":
-        return next(m for m in (reference, reference_attention) if hasattr(m, op))
+        return _reference(op)
     why = missing(name, device)
     if why:
         raise RuntimeError(

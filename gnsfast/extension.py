@@ -32,13 +32,17 @@ def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool) -> bool:
     that start at multiples of 16 bytes and are not expanded, a contiguous dW of that dtype or
     float32 (where it is added to, float32). All else goes to Triton.
     """
-    if not x_BTI.is_cuda or missing():
-        return False
-    if torch.cuda.get_device_capability(x_BTI.device) < (8, 0) or x_BTI.dtype != dy_BTO.dtype:
-        return False
     outputs = (torch.float32,) if add else (torch.float32, x_BTI.dtype)
     stored = dw_OI.dtype in outputs and dw_OI.is_contiguous() and dw_OI.data_ptr() % 8 == 0
-    return stored and fits(x_BTI) and fits(dy_BTO)
+    return stored and _reads(x_BTI, dy_BTO)
+
+
+def _reads(x_BTI: Tensor, dy_BTO: Tensor) -> bool:
+    """Whether a kernel of the extension runs on their device and reads both."""
+    if not x_BTI.is_cuda or missing() or x_BTI.dtype != dy_BTO.dtype:
+        return False
+    capable = torch.cuda.get_device_capability(x_BTI.device) >= (8, 0)
+    return capable and fits(x_BTI) and fits(dy_BTO)
 
 
 def fits(t_BTN: Tensor) -> bool:
@@ -65,10 +69,7 @@ def takes_tokens(x_BI: Tensor, dy_BO: Tensor) -> bool:
     """Whether the squared norms of one-token samples can come from the extension: sm_80 or later,
     bfloat16 or float16 rows that start at multiples of 16 bytes.
     """
-    if not x_BI.is_cuda or missing() or x_BI.dtype != dy_BO.dtype:
-        return False
-    capable = torch.cuda.get_device_capability(x_BI.device) >= (8, 0)
-    return capable and fits(x_BI[:, None]) and fits(dy_BO[:, None])
+    return _reads(x_BI[:, None], dy_BO[:, None])
 
 
 def linear_wgrad(

@@ -195,7 +195,8 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         """
         packed, bias = self.in_proj_weight, self.in_proj_bias
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        own = [r for r in self.probe_rows() if r.parameter not in ("bias_k", "bias_v")]
+        named = [row.parameter for row in self.probe_rows()]
+        own = [name for name in named if name not in ("bias_k", "bias_v")]
         if self._probe is None or not own:
             blocks = weights if packed is None else packed.chunk(3)
             biases = (None, None, None) if bias is None else bias.chunk(3)
@@ -211,20 +212,21 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         if self.bias_k is not None:
             rows = query.shape[batch_dim]
             k, v = (
-                torch.cat([t, self._appended(name, rows, batch_dim)], dim=1 - batch_dim)
+                torch.cat([t, self._appended(name, named, rows, batch_dim)], dim=1 - batch_dim)
                 for name, t in (("bias_k", k), ("bias_v", v))
             )
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         heads = (self.num_heads, self.head_dim)
         return tuple(t.unflatten(-1, heads).permute(order) for t in (q, k, v))
 
-    def _appended(self, name: str, rows: int, batch_dim: int) -> Tensor:
-        """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch."""
+    def _appended(self, name: str, named: list[str], rows: int, batch_dim: int) -> Tensor:
+        """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch; ``named`` are the
+        parameters of the probe's rows.
+        """
         parameter: Tensor = getattr(self, name)
-        trainable = [row.parameter for row in self.probe_rows()]
-        if self._probe is None or name not in trainable:
+        if self._probe is None or name not in named:
             return parameter.expand((1, rows, -1) if batch_dim else (rows, 1, -1))
-        row = trainable.index(name)
+        row = named.index(name)
         return functional.repeated(parameter, self._probe[row : row + 1], rows, batch_dim=batch_dim)
 
     def _project_out(self, o_LNE: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ class Observer:
         self.paths = {name: [path for path, _, _ in rows] for name, rows in slab.rows.items()}
         self.labels, self.modules = slab.labels, slab.modules
         self.units = list(slab.units.values())
-        self._of_host = [self.names.index(unit.parameter) for unit in self.units]
+        index = {name: k for k, name in enumerate(self.names)}
+        self._of_host = [index[unit.parameter] for unit in self.units]
         self._of = torch.tensor(self._of_host, device=self.parameters[0].device)
         self.device = self.parameters[0].device
         single = [not checks.may_repeat(self.modules[path]) for path, _ in self.labels]

@@ -40,6 +40,7 @@ class ProbeSlab:
         self.grad: dict[torch.device, Tensor] = {}
         self._probes: dict[str, Tensor] = {}
         names = {id(p): name for name, p in model.named_parameters()}
+        index: dict[tuple[str, str], int] = {}
         sizes: dict[torch.device, int] = {}
         spans: dict[str, tuple[torch.device, slice]] = {}
         for path, module in self.modules.items():
@@ -57,7 +58,7 @@ class ProbeSlab:
                         full, ".".join(filter(None, (full.rpartition(".")[0], part))), block
                     )
                     self.units.setdefault((full, part), unit)
-                    self._unit_of[device, row] = list(self.units).index((full, part))
+                    self._unit_of[device, row] = index.setdefault((full, part), len(index))
         self._refuse_untied()
         self._index_rows(sizes)
         for device, size in sizes.items():

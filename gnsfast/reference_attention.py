@@ -10,6 +10,9 @@ from torch import Tensor
 
 from gnsfast.reference import accumulate_dtype, sum_wgrad
 
+MAX_HEAD_DIM = 256
+"""Of the kernels; ``convert`` has modules with wider heads replayed."""
+
 
 class Parameters(NamedTuple):
     """What attention may have learned, in the order of its probe's rows."""

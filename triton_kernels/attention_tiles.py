@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gnsfast.reference_attention import Parameters, Pattern
+from gnsfast.reference_attention import MAX_HEAD_DIM, Parameters, Pattern
 from gnsfast.triton_kernels.tiles import dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -168,6 +168,3 @@ def check_head_dim(q: Tensor) -> None:
             f"attention has a Triton kernel for head dims of at most {MAX_HEAD_DIM}, not for q "
             f"{list(q.shape)}. GNSFAST_BACKEND=reference runs plain PyTorch instead."
         )
-
-
-MAX_HEAD_DIM = 256

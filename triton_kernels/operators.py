@@ -8,6 +8,7 @@ pass.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -188,6 +189,23 @@ def sums_wgrad(g_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return total_N.to(dtype), with_sum(row_sqnorms(g_BN), total_N[None])
 
 
+def parameter_grads(
+    g_BN: list[Tensor | None], parameters: Sequence[Tensor | None], none: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters' gradients, ``none`` where there is none, and the squared norms [B + 1] of the
+    others.
+    """
+    grads, rows = [], []
+    for g, parameter in zip(g_BN, parameters):
+        if g is None or parameter is None:
+            grads.append(none.clone())  # no result of an operator is another one
+        else:
+            grad, sqnorm_B1 = sums_wgrad(g, parameter.dtype)
+            grads.append(grad)
+            rows.append(sqnorm_B1)
+    return grads, rows
+
+
 def row_sqnorms(t_RN: Tensor) -> Tensor:
     """The squared norm of each row, float64; narrow types are widened as they are read."""
     wide = reference.accumulate_dtype(t_RN.dtype)
@@ -228,15 +246,9 @@ def layer_norm_backward(
         *(unit_inner(dy_BTN), unit_inner(x_BTN), (mean_BT1, rstd_BT1)),
         *(w_N if w_N is None else unit_inner(w_N), weight, bias),
     )
-    grads, rows = [], []
-    for g_BN, parameter in ((dw_BN, w_N), (db_BN, b_N)):
-        if g_BN is None or parameter is None:
-            grads.append(dx.new_empty(0, dtype=torch.float32))
-        else:
-            grad, sqnorm_B1 = sums_wgrad(g_BN, parameter.dtype)
-            grads.append(grad)
-            rows.append(sqnorm_B1)
-    return dx, grads[0], grads[1], probe_rows(rows, x_BTN)
+    none = dx.new_empty(0, dtype=torch.float32)
+    (dw, db), rows = parameter_grads([dw_BN, db_BN], [w_N, b_N], none)
+    return dx, dw, db, probe_rows(rows, x_BTN)
 
 
 def rms_norm_backward(
@@ -334,15 +346,8 @@ def attention_backward(
     dq, dk, dv, g = attention_kernels.attention_backward(
         do, q, k, v, o_BHTD, highest_BHT, inverse_BHT, p, pattern, wanted
     )
-    grads, rows = [], []
-    for g_BN, parameter in zip(g, p):
-        if g_BN is None or parameter is None:
-            grads.append(q.new_empty(0))
-        else:
-            of_samples = g_BN.reshape(samples, -1, g_BN.shape[1]).sum(1)
-            grad, sqnorm_B1 = sums_wgrad(of_samples, parameter.dtype)
-            grads.append(grad)
-            rows.append(sqnorm_B1)
+    of_samples = [t if t is None else t.unflatten(0, (samples, -1)).sum(1) for t in g]
+    grads, rows = parameter_grads(of_samples, p, q.new_empty(0))
     return dq, dk, dv, *grads, probe_rows(rows, q.new_empty((samples, 0)))
 
 

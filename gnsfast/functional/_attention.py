@@ -48,7 +48,7 @@ class _Attention(torch.autograd.Function):
             q, k, v, *parameters, mask, cu_seqlens, *pattern
         )
         ctx.save_for_backward(q, k, v, o, highest, inverse, *parameters, mask, cu_seqlens)
-        ctx.pattern, ctx.probed = pattern, probe is not None
+        ctx.pattern = pattern
         return o
 
     @staticmethod
@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
                 do, *ctx.saved_tensors, *ctx.pattern, ctx.samples, ctx.wanted
             )
         wanted = [g if want else None for g, want in zip(grads, ctx.wanted)]
-        rows = rows if ctx.probed else None
+        rows = rows if ctx.needs_input_grad[7] else None
         return dq, dk, dv, *wanted, rows, *(None,) * (2 + len(ctx.pattern))
 
 
