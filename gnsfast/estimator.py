@@ -2,7 +2,7 @@
 """``GradientNoiseScale``: the noise scale of a training run, from the backward passes it runs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,12 +12,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from gnsfast import scales
+from gnsfast.attachment import Attachment
 from gnsfast.coverage import coverage
 from gnsfast.errors import ObservationError
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, summarize
-from gnsfast.observation import Observer, Settings
+from gnsfast.observation import Observer
+from gnsfast.pipeline import PipelinePasses
 from gnsfast.probed import Probed
 from gnsfast.probes import count
+from gnsfast.update import Settings
 from gnsfast.watch import AUDIT_EVERY
 
 
@@ -42,10 +45,14 @@ class GradientNoiseScale:
         every: measure every so many updates; the others are plain torch.
         loss_reduction: ``"mean"`` over the micro-batch's samples (or tokens), or ``"sum"``.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss.
-        process_group: the data-parallel processes; the default group where there is one.
+        process_group: the processes that train this model together, data and model parallel; the
+            default group where there is one.
+        stages: the processes among them that hold the pipeline stages of one model; ``model`` is
+            then this process's stage, or a ``ModuleList`` of several.
 
     Gradients over several processes are taken to be averaged, as DDP and FSDP2 do, and ``update()``
-    is then called on all of them: it sums one small vector over the group. Where q is read from
+    is then called on all of them: it sums one small vector over the group. Tensor parallel layers
+    (``parallelize_module``) are seen by themselves, also under FSDP2. Where q is read from
     ``.grad``, nothing of the user's may rewrite a gradient as it arrives (a hook after
     accumulation is not seen).
 
@@ -78,6 +85,7 @@ class GradientNoiseScale:
         loss_reduction: str = "mean",
         grad_scaler: GradScaler | None = None,
         process_group: "dist.ProcessGroup | None" = None,
+        stages: "dist.ProcessGroup | None" = None,
     ) -> None:
         _one_of("source", source, ("auto", "local", "global"))
         _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
@@ -89,7 +97,9 @@ class GradientNoiseScale:
             )
         self.model, self.decay = model, decay
         self.window, self.every = count("window", window, 1), count("every", every, 1)
-        self._settings = Settings(source, loss_reduction, grad_scaler, process_group)
+        if stages is not None and source == "local":
+            raise ValueError("source='local' has no use for pipeline stages: use source='global'")
+        self._settings = Settings(source, loss_reduction, grad_scaler, process_group, stages)
         self._attached: int | None = None
         self._attachment: Attachment | None = None
         self._forward_ended = False
@@ -121,7 +131,12 @@ class GradientNoiseScale:
 
     @contextmanager
     def microbatch(
-        self, num_samples: int, *, tokens: int | Tensor | None = None, scale: float | None = None
+        self,
+        num_samples: int,
+        *,
+        tokens: int | Tensor | None = None,
+        scale: float | None = None,
+        schedule: Any = None,
     ) -> Iterator[None]:
         """One forward and one backward pass over ``num_samples`` samples.
 
@@ -132,10 +147,12 @@ class GradientNoiseScale:
             scale: what the loss was multiplied with after its reduction, such as 1 / A for A
                 micro-batches; a ``grad_scaler`` is known by itself. Where it is the same for all
                 micro-batches it does not change the noise scale, but tr Σ and |G|².
+            schedule: the ``torch.distributed.pipelining`` schedule whose one ``step`` the block
+                holds; it divides ``num_samples`` into its own micro-batches.
 
         Raises:
-            ValueError: for counts that are zero or negative, or one sample where ``source`` is
-                ``"local"``.
+            ValueError: for counts that are zero or negative, one sample where ``source`` is
+                ``"local"``, samples that do not divide into a schedule's micro-batches.
             ObservationError: where the block holds no backward pass, or ``.grad`` was written to
                 between two blocks.
         """
@@ -149,16 +166,18 @@ class GradientNoiseScale:
         if not self._due:
             yield
             return
-        observer = self._open(num_samples)
+        pipeline = None if schedule is None else PipelinePasses(schedule, num_samples)
+        observer = self._open(num_samples if pipeline is None else pipeline.num_samples)
         self._inside = True
         try:
-            yield
+            with nullcontext() if pipeline is None else pipeline.open(observer.probes):
+                yield
         except BaseException:
             self.discard()
             raise
         if self._inside:  # no discard() and no reset() inside
             self._inside = False
-            observer.close(num_samples, tokens, scale)
+            observer.close(num_samples, tokens, scale, pipeline)
 
     def _open(self, num_samples: int) -> Observer:
         if self._settings.local and num_samples < 2:
@@ -174,7 +193,7 @@ class GradientNoiseScale:
     def _due(self) -> bool:
         return self._seen % self.every == 0
 
-    def attach(self) -> "Attachment":
+    def attach(self) -> Attachment:
         """Make every training forward of the model a micro-batch: ``microbatch`` is not needed.
 
         The batch size is read off the first tensor among the model's arguments; losses must be
@@ -306,13 +325,13 @@ class GradientNoiseScale:
             "measured": self._measured,
             "ring": self._ring.cpu().clone(),
             "flags": self._flags.cpu().clone(),
-            "touched": list(self._touched),
+            "touched": dict(zip(observer.names, self._touched)),
         }
 
     def _identity(self, observer: Observer) -> dict[str, Any]:
         return {
-            "parameters": list(observer.names),
-            "rows": list(observer.labels),
+            "parameters": list(dict.fromkeys(unit.parameter for unit in observer.units)),
+            "rows": observer.all_labels,
             "units": [(unit.parameter, unit.module) for unit in observer.units],
             "local": self._settings.local,
             "loss_reduction": self._settings.loss_reduction,
@@ -340,49 +359,7 @@ class GradientNoiseScale:
         self._seen, self._measured = state["seen"], state["measured"]
         self._ring.copy_(state["ring"])
         self._flags.copy_(state["flags"])
-        self._touched = list(state["touched"])
-
-
-class Attachment:
-    """What ``attach`` returns; copies and pickles of the model are not attached."""
-
-    def __init__(self, gns: GradientNoiseScale) -> None:
-        hooks = _Hook(gns, before=True), _Hook(gns, before=False)
-        self._gns = gns
-        self._handles = [
-            gns.model.register_forward_pre_hook(hooks[0], with_kwargs=True),
-            gns.model.register_forward_hook(hooks[1], with_kwargs=True),
-        ]
-
-    def remove(self) -> None:
-        """End it; an open micro-batch counts if its backward pass has run, else it is forgotten."""
-        for handle in self._handles:
-            handle.remove()
-        if self._gns._attachment is self:
-            self._gns._attachment = None
-            if self._gns._pass_done():
-                self._gns._close_attached()
-            elif self._gns._attached is not None:
-                self._gns.discard()
-
-
-class _Hook:
-    def __init__(self, gns: GradientNoiseScale | None = None, before: bool = False) -> None:
-        self.gns, self.before = gns, before
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        if self.gns is None or module is not self.gns.model:
-            return
-        if self.before:
-            self.gns._before_forward(args, kwargs)
-        else:
-            self.gns._after_forward()
-
-    def __deepcopy__(self, memo: Any) -> "_Hook":
-        return _Hook()
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
+        self._touched = [state["touched"].get(name, 0) for name in self._start().names]
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

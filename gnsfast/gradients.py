@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast import reference
+from gnsfast.processes import Processes, parameter_groups
 from gnsfast.sharding import is_dtensor
 
 WITNESSES = 8
@@ -17,9 +18,8 @@ Block = tuple[nn.Parameter, tuple[slice, ...]]
 """A parameter and where to look in it; everywhere without slices."""
 
 
-def grad_sqnorms(blocks: list[Block], ranks: int, device: torch.device) -> Tensor:
-    """float64 [K] on ``device``: shares of ‖p.grad[block]‖² whose sum over ``ranks`` processes is
-    it.
+def grad_sqnorms(blocks: list[Block], processes: Processes, device: torch.device) -> Tensor:
+    """float64 [K] on ``device``: shares of ‖p.grad[block]‖² whose sum over ``processes`` is it.
 
     A replicated gradient is shared out equally, a sharded one by its shards. Where a parameter has
     no gradient its share is zero. Nothing waits for the device.
@@ -28,7 +28,7 @@ def grad_sqnorms(blocks: list[Block], ranks: int, device: torch.device) -> Tenso
     by_device: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
     for k, (p, block) in enumerate(blocks):
         if p.grad is not None:
-            grad, copies = _local(p.grad.detach(), ranks)
+            grad, copies = _local(p.grad.detach()), processes.copies(p.grad)
             grad = _within(grad, p.grad, block) if block else grad
             by_device.setdefault(grad.device, []).append((k, grad, copies))
     for where, shares in by_device.items():
@@ -46,15 +46,13 @@ def grad_sqnorms(blocks: list[Block], ranks: int, device: torch.device) -> Tenso
 
 def refuse_divide_factor(model: nn.Module) -> None:
     """FSDP2's ``set_gradient_divide_factor`` puts another factor than 1/R on ``.grad``."""
-    for path, module in model.named_modules():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        for group in getattr(state, "_fsdp_param_groups", ()):
-            if getattr(group, "gradient_divide_factor", None) is not None:
-                raise NotImplementedError(
-                    f"{path or 'the model'}: set_gradient_divide_factor gives gradients another "
-                    "scale than their mean over processes: use source='local', which does not "
-                    "read them"
-                )
+    for path, group in parameter_groups(model):
+        if getattr(group, "gradient_divide_factor", None) is not None:
+            raise NotImplementedError(
+                f"{path or 'the model'}: set_gradient_divide_factor gives gradients another "
+                "scale than their mean over processes: use source='local', which does not "
+                "read them"
+            )
 
 
 def witness(parameters: list[nn.Parameter], device: torch.device) -> Tensor | None:
@@ -89,20 +87,8 @@ def _within(local: Tensor, grad: Any, block: tuple[slice, ...]) -> Tensor:
     return local[block]
 
 
-def _local(grad: Any, ranks: int) -> tuple[Tensor, int]:
-    """The part of a gradient that lies here, and on how many processes the same part lies."""
-    if not is_dtensor(grad):
-        return (grad.coalesce().values() if grad.is_sparse else grad), ranks
-    copies = 1
-    for size, placement in zip(grad.device_mesh.shape, grad.placements):
-        if placement.is_replicate():
-            copies *= size
-        elif not placement.is_shard():
-            raise NotImplementedError(f"a gradient with placement {placement} has no norm yet")
-    if grad.device_mesh.size() != ranks:
-        raise NotImplementedError(
-            f"a gradient on a mesh of {grad.device_mesh.size()} processes, where the noise scale "
-            f"is taken over {ranks}: tensor parallel models are not supported by "
-            "GradientNoiseScale yet"
-        )
-    return grad.to_local(), copies
+def _local(grad: Any) -> Tensor:
+    """The part of a gradient that lies here."""
+    if is_dtensor(grad):
+        return grad.to_local()  # type: ignore[no-any-return]
+    return grad.coalesce().values() if grad.is_sparse else grad  # type: ignore[no-any-return]

@@ -102,9 +102,10 @@ class Embedding(Probed, nn.Embedding):
         if not self._open():
             return super().forward(input)
         assert self._probe is not None
-        if is_dtensor(self.weight):
+        if is_dtensor(self.weight) and (self._tie is not None or self.max_norm is not None):
             raise NotImplementedError(
-                f"{self._probe_name}: a tensor-parallel embedding has no per-sample norms yet. "
+                f"{self._probe_name}: a tensor-parallel embedding that is tied to a head, or has a "
+                "max_norm, has no per-sample norms. "
                 f"Leave it out: convert(model, exclude=[{self._probe_name!r}])."
             )
         B = num_samples(self._probe)

@@ -1,62 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer update as the probes see it: sums over its micro-batches and processes."""
 
-from dataclasses import dataclass, field
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
 from gnsfast import checks, gradients, scales
 from gnsfast.errors import ObservationError
+from gnsfast.pipeline import PipelinePasses, Stages
 from gnsfast.probed import Probed
 from gnsfast.probes import NO_BACKWARD, ProbeSlab, unwrapped
+from gnsfast.processes import find_processes, in_context_parallel, refuse_context_parallel
 from gnsfast.sharding import is_dtensor
+from gnsfast.update import EndOfPass, Mark, Pending, Settings
 from gnsfast.watch import Audit, GradientWatch
-
-Mark = tuple[int, int] | None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What stays the same over all updates."""
-
-    source: str
-    loss_reduction: str
-    grad_scaler: GradScaler | None
-    group: "dist.ProcessGroup | None"
-
-    @property
-    def local(self) -> bool:
-        return self.source == "local"
-
-    @property
-    def ranks(self) -> int:
-        distributed = dist.is_available() and dist.is_initialized()
-        return dist.get_world_size(self.group) if distributed else 1
-
-
-@dataclass(frozen=True)
-class EndOfPass:
-    """The gradients as a backward pass left them: their versions, and the norm of a few."""
-
-    marks: list[Mark]
-    witness: Tensor | None
-
-
-@dataclass
-class Pending:
-    """The micro-batches of the update under way."""
-
-    sums: Tensor
-    calls: Tensor
-    scalars: Tensor
-    end: "EndOfPass"
-    stale: Tensor
-    lengths: bool
-    microbatches: int = 0
-    touched: list[int] = field(default_factory=list)
 
 
 class Observer:
@@ -88,14 +45,18 @@ class Observer:
         self.parameters = [parameters[name] for name in self.names]
         self.paths = {name: [path for path, _, _ in rows] for name, rows in slab.rows.items()}
         self.labels, self.modules = slab.labels, slab.modules
-        self.units = list(slab.units.values())
+        own = list(slab.units.values())
+        self.processes = find_processes(self.model, self.settings.group, self.settings.stages)
+        self._stages = Stages(own, slab.labels, self.settings.stages)
+        self.units = self._stages.units
         index = {name: k for k, name in enumerate(self.names)}
-        self._of_host = [index[unit.parameter] for unit in self.units]
+        self._of_host = [index[unit.parameter] for unit in own]
+        self._blocks = [(self.parameters[index[unit.parameter]], unit.block) for unit in own]
         self._of = torch.tensor(self._of_host, device=self.parameters[0].device)
         self.device = self.parameters[0].device
         single = [not checks.may_repeat(self.modules[path]) for path, _ in self.labels]
         self._single = torch.tensor(single, dtype=torch.float64, device=self.device)
-        if self.settings.ranks > 1 and not self.settings.local:
+        if self.processes.world > 1 and not self.settings.local:
             gradients.refuse_divide_factor(self.model)
         self._owners = [
             (module._parameters, key, p)
@@ -111,12 +72,22 @@ class Observer:
         return [(p.requires_grad, p.device) for p in self._all]
 
     @property
+    def probes(self) -> list[Tensor]:
+        """The probes of the open micro-batch."""
+        return [] if self.slab is None else self.slab.probes
+
+    @property
+    def all_labels(self) -> list[tuple[str, str]]:
+        """The probe rows of all pipeline stages: module and parameter."""
+        return self._stages.labels
+
+    @property
     def width(self) -> int:
         return 2 * len(self.units) + 1 + scales.SCALARS
 
     @property
     def flags(self) -> int:
-        return 2 * len(self.labels) + FLAGS
+        return 2 * len(self._stages.labels) + FLAGS
 
     def split(self, vectors_UW: Tensor) -> list[Tensor]:
         """p [U, K], q [U, K], the whole q [U, 1] and the scalars [U, SCALARS] of U updates."""
@@ -136,6 +107,7 @@ class Observer:
                 "parameters were frozen, unfrozen, moved or replaced since the first micro-batch, "
                 "so old and new measurements cannot be averaged: call gns.reset()"
             )
+        refuse_context_parallel()
         self._check_marks()
         slab = self.slabs.pop(num_samples, None) or ProbeSlab(self.model, num_samples)
         self.slabs[num_samples] = slab  # the newest comes last
@@ -146,6 +118,7 @@ class Observer:
         self._before = self._marks()
         self._stale = self._leftover()
         self._end: EndOfPass | None = None
+        self._split = False
         named = dict(zip(self.names, self.parameters))
         audited = self.audit.wanted()
         self._watch = GradientWatch(named, audited, slab.probes, self._pass_over)
@@ -155,6 +128,7 @@ class Observer:
         if few is not None:
             few = self._without_scale(few.square())
         self._end = EndOfPass(self._marks(), few)
+        self._split |= in_context_parallel()
 
     def _check_marks(self) -> None:
         """Nothing but our own micro-batches may be in ``.grad``, where q is read from it."""
@@ -200,7 +174,13 @@ class Observer:
             self._watch.stop()
         self.slab, self.pending, self.after_update = None, None, self._marks()
 
-    def close(self, num_samples: int, tokens: int | Tensor | None, scale: float | None) -> None:
+    def close(
+        self,
+        num_samples: int,
+        tokens: int | Tensor | None,
+        scale: float | None,
+        pipeline: PipelinePasses | None = None,
+    ) -> None:
         """Take what backward left in the probes and add it to the update."""
         slab = self.slab
         assert slab is not None
@@ -208,6 +188,8 @@ class Observer:
             slab.refuse_graph()
             if not self.reached():
                 raise ObservationError(NO_BACKWARD)
+            if self._split:
+                refuse_context_parallel(always=True)
         except ObservationError:
             self.discard()
             raise
@@ -215,36 +197,41 @@ class Observer:
         self._watch.stop()
         self.slab = None
         s = self.settings
-        if self._end is None:
+        passes, factor = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
+        if self._end is None or pipeline is not None:  # a schedule has divided the gradients since
             self._pass_over()
         assert self._end is not None
         sums, calls = slab.collect(self.device)
         arrived, watched = self._watch.arrived, set(self._watch.watched)
         touched = [
-            int(name in arrived if name in watched else old != new)
+            min(arrived[name], passes) if name in watched else int(old != new)
             for name, old, new in zip(self.names, self._before, self._end.marks)
         ]
         whole = sums.new_zeros(2, len(self.names)).index_add_(1, self._of, sums)
         self.audit.add(whole, self._watch)
-        sums = self._without_scale(sums)
-        surplus = (calls - 1).clamp(min=0) * self._single
+        sums = self._without_scale(sums) * factor**2
+        surplus = (calls - passes).clamp(min=0) * self._single
         calls = torch.stack([calls, torch.where(calls.isnan(), calls, surplus)])
-        scalars = scales.microbatch_scalars(
-            num_samples,
-            tokens,
-            1.0 if scale is None else scale,
-            s.loss_reduction,
-            s.local,
-            self.device,
+        scalars = scales.block_scalars(
+            *(num_samples, passes, tokens, factor * (1.0 if scale is None else scale)),
+            *(s.loss_reduction, s.local, self.device),
         )
-        new = Pending(sums, calls, scalars, self._end, self._stale, tokens is not None, 1, touched)
+        if self.pending is not None and factor != 1.0:
+            self.discard()
+            raise ObservationError(
+                "the schedule divides all gradients after its step, those of earlier steps once "
+                "more: for several steps in an update make it with scale_grads=False"
+            )
+        new = Pending(
+            *(sums, calls, scalars, self._end, self._stale, tokens is not None, passes, touched)
+        )
         old = self.pending
         if old is not None:
             if old.lengths != new.lengths:
                 self.discard()
                 raise ValueError("tokens must be given for all micro-batches or for none")
             new.sums, new.calls = old.sums + sums, old.calls + calls
-            new.scalars, new.microbatches = old.scalars + scalars, old.microbatches + 1
+            new.scalars, new.microbatches = old.scalars + scalars, old.microbatches + passes
             new.stale = old.stale
             new.touched = [a + b for a, b in zip(old.touched, touched)]
         self.pending = new
@@ -260,28 +247,33 @@ class Observer:
                 "gns.microbatch(num_samples), or call gns.attach() once"
             )
         self.pending, self.after_update = None, self._marks()
-        p, q = pending.sums
+        on = self.processes
+        p, q = pending.sums / on.tensor  # all of those processes found the same
         whole = q.sum()
         written = another = share = torch.zeros_like(whole)
         stale = pending.stale
         norm = None if grad_norm is None else self._norm(grad_norm)
-        if s.local or (pending.microbatches == 1 and s.ranks == 1 and s.source == "auto"):
+        if s.local or (pending.microbatches == 1 and on.world == 1 and s.source == "auto"):
             stale = torch.zeros_like(stale)
             if norm is not None:  # the probes know better: it is only compared
                 another = ((norm - whole).abs() > 0.02 * whole).double()
         elif norm is not None:
-            whole, q = norm * s.ranks, torch.full_like(q, torch.nan)
+            whole, q = norm * on.data**2 / on.world, torch.full_like(q, torch.nan)
         else:
             q, written = self._read_gradients(pending)
             whole = q.sum()
-            plain = [not is_dtensor(self.parameters[k]) for k in self._of_host]
-            share = q[torch.tensor(plain).to(q.device, non_blocking=True)].sum()
+            if on.stages == 1:  # others have other parameters
+                plain = [not is_dtensor(self.parameters[k]) for k in self._of_host]
+                share = q[torch.tensor(plain).to(q.device, non_blocking=True)].sum()
         flags = torch.stack([written, stale, another, share, share.square()])
-        vector = torch.cat([p, q, whole[None], pending.scalars, pending.calls.flatten(), flags])
-        if s.ranks > 1:
+        p, q = self._stages.of_units(torch.stack([p, q]))
+        calls = self._stages.of_rows(pending.calls).flatten()
+        scalars = pending.scalars / (on.tensor * on.stages)
+        vector = torch.cat([p, q, whole[None], scalars, calls, flags])
+        if on.world > 1:
             dist.all_reduce(vector, group=s.group)
         share, squares = vector[-2:]
-        apart = (s.ranks * squares - share.square() > 1e-5 * share.square()).double()
+        apart = (on.world * squares - share.square() > 1e-5 * share.square()).double()
         return (
             vector[: self.width],
             torch.cat([vector[self.width : -2], apart[None]]),
@@ -320,15 +312,14 @@ class Observer:
             )
         if found != expected:
             raise ObservationError(REWRITTEN)
-        blocks = [(self.parameters[k], u.block) for k, u in zip(self._of_host, self.units)]
-        q = self._unscale(gradients.grad_sqnorms(blocks, s.ranks, self.device))
+        q = self._unscale(gradients.grad_sqnorms(self._blocks, self.processes, self.device))
         written = q.new_zeros(())
         # Not every write counts as a version: none of unscale_ on the CPU, nor of clipping shards.
         after = gradients.witness(self.parameters, self.device)
         if pending.end.witness is not None and after is not None:
             ratio = self._unscale(after.square()) / pending.end.witness
             written = ((ratio - 1).abs() > 1e-3).double()
-        return q * s.ranks**2, written  # DDP and FSDP2 average
+        return q * self.processes.data**2, written  # DDP and FSDP2 average
 
     def _unscale(self, sqnorm: Tensor) -> Tensor:
         """Take the gradient scaler's factor off, unless ``unscale_`` has done so."""
@@ -343,7 +334,7 @@ class Observer:
 
     def check(self, flags: Tensor, touched: list[int]) -> None:
         """Raise where all passes so far (on the host) make a norm wrong."""
-        calls_2R = flags[:-FLAGS].view(2, -1)
+        calls_2R = self._stages.own_rows(flags[:-FLAGS].view(2, -1), len(self.labels))
         written, stale, another, apart = flags[-FLAGS:].tolist()
         if another:
             raise ObservationError(
@@ -375,7 +366,7 @@ class Observer:
             if (path, name) not in counted:
                 counted.add((path, name))
                 seen[name] = seen.get(name, 0.0) + count
-        alone = self.settings.ranks == 1
+        alone = self.processes.world == 1
         for name, times in zip(self.names, touched):
             if seen[name] < (times if alone else min(times, 1)):
                 raise ObservationError(checks.explain_unseen(name, self.paths[name][0]))

@@ -14,6 +14,8 @@ sum loss                              1 (L_b per token)        same
 DDP, FSDP2 on R processes             1                        1/R: they average
 DDP under ``no_sync``, FSDP2 without  1                        1/R at the last micro-batch
 gradient sync
+tensor parallel processes             1: each finds all of it  1: their shards add
+pipeline stages, A passes             1, later 1/A             1/A where the schedule divides
 ``GradScaler`` with scale s           s                        s, and 1 after ``unscale_``
 ====================================  =======================  ================================
 
@@ -83,6 +85,31 @@ def microbatch_scalars(
             [torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts]
         )
     return torch.tensor(parts, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def block_scalars(
+    num_samples: int,
+    passes: int,
+    tokens: int | Tensor | None,
+    scale: float,
+    loss_reduction: str,
+    local: bool,
+    device: torch.device,
+) -> Tensor:
+    """``microbatch_scalars`` summed over the ``passes`` equal micro-batches of a block."""
+    n = num_samples // passes
+    if passes == 1 or tokens is None:
+        return passes * microbatch_scalars(n, tokens, scale, loss_reduction, local, device)
+    if not isinstance(tokens, Tensor) or tokens.ndim != 1:
+        raise ValueError(
+            "the passes of a pipeline have losses of their own: tokens must be one count per "
+            f"sample [{num_samples}]"
+        )
+    parts = [
+        microbatch_scalars(n, each, scale, loss_reduction, local, device)
+        for each in tokens.split(n)
+    ]
+    return torch.stack(parts).sum(0)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,37 @@ def linear_wgrad(
     return dw, db, torch.cat(rows)
 
 
+def embedding_wgrad(
+    dy_BTD: Any, ids_BT: Any, weight: Any, padding_idx: int, dtype: torch.dtype
+) -> tuple[Any, Tensor]:
+    """``ops.embedding_wgrad`` for a weight that is a DTensor, sharded by ids or by columns."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = weight.device_mesh, weight.placements
+    dy, ids = (t.full_tensor() if is_dtensor(t) else t for t in (dy_BTD, ids_BT))
+    (rows, columns), (first, column) = compute_local_shape_and_global_offset(
+        weight.shape, mesh, placements
+    )
+    # Ids of other shards go to one more row, as padding: it takes no gradient.
+    here = (ids >= first) & (ids < first + rows) & (ids != padding_idx)
+    local = torch.where(here, ids - first, rows)
+    dw, row = ops.embedding_wgrad(
+        dy[..., column : column + columns].contiguous(), local, rows + 1, rows, dtype
+    )
+    dw = dw[:rows]
+    partial = [p.is_shard() for p in placements]
+    for dim, sharded in enumerate(partial):
+        if sharded:
+            torch.distributed.all_reduce(row, group=mesh.get_group(dim))
+    row[:, -1] = 1.0
+    shape, stride = weight.shape, weight.stride()
+    sharded_dw = DTensor.from_local(
+        dw, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    return sharded_dw, row
+
+
 def _whole(row: Any) -> Tensor:
     """A probe row summed over its shards; their counters add up too and become one again."""
     full: Tensor = row.full_tensor()

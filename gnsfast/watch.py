@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watching what a backward pass brings to parameters, and comparing it with what probes saw."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
@@ -27,7 +28,7 @@ class GradientWatch:
         probes: Iterable[Tensor] = (),
         at_end: Callable[[], None] | None = None,
     ) -> None:
-        self.arrived: set[str] = set()
+        self.arrived: Counter[str] = Counter()
         self.sqnorms: dict[str, Tensor] = {}
         self.audited: list[str] = []
         self.watched = [name for name, p in parameters.items() if not is_dtensor(p)]
@@ -45,10 +46,11 @@ class GradientWatch:
 
     def _arriving(self, name: str, grad: Tensor) -> None:
         grad = grad.coalesce().values() if grad.is_sparse else grad
-        self.sqnorms[name] = reference.sqnorm(grad.detach())
+        found = reference.sqnorm(grad.detach())
+        self.sqnorms[name] = self.sqnorms[name] + found if name in self.sqnorms else found
 
     def _arrived(self, name: str, p: Tensor) -> None:
-        self.arrived.add(name)
+        self.arrived[name] += 1
 
     def _wait(self, probe: Tensor) -> None:
         """Call ``at_end`` after this pass: by a callback of a callback, which comes after those in

@@ -31,7 +31,7 @@ def test_import_pulls_in_torch_alone(tmp_path: Path) -> None:
 
 
 def test_import_takes_no_time(tmp_path: Path) -> None:
-    code = (  # with its bytecode at hand, as installed packages have it, whatever the environment says
+    code = (  # its bytecode at hand, as installed packages have it, whatever the environment says
         "import sys, torch; from time import time; sys.dont_write_bytecode = False;"
         "sys.pycache_prefix = 'bytecode'; t = time(); import gnsfast; print(time() - t)"
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnsfast import ops, reference
+from gnsfast import ops, reference, sharding
 from gnsfast.functional._samples import (
     Link,
     check_probe,
@@ -34,6 +34,7 @@ class _Embedding(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         check_probe(probe, 1)
         ctx.set_materialize_grads(False)
+        ctx.sharded = w if sharding.is_dtensor(w) else None
         ctx.save_for_backward(ids, trusted, *links[::3])
         ctx.num_samples, ctx.batch_dim, ctx.shared = num_samples(probe), batch_dim, shared
         ctx.num_embeddings, ctx.parameter_dtype = w.shape[0], w.dtype
@@ -55,9 +56,11 @@ class _Embedding(torch.autograd.Function):
         with without_autocast(dy):
             dy_BTD = samples_first(dy, ctx.num_samples, ctx.batch_dim)
             ids_BT = samples_first(ids[..., None], ctx.num_samples, ctx.batch_dim)[..., 0]
-            dw, sqnorm_PB = ops.embedding_wgrad(
-                dy_BTD, ids_BT, ctx.num_embeddings, ctx.padding_idx, ctx.parameter_dtype
-            )
+            last = ctx.padding_idx, ctx.parameter_dtype
+            if ctx.sharded is None:
+                dw, sqnorm_PB = ops.embedding_wgrad(dy_BTD, ids_BT, ctx.num_embeddings, *last)
+            else:
+                dw, sqnorm_PB = sharding.embedding_wgrad(dy_BTD, ids_BT, ctx.sharded, *last)
             tied = any(d is not None for d in dlinks)
             if tied or link_ids:
                 taught_BTD = dy_BTD.to(reference.accumulate_dtype(dy.dtype))

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallel, sharded and pipelined models have the noise scale of one process."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from processes import spawn
+from test_estimator_distributed import check
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as pp
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import gnsfast
+
+pytestmark = pytest.mark.dist
+UPDATES, N, T, V, PASSES = 5, 4, 6, 23, 4
+Batch = tuple[Tensor, Tensor]
+
+
+def texts(count: int) -> list[list[Batch]]:
+    """[update][batch], the same on every process; labels that have something to learn."""
+    torch.manual_seed(2)
+    return [
+        [(torch.randint(0, V, (N, T)), torch.randint(0, 3, (N, T))) for _ in range(count)]
+        for _ in range(UPDATES)
+    ]
+
+
+def measured(
+    gns: gnsfast.GradientNoiseScale,
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    updates: list[list[Any]],
+) -> gnsfast.NoiseScale:
+    """The micro-batches of each update, one after the other."""
+    for batches in updates:
+        for batch in batches:
+            with gns.microbatch(len(batch[0]), scale=1 / len(batches)):
+                (loss(model, batch) / len(batches)).backward()
+        gns.update()
+        model.zero_grad()
+    return gns.compute()
+
+
+def alone(model: nn.Module, **settings: Any) -> gnsfast.GradientNoiseScale:
+    group, _ = dist.new_subgroups(group_size=1)
+    return gnsfast.GradientNoiseScale(model, process_group=group, source="global", **settings)
+
+
+class Attention(nn.Module):
+    """Grouped heads as in Llama, each projection a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.attention = nn.RMSNorm(8), Attention()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before(x))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.block, self.norm = nn.Embedding(V, 8), Block(), nn.RMSNorm(8)
+        self.head = nn.Linear(8, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.block(self.tokens(ids))))
+        return out
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(1)
+    return gnsfast.convert(Transformer())
+
+
+def text_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def split_heads(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The usual plan: vocabulary, heads and features split; norms see their share of the tokens."""
+    split, whole = Shard(1), Replicate()
+    inputs = PrepareModuleInput(input_layouts=split, desired_input_layouts=whole)
+    plan = {
+        "tokens": RowwiseParallel(input_layouts=whole, output_layouts=split),
+        "block.before": SequenceParallel(),
+        "block.attention": inputs,
+        **{f"block.attention.{p}": ColwiseParallel() for p in "qkv"},
+        "block.attention.o": RowwiseParallel(output_layouts=split),
+        "block.norm": SequenceParallel(),
+        "block.up": ColwiseParallel(input_layouts=split),
+        "block.down": RowwiseParallel(output_layouts=split),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=split, output_layouts=whole),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def llama() -> Any:
+    import transformers as hf  # takes seconds, and one test needs it
+    from tiny_models import SMALL
+
+    torch.manual_seed(1)
+    return gnsfast.convert(hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)))
+
+
+def llama_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]).logits.flatten(0, 1), batch[1].flatten())
+
+
+def llama_2d(mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 over tensor parallel layers."""
+    model = llama()
+    for layer in model.model.layers:
+        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        columns += ("mlp.gate_proj", "mlp.up_proj")
+        rows = ("self_attn.o_proj", "mlp.down_proj")
+        plan = {
+            **{name: ColwiseParallel() for name in columns},
+            **{name: RowwiseParallel() for name in rows},
+        }
+        fully_shard(parallelize_module(layer, mesh["other"], plan), mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def layers() -> nn.Sequential:
+    """Four layers for pipeline stages."""
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(8, 3))
+
+
+def vectors(count: int) -> list[list[Batch]]:
+    torch.manual_seed(2)
+    return [
+        [(torch.randn(2 * N, 8), (torch.rand(2 * N) < 0.1).long()) for _ in range(count)]
+        for _ in range(UPDATES)
+    ]
+
+
+def vector_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def pipelined(
+    name: str,
+    updates: list[list[Batch]],
+    group: dist.ProcessGroup,
+    scale_grads: bool = True,
+    data: dist.ProcessGroup | None = None,
+) -> gnsfast.NoiseScale:
+    """The layers over two processes, one or two stages each; every batch is a schedule's step."""
+    rank, whole, cls = dist.get_rank(group), gnsfast.convert(layers()), getattr(pp, name)
+    options = {"scale_grads": scale_grads, "loss_fn": F.cross_entropy}
+    if issubclass(cls, pp.PipelineScheduleMulti):
+        # A V: the first process has the last stage.
+        mine = [rank, 3 - rank if cls is pp.ScheduleZBVZeroBubble else rank + 2]
+        model: nn.Module = nn.ModuleDict({str(k): whole[k] for k in mine})
+        stages = [PipelineStage(whole[k], k, 4, torch.device("cpu"), group=group) for k in mine]
+        schedule = cls(stages, PASSES, **options)
+    else:
+        model = whole[2 * rank : 2 * rank + 2]
+        if data is not None:
+            model = DistributedDataParallel(model, process_group=data)
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=group)
+        schedule = cls(stage, PASSES, **options)
+    gns = gnsfast.GradientNoiseScale(model, stages=group)
+    for batches in updates:
+        for x, y in batches:
+            with gns.microbatch(len(x), schedule=schedule):
+                schedule.step(*([x] if rank == 0 else []), target=y)
+        gns.update()
+        model.zero_grad()
+    return gns.compute()
+
+
+def one_process(updates: list[list[Batch]]) -> gnsfast.NoiseScale:
+    model = gnsfast.convert(layers())
+    return measured(alone(model), model, vector_loss, updates)
+
+
+def schedules(rank: int) -> None:
+    updates = vectors(1)
+    truth = one_process(updates)
+    for name in (
+        "ScheduleGPipe",
+        "Schedule1F1B",
+        "ScheduleInterleaved1F1B",
+        "ScheduleInterleavedZeroBubble",
+        "ScheduleZBVZeroBubble",
+    ):
+        check(pipelined(name, updates, dist.group.WORLD), truth)
+    updates = vectors(2)  # accumulated over two steps
+    check(pipelined("Schedule1F1B", updates, dist.group.WORLD, False), one_process(updates))
+    with pytest.raises(gnsfast.ObservationError, match="scale_grads=False"):
+        pipelined("Schedule1F1B", updates, dist.group.WORLD)
+    with pytest.raises(ValueError, match="8 samples do not divide into the schedule's 3"):
+        schedule = SimpleNamespace(_n_microbatches=3, scale_grads=True, _stage=None)
+        with gnsfast.GradientNoiseScale(gnsfast.convert(layers())).microbatch(8, schedule=schedule):
+            pass
+    same_names()
+
+
+def same_names() -> None:
+    """Stages that were sliced anew have the same names: their place is put in front."""
+    rank = dist.get_rank()
+    model = gnsfast.convert(nn.Sequential(nn.Linear(8, 8)))
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    schedule = pp.ScheduleGPipe(stage, 2, loss_fn=F.cross_entropy)
+    gns = gnsfast.GradientNoiseScale(model, stages=dist.group.WORLD)
+    with gns.microbatch(4, schedule=schedule):
+        schedule.step(*([torch.randn(4, 8)] if rank == 0 else []), target=torch.arange(4))
+    gns.update()
+    assert set(gns.compute().per_module) == {"stage0.0", "stage1.0"}
+
+
+def heads_split(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    updates, plain = texts(2), transformer()
+    truth = measured(alone(plain), plain, text_loss, updates)
+    model = split_heads(transformer(), mesh)
+    check(measured(gnsfast.GradientNoiseScale(model), model, text_loss, updates), truth)
+    group, _ = dist.new_subgroups(group_size=1)
+    with pytest.raises(ValueError, match="all processes that train the model"):
+        with gnsfast.GradientNoiseScale(model, process_group=group).microbatch(N):
+            pass
+
+
+def mixed_precision(rank: int) -> None:
+    """bfloat16 parameters, float32 sums; one process shards over itself, for the same rounding."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def shard(mesh: DeviceMesh, reshard: bool) -> nn.Module:
+        options: dict[str, Any] = dict(mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        model = transformer()
+        fully_shard(model.block, **options)  # type: ignore[arg-type]
+        return fully_shard(model, **options)
+
+    updates, mesh = texts(4), init_device_mesh("cpu", (2,))
+    mine = [update[2 * rank : 2 * rank + 2] for update in updates]
+    plain = shard(DeviceMesh("cpu", [rank]), True)
+    truth = measured(alone(plain), plain, text_loss, updates)
+    for reshard in (True, False):
+        model = shard(mesh, reshard)
+        check(measured(gnsfast.GradientNoiseScale(model), model, text_loss, mine), truth)
+
+
+def samples_split(rank: int) -> None:
+    """Context parallelism is refused by name, wherever it begins."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model, ids = transformer(), torch.randint(0, V, (N, T))
+    gns = gnsfast.GradientNoiseScale(model)
+    with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
+        with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
+            with gns.microbatch(N):
+                pass
+    with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
+        with gns.microbatch(N):
+            with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
+                model.tokens(ids).sum().backward()  # type: ignore[operator, union-attr]
+    with pytest.raises(NotImplementedError, match="dimension 'cp'"):
+        with gnsfast.GradientNoiseScale(fully_shard(model, mesh=mesh)).microbatch(N):
+            pass
+
+
+@pytest.mark.parametrize("work", [heads_split, mixed_precision, samples_split, schedules])
+def test_two_processes(work: Callable[[int], None]) -> None:
+    spawn(work)
+
+
+def four(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
+    replica = mesh["dp"].get_local_rank()
+    plain, updates = llama(), texts(4)
+    truth = measured(alone(plain), plain, llama_loss, updates)
+    mine = [update[2 * replica : 2 * replica + 2] for update in updates]
+    model = llama_2d(mesh)
+    check(measured(gnsfast.GradientNoiseScale(model), model, llama_loss, mine), truth)
+    groups = mesh["other"].get_group(), mesh["dp"].get_group()
+    batches = vectors(2)
+    own = [[update[replica]] for update in batches]
+    check(pipelined("Schedule1F1B", own, groups[0], data=groups[1]), one_process(batches))
+
+
+def test_two_dimensions() -> None:
+    """FSDP2 over tensor parallel layers; DistributedDataParallel over pipeline stages."""
+    spawn(four, 4)
