@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnsfast import extension, reference, reference_attention
+from gnsfast import extension, reference, reference_attention, reference_segments
 
 VARIABLE = "GNSFAST_BACKEND"
 NAMES = ("reference", "triton", "cuda")
@@ -70,7 +70,8 @@ def implementation(op: str, device: str) -> Callable[..., Any]:
 
 
 def _reference(op: str) -> ModuleType:
-    return next(m for m in (reference, reference_attention) if hasattr(m, op))
+    formulas = (reference, reference_attention, reference_segments)
+    return next(m for m in formulas if hasattr(m, op))
 
 
 @functools.cache  # looking for an installed package at every call would be on the hot path

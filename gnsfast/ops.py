@@ -81,6 +81,27 @@ def linear_wgrad_tied(
 
 
 @_define(
+    "linear_wgrad_segments(Tensor x_NI, Tensor dy_NO, Tensor starts, SymInt experts, bool weight, "
+    "bool bias, bool transposed, ScalarType dtype) -> (Tensor, Tensor, Tensor)"
+)
+def linear_wgrad_segments(
+    x_NI: Tensor,
+    dy_NO: Tensor,
+    starts: Tensor,
+    experts: int,
+    weight: bool,
+    bias: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    I, O, B = x_NI.shape[1], dy_NO.shape[1], (starts.shape[0] - 1) // experts
+    shape = (experts, *((I, O) if transposed else (O, I))) if weight else (0,)
+    dw = x_NI.new_empty(shape, dtype=dtype)
+    db = x_NI.new_empty((experts, O) if bias else (0,), dtype=dtype)
+    return dw, db, _fake_rows(x_NI, weight + bias, B)
+
+
+@_define(
     "embedding_wgrad(Tensor dy_BTD, Tensor ids_BT, SymInt num_embeddings, int padding_idx, "
     "ScalarType dtype) -> (Tensor, Tensor)"
 )

@@ -180,17 +180,7 @@ def linear_cases(capability: int) -> Iterator[Case]:
             8,
             pointers={"scratch_ptr": "*fp32", "partial_ptr": "*fp32"},
         )
-    for dtype, config in (("bf16", default), ("fp32", configs.SINGLE[0])):
-        yield Case(
-            f"linear_wgrad_segments {config}",
-            segments.linear_wgrad_segments_kernel,
-            dtype,
-            blocks(config) | dict(PRECISION="ieee"),
-            config.num_warps,
-            config.num_stages,
-            {"partial_ptr": "*fp32", "starts_ptr": "*i32"},
-            tensor_cores=dtype != "fp32",
-        )
+    yield from segments_cases()
     for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32")):
         for block_t in (16, 32, 64, gram.MAX_TOKENS):
             options = gram.config(block_t, DTYPES[dtype])
@@ -210,6 +200,34 @@ def linear_cases(capability: int) -> Iterator[Case]:
                 {"sqnorm_ptr": "*fp32"},
                 tensor_cores=True,
             )
+
+
+def segments_cases() -> Iterator[Case]:
+    kinds = [(dtype, "ieee", aligned) for dtype in ("bf16", "fp32") for aligned in (True, False)]
+    for dtype, precision, aligned in [*kinds, ("fp32", "tf32", False)]:
+        config = segments.fixed_config(DTYPES[dtype], aligned)
+        if precision == "tf32":
+            config = configs.TF32_UNALIGNED[-1]
+        words = [precision] * (dtype == "fp32") + ["unaligned"] * (not aligned)
+        yield Case(
+            " ".join(["linear_wgrad_segments", str(config), *words]),
+            segments.linear_wgrad_segments_kernel,
+            dtype,
+            blocks(config) | dict(PRECISION=precision),
+            config.num_warps,
+            config.num_stages,
+            {"partial_ptr": "*fp32", "starts_ptr": "*i32"},
+            tensor_cores=precision == "tf32" or dtype != "fp32",
+            aligned=aligned,
+        )
+    yield Case(
+        "segment_sums",
+        segments.segment_sums_kernel,
+        "bf16",
+        {name: size for name, size in segments.SUMS.items() if name.isupper()},
+        segments.SUMS["num_warps"],
+        pointers={"sums_ptr": "*fp32", "starts_ptr": "*i32"},
+    )
 
 
 def blocks(config: configs.Config) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 GPU where there is one, else in Triton's interpreter.
 """
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast import reference  # noqa: E402
-from gnsfast.triton_kernels import gram, linear_wgrad, operators, routes, segments  # noqa: E402
+from gnsfast.triton_kernels import gram, linear_wgrad, operators, routes  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, candidates, splits  # noqa: E402
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -192,33 +190,6 @@ def test_rows(device: str) -> None:
     torch.testing.assert_close(product.double(), loop(x, dy)[1][:-1], rtol=1e-5, atol=0)
     bias = loop(torch.ones_like(x[..., :1]), dy)
     torch.testing.assert_close(dy_sqnorm.double(), bias[1][:-1], rtol=1e-5, atol=0)
-
-
-LENGTHS = {
-    "unequal": [3, 70, 1, 129],
-    "empty ones": [0, 5, 0, 0, 66, 0],
-    "one": [40],
-    "all empty": [0, 0],
-    "whole blocks": [64, 128],
-}
-
-
-@DTYPES
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_segments(lengths: list[int], dtype: torch.dtype, device: str) -> None:
-    """Documents of a packed row; one that is not finite stays by itself."""
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    x, dy = torch.randn(sum(lengths), 140), torch.randn(sum(lengths), 24)
-    x, dy = x.to(device, dtype), dy.to(device, dtype)
-    dw, sqnorm_B1 = segments.linear_wgrad_segments(x, dy, starts, F32)
-    pairs = zip(x.double().split(lengths), dy.double().split(lengths))
-    g = torch.stack([dy_TO.T @ x_TI for x_TI, dy_TO in pairs])
-    norms = torch.cat([g.square().sum((1, 2)), g.sum(0).square().sum()[None]])
-    assert_wgrad(dw, sqnorm_B1, (g.sum(0), norms))
-    if lengths[0] and len(lengths) > 1:
-        x[lengths[0] - 1] = torch.nan
-        _, poisoned = segments.linear_wgrad_segments(x, dy, starts, F32)
-        assert poisoned[0].isnan() and poisoned[1:-1].isfinite().all()
 
 
 def test_same_bits_twice(device: str) -> None:

@@ -19,7 +19,7 @@ from gnsfast import backends, extension, reference, reference_attention
 from gnsfast.reference_attention import Parameters, Pattern
 from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
-from gnsfast.triton_kernels import embedding, gram, norms
+from gnsfast.triton_kernels import embedding, gram, norms, segments
 from gnsfast.triton_kernels import linear_wgrad as fused_kernel
 from gnsfast.triton_kernels.configs import Config, candidates
 from gnsfast.triton_kernels.routes import linear_route
@@ -88,6 +88,33 @@ def linear_wgrad_tied(
         db, sqnorm_B1 = bias_wgrad(dy_BTO, dtype)
         rows.append(sqnorm_B1)
     return dw, db, probe_rows(rows, x_BTI), rows_BSI
+
+
+def linear_wgrad_segments(
+    x_NI: Tensor,
+    dy_NO: Tensor,
+    starts: Tensor,
+    experts: int,
+    weight: bool,
+    bias: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_dtypes("linear_wgrad_segments", x_NI, dy_NO)
+    B = (len(starts) - 1) // experts
+    dw = db = x_NI.new_empty(0, dtype=dtype)
+    rows = []
+    if weight:
+        left, right = (x_NI, dy_NO) if transposed else (dy_NO, x_NI)
+        dw, sqnorm_B1 = segments.outer_wgrad(right, left, starts, experts, dtype)
+        rows.append(sqnorm_B1)
+    if bias:
+        sums_SO = segments.segment_sums(dy_NO, starts)
+        db_EO = sums_SO.unflatten(0, (experts, B)).sum(1)
+        sqnorm_B = row_sqnorms(sums_SO).view(experts, B).sum(0)
+        db = db_EO.to(dtype)
+        rows.append(with_sum(sqnorm_B, db_EO))
+    return dw, db, probe_rows(rows, x_NI.new_empty((B, 0)))
 
 
 def probe_rows(sqnorms: list[Tensor], like: Tensor) -> Tensor:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear weight gradient for samples of unequal length in one row (``cu_seqlens``): documents
-of a packed sequence. The kernel of ``linear_wgrad.py`` with the samples' bounds read from memory.
+"""The gradients of linear layers whose samples are segments of unequal length of one list of rows:
+documents of a packed sequence (``cu_seqlens``), or the rows of every expert of a mixture, sorted by
+expert and then by sample. The kernel of ``linear_wgrad.py`` with the bounds read from memory.
+
+Legend: N rows, B samples, E experts, I in_features, O out_features; segment e B + b is the rows of
+sample b that expert e was given. Nothing waits for the device: the bounds stay there.
 """
 
 import torch
@@ -10,16 +14,16 @@ from torch import Tensor
 
 from gnsfast.triton_kernels.configs import Config, candidates
 from gnsfast.triton_kernels.linear_wgrad import aligned
-from gnsfast.triton_kernels.tiles import check_dtypes, dot, precision, tile_position, unit_inner
+from gnsfast.triton_kernels.tiles import dot, precision, tile_position, unit_inner
 
 
 @triton.jit(do_not_specialize=["B"])
 def linear_wgrad_segments_kernel(
     x_ptr,
     dy_ptr,
-    dw_ptr,
-    partial_ptr,  # [tiles, B + 1] float32
-    starts_ptr,  # [B + 1]: the first row of each sample, and the end of the last
+    dw_ptr,  # [E, O, I]
+    partial_ptr,  # [E, tiles, B + 1] float32
+    starts_ptr,  # [E B + 1]: the first row of each segment, and the end of the last
     B,
     I,
     O,
@@ -31,17 +35,21 @@ def linear_wgrad_segments_kernel(
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    tile_o, tile_i = tile_position(tile, tl.cdiv(O, BLOCK_O), tl.cdiv(I, BLOCK_I), GROUP)
+    tiles_o = tl.cdiv(O, BLOCK_O)
+    tiles_i = tl.cdiv(I, BLOCK_I)
+    item = tl.program_id(0)
+    expert = (item // (tiles_o * tiles_i)).to(tl.int64)
+    tile_o, tile_i = tile_position(item % (tiles_o * tiles_i), tiles_o, tiles_i, GROUP)
     offs_o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     offs_i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
     mask_o = (offs_o < O)[:, None]
     mask_i = (offs_i < I)[None, :]
-    row = partial_ptr + tile.to(tl.int64) * (B + 1)
+    row = partial_ptr + item.to(tl.int64) * (B + 1)
+    bounds_ptr = starts_ptr + expert * B
     total = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
     for b in range(B):
-        start = tl.load(starts_ptr + b).to(tl.int64)
-        end = tl.load(starts_ptr + b + 1).to(tl.int64)
+        start = tl.load(bounds_ptr + b).to(tl.int64)
+        end = tl.load(bounds_ptr + b + 1).to(tl.int64)
         acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
         for first in range(start, end, BLOCK_T):
             offs_t = first + tl.arange(0, BLOCK_T)  # int64, and never of the next sample
@@ -59,34 +67,78 @@ def linear_wgrad_segments_kernel(
         tl.store(row + b, tl.sum(acc * acc))
         total += acc
     tl.store(row + B, tl.sum(total * total))
-    at = dw_ptr + offs_o[:, None].to(tl.int64) * I + offs_i[None, :]
+    at = dw_ptr + (expert * O + offs_o[:, None]) * I + offs_i[None, :]
     tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=mask_o & mask_i)
 
 
-def linear_wgrad_segments(
+@triton.jit
+def segment_sums_kernel(
+    dy_ptr,
+    sums_ptr,  # [S, O] float32
+    starts_ptr,  # [S + 1]
+    O,
+    dy_stride,
+    BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    segment = tl.program_id(0).to(tl.int64)
+    offs_o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    start = tl.load(starts_ptr + segment).to(tl.int64)
+    end = tl.load(starts_ptr + segment + 1).to(tl.int64)
+    total = tl.zeros((BLOCK_O,), tl.float32)
+    for first in range(start, end, BLOCK_R):
+        offs_r = first + tl.arange(0, BLOCK_R)
+        dy_RO = tl.load(
+            dy_ptr + offs_r[:, None] * dy_stride + offs_o[None, :],
+            mask=(offs_r < end)[:, None] & (offs_o < O)[None, :],
+            other=0.0,
+        )
+        total += tl.sum(dy_RO.to(tl.float32), 0)
+    tl.store(sums_ptr + segment * O + offs_o, total, mask=offs_o < O)
+
+
+SUMS = {"BLOCK_R": 32, "BLOCK_O": 128, "num_warps": 4}
+
+
+def fixed_config(dtype: torch.dtype, aligned: bool) -> Config:
+    """The tile: the linear kernel's, but for float32 by single elements, where 128 x 64 spills 16
+    bytes on sm_90.
+    """
+    choices = candidates(dtype, aligned)
+    return choices[-1] if dtype == torch.float32 and not aligned else choices[0]
+
+
+def outer_wgrad(
     x_NI: Tensor,
     dy_NO: Tensor,
     starts: Tensor,
+    experts: int,
     dtype: torch.dtype,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dW and the probe row of ``y = x Wᵀ`` where sample b is rows ``starts[b]`` to ``starts[b+1]``.
-
-    Equals ``dy.T @ x``, and its norms document by document; an empty document has norm zero.
-    Nothing waits for the device: ``starts`` (``cu_seqlens``, [B + 1] integers) stays there.
-    """
-    check_dtypes("linear_wgrad_segments", x_NI, dy_NO)
+    """dW [E, O, I] and the squared norms [B + 1], of each sample's gradient and of their sum."""
     x, dy = unit_inner(x_NI), unit_inner(dy_NO)
-    B, I, O = len(starts) - 1, x.shape[1], dy.shape[1]
-    config = config or candidates(x.dtype, aligned(x[None]) and aligned(dy[None]))[0]
-    starts = starts.contiguous()
+    B, I, O = (len(starts) - 1) // experts, x.shape[1], dy.shape[1]
+    config = config or fixed_config(x.dtype, aligned(x[None]) and aligned(dy[None]))
     tiles = triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
-    dw = x.new_empty((O, I), dtype=dtype)
-    partial = x.new_empty((tiles, B + 1), dtype=torch.float32)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        linear_wgrad_segments_kernel[(tiles,)](
-            *(x, dy, dw, partial, starts, B, I, O, x.stride(0), dy.stride(0)),
+    dw = x.new_empty((experts, O, I), dtype=dtype)
+    partial = x.new_empty((experts * tiles, B + 1), dtype=torch.float32)
+    if len(partial):
+        linear_wgrad_segments_kernel[(experts * tiles,)](
+            *(x, dy, dw, partial, starts.contiguous()),
+            *(B, I, O, x.stride(0), dy.stride(0)),
             PRECISION=precision(x.dtype),
             **config.options(),
         )
     return dw, partial.sum(0, dtype=torch.float64)
+
+
+def segment_sums(dy_NO: Tensor, starts: Tensor) -> Tensor:
+    """[S, O] float32: the sum of each segment's rows, without atomics."""
+    dy, S = unit_inner(dy_NO), len(starts) - 1
+    sums = dy.new_empty((S, dy.shape[1]), dtype=torch.float32)
+    if sums.numel():
+        segment_sums_kernel[(S, triton.cdiv(dy.shape[1], SUMS["BLOCK_O"]))](
+            dy, sums, starts.contiguous(), dy.shape[1], dy.stride(0), **SUMS
+        )
+    return sums

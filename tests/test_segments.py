@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers whose samples are segments of one list of rows (experts, documents): the formula
+and the Triton kernels, per sample against a float64 loop over segments.
+"""
+
+import importlib.util
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gnsfast import ops, reference_segments
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+
+# E, I, O and the rows of every segment: those of expert 0 first, sample by sample.
+CASES: dict[str, tuple[int, int, int, list[int]]] = {
+    "documents": (1, 140, 24, [3, 70, 1, 129]),
+    "documents, some empty": (1, 24, 130, [0, 5, 0, 0, 66, 0]),
+    "experts": (3, 37, 21, [2, 0, 5, 0, 0, 0, 7, 1, 66]),
+    "several tiles of experts": (2, 136, 140, [4, 3, 2, 9]),
+    "one sample": (3, 16, 8, [4, 0, 9]),
+    "one row each": (2, 16, 8, [1, 1, 1, 1]),
+    "one feature": (2, 1, 1, [2, 3, 0, 1]),
+    "no row": (2, 16, 8, [0, 0, 0, 0]),
+    "no sample": (2, 16, 8, []),
+}
+
+
+@pytest.fixture(params=["reference", "triton"])
+def operator(request: pytest.FixtureRequest, device: str) -> tuple[Callable[..., Any], str]:
+    if request.param == "reference":
+        return reference_segments.linear_wgrad_segments, "cpu"
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is there on Linux alone")
+    from gnsfast.triton_kernels import operators
+
+    return operators.linear_wgrad_segments, device
+
+
+def draw(case: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, and where segments start; what is outside of all segments is NaN."""
+    _, I, O, lengths = CASES[case]
+    starts = torch.tensor([2, *itertools.accumulate(lengths, initial=2)][1:], dtype=torch.int32)
+    N = int(starts[-1])
+    x, dy = torch.full((N + 3, I), torch.nan), torch.full((N + 3, O), torch.nan)
+    x[2:N], dy[2:N] = torch.randn(N - 2, I), torch.randn(N - 2, O)
+    return x.to(device, dtype), dy.to(device, dtype), starts.to(device)
+
+
+def loop(case: str, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients [E, B, O, I] of the weight and [E, B, O] of the bias, segment by segment."""
+    E, I, O, lengths = CASES[case]
+    pairs = list(zip(x[2:-3].double().split(lengths), dy[2:-3].double().split(lengths)))
+    shape = (E, len(lengths) // E)
+    weights = [dy_TO.T @ x_TI for x_TI, dy_TO in pairs] or [x.new_empty(0, dtype=F64)]
+    biases = [dy_TO.sum(0) for _, dy_TO in pairs] or [x.new_empty(0, dtype=F64)]
+    return torch.stack(weights).view(*shape, O, I), torch.stack(biases).view(*shape, O)
+
+
+def assert_wgrad(grad: Tensor, row: Tensor, want: Tensor) -> None:
+    """Of [E, B, ...]: the sum over samples, and every sample's norm over all experts, in 1e-5."""
+    total = want.sum(1)
+    norms_B = want.flatten(2).square().sum((0, 2))
+    torch.testing.assert_close(grad.double(), total, rtol=1e-5, atol=1e-5)
+    norms = torch.cat(
+        [norms_B, total.square().sum()[None], torch.ones_like(total[:1]).flatten()[:1]]
+    )
+    torch.testing.assert_close(row.double(), norms, rtol=1e-5, atol=0)
+
+
+TRANSPOSED = ("experts", "several tiles of experts")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("case", "transposed"), [*((c, False) for c in CASES), *((c, True) for c in TRANSPOSED)]
+)
+def test_wgrad(
+    case: str, dtype: torch.dtype, transposed: bool, operator: tuple[Callable[..., Any], str]
+) -> None:
+    run, device = operator
+    x, dy, starts = draw(case, dtype, device)
+    dw, db, rows = run(x, dy, starts, CASES[case][0], True, True, transposed, F32)
+    weight, bias = loop(case, x, dy)
+    assert rows.dtype == dw.dtype == db.dtype == F32
+    assert_wgrad(dw.mT if transposed else dw, rows[0], weight)
+    assert_wgrad(db, rows[1], bias)
+
+
+def test_wanted(operator: tuple[Callable[..., Any], str]) -> None:
+    """What is not wanted comes back empty and has no row; the rest keeps its bits."""
+    run, device = operator
+    x, dy, starts = draw("experts", F32, device)
+    dw, db, rows = run(x, dy, starts, 3, True, True, True, F32)
+    for want_weight, want_bias in ((True, False), (False, True), (False, False)):
+        some = run(x, dy, starts, 3, want_weight, want_bias, True, F32)
+        assert torch.equal(some[0], dw if want_weight else dw.new_empty(0))
+        assert torch.equal(some[1], db if want_bias else db.new_empty(0))
+        kept = [row for row, want in zip(rows, (want_weight, want_bias)) if want]
+        assert torch.equal(some[2], torch.stack(kept) if kept else rows[:0])
+
+
+def test_samples_do_not_mix(operator: tuple[Callable[..., Any], str]) -> None:
+    """What is not finite in one segment stays with its sample."""
+    run, device = operator
+    x, dy, starts = draw("experts", F32, device)
+    x[starts[2]] = dy[starts[2]] = torch.nan  # the first row of sample 2 of expert 0
+    _, _, rows = run(x, dy, starts, 3, True, True, False, F32)
+    assert rows[:, :3].isfinite().tolist() == [[True, True, False]] * 2
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_strides(dtype: torch.dtype, operator: tuple[Callable[..., Any], str]) -> None:
+    """Columns of a wider tensor, every second row, columns that lie one below the other, one row
+    for all.
+    """
+    run, device = operator
+    x, dy, starts = draw("experts", dtype, device)
+    weight, _ = loop("experts", x, dy)
+    wide = torch.cat([x, x, x], 1)[:, 37:74]
+    apart = torch.stack([dy, dy], 1).flatten(0, 1)[::2]
+    dw, _, rows = run(wide, apart, starts, 3, True, False, False, F32)
+    assert_wgrad(dw, rows[0], weight)
+    dw, _, rows = run(x.T.contiguous().T, dy, starts, 3, True, False, True, F32)
+    assert_wgrad(dw.mT, rows[0], weight)
+    same = dy[3:4].expand_as(dy)
+    dw, _, rows = run(x, same, starts, 3, True, False, False, F32)
+    assert_wgrad(dw, rows[0], loop("experts", x, same)[0])
+
+
+def test_short_and_long_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula's two ways side by side, in float64, with several groups of short segments, one
+    of which cancels.
+    """
+    monkeypatch.setattr(reference_segments, "PADDED", 600)
+    lengths = [3, 0, 5, 90, 2, 1, 4, 4, 4]
+    CASES["both"] = (3, 64, 48, lengths)
+    x, dy, starts = draw("both", F64, "cpu")
+    del CASES["both"]
+    own = slice(int(starts[6]), int(starts[7]))
+    x[own], dy[own] = x[own][:1], torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
+    dw, db, rows = ops.linear_wgrad_segments(x, dy, starts, 3, True, True, False, F64)
+    g = torch.stack([dy[a:b].T @ x[a:b] for a, b in itertools.pairwise(starts.tolist())]).unflatten(
+        0, (3, 3)
+    )
+    torch.testing.assert_close(dw, g.sum(1))
+    torch.testing.assert_close(rows[0, :-2].double(), g.square().sum((0, 2, 3)), rtol=1e-6, atol=0)
+    assert db.dtype == F64
+
+
+def test_opcheck() -> None:
+    """Schema and fake say what the operator does."""
+    x, dy, starts = draw("several tiles of experts", F32, "cpu")
+    for weight, bias, transposed in (
+        (True, True, True),
+        (False, True, False),
+        (True, False, False),
+    ):
+        arguments = (x, dy, starts, 2, weight, bias, transposed, BF16)
+        torch.library.opcheck(torch.ops.gnsfast.linear_wgrad_segments.default, arguments)
