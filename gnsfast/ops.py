@@ -113,6 +113,28 @@ def embedding_wgrad(
 
 
 @_define(
+    "embedding_wgrad_segments(Tensor dy_ND, Tensor ids_N, Tensor starts, SymInt num_embeddings, "
+    "int padding_idx, ScalarType dtype) -> (Tensor, Tensor)"
+)
+def embedding_wgrad_segments(
+    dy_ND: Tensor,
+    ids_N: Tensor,
+    starts: Tensor,
+    num_embeddings: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    dw = dy_ND.new_empty((num_embeddings, dy_ND.shape[1]), dtype=dtype)
+    return dw, _fake_rows(dy_ND, 1, starts.shape[0] - 1)
+
+
+@_define("segment_sums(Tensor t_NF, Tensor starts) -> Tensor")
+def segment_sums(t_NF: Tensor, starts: Tensor) -> Tensor:
+    acc = reference.accumulate_dtype(t_NF.dtype)
+    return t_NF.new_empty((starts.shape[0] - 1, t_NF.shape[1]), dtype=acc)
+
+
+@_define(
     "layer_norm_backward(Tensor dy_BTN, Tensor x_BTN, Tensor mean_BT1, Tensor rstd_BT1, Tensor? "
     "w_N, Tensor? b_N, bool weight, bool bias) -> (Tensor, Tensor, Tensor, Tensor)"
 )

@@ -225,20 +225,30 @@ def embedding_wgrad(
 
     ``padding_idx`` (-1: none) takes no gradient.
     """
-    B, T, D = dy_BTD.shape
-    acc = accumulate_dtype(dy_BTD.dtype)
-    sample_B1 = torch.arange(B, device=ids_BT.device)[:, None]
-    key_BT = sample_B1 * num_embeddings + ids_BT
-    keep = slice(None) if padding_idx < 0 else (ids_BT != padding_idx).reshape(-1)
-    dy_ND = dy_BTD.reshape(B * T, D)[keep].to(acc)
-    key_S, segment_N = torch.unique(key_BT.reshape(-1)[keep], return_inverse=True)
+    B, T, _ = dy_BTD.shape
+    sample_N = torch.arange(B, device=ids_BT.device).repeat_interleave(T)
+    dw_VD, sqnorm_B1 = embedding_rows(
+        dy_BTD.flatten(0, 1), ids_BT.flatten(), sample_N, B, num_embeddings, padding_idx
+    )
+    return dw_VD.to(dtype), probe_row(sqnorm_B1)[None]
+
+
+def embedding_rows(
+    dy_ND: Tensor, ids_N: Tensor, sample_N: Tensor, B: int, num_embeddings: int, padding_idx: int
+) -> tuple[Tensor, Tensor]:
+    """dW [V, D] and its [B + 1] squared norms, from rows that say which sample they are of."""
+    D, acc = dy_ND.shape[1], accumulate_dtype(dy_ND.dtype)
+    key_N = sample_N * num_embeddings + ids_N
+    keep = slice(None) if padding_idx < 0 else ids_N != padding_idx
+    dy_ND = dy_ND[keep].to(acc)
+    key_S, segment_N = torch.unique(key_N[keep], return_inverse=True)
     sum_SD = dy_ND.new_zeros((len(key_S), D)).index_add_(0, segment_N, dy_ND)
     sqnorm_B = sum_SD.new_zeros(B, dtype=torch.float64)
     sqnorm_B.index_add_(0, key_S // max(num_embeddings, 1), sqnorm_rows(sum_SD))
     dw_VD = sum_SD.new_zeros((num_embeddings, D)).index_add_(
         0, key_S % max(num_embeddings, 1), sum_SD
     )
-    return dw_VD.to(dtype), probe_row(with_sum(sqnorm_B, dw_VD))[None]
+    return dw_VD, with_sum(sqnorm_B, dw_VD)
 
 
 def layer_norm_backward(

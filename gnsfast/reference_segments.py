@@ -44,7 +44,7 @@ def linear_wgrad_segments(
         dw = dw.to(dtype)
         rows.append(probe_row(sqnorm_B1))
     if bias:
-        sums_SO = _sums(dy_NO, starts, bounds[-1])
+        sums_SO = segment_sums(dy_NO, starts)
         sqnorm_S = reference.sqnorm_rows(sums_SO)
         total_EO = sums_SO.unflatten(0, (experts, B)).sum(1)
         sqnorm_B1 = torch.cat([sqnorm_S.view(experts, B).sum(0), sqnorm(total_EO)[None]])
@@ -54,13 +54,32 @@ def linear_wgrad_segments(
     return dw, db, torch.stack(rows) if rows else empty
 
 
-def _sums(dy_NO: Tensor, starts: Tensor, end: int) -> Tensor:
-    """[S, O]: the sum over each segment's rows."""
-    segment_S = torch.arange(len(starts) - 1, device=starts.device)
-    segment_N = segment_S.repeat_interleave(starts.diff())
-    acc = accumulate_dtype(dy_NO.dtype)
-    sums_SO = dy_NO.new_zeros((len(segment_S), dy_NO.shape[1]), dtype=acc)
-    return sums_SO.index_add_(0, segment_N, dy_NO[end - len(segment_N) : end].to(acc))
+def segment_sums(t_NF: Tensor, starts: Tensor) -> Tensor:
+    """[S, F]: the sum over each segment's rows."""
+    segment_N = samples_of_rows(starts)
+    acc, S = accumulate_dtype(t_NF.dtype), len(starts) - 1
+    inside = t_NF[starts[-1] - len(segment_N) : starts[-1]]
+    return t_NF.new_zeros((S, t_NF.shape[1]), dtype=acc).index_add_(0, segment_N, inside.to(acc))
+
+
+def samples_of_rows(starts: Tensor) -> Tensor:
+    """The segment of each row from the first segment's beginning to the last one's end."""
+    return torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())
+
+
+def embedding_wgrad_segments(
+    dy_ND: Tensor,
+    ids_N: Tensor,
+    starts: Tensor,
+    num_embeddings: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """dW [V, D] and ``sqnorm_PB`` of an embedding; ``starts`` cover all rows."""
+    dw_VD, sqnorm_B1 = reference.embedding_rows(
+        dy_ND, ids_N, samples_of_rows(starts), len(starts) - 1, num_embeddings, padding_idx
+    )
+    return dw_VD.to(dtype), probe_row(sqnorm_B1)[None]
 
 
 def _outer_wgrad(

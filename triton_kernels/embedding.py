@@ -92,20 +92,40 @@ def embedding_wgrad(
     dy_BTD: Tensor, ids_BT: Tensor, num_embeddings: int, padding_idx: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """dW [V, D] and the squared norms [B + 1] of the samples and of their sum."""
-    B, T, D = dy_BTD.shape
-    dy_ND = dy_BTD.reshape(B * T, D).contiguous()
-    dw_VD = dy_BTD.new_zeros((num_embeddings, D), dtype=dtype)
-    sample_B1 = torch.arange(B, device=ids_BT.device)[:, None]
-    key_N, order_N = (ids_BT.long() * B + sample_B1).flatten().sort(stable=True)
+    B, T, _ = dy_BTD.shape
+    sample_BT = torch.arange(B, device=ids_BT.device)[:, None].expand(B, T)
+    dw_VD, sqnorm_N, total = rows_wgrad(
+        *(dy_BTD.flatten(0, 1), ids_BT.flatten(), sample_BT.flatten(), B),
+        *(num_embeddings, padding_idx, dtype),
+    )
+    sqnorm_B = sqnorm_N.view(B, T).sum(1, dtype=torch.float64)
+    return dw_VD, torch.cat([sqnorm_B, total[None]])
+
+
+def rows_wgrad(
+    dy_ND: Tensor,
+    ids_N: Tensor,
+    sample_N: Tensor,
+    B: int,
+    num_embeddings: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW [V, D]; [N] float32, whose sums over each sample's rows are its squared norm; that of the
+    samples' sum.
+    """
+    N, D = dy_ND.shape
+    dy_ND = dy_ND.contiguous()
+    dw_VD = dy_ND.new_zeros((num_embeddings, D), dtype=dtype)
+    key_N, order_N = (ids_N.long() * B + sample_N).sort(stable=True)
     id_N = key_N // max(B, 1)
     tile = config(D)
-    N, blocks = B * T, triton.cdiv(D, tile["BLOCK_D"])
-    partial, total = dy_BTD.new_zeros((2, N, blocks), dtype=torch.float32)
+    blocks = triton.cdiv(D, tile["BLOCK_D"])
+    partial, total = dy_ND.new_zeros((2, N, blocks), dtype=torch.float32)
     if N and D:
         grid = (N, blocks)
         segment_sqnorms_kernel[grid](
             *(dy_ND, order_N, key_N, partial, N, D, B, padding_idx), **tile
         )
         run_sums_kernel[grid](*(dy_ND, order_N, id_N, dw_VD, total, N, D, padding_idx), **tile)
-    sqnorm_B = partial.reshape(B, T * blocks).sum(1, dtype=torch.float64)
-    return dw_VD, torch.cat([sqnorm_B, total.sum(dtype=torch.float64)[None]])
+    return dw_VD, partial.sum(1), total.sum(dtype=torch.float64)

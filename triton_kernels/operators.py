@@ -19,10 +19,16 @@ from gnsfast import backends, extension, reference, reference_attention
 from gnsfast.reference_attention import Parameters, Pattern
 from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
-from gnsfast.triton_kernels import embedding, gram, norms, segments
+from gnsfast.triton_kernels import embedding, gram, norms
 from gnsfast.triton_kernels import linear_wgrad as fused_kernel
 from gnsfast.triton_kernels.configs import Config, candidates
 from gnsfast.triton_kernels.routes import linear_route
+from gnsfast.triton_kernels.segment_operators import (
+    embedding_wgrad_segments as embedding_wgrad_segments,
+)
+from gnsfast.triton_kernels.segment_operators import linear_wgrad_segments as linear_wgrad_segments
+from gnsfast.triton_kernels.segment_operators import segment_sums as segment_sums
+from gnsfast.triton_kernels.sqnorms import probe_rows, row_sqnorms, with_sum
 from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner
 from gnsfast.triton_kernels.tuning import choose
 
@@ -88,40 +94,6 @@ def linear_wgrad_tied(
         db, sqnorm_B1 = bias_wgrad(dy_BTO, dtype)
         rows.append(sqnorm_B1)
     return dw, db, probe_rows(rows, x_BTI), rows_BSI
-
-
-def linear_wgrad_segments(
-    x_NI: Tensor,
-    dy_NO: Tensor,
-    starts: Tensor,
-    experts: int,
-    weight: bool,
-    bias: bool,
-    transposed: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_dtypes("linear_wgrad_segments", x_NI, dy_NO)
-    B = (len(starts) - 1) // experts
-    dw = db = x_NI.new_empty(0, dtype=dtype)
-    rows = []
-    if weight:
-        left, right = (x_NI, dy_NO) if transposed else (dy_NO, x_NI)
-        dw, sqnorm_B1 = segments.outer_wgrad(right, left, starts, experts, dtype)
-        rows.append(sqnorm_B1)
-    if bias:
-        sums_SO = segments.segment_sums(dy_NO, starts)
-        db_EO = sums_SO.unflatten(0, (experts, B)).sum(1)
-        sqnorm_B = row_sqnorms(sums_SO).view(experts, B).sum(0)
-        db = db_EO.to(dtype)
-        rows.append(with_sum(sqnorm_B, db_EO))
-    return dw, db, probe_rows(rows, x_NI.new_empty((B, 0)))
-
-
-def probe_rows(sqnorms: list[Tensor], like: Tensor) -> Tensor:
-    """``sqnorm_PB`` [P, B + 2] from the [B + 1] squared norms of each parameter."""
-    if not sqnorms:
-        return like.new_empty((0, len(like) + 2), dtype=torch.float32)
-    return torch.stack([reference.probe_row(sqnorm_B1) for sqnorm_B1 in sqnorms])
 
 
 def outer_wgrad(
@@ -231,18 +203,6 @@ def parameter_grads(
             grads.append(grad)
             rows.append(sqnorm_B1)
     return grads, rows
-
-
-def row_sqnorms(t_RN: Tensor) -> Tensor:
-    """The squared norm of each row, float64; narrow types are widened as they are read."""
-    wide = reference.accumulate_dtype(t_RN.dtype)
-    norms_R: Tensor = torch.linalg.vector_norm(t_RN, dim=1, dtype=wide)
-    return norms_R.double().square()
-
-
-def with_sum(sqnorm_B: Tensor, total_ON: Tensor) -> Tensor:
-    """[B + 1]: the samples' squared norms and that of their sum."""
-    return torch.cat([sqnorm_B.double(), row_sqnorms(total_ON).sum()[None]])
 
 
 def embedding_wgrad(
