@@ -5,6 +5,7 @@ from gnsfast import functional
 from gnsfast.brute_force import brute_force_noise_scale
 from gnsfast.convert import convert
 from gnsfast.coverage import Coverage, CoverageRow, coverage
+from gnsfast.documents import cu_seqlens
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.modules import Conv1d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm
@@ -37,6 +38,7 @@ __all__ = [
     "brute_force_noise_scale",
     "convert",
     "coverage",
+    "cu_seqlens",
     "functional",
     "per_sample_sqnorms",
     "verify",

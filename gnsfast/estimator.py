@@ -136,6 +136,7 @@ class GradientNoiseScale:
         *,
         tokens: int | Tensor | None = None,
         scale: float | None = None,
+        cu_seqlens: Tensor | None = None,
         schedule: Any = None,
     ) -> Iterator[None]:
         """One forward and one backward pass over ``num_samples`` samples.
@@ -147,6 +148,11 @@ class GradientNoiseScale:
             scale: what the loss was multiplied with after its reduction, such as 1 / A for A
                 micro-batches; a ``grad_scaler`` is known by itself. Where it is the same for all
                 micro-batches it does not change the noise scale, but tr Σ and |G|².
+            cu_seqlens: where samples are documents packed into rows: integers [documents + 1], the
+                first row of each in all rows of the batch as one list, and the end of the last
+                (``gnsfast.cu_seqlens`` makes them of position ids), on the CPU. Documents
+                beyond ``num_samples`` are padding. Their lengths differ, so ``tokens`` has to say
+                what the loss counts: ``cu_seqlens.diff() - 1`` of each for next-token losses.
             schedule: the ``torch.distributed.pipelining`` schedule whose one ``step`` the block
                 holds; it divides ``num_samples`` into its own micro-batches.
 
@@ -167,7 +173,16 @@ class GradientNoiseScale:
             yield
             return
         pipeline = None if schedule is None else PipelinePasses(schedule, num_samples)
-        observer = self._open(num_samples if pipeline is None else pipeline.num_samples)
+        if cu_seqlens is not None and (tokens is None or pipeline is not None):
+            raise ValueError(
+                "cu_seqlens has no use in a pipeline's schedule"
+                if pipeline is not None
+                else "with cu_seqlens say tokens=..., the tokens of each document that the loss "
+                "counts (cu_seqlens.diff() - 1 for next-token losses), or 1 for each where it is "
+                "a mean over documents"
+            )
+        passed = num_samples if pipeline is None else pipeline.num_samples
+        observer = self._open(passed, cu_seqlens)
         self._inside = True
         try:
             with nullcontext() if pipeline is None else pipeline.open(observer.probes):
@@ -179,14 +194,14 @@ class GradientNoiseScale:
             self._inside = False
             observer.close(num_samples, tokens, scale, pipeline)
 
-    def _open(self, num_samples: int) -> Observer:
+    def _open(self, num_samples: int, cu_seqlens: Tensor | None = None) -> Observer:
         if self._settings.local and num_samples < 2:
             raise ValueError(
                 "source='local' measures each micro-batch by itself and needs two samples in it: "
                 "with one sample per micro-batch use source='global'"
             )
         observer = self._start()
-        observer.open(num_samples)
+        observer.open(num_samples, cu_seqlens)
         return observer
 
     @property

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from gnsfast import reference
+from gnsfast.documents import Documents
 from gnsfast.errors import ObservationError
 from gnsfast.functional._samples import num_samples
 from gnsfast.probed import Probed
@@ -31,8 +32,8 @@ class Looped(Probed):
 
     route = "loop"
 
-    def open_probe(self, probe: Tensor, name: str) -> None:
-        super().open_probe(probe, name)
+    def open_probe(self, probe: Tensor, name: str, documents: Documents | None = None) -> None:
+        super().open_probe(probe, name, documents)
         # The compiler cannot trace a replay; importing it to say so takes a second.
         if "torch._dynamo" in sys.modules and not hasattr(Looped._watch, "_torchdynamo_disable"):
             Looped._watch = torch.compiler.disable(Looped._watch)  # type: ignore[method-assign]

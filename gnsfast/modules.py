@@ -30,6 +30,7 @@ class Linear(Probed, nn.Linear):
     """
 
     route = "linear"
+    _takes_documents = True
     _blocks = 1  # heads along its input that have a row of their own
 
     def probe_rows(self) -> list[ProbeRow]:
@@ -56,6 +57,7 @@ class Linear(Probed, nn.Linear):
             self.bias,
             self._probe,
             batch_dim=self._batch_dim(input, features=1),
+            starts=self._starts(input, features=1),
             links=links,
         )
 
@@ -64,6 +66,7 @@ class TransposedLinear(Probed):
     """Over Hugging Face's ``Conv1D``: a linear layer, its weight [in_features, out_features]."""
 
     route = "linear"
+    _takes_documents = True
     weight: Tensor
     bias: Tensor
 
@@ -79,6 +82,7 @@ class TransposedLinear(Probed):
             self._probe,
             batch_dim=self._batch_dim(x, features=1),
             transposed=True,
+            starts=self._starts(x, features=1),
         )
 
 
@@ -97,6 +101,7 @@ class Embedding(Probed, nn.Embedding):
     """
 
     route = "embedding"
+    _takes_documents = True
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._open():
@@ -111,7 +116,9 @@ class Embedding(Probed, nn.Embedding):
         B = num_samples(self._probe)
         sequence_first = self._samples.batch_dim == 1 and input.ndim > 1 and input.shape[1] == B
         shared = input.ndim > 1 and input.shape[0] == 1 and B > 1 and not sequence_first
-        if self._samples.broadcast:
+        packed = self._documents is not None
+        shared &= not packed
+        if self._samples.broadcast and not packed:
             input, shared = input.expand(B, *input.shape[-1:]), False
         elif shared:
             input = input.expand(B, *input.shape[1:])
@@ -128,7 +135,8 @@ class Embedding(Probed, nn.Embedding):
             batch_dim=self._batch_dim(input, features=0),
             tied=self._tie is not None,
             shared=shared,
-            bare=input.ndim == 1 and B > 1,
+            bare=input.ndim == 1 and B > 1 and not packed,
+            starts=self._starts(input, features=0),
             links=() if self._tie is None else self._tie.uses,
         )
         if self._tie is not None and link is not None:
@@ -147,6 +155,7 @@ class LayerNorm(Probed, nn.LayerNorm):
     """
 
     route = "layer_norm"
+    _takes_documents = True
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._open():
@@ -160,6 +169,7 @@ class LayerNorm(Probed, nn.LayerNorm):
             self._probe,
             eps=self.eps,
             batch_dim=self._batch_dim(input, features=len(self.normalized_shape)),
+            starts=self._starts(input, features=len(self.normalized_shape)),
         )
 
 
@@ -174,6 +184,7 @@ class RMSNorm(Probed, nn.RMSNorm):
     """
 
     route = "rms_norm"
+    _takes_documents = True
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._open():
@@ -185,6 +196,7 @@ class RMSNorm(Probed, nn.RMSNorm):
             self._probe,
             eps=self.eps,
             batch_dim=self._batch_dim(x, features=len(self.normalized_shape)),
+            starts=self._starts(x, features=len(self.normalized_shape)),
         )
 
 
@@ -192,6 +204,7 @@ class _ForeignRMSNorm(Probed):
     """Over the RMS norms that models bring along; ``variant`` says how theirs applies its gain."""
 
     route = "rms_norm"
+    _takes_documents = True
     variant = ""
     weight: Tensor
     eps: float
@@ -209,6 +222,7 @@ class _ForeignRMSNorm(Probed):
             eps=self.eps if eps is None else eps,
             variant=self.variant,
             batch_dim=self._batch_dim(hidden_states, features=1),
+            starts=self._starts(hidden_states, features=1),
         )
 
 

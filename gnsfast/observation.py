@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast import checks, gradients, scales
+from gnsfast.documents import document_slots
 from gnsfast.errors import ObservationError
 from gnsfast.pipeline import PipelinePasses, Stages
 from gnsfast.probed import Probed
@@ -94,7 +95,7 @@ class Observer:
         K = len(self.units)
         return list(vectors_UW.split([K, K, 1, scales.SCALARS], 1))
 
-    def open(self, num_samples: int) -> None:
+    def open(self, num_samples: int, cu_seqlens: Tensor | None = None) -> None:
         """Let the next forward and backward pass fill the probes."""
         if self.slab is not None:
             raise ObservationError(
@@ -109,11 +110,15 @@ class Observer:
             )
         refuse_context_parallel()
         self._check_marks()
-        slab = self.slabs.pop(num_samples, None) or ProbeSlab(self.model, num_samples)
-        self.slabs[num_samples] = slab  # the newest comes last
+        slots, documents = num_samples, None
+        if cu_seqlens is not None:
+            slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
+            documents = document_slots(cu_seqlens, num_samples, slots)
+        slab = self.slabs.pop(slots, None) or ProbeSlab(self.model, slots)
+        self.slabs[slots] = slab  # the newest comes last
         if len(self.slabs) > SLABS:
             del self.slabs[next(iter(self.slabs))]
-        slab.open()
+        slab.open(documents)
         self.slab, self._version = slab, slab.version
         self._before = self._marks()
         self._stale = self._leftover()
@@ -377,6 +382,9 @@ class Observer:
 
 FLAGS = 4
 """Flags of an update besides the calls of its probe rows."""
+
+SLOTS = 32
+"""Numbers of documents are rounded up to a multiple of this, so that few slabs serve all."""
 
 SLABS = 8
 """Batch sizes whose probes are kept; a run with more of them makes new ones."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnsfast.documents import Documents
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.functional._samples import Link, num_samples
 
@@ -84,6 +85,8 @@ class Probed(nn.Module):
     _probe: Tensor | None = None
     _probe_name = ""
     _samples = SampleLayout()
+    _documents: Documents | None = None
+    _takes_documents = False
     _tie: Tie | None = None
     _claims: tuple[str, ...] = ("weight", "bias")
     _uncovered: dict[str, str] = {}
@@ -103,9 +106,9 @@ class Probed(nn.Module):
         """The rows of a probe: the trainable parameters, or their blocks."""
         return [ProbeRow(name) for name in self.probed_parameters()]
 
-    def open_probe(self, probe: Tensor, name: str) -> None:
+    def open_probe(self, probe: Tensor, name: str, documents: Documents | None = None) -> None:
         """Let the next forward pass fill ``probe``; ``name`` is the module's in error messages."""
-        self._probe, self._probe_name = probe, name
+        self._probe, self._probe_name, self._documents = probe, name, documents
         if self._tie is not None:
             self._tie.reset()
 
@@ -114,6 +117,24 @@ class Probed(nn.Module):
         self._probe = None
         if self._tie is not None:
             self._tie.reset()
+
+    def _starts(self, x: Tensor, features: int) -> Tensor | None:
+        """Where documents begin in the rows of ``x``, if they are the samples. Dimensions after
+        those of the tokens (heads) make several rows of each.
+        """
+        if self._documents is None:
+            return None
+        starts, tokens = self._documents
+        leading = x.shape[: x.ndim - features]
+        for k in range(1, len(leading) + 1):
+            if leading[:k].numel() == tokens:
+                return starts * leading[k:].numel()
+        raise SampleShapeError(
+            f"{self._probe_name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but "
+            f"an input of shape {list(x.shape)} has no leading dimensions of that size. Where "
+            "padding follows, say so by a last document; else leave the module out: "
+            f"convert(model, exclude=[{self._probe_name!r}])."
+        )
 
     def _open(self) -> bool:
         return self._probe is not None and torch.is_grad_enabled()
@@ -125,6 +146,8 @@ class Probed(nn.Module):
         assert self._probe is not None
         B, layout = num_samples(self._probe), self._samples
         leading = x.shape[: x.ndim - features]
+        if self._documents is not None:
+            return 0
         if not leading:
             if B == 1:
                 return 0
@@ -161,7 +184,11 @@ class Probed(nn.Module):
         # object has a __getstate__ of its own from Python 3.11 on: only a user's counts.
         own = any("__getstate__" in vars(c) for c in type(self).__mro__ if c is not object)
         state = self.__getstate__() if own else self.__dict__  # type: ignore[no-untyped-call]
-        return make, args, {**state, "_probe": None} if isinstance(state, dict) else state
+        return (
+            make,
+            args,
+            {**state, "_probe": None, "_documents": None} if isinstance(state, dict) else state,
+        )
 
 
 def _new(cls: Any) -> Any:

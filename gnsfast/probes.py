@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast import checks
+from gnsfast.documents import Documents, document_slots
 from gnsfast.errors import ObservationError
 from gnsfast.probed import Probed, Tie
 from gnsfast.watch import GradientWatch
@@ -134,8 +135,12 @@ class ProbeSlab:
                 "run the pass to measure without it"
             )
 
-    def open(self) -> None:
-        """Zero the slab and let the modules fill it."""
+    def open(self, documents: Documents | None = None) -> None:
+        """Zero the slab and let the modules fill it; ``documents`` are the samples where they are
+        packed into rows.
+        """
+        if documents is not None:
+            self._refuse_documents()
         if taken := [path for path, m in self.modules.items() if m._probe is not None]:
             raise ObservationError(
                 f"{taken[0] or 'the model'}: a probe is open on it already. Leave the other "
@@ -144,7 +149,19 @@ class ProbeSlab:
         for grad in self.grad.values():
             grad.zero_()
         for path, module in self.modules.items():
-            module.open_probe(self._probes[path], path or type(module).__name__)
+            probe = self._probes[path]
+            here = None if documents is None else documents.to(probe.device)
+            module.open_probe(probe, path or type(module).__name__, here)
+
+    def _refuse_documents(self) -> None:
+        for path, module in self.modules.items():
+            far = module._tie is not None and self._probes[path].device.type != "cpu"
+            if far or not module._takes_documents:
+                kind = "a tied weight on a GPU" if far else type(module).__name__
+                raise ValueError(
+                    f"{path or 'the model'}: {kind} has no norms for documents of packed rows "
+                    f"(cu_seqlens). {checks.leave_out(path)}"
+                )
 
     def close(self) -> None:
         """Make all modules plain torch modules again."""
@@ -211,6 +228,10 @@ class per_sample_sqnorms:
     Args:
         model: a module made of gnsfast's layers, usually through ``gnsfast.convert``.
         num_samples: B, the samples of the one forward and backward pass inside the block.
+        cu_seqlens: where samples are documents packed into rows: integers [documents + 1], the
+            first row of each in all rows of the batch as one list, and the end of the last
+            (``gnsfast.cu_seqlens`` makes them of position ids). Documents beyond ``num_samples``
+            are padding.
         audit: what arrives at each parameter is compared with what passed through its modules in
             the ``"first"`` pass of a module, or ``"always"``: it finds weights that are also used
             as tensors, for one more read of the gradients. Sharded parameters, and those with a
@@ -241,10 +262,22 @@ class per_sample_sqnorms:
     (torch.Size([3]), torch.Size([3]))
     """
 
-    def __init__(self, model: nn.Module, num_samples: int, *, audit: str = "first") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num_samples: int,
+        *,
+        cu_seqlens: Tensor | None = None,
+        audit: str = "first",
+    ) -> None:
         if audit not in ("first", "always"):
             raise ValueError(f"audit is 'first' or 'always', not {audit!r}")
-        self._slab = ProbeSlab(model, count("num_samples", num_samples, least=0))
+        self._num_samples = slots = count("num_samples", num_samples, least=0)
+        self._documents = None
+        if cu_seqlens is not None:
+            slots = max(len(cu_seqlens) - 1, 0)
+            self._documents = document_slots(cu_seqlens, num_samples, slots)
+        self._slab = ProbeSlab(model, slots)
         if not self._slab.rows:
             raise ValueError(
                 f"{type(model).__name__} has no trainable parameter under a gnsfast module: "
@@ -256,7 +289,7 @@ class per_sample_sqnorms:
 
     def __enter__(self) -> SampleNorms:
         self._norms = SampleNorms()
-        self._slab.open()
+        self._slab.open(self._documents)
         self._before = {name: checks.mark(p) for name, p in self._parameters.items()}
         audited = [
             name
@@ -283,7 +316,7 @@ class per_sample_sqnorms:
                 {d: grad[:, :-2].sum(1).tolist() for d, grad in host.items()},
             )
             self._norms._norms = {
-                name: sum(self._slab.grad[d][r, :-2] for _, d, r in rows)  # type: ignore[misc]
+                name: sum(self._slab.grad[d][r, :-2] for _, d, r in rows)[: self._num_samples]  # type: ignore[index]
                 for name, rows in self._slab.rows.items()
             }
 

@@ -236,7 +236,7 @@ def embedding_wgrad(
 def embedding_rows(
     dy_ND: Tensor, ids_N: Tensor, sample_N: Tensor, B: int, num_embeddings: int, padding_idx: int
 ) -> tuple[Tensor, Tensor]:
-    """dW [V, D] and its [B + 1] squared norms, from rows that say which sample they are of."""
+    """dW [V, D] and [B + 1] squared norms, from rows of which ``sample_N`` says whose they are."""
     D, acc = dy_ND.shape[1], accumulate_dtype(dy_ND.dtype)
     key_N = sample_N * num_embeddings + ids_N
     keep = slice(None) if padding_idx < 0 else ids_N != padding_idx
@@ -308,13 +308,10 @@ def affine_wgrad(
     """
     like = dw_BN if dw_BN is not None else db_BN
     assert like is not None
-    grads, rows = [], []
-    for g_BN, parameter in ((dw_BN, w_N), (db_BN, b_N)):
-        if g_BN is None or parameter is None:
-            grads.append(like.new_empty(0))
-        else:
-            grad, row = sum_wgrad(g_BN, parameter.dtype)
-            grads.append(grad)
+    grads, rows = [like.new_empty(0), like.new_empty(0)], []
+    for i, (g_BN, parameter) in enumerate(((dw_BN, w_N), (db_BN, b_N))):
+        if g_BN is not None and parameter is not None:
+            grads[i], row = sum_wgrad(g_BN, parameter.dtype)
             rows.append(row)
     return grads[0], grads[1], torch.stack(rows)
 
@@ -323,14 +320,22 @@ def rms_norm_backward(
     dy_BTN: Tensor, x_BTN: Tensor, w_N: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dW and ``sqnorm_PB`` of ``y = (offset + w) x rsqrt(mean(x²) + eps)``."""
-    acc = accumulate_dtype(x_BTN.dtype)
-    x = x_BTN.to(acc)
-    rstd_BT1 = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    normed = x * rstd_BT1
-    dw, row = sum_wgrad((normed * dy_BTN).sum(1), w_N.dtype)
-    dnormed = dy_BTN * (w_N.to(acc) + offset)
-    dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd_BT1
-    return dx.to(x_BTN.dtype).contiguous(), dw, row[None]
+    dx, products_BTN = rms_norm_products(dy_BTN, x_BTN, w_N, eps, offset)
+    dw, row = sum_wgrad(products_BTN.sum(1), w_N.dtype)
+    return dx, dw, row[None]
+
+
+def rms_norm_products(
+    dy: Tensor, x: Tensor, w_N: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """dx, and what each row [..., N] adds to dW."""
+    acc = accumulate_dtype(x.dtype)
+    wide = x.to(acc)
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * rstd
+    dnormed = dy * (w_N.to(acc) + offset)
+    dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
+    return dx.to(x.dtype).contiguous(), normed * dy
 
 
 def unfold(

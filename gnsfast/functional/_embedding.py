@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, reference, sharding
+from gnsfast.functional import _documents as documents
 from gnsfast.functional._samples import (
     Link,
     check_probe,
@@ -30,13 +31,14 @@ class _Embedding(torch.autograd.Function):
         tied: bool,
         shared: bool,
         trusted: Tensor | None,
+        starts: Tensor | None,
         *links: Tensor,
     ) -> tuple[Tensor, ...]:
         check_probe(probe, 1)
         ctx.set_materialize_grads(False)
         ctx.sharded = w if sharding.is_dtensor(w) else None
-        ctx.save_for_backward(ids, trusted, *links[::3])
-        ctx.num_samples, ctx.batch_dim, ctx.shared = num_samples(probe), batch_dim, shared
+        ctx.save_for_backward(ids, trusted, starts, *links[::3])
+        ctx.num_samples, ctx.batch_dim, ctx.shared = _samples(probe, starts), batch_dim, shared
         ctx.num_embeddings, ctx.parameter_dtype = w.shape[0], w.dtype
         ctx.padding_idx = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
         y = F.embedding(ids, w, padding_idx)
@@ -49,15 +51,20 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
-        ids, trusted, *link_ids = ctx.saved_tensors
+        ids, trusted, starts, *link_ids = ctx.saved_tensors
         if dy is None:  # the output took no part in the loss: neither did its cross terms
-            return (None,) * (8 + 3 * len(link_ids))
+            return (None,) * (9 + 3 * len(link_ids))
         link_grads = []
         with without_autocast(dy):
             dy_BTD = samples_first(dy, ctx.num_samples, ctx.batch_dim)
             ids_BT = samples_first(ids[..., None], ctx.num_samples, ctx.batch_dim)[..., 0]
             last = ctx.padding_idx, ctx.parameter_dtype
-            if ctx.sharded is None:
+            if starts is not None:
+                documents.refuse_sharded(dy)
+                dw, sqnorm_PB = ops.embedding_wgrad_segments(
+                    dy_BTD[0], ids_BT[0], starts, ctx.num_embeddings, *last
+                )
+            elif ctx.sharded is None:
                 dw, sqnorm_PB = ops.embedding_wgrad(dy_BTD, ids_BT, ctx.num_embeddings, *last)
             else:
                 dw, sqnorm_PB = sharding.embedding_wgrad(dy_BTD, ids_BT, ctx.sharded, *last)
@@ -66,25 +73,39 @@ class _Embedding(torch.autograd.Function):
                 taught_BTD = dy_BTD.to(reference.accumulate_dtype(dy.dtype))
                 taught_BTD = taught_BTD.masked_fill((ids_BT == ctx.padding_idx)[..., None], 0.0)
             if tied:
-                sqnorm_PB = _add_cross_terms(sqnorm_PB, taught_BTD, *dlinks)
+                sqnorm_PB = _add_cross_terms(sqnorm_PB, taught_BTD, starts, *dlinks)
             for ids_BS in link_ids:
                 same_BST = (ids_BS[:, :, None] == ids_BT[:, None, :]).to(taught_BTD.dtype)
+                if starts is not None:
+                    of_N = torch.bucketize(torch.arange(ids.numel()), starts[1:-1], right=True)
+                    same_BST = same_BST * (of_N[:, None] == of_N)
                 link_grads += [None, same_BST @ taught_BTD, dw[ids_BS].to(taught_BTD.dtype)]
             if trusted is not None:
                 first_only = (dy_BTD[:1] != 0).any() & ~(dy_BTD[1:] != 0).any()
                 trusted = trusted & ~(first_only & ctx.shared)
                 sqnorm_PB[:, -1] = torch.where(trusted, sqnorm_PB[:, -1], torch.nan)
-        return None, dw, sqnorm_PB, *(None,) * 5, *link_grads
+        return None, dw, sqnorm_PB, *(None,) * 6, *link_grads
+
+
+def _samples(probe: Tensor, starts: Tensor | None) -> int:
+    """As how many samples the rows are laid out: documents stay one list."""
+    return num_samples(probe) if starts is None else 1
 
 
 def _add_cross_terms(
-    sqnorm_PB: Tensor, dy_BTD: Tensor, of_samples: Tensor | None, of_sum: Tensor | None
+    sqnorm_PB: Tensor,
+    dy_BTD: Tensor,
+    starts: Tensor | None,
+    of_samples: Tensor | None,
+    of_sum: Tensor | None,
 ) -> Tensor:
     """‖a + b‖² = ‖a‖² + ‖b‖² + 2 a·b: the 2 a·b of an embedding and the weight's later uses."""
     assert of_samples is not None and of_sum is not None
+    own_BT = (dy_BTD * of_samples).sum(2, dtype=torch.float64)
+    own_B = own_BT.sum(1) if starts is None else ops.segment_sums(own_BT.mT, starts)[:, 0]
     cross = torch.cat(
         [
-            (dy_BTD * of_samples).sum((1, 2), dtype=torch.float64),
+            own_B,
             (dy_BTD * of_sum).sum(dtype=torch.float64)[None],
             sqnorm_PB.new_zeros(1, dtype=torch.float64),
         ]
@@ -102,6 +123,7 @@ def embedding(
     tied: bool = False,
     shared: bool = False,
     bare: bool = False,
+    starts: Tensor | None = None,
     links: tuple[Link, ...] = (),
 ) -> tuple[Tensor, Link | None]:
     """``torch.nn.functional.embedding(ids, weight, padding_idx)`` whose backward fills ``probe``.
@@ -111,6 +133,7 @@ def embedding(
     says that ``ids`` is one row, expanded to all samples: the call counter is NaN where it is
     neither positions nor constant, or where only the first sample's rows were used; ``bare`` that
     it is [B], one id a sample: the counter is NaN where they are consecutive, as positions are.
+    ``starts``: samples are documents, as for ``linear``.
 
     >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
@@ -124,9 +147,9 @@ def embedding(
         step = (ids[0] if shared else ids).flatten().diff()
         trusted = ((step == 1) | (step == 0)).all() if shared else (step != 1).any()
     out: tuple[Tensor, ...] = _Embedding.apply(
-        ids, weight, probe, padding_idx, batch_dim, tied, shared, trusted, *flat
+        ids, weight, probe, padding_idx, batch_dim, tied, shared, trusted, starts, *flat
     )
     if not tied:
         return out[0], None
-    ids_BT = samples_first(ids[..., None], num_samples(probe), batch_dim)[..., 0]
+    ids_BT = samples_first(ids[..., None], _samples(probe, starts), batch_dim)[..., 0]
     return out[0], (ids_BT, out[1], out[2])

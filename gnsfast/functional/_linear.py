@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, sharding
+from gnsfast.functional import _documents as documents
 from gnsfast.functional._samples import (
     Link,
     autocast_dtype,
@@ -31,6 +32,7 @@ class _Linear(torch.autograd.Function):
         batch_dim: int,
         transposed: bool,
         input_blocks: int,
+        starts: Tensor | None,
         *links: Tensor,
     ) -> Tensor:
         ctx.parameter_dtype = w.dtype
@@ -39,7 +41,7 @@ class _Linear(torch.autograd.Function):
         _, need_w, need_b, *_ = ctx.needs_input_grad
         check_probe(probe, need_w * input_blocks + need_b)
         ctx.input_blocks = input_blocks
-        ctx.save_for_backward(x if need_w else None, w, *links[::3])
+        ctx.save_for_backward(x if need_w else None, w, starts, *links[::3])
         ctx.num_samples, ctx.batch_dim, ctx.transposed = num_samples(probe), batch_dim, transposed
         y = F.linear(x, w.t() if transposed else w, b)
         if not torch.compiler.is_compiling() and y._is_view():
@@ -50,15 +52,26 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, *link_ids = ctx.saved_tensors
+        x, w, starts, *link_ids = ctx.saved_tensors
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         dx, link_grads = None, []
         with without_autocast(dy):
             if need_x:
                 dx = dy @ (w.t() if ctx.transposed else w)
-            dy_BTO = samples_first(dy, ctx.num_samples, ctx.batch_dim)
-            x_BTI = dy_BTO if x is None else samples_first(x, ctx.num_samples, ctx.batch_dim)
-            if link_ids:
+            samples = 1 if starts is not None else ctx.num_samples
+            dy_BTO = samples_first(dy, samples, ctx.batch_dim)
+            x_BTI = dy_BTO if x is None else samples_first(x, samples, ctx.batch_dim)
+            if starts is not None:
+                x_NI, dy_NO = x_BTI[0], dy_BTO[0]
+                documents.refuse_sharded(dy)
+                dw, db, sqnorm_PB = ops.linear_wgrad_segments(
+                    *(x_NI, dy_NO, starts, 1, need_w, need_b, ctx.transposed, ctx.parameter_dtype)
+                )
+                dw, db = (t[0] if len(t) else t for t in (dw, db))
+                for ids in link_ids:
+                    rows_NI = documents.tied_rows(x_NI, dy_NO, ids[0], starts)
+                    link_grads += [None, rows_NI[None], dw[ids].to(rows_NI.dtype)]
+            elif link_ids:
                 ids_BS = torch.cat(link_ids, dim=1)
                 dw, db, sqnorm_PB, rows = ops.linear_wgrad_tied(
                     x_BTI, dy_BTO, ids_BS, need_b, ctx.parameter_dtype
@@ -86,7 +99,7 @@ class _Linear(torch.autograd.Function):
             dw if need_w else None,
             db if need_b else None,
             sqnorm_PB,
-            *(None,) * 4,
+            *(None,) * 5,
             *link_grads,
         )
 
@@ -100,6 +113,7 @@ def linear(
     batch_dim: int = 0,
     transposed: bool = False,
     input_blocks: int = 1,
+    starts: Tensor | None = None,
     links: tuple[Link, ...] = (),
 ) -> Tensor:
     """``torch.nn.functional.linear(x, weight, bias)`` whose backward fills ``probe``.
@@ -114,6 +128,9 @@ def linear(
         bias: [out_features] or None.
         probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
         input_blocks: heads along ``in_features``, each with a row of the probe for the weight's.
+        starts: [B + 1], where samples are documents: all rows of ``x`` as one list, document b
+            from ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``); all rows
+            are some document's.
         links: earlier embeddings that share ``weight``.
 
     The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
@@ -133,6 +150,6 @@ def linear(
         x = x.to(dtype)
     flat = [t for link in links for t in link]
     y: Tensor = _Linear.apply(
-        x, weight, bias, probe, dtype, batch_dim, transposed, input_blocks, *flat
+        x, weight, bias, probe, dtype, batch_dim, transposed, input_blocks, starts, *flat
     )
     return y

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, reference, sharding
+from gnsfast.functional import _documents as documents
 from gnsfast.functional._samples import (
     check_probe,
     num_samples,
@@ -30,30 +31,38 @@ class _LayerNorm(torch.autograd.Function):
         shape: list[int],
         eps: float,
         batch_dim: int,
+        starts: Tensor | None,
     ) -> Tensor:
         check_probe(probe, sum(ctx.needs_input_grad[1:3]))
         y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
-        ctx.save_for_backward(x, w, b, mean, rstd)
+        ctx.save_for_backward(x, w, b, mean, rstd, starts)
         ctx.num_samples, ctx.batch_dim, ctx.shape = num_samples(probe), batch_dim, shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, b, mean, rstd = ctx.saved_tensors
+        x, w, b, mean, rstd, starts = ctx.saved_tensors
         _, need_w, need_b, *_ = ctx.needs_input_grad
 
         def rows(t: Tensor) -> Tensor:
-            return samples_first(t.flatten(-len(ctx.shape)), ctx.num_samples, ctx.batch_dim)
+            t = t.flatten(-len(ctx.shape))
+            if starts is not None:
+                return documents.rows_of(t)
+            return samples_first(t, ctx.num_samples, ctx.batch_dim)
 
         backward = layer_norm_backward if torch.compiler.is_compiling() else ops.layer_norm_backward
+        more: tuple[Tensor, ...] = ()
+        if starts is not None:
+            documents.refuse_sharded(dy)
+            backward, more = documents.layer_norm_backward, (starts,)
         with without_autocast(dy):
             flat_w, flat_b = (t if t is None else t.flatten() for t in (w, b))
             dx, dw, db, sqnorm_PB = sharding.replicated(backward)(
                 rows(dy),
                 rows(x),
                 *(rows(mean).contiguous(), rows(rstd).contiguous()),  # torch's kernel assumes it
-                *(flat_w, flat_b, need_w, need_b),
+                *(flat_w, flat_b, need_w, need_b, *more),
             )
         flat_shape = x.flatten(-len(ctx.shape)).shape
         return (
@@ -61,9 +70,7 @@ class _LayerNorm(torch.autograd.Function):
             dw.reshape(ctx.shape) if need_w else None,
             db.reshape(ctx.shape) if need_b else None,
             sqnorm_PB,
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 
@@ -97,9 +104,10 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     batch_dim: int = 0,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """``torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)`` whose backward
-    fills ``probe``.
+    fills ``probe``; ``starts``: samples are documents, as for ``linear``.
 
     >>> x, w = torch.randn(3, 7, 5), torch.ones(5, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
@@ -110,7 +118,9 @@ def layer_norm(
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         x = x.float()  # as torch's own autocast does there
-    y: Tensor = _LayerNorm.apply(x, weight, bias, probe, list(normalized_shape), eps, batch_dim)
+    y: Tensor = _LayerNorm.apply(
+        x, weight, bias, probe, list(normalized_shape), eps, batch_dim, starts
+    )
     return y
 
 
@@ -124,9 +134,10 @@ class _RMSNorm(torch.autograd.Function):
         eps: float,
         variant: str,
         batch_dim: int,
+        starts: Tensor | None,
     ) -> Tensor:
         check_probe(probe, 1)
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x, w, starts)
         ctx.num_samples, ctx.batch_dim = num_samples(probe), batch_dim
         forward, ctx.offset = RMS_NORM_VARIANTS[variant]
         ctx.eps = eps
@@ -135,19 +146,26 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
+        x, w, starts = ctx.saved_tensors
 
         def rows(t: Tensor) -> Tensor:
-            return samples_first(t.flatten(-w.ndim), ctx.num_samples, ctx.batch_dim)
+            t = t.flatten(-w.ndim)
+            if starts is not None:
+                return documents.rows_of(t)
+            return samples_first(t, ctx.num_samples, ctx.batch_dim)
 
         compiling = torch.compiler.is_compiling()
         backward = reference.rms_norm_backward if compiling else ops.rms_norm_backward
+        more: tuple[Tensor, ...] = ()
+        if starts is not None:
+            documents.refuse_sharded(dy)
+            backward, more = documents.rms_norm_backward, (starts,)
         with without_autocast(dy):
             dx, dw, sqnorm_PB = sharding.replicated(backward)(
-                rows(dy), rows(x), w.flatten(), ctx.eps, ctx.offset
+                rows(dy), rows(x), w.flatten(), ctx.eps, ctx.offset, *more
             )
         dx = samples_back(dx, x.flatten(-w.ndim).shape, ctx.batch_dim).reshape(x.shape)
-        return dx, dw.reshape(w.shape), sqnorm_PB, None, None, None
+        return dx, dw.reshape(w.shape), sqnorm_PB, *(None,) * 4
 
 
 def rms_norm(
@@ -158,9 +176,10 @@ def rms_norm(
     eps: float | None = None,
     variant: str = "torch",
     batch_dim: int = 0,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """``torch.nn.functional.rms_norm(x, weight.shape, weight, eps)`` whose backward fills
-    ``probe``.
+    ``probe``; ``starts``: samples are documents, as for ``linear``.
 
     ``variant`` names whose rounding and gain the forward follows: ``"torch"``, ``"llama"``
     (normalised in float32, rounded, then times the weight), ``"olmo"`` (times the weight, then
@@ -176,7 +195,7 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(reference.accumulate_dtype(x.dtype)).eps  # as F.rms_norm does
-    y: Tensor = _RMSNorm.apply(x, weight, probe, eps, variant, batch_dim)
+    y: Tensor = _RMSNorm.apply(x, weight, probe, eps, variant, batch_dim, starts)
     return y
 
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of packed rows as samples: where they begin."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Documents(NamedTuple):
+    """Where documents begin in all rows of a batch, laid out as one list.
+
+    ``starts`` is [slots + 1]; slots behind the last document are empty. ``tokens`` is its end.
+    """
+
+    starts: Tensor
+    tokens: int
+
+    def to(self, device: torch.device) -> "Documents":
+        return Documents(self.starts.to(device, non_blocking=True), self.tokens)
+
+
+def document_slots(starts: Tensor, num_samples: int, slots: int) -> Documents:
+    """``cu_seqlens`` of at least ``num_samples`` documents as ``slots`` slots.
+
+    Raises:
+        ValueError: for what is not an increasing list of integers from 0 on, of ``num_samples``
+            documents or more (the others are padding), on the CPU.
+    """
+    if starts.device.type != "cpu":
+        raise ValueError(
+            "cu_seqlens must be on the CPU: every layer's rows are checked against it, and nothing "
+            "is to wait for the device. Keep it where the batch is collated."
+        )
+    if starts.ndim != 1 or starts.is_floating_point() or starts.dtype == torch.bool:
+        raise ValueError(
+            f"cu_seqlens must be integers [documents + 1], not {starts.dtype} {list(starts.shape)}"
+        )
+    if len(starts) - 1 < num_samples:
+        raise ValueError(
+            f"cu_seqlens of shape {list(starts.shape)} has {len(starts) - 1} documents, but "
+            f"num_samples is {num_samples}"
+        )
+    if int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
+        raise ValueError(
+            "cu_seqlens must begin with 0 and not decrease: the first row of each document, and "
+            f"the end of the last; this is {starts.tolist()[:8]}..."
+        )
+    padding = starts[-1:].expand(slots + 1 - len(starts))
+    return Documents(torch.cat([starts, padding]), int(starts[-1]))
+
+
+def cu_seqlens(position_ids: Tensor) -> Tensor:
+    """Where documents begin in packed rows, from positions that restart with each of them.
+
+    Equals ``torch.nn.functional.pad((position_ids.flatten() == 0).nonzero()[:, 0], (0, 1),
+    value=position_ids.numel())`` for one row.
+
+    Args:
+        position_ids: integers [N] or [rows, T], as Hugging Face's collators give them. A document
+            begins where a number is not the one before plus one, and with every row.
+
+    Returns:
+        int32 [documents + 1]: FlashAttention's ``cu_seqlens`` over all rows as one list. On a GPU
+        it waits for the device.
+
+    Raises:
+        ValueError: for a tensor of another kind.
+
+    >>> gnsfast.cu_seqlens(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]))
+    tensor([ 0,  3,  5,  6, 10], dtype=torch.int32)
+    """
+    if position_ids.ndim not in (1, 2) or position_ids.is_floating_point():
+        raise ValueError(
+            f"position_ids must be integers [N] or [rows, T], not {position_ids.dtype} "
+            f"{list(position_ids.shape)}"
+        )
+    rows = position_ids.reshape(-1, position_ids.shape[-1])
+    first = torch.ones_like(rows, dtype=torch.bool)
+    first[:, 1:] = rows.diff(dim=1) != 1
+    starts = first.flatten().nonzero()[:, 0]
+    return torch.cat([starts, starts.new_full((1,), rows.numel())]).to(torch.int32)

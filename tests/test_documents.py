@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents packed into rows have the norms that they have alone."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from oracle import assert_norms
+from tiny_models import SMALL, scattered
+from torch import Tensor, nn
+
+import gnsfast
+
+V, D = 23, 8
+LENGTHS = [5, 1, 9, 3, 6]
+
+
+class Packed(nn.Module):
+    """Mixes the tokens of a document; the head is the embedding's weight."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(V, D, padding_idx=2), nn.Embedding(16, D)
+        self.before, self.after = nn.LayerNorm(D), nn.RMSNorm(D)
+        self.mix, self.head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        x = self.before(self.tokens(ids) + self.places(places))
+        document = (places == 0).flatten().cumsum(0)
+        mean = (document[:, None] == document).to(x.dtype)
+        mean = mean / mean.sum(1, keepdim=True)
+        x = x + torch.tanh(mean @ self.mix(x).flatten(0, -2)).view_as(x)
+        out: Tensor = self.head(self.after(x))
+        return out
+
+
+def packed_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    ids, places, labels = batch
+    return F.cross_entropy(model(ids, places).flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def draw() -> tuple[Tensor, Tensor, Tensor]:
+    N = sum(LENGTHS)
+    places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    return torch.randint(0, V, (1, N)), places, torch.randint(0, V, (1, N))
+
+
+def loop(model: nn.Module, loss: Any, batch: Any, lengths: list[int]) -> dict[str, Tensor]:
+    """Every document by itself, in float64."""
+    wide = copy.deepcopy(model).double()
+    norms: dict[str, list[Tensor]] = {name: [] for name, _ in wide.named_parameters()}
+    rows = [t.flatten().split(lengths) for t in batch]
+    for document in zip(*rows):
+        wide.zero_grad()
+        loss(wide, tuple(t[None] for t in document)).backward()
+        for name, p in wide.named_parameters():
+            assert p.grad is not None
+            norms[name].append(p.grad.square().sum())
+    return {name: torch.stack(each) for name, each in norms.items()}
+
+
+def norms_of(model: nn.Module, loss: Any, batch: Any, starts: Tensor, **options: Any) -> Any:
+    gnsfast.convert(model)
+    with gnsfast.per_sample_sqnorms(model, len(LENGTHS), cu_seqlens=starts, **options) as norms:
+        loss(model, batch).backward()
+    return norms
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("shape", [(1, 24), (4, 6), (24,)])
+def test_documents(tied: bool, shape: tuple[int, ...]) -> None:
+    model, batch = Packed(tied), draw()
+    starts = gnsfast.cu_seqlens(batch[1])
+    truth, plain = loop(model, packed_loss, batch, LENGTHS), copy.deepcopy(model)
+    norms = norms_of(model, packed_loss, [t.view(shape) for t in batch], starts, audit="always")
+    assert_norms(norms, truth)
+    packed_loss(plain, batch).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_models(family: str) -> None:
+    """``position_ids`` that restart, as Hugging Face's collators make them."""
+    config = getattr(hf, f"{family}Config")(
+        **SMALL, head_dim=4, tie_word_embeddings=family == "Qwen3"
+    )
+    model, batch = scattered(getattr(hf, f"{family}ForCausalLM")(config)), draw()
+
+    def loss(m: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        ids, places, labels = batch
+        logits = m(input_ids=ids, position_ids=places, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    truth = loop(model, loss, batch, LENGTHS)
+    assert_norms(norms_of(model, loss, batch, gnsfast.cu_seqlens(batch[1])), truth, rtol=3e-5)
+
+
+def test_compiled() -> None:
+    model, batch = Packed(tied=False), draw()
+    truth, starts = loop(model, packed_loss, batch, LENGTHS), gnsfast.cu_seqlens(batch[1])
+    gnsfast.convert(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with gnsfast.per_sample_sqnorms(model, len(LENGTHS), cu_seqlens=starts) as norms:
+        packed_loss(compiled, batch).backward()
+    assert_norms(norms, truth)
+
+
+def test_noise_scale() -> None:
+    """Documents of a packed row measure what the same documents padded to one length do."""
+    torch.manual_seed(1)
+    model = gnsfast.convert(Packed(tied=False))
+    results = []
+    for packed in (True, False):
+        torch.manual_seed(2)
+        gns = gnsfast.GradientNoiseScale(model, source="global")
+        for _ in range(6):
+            ids, places, labels = draw()
+            tokens = torch.tensor(LENGTHS)
+            if packed:
+                starts = gnsfast.cu_seqlens(places)
+                with gns.microbatch(len(LENGTHS), cu_seqlens=starts, tokens=tokens):
+                    (packed_loss(model, (ids, places, labels)) / tokens.sum()).backward()
+            else:  # one micro-batch a document
+                for document in zip(*(t[0].split(LENGTHS) for t in (ids, places, labels))):
+                    n = len(document[0])
+                    with gns.microbatch(1, tokens=torch.tensor([n]), scale=n / sum(LENGTHS)):
+                        batch = tuple(t[None] for t in document)
+                        (packed_loss(model, batch) / sum(LENGTHS)).backward()  # type: ignore[arg-type]
+            gns.update()
+            model.zero_grad()
+        results.append(gns.compute())
+    packed_result, alone = results
+    assert packed_result.samples == alone.samples == 6 * len(LENGTHS)
+    for name in ("noise_scale", "trace", "grad_sqnorm", "lower", "upper"):
+        assert getattr(packed_result, name) == pytest.approx(getattr(alone, name), rel=1e-5)
+
+
+def test_padding_is_no_sample() -> None:
+    """The last document is padding without a loss; so is what follows the last one."""
+    model, batch = Packed(tied=True), draw()
+    starts, truth = gnsfast.cu_seqlens(batch[1]), loop(model, packed_loss, batch, LENGTHS)
+    padded = [F.pad(t, (0, 4)) for t in batch]
+    padded[1][0, -4:] = torch.arange(4)
+    padded[2][0, -4:] = -100
+    for given in (gnsfast.cu_seqlens(padded[1]), F.pad(starts, (0, 1), value=28)):
+        assert_norms(norms_of(copy.deepcopy(model), packed_loss, padded, given), truth)
+
+
+class TestErrors:
+    def test_rows_that_are_not_theirs(self) -> None:
+        batch = draw()
+        short = gnsfast.cu_seqlens(batch[1])
+        short[-1] -= 1
+        with pytest.raises(gnsfast.SampleShapeError, match=r"tokens.*ends at token 23.*\[1, 24\]"):
+            norms_of(Packed(tied=False), packed_loss, batch, short)
+
+    @pytest.mark.parametrize(
+        "starts, message",
+        [
+            (torch.tensor([0.0, 24.0]), "must be integers"),
+            (torch.tensor([0, 24]), "1 documents, but num_samples is 5"),
+            (torch.tensor([0, 9, 5, 6, 7, 24]), "not decrease"),
+            (torch.tensor([1, 4, 5, 6, 7, 24]), "begin with 0"),
+        ],
+    )
+    def test_bounds(self, starts: Tensor, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            norms_of(Packed(tied=False), packed_loss, draw(), starts)
+
+    def test_layers_that_take_none(self) -> None:
+        model = nn.Sequential(nn.Conv1d(2, 2, 1))
+        with pytest.raises(ValueError, match="'0': Conv1d has no norms for documents|0: Conv1d"):
+            norms_of(model, packed_loss, draw(), torch.tensor([0, 1, 2, 3, 4, 5]))
+
+    def test_tokens_are_needed(self) -> None:
+        gns = gnsfast.GradientNoiseScale(gnsfast.convert(Packed(tied=False)))
+        with pytest.raises(ValueError, match="say tokens="):
+            with gns.microbatch(5, cu_seqlens=gnsfast.cu_seqlens(draw()[1])):
+                pass
+
+    def test_positions(self) -> None:
+        with pytest.raises(ValueError, match="position_ids must be integers"):
+            gnsfast.cu_seqlens(torch.zeros(2, 3))
