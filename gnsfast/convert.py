@@ -3,10 +3,11 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
+from gnsfast.experts import Experts, Router, rows_in_order
 from gnsfast.loop import Looped
 from gnsfast.modules import Embedding, Linear
 from gnsfast.multihead_attention import MultiheadAttention
@@ -106,6 +107,7 @@ def convert(
             f"fold: {odd[0]!r} has no kernel and is replayed sample by sample, which folded rows "
             "do not allow: replay a module around it, or exclude it"
         )
+    flattened = {n for n, cls in routes.items() if _flattened(n, cls, named)}
     for name, module in named.items():
         if name not in routes:
             if isinstance(module, Probed):
@@ -116,7 +118,7 @@ def convert(
             module.__class__ = routes[name]
         assert isinstance(module, Probed)
         module._claims = claims
-        module._samples = SampleLayout(batch_dim, name in folded, name in shared)
+        module._samples = SampleLayout(batch_dim, name in folded, name in shared, name in flattened)
         reason = NO_BATCH.get(name.rpartition(".")[2], "")
         if name in excluded or _inside(name, excluded):
             reason = "excluded by convert"
@@ -149,6 +151,15 @@ def _routes(
             if type(module) is not before[name]:
                 module.__class__ = before[name]
     return routes
+
+
+def _flattened(name: str, cls: type, named: dict[str, nn.Module]) -> bool:
+    """Whether a module of a mixture of experts is known to be given the rows of a whole batch."""
+    if not name or not issubclass(cls, (Experts, Router)):
+        return False
+    block = named[name.rpartition(".")[0]]
+    cls_of_block: Any = original_class(type(block))
+    return "forward" not in vars(block) and rows_in_order(block, cls_of_block.forward, named[name])
 
 
 def _refuse_empty(

@@ -18,12 +18,14 @@ class SampleLayout:
 
     ``batch_dim`` is the dimension that holds them; ``fold`` declares that k · B rows are B samples
     of k consecutive rows; ``broadcast`` declares an index without a batch dimension that all
-    samples share.
+    samples share. ``flattened``: its rows [N, features] are known to be those of a batch, in their
+    order.
     """
 
     batch_dim: int = 0
     fold: bool = False
     broadcast: bool = False
+    flattened: bool = False
 
 
 class ProbeRow(NamedTuple):

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from gnsfast import modules
 from gnsfast.attention_sinks import SinkAttention, owns_sinks
+from gnsfast.experts import Experts, Router, experts_reason, owns_router
 from gnsfast.functional._norms import RMS_NORM_VARIANTS
 from gnsfast.loop import Looped
 from gnsfast.multihead_attention import MultiheadAttention
@@ -111,6 +112,10 @@ def route_of(module: nn.Module) -> Route:
         return Route(combine(type(module), modules.TransposedLinear, over=True))
     if owns_sinks(module):
         return Route(combine(type(module), SinkAttention, over=True))
+    if (reason := experts_reason(module)) is not None:
+        return Route(None if reason else combine(type(module), Experts, over=True), reason)
+    if owns_router(module):
+        return Route(combine(type(module), Router, over=True))
     if (variant := rms_norm_variant(module)) is not None:
         return Route(combine(type(module), RMS_NORMS[variant], over=True))
     return looped(module)

@@ -12,8 +12,6 @@ from torch import nn
 
 import gnsfast
 
-EXPERTS = ["*.mlp.*"]
-
 
 def converted() -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor]]:
     """Plain, converted, and a batch in which one sample ends in padding."""
@@ -21,7 +19,7 @@ def converted() -> tuple[nn.Module, nn.Module, dict[str, torch.Tensor]]:
     plain = copy.deepcopy(scattered(model))
     batch["attention_mask"] = torch.ones(B, T, dtype=torch.int64)
     batch["attention_mask"][1, -2:] = 0
-    return plain, gnsfast.convert(model, exclude=EXPERTS), batch
+    return plain, gnsfast.convert(model), batch
 
 
 def test_sinks() -> None:
@@ -37,7 +35,7 @@ def test_sinks() -> None:
     for (n, p), q in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=n)
     loop = loop_sqnorms(plain, loss_of, batch, B)
-    assert_norms(norms, loop, names={n for n in loop if ".mlp." not in n})
+    assert_norms(norms, loop)
     rows = {r.parameter: r for r in gnsfast.coverage(model).rows}
     assert {rows[f"model.layers.{i}.self_attn.sinks"].route for i in (0, 1)} == {"attention"}
     assert model.config._attn_implementation == "eager"
@@ -48,7 +46,7 @@ def test_frozen_sinks() -> None:
     _, model, batch = converted()
     for n, p in model.named_parameters():
         p.requires_grad_("sinks" not in n)
-    gnsfast.convert(model, exclude=EXPERTS)
+    gnsfast.convert(model)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         loss_of(model, batch).backward()
     assert not [n for n in norms if "sinks" in n]
@@ -56,7 +54,7 @@ def test_frozen_sinks() -> None:
 
 def test_other_implementations_are_refused() -> None:
     model, batch = gpt_oss(attn_implementation="flex_attention")
-    gnsfast.convert(model, exclude=EXPERTS)
+    gnsfast.convert(model)
     with pytest.raises(gnsfast.ObservationError, match=r"self_attn: .*'flex_attention'"):
         with gnsfast.per_sample_sqnorms(model, B):
             loss_of(model, batch)
@@ -67,7 +65,7 @@ def test_dropout_is_refused() -> None:
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.1
-    gnsfast.convert(model.train(), exclude=EXPERTS)
+    gnsfast.convert(model.train())
     with pytest.raises(gnsfast.ObservationError, match=r"dropout \(0.1\)"):
         with gnsfast.per_sample_sqnorms(model, B):
             loss_of(model, batch)

@@ -58,17 +58,35 @@ def olmo2() -> tuple[nn.Module, Batch]:
     return hf.Olmo2ForCausalLM(hf.Olmo2Config(**SMALL, pad_token_id=0)), text()
 
 
+EXPERTS: dict[str, Any] = dict(
+    num_experts_per_tok=2,
+    pad_token_id=0,
+    experts_implementation="eager",  # grouped_mm has no float64
+)
+
+
+def mixtral() -> tuple[nn.Module, Batch]:
+    config = hf.MixtralConfig(**{**SMALL, **EXPERTS, "num_hidden_layers": 1}, num_local_experts=4)
+    return hf.MixtralForCausalLM(config), text()
+
+
+def qwen3_moe() -> tuple[nn.Module, Batch]:
+    """One layer with experts, one without."""
+    config = hf.Qwen3MoeConfig(
+        **SMALL, **EXPERTS, head_dim=4, num_experts=4, moe_intermediate_size=12, mlp_only_layers=[1]
+    )
+    return hf.Qwen3MoeForCausalLM(config), text()
+
+
 def gpt_oss(**options: Any) -> tuple[nn.Module, Batch]:
-    """One layer sees everything, one a window; its experts have no route of their own yet."""
+    """One layer sees everything, one a window."""
     config = hf.GptOssConfig(
         **SMALL,
+        **EXPERTS,
         head_dim=4,
         sliding_window=3,
         num_local_experts=3,
-        num_experts_per_tok=2,
-        pad_token_id=0,
         eos_token_id=0,
-        experts_implementation="eager",
         **{"attn_implementation": "eager", **options},
     )
     return hf.GptOssForCausalLM(config), text()
@@ -129,7 +147,9 @@ def whisper() -> tuple[nn.Module, Batch]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
-    f.__name__: f for f in (gpt2, llama, qwen3, gemma, olmo2, bert, vit, t5, mamba, whisper)
+    f.__name__: f
+    for f in (gpt2, llama, qwen3, gemma, olmo2, bert, vit, t5, mamba, whisper)
+    + (mixtral, qwen3_moe, gpt_oss)
 }
 
 ADAPTED = {

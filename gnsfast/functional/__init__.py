@@ -11,6 +11,7 @@ squared norm of the batch's gradient, and 1.0, which counts the calls. Forward r
 from gnsfast.functional._attention import attention
 from gnsfast.functional._conv import conv
 from gnsfast.functional._embedding import embedding
+from gnsfast.functional._experts import grouped_linear
 from gnsfast.functional._in_projection import in_projection, repeated
 from gnsfast.functional._linear import linear
 from gnsfast.functional._norms import layer_norm, rms_norm
@@ -19,6 +20,7 @@ __all__ = [
     "attention",
     "conv",
     "embedding",
+    "grouped_linear",
     "in_projection",
     "layer_norm",
     "linear",

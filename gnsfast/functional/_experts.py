@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of a mixture of experts: rows sorted by expert, a weight for each expert."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnsfast import ops
+from gnsfast.functional._samples import check_probe, num_samples, without_autocast
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        probe: Tensor,
+        starts: Tensor,
+        dtype: torch.dtype,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.parameter_dtype = w.dtype
+        w, b = w.to(dtype), b if b is None else b.to(dtype)
+        _, need_w, need_b, *_ = ctx.needs_input_grad
+        check_probe(probe, need_w + need_b)
+        ctx.save_for_backward(x if need_w else None, w, starts)
+        ctx.num_samples, ctx.transposed = num_samples(probe), transposed
+        with without_autocast(x):
+            return _grouped_mm(x, w if transposed else w.mT, b, starts, ctx.num_samples)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, starts = ctx.saved_tensors
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        dx = None
+        with without_autocast(dy):
+            if need_x:
+                w_EOI = w.mT if ctx.transposed else w
+                dx = _grouped_mm(dy, w_EOI, None, starts, ctx.num_samples)
+            dw, db, sqnorm_PB = ops.linear_wgrad_segments(
+                *(dy if x is None else x, dy, starts, len(w), need_w, need_b),
+                *(ctx.transposed, ctx.parameter_dtype),
+            )
+        return dx, dw if need_w else None, db if need_b else None, sqnorm_PB, None, None, None
+
+
+def _grouped_mm(x_NI: Tensor, w_EIO: Tensor, b_EO: Tensor | None, starts: Tensor, B: int) -> Tensor:
+    """Each expert's rows times its matrix, plus its bias; zeros for the rows that are nobody's."""
+    E, _, O = w_EIO.shape
+    bounds = starts[::B] if B else starts.expand(E + 1)
+    if _fits_grouped_mm(x_NI, w_EIO):
+        y = F.grouped_mm(x_NI.contiguous(), w_EIO, offs=bounds[1:].to(torch.int32))
+        row_N = torch.arange(len(x_NI), device=x_NI.device)
+        if b_EO is not None:
+            y = y + b_EO[torch.searchsorted(bounds[1:], row_N, right=True).clamp_(max=E - 1)]
+        return y.masked_fill((row_N >= bounds[-1])[:, None], 0.0)  # what no expert has written
+    y = x_NI.new_zeros((len(x_NI), O))
+    at = bounds.tolist()  # the one wait for a device
+    for e, (start, end) in enumerate(zip(at, at[1:])):
+        if start < end:
+            torch.mm(x_NI[start:end], w_EIO[e], out=y[start:end])
+            if b_EO is not None:
+                y[start:end] += b_EO[e]
+    return y
+
+
+def _fits_grouped_mm(x_NI: Tensor, w_EIO: Tensor) -> bool:
+    """Whether torch has a kernel that waits for nothing: bfloat16 rows of whole 16 bytes, on
+    Ampere and later.
+    """
+    if x_NI.device.type != "cuda" or x_NI.dtype != torch.bfloat16 or torch.version.hip:
+        return False
+    aligned = all(n % 8 == 0 for n in (*w_EIO.shape[1:], w_EIO.storage_offset()))
+    return aligned and torch.cuda.get_device_capability(x_NI.device) >= (8, 0)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    starts: Tensor,
+    probe: Tensor,
+    *,
+    transposed: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``F.linear(x[rows], weight[e], bias[e])`` for each expert e and its rows, whose backward
+    fills ``probe``.
+
+    Equals that, expert by expert; sample b's norm is that of ``autograd.grad`` of its own loss
+    term.
+
+    Args:
+        x: [N, in_features], rows sorted by expert and then by sample.
+        weight: [experts, out_features, in_features], or [experts, in_features, out_features] when
+            ``transposed``.
+        bias: [experts, out_features] or None.
+        starts: [experts · B + 1] integers that do not decrease: rows ``starts[e * B + b]`` to
+            ``starts[e * B + b + 1]`` are sample b's rows of expert e. Rows after the last number
+            are nobody's: their outputs and gradients are zeros.
+        probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
+        dtype: in which the products are computed; that of ``weight`` if None.
+
+    The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
+    Raises ValueError for a probe of another shape, and for ``starts`` of another length.
+    Source: Goodfellow 2015 (arXiv 1510.01799), summed over tokens and experts.
+
+    >>> x, w = torch.randn(3, 5), torch.randn(2, 4, 5, requires_grad=True)
+    >>> starts = torch.tensor([0, 1, 1, 2, 3])  # sample 0: rows 0 and 1, sample 1: row 2
+    >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
+    >>> gnsfast.functional.grouped_linear(x, w, None, starts, probe).sum().backward()
+    >>> torch.allclose(probe.grad[0, 1], 4 * x[2].square().sum())
+    True
+    """
+    E, B = len(weight), num_samples(probe)
+    if starts.shape != (E * B + 1,):
+        raise ValueError(
+            f"starts must be [{E * B + 1}], for {E} experts and the {B} samples of the probe and "
+            f"the end, not {list(starts.shape)}"
+        )
+    dtype = dtype or weight.dtype
+    y: Tensor = _GroupedLinear.apply(x.to(dtype), weight, bias, probe, starts, dtype, transposed)
+    return y

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts of transformers, by the block, per sample against single samples in
+float64.
+"""
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from oracle import assert_norms, loop_sqnorms, sample_of
+from tiny_models import B, loss_of, mixtral, scattered
+from torch import Tensor, nn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.mixtral import modeling_mixtral as mixtral_code
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+
+import gnsfast
+
+H, F = 16, 12
+EXPERTS = 4
+EAGER = {"experts_implementation": "eager"}
+
+
+def config(cls: Any, K: int, **options: Any) -> Any:
+    names = "num_experts" if cls is hf.Qwen3MoeConfig else "num_local_experts"
+    width = "moe_intermediate_size" if cls is hf.Qwen3MoeConfig else "intermediate_size"
+    sizes = {"hidden_size": H, width: F, names: EXPERTS, "num_experts_per_tok": K}
+    return cls(**sizes, **{**EAGER, **options})
+
+
+BLOCKS: dict[str, Any] = {
+    "mixtral": lambda K, **o: mixtral_code.MixtralSparseMoeBlock(config(hf.MixtralConfig, K, **o)),
+    "qwen3_moe": lambda K, **o: qwen3_moe.Qwen3MoeSparseMoeBlock(config(hf.Qwen3MoeConfig, K, **o)),
+    "gpt_oss": lambda K, **o: gpt_oss.GptOssMLP(config(hf.GptOssConfig, K, **o)),
+}
+ROUTER = {"mixtral": "gate", "qwen3_moe": "gate", "gpt_oss": "router"}
+
+
+def make(name: str, K: int, **options: Any) -> nn.Module:
+    """Expert 3 gets no token, and expert 2 none of a sample whose second feature is large."""
+    block: nn.Module = BLOCKS[name](K, **options)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.copy_(0.3 * torch.randn_like(p))
+        router = block.get_submodule(ROUTER[name])
+        router.weight[3, 0] = -20.0
+        router.weight[2, :2] = torch.tensor([0.0, -20.0])
+    return block
+
+
+def batch(B: int, T: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(B, T, H)
+    x[..., 0] = 1.0
+    x[..., 1] = 0.0
+    x[0, :, 1] = 1.0
+    return x, torch.randn(B, T, H)
+
+
+def loss(block: nn.Module, batch: Any) -> Tensor:
+    x, r = batch
+    y = block(x)
+    return ((y[0] if isinstance(y, tuple) else y) * r).sum()
+
+
+def chosen(block: nn.Module, name: str, x: Tensor) -> Tensor:
+    """[B, E]: whether a sample sends a token to an expert."""
+    index = block.get_submodule(ROUTER[name])(x.flatten(0, 1))[2].view(len(x), -1)
+    return torch.stack([(index == e).any(1) for e in range(EXPERTS)], 1)
+
+
+def assert_block(plain: nn.Module, data: Any, B: int, **options: Any) -> Any:
+    """Closed: torch's bits. Open: outputs and gradients as before, and single samples' norms."""
+    block = gnsfast.convert(copy.deepcopy(plain), **options)
+    assert torch.equal(loss(block, data), loss(plain, data))
+    with gnsfast.per_sample_sqnorms(block, B, audit="always") as norms:
+        ours = loss(block, data)
+        ours.backward()
+    want = loss(plain, data)
+    want.backward()
+    torch.testing.assert_close(ours, want)
+    for (n, p), q in zip(block.named_parameters(), plain.parameters()):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=n)
+    judge = copy.deepcopy(plain)
+    if hasattr(judge, "experts"):
+        judge.experts.config._experts_implementation = "eager"  # grouped_mm has no float64
+    batch_dim = options.get("batch_dim", 0)
+    assert_norms(norms, loop_sqnorms(judge, loss, data, B, batch_dim=batch_dim))
+    return block
+
+
+@pytest.mark.parametrize("used", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_implementations(name: str, used: str) -> None:
+    block, data = make(name, 2, experts_implementation=used), batch(3, 7)
+    found = chosen(block, name, data[0])
+    assert not found[:, 3].any() and not found[0, 2] and found[1:, 2].all()
+    converted = assert_block(block, data, 3)
+    rows = {r.parameter: r for r in gnsfast.coverage(converted).rows}
+    routes = {n.partition(".")[0]: r.route for n, r in rows.items()}
+    assert routes == {ROUTER[name]: "linear", "experts": "experts"}
+    assert all(r.static and r.observed for r in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "K"), [(1, 5, 2), (4, 1, 2), (3, 6, 1), (2, 2, 3)], ids=lambda n: str(n)
+)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_shapes(name: str, B: int, T: int, K: int) -> None:
+    assert_block(make(name, K), batch(B, T), B)
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        ("mixtral", "down_proj"),
+        ("mixtral", "gate.weight"),
+        ("gpt_oss", "gate_up_proj"),
+        ("gpt_oss", "proj_bias"),
+        ("gpt_oss", "router.bias"),
+    ],
+)
+def test_frozen(name: str, trained: str) -> None:
+    """Any part of the parameters may be trained alone; the rows of the probe are theirs."""
+    block = make(name, 2)
+    for n, p in block.named_parameters():
+        p.requires_grad_(trained in n)
+    assert_block(block, batch(3, 7), 3)
+
+
+def test_sequence_first() -> None:
+    data = tuple(t.transpose(0, 1).contiguous() for t in batch(3, 7))
+    assert_block(make("mixtral", 2), data, 3, batch_dim=1)
+    assert_block(make("gpt_oss", 2), data, 3, batch_dim=1)
+
+
+@pytest.mark.parametrize("used", ["eager", "grouped_mm"])
+def test_autocast(used: str) -> None:
+    """No further from float64 than twice torch itself, sample by sample, in the dtypes of the
+    implementation that it replaces.
+    """
+    plain, data = make("mixtral", 2, experts_implementation=used), batch(3, 7)
+
+    def cast_loss(block: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(block, batch)
+
+    block = gnsfast.convert(copy.deepcopy(plain))
+    with gnsfast.per_sample_sqnorms(block, 3) as norms:
+        ours = cast_loss(block, data)
+        ours.backward()
+    torch.testing.assert_close(ours, cast_loss(plain, data), rtol=1e-2, atol=1e-2)
+    parameters = dict(plain.named_parameters())
+    plain_norms: dict[str, list[Tensor]] = {n: [] for n in parameters}
+    for b in range(3):
+        grads = torch.autograd.grad(cast_loss(plain, sample_of(data, b)), list(parameters.values()))
+        for n, g in zip(parameters, grads):
+            plain_norms[n].append(g.double().square().sum())
+    plain.experts.config._experts_implementation = "eager"
+    for n, want in loop_sqnorms(plain, loss, data, 3).items():
+        error = ((norms[n] - want).abs() / want).max()
+        assert error <= 2 * ((torch.stack(plain_norms[n]) - want).abs() / want).max() + 1e-6, n
+        assert block.get_parameter(n).grad.dtype == torch.float32
+
+
+def test_bfloat16() -> None:
+    block, data = make("gpt_oss", 2).bfloat16(), tuple(t.bfloat16() for t in batch(3, 7))
+    plain = copy.deepcopy(block)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(block), 3) as norms:
+        loss(block, data).backward()
+    loop = loop_sqnorms(plain, loss, data, 3)
+    assert_norms(norms, loop, rtol=0.05)
+    assert all(p.grad.dtype == torch.bfloat16 for p in block.parameters())
+
+
+def test_experts_of_other_ranks() -> None:
+    """An index of num_experts stands for an expert that is not here: its pairs count nowhere."""
+    plain = make("mixtral", 2).experts
+    index = torch.tensor([[0, 4], [4, 4], [1, 2], [2, 0], [4, 1], [0, 1]])
+    data = (torch.randn(3, 2, H), index.view(3, 2, 2), torch.rand(3, 2, 2), torch.randn(3, 2, H))
+
+    def sum_of(experts: nn.Module, batch: Any) -> Tensor:
+        x, index, weights, r = (t.flatten(0, 1) for t in batch)
+        return (experts(x, index, weights) * r).sum()
+
+    block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
+    inputs = [data[i].requires_grad_() for i in (0, 2)]
+    wanted = torch.autograd.grad(sum_of(plain, data), inputs)
+    with gnsfast.per_sample_sqnorms(block, 3) as norms:
+        sum_of(block, data).backward()
+    for t, want in zip(inputs, wanted):
+        torch.testing.assert_close(t.grad, want)
+    assert_norms(norms, loop_sqnorms(plain, sum_of, data, 3))
+
+
+def test_blocks_that_take_any_rows() -> None:
+    """DeepSeek's router flattens its input itself; its experts' rows are said to be a batch's."""
+    model = deepseek.DeepseekV3MoE(
+        hf.DeepseekV3Config(
+            hidden_size=H,
+            moe_intermediate_size=F,
+            n_routed_experts=EXPERTS,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            **EAGER,
+        )
+    )
+    data = batch(3, 7)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    block = gnsfast.convert(copy.deepcopy(model))
+    with pytest.raises(gnsfast.SampleShapeError, match=r"\[21, 16\].*fold=\['experts'\]"):
+        with gnsfast.per_sample_sqnorms(block, 3):
+            loss(block, data)
+    assert_block(model, data, 3, fold=["experts"])
+
+
+def test_a_block_that_picks_rows() -> None:
+    """Rows that are not all of the batch are not taken for it, even where their number fits."""
+
+    class Picks(mixtral_code.MixtralSparseMoeBlock):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            rows = hidden_states.flatten(0, 1)[::2]
+            _, weights, index = self.gate(rows)
+            return self.experts(rows, index, weights)
+
+    block = gnsfast.convert(Picks(config(hf.MixtralConfig, 2)))
+    for num_samples in (4, 8):  # as many rows as samples, too
+        with pytest.raises(gnsfast.SampleShapeError, match=r"^gate .*is not known of the block"):
+            with gnsfast.per_sample_sqnorms(block, num_samples):
+                block(torch.randn(8, 2, H))
+
+
+def test_a_wrong_number_of_samples() -> None:
+    block = gnsfast.convert(make("mixtral", 2))
+    with pytest.raises(gnsfast.SampleShapeError, match=r"gate .*expected 4 samples.*\[21, 16\]"):
+        with gnsfast.per_sample_sqnorms(block, 4):
+            loss(block, batch(3, 7))
+
+
+def test_load_balancing_loss() -> None:
+    """It ties the samples together, so the pass is refused; its output alone is not."""
+    model, data = mixtral()
+    model.config.output_router_logits = True
+    gnsfast.convert(scattered(model))
+    with pytest.raises(gnsfast.ObservationError, match=r"mlp.experts .*load-balancing loss"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            loss_of(model, data)
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.0
+    with gnsfast.per_sample_sqnorms(model, B):
+        loss_of(model, data).backward()
+
+
+def test_other_kernels_are_refused() -> None:
+    block = gnsfast.convert(make("mixtral", 2))
+    block.experts.config._experts_implementation = "sonicmoe"
+    with pytest.raises(gnsfast.ObservationError, match="not of experts_implementation='sonicmoe'"):
+        with gnsfast.per_sample_sqnorms(block, 3):
+            loss(block, batch(3, 7))
+
+
+def test_experts_without_a_route() -> None:
+    """What is not understood is left out, with its reason."""
+    normed, odd = make("mixtral", 2), make("mixtral", 2)
+    normed.experts.has_post_expert_norm = True
+    odd.experts.scale = nn.Parameter(torch.ones(EXPERTS))
+    for block, reason in ((normed, "a norm after each expert"), (odd, "parameters .*, scale")):
+        rows = {r.parameter: r for r in gnsfast.coverage(gnsfast.convert(block)).rows}
+        assert rows["gate.weight"].static
+        assert not rows["experts.down_proj"].static
+        assert re.search(reason, rows["experts.down_proj"].reason)
+
+
+def test_a_router_that_uses_its_weight_otherwise() -> None:
+    class Twice(mixtral_code.MixtralTopKRouter):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor) -> Any:
+            more = torch.topk(nn.functional.linear(hidden_states, self.weight), 2)
+            logits, scores, index = super().forward(hidden_states)
+            return logits, scores + more.values, index
+
+    Twice.__module__ = mixtral_code.__name__
+    block = make("mixtral", 2)
+    block.gate.__class__ = Twice
+    gnsfast.convert(block)
+    with pytest.raises(gnsfast.ObservationError, match="gate .* 2 calls of F.linear"):
+        with gnsfast.per_sample_sqnorms(block, 3):
+            loss(block, batch(3, 7))
+
+
+def test_copies() -> None:
+    block, data = gnsfast.convert(make("gpt_oss", 2)), batch(3, 7)
+    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block)), gnsfast.convert(block)):
+        assert torch.equal(loss(twin, data), loss(block, data))
+        with gnsfast.per_sample_sqnorms(twin, 3) as norms:
+            loss(twin, data).backward()
+        assert set(norms) == {n for n, _ in block.named_parameters()}
+
+
+def test_compiled() -> None:
+    """The graph breaks at the experts; the norms stay."""
+    plain, data = make("mixtral", 2), batch(3, 7)
+    block = gnsfast.convert(copy.deepcopy(plain))
+    compiled = torch.compile(block, backend="eager")
+    with gnsfast.per_sample_sqnorms(block, 3) as norms:
+        loss(compiled, data).backward()
+    assert_norms(norms, loop_sqnorms(plain, loss, data, 3))
+
+
+def test_probe_and_starts_of_other_shapes() -> None:
+    x, w = torch.randn(3, 5), torch.randn(2, 4, 5, requires_grad=True)
+    starts = torch.tensor([0, 1, 1, 2, 3])
+    with pytest.raises(ValueError, match=r"starts must be \[7\], for 2 experts and the 3 samples"):
+        gnsfast.functional.grouped_linear(x, w, None, starts, torch.zeros(1, 5))
+    with pytest.raises(ValueError, match=r"probe must be float32 \[1, B \+ 2\]"):
+        gnsfast.functional.grouped_linear(x, w, None, starts, torch.zeros(2, 4))
