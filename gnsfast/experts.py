@@ -31,19 +31,15 @@ class _Rows(Probed):
         """[N]: which sample each row is of."""
         assert self._probe is not None
         B, N, layout = num_samples(self._probe), len(x_NH), self._samples
-        known = layout.flattened or layout.fold or B == 1
-        if B == 0 or N % B or not known:
+        known, T = layout.flattened or layout.fold or B == 1, N // B if B else 0
+        if T * B != N or not known:
             hint = (
-                ""
-                if known
-                else (
-                    " Whether these are those of the batch in its order is not known of the block "
-                    f"around it: if they are, say convert(model, fold=[{self._probe_name!r}])."
-                )
+                " Whether these are those of the batch in its order is not known of the block "
+                f"around it: if they are, say convert(model, fold=[{self._probe_name!r}])."
             )
-            raise self._shape_error(x_NH, f"it has {N} rows.{hint}")
+            raise self._shape_error(x_NH, f"it has {N} rows.{'' if known else hint}")
         row_N = torch.arange(N, device=x_NH.device)
-        return row_N % B if self._interleaved() else row_N // (N // B)
+        return row_N % max(B, 1) if self._interleaved() else row_N // max(T, 1)
 
     def _interleaved(self) -> bool:
         """Whether the rows are those of [T, B, H], flattened."""
@@ -61,7 +57,9 @@ class Experts(_Rows):
 
     While a probe is open it takes the place of their ``eager``, ``batched_mm`` or ``grouped_mm``
     implementation: rows are sorted by expert and sample, so that each sample's share in each
-    expert's gradient is one segment.
+    expert's gradient is one segment. A load-balancing loss that ``config.output_router_logits``
+    asks for is refused, for it ties the samples together; one that the caller asks for by a keyword
+    is not seen.
     """
 
     route = "experts"
@@ -95,7 +93,7 @@ class Experts(_Rows):
         y_SH = self._projected("down_proj", y_SH, starts)
         y_SH = y_SH * weight_NK.flatten()[order_S][:, None]
         # Back to [N, K, H] and summed over K: the same bits each time, without atomics.
-        return y_SH[order_S.argsort()].view(N, K, -1).sum(1).to(x_NH.dtype)
+        return y_SH[order_S.argsort()].unflatten(0, (N, K)).sum(1).to(x_NH.dtype)
 
     def _projected(self, name: str, x_SI: Tensor, starts: Tensor) -> Tensor:
         """Every row through its expert's part of parameter ``name``, whose rows of the probe it
@@ -230,11 +228,11 @@ def experts_reason(module: nn.Module) -> str | None:
     code = getattr(type(module).forward, "__code__", None)
     if "experts_interface" not in getattr(code, "co_freevars", ()):
         return None
-    flags = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
+    flags = ("has_gate", "has_bias", "is_transposed")
     if any(not isinstance(getattr(module, flag, None), bool) for flag in flags):
-        return "experts of another transformers than 5.23"
+        return f"experts that do not say {', '.join(flags)}"
     experts: Any = module
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):
         return "a norm after each expert has no route"
     names = [up_name(experts), "down_proj"]
     if experts.has_bias:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.mixtral import modeling_mixtral as mixtral_code
+from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import gnsfast
@@ -57,7 +58,7 @@ def batch(B: int, T: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(B, T, H)
     x[..., 0] = 1.0
     x[..., 1] = 0.0
-    x[0, :, 1] = 1.0
+    x[:1, :, 1] = 1.0
     return x, torch.randn(B, T, H)
 
 
@@ -134,6 +135,16 @@ def test_frozen(name: str, trained: str) -> None:
     assert_block(block, batch(3, 7), 3)
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_no_sample(name: str) -> None:
+    """An empty batch has gradients of zero, as transformers' grouped_mm gives."""
+    block = gnsfast.convert(make(name, 2))
+    with gnsfast.per_sample_sqnorms(block, 0) as norms:
+        loss(block, batch(0, 4)).backward()
+    assert all(n.shape == (0,) for n in norms.values())
+    assert not any(p.grad.any() for n, p in block.named_parameters() if "experts" in n)
+
+
 def test_sequence_first() -> None:
     data = tuple(t.transpose(0, 1).contiguous() for t in batch(3, 7))
     assert_block(make("mixtral", 2), data, 3, batch_dim=1)
@@ -179,24 +190,26 @@ def test_bfloat16() -> None:
     assert all(p.grad.dtype == torch.bfloat16 for p in block.parameters())
 
 
+def loss_of_rows(experts: nn.Module, batch: Any) -> Tensor:
+    """Of experts by themselves; the index and the weights of every row are given."""
+    x, index, weights, r = (t.flatten(0, 1) for t in batch)
+    return (experts(x, index, weights) * r).sum()
+
+
 def test_experts_of_other_ranks() -> None:
     """An index of num_experts stands for an expert that is not here: its pairs count nowhere."""
     plain = make("mixtral", 2).experts
     index = torch.tensor([[0, 4], [4, 4], [1, 2], [2, 0], [4, 1], [0, 1]])
     data = (torch.randn(3, 2, H), index.view(3, 2, 2), torch.rand(3, 2, 2), torch.randn(3, 2, H))
 
-    def sum_of(experts: nn.Module, batch: Any) -> Tensor:
-        x, index, weights, r = (t.flatten(0, 1) for t in batch)
-        return (experts(x, index, weights) * r).sum()
-
     block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
     inputs = [data[i].requires_grad_() for i in (0, 2)]
-    wanted = torch.autograd.grad(sum_of(plain, data), inputs)
+    wanted = torch.autograd.grad(loss_of_rows(plain, data), inputs)
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
-        sum_of(block, data).backward()
+        loss_of_rows(block, data).backward()
     for t, want in zip(inputs, wanted):
         torch.testing.assert_close(t.grad, want)
-    assert_norms(norms, loop_sqnorms(plain, sum_of, data, 3))
+    assert_norms(norms, loop_sqnorms(plain, loss_of_rows, data, 3))
 
 
 def test_blocks_that_take_any_rows() -> None:
@@ -221,13 +234,42 @@ def test_blocks_that_take_any_rows() -> None:
             loss(block, data)
     assert_block(model, data, 3, fold=["experts"])
 
+    model.bfloat16()  # its router multiplies in float32
+    data = tuple(t.bfloat16() for t in data)
+    gnsfast.convert(block.bfloat16(), fold=["experts"])
+    with gnsfast.per_sample_sqnorms(block, 3) as norms:
+        loss(block, data).backward()
+    for b in range(3):
+        (g,) = torch.autograd.grad(loss(model, sample_of(data, b)), model.gate.weight)
+        torch.testing.assert_close(
+            norms["gate.weight"][b], g.float().square().sum(), rtol=0.02, atol=0
+        )
+
+
+def test_experts_without_a_gate() -> None:
+    sizes = hf.NemotronHConfig(
+        hidden_size=H, moe_intermediate_size=F, n_routed_experts=EXPERTS, num_hidden_layers=1
+    )
+    sizes._experts_implementation = "eager"
+    plain = nemotron.NemotronHExperts(sizes)
+    for p in plain.parameters():
+        nn.init.normal_(p, std=0.3)
+    index = torch.randint(0, EXPERTS, (3, 4, 2))
+    data = (torch.randn(3, 4, H), index, torch.rand(3, 4, 2), torch.randn(3, 4, H))
+    block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
+    with gnsfast.per_sample_sqnorms(block, 3) as norms:
+        loss_of_rows(block, data).backward()
+    assert set(norms) == {"up_proj", "down_proj"}
+    assert_norms(norms, loop_sqnorms(plain, loss_of_rows, data, 3))
+
 
 def test_a_block_that_picks_rows() -> None:
     """Rows that are not all of the batch are not taken for it, even where their number fits."""
 
     class Picks(mixtral_code.MixtralSparseMoeBlock):  # type: ignore[misc]
         def forward(self, hidden_states: Tensor) -> Tensor:
-            rows = hidden_states.flatten(0, 1)[::2]
+            _, _, width = hidden_states.shape
+            rows = hidden_states.reshape(-1, width)[::2]
             _, weights, index = self.gate(rows)
             return self.experts(rows, index, weights)
 
