@@ -207,7 +207,7 @@ def segments_cases() -> Iterator[Case]:
     for dtype, precision, aligned in [*kinds, ("fp32", "tf32", False)]:
         config = segments.fixed_config(DTYPES[dtype], aligned)
         if precision == "tf32":
-            config = configs.TF32_UNALIGNED[-1]
+            config = configs.TF32[-1]
         words = [precision] * (dtype == "fp32") + ["unaligned"] * (not aligned)
         yield Case(
             " ".join(["linear_wgrad_segments", str(config), *words]),
