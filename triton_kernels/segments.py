@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gnsfast.triton_kernels.configs import Config, candidates
-from gnsfast.triton_kernels.linear_wgrad import aligned
 from gnsfast.triton_kernels.tiles import dot, precision, tile_position, unit_inner
 
 
@@ -109,6 +108,11 @@ def fixed_config(dtype: torch.dtype, aligned: bool) -> Config:
     return candidates(dtype, aligned)[0]
 
 
+def aligned(t_NI: Tensor) -> bool:
+    """Whether Triton knows that rows can be loaded in wide pieces."""
+    return t_NI.data_ptr() % 16 == 0 and t_NI.shape[1] % 16 == t_NI.stride(0) % 16 == 0
+
+
 def outer_wgrad(
     x_NI: Tensor,
     dy_NO: Tensor,
@@ -120,7 +124,7 @@ def outer_wgrad(
     """dW [E, O, I] and the squared norms [B + 1], of each sample's gradient and of their sum."""
     x, dy = unit_inner(x_NI), unit_inner(dy_NO)
     B, I, O = (len(starts) - 1) // experts, x.shape[1], dy.shape[1]
-    config = config or fixed_config(x.dtype, aligned(x[None]) and aligned(dy[None]))
+    config = config or fixed_config(x.dtype, aligned(x) and aligned(dy))
     tiles = triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
     dw = x.new_empty((experts, O, I), dtype=dtype)
     partial = x.new_empty((experts * tiles, B + 1), dtype=torch.float32)
