@@ -93,7 +93,8 @@ class Experts(_Rows):
         y_SH = self._projected("down_proj", y_SH, starts)
         y_SH = y_SH * weight_NK.flatten()[order_S][:, None]
         # Back to [N, K, H] and summed over K: the same bits each time, without atomics.
-        return y_SH[order_S.argsort()].unflatten(0, (N, K)).sum(1).to(x_NH.dtype)
+        y_NKH: Tensor = y_SH[order_S.argsort()].unflatten(0, (N, K))
+        return y_NKH.sum(1).to(x_NH.dtype)
 
     def _projected(self, name: str, x_SI: Tensor, starts: Tensor) -> Tensor:
         """Every row through its expert's part of parameter ``name``, whose rows of the probe it

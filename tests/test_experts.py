@@ -21,6 +21,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import gnsfast
+from gnsfast.functional import _experts as grouped
 
 H, F = 16, 12
 EXPERTS = 4
@@ -210,6 +211,42 @@ def test_experts_of_other_ranks() -> None:
     for t, want in zip(inputs, wanted):
         torch.testing.assert_close(t.grad, want)
     assert_norms(norms, loop_sqnorms(plain, loss_of_rows, data, 3))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_grouped_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's grouped product, which a GPU takes for bfloat16, leaves rows of nobody unwritten."""
+    plain = make(name, 2, experts_implementation="grouped_mm").experts
+    monkeypatch.setattr(grouped, "_fits_grouped_mm", lambda x, w: True)
+    index = torch.tensor([[0, 4], [4, 4], [1, 2], [2, 0], [4, 1], [0, 1]]).view(3, 2, 2)
+    data = (torch.randn(3, 2, H), index, torch.rand(3, 2, 2), torch.randn(3, 2, H))
+    block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
+    data[0].requires_grad_()
+    with gnsfast.per_sample_sqnorms(block, 3) as norms:
+        value = loss_of_rows(block, data)
+        value.backward()
+    plain._is_expert_parallel = True
+    plain.config._experts_implementation = "batched_mm"  # which has float64
+    torch.testing.assert_close(value, loss_of_rows(plain, data))
+    (want,) = torch.autograd.grad(loss_of_rows(plain, data), data[0])
+    torch.testing.assert_close(data[0].grad, want)
+    assert_norms(norms, loop_sqnorms(plain, loss_of_rows, data, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_on_gpu(name: str, dtype: torch.dtype) -> None:
+    """The experts by themselves: what the router chooses is not a matter of rounding here."""
+    plain = make(name, 2).experts.to("cuda", dtype)
+    index = torch.randint(0, EXPERTS, (3, 40, 2), device="cuda")
+    x, weights, r = (torch.randn(3, 40, n, device="cuda", dtype=dtype) for n in (H, 2, H))
+    data = (x, index, weights, r)
+    block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
+    with gnsfast.per_sample_sqnorms(block, 3) as norms:
+        loss_of_rows(block, data).backward()
+    loop = {n: t.cpu() for n, t in loop_sqnorms(plain, loss_of_rows, data, 3).items()}
+    assert_norms(norms, loop, rtol=1e-4 if dtype == torch.float32 else 0.03)
 
 
 def test_blocks_that_take_any_rows() -> None:

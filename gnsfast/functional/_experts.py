@@ -55,10 +55,11 @@ def _grouped_mm(x_NI: Tensor, w_EIO: Tensor, b_EO: Tensor | None, starts: Tensor
     E, _, O = w_EIO.shape
     bounds = starts[::B] if B else starts.expand(E + 1)
     if _fits_grouped_mm(x_NI, w_EIO):
-        y = F.grouped_mm(x_NI.contiguous(), w_EIO, offs=bounds[1:].to(torch.int32))
+        ends = bounds[1:].to(torch.int32).contiguous()
+        y = F.grouped_mm(x_NI.contiguous(), w_EIO, offs=ends)
         row_N = torch.arange(len(x_NI), device=x_NI.device)
         if b_EO is not None:
-            y = y + b_EO[torch.searchsorted(bounds[1:], row_N, right=True).clamp_(max=E - 1)]
+            y = y + b_EO[torch.searchsorted(ends, row_N, right=True).clamp_(max=E - 1)]
         return y.masked_fill((row_N >= bounds[-1])[:, None], 0.0)  # what no expert has written
     y = x_NI.new_zeros((len(x_NI), O))
     at = bounds.tolist()  # the one wait for a device
