@@ -168,11 +168,10 @@ def test_autocast(used: str) -> None:
         ours = cast_loss(block, data)
         ours.backward()
     torch.testing.assert_close(ours, cast_loss(plain, data), rtol=1e-2, atol=1e-2)
-    parameters = dict(plain.named_parameters())
-    plain_norms: dict[str, list[Tensor]] = {n: [] for n in parameters}
+    plain_norms: dict[str, list[Tensor]] = {n: [] for n in norms}
     for b in range(3):
-        grads = torch.autograd.grad(cast_loss(plain, sample_of(data, b)), list(parameters.values()))
-        for n, g in zip(parameters, grads):
+        grads = torch.autograd.grad(cast_loss(plain, sample_of(data, b)), [*plain.parameters()])
+        for (n, _), g in zip(plain.named_parameters(), grads):
             plain_norms[n].append(g.double().square().sum())
     plain.experts.config._experts_implementation = "eager"
     for n, want in loop_sqnorms(plain, loss, data, 3).items():
@@ -197,11 +196,15 @@ def loss_of_rows(experts: nn.Module, batch: Any) -> Tensor:
     return (experts(x, index, weights) * r).sum()
 
 
+def rows_with_strangers() -> tuple[Tensor, ...]:
+    index = torch.tensor([[0, 4], [4, 4], [1, 2], [2, 0], [4, 1], [0, 1]]).view(3, 2, 2)
+    return torch.randn(3, 2, H), index, torch.rand(3, 2, 2), torch.randn(3, 2, H)
+
+
 def test_experts_of_other_ranks() -> None:
     """An index of num_experts stands for an expert that is not here: its pairs count nowhere."""
     plain = make("mixtral", 2).experts
-    index = torch.tensor([[0, 4], [4, 4], [1, 2], [2, 0], [4, 1], [0, 1]])
-    data = (torch.randn(3, 2, H), index.view(3, 2, 2), torch.rand(3, 2, 2), torch.randn(3, 2, H))
+    data = rows_with_strangers()
 
     block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
     inputs = [data[i].requires_grad_() for i in (0, 2)]
@@ -218,8 +221,7 @@ def test_grouped_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's grouped product, which a GPU takes for bfloat16, leaves rows of nobody unwritten."""
     plain = make(name, 2, experts_implementation="grouped_mm").experts
     monkeypatch.setattr(grouped, "_fits_grouped_mm", lambda x, w: True)
-    index = torch.tensor([[0, 4], [4, 4], [1, 2], [2, 0], [4, 1], [0, 1]]).view(3, 2, 2)
-    data = (torch.randn(3, 2, H), index, torch.rand(3, 2, 2), torch.randn(3, 2, H))
+    data = rows_with_strangers()
     block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
     data[0].requires_grad_()
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
@@ -390,12 +392,3 @@ def test_compiled() -> None:
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
         loss(compiled, data).backward()
     assert_norms(norms, loop_sqnorms(plain, loss, data, 3))
-
-
-def test_probe_and_starts_of_other_shapes() -> None:
-    x, w = torch.randn(3, 5), torch.randn(2, 4, 5, requires_grad=True)
-    starts = torch.tensor([0, 1, 1, 2, 3])
-    with pytest.raises(ValueError, match=r"starts must be \[7\], for 2 experts and the 3 samples"):
-        gnsfast.functional.grouped_linear(x, w, None, starts, torch.zeros(1, 5))
-    with pytest.raises(ValueError, match=r"probe must be float32 \[1, B \+ 2\]"):
-        gnsfast.functional.grouped_linear(x, w, None, starts, torch.zeros(2, 4))

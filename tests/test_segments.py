@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnsfast import ops, reference_segments
+from gnsfast import functional, ops, reference_segments
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
@@ -162,3 +162,12 @@ def test_opcheck() -> None:
     ):
         arguments = (x, dy, starts, 2, weight, bias, transposed, BF16)
         torch.library.opcheck(torch.ops.gnsfast.linear_wgrad_segments.default, arguments)
+
+
+def test_probe_and_starts_of_other_shapes() -> None:
+    x, w = torch.randn(3, 5), torch.randn(2, 4, 5, requires_grad=True)
+    starts = torch.tensor([0, 1, 1, 2, 3])
+    with pytest.raises(ValueError, match=r"starts must be \[7\], for 2 experts and the 3 samples"):
+        functional.grouped_linear(x, w, None, starts, torch.zeros(1, 5))
+    with pytest.raises(ValueError, match=r"probe must be float32 \[1, B \+ 2\]"):
+        functional.grouped_linear(x, w, None, starts, torch.zeros(2, 4))
