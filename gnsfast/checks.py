@@ -4,8 +4,9 @@
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gnsfast.fused_losses import fused_loss_of
 from gnsfast.probed import Probed
 
 
@@ -50,12 +51,20 @@ def leave_out(path: str) -> str:
     return f"Leave it out: convert(model, exclude=[{path!r}])." if path else ""
 
 
-def explain_unseen(name: str, path: str) -> str:
+def explain_unseen(name: str, path: str, model: nn.Module) -> str:
     """Why a parameter with a gradient but without a call of its module has no norms."""
+    if project := fused_loss_of(model, path):
+        return (
+            f"{name} got a gradient, but its module {path!r} was not called: the model's forward "
+            f"is that of {project}, whose fused loss takes a weight as a tensor. Its norms would "
+            f"be missing. Compute the loss with {path}.cross_entropy(hidden, labels), which "
+            f"keeps no logits either, or switch off the fused loss of {project}. {leave_out(path)}"
+        )
     return (
         f"{name} got a gradient, but its module {path!r} was not called (or its forward ran before "
         "the block, or backward(inputs=...) left it out): the weight is used as a tensor "
-        f"somewhere, as fused losses and kernels do. Its norms would be missing. {leave_out(path)}"
+        "somewhere, as fused losses (instead: the head's own cross_entropy) and kernels do. Its "
+        f"norms would be missing. {leave_out(path)}"
     )
 
 
@@ -83,6 +92,6 @@ def explain_sums(
     return (
         f"{name}: the squared norm of its gradient is {real:.6g}, but what passed through "
         f"{where} has {ours:.6g}. The weight is also used outside of its "
-        "module (F.linear(x, module.weight), a penalty on the weights), so its norms would be "
-        f"wrong. {leave_out(paths[0])}"
+        "module (F.linear(x, module.weight), a fused loss, a penalty on the weights), so its norms "
+        f"would be wrong. {leave_out(paths[0])}"
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gnsfast import fused_losses
 from gnsfast.probed import Probed
 from gnsfast.routes import route_of, uses_children_as_tensors
 
@@ -64,8 +65,9 @@ class Coverage:
 def coverage(model: nn.Module) -> Coverage:
     """Say for each parameter of ``model`` how its per-sample norms are found, or why they are not.
 
-    ``static``: a route exists. ``observed``: in the last ``per_sample_sqnorms`` block its backward
-    ran.
+    ``static``: a route exists; a reason beside it says that the model's forward goes around it, as
+    those of Liger-Kernel and Cut Cross-Entropy do. ``observed``: in the last ``per_sample_sqnorms``
+    block its backward ran.
 
     >>> model = gnsfast.convert(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8)))
     >>> gnsfast.coverage(model).rows[2].reason
@@ -82,16 +84,17 @@ def coverage(model: nn.Module) -> Coverage:
     for module in reversed(list(model.modules())):  # the outermost answers
         if uses_children_as_tensors(module):
             owners |= {id(p): module for p in module.parameters()}
+    fused = fused_losses.notes(model)
     return Coverage(
         tuple(
-            _row(name, p, claimed.get(id(p), []), owners.get(id(p), model))
+            _row(name, p, claimed.get(id(p), []), owners.get(id(p), model), fused.get(id(p), ""))
             for name, p in model.named_parameters()
         )
     )
 
 
 def _row(
-    name: str, p: nn.Parameter, claims: list[tuple[Probed, str]], owner: nn.Module
+    name: str, p: nn.Parameter, claims: list[tuple[Probed, str]], owner: nn.Module, note: str
 ) -> CoverageRow:
     if nn.parameter.is_lazy(p):
         return CoverageRow(name, 0, "", False, None, route_of(owner).reason)
@@ -104,4 +107,4 @@ def _row(
         return CoverageRow(name, p.numel(), "", False, None, reasons[0])
     calls = [m._calls for m, _ in claims if m._calls is not None]
     routes = " + ".join(dict.fromkeys(m.route for m, _ in claims))
-    return CoverageRow(name, p.numel(), routes, True, any(calls) if calls else None, "")
+    return CoverageRow(name, p.numel(), routes, True, any(calls) if calls else None, note)

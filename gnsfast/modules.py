@@ -61,6 +61,44 @@ class Linear(Probed, nn.Linear):
             links=links,
         )
 
+    def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        """The cross entropy of this head's outputs, without them in memory as a whole.
+
+        Equals ``F.cross_entropy(self(input).flatten(0, -2).float(), labels.flatten())``, and counts
+        as the module's one call. ``options`` are ``ignore_index``, ``reduction``,
+        ``label_smoothing``, ``softcap``, ``z_loss`` and ``shift`` of
+        ``gnsfast.functional.linear_cross_entropy``, which also says what it raises.
+
+        Raises NotImplementedError for a subclass with a forward of its own, and for a weight that
+        is sharded at this moment.
+
+        >>> head, labels = gnsfast.Linear(5, 11), torch.randint(0, 11, (3, 7))
+        >>> with gnsfast.per_sample_sqnorms(head, 3) as norms:
+        ...     head.cross_entropy(torch.randn(3, 7, 5), labels).backward()
+        >>> norms["weight"].shape
+        torch.Size([3])
+        """
+        where = self._probe_name or type(self).__name__
+        if type(self).forward is not Linear.forward or "forward" in vars(self):
+            raise NotImplementedError(
+                f"{where}: {type(self).__name__} has a forward of its own, which cross_entropy "
+                "would leave out: compute the loss from its output"
+            )
+        if is_dtensor(self.weight):
+            raise NotImplementedError(
+                f"{where}: cross_entropy needs the whole weight, and it is sharded. Below "
+                "fully_shard call it in the model's own forward, or, where the head is a unit of "
+                "its own, torch.distributed.fsdp.register_fsdp_forward_method(head, "
+                "'cross_entropy') after that"
+            )
+        layout: dict[str, Any] = dict(bias=self.bias, batch_dim=self._samples.batch_dim)
+        if self._open():
+            links = () if self._tie is None else self._tie.take(self._probe_name)
+            layout |= dict(
+                probe=self._probe, batch_dim=self._batch_dim(input, features=1), links=links
+            )
+        return functional.linear_cross_entropy(input, self.weight, labels, **layout, **options)
+
 
 class TransposedLinear(Probed):
     """Over Hugging Face's ``Conv1D``: a linear layer, its weight [in_features, out_features]."""

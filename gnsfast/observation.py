@@ -374,7 +374,7 @@ class Observer:
         alone = self.processes.world == 1
         for name, times in zip(self.names, touched):
             if seen[name] < (times if alone else min(times, 1)):
-                raise ObservationError(checks.explain_unseen(name, self.paths[name][0]))
+                raise ObservationError(checks.explain_unseen(name, self.paths[name][0], self.model))
         named = dict(zip(self.names, self.parameters))
         if wrong := self.audit.check(named, self.paths):
             raise ObservationError(wrong)

@@ -283,7 +283,7 @@ class per_sample_sqnorms:
                 f"{type(model).__name__} has no trainable parameter under a gnsfast module: "
                 "call gnsfast.convert(model) first"
             )
-        parameters = dict(model.named_parameters())
+        self._model, parameters = model, dict(model.named_parameters())
         self._parameters = {name: parameters[name] for name in self._slab.rows}
         self._always = audit == "always"
 
@@ -335,7 +335,7 @@ class per_sample_sqnorms:
                 if c not in (0, 1) and not (c > 1 and checks.may_repeat(module)):
                     raise ObservationError(checks.explain_calls(path, module, c))
             if all(calls[d][r] == 0 for _, d, r in rows) and self._touched(name):
-                raise ObservationError(checks.explain_unseen(name, rows[0][0]))
+                raise ObservationError(checks.explain_unseen(name, rows[0][0], self._model))
         if not any(c != 0 for rows in calls.values() for c in rows):
             raise ObservationError(NO_BACKWARD)
 

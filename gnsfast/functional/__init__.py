@@ -10,6 +10,7 @@ squared norm of the batch's gradient, and 1.0, which counts the calls. Forward r
 
 from gnsfast.functional._attention import attention
 from gnsfast.functional._conv import conv
+from gnsfast.functional._cross_entropy import linear_cross_entropy
 from gnsfast.functional._embedding import embedding
 from gnsfast.functional._experts import grouped_linear
 from gnsfast.functional._in_projection import in_projection, repeated
@@ -24,6 +25,7 @@ __all__ = [
     "in_projection",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "repeated",
     "rms_norm",
 ]

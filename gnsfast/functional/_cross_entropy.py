@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross entropy of a linear head, a part of the vocabulary at a time.
+
+A sample's gradient of the head is dlogitsᵀ h, [V, D], and its squared norm a sum over rows of V: so
+each part is a linear layer of its own, and the norms of the parts add up to those of the head.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gnsfast import ops
+from gnsfast.functional._samples import (
+    Link,
+    autocast_dtype,
+    check_probe,
+    num_samples,
+    samples_back,
+    samples_first,
+    without_autocast,
+)
+from gnsfast.reference import accumulate_dtype
+
+CHUNK = 1 << 24
+"""Logits in memory at a time."""
+
+LEAST = 512
+"""Columns of a part, however many tokens there are: narrower products leave a GPU idle."""
+
+
+class _Head(NamedTuple):
+    """The linear layer, the dtype that it computes in, and the cap of its logits."""
+
+    w_VD: Tensor
+    b_V: Tensor | None
+    dtype: torch.dtype
+    softcap: float | None
+
+    def logits(self, x: Tensor, rows: slice | Tensor) -> Tensor:
+        """Those of some of the words: [..., rows], float32 (float64 of float64)."""
+        w, b = self.w_VD[rows].to(self.dtype), None
+        if self.b_V is not None:
+            b = self.b_V[rows].to(self.dtype)
+        z = F.linear(x, w, b) if isinstance(rows, slice) else x @ w.mT
+        if b is not None and not isinstance(rows, slice):
+            z += b[..., None, :]
+        z = z.to(accumulate_dtype(self.dtype))
+        return z if self.softcap is None else z.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+class _Tokens(NamedTuple):
+    """For every token (each [..., 1]) its label, the log-sum-exp, and what dlogits is made of:
+    ``share`` of the softmax, less ``flat`` everywhere, less ``hit`` at the label.
+    """
+
+    label: Tensor
+    lse: Tensor
+    share: Tensor
+    flat: Tensor
+    hit: Tensor
+
+    def dlogits(self, z: Tensor, words: slice | Tensor, softcap: float | None) -> Tensor:
+        """The gradient of the logits ``z`` (overwritten) of ``words``."""
+        slope = None if softcap is None else (z / softcap).square_().neg_().add_(1.0)
+        dz = z.sub_(self.lse).exp_().mul_(self.share).sub_(self.flat)
+        if isinstance(words, slice):
+            column, inside = _within(self.label, words)
+            dz.scatter_(-1, column, dz.gather(-1, column) - torch.where(inside, self.hit, 0.0))
+        else:
+            dz -= torch.where(self.label == words[..., None, :], self.hit, 0.0)
+        return dz if slope is None else dz.mul_(slope)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Each token's loss [N, 1], float32 (float64 of float64); a label of -1 is ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        w_VD: Tensor,
+        b_V: Tensor | None,
+        probe: Tensor | None,
+        label_N1: Tensor,
+        softcap: float | None,
+        smoothing: float,
+        z_loss: float,
+        *links: Tensor,
+    ) -> Tensor:
+        _, need_w, need_b, *_ = ctx.needs_input_grad
+        if probe is not None:
+            check_probe(probe, need_w + need_b)
+        ctx.num_samples = None if probe is None else num_samples(probe)
+        ctx.softcap, ctx.smoothing, ctx.z_loss = softcap, smoothing, z_loss
+        head = _Head(w_VD, b_V, x_ND.dtype, softcap)
+        lse_N1 = x_ND.new_full(label_N1.shape, -torch.inf, dtype=accumulate_dtype(x_ND.dtype))
+        hit_N1, sum_N1 = torch.zeros_like(lse_N1), torch.zeros_like(lse_N1)
+        for part in _parts(len(w_VD), len(x_ND)):
+            z_NC = head.logits(x_ND, part)
+            column_N1, inside_N1 = _within(label_N1, part)
+            hit_N1 += torch.where(inside_N1, z_NC.gather(1, column_N1), 0.0)
+            if smoothing:
+                sum_N1 += z_NC.sum(1, keepdim=True)
+            lse_N1 = torch.logaddexp(lse_N1, z_NC.logsumexp(1, keepdim=True))
+        ctx.save_for_backward(x_ND, w_VD, b_V, label_N1, lse_N1, *links[::3])
+        loss_N1 = lse_N1 - (1 - smoothing) * hit_N1 - smoothing / len(w_VD) * sum_N1
+        loss_N1 = (loss_N1 + z_loss * lse_N1.square()).masked_fill(label_N1 < 0, 0.0)
+        return loss_N1.masked_fill(label_N1 >= len(w_VD), torch.nan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss_N1: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, w_VD, b_V, label_N1, lse_N1, *link_ids = ctx.saved_tensors
+        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        head = _Head(w_VD, b_V, x_ND.dtype, ctx.softcap)
+        dloss_N1 = dloss_N1.masked_fill(label_N1 < 0, 0.0)
+        dloss_N1 = dloss_N1.masked_fill(label_N1 >= len(w_VD), torch.nan)
+        share_N1 = dloss_N1 * (1 + 2 * ctx.z_loss * lse_N1)
+        flat_N1, hit_N1 = dloss_N1 * (ctx.smoothing / len(w_VD)), dloss_N1 * (1 - ctx.smoothing)
+        tokens = _Tokens(label_N1, lse_N1, share_N1, flat_N1, hit_N1)
+        dx = torch.zeros_like(x_ND, dtype=lse_N1.dtype) if need_x else None
+        dw = torch.empty_like(w_VD) if need_w else None
+        db = torch.empty_like(b_V) if need_b else None
+        B: int | None = ctx.num_samples
+        sqnorm_PB, link_grads = None, []
+        if B is not None:
+            sqnorm_PB = x_ND.new_zeros((need_w + need_b, B + 2), dtype=torch.float64)
+        with without_autocast(dloss_N1):
+            for part in _parts(len(w_VD), len(x_ND)):
+                dz_NC = tokens.dlogits(head.logits(x_ND, part), part, ctx.softcap).to(x_ND.dtype)
+                if dx is not None:
+                    w_CD = w_VD[part].to(x_ND.dtype)
+                    dx = dx.addmm_(dz_NC, w_CD) if dx.dtype == x_ND.dtype else dx + dz_NC @ w_CD
+                dw_CD, db_C, row_PB = _wgrad(x_ND, dz_NC, B, need_w, need_b, w_VD.dtype)
+                for whole, piece in ((dw, dw_CD), (db, db_C)):
+                    if whole is not None:
+                        whole[part] = piece
+                if sqnorm_PB is not None:
+                    sqnorm_PB += row_PB
+            for ids_BS in link_ids:
+                assert dw is not None
+                rows_BSD = _link_rows(head, tokens, x_ND, ids_BS)
+                link_grads += [None, rows_BSD, dw[ids_BS].to(rows_BSD.dtype)]
+        if sqnorm_PB is not None:
+            sqnorm_PB[:, -1] = 1.0  # one call, whatever its parts
+            sqnorm_PB = sqnorm_PB.to(torch.float32)
+        dx = dx if dx is None else dx.to(x_ND.dtype)
+        return dx, dw, db, sqnorm_PB, *(None,) * 4, *link_grads
+
+
+def _parts(V: int, N: int) -> Iterator[slice]:
+    """The words of each part; multiples of 128, a kernel's tile."""
+    width = max(LEAST, CHUNK // max(N, 1) // 128 * 128)
+    return (slice(start, min(start + width, V)) for start in range(0, V, width))
+
+
+def _within(label_N1: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """Each label's column in a part, and whether it is in there at all."""
+    inside_N1 = (label_N1 >= part.start) & (label_N1 < part.stop)
+    return (label_N1 - part.start).clamp(0, part.stop - part.start - 1), inside_N1
+
+
+def _wgrad(
+    x_ND: Tensor, dz_NC: Tensor, B: int | None, weight: bool, bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW, db and ``sqnorm_PB`` of a part; an unwanted one comes back empty, as the last does
+    without ``B``.
+    """
+    none = x_ND.new_empty(0)
+    if B is None:
+        dw_CD = dz_NC.t() @ x_ND if weight else none
+        return dw_CD, dz_NC.sum(0, dtype=accumulate_dtype(dz_NC.dtype)) if bias else none, none
+    if not (weight or bias):
+        return none, none, none.new_empty((0, B + 2))
+    T = len(x_ND) // B if B else 0
+    x_BTD, dz_BTC = (t.view(B, T, t.shape[1]) for t in (x_ND, dz_NC))
+    out: tuple[Tensor, Tensor, Tensor] = ops.linear_wgrad(x_BTD, dz_BTC, weight, bias, False, dtype)
+    return out
+
+
+def _link_rows(head: _Head, tokens: _Tokens, x_ND: Tensor, ids_BS: Tensor) -> Tensor:
+    """Rows ``ids_BS`` of every sample's gradient of the head, [B, S, D]: dlogits of those words
+    again, some samples at a time.
+    """
+    (B, S), D, acc = ids_BS.shape, x_ND.shape[1], tokens.lse.dtype
+    x_BTD = x_ND.view(B, len(x_ND) // B if B else 0, D)
+    rows_BSD = x_ND.new_empty((B, S, D), dtype=acc)
+    together = max(1, CHUNK // max(1, S * max(x_BTD.shape[1], D)))
+    of_samples = _Tokens(*(t.view(B, x_BTD.shape[1], 1) for t in tokens))
+    for start in range(0, B, together):
+        some = slice(start, start + together)
+        x_GTD, ids_GS = x_BTD[some], ids_BS[some]
+        group = _Tokens(*(t[some] for t in of_samples))
+        dz_GTS = group.dlogits(head.logits(x_GTD, ids_GS), ids_GS, head.softcap).to(x_ND.dtype)
+        rows_BSD[some] = dz_GTS.to(acc).mT @ x_GTD.to(acc)
+    return rows_BSD
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    probe: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    shift: bool = False,
+    batch_dim: int = 0,
+    links: tuple[Link, ...] = (),
+) -> Tensor:
+    """The cross entropy of a linear head, its logits never in memory as a whole; with a ``probe``
+    its backward fills that.
+
+    Equals ``F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2).float(), labels.flatten(),
+    ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)``.
+
+    Args:
+        x: [B, ..., D], or [T, B, D] with ``batch_dim=1``. Rows may be k · B: then k consecutive
+            rows are one sample.
+        weight: [V, D].
+        labels: integers of the shape of ``x`` without its last dimension.
+        bias: [V] or None.
+        probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
+        ignore_index: labels of tokens without a loss.
+        reduction: ``"mean"`` over the tokens of all samples that have a loss (NaN where none has),
+            ``"sum"``, or ``"none"``: the shape of ``labels``, 0 for ignored tokens.
+        softcap: logits z become softcap · tanh(z / softcap).
+        z_loss: adds z_loss · logsumexp² to each token's loss.
+        shift: a position predicts the next one's label: ``labels`` are those of the input itself,
+            [B, ..., T], as transformers' causal models take them.
+        links: earlier embeddings that share ``weight``.
+
+    The loss is float32, float64 for float64. The squared norms carry its scale: a mean over n
+    tokens scales them by 1 / n². Raises ValueError for labels of another shape, dtype or range (on
+    a GPU and compiled, where a look at them would wait, such a label makes loss and gradients NaN),
+    and for a probe of another shape.
+    Source: the norms are those of ``linear``; parts of the vocabulary as in Wijmans et al. 2024
+    (arXiv 2411.09009).
+
+    >>> x, labels = torch.randn(3, 7, 5), torch.randint(0, 11, (3, 7))
+    >>> w, probe = torch.randn(11, 5, requires_grad=True), torch.zeros(1, 3 + 2, requires_grad=True)
+    >>> loss = gnsfast.functional.linear_cross_entropy(x, w, labels, probe=probe)
+    >>> torch.allclose(loss, torch.nn.functional.cross_entropy((x @ w.T).flatten(0, 1),
+    ...                                                        labels.flatten()))
+    True
+    >>> loss.backward()
+    >>> probe.grad.shape
+    torch.Size([1, 5])
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is between 0 and 1, not {label_smoothing}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is a positive number or None, not {softcap}")
+    dtype = autocast_dtype(x)
+    if dtype is not None and x.is_floating_point():
+        x = x.to(dtype)
+    elif x.dtype != weight.dtype:
+        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}: outside of autocast, cast one")
+    label = _label(labels, x, len(weight), ignore_index)[..., None]
+    if shift:
+        label = _shifted(label, batch_dim)
+    rows = [t.reshape(-1, t.shape[-1]) for t in (x, label)]
+    if probe is not None:
+        B = num_samples(probe)
+        rows = [samples_first(t, B, batch_dim).flatten(0, 1) for t in (x, label)]
+    x_ND, label_N1 = (t.contiguous() for t in rows)
+    flat = [t for link in links for t in link]
+    loss: Tensor = _LinearCrossEntropy.apply(
+        x_ND, weight, bias, probe, label_N1, softcap, label_smoothing, z_loss, *flat
+    )
+    if reduction == "none" and probe is None:
+        return loss.view(labels.shape)
+    if reduction == "none":
+        return samples_back(loss.view(B, len(loss) // max(B, 1), 1), label.shape, batch_dim)[..., 0]
+    total = loss.sum()
+    return total if reduction == "sum" else total / (label_N1 >= 0).sum()
+
+
+def _label(labels: Tensor, x: Tensor, V: int, ignore_index: int) -> Tensor:
+    """The labels as the loss takes them: -1 for an ignored one, V for a wrong one."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(f"labels are word numbers, integers, not {labels.dtype}")
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"labels of shape {list(labels.shape)} do not fit an input of shape {list(x.shape)}: "
+            "they have the input's shape without its last dimension"
+        )
+    labels = labels.long()
+    wrong = (labels < 0) | (labels >= V)
+    label = labels.masked_fill(wrong, V).masked_fill(labels == ignore_index, -1)
+    if label.device.type == "cpu" and not torch.compiler.is_compiling() and (label == V).any():
+        raise ValueError(
+            f"labels from {int(labels.min())} to {int(labels.max())} do not fit a weight of {V} "
+            f"rows: they are 0 to {V - 1}, or ignore_index, {ignore_index}"
+        )
+    return label
+
+
+def _shifted(label: Tensor, batch_dim: int) -> Tensor:
+    """Each position's label is the next one's, and the last has none."""
+    if label.ndim < 3:
+        raise ValueError(
+            f"shift needs the tokens in a dimension of their own, not labels of shape "
+            f"{list(label.shape[:-1])}: shift them yourself, and ignore each sample's last"
+        )
+    dim = 0 if batch_dim == 1 else label.ndim - 2
+    T = label.shape[dim]
+    label = label.roll(-1, dim)
+    label.narrow(dim, max(T - 1, 0), min(T, 1)).fill_(-1)
+    return label

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes of other projects whose fused loss takes a head's weight without calling it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+PROJECTS = {"liger_kernel": "Liger-Kernel", "cut_cross_entropy": "Cut Cross-Entropy"}
+"""Top-level package -> project. Both put a forward of theirs on a causal model's class or, bound,
+on one model; in training it hands ``lm_head.weight`` to the loss."""
+
+HEAD = "lm_head"
+
+
+def fused_loss_of(model: nn.Module, path: str) -> str:
+    """The project whose forward runs a module around ``path``; empty where there is none."""
+    names = path.split(".")
+    for depth in range(len(names)):
+        for forward in _layers(model.get_submodule(".".join(names[:depth])).forward):
+            package = (getattr(forward, "__module__", None) or "").partition(".")[0]
+            if package in PROJECTS:
+                return PROJECTS[package]
+    return ""
+
+
+def _layers(forward: Callable[..., Any]) -> Iterator[Any]:
+    """A forward and what it wraps: autocast, accelerate and Dynamo wrap theirs around it."""
+    seen = set()
+    layer: Any = forward
+    while layer is not None and id(layer) not in seen:
+        seen.add(id(layer))
+        yield layer
+        layer = getattr(layer, "__wrapped__", None) or getattr(layer, "__func__", None)
+
+
+def notes(model: nn.Module) -> dict[int, str]:
+    """What is known of heads before a pass: the id of a weight -> whose fused loss will take it."""
+    found = {}
+    for path, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if path.rpartition(".")[2] == HEAD and weight is not None:
+            if project := fused_loss_of(model, path):
+                found[id(weight)] = (
+                    f"in training {project}'s forward hands it to a fused loss, past {path!r}: use "
+                    f"{path}.cross_entropy instead"
+                )
+    return found
