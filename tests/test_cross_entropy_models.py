@@ -38,10 +38,12 @@ class Largest(TorchDispatchMode):
 class Tied(nn.Module):
     """``uses`` embeddings and a head over one weight; few ids, so that most repeat in a sample."""
 
-    def __init__(self, uses: int = 1, around: bool = False, **options: Any) -> None:
+    def __init__(
+        self, uses: int = 1, around: bool = False, bias: bool = False, **options: Any
+    ) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(V, D, **options) for _ in range(uses))
-        self.mix, self.lm_head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
+        self.mix, self.lm_head = nn.Linear(D, D), nn.Linear(D, V, bias=bias)
         self.around = around
         for table in self.tables:
             table.weight = self.lm_head.weight
@@ -82,6 +84,7 @@ def tied_batch(uses: int = 1) -> tuple[Tensor, ...]:
 TIES = {
     "embedding and head": Tied(),
     "padding": Tied(padding_idx=3),
+    "a bias": Tied(bias=True),
     "three-way": Tied(uses=2),
     "checkpointed": Tied(around=True),
 }
