@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from gnsfast.fused_losses import fused_loss_of
+from gnsfast.fused_losses import fused_loss_of, project_of
 from gnsfast.probed import Probed
 
 
@@ -53,6 +53,11 @@ def leave_out(path: str) -> str:
 
 def explain_unseen(name: str, path: str, model: nn.Module) -> str:
     """Why a parameter with a gradient but without a call of its module has no norms."""
+    if project := project_of(model.get_submodule(path)):
+        return (
+            f"{name} got a gradient, but {path!r} was not called: {project} bound a forward of its "
+            f"own to it. Its norms would be missing. Switch that kernel off. {leave_out(path)}"
+        )
     if project := fused_loss_of(model, path):
         return (
             f"{name} got a gradient, but its module {path!r} was not called: the model's forward "

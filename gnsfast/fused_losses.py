@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes of other projects whose fused loss takes a head's weight without calling it."""
+"""Forward passes of other projects, which leave out ours: fused losses take a head's weight without
+calling it.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,15 +15,22 @@ on one model; in training it hands ``lm_head.weight`` to the loss."""
 HEAD = "lm_head"
 
 
-def fused_loss_of(model: nn.Module, path: str) -> str:
-    """The project whose forward runs a module around ``path``; empty where there is none."""
-    names = path.split(".")
-    for depth in range(len(names)):
-        for forward in _layers(model.get_submodule(".".join(names[:depth])).forward):
-            package = (getattr(forward, "__module__", None) or "").partition(".")[0]
-            if package in PROJECTS:
-                return PROJECTS[package]
+def project_of(module: nn.Module) -> str:
+    """The project whose forward the module has; empty where it is none of them."""
+    for forward in _layers(module.forward):
+        package = (getattr(forward, "__module__", None) or "").partition(".")[0]
+        if package in PROJECTS:
+            return PROJECTS[package]
     return ""
+
+
+def fused_loss_of(model: nn.Module, path: str) -> str:
+    """The project whose forward runs a module around the head ``path``; empty where there is none,
+    and for what is not a head.
+    """
+    *around, last = path.split(".")
+    paths = [".".join(around[:depth]) for depth in range(len(around) + 1)] if last == HEAD else []
+    return next(filter(None, (project_of(model.get_submodule(p)) for p in paths)), "")
 
 
 def _layers(forward: Callable[..., Any]) -> Iterator[Any]:
@@ -39,10 +48,9 @@ def notes(model: nn.Module) -> dict[int, str]:
     found = {}
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
-        if path.rpartition(".")[2] == HEAD and weight is not None:
-            if project := fused_loss_of(model, path):
-                found[id(weight)] = (
-                    f"in training {project}'s forward hands it to a fused loss, past {path!r}: use "
-                    f"{path}.cross_entropy instead"
-                )
+        if weight is not None and (project := fused_loss_of(model, path)):
+            found[id(weight)] = (
+                f"in training {project}'s forward hands it to a fused loss, past {path!r}: use "
+                f"{path}.cross_entropy instead"
+            )
     return found

@@ -90,7 +90,7 @@ def test_shapes(shape: tuple[int, ...]) -> None:
 
 def test_a_part_is_wider_where_tokens_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cross_entropy, "CHUNK", 18 * 300)
-    widths = [p.stop - p.start for p in _cross_entropy._parts(V, 18)]
+    widths = [p.stop - p.start for p in _cross_entropy._parts(V, torch.empty(18, D))]
     assert widths == [256, 44]
     assert_head(gnsfast.Linear(D, V), draw(B, T), B)
 

@@ -77,3 +77,18 @@ def test_other_fused_losses_still_raise() -> None:
     model.zero_grad()
     with gnsfast.per_sample_sqnorms(model, B):
         model(labels.abs(), labels).backward()
+
+
+def norm_forward(self: nn.LayerNorm, x: Tensor) -> Tensor:
+    return F.layer_norm(x, self.normalized_shape, self.weight, self.bias)
+
+
+def test_a_bound_kernel_is_not_taken_for_a_fused_loss() -> None:
+    """Liger-Kernel also binds forwards to norm layers, below a forward of its own."""
+    layer = types.FunctionType(norm_forward.__code__, norm_forward.__globals__)
+    layer.__module__ = "liger_kernel.transformers.layer_norm"
+    model, x = gnsfast.convert(nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 2))), draw(B, T)[0]
+    model[0].forward = types.MethodType(layer, model[0])
+    with pytest.raises(gnsfast.ObservationError, match=r"Liger-Kernel bound .*exclude=\['0'\]"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            model(x).sum().backward()
