@@ -94,8 +94,16 @@ class Linear(Probed, nn.Linear):
         layout: dict[str, Any] = dict(bias=self.bias, batch_dim=self._samples.batch_dim)
         if self._open():
             links = () if self._tie is None else self._tie.take(self._probe_name)
+            if links and self._documents is not None:
+                raise NotImplementedError(
+                    f"{where}: a tied head's cross_entropy has no norms for documents of packed "
+                    "rows (cu_seqlens): compute the loss from its output"
+                )
             layout |= dict(
-                probe=self._probe, batch_dim=self._batch_dim(input, features=1), links=links
+                probe=self._probe,
+                batch_dim=self._batch_dim(input, features=1),
+                starts=self._starts(input, features=1),
+                links=links,
             )
         return functional.linear_cross_entropy(input, self.weight, labels, **layout, **options)
 

@@ -29,13 +29,17 @@ class Packed(nn.Module):
         if tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, places: Tensor) -> Tensor:
         x = self.before(self.tokens(ids) + self.places(places))
         document = (places == 0).flatten().cumsum(0)
         mean = (document[:, None] == document).to(x.dtype)
         mean = mean / mean.sum(1, keepdim=True)
         x = x + torch.tanh(mean @ self.mix(x).flatten(0, -2)).view_as(x)
-        out: Tensor = self.head(self.after(x))
+        out: Tensor = self.after(x)
+        return out
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        out: Tensor = self.head(self.hidden(ids, places))
         return out
 
 
@@ -99,6 +103,20 @@ def test_models(family: str) -> None:
 
     truth = loop(model, loss, batch, LENGTHS)
     assert_norms(norms_of(model, loss, batch, gnsfast.cu_seqlens(batch[1])), truth, rtol=3e-5)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_chunked_cross_entropy(reduction: str) -> None:
+    model, batch = Packed(tied=False), draw()
+    truth = loop(model, packed_loss, batch, LENGTHS)
+
+    def loss(m: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        ids, places, labels = batch
+        return m.head.cross_entropy(m.hidden(ids, places), labels, reduction=reduction).sum()
+
+    assert_norms(norms_of(model, loss, batch, gnsfast.cu_seqlens(batch[1])), truth)
+    with pytest.raises(NotImplementedError, match="compute the loss from its output"):
+        norms_of(Packed(tied=True), loss, batch, gnsfast.cu_seqlens(batch[1]))
 
 
 def test_compiled() -> None:

@@ -93,6 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         smoothing: float,
         z_loss: float,
+        starts: Tensor | None,
         *links: Tensor,
     ) -> Tensor:
         _, need_w, need_b, *_ = ctx.needs_input_grad
@@ -110,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if smoothing:
                 sum_N1 += z_NC.sum(1, keepdim=True)
             lse_N1 = torch.logaddexp(lse_N1, z_NC.logsumexp(1, keepdim=True))
-        ctx.save_for_backward(x_ND, w_VD, b_V, label_N1, lse_N1, *links[::3])
+        ctx.save_for_backward(x_ND, w_VD, b_V, label_N1, lse_N1, starts, *links[::3])
         loss_N1 = lse_N1 - (1 - smoothing) * hit_N1 - smoothing / len(w_VD) * sum_N1
         loss_N1 = (loss_N1 + z_loss * lse_N1.square()).masked_fill(label_N1 < 0, 0.0)
         return loss_N1.masked_fill(label_N1 >= len(w_VD), torch.nan)
@@ -118,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss_N1: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, w_VD, b_V, label_N1, lse_N1, *link_ids = ctx.saved_tensors
+        x_ND, w_VD, b_V, label_N1, lse_N1, starts, *link_ids = ctx.saved_tensors
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         head = _Head(w_VD, b_V, x_ND.dtype, ctx.softcap)
         dloss_N1 = dloss_N1.masked_fill(label_N1 < 0, 0.0)
@@ -142,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         dx.addmm_(dz_NC, w_CD)
                     else:
                         dx += dz_NC @ w_CD
-                dw_CD, db_C, row_PB = _wgrad(x_ND, dz_NC, B, need_w, need_b, w_VD.dtype)
+                dw_CD, db_C, row_PB = _wgrad(x_ND, dz_NC, B, need_w, need_b, w_VD.dtype, starts)
                 for whole, piece in ((dw, dw_CD), (db, db_C)):
                     if whole is not None:
                         whole[part] = piece
@@ -156,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             sqnorm_PB[:, -1] = 1.0  # one call, whatever its parts
             sqnorm_PB = sqnorm_PB.to(torch.float32)
         dx = dx if dx is None else dx.to(x_ND.dtype)
-        return dx, dw, db, sqnorm_PB, *(None,) * 4, *link_grads
+        return dx, dw, db, sqnorm_PB, *(None,) * 5, *link_grads
 
 
 def _room(like: Tensor) -> int:
@@ -177,7 +178,13 @@ def _within(label_N1: Tensor, part: slice) -> tuple[Tensor, Tensor]:
 
 
 def _wgrad(
-    x_ND: Tensor, dz_NC: Tensor, B: int | None, weight: bool, bias: bool, dtype: torch.dtype
+    x_ND: Tensor,
+    dz_NC: Tensor,
+    B: int | None,
+    weight: bool,
+    bias: bool,
+    dtype: torch.dtype,
+    starts: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dW, db and ``sqnorm_PB`` of a part; an unwanted one comes back empty, as the last does
     without ``B``.
@@ -188,6 +195,11 @@ def _wgrad(
         return dw_CD, dz_NC.sum(0, dtype=accumulate_dtype(dz_NC.dtype)) if bias else none, none
     if not (weight or bias):
         return none, none, none.new_empty((0, B + 2))
+    if starts is not None:
+        dw, db, row_PB = ops.linear_wgrad_segments(
+            x_ND, dz_NC, starts, 1, weight, bias, False, dtype
+        )
+        return dw.flatten(0, 1), db.flatten(), row_PB
     T = len(x_ND) // B if B else 0
     x_BTD, dz_BTC = (t.view(B, T, t.shape[1]) for t in (x_ND, dz_NC))
     out: tuple[Tensor, Tensor, Tensor] = ops.linear_wgrad(x_BTD, dz_BTC, weight, bias, False, dtype)
@@ -226,6 +238,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = False,
     batch_dim: int = 0,
+    starts: Tensor | None = None,
     links: tuple[Link, ...] = (),
 ) -> Tensor:
     """The cross entropy of a linear head, its logits never in memory as a whole; with a ``probe``
@@ -248,6 +261,7 @@ def linear_cross_entropy(
         z_loss: adds z_loss · logsumexp² to each token's loss.
         shift: a position predicts the next one's label: ``labels`` are those of the input itself,
             [B, ..., T], as transformers' causal models take them.
+        starts: samples are documents, as for ``linear``; not with ``links``.
         links: earlier embeddings that share ``weight``.
 
     The loss is float32, float64 for float64. The squared norms carry its scale: a mean over n
@@ -269,6 +283,8 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+    if starts is not None and links:
+        raise ValueError("documents of packed rows (starts) have no links to a tied embedding here")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing is between 0 and 1, not {label_smoothing}")
     if softcap is not None and not softcap > 0:
@@ -282,15 +298,16 @@ def linear_cross_entropy(
     if shift:
         label = _shifted(label, batch_dim)
     rows = [t.reshape(-1, t.shape[-1]) for t in (x, label)]
-    if probe is not None:
+    laid_out = probe is not None and starts is None
+    if probe is not None and laid_out:
         B = num_samples(probe)
         rows = [samples_first(t, B, batch_dim).flatten(0, 1) for t in (x, label)]
     x_ND, label_N1 = (t.contiguous() for t in rows)
     flat = [t for link in links for t in link]
     loss: Tensor = _LinearCrossEntropy.apply(
-        x_ND, weight, bias, probe, label_N1, softcap, label_smoothing, z_loss, *flat
+        x_ND, weight, bias, probe, label_N1, softcap, label_smoothing, z_loss, starts, *flat
     )
-    if reduction == "none" and probe is None:
+    if reduction == "none" and not laid_out:
         return loss.view(labels.shape)
     if reduction == "none":
         return samples_back(loss.view(B, len(loss) // max(B, 1), 1), label.shape, batch_dim)[..., 0]
