@@ -135,7 +135,7 @@ class GradientNoiseScale:
         num_samples: int,
         *,
         tokens: int | Tensor | None = None,
-        scale: float | None = None,
+        scale: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         schedule: Any = None,
     ) -> Iterator[None]:
@@ -146,7 +146,8 @@ class GradientNoiseScale:
             tokens: for a loss that is a mean (or sum) over tokens, with samples of unequal length:
                 the number of tokens that the loss counts, in all or for each sample [num_samples].
             scale: what the loss was multiplied with after its reduction, such as 1 / A for A
-                micro-batches; a ``grad_scaler`` is known by itself. Where it is the same for all
+                micro-batches; a ``grad_scaler`` is known by itself. A tensor of one number, as
+                those of ``tokens``, is read when the block ends. Where it is the same for all
                 micro-batches it does not change the noise scale, but tr Σ and |G|².
             cu_seqlens: where samples are documents packed into rows: integers [documents + 1], the
                 first row of each in all rows of the batch as one list, and the end of the last

@@ -183,7 +183,7 @@ class Observer:
         self,
         num_samples: int,
         tokens: int | Tensor | None,
-        scale: float | None,
+        scale: float | Tensor | None,
         pipeline: PipelinePasses | None = None,
     ) -> None:
         """Take what backward left in the probes and add it to the update."""

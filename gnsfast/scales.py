@@ -42,7 +42,7 @@ SCALARS = 8
 def microbatch_scalars(
     num_samples: int,
     tokens: int | Tensor | None,
-    scale: float,
+    scale: float | Tensor,
     loss_reduction: str,
     local: bool,
     device: torch.device,
@@ -68,6 +68,8 @@ def microbatch_scalars(
             else float(tokens)
         )
         squares, unknown = total * total / n, n - 1.0
+    if isinstance(scale, Tensor):
+        scale = scale.to(device, torch.float64, non_blocking=True)
     a = scale / total if loss_reduction == "mean" else scale
     u = a * total
     parts = (
@@ -80,7 +82,7 @@ def microbatch_scalars(
         a * a * squares,
         a * a * unknown,
     )
-    if isinstance(total, Tensor):
+    if isinstance(total, Tensor) or isinstance(a, Tensor):
         return torch.stack(
             [torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts]
         )
@@ -91,7 +93,7 @@ def block_scalars(
     num_samples: int,
     passes: int,
     tokens: int | Tensor | None,
-    scale: float,
+    scale: float | Tensor,
     loss_reduction: str,
     local: bool,
     device: torch.device,
@@ -167,7 +169,9 @@ def unscale_writes(device: torch.device) -> int:
     return t._version - before
 
 
-def check_factors(num_samples: int, tokens: int | Tensor | None, scale: float | None) -> None:
+def check_factors(
+    num_samples: int, tokens: int | Tensor | None, scale: float | Tensor | None
+) -> None:
     """One clear error for counts of tokens and factors that cannot be."""
     if isinstance(tokens, Tensor):
         if tokens.shape not in ((), (num_samples,)):
@@ -181,5 +185,8 @@ def check_factors(num_samples: int, tokens: int | Tensor | None, scale: float | 
         raise ValueError(
             f"tokens must be a positive count, or a tensor of one count per sample, not {tokens!r}"
         )
-    if scale is not None and not (math.isfinite(scale) and scale > 0):
+    if isinstance(scale, Tensor):
+        if scale.ndim:
+            raise ValueError(f"scale must be one number, not a tensor of shape {list(scale.shape)}")
+    elif scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be a positive number, not {scale!r}")

@@ -19,9 +19,13 @@ def enter(rank: int, work: Callable[..., None], ranks: int, port: int, args: tup
     dist.destroy_process_group()
 
 
-def spawn(work: Callable[..., None], ranks: int = 2, args: tuple = ()) -> None:
-    """Run ``work(rank, *args)`` in every process; an error of any rank is the test's."""
+def spawn(
+    work: Callable[..., None], ranks: int = 2, args: tuple = (), method: str = "spawn"
+) -> None:
+    """Run ``work(rank, *args)`` in every process; an error of any rank is the test's. ``"fork"``
+    saves imports that take seconds.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(enter, (work, ranks, port, args), nprocs=ranks)
+    mp.start_processes(enter, (work, ranks, port, args), nprocs=ranks, start_method=method)

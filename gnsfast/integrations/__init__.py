@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other people's training loops and dashboards. Nothing here is imported by ``import gnsfast``,
+and this package imports none of its modules: each of them imports its framework.
+
+``gnsfast.integrations.transformers.GNSCallback``: for transformers' Trainer.
+``gnsfast.integrations.lightning.GNSMonitor``: for Lightning's Trainer.
+``gnsfast.integrations.trackers``: JSON lines, TensorBoard, Weights & Biases, for any loop.
+"""

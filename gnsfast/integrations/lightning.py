@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``GNSMonitor``: the noise scale of a run of Lightning's Trainer."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gnsfast.errors import ObservationError
+from gnsfast.estimator import GradientNoiseScale
+from gnsfast.integrations.trackers import Tracker, metrics
+from gnsfast.noise_scale import NoiseScale
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+        Strategy,
+    )
+except ImportError as e:
+    raise ImportError(
+        "gnsfast.integrations.lightning needs Lightning: pip install lightning"
+    ) from e
+
+
+class GNSMonitor(Callback):
+    """Measure the noise scale of a ``LightningModule`` whose layers ``gnsfast.convert`` swapped.
+
+    Equals a hand-written loop with ``gns.microbatch(n, scale=1 / accumulate_grad_batches)`` around
+    each forward and backward pass and ``gns.update()`` before clipping. The result is logged every
+    ``log_every_n_steps`` by ``log_dict``, under the names of ``trackers.metrics``. Its measurements
+    are part of Lightning's checkpoint, and a resumed run goes on with the same bits.
+
+    Lightning zeroes gradients between the forward and the backward pass. The probes need that
+    before the forward pass, so the module's ``optimizer_zero_grad`` is also called there.
+
+    Args:
+        batch_size: takes the batch, returns its number of samples; else dimension 0 of its first
+            tensor.
+        tokens: takes the batch, returns the tokens that the loss counts for each sample [B], for
+            losses that are means over tokens; else a loss is a mean over samples.
+        per_module: also log the noise scale of every module.
+        tracker: gets the same metrics, on the first process; the caller closes it.
+        loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
+
+    Raises:
+        ValueError: where training starts, for a model without gnsfast layers: convert it in the
+            module's ``__init__``, or in ``configure_model`` before ``fully_shard``.
+        NotImplementedError: for manual optimization, FSDP 1, DeepSpeed and other strategies.
+
+    >>> from gnsfast.integrations.lightning import GNSMonitor
+    >>> GNSMonitor(batch_size=lambda batch: len(batch["text"])).per_module
+    False
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: Callable[[Any], int] | None = None,
+        tokens: Callable[[Any], Tensor] | None = None,
+        loss_reduction: str = "mean",
+        per_module: bool = False,
+        tracker: Tracker | None = None,
+        source: str = "auto",
+        window: int = 64,
+        decay: float | None = None,
+        every: int = 1,
+    ) -> None:
+        self.batch_size, self.tokens = batch_size, tokens
+        self.per_module, self.tracker = per_module, tracker
+        self._options: dict[str, Any] = dict(
+            loss_reduction=loss_reduction, source=source, window=window, decay=decay, every=every
+        )
+        self.gns: GradientNoiseScale | None = None
+        self._saved: dict[str, Any] | None = None
+        self._block: AbstractContextManager[None] | None = None
+        self._partial = self._given_up = self._updated = False
+
+    def compute(self) -> NoiseScale:
+        """The noise scale over the window; waits for the device."""
+        if self.gns is None:
+            raise ObservationError("GNSMonitor: no training has begun, so nothing was measured")
+        return self.gns.compute()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        _refuse(trainer.strategy, pl_module)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.gns = GradientNoiseScale(pl_module, grad_scaler=scaler, **self._options)
+        self._block, self._partial, self._given_up = None, False, False
+        if self._saved is not None:
+            self.gns.load_state_dict(self._saved)
+            self._saved = None
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self.gns is not None
+        self._updated = False
+        accumulated = trainer.accumulate_grad_batches
+        if batch_idx % accumulated == 0:
+            self._given_up = False
+            pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, trainer.optimizers[0])
+        if self._given_up:
+            return
+        tokens = None if self.tokens is None else self.tokens(batch)
+        block = self.gns.microbatch(self._samples(batch), tokens=tokens, scale=1 / accumulated)
+        block.__enter__()
+        self._block, self._partial = block, True
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(None, None, None)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        assert self.gns is not None
+        if self._block is not None:  # training_step returned None
+            self._give_up()
+        if not self._given_up:
+            self.gns.update()
+            self._partial, self._updated = False, True
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self.gns is not None
+        if self._block is not None:
+            self._give_up()
+        every = trainer.log_every_n_steps
+        if self._updated and every and trainer.global_step % every == 0:
+            found = metrics(self.gns.compute(), per_module=self.per_module)
+            pl_module.log_dict(found, on_step=True, on_epoch=False, batch_size=1)
+            if self.tracker is not None and trainer.is_global_zero:
+                self.tracker.log(found, trainer.global_step)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self.gns is not None and self._partial:
+            self._give_up()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All measurements. In the middle of an update, whose gradients Lightning does not save
+        either, that update is not measured.
+        """
+        if self.gns is None:
+            return self._saved or {}
+        if self._partial:
+            self._give_up()
+        return self.gns.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict or None
+
+    def _give_up(self) -> None:
+        """Leave the update under way, and the rest of its batches, unmeasured."""
+        assert self.gns is not None
+        self.gns.discard()
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(None, None, None)
+        self._partial, self._given_up = False, True
+
+    def _samples(self, batch: Any) -> int:
+        if self.batch_size is not None:
+            return self.batch_size(batch)
+        leaves = pytree.tree_leaves(batch)
+        first = next((t for t in leaves if isinstance(t, Tensor) and t.ndim), None)
+        if first is None:
+            raise ObservationError(
+                "GNSMonitor: the batch holds no tensor to read the number of samples off: "
+                "GNSMonitor(batch_size=lambda batch: ...)"
+            )
+        return int(first.shape[0])
+
+
+def _refuse(strategy: Strategy, pl_module: Any) -> None:
+    """Name what this cannot follow."""
+    if not pl_module.automatic_optimization:
+        raise NotImplementedError(
+            "GNSMonitor does not support manual optimization: in training_step, put "
+            "gns.microbatch(n) around forward and manual_backward and call gns.update() before "
+            "clipping, with a gnsfast.GradientNoiseScale of your own"
+        )
+    known = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+    if not isinstance(strategy, known) or strategy.handles_gradient_accumulation:
+        raise NotImplementedError(
+            f"GNSMonitor does not support {type(strategy).__name__}: use one device, DDP, or FSDP2 "
+            "(ModelParallelStrategy)"
+        )

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where numbers go: a protocol of two methods, and JSON lines, TensorBoard, Weights & Biases."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from gnsfast.noise_scale import NoiseScale
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Takes numbers, by name, at an optimizer step."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def metrics(
+    result: NoiseScale,
+    *,
+    tokens: int | None = None,
+    batch_tokens: float | None = None,
+    per_module: bool = False,
+) -> dict[str, float]:
+    """The numbers of ``gns.compute()`` under flat names.
+
+    ``gns/b_simple`` is the noise scale in samples, ``gns/b_simple_lo`` and ``gns/b_simple_hi`` its
+    95 % interval, ``gns/trace`` tr Σ, ``gns/grad_sq`` |G|², ``gns/layer/<path>`` the noise scale of
+    a module, ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) what the window holds, and
+    ``batch/size`` the mean number of samples of an update. What is infinite or not measured has
+    no number and is left out: without ``gns/b_simple_hi`` the noise scale is at least
+    ``gns/b_simple_lo``.
+
+    Args:
+        tokens: the tokens that training has seen so far: ``tokens``, an x-axis.
+        batch_tokens: tokens of an update: ``batch/tokens``.
+        per_module: also the noise scale of every module.
+
+    >>> from gnsfast.integrations.trackers import metrics
+    >>> gns = gnsfast.GradientNoiseScale(gnsfast.convert(torch.nn.Linear(5, 2)))
+    >>> metrics(gns.compute(), tokens=4096)
+    {'gns/updates': 0.0, 'gns/skipped': 0.0, 'gns/drift': 0.0, 'tokens': 4096.0}
+    """
+    found: dict[str, float] = {}
+    if not math.isnan(result.noise_scale):
+        found = {
+            "gns/b_simple": result.noise_scale,
+            "gns/b_simple_lo": result.lower,
+            "gns/b_simple_hi": result.upper,
+            "gns/trace": result.trace,
+            "gns/grad_sq": result.grad_sqnorm,
+        }
+    found |= {
+        "gns/updates": float(result.updates),
+        "gns/skipped": float(result.skipped),
+        "gns/drift": float(result.drift),
+    }
+    if result.updates:
+        found["batch/size"] = result.samples / result.updates
+    if tokens is not None:
+        found["tokens"] = float(tokens)
+    if batch_tokens is not None:
+        found["batch/tokens"] = float(batch_tokens)
+    if per_module:
+        found |= {f"gns/layer/{p}": m.noise_scale for p, m in result.per_module.items()}
+    return _finite(found)
+
+
+class JSONLTracker:
+    """A JSON object a line, appended to ``path``: ``step`` and the metrics.
+
+    A metric that is NaN or infinite, which JSON has no number for, is ``null``.
+
+    >>> import tempfile
+    >>> from gnsfast.integrations.trackers import JSONLTracker
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     tracker = JSONLTracker(f"{folder}/run.jsonl")
+    ...     tracker.log({"gns/b_simple": 31.5, "loss": float("nan")}, step=10)
+    ...     tracker.close()
+    ...     print(open(f"{folder}/run.jsonl").read(), end="")
+    {"step": 10, "gns/b_simple": 31.5, "loss": null}
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", buffering=1, encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        values = {k: float(v) if math.isfinite(v) else None for k, v in metrics.items()}
+        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """Scalars in a TensorBoard event file in ``folder``; what is not finite is left out."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as e:
+            raise ImportError(
+                "TensorBoardTracker needs tensorboard: pip install tensorboard"
+            ) from e
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in _finite(metrics).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run of Weights & Biases; what is not finite is left out.
+
+    The x-axis of ``gns/*`` and ``batch/*`` is ``tokens`` where the first metrics hold it, else
+    ``step``. Both are logged as metrics and not as W&B's own step, so that other code may log to
+    the same run.
+
+    Args:
+        run: a run that is open already; ``close()`` leaves it open.
+        project: opens a run of this project by ``wandb.init(project=project, **options)``, which
+            ``close()`` finishes. ``mode="offline"`` needs no network.
+
+    Raises:
+        ImportError: without wandb.
+        TypeError: for both a run and a project, or neither.
+    """
+
+    def __init__(self, run: Any = None, *, project: str | None = None, **options: Any) -> None:
+        if (run is None) == (project is None) or (run is not None and options):
+            raise TypeError(
+                "WandbTracker takes an open run, or a project and options of wandb.init"
+            )
+        self._own = run is None
+        if run is None:
+            try:
+                import wandb
+            except ImportError as e:
+                raise ImportError("WandbTracker needs wandb: pip install wandb") from e
+            run = wandb.init(project=project, **options)
+        self.run: Any = run
+        self._axis: str | None = None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._axis is None:
+            self._axis = "tokens" if "tokens" in metrics else "step"
+            self.run.define_metric(self._axis)
+            for names in ("gns/*", "batch/*"):
+                self.run.define_metric(names, step_metric=self._axis)
+        self.run.log({**_finite(metrics), "step": step})
+
+    def close(self) -> None:
+        if self._own:
+            self.run.finish()
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

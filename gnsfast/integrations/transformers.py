@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``GNSCallback``: the noise scale of a run of transformers' Trainer."""
+
+import base64
+import inspect
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnsfast import scales
+from gnsfast.errors import ObservationError
+from gnsfast.estimator import GradientNoiseScale
+from gnsfast.integrations.token_losses import LOSSES, Rule, find_rule
+from gnsfast.integrations.trackers import Tracker, metrics
+from gnsfast.noise_scale import NoiseScale
+
+try:
+    from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError as e:
+    raise ImportError(
+        "gnsfast.integrations.transformers needs transformers and accelerate: "
+        "pip install 'transformers[torch]'"
+    ) from e
+
+WRAPPED = ("training_step", "compute_loss", "log")
+"""Methods of a Trainer that are wrapped while it trains."""
+
+
+class GNSCallback(TrainerCallback):
+    """Measure the noise scale of ``Trainer(model=gnsfast.convert(model), callbacks=[this])``.
+
+    Equals a hand-written loop with a ``gns.microbatch(n, tokens=counts, scale=...)`` around each
+    forward and backward pass and a ``gns.update()`` before clipping. The result is added to
+    Trainer's own logs every ``logging_steps``, under the names of ``trackers.metrics``, and so
+    reaches its reporters and ``state.log_history``; ``compute()`` returns it at any time. The
+    measurements lie in the checkpoint's ``trainer_state.json``, and a resumed run goes on with the
+    same bits; any other ``train()`` begins anew.
+
+    Trainer hands itself to no callback, so the one that calls ``on_train_begin`` is looked up on
+    the stack. Until ``on_train_end`` its ``training_step``, ``compute_loss`` and ``log`` are
+    wrapped. What it multiplies the loss with (accumulation, processes, ``GradScaler``) is the
+    gradient that arrives at the loss, so it is measured and not assumed.
+
+    Args:
+        loss: what the loss is a mean over. ``"causal"``: over tokens whose next label is not -100
+            (or over ``shift_labels``); ``"tokens"``: over labels that are not -100, one or more a
+            sample; both also as sums over ``num_items_in_batch``, and with label smoothing;
+            ``"samples"``: over the samples of a micro-batch. ``"auto"`` compares the loss of the
+            first micro-batch with the cross entropy of the logits, and takes the one of the first
+            two that it equals.
+        per_module: also log the noise scale of every module.
+        tracker: gets the same metrics, on the first process; the caller closes it.
+        source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
+
+    Raises:
+        ValueError: at the start of training, for a model without gnsfast layers; at its first
+            step, where ``loss="auto"`` finds another loss (a router's balance, class weights).
+        NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
+            parallelism.
+
+    >>> from gnsfast.integrations.transformers import GNSCallback
+    >>> GNSCallback(loss="causal", window=128).loss
+    'causal'
+    """
+
+    def __init__(
+        self,
+        *,
+        loss: str = "auto",
+        per_module: bool = False,
+        tracker: Tracker | None = None,
+        source: str = "auto",
+        window: int = 64,
+        decay: float | None = None,
+        every: int = 1,
+    ) -> None:
+        if loss != "auto" and loss not in LOSSES:
+            raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
+        self.loss, self.per_module, self.tracker = loss, per_module, tracker
+        self._options: dict[str, Any] = dict(
+            source=source, window=window, decay=decay, every=every, loss_reduction="sum"
+        )
+        self.gns: GradientNoiseScale | None = None
+        self._trainer: Any = None
+        self._wrapped: dict[str, Callable[..., Any]] = {}
+        self._before: dict[str, Any] = {}
+        self._saver: _GNSState | None = None
+        self._rule: Rule | None = None
+        self._pass: _Pass | None = None
+
+    def compute(self) -> NoiseScale:
+        """The noise scale over the window; waits for the device."""
+        if self.gns is None:
+            raise ObservationError("GNSCallback: no training has begun, so nothing was measured")
+        return self.gns.compute()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._let_go()
+        trainer = _calling_trainer()
+        _refuse(trainer)
+        scaler = trainer.accelerator.scaler
+        self.gns = GradientNoiseScale(trainer.model, grad_scaler=scaler, **self._options)
+        self._rule = None if self.loss == "auto" else Rule(self.loss)
+        self._saver = _GNSState(self.gns)
+        saved = state.stateful_callbacks.get(_GNSState.__name__)
+        if state.global_step > 0 and saved:
+            self.gns.load_state_dict(_decoded(saved["attributes"]["data"]))
+        state.stateful_callbacks[_GNSState.__name__] = {}  # Trainer's save expects the key
+        trainer.add_callback(self._saver)
+        self._trainer = trainer
+        self._before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
+        for name in WRAPPED:
+            self._wrapped[name] = getattr(trainer, name)
+            setattr(trainer, name, getattr(self, f"_{name}"))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Leave the Trainer as it was found."""
+        if self._trainer is not None:
+            for name in WRAPPED:
+                if name in self._before:
+                    setattr(self._trainer, name, self._before[name])
+                else:
+                    delattr(self._trainer, name)
+            self._trainer.remove_callback(self._saver)
+        self._trainer, self._wrapped, self._pass = None, {}, None
+
+    def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's forward and backward pass; clipping comes after it."""
+        assert self.gns is not None and self._saver is not None
+        n, device = _batch_size(inputs), self._trainer.args.device
+        unknown = torch.full((n + 1,), torch.nan, dtype=torch.float64, device=device)
+        samples = self._rule is not None and self._rule.loss == "samples"
+        this = self._pass = _Pass(n, unknown[:n], unknown[n])
+        self._saver.midway = True
+        with self.gns.microbatch(n, tokens=None if samples else this.counts_B, scale=this.scale):
+            try:
+                loss = self._wrapped["training_step"](model, inputs, *args, **kwargs)
+            finally:
+                self._pass = None
+            if this.losses != 1 or not this.weighed:
+                raise ObservationError(
+                    f"GNSCallback: training_step called compute_loss {this.losses} times and "
+                    f"backward {'once' if this.weighed else 'never'} on it: it takes one of each. "
+                    "Where a Trainer of your own does otherwise, use "
+                    "gnsfast.GradientNoiseScale in it"
+                )
+        if self._trainer.accelerator.sync_gradients:
+            self.gns.update()
+            self._saver.midway = False
+        return loss
+
+    def _compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        original, this, trainer = self._wrapped["compute_loss"], self._pass, self._trainer
+        if this is None:  # evaluation
+            return original(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        this.losses += 1
+        kept = dict(inputs)  # Trainer takes the labels out where it computes the loss itself
+        kwargs["num_items_in_batch"] = num_items_in_batch
+        copies = self._copies(num_items_in_batch)
+        if self._rule is None:
+            loss, outputs = original(model, inputs, return_outputs=True, **kwargs)
+            result = (loss, outputs) if return_outputs else loss
+            smoother = trainer.label_smoother
+            self._rule = find_rule(
+                loss.detach() / copies,
+                outputs,
+                kept,
+                num_items_in_batch,
+                smoothing=0.0 if smoother is None else smoother.epsilon,
+                first="causal" if trainer._loss_shifts_labels else "tokens",
+            )
+        else:
+            result = original(model, inputs, return_outputs=return_outputs, **kwargs)
+            loss = result[0] if return_outputs else result
+        each: Tensor | float = 1.0 / this.num_samples
+        if self._rule.loss != "samples":
+            this.counts_B.copy_(self._rule.counts(kept))
+            total = this.counts_B.sum() if num_items_in_batch is None else num_items_in_batch
+            each = 1.0 / torch.as_tensor(total, dtype=torch.float64, device=this.scale.device)
+        scaler = trainer.accelerator.scaler
+
+        def weigh(grad: Tensor) -> None:
+            factor = grad.detach().double().reshape(())
+            if (s := scales.loss_scale(scaler)) is not None:
+                factor = factor / s  # which the estimator takes off by itself
+            this.scale.copy_(factor.to(this.scale.device) * (each * copies))
+            this.weighed = True
+
+        loss.register_hook(weigh)
+        return result
+
+    def _copies(self, num_items_in_batch: Any) -> int:
+        """What Trainer multiplies a loss with that is divided by the items of all processes."""
+        if num_items_in_batch is None or not self._trainer.args.average_tokens_across_devices:
+            return 1
+        return int(self._trainer.accelerator.num_processes)
+
+    def _log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        assert self.gns is not None
+        trainer = self._trainer
+        if "loss" in logs:  # Trainer's log of training steps, not that of an evaluation
+            seen = None
+            if trainer.args.include_num_input_tokens_seen != "no":
+                seen = int(trainer.state.num_input_tokens_seen)
+            found = metrics(self.gns.compute(), tokens=seen, per_module=self.per_module)
+            if self.tracker is not None and trainer.is_world_process_zero():
+                self.tracker.log(found, int(trainer.state.global_step))
+            logs.update(found)
+        return self._wrapped["log"](logs, *args, **kwargs)
+
+
+@dataclass
+class _Pass:
+    """A micro-batch under way; its tensors are filled in while it runs."""
+
+    num_samples: int
+    counts_B: Tensor
+    scale: Tensor
+    losses: int = 0
+    weighed: bool = False
+
+
+class _GNSState(TrainerCallback, ExportableState):
+    """Has itself saved by Trainer in ``trainer_state.json``: plain tensors, as text.
+
+    A callback of its own, because Trainer's ``restore_callback_states_from_checkpoint`` makes
+    those that it knows anew, without their tracker.
+    """
+
+    def __init__(self, gns: GradientNoiseScale) -> None:
+        self.gns, self.midway = gns, False
+
+    def state(self) -> dict[str, Any]:
+        if self.midway:  # what a train() that ended by an error has left
+            return {}
+        buffer = io.BytesIO()
+        torch.save(self.gns.state_dict(), buffer)
+        data = base64.b64encode(buffer.getvalue()).decode()
+        return {"args": {}, "attributes": {"data": data}}
+
+
+def _decoded(data: str) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(base64.b64decode(data)), weights_only=True)
+    return state
+
+
+def _calling_trainer() -> Any:
+    """The Trainer whose method is calling a callback."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise RuntimeError("GNSCallback: on_train_begin was not called by a transformers.Trainer")
+
+
+def _refuse(trainer: Any) -> None:
+    """Name what gives gradients another scale, or parameters another shape."""
+    reason = None
+    accelerator = trainer.accelerator
+    kind = accelerator.distributed_type
+    parallel = getattr(accelerator, "parallelism_config", None)
+    sizes = {
+        name: getattr(parallel, f"{name}_size", 1) or 1
+        for name in ("tp", "cp", "sp")
+        if parallel is not None
+    }
+    if trainer.args.n_gpu > 1:
+        reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
+    elif kind == DistributedType.FSDP:
+        if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+            reason = "FSDP 1, which flattens parameters: say fsdp_version 2"
+    elif kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
+        reason = f"{kind.name}, which does not leave gradients in .grad: use DDP or FSDP 2"
+    elif any(size > 1 for size in sizes.values()):
+        reason = f"a sample or a layer spread over processes ({sizes})"
+    if reason is not None:
+        raise NotImplementedError(f"GNSCallback does not support {reason}")
+
+
+def _batch_size(inputs: Mapping[str, Any]) -> int:
+    tensors = [inputs.get("labels"), *inputs.values()]
+    first = next((t for t in tensors if isinstance(t, Tensor) and t.ndim), None)
+    if first is None:
+        raise ObservationError(
+            "GNSCallback: the batch holds no tensor to read the number of samples off"
+        )
+    return int(first.shape[0])

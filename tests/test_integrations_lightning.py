@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning's logged noise scale is that of a hand-written loop over the same batches."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import gnsfast
+from gnsfast.integrations.lightning import GNSMonitor
+
+I, N, UPDATES = 6, 8, 10
+
+
+class Tiny(pl.LightningModule):
+    def __init__(self, convert: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(I, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 3))
+        self.model = gnsfast.convert(model) if convert else model
+        self.skip: int | None = None
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        x, y = batch
+        loss = F.cross_entropy(self.model(x), y)
+        return None if batch_idx == self.skip else loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.model(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def data(count: int) -> list[list[Tensor]]:
+    """The last batch is a short one."""
+    generator = torch.Generator().manual_seed(2)
+    return [
+        [
+            torch.randn(n, I, generator=generator),
+            (torch.rand(n, generator=generator) < 0.1).long(),
+        ]
+        for n in [N] * (count - 1) + [N - 3]
+    ]
+
+
+class Loader:
+    """Goes on where a checkpoint says; Lightning saves and loads its state."""
+
+    def __init__(self, batches: list[list[Tensor]]) -> None:
+        self.batches, self.position = batches, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def fit(
+    monitor: GNSMonitor,
+    folder: Path,
+    module: pl.LightningModule,
+    *,
+    ckpt: Any = None,
+    **options: Any,
+) -> pl.Trainer:
+    options = {
+        "accelerator": "cpu",
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 1e-3,
+        "max_epochs": 1,
+        "log_every_n_steps": UPDATES,
+        "logger": pl.loggers.CSVLogger(str(folder)),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **options,
+    }
+    callbacks = [monitor, *options.pop("callbacks", [])]
+    loader = Loader(data(2 * UPDATES - 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(callbacks=callbacks, default_root_dir=folder, **options)
+        trainer.fit(module, loader, DataLoader(data(2), batch_size=None), ckpt_path=ckpt)
+    return trainer
+
+
+def by_hand() -> gnsfast.NoiseScale:
+    module = Tiny()
+    optimizer = module.configure_optimizers()
+    gns = gnsfast.GradientNoiseScale(module)
+    batches = data(2 * UPDATES - 1)
+    for k, batch in enumerate(batches, 1):
+        with gns.microbatch(len(batch[0]), scale=0.5):
+            (module.training_step(batch, 0) / 2).backward()
+        if k % 2 == 0 or k == len(batches):  # the last update is of one batch, divided by 2 too
+            gns.update()
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    return gns.compute()
+
+
+class Lines:
+    """A tracker that remembers."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, metrics: Any, step: int) -> None:
+        self.seen.append((step, dict(metrics)))
+
+    def close(self) -> None: ...
+
+
+def test_accumulation_and_clipping(tmp_path: Path) -> None:
+    tracker = Lines()
+    trainer = fit(GNSMonitor(tracker=tracker, per_module=True), tmp_path, Tiny())
+    truth = by_hand()
+    assert truth.resolved and truth.updates == UPDATES
+    expected = {
+        "gns/b_simple": truth.noise_scale,
+        "gns/b_simple_lo": truth.lower,
+        "gns/b_simple_hi": truth.upper,
+        "gns/trace": truth.trace,
+        "gns/grad_sq": truth.grad_sqnorm,
+        "gns/layer/model.3": truth.per_module["model.3"].noise_scale,
+    }
+    [(step, found)] = tracker.seen
+    assert step == UPDATES
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-5), name
+        assert float(trainer.logged_metrics[name]) == pytest.approx(value, rel=1e-5), name
+    rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    assert "gns/b_simple" in rows
+
+
+def test_gradient_scaler(tmp_path: Path) -> None:
+    """update() comes after Lightning has unscaled; the scaler's factor changes nothing."""
+    results = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        plugin = pl.plugins.precision.MixedPrecision("16-mixed", "cpu", scaler)
+        if scaler is None:
+            plugin.scaler = None
+        monitor = GNSMonitor()
+        fit(monitor, tmp_path, Tiny(), plugins=[plugin])
+        results.append(monitor.compute())
+    assert results[0].updates == UPDATES
+    assert results[1].noise_scale == pytest.approx(results[0].noise_scale, rel=2e-2)
+    assert results[1].trace == pytest.approx(results[0].trace, rel=2e-2)
+
+
+def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    every = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    whole, resumed = GNSMonitor(window=7), GNSMonitor(window=7)
+    fit(whole, tmp_path, Tiny(), callbacks=[every], enable_checkpointing=True)
+    fit(resumed, tmp_path, Tiny(), ckpt=str(tmp_path / "step=4.ckpt"))
+    ours, theirs = resumed.gns.state_dict(), whole.gns.state_dict()
+    assert ours["measured"] == UPDATES
+    assert torch.equal(ours["ring"], theirs["ring"])
+    assert torch.equal(ours["flags"], theirs["flags"])
+    assert {**ours, "ring": 0, "flags": 0} == {**theirs, "ring": 0, "flags": 0}
+
+
+@pytest.mark.parametrize("skip", [4, 5])
+def test_skipped_step(tmp_path: Path, skip: int) -> None:
+    """A training_step that returns None, as an update's first or last, costs that update alone."""
+    monitor, module = GNSMonitor(), Tiny()
+    module.skip = skip
+    fit(monitor, tmp_path, module)
+    assert monitor.compute().updates == UPDATES - 1
+
+
+def test_checkpoint_in_the_middle_of_an_update(tmp_path: Path) -> None:
+    """That update is not measured; the run goes on."""
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if args[-1] == 6:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    monitor = GNSMonitor()
+    fit(monitor, tmp_path, Tiny(), callbacks=[Save()])
+    saved = torch.load(tmp_path / "middle.ckpt", weights_only=True)["callbacks"]["GNSMonitor"]
+    assert saved["measured"] == 3
+    assert monitor.compute().updates == UPDATES - 1
+
+
+class Manual(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"call gnsfast.convert\(model\) first"):
+        fit(GNSMonitor(), tmp_path, Tiny(convert=False))
+    with pytest.raises(NotImplementedError, match="manual optimization"):
+        fit(GNSMonitor(), tmp_path, Manual(), gradient_clip_val=None, accumulate_grad_batches=1)
+    with pytest.raises(ValueError, match="window"):
+        fit(GNSMonitor(window=0), tmp_path, Tiny())
+
+
+def test_counts_of_tokens_and_samples(tmp_path: Path) -> None:
+    """Arguments that read the batch are those of a hand-written microbatch."""
+    counted: list[int] = []
+
+    def batch_size(batch: list[Tensor]) -> int:
+        counted.append(len(batch[0]))
+        return counted[-1]
+
+    monitor = GNSMonitor(batch_size=batch_size, tokens=lambda batch: torch.full_like(batch[1], 7))
+    fit(monitor, tmp_path, Tiny())
+    truth = by_hand()
+    assert counted == [len(x) for x, _ in data(2 * UPDATES - 1)]
+    assert monitor.compute().noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
+    assert monitor.compute().trace == pytest.approx(truth.trace, rel=1e-5)

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer's logged noise scale is that of a hand-written loop over the same batches."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from processes import spawn
+from torch import Tensor, nn
+
+import gnsfast
+from gnsfast.integrations.transformers import GNSCallback
+
+V, T, N, STEPS = 23, 9, 4, 12
+Sample = dict[str, Tensor]
+
+
+def tiny_gpt() -> nn.Module:
+    torch.manual_seed(1)
+    config = hf.GPT2Config(
+        vocab_size=V,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=T,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return gnsfast.convert(hf.GPT2LMHeadModel(config))
+
+
+class Plain(nn.Module):
+    """Takes no loss kwargs; its loss is the mean over the labels of the micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.head = nn.Embedding(V, 8), nn.Linear(8, V)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.embed(input_ids))
+        found = {"logits": logits}
+        if labels is not None:
+            found["loss"] = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return found
+
+
+def samples(count: int, seed: int = 3) -> list[Sample]:
+    """Labels of unequal number: the first ones of each sample are -100. Few tokens, so that |G|²
+    is far from zero.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(0, 4, (T,), generator=generator)
+        labels = ids.clone()
+        labels[: int(torch.randint(0, T - 2, (1,), generator=generator))] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def trainer_of(
+    model: nn.Module, data: list[Sample], folder: Path, *callbacks: Any, **options: Any
+) -> hf.Trainer:
+    options = {
+        "per_device_train_batch_size": N,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 1e-3,
+        "max_steps": STEPS,
+        "logging_steps": STEPS,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        **options,
+    }
+
+    class InOrder(hf.Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(data)
+
+    args = hf.TrainingArguments(output_dir=str(folder), **options)
+    return InOrder(
+        model=model, args=args, train_dataset=data, eval_dataset=data[:N], callbacks=list(callbacks)
+    )
+
+
+def by_hand(
+    model: nn.Module,
+    data: list[Sample],
+    *,
+    causal: bool,
+    items: bool,
+    smoothing: float = 0.0,
+    accumulated: int = 2,
+) -> gnsfast.NoiseScale:
+    """Steps of two micro-batches, clipped: AdamW as Trainer sets it up."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    gns = gnsfast.GradientNoiseScale(model)
+    model.train()
+    batches = [hf.default_data_collator(data[k : k + N]) for k in range(0, len(data), N)]
+    windows = [batches[k : k + accumulated] for k in range(0, len(batches), accumulated)]
+    for window in windows[:STEPS]:
+        targets = [b["labels"][:, 1:] if causal else b["labels"] for b in window]
+        total = sum(int((t != -100).sum()) for t in targets)
+        for batch, target in zip(window, targets):
+            counts = (target != -100).sum(1)
+            scale = float(counts.sum()) / total if items else 1 / len(window)
+            with gns.microbatch(len(counts), tokens=counts, scale=scale):
+                outputs = model(input_ids=batch["input_ids"])
+                logits = outputs["logits"][:, :-1] if causal else outputs["logits"]
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1), target.flatten(), label_smoothing=smoothing
+                )
+                (loss * scale).backward()
+        gns.update()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return gns.compute()
+
+
+def check(logs: dict[str, float], truth: gnsfast.NoiseScale) -> None:
+    assert truth.resolved and truth.updates == STEPS
+    assert logs["gns/b_simple"] == pytest.approx(truth.noise_scale, rel=1e-5)
+    assert logs["gns/b_simple_lo"] == pytest.approx(truth.lower, rel=1e-5)
+    assert logs["gns/b_simple_hi"] == pytest.approx(truth.upper, rel=1e-5)
+    assert logs["gns/trace"] == pytest.approx(truth.trace, rel=1e-5)
+    assert logs["gns/grad_sq"] == pytest.approx(truth.grad_sqnorm, rel=1e-5)
+
+
+def logged(trainer: hf.Trainer) -> dict[str, float]:
+    return next(entry for entry in trainer.state.log_history if "gns/b_simple" in entry)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_causal_model(tmp_path: Path, smoothing: float) -> None:
+    """``num_items_in_batch``, accumulation, clipping; an epoch's last window is short."""
+    data, callback = samples((2 * STEPS - 1) * N - 1), GNSCallback()
+    trainer = trainer_of(
+        tiny_gpt(), data, tmp_path, callback, label_smoothing_factor=smoothing, num_train_epochs=1
+    )
+    methods = [trainer.training_step, trainer.compute_loss, trainer.log]
+    trainer.train()
+    truth = by_hand(tiny_gpt(), data, causal=True, items=True, smoothing=smoothing)
+    check(logged(trainer), truth)
+    assert [trainer.training_step, trainer.compute_loss, trainer.log] == methods
+    assert callback.compute().per_module.keys() == truth.per_module.keys()
+
+
+def test_model_without_loss_kwargs(tmp_path: Path) -> None:
+    """Trainer divides its losses by the micro-batches of the window, one in the last one."""
+    data = samples((2 * STEPS - 1) * N - 1)
+    model = gnsfast.convert(Plain())
+    trainer = trainer_of(model, data, tmp_path, GNSCallback(), num_train_epochs=1)
+    assert not trainer.model_accepts_loss_kwargs
+    trainer.train()
+    check(logged(trainer), by_hand(gnsfast.convert(Plain()), data, causal=False, items=False))
+
+
+def test_evaluation_and_a_gradient_scaler(tmp_path: Path) -> None:
+    """Neither changes a bit; Accelerate has a scaler on GPUs alone, so it is handed one."""
+    data, results = samples(2 * STEPS * N), []
+    for scaled in (False, True):
+        callback = GNSCallback()
+        options = dict(eval_strategy="steps", eval_steps=2) if scaled else {}
+        trainer = trainer_of(tiny_gpt(), data, tmp_path, callback, max_grad_norm=0.0, **options)
+        if scaled:
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        trainer.train()
+        results.append(callback.compute())
+    assert results[0] == results[1]
+
+
+def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    data, states = samples(2 * STEPS * N), []
+    for resume in (None, str(tmp_path / "checkpoint-5")):
+        callback = GNSCallback(window=4)
+        options = dict(
+            save_strategy="steps", save_steps=5, restore_callback_states_from_checkpoint=True
+        )
+        trainer = trainer_of(tiny_gpt(), data, tmp_path, callback, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        states.append(callback.gns.state_dict())
+    assert states[0]["measured"] == STEPS
+    assert torch.equal(states[0]["ring"], states[1]["ring"])
+    assert torch.equal(states[0]["flags"], states[1]["flags"])
+    assert {**states[0], "ring": 0, "flags": 0} == {**states[1], "ring": 0, "flags": 0}
+    trainer.train()  # not resumed: begins anew
+    assert callback.compute().updates == 4 and callback.gns.state_dict()["measured"] == STEPS
+
+
+class Classify(Plain):
+    """One label a sample; with ``squares``, one number a sample."""
+
+    def __init__(self, squares: bool) -> None:
+        super().__init__()
+        self.squares = squares
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embed(input_ids)).mean(1)
+        if self.squares:
+            return {"logits": logits, "loss": F.mse_loss(logits[:, 0], labels)}
+        return {"logits": logits, "loss": F.cross_entropy(logits, labels)}
+
+
+@pytest.mark.parametrize("squares", [False, True])
+def test_means_over_samples(tmp_path: Path, squares: bool) -> None:
+    """Found for a cross entropy; a squared error has to be named."""
+    data = [{**s, "labels": s["labels"][-1]} for s in samples(2 * STEPS * N)]
+    if squares:
+        data = [{**s, "labels": s["labels"].float()} for s in data]
+    results = []
+    for loss in ("samples", "auto"):
+        model, callback = gnsfast.convert(Classify(squares)), GNSCallback(loss=loss)
+        trainer = trainer_of(model, data, tmp_path, callback)
+        if squares and loss == "auto":
+            with pytest.raises(ValueError, match=r"say GNSCallback\(loss='samples'\)"):
+                trainer.train()
+            return
+        trainer.train()
+        results.append(callback.compute())
+    for name in ("noise_scale", "trace", "grad_sqnorm", "lower", "upper"):
+        assert getattr(results[0], name) == pytest.approx(getattr(results[1], name), rel=1e-6)
+    model = gnsfast.convert(Classify(False))
+    gns = gnsfast.GradientNoiseScale(model)
+    for k in (0, N):  # the first window, before any step
+        batch = hf.default_data_collator(data[k : k + N])
+        with gns.microbatch(N, scale=0.5):
+            (model(**batch)["loss"] / 2).backward()
+    gns.update()
+    callback = GNSCallback()
+    trainer_of(gnsfast.convert(Classify(False)), data, tmp_path, callback, max_steps=1).train()
+    assert callback.compute().trace == pytest.approx(gns.compute().trace, rel=1e-5)
+    assert callback.compute().grad_sqnorm == pytest.approx(gns.compute().grad_sqnorm, rel=1e-5)
+
+
+class Balanced(Plain):
+    """As a router's balance does, adds what no sample owns."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        found = super().forward(input_ids, labels)
+        return {**found, "loss": found["loss"] * 1.01}
+
+
+def test_refusals(tmp_path: Path) -> None:
+    data = samples(2 * N)
+    with pytest.raises(ValueError, match=r"call gnsfast.convert\(model\) first"):
+        trainer_of(Plain(), data, tmp_path, GNSCallback()).train()
+    with pytest.raises(ValueError, match="loss of the first micro-batch"):
+        trainer_of(gnsfast.convert(Balanced()), data, tmp_path, GNSCallback()).train()
+    with pytest.raises(ValueError, match="loss must be 'auto' or one of"):
+        GNSCallback(loss="mean")
+    with pytest.raises(RuntimeError, match="not called by a transformers.Trainer"):
+        GNSCallback().on_train_begin(None, None, None)
+    trainer = trainer_of(gnsfast.convert(Plain()), data, tmp_path, GNSCallback())
+    trainer.args._n_gpu = 2
+    with pytest.raises(NotImplementedError, match="DataParallel"):
+        trainer.train()
+
+
+class Twice(hf.Trainer):
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Tensor:
+        with torch.enable_grad():
+            self.compute_loss(model, dict(inputs))
+        return super().training_step(model, inputs, *args)
+
+
+def test_after_an_error(tmp_path: Path) -> None:
+    """An error in the middle of an update leaves nothing behind that a new train() would read."""
+    data = samples(4 * N)
+    trainer = trainer_of(gnsfast.convert(Plain()), data, tmp_path, callback := GNSCallback())
+    step, calls = trainer.training_step, []
+
+    def failing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("the fourth micro-batch")
+        return step(*args)
+
+    trainer.training_step = failing
+    with pytest.raises(MemoryError):
+        trainer.train()
+    trainer.train()
+    assert callback.compute().updates == STEPS
+    assert trainer.training_step is failing
+    args = trainer.args
+    twice = Twice(model=gnsfast.convert(Plain()), args=args, train_dataset=data)
+    twice.add_callback(GNSCallback())
+    with pytest.raises(gnsfast.ObservationError, match="called compute_loss 2 times"):
+        twice.train()
+
+
+def two_processes(rank: int, folder: str, data: list[Sample]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+    callback = GNSCallback()
+    trainer = trainer_of(tiny_gpt(), data, Path(folder), callback, ddp_backend="gloo")
+    trainer.train()
+    assert trainer.accelerator.num_processes == 2
+    if rank == 0:
+        torch.save(logged(trainer), f"{folder}/logs.pt")
+
+
+@pytest.mark.dist
+def test_two_processes(tmp_path: Path) -> None:
+    """Trainer's items are those of both, and its losses are multiplied with 2."""
+    data = samples(4 * STEPS * N)
+    spawn(two_processes, 2, (str(tmp_path), data), method="fork")
+    truth = by_hand(tiny_gpt(), data, causal=True, items=True, accumulated=4)
+    check(torch.load(tmp_path / "logs.pt"), truth)
