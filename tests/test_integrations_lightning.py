@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's logged noise scale is that of a hand-written loop over the same batches."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import gnsfast
 from gnsfast.integrations.lightning import GNSMonitor
+from gnsfast.integrations.trackers import JSONLTracker
 
 I, N, UPDATES = 6, 8, 10
 
@@ -94,7 +96,7 @@ def fit(
         **options,
     }
     callbacks = [monitor, *options.pop("callbacks", [])]
-    loader = Loader(data(2 * UPDATES - 1))
+    loader = None if isinstance(module, Shared) else Loader(data(2 * UPDATES - 1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(callbacks=callbacks, default_root_dir=folder, **options)
@@ -102,15 +104,16 @@ def fit(
     return trainer
 
 
-def by_hand() -> gnsfast.NoiseScale:
+def by_hand(batches: list[list[Tensor]], accumulated: int = 2) -> gnsfast.NoiseScale:
     module = Tiny()
     optimizer = module.configure_optimizers()
     gns = gnsfast.GradientNoiseScale(module)
-    batches = data(2 * UPDATES - 1)
     for k, batch in enumerate(batches, 1):
-        with gns.microbatch(len(batch[0]), scale=0.5):
-            (module.training_step(batch, 0) / 2).backward()
-        if k % 2 == 0 or k == len(batches):  # the last update is of one batch, divided by 2 too
+        with gns.microbatch(len(batch[0]), scale=1 / accumulated):
+            (module.training_step(batch, 0) / accumulated).backward()
+        if k % accumulated == 0 or k == len(
+            batches
+        ):  # the last update is of one batch, divided by 2 too
             gns.update()
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
             optimizer.step()
@@ -133,7 +136,7 @@ class Lines:
 def test_accumulation_and_clipping(tmp_path: Path) -> None:
     tracker = Lines()
     trainer = fit(GNSMonitor(tracker=tracker, per_module=True), tmp_path, Tiny())
-    truth = by_hand()
+    truth = by_hand(data(2 * UPDATES - 1))
     assert truth.resolved and truth.updates == UPDATES
     expected = {
         "gns/b_simple": truth.noise_scale,
@@ -203,6 +206,29 @@ def test_checkpoint_in_the_middle_of_an_update(tmp_path: Path) -> None:
     assert monitor.compute().updates == UPDATES - 1
 
 
+class Shared(Tiny):
+    """Each process takes every second batch."""
+
+    def train_dataloader(self) -> Loader:
+        return Loader(data(4 * UPDATES)[:-1][self.trainer.global_rank :: 2])
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive")
+def test_two_processes(tmp_path: Path) -> None:
+    options = dict(devices=2, strategy="ddp_fork", log_every_n_steps=UPDATES - 1)
+    monitor = GNSMonitor(tracker=JSONLTracker(tmp_path / "run.jsonl"))
+    fit(monitor, tmp_path, Shared(), max_steps=UPDATES - 1, **options)
+    truth = by_hand(data(4 * UPDATES)[: 4 * (UPDATES - 1)], 4)
+    [line] = (tmp_path / "run.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert found["gns/updates"] == truth.updates == UPDATES - 1
+    assert found["batch/size"] == 4 * N
+    assert found["gns/b_simple"] == pytest.approx(truth.noise_scale, rel=1e-5)
+    assert found["gns/trace"] == pytest.approx(truth.trace, rel=1e-5)
+    assert found["gns/grad_sq"] == pytest.approx(truth.grad_sqnorm, rel=1e-5)
+
+
 class Manual(Tiny):
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +254,7 @@ def test_counts_of_tokens_and_samples(tmp_path: Path) -> None:
 
     monitor = GNSMonitor(batch_size=batch_size, tokens=lambda batch: torch.full_like(batch[1], 7))
     fit(monitor, tmp_path, Tiny())
-    truth = by_hand()
+    truth = by_hand(data(2 * UPDATES - 1))
     assert counted == [len(x) for x, _ in data(2 * UPDATES - 1)]
     assert monitor.compute().noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
     assert monitor.compute().trace == pytest.approx(truth.trace, rel=1e-5)

@@ -98,7 +98,7 @@ def by_hand(
     data: list[Sample],
     *,
     causal: bool,
-    items: bool,
+    divided: str,
     smoothing: float = 0.0,
     accumulated: int = 2,
 ) -> gnsfast.NoiseScale:
@@ -114,8 +114,8 @@ def by_hand(
         total = sum(int((t != -100).sum()) for t in targets)
         for batch, target in zip(window, targets):
             counts = (target != -100).sum(1)
-            scale = float(counts.sum()) / total if items else 1 / len(window)
-            with gns.microbatch(len(counts), tokens=counts, scale=scale):
+            scale = {"items": counts.sum() / total, "window": 1 / len(window), "no": 1.0}[divided]
+            with gns.microbatch(len(counts), tokens=counts, scale=float(scale)):
                 outputs = model(input_ids=batch["input_ids"])
                 logits = outputs["logits"][:, :-1] if causal else outputs["logits"]
                 loss = F.cross_entropy(
@@ -152,7 +152,7 @@ def test_causal_model(tmp_path: Path, smoothing: float) -> None:
     )
     methods = [trainer.training_step, trainer.compute_loss, trainer.log]
     trainer.train()
-    truth = by_hand(tiny_gpt(), data, causal=True, items=True, smoothing=smoothing)
+    truth = by_hand(tiny_gpt(), data, causal=True, divided="items", smoothing=smoothing)
     check(logged(trainer), truth)
     assert [trainer.training_step, trainer.compute_loss, trainer.log] == methods
     assert callback.compute().per_module.keys() == truth.per_module.keys()
@@ -165,7 +165,7 @@ def test_model_without_loss_kwargs(tmp_path: Path) -> None:
     trainer = trainer_of(model, data, tmp_path, GNSCallback(), num_train_epochs=1)
     assert not trainer.model_accepts_loss_kwargs
     trainer.train()
-    check(logged(trainer), by_hand(gnsfast.convert(Plain()), data, causal=False, items=False))
+    check(logged(trainer), by_hand(gnsfast.convert(Plain()), data, causal=False, divided="window"))
 
 
 def test_evaluation_and_a_gradient_scaler(tmp_path: Path) -> None:
@@ -198,6 +198,45 @@ def test_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     assert {**states[0], "ring": 0, "flags": 0} == {**states[1], "ring": 0, "flags": 0}
     trainer.train()  # not resumed: begins anew
     assert callback.compute().updates == 4 and callback.gns.state_dict()["measured"] == STEPS
+
+
+class Deaf(Plain):
+    """Takes num_items_in_batch and does not use it, as BERT and T5 do: nobody divides its loss."""
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        return super().forward(input_ids, labels)
+
+
+def test_model_that_ignores_num_items(tmp_path: Path) -> None:
+    data, lines = samples(2 * STEPS * N), Lines()
+    options = dict(logging_steps=STEPS // 2, include_num_input_tokens_seen="all")
+    callback = GNSCallback(tracker=lines, per_module=True)
+    trainer = trainer_of(gnsfast.convert(Deaf()), data, tmp_path, callback, **options)
+    assert trainer.model_accepts_loss_kwargs
+    trainer.train()
+    truth = by_hand(gnsfast.convert(Deaf()), data, causal=False, divided="no")
+    assert [step for step, _ in lines.seen] == [STEPS // 2, STEPS]
+    check(lines.seen[1][1], truth)
+    assert lines.seen[1][1]["tokens"] == len(data) * T
+    assert lines.seen[1][1]["gns/layer/head"] == pytest.approx(
+        truth.per_module["head"].noise_scale, rel=1e-5
+    )
+    for (_, seen), entry in zip(lines.seen, trainer.state.log_history):
+        assert seen.items() <= entry.items()
+
+
+class Lines:
+    """A tracker that remembers."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, metrics: Any, step: int) -> None:
+        self.seen.append((step, dict(metrics)))
+
+    def close(self) -> None: ...
 
 
 class Classify(Plain):
@@ -312,10 +351,36 @@ def two_processes(rank: int, folder: str, data: list[Sample]) -> None:
         torch.save(logged(trainer), f"{folder}/logs.pt")
 
 
+def test_scale_in_a_tensor() -> None:
+    """``scale`` and ``tokens`` may be filled in inside of the block: they are read at its end."""
+    results = []
+    for late in (False, True):
+        model = gnsfast.convert(Plain())
+        gns = gnsfast.GradientNoiseScale(model)
+        for k in range(3):
+            batch = hf.default_data_collator(samples(N, seed=k))
+            counts, scale = (batch["labels"] != -100).sum(1), torch.tensor(0.25 * (k + 1))
+            tokens = torch.full((N,), torch.nan) if late else counts
+            factor = torch.tensor(torch.nan) if late else float(scale)
+            with gns.microbatch(N, tokens=tokens, scale=factor):
+                (model(**batch)["loss"] * scale).backward()
+                if late:
+                    tokens.copy_(counts)
+                    factor.copy_(scale)
+            gns.update()
+            model.zero_grad()
+        results.append(gns.compute())
+    assert results[0] == results[1] and results[0].updates == 3
+    with pytest.raises(ValueError, match=r"not a tensor of shape \[2\]"):
+        with gns.microbatch(N, scale=torch.ones(2)):
+            pass
+
+
 @pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive")
 def test_two_processes(tmp_path: Path) -> None:
     """Trainer's items are those of both, and its losses are multiplied with 2."""
     data = samples(4 * STEPS * N)
     spawn(two_processes, 2, (str(tmp_path), data), method="fork")
-    truth = by_hand(tiny_gpt(), data, causal=True, items=True, accumulated=4)
+    truth = by_hand(tiny_gpt(), data, causal=True, divided="items", accumulated=4)
     check(torch.load(tmp_path / "logs.pt"), truth)

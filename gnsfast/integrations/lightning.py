@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GNSMonitor``: the noise scale of a run of Lightning's Trainer."""
+"""``GNSMonitor``: the noise scale of a run of Lightning's Trainer, ``pytorch_lightning``'s too."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,16 +15,15 @@ from gnsfast.noise_scale import NoiseScale
 
 try:
     from lightning.pytorch import Callback
-    from lightning.pytorch.strategies import (
-        DDPStrategy,
-        ModelParallelStrategy,
-        SingleDeviceStrategy,
-        Strategy,
-    )
-except ImportError as e:
-    raise ImportError(
-        "gnsfast.integrations.lightning needs Lightning: pip install lightning"
-    ) from e
+except ImportError:
+    try:  # the same under its older name
+        from pytorch_lightning import Callback  # type: ignore[assignment]
+    except ImportError as e:
+        raise ImportError(
+            "gnsfast.integrations.lightning needs Lightning: pip install lightning"
+        ) from e
+
+STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 
 
 class GNSMonitor(Callback):
@@ -176,7 +175,7 @@ class GNSMonitor(Callback):
         return int(first.shape[0])
 
 
-def _refuse(strategy: Strategy, pl_module: Any) -> None:
+def _refuse(strategy: Any, pl_module: Any) -> None:
     """Name what this cannot follow."""
     if not pl_module.automatic_optimization:
         raise NotImplementedError(
@@ -184,8 +183,8 @@ def _refuse(strategy: Strategy, pl_module: Any) -> None:
             "gns.microbatch(n) around forward and manual_backward and call gns.update() before "
             "clipping, with a gnsfast.GradientNoiseScale of your own"
         )
-    known = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
-    if not isinstance(strategy, known) or strategy.handles_gradient_accumulation:
+    known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}  # of either package
+    if not known or strategy.handles_gradient_accumulation:
         raise NotImplementedError(
             f"GNSMonitor does not support {type(strategy).__name__}: use one device, DDP, or FSDP2 "
             "(ModelParallelStrategy)"

@@ -17,27 +17,31 @@ ROWS = 1024
 
 @dataclass(frozen=True)
 class Rule:
-    """What a loss is a mean over: one of ``LOSSES``."""
+    """What a loss is a mean over: one of ``LOSSES``; with ``items``, its sum over labels is divided
+    by Trainer's ``num_items_in_batch``, which not all models do that take it.
+    """
 
     loss: str
-
-    def targets(self, inputs: Mapping[str, Any]) -> Tensor:
-        """The labels that the loss looks at, [B, ...]."""
-        if self.loss == "causal" and isinstance(inputs.get("shift_labels"), Tensor):
-            shifted: Tensor = inputs["shift_labels"]
-            return shifted
-        labels = inputs.get("labels")
-        if not isinstance(labels, Tensor):
-            raise ValueError(
-                "GNSCallback: the batch has no 'labels' to count tokens of. Where the loss is a "
-                "mean over samples, say GNSCallback(loss='samples')"
-            )
-        return labels[..., 1:] if self.loss == "causal" else labels
+    items: bool
 
     def counts(self, inputs: Mapping[str, Any]) -> Tensor:
         """Labels that count, for each sample: [B]."""
-        targets = self.targets(inputs)
+        targets = targets_of(self.loss, inputs)
         return (targets != IGNORED).reshape(len(targets), -1).sum(1)
+
+
+def targets_of(loss: str, inputs: Mapping[str, Any]) -> Tensor:
+    """The labels that the loss looks at, [B, ...]."""
+    if loss == "causal" and isinstance(inputs.get("shift_labels"), Tensor):
+        shifted: Tensor = inputs["shift_labels"]
+        return shifted
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor):
+        raise ValueError(
+            "GNSCallback: the batch has no 'labels' to count tokens of. Where the loss is a mean "
+            "over samples, say GNSCallback(loss='samples')"
+        )
+    return labels[..., 1:] if loss == "causal" else labels
 
 
 def find_rule(
@@ -58,18 +62,22 @@ def find_rule(
     value = float(loss)
     half = loss.dtype in (torch.float16, torch.bfloat16)
     tolerance = 2e-2 if half else 1e-4
-    tried: dict[str, float] = {}
+    tried = []
     for name in sorted(("causal", "tokens"), key=lambda name: name != first):
-        found = _mean(Rule(name), logits, inputs, num_items, smoothing)
+        found = _cross_entropy(name, logits, inputs, smoothing)
         if found is None:
             continue
-        if abs(found - value) <= tolerance * abs(found):
-            return Rule(name)
-        tried[name] = found
-    means = ", ".join(f"{name!r}: {found:.6g}" for name, found in tried.items())
+        total, count = found
+        for items, divisor in ((True, num_items), (False, count)):
+            if divisor is None:
+                continue
+            mean = total / float(divisor)
+            if abs(mean - value) <= tolerance * abs(mean):
+                return Rule(name, items)
+            tried.append(f"{name!r} {mean:.6g}{' by num_items_in_batch' if items else ''}")
     raise ValueError(
-        f"GNSCallback: the loss of the first micro-batch is {value:.6g}, and the cross entropy "
-        f"over its labels {f'({means})' if tried else 'cannot be had from the outputs'}, so how "
+        f"GNSCallback: the loss of the first micro-batch is {value:.6g}, and the mean cross "
+        f"entropy over its labels {', '.join(tried) or 'cannot be had from the outputs'}, so how "
         "samples weigh in it is unknown. An auxiliary loss (a router's balance) has no per-sample "
         "gradient: switch it off. For a mean over samples say GNSCallback(loss='samples'); for one "
         "over labels that are not -100 loss='tokens', or loss='causal' where the model shifts them"
@@ -83,18 +91,14 @@ def _logits(outputs: Any) -> Tensor | None:
     return found.detach() if isinstance(found, Tensor) else None
 
 
-def _mean(
-    rule: Rule,
-    logits: Tensor | None,
-    inputs: Mapping[str, Any],
-    num_items: Tensor | int | None,
-    smoothing: float,
-) -> float | None:
-    """The mean cross entropy over the rule's labels; None where shapes do not fit."""
-    if logits is None or (rule.loss == "causal" and logits.ndim < 3):
+def _cross_entropy(
+    name: str, logits: Tensor | None, inputs: Mapping[str, Any], smoothing: float
+) -> tuple[float, int] | None:
+    """The cross entropy summed over labels, and their number; None where shapes do not fit."""
+    if logits is None or (name == "causal" and logits.ndim < 3):
         return None
-    targets = rule.targets(inputs)
-    if rule.loss == "causal" and targets.shape[-1] == logits.shape[-2] - 1:
+    targets = targets_of(name, inputs)
+    if name == "causal" and targets.shape[-1] == logits.shape[-2] - 1:
         logits = logits[..., :-1, :]
     if targets.is_floating_point() or targets.shape != logits.shape[:-1]:
         return None
@@ -108,5 +112,4 @@ def _mean(
             reduction="sum",
             label_smoothing=smoothing,
         )
-    items = (targets != IGNORED).sum() if num_items is None else num_items
-    return float(total) / float(items)
+    return float(total), int((targets != IGNORED).sum())

@@ -50,10 +50,11 @@ class GNSCallback(TrainerCallback):
     Args:
         loss: what the loss is a mean over. ``"causal"``: over tokens whose next label is not -100
             (or over ``shift_labels``); ``"tokens"``: over labels that are not -100, one or more a
-            sample; both also as sums over ``num_items_in_batch``, and with label smoothing;
-            ``"samples"``: over the samples of a micro-batch. ``"auto"`` compares the loss of the
-            first micro-batch with the cross entropy of the logits, and takes the one of the first
-            two that it equals.
+            sample; both as a sum that is divided by ``num_items_in_batch`` where Trainer counts
+            that. ``"samples"``: over the samples of a micro-batch. ``"auto"`` compares the loss of
+            the first micro-batch with the cross entropy of the logits, label smoothing included,
+            and takes the one of the first two that it equals, divided by the items or by the
+            micro-batch's own labels; the others are taken at your word.
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process; the caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
@@ -106,7 +107,7 @@ class GNSCallback(TrainerCallback):
         _refuse(trainer)
         scaler = trainer.accelerator.scaler
         self.gns = GradientNoiseScale(trainer.model, grad_scaler=scaler, **self._options)
-        self._rule = None if self.loss == "auto" else Rule(self.loss)
+        self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._saver = _GNSState(self.gns)
         saved = state.stateful_callbacks.get(_GNSState.__name__)
         if state.global_step > 0 and saved:
@@ -191,7 +192,8 @@ class GNSCallback(TrainerCallback):
         each: Tensor | float = 1.0 / this.num_samples
         if self._rule.loss != "samples":
             this.counts_B.copy_(self._rule.counts(kept))
-            total = this.counts_B.sum() if num_items_in_batch is None else num_items_in_batch
+            items = num_items_in_batch if self._rule.items else None
+            total = this.counts_B.sum() if items is None else items
             each = 1.0 / torch.as_tensor(total, dtype=torch.float64, device=this.scale.device)
         scaler = trainer.accelerator.scaler
 
