@@ -104,12 +104,19 @@ def fit(
     return trainer
 
 
-def by_hand(batches: list[list[Tensor]], accumulated: int = 2) -> gnsfast.NoiseScale:
+def lengths(batch: list[Tensor]) -> Tensor:
+    return 1 + 3 * batch[1]
+
+
+def by_hand(
+    batches: list[list[Tensor]], accumulated: int = 2, tokens: Any = None
+) -> gnsfast.NoiseScale:
     module = Tiny()
     optimizer = module.configure_optimizers()
     gns = gnsfast.GradientNoiseScale(module)
     for k, batch in enumerate(batches, 1):
-        with gns.microbatch(len(batch[0]), scale=1 / accumulated):
+        counts = None if tokens is None else tokens(batch)
+        with gns.microbatch(len(batch[0]), tokens=counts, scale=1 / accumulated):
             (module.training_step(batch, 0) / accumulated).backward()
         if k % accumulated == 0 or k == len(
             batches
@@ -252,9 +259,9 @@ def test_counts_of_tokens_and_samples(tmp_path: Path) -> None:
         counted.append(len(batch[0]))
         return counted[-1]
 
-    monitor = GNSMonitor(batch_size=batch_size, tokens=lambda batch: torch.full_like(batch[1], 7))
+    monitor = GNSMonitor(batch_size=batch_size, tokens=lengths)
     fit(monitor, tmp_path, Tiny())
-    truth = by_hand(data(2 * UPDATES - 1))
+    truth = by_hand(data(2 * UPDATES - 1), tokens=lengths)
     assert counted == [len(x) for x, _ in data(2 * UPDATES - 1)]
     assert monitor.compute().noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
     assert monitor.compute().trace == pytest.approx(truth.trace, rel=1e-5)

@@ -315,29 +315,43 @@ class Twice(hf.Trainer):
         return super().training_step(model, inputs, *args)
 
 
-def test_after_an_error(tmp_path: Path) -> None:
-    """An error in the middle of an update leaves nothing behind that a new train() would read."""
-    data = samples(4 * N)
-    trainer = trainer_of(gnsfast.convert(Plain()), data, tmp_path, callback := GNSCallback())
-    step, calls = trainer.training_step, []
+class Fails(hf.TrainerCallback):
+    """At the third of such events, and then never again."""
 
-    def failing(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 4:
-            raise MemoryError("the fourth micro-batch")
+    def __init__(self, event: str) -> None:
+        self.left = 3
+        setattr(self, event, self.fail)
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("the third")
+
+
+@pytest.mark.parametrize("event", ["on_substep_end", "on_step_end"])
+def test_after_an_error(tmp_path: Path, event: str) -> None:
+    """In the middle of an update or after it: a new train() reads nothing of what it left."""
+    data, callback = samples(4 * N), GNSCallback()
+    trainer = trainer_of(gnsfast.convert(Plain()), data, tmp_path, callback, Fails(event))
+    step = trainer.training_step
+
+    def own(*args: Any) -> Any:
         return step(*args)
 
-    trainer.training_step = failing
+    trainer.training_step = own
     with pytest.raises(MemoryError):
         trainer.train()
     trainer.train()
     assert callback.compute().updates == STEPS
-    assert trainer.training_step is failing
-    args = trainer.args
-    twice = Twice(model=gnsfast.convert(Plain()), args=args, train_dataset=data)
-    twice.add_callback(GNSCallback())
+    assert trainer.training_step is own and "log" not in vars(trainer)
+
+
+def test_two_losses_in_a_step(tmp_path: Path) -> None:
+    args = trainer_of(gnsfast.convert(Plain()), data := samples(2 * N), tmp_path).args
+    model = gnsfast.convert(Plain())
+    trainer = Twice(model=model, args=args, train_dataset=data, callbacks=[GNSCallback()])
     with pytest.raises(gnsfast.ObservationError, match="called compute_loss 2 times"):
-        twice.train()
+        trainer.train()
 
 
 def two_processes(rank: int, folder: str, data: list[Sample]) -> None:
