@@ -198,6 +198,19 @@ def test_skipped_step(tmp_path: Path, skip: int) -> None:
     assert monitor.compute().updates == UPDATES - 1
 
 
+class Ends(Tiny):
+    """Every epoch, in the middle of its third update."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 5 else None
+
+
+def test_epoch_that_ends_in_the_middle_of_an_update(tmp_path: Path) -> None:
+    monitor = GNSMonitor()
+    fit(monitor, tmp_path, Ends(), max_epochs=2)
+    assert monitor.compute().updates == 4
+
+
 def test_checkpoint_in_the_middle_of_an_update(tmp_path: Path) -> None:
     """That update is not measured; the run goes on."""
 

@@ -32,7 +32,8 @@ class GNSMonitor(Callback):
     Equals a hand-written loop with ``gns.microbatch(n, scale=1 / accumulate_grad_batches)`` around
     each forward and backward pass and ``gns.update()`` before clipping. The result is logged every
     ``log_every_n_steps`` by ``log_dict``, under the names of ``trackers.metrics``. Its measurements
-    are part of Lightning's checkpoint, and a resumed run goes on with the same bits.
+    are part of Lightning's checkpoint, and a resumed run goes on with the same bits; any other
+    ``fit()`` begins anew.
 
     Lightning zeroes gradients between the forward and the backward pass. The probes need that
     before the forward pass, so the module's ``optimizer_zero_grad`` is also called there.
@@ -101,6 +102,8 @@ class GNSMonitor(Callback):
         self._updated = False
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
+            if self._partial:  # an epoch that on_train_batch_start ended by -1
+                self._give_up()
             self._given_up = False
             pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, trainer.optimizers[0])
         if self._given_up:

@@ -184,7 +184,7 @@ class GNSCallback(TrainerCallback):
                 kept,
                 num_items_in_batch,
                 smoothing=0.0 if smoother is None else smoother.epsilon,
-                first="causal" if trainer._loss_shifts_labels else "tokens",
+                first="causal" if getattr(trainer, "_loss_shifts_labels", True) else "tokens",
             )
         else:
             result = original(model, inputs, return_outputs=return_outputs, **kwargs)
