@@ -26,11 +26,12 @@ class Packed(nn.Module):
         self.tokens, self.places = nn.Embedding(V, D, padding_idx=2), nn.Embedding(16, D)
         self.before, self.after = nn.LayerNorm(D), nn.RMSNorm(D)
         self.mix, self.head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
+        self.again = nn.Embedding(V, D)
+        if tied:  # three ways
+            self.head.weight = self.again.weight = self.tokens.weight
 
     def hidden(self, ids: Tensor, places: Tensor) -> Tensor:
-        x = self.before(self.tokens(ids) + self.places(places))
+        x = self.before(self.tokens(ids) + self.places(places) + self.again((ids + 1) % V))
         document = (places == 0).flatten().cumsum(0)
         mean = (document[:, None] == document).to(x.dtype)
         mean = mean / mean.sum(1, keepdim=True)
@@ -203,5 +204,7 @@ class TestErrors:
                 pass
 
     def test_positions(self) -> None:
+        odd = torch.tensor([3, 4, 0, 1, 7])  # windows of documents need not begin with 0
+        assert gnsfast.cu_seqlens(odd).tolist() == [0, 2, 4, 5]
         with pytest.raises(ValueError, match="position_ids must be integers"):
             gnsfast.cu_seqlens(torch.zeros(2, 3))
