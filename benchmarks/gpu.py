@@ -46,6 +46,9 @@ def correctness(device: str) -> dict[str, Rows]:
     suites = (
         "test_triton_linear.py",
         "test_triton_layers.py",
+        "test_segments.py",
+        "test_experts.py",
+        "test_documents.py",
         "test_attention.py",
         "test_gpu.py",
         "test_backends.py",

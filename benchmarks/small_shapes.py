@@ -22,6 +22,10 @@ def main(device: str = "cuda") -> None:
             ops.linear_wgrad_tied(x, dy, ids, True, f32)
             ops.embedding_wgrad(x, ids, O, 3, f32)
             ops.rms_norm_backward(x, x, x[0, 0].clone(), 1e-5, 1.0)
+            starts = torch.tensor([0, T // 2, T, B * T], dtype=torch.int32, device=device)
+            rows = x.flatten(0, 1), dy.flatten(0, 1), starts
+            ops.linear_wgrad_segments(*rows, 1, True, True, False, f32)
+            ops.embedding_wgrad_segments(rows[0], ids.flatten(), starts, O, 3, f32)
             w = x[0, 0].clone()
             _, mean, rstd = torch.native_layer_norm(x, [I], w, w, 1e-5)
             ops.layer_norm_backward(x, x, mean, rstd, w, w, True, True)

@@ -89,6 +89,15 @@ def test_documents(tied: bool, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.gpu
+def test_on_gpu() -> None:
+    model, batch = Packed(tied=False), draw()
+    truth, starts = loop(model, packed_loss, batch, LENGTHS), gnsfast.cu_seqlens(batch[1])
+    assert_norms(
+        norms_of(model.cuda(), packed_loss, [t.cuda() for t in batch], starts), truth, rtol=1e-4
+    )
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_models(family: str) -> None:
     """``position_ids`` that restart, as Hugging Face's collators make them."""

@@ -31,14 +31,20 @@ CASES: dict[str, tuple[int, int, int, list[int]]] = {
 
 
 @pytest.fixture(params=["reference", "triton"])
-def operator(request: pytest.FixtureRequest, device: str) -> tuple[Callable[..., Any], str]:
+def backend(request: pytest.FixtureRequest, device: str) -> tuple[Any, str]:
+    """The module of the operators, and where it runs."""
     if request.param == "reference":
-        return reference_segments.linear_wgrad_segments, "cpu"
+        return reference_segments, "cpu"
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is there on Linux alone")
     from gnsfast.triton_kernels import operators
 
-    return operators.linear_wgrad_segments, device
+    return operators, device
+
+
+@pytest.fixture
+def operator(backend: tuple[Any, str]) -> tuple[Callable[..., Any], str]:
+    return backend[0].linear_wgrad_segments, backend[1]
 
 
 def draw(case: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,6 +158,23 @@ def test_short_and_long_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert db.dtype == F64
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("lengths", [[3, 70, 1, 0, 9], [0, 5, 0], [83]])
+def test_embedding(lengths: list[int], dtype: torch.dtype, backend: tuple[Any, str]) -> None:
+    """Rows of one id are added within a document, not beyond it."""
+    run, device = backend
+    V, D, N = 7, 20, sum(lengths)
+    dy, ids = torch.randn(N, D).to(device, dtype), torch.randint(0, V, (N,)).to(device)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    dw, [row] = run.embedding_wgrad_segments(dy, ids, starts, V, 2, F32)
+    onehot = torch.nn.functional.one_hot(ids, V).double()
+    onehot[:, 2] = 0.0
+    pairs = zip(onehot.split(lengths), dy.double().split(lengths))
+    assert_wgrad(dw[None], row, torch.stack([a.T @ b for a, b in pairs])[None])
+    sums = torch.stack([t.sum(0) for t in dy.double().split(lengths)])
+    torch.testing.assert_close(run.segment_sums(dy, starts).double(), sums, rtol=1e-5, atol=1e-5)
+
+
 def test_opcheck() -> None:
     """Schema and fake say what the operator does."""
     x, dy, starts = draw("several tiles of experts", F32, "cpu")
@@ -162,6 +185,11 @@ def test_opcheck() -> None:
     ):
         arguments = (x, dy, starts, 2, weight, bias, transposed, BF16)
         torch.library.opcheck(torch.ops.gnsfast.linear_wgrad_segments.default, arguments)
+    ids = torch.arange(len(dy)) % 5
+    whole = torch.tensor([0, 4, len(dy)])
+    embedding = torch.ops.gnsfast.embedding_wgrad_segments.default
+    torch.library.opcheck(embedding, (dy.nan_to_num(), ids, whole, 5, -1, BF16))
+    torch.library.opcheck(torch.ops.gnsfast.segment_sums.default, (dy.nan_to_num(), whole))
 
 
 def test_probe_and_starts_of_other_shapes() -> None:
