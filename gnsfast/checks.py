@@ -100,3 +100,42 @@ def explain_sums(
         "module (F.linear(x, module.weight), a fused loss, a penalty on the weights), so its norms "
         f"would be wrong. {leave_out(paths[0])}"
     )
+
+
+def explain_flags(flags: list[float]) -> str | None:
+    """What the flags of ``exchange.py`` say, or None."""
+    written, stale, another, apart, norms, weights = flags
+    if another:
+        return (
+            "the grad_norm handed over is not the 2-norm of the gradient that passed through the "
+            "model (another norm_type, or a norm after clipping)"
+        )
+    if norms:
+        return (
+            "processes handed different grad_norms over: it is the norm of the whole gradient, of "
+            "a pipeline that over all stages"
+        )
+    if weights:
+        return (
+            "the pipeline's stages were told different tokens or scale, though they see the same "
+            "samples: give gns.microbatch the same on each"
+        )
+    if apart:
+        return (
+            "processes have different gradients at gns.update(), so nobody has averaged them: wrap "
+            "the model in DistributedDataParallel or fully_shard, or pass the process's own "
+            "process_group"
+        )
+    if stale:
+        return (
+            "gradients were not zero before the first micro-batch of an update: call "
+            "optimizer.zero_grad() between gns.update() and the next micro-batch"
+        )
+    return REWRITTEN if written else None
+
+
+REWRITTEN = (
+    "gradients were written to after backward (clipping, a manual division or all_reduce), so "
+    "their norm has another scale: call gns.update() before that, or hand the unclipped norm over, "
+    "outside of the micro-batch: gns.update(grad_norm=clip_grad_norm_(...))"
+)

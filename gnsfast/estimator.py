@@ -48,7 +48,8 @@ class GradientNoiseScale:
         process_group: the processes that train this model together, data and model parallel; the
             default group where there is one.
         stages: the processes among them that hold the pipeline stages of one model; ``model`` is
-            then this process's stage, or a ``ModuleList`` of several.
+            then this process's stage, or a ``ModuleList`` of several. All stages say the same
+            ``tokens``, ``scale`` and ``grad_norm`` (that over all stages), and save a state each.
 
     Gradients over several processes are taken to be averaged, as DDP and FSDP2 do, and ``update()``
     is then called on all of them: it sums one small vector over the group. Tensor parallel layers
@@ -91,7 +92,7 @@ class GradientNoiseScale:
         _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
-        if not any(isinstance(m, Probed) for m in model.modules()):
+        if stages is None and not any(isinstance(m, Probed) for m in model.modules()):
             raise ValueError(
                 f"{type(model).__name__} has no gnsfast layer: call gnsfast.convert(model) first"
             )
@@ -124,8 +125,9 @@ class GradientNoiseScale:
         """Bound at the first micro-batch: by then the model is moved, wrapped and sharded."""
         if self._observer is None:
             o = self._observer = Observer(self.model, self._settings)
-            self._ring = torch.zeros(self.window, o.width, dtype=torch.float64, device=o.device)
-            self._flags = torch.zeros(o.flags, dtype=torch.float64, device=o.device)
+            width, flags = o.exchange.width, o.exchange.flags
+            self._ring = torch.zeros(self.window, width, dtype=torch.float64, device=o.device)
+            self._flags = torch.zeros(flags, dtype=torch.float64, device=o.device)
             self._touched = [0] * len(o.names)
         return self._observer
 
@@ -152,8 +154,9 @@ class GradientNoiseScale:
             cu_seqlens: where samples are documents packed into rows: integers [documents + 1], the
                 first row of each in all rows of the batch as one list, and the end of the last
                 (``gnsfast.cu_seqlens`` makes them of position ids), on the CPU. Documents
-                beyond ``num_samples`` are padding. Their lengths differ, so ``tokens`` has to say
-                what the loss counts: ``cu_seqlens.diff() - 1`` of each for next-token losses.
+                beyond ``num_samples`` are padding. They must not attend to each other. ``tokens``
+                has to say what the loss counts of each: ``cu_seqlens.diff() - 1`` for next-token
+                losses.
             schedule: the ``torch.distributed.pipelining`` schedule whose one ``step`` the block
                 holds; it divides ``num_samples`` into its own micro-batches.
 
@@ -173,7 +176,11 @@ class GradientNoiseScale:
         if not self._due:
             yield
             return
-        pipeline = None if schedule is None else PipelinePasses(schedule, num_samples)
+        pipeline = None
+        if schedule is not None:
+            if self._settings.local:
+                raise ValueError("source='local' has no use for a schedule: use source='global'")
+            pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
         if cu_seqlens is not None and (tokens is None or pipeline is not None):
             raise ValueError(
                 "cu_seqlens has no use in a pipeline's schedule"
@@ -186,7 +193,11 @@ class GradientNoiseScale:
         observer = self._open(passed, cu_seqlens)
         self._inside = True
         try:
-            with nullcontext() if pipeline is None else pipeline.open(observer.probes):
+            with (
+                nullcontext()
+                if pipeline is None
+                else pipeline.open(observer.probes, observer.pass_over)
+            ):
                 yield
         except BaseException:
             self.discard()
@@ -324,12 +335,14 @@ class GradientNoiseScale:
         first = max(0, self._measured - self.window)
         order = [k % self.window for k in range(first, self._measured)]
         observer.check(self._flags.cpu(), self._touched)
-        p, q, whole_q, scalars = observer.split(self._ring.cpu()[order])
+        p, q, whole_q, scalars = observer.exchange.split(self._ring.cpu()[order])
         local, modules = self._settings.local, [unit.module for unit in observer.units]
         return summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, on the CPU; the same on every process. Call it between updates."""
+        """All measurements, on the CPU; the same on every process of a stage, as
+        ``torch.distributed.checkpoint`` takes them. Call it between updates.
+        """
         observer = self._start()
         if observer.slab is not None or observer.pending is not None:
             raise ObservationError(

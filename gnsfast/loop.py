@@ -23,6 +23,7 @@ from gnsfast.documents import Documents
 from gnsfast.errors import ObservationError
 from gnsfast.functional._samples import num_samples
 from gnsfast.probed import Probed
+from gnsfast.sharding import is_dtensor
 
 _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
@@ -44,6 +45,8 @@ class Looped(Probed):
 
     def _watch(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._probe is not None
+        if any(is_dtensor(p) for p in self.claimed_parameters().values()):
+            raise self._replay_error("its parameters are tensor parallel")
         leaves, spec = pytree.tree_flatten(output)
         inputs = pytree.tree_leaves((args, kwargs))
         if odd := [type(a).__name__ for a in inputs if not isinstance(a, _PLAIN)]:

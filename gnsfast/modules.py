@@ -314,6 +314,11 @@ class _Conv(Probed):
             y: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
             return y
         assert self._probe is not None
+        if is_dtensor(weight):
+            raise NotImplementedError(
+                f"{self._probe_name}: a tensor-parallel convolution has no per-sample norms. "
+                f"Leave it out: convert(model, exclude=[{self._probe_name!r}])."
+            )
         if unbatched := input.ndim == weight.ndim - 1:
             input = input[None]
         self._batch_dim(input, features=input.ndim - 1)

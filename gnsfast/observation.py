@@ -2,16 +2,21 @@
 """One optimizer update as the probes see it: sums over its micro-batches and processes."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast import checks, gradients, scales
 from gnsfast.documents import document_slots
 from gnsfast.errors import ObservationError
+from gnsfast.exchange import FLAGS, Exchange
 from gnsfast.pipeline import PipelinePasses, Stages
 from gnsfast.probed import Probed
 from gnsfast.probes import NO_BACKWARD, ProbeSlab, unwrapped
-from gnsfast.processes import find_processes, in_context_parallel, refuse_context_parallel
+from gnsfast.processes import (
+    find_processes,
+    fsdp_degrees,
+    in_context_parallel,
+    refuse_context_parallel,
+)
 from gnsfast.sharding import is_dtensor
 from gnsfast.update import EndOfPass, Mark, Pending, Settings
 from gnsfast.watch import Audit, GradientWatch
@@ -21,14 +26,12 @@ class Observer:
     """Collects what probes and gradients say, on the device, without waiting for it.
 
     ``finish`` returns an update as one float64 vector, p and q of each of K units (parameters, or
-    blocks of one), the whole q and the weights' scalars, beside the flags that ``check`` reads:
-    calls and surplus calls of each of R probe rows, then whether gradients were written to after
-    backward, whether they were not zero before the first micro-batch, whether a ``grad_norm`` was
-    another one, and whether processes have different gradients.
+    blocks of one), the whole q and the weights' scalars, beside the flags that ``check`` reads
+    (``Exchange``).
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.model, self.settings = unwrapped(model), settings
+        self._wrapped, self.model, self.settings = model, unwrapped(model), settings
         self.slabs: dict[int, ProbeSlab] = {}
         self.slab: ProbeSlab | None = None
         self.pending: Pending | None = None
@@ -36,7 +39,11 @@ class Observer:
         self._bind(ProbeSlab(self.model, 1))
 
     def _bind(self, slab: ProbeSlab) -> None:
-        if not slab.rows:
+        s = self.settings
+        self.processes = find_processes(self._wrapped, s.group, s.stages)
+        self._stages = Stages(list(slab.units.values()), slab.labels, s.stages)
+        self.units = self._stages.units
+        if not self.units:
             raise ValueError(
                 f"{type(self.model).__name__} has no trainable parameter under a gnsfast module: "
                 "call gnsfast.convert(model) first"
@@ -47,14 +54,16 @@ class Observer:
         self.paths = {name: [path for path, _, _ in rows] for name, rows in slab.rows.items()}
         self.labels, self.modules = slab.labels, slab.modules
         own = list(slab.units.values())
-        self.processes = find_processes(self.model, self.settings.group, self.settings.stages)
-        self._stages = Stages(own, slab.labels, self.settings.stages)
-        self.units = self._stages.units
         index = {name: k for k, name in enumerate(self.names)}
         self._of_host = [index[unit.parameter] for unit in own]
         self._blocks = [(self.parameters[index[unit.parameter]], unit.block) for unit in own]
-        self._of = torch.tensor(self._of_host, device=self.parameters[0].device)
-        self.device = self.parameters[0].device
+        first = next(iter((*self.parameters, *parameters.values())), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        self._of = torch.tensor(self._of_host, dtype=torch.int64, device=self.device)
+        self.exchange = Exchange(self.processes, self._stages, s.group, self.device)
+        spread = fsdp_degrees(self.model)
+        replicas = [id(self.parameters[k]) not in spread for k in self._of_host]
+        self._replicas = torch.tensor(replicas, dtype=torch.float64, device=self.device)
         single = [not checks.may_repeat(self.modules[path]) for path, _ in self.labels]
         self._single = torch.tensor(single, dtype=torch.float64, device=self.device)
         if self.processes.world > 1 and not self.settings.local:
@@ -81,19 +90,6 @@ class Observer:
     def all_labels(self) -> list[tuple[str, str]]:
         """The probe rows of all pipeline stages: module and parameter."""
         return self._stages.labels
-
-    @property
-    def width(self) -> int:
-        return 2 * len(self.units) + 1 + scales.SCALARS
-
-    @property
-    def flags(self) -> int:
-        return 2 * len(self._stages.labels) + FLAGS
-
-    def split(self, vectors_UW: Tensor) -> list[Tensor]:
-        """p [U, K], q [U, K], the whole q [U, 1] and the scalars [U, SCALARS] of U updates."""
-        K = len(self.units)
-        return list(vectors_UW.split([K, K, 1, scales.SCALARS], 1))
 
     def open(self, num_samples: int, cu_seqlens: Tensor | None = None) -> None:
         """Let the next forward and backward pass fill the probes."""
@@ -126,9 +122,10 @@ class Observer:
         self._split = False
         named = dict(zip(self.names, self.parameters))
         audited = self.audit.wanted()
-        self._watch = GradientWatch(named, audited, slab.probes, self._pass_over)
+        self._watch = GradientWatch(named, audited, slab.probes, self.pass_over)
 
-    def _pass_over(self) -> None:
+    def pass_over(self) -> None:
+        """Take note of the gradients as a backward pass has left them."""
         few = None if self.settings.local else gradients.witness(self.parameters, self.device)
         if few is not None:
             few = self._without_scale(few.square())
@@ -191,8 +188,10 @@ class Observer:
         assert slab is not None
         try:
             slab.refuse_graph()
-            if not self.reached():
+            if self.names and not self.reached():
                 raise ObservationError(NO_BACKWARD)
+            if pipeline is not None:
+                self._refuse_unscaled_stage()
             if self._split:
                 refuse_context_parallel(always=True)
         except ObservationError:
@@ -203,8 +202,8 @@ class Observer:
         self.slab = None
         s = self.settings
         passes, factor = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
-        if self._end is None or pipeline is not None:  # a schedule has divided the gradients since
-            self._pass_over()
+        if self._end is None:
+            self.pass_over()
         assert self._end is not None
         sums, calls = slab.collect(self.device)
         arrived, watched = self._watch.arrived, set(self._watch.watched)
@@ -241,6 +240,16 @@ class Observer:
             new.touched = [a + b for a, b in zip(old.touched, touched)]
         self.pending = new
 
+    def _refuse_unscaled_stage(self) -> None:
+        """The last stage scales the loss; the others' scaler may not know the scale."""
+        scaler = self.settings.grad_scaler
+        if scaler is not None and scaler.is_enabled() and scaler._scale is None:
+            raise ObservationError(
+                "the grad_scaler has scaled nothing on this pipeline stage, so its scale is not "
+                "known here: scale something on every stage, scaler.scale(torch.zeros(())), and "
+                "update it everywhere alike"
+            )
+
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
         """The update's vector and its flags [2 R + FLAGS], summed over processes, and how many of
         this one's micro-batches wrote to each parameter's gradient.
@@ -255,7 +264,7 @@ class Observer:
         on = self.processes
         p, q = pending.sums / on.tensor  # all of those processes found the same
         whole = q.sum()
-        written = another = share = torch.zeros_like(whole)
+        written = another = replica = handed = torch.zeros_like(whole)
         stale = pending.stale
         norm = None if grad_norm is None else self._norm(grad_norm)
         if s.local or (pending.microbatches == 1 and on.world == 1 and s.source == "auto"):
@@ -263,27 +272,16 @@ class Observer:
             if norm is not None:  # the probes know better: it is only compared
                 another = ((norm - whole).abs() > 0.02 * whole).double()
         elif norm is not None:
-            whole, q = norm * on.data**2 / on.world, torch.full_like(q, torch.nan)
-        else:
+            handed, whole = norm, norm * on.data**2 / on.world
+            q = torch.full_like(q, torch.nan)
+        elif self.names:
             q, written = self._read_gradients(pending)
-            whole = q.sum()
-            if on.stages == 1:  # others have other parameters
-                plain = [not is_dtensor(self.parameters[k]) for k in self._of_host]
-                share = q[torch.tensor(plain).to(q.device, non_blocking=True)].sum()
-        flags = torch.stack([written, stale, another, share, share.square()])
-        p, q = self._stages.of_units(torch.stack([p, q]))
-        calls = self._stages.of_rows(pending.calls).flatten()
-        scalars = pending.scalars / (on.tensor * on.stages)
-        vector = torch.cat([p, q, whole[None], scalars, calls, flags])
-        if on.world > 1:
-            dist.all_reduce(vector, group=s.group)
-        share, squares = vector[-2:]
-        apart = (on.world * squares - share.square() > 1e-5 * share.square()).double()
-        return (
-            vector[: self.width],
-            torch.cat([vector[self.width : -2], apart[None]]),
-            pending.touched,
+            whole, replica = q.sum(), (q * self._replicas).sum()
+        vector, flags = self.exchange(
+            *(torch.stack([p, q]), whole, pending.scalars, pending.calls),
+            *([written, stale, another], handed, replica),
         )
+        return vector, flags, pending.touched
 
     def _norm(self, grad_norm: float | Tensor) -> Tensor:
         """The square of a norm handed over, in the units of the loss."""
@@ -316,7 +314,7 @@ class Observer:
                 "Where the optimizer runs inside of backward, say source='local'."
             )
         if found != expected:
-            raise ObservationError(REWRITTEN)
+            raise ObservationError(checks.REWRITTEN)
         q = self._unscale(gradients.grad_sqnorms(self._blocks, self.processes, self.device))
         written = q.new_zeros(())
         # Not every write counts as a version: none of unscale_ on the CPU, nor of clipping shards.
@@ -340,25 +338,8 @@ class Observer:
     def check(self, flags: Tensor, touched: list[int]) -> None:
         """Raise where all passes so far (on the host) make a norm wrong."""
         calls_2R = self._stages.own_rows(flags[:-FLAGS].view(2, -1), len(self.labels))
-        written, stale, another, apart = flags[-FLAGS:].tolist()
-        if another:
-            raise ObservationError(
-                "the grad_norm handed over is not the 2-norm of the gradient that passed through "
-                "the model (another norm_type, or a norm after clipping)"
-            )
-        if apart:
-            raise ObservationError(
-                "processes have different gradients at gns.update(), so nobody has averaged them: "
-                "wrap the model in DistributedDataParallel or fully_shard, or pass the process's "
-                "own process_group"
-            )
-        if stale:
-            raise ObservationError(
-                "gradients were not zero before the first micro-batch of an update: call "
-                "optimizer.zero_grad() between gns.update() and the next micro-batch"
-            )
-        if written:
-            raise ObservationError(REWRITTEN)
+        if wrong := checks.explain_flags(flags[-FLAGS:].tolist()):
+            raise ObservationError(wrong)
         seen: dict[str, float] = {}
         counted: set[tuple[str, str]] = set()  # a parameter may have several rows
         for (path, name), count, more in zip(self.labels, *calls_2R.tolist()):
@@ -380,17 +361,8 @@ class Observer:
             raise ObservationError(wrong)
 
 
-FLAGS = 4
-"""Flags of an update besides the calls of its probe rows."""
-
 SLOTS = 32
 """Numbers of documents are rounded up to a multiple of this, so that few slabs serve all."""
 
 SLABS = 8
 """Batch sizes whose probes are kept; a run with more of them makes new ones."""
-
-REWRITTEN = (
-    "gradients were written to after backward (clipping, a manual division or all_reduce), so "
-    "their norm has another scale: call gns.update() before that, or hand the unclipped norm over, "
-    "outside of the micro-batch: gns.update(grad_norm=clip_grad_norm_(...))"
-)

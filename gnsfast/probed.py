@@ -128,6 +128,12 @@ class Probed(nn.Module):
             return None
         starts, tokens = self._documents
         leading = x.shape[: x.ndim - features]
+        if self._samples.batch_dim == 1 and len(leading) > 1 and leading[1] != 1:
+            raise SampleShapeError(
+                f"{self._probe_name} ({type(self).__name__}): an input of shape {list(x.shape)}, "
+                "sequence first, has the tokens of its rows interleaved: documents (cu_seqlens) "
+                "need one row there"
+            )
         for k in range(1, len(leading) + 1):
             if leading[:k].numel() == tokens:
                 return starts * leading[k:].numel()

@@ -118,7 +118,7 @@ class ProbeSlab:
             rows = torch.stack([grad[:, :-2].sum(1, dtype=torch.float64), grad[:, -2].double()])
             sums.index_add_(1, self._owner[where].to(device), rows.to(device, non_blocking=True))
             calls.append(grad[:, -1].to(device, torch.float64, non_blocking=True))
-        return sums[:, :-1], torch.cat(calls)
+        return sums[:, :-1], torch.cat(calls) if calls else sums.new_zeros(0)
 
     @property
     def probes(self) -> list[Tensor]:
@@ -231,7 +231,7 @@ class per_sample_sqnorms:
         cu_seqlens: where samples are documents packed into rows: integers [documents + 1], the
             first row of each in all rows of the batch as one list, and the end of the last
             (``gnsfast.cu_seqlens`` makes them of position ids). Documents beyond ``num_samples``
-            are padding.
+            are padding. They must not attend to each other: the mask is block-diagonal.
         audit: what arrives at each parameter is compared with what passed through its modules in
             the ``"first"`` pass of a module, or ``"always"``: it finds weights that are also used
             as tensors, for one more read of the gradients. Sharded parameters, and those with a
@@ -247,7 +247,9 @@ class per_sample_sqnorms:
         ObservationError: at the end of the block, with the module's name, where backward did not go
             through a module exactly once, or its weight was used outside of it.
 
-    What no check sees (``gnsfast.verify`` does, except for the last): rows that are as many as the
+    What no check sees: documents of packed rows that attend to each other; a load-balancing loss
+    that a model of experts is asked for by keyword. And (``gnsfast.verify`` does, except for the
+    last): rows that are as many as the
     samples and are not samples (tokens picked by a mask, an expert's tokens); samples that the
     model sorts; a loss term on a table [1, ...] alone, which is looked up once for each sample and
     so counts B times (exclude it); batch norm in training mode, below which no sample has a

@@ -23,12 +23,14 @@ class Processes:
     """``world`` processes, of which ``data`` see different samples.
 
     ``tensor`` share every layer of the model, and so find the same norms; ``stages`` have
-    different layers for the same samples.
+    different layers for the same samples. ``coordinate`` is this one's place among those that
+    share a layer.
     """
 
     world: int = 1
     tensor: int = 1
     stages: int = 1
+    coordinate: int = 0
 
     @property
     def data(self) -> int:
@@ -44,14 +46,17 @@ class Processes:
             if placement.is_replicate():
                 copies *= size
             elif placement.is_partial():
-                raise NotImplementedError(f"a gradient with placement {placement} has no norm yet")
+                raise NotImplementedError(
+                    f"a gradient of shape {list(grad.shape)} with placement {placement}, not yet "
+                    "summed over processes, has no norm"
+                )
         return copies
 
 
 def find_processes(
     model: nn.Module, group: "dist.ProcessGroup | None", stages: "dist.ProcessGroup | None"
 ) -> Processes:
-    """The processes that train ``model``.
+    """The processes that train ``model``, wrappers included. With ``stages`` all of these call it.
 
     Raises:
         NotImplementedError: for context parallelism, and for layers that are sharded over different
@@ -60,34 +65,84 @@ def find_processes(
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Processes()
-    world, depth = dist.get_world_size(group), 1 if stages is None else dist.get_world_size(stages)
-    sharded_over = _data_parallel(model)
-    tensor: dict[int, str] = {}
+    if stages is None:
+        return _find(model, group, None, [])
+    error, degree = None, 1
+    try:
+        degree = _find(model, group, stages, []).tensor
+    except (NotImplementedError, ValueError) as e:
+        error = f"{type(e).__name__}: {e}"
+    told = gathered((degree, error), stages)  # before anyone raises: the others would wait
+    if errors := [f"stage {k}: {e}" for k, (_, e) in enumerate(told) if e is not None]:
+        raise ValueError("; ".join(errors))
+    return _find(model, group, stages, [d for d, _ in told])
+
+
+def gathered(value: Any, group: "dist.ProcessGroup") -> list[Any]:
+    """``value`` of every process of the group."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
+
+
+def _find(
+    model: nn.Module,
+    group: "dist.ProcessGroup | None",
+    stages: "dist.ProcessGroup | None",
+    elsewhere: list[int],
+) -> Processes:
+    """The same from this process's parameters and the tensor parallel degrees ``elsewhere``."""
+    members = set(dist.get_process_group_ranks(group))
+    depth = 1 if stages is None else dist.get_world_size(stages)
+    if stages is not None:
+        _refuse_outside("the pipeline's stages", set(dist.get_process_group_ranks(stages)), members)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            ranks = set(dist.get_process_group_ranks(module.process_group))
+            _refuse_outside(f"{path or 'the model'}, a DistributedDataParallel,", ranks, members)
+    sharded_over, coordinate = fsdp_degrees(model), 0
+    degrees: dict[int, str] = dict.fromkeys(elsewhere, "a layer of another stage")
     for name, p in model.named_parameters():
         if is_dtensor(p):
             mesh: Any = p.device_mesh  # type: ignore[attr-defined]
             _refuse_context_parallel(name, mesh)
-            tensor.setdefault(mesh.size() // sharded_over.get(id(p), 1), name)
-            if world % (mesh.size() * depth):
-                raise ValueError(
-                    f"{name} lies on a mesh of {mesh.size()} processes, and the noise scale is "
-                    f"taken over {world}: give GradientNoiseScale the process_group of all "
-                    "processes that train the model (data and model parallel ones together)"
-                )
-    degrees = sorted(tensor.keys() - {1})
-    if len(degrees) > 1:
+            _refuse_outside(name, set(mesh.mesh.flatten().tolist()), members)
+            degrees.setdefault(mesh.size() // sharded_over.get(id(p), 1), name)
+            if id(p) not in sharded_over:
+                coordinate = int((mesh.mesh.flatten() == dist.get_rank()).nonzero()[0])
+    several = sorted(degrees.keys() - {1})
+    if len(several) > 1:
         raise NotImplementedError(
-            f"{tensor[degrees[0]]} is shared by {degrees[0]} processes and {tensor[degrees[1]]} by "
-            f"{degrees[1]}: a model with several degrees of model parallelism (expert "
-            "parallelism) has no noise scale yet"
+            f"{degrees[several[0]]} is shared by {several[0]} processes and {degrees[several[1]]} "
+            f"by {several[1]}: {SEVERAL}"
         )
-    degree = degrees[0] if degrees else 1
-    if world % (degree * depth):
+    on = Processes(len(members), several[0] if several else 1, depth, coordinate)
+    if on.world % (on.tensor * on.stages):
         raise ValueError(
-            f"{world} processes are not a whole number of models of {degree} tensor parallel "
-            f"times {depth} pipeline processes"
+            f"{on.world} processes are not a whole number of models of {on.tensor} tensor parallel "
+            f"times {on.stages} pipeline processes"
         )
-    return Processes(world, degree, depth)
+    for name, p in model.named_parameters():
+        if sharded_over.get(id(p), on.data) != on.data:
+            raise NotImplementedError(
+                f"{name} is spread by FSDP over {sharded_over[id(p)]} data-parallel processes, of "
+                f"{on.data} in all: {SEVERAL}"
+            )
+    return on
+
+
+SEVERAL = (
+    "a model with several degrees of model parallelism (expert parallelism) has no noise scale yet"
+)
+
+
+def _refuse_outside(what: str, ranks: set[int], members: set[int]) -> None:
+    if not ranks <= members:
+        raise ValueError(
+            f"{what} lies on processes {sorted(ranks)}, and the noise scale is taken over "
+            f"{sorted(members)}: give GradientNoiseScale the process_group of all processes that "
+            "train the model (data and model parallel ones together)"
+        )
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -98,7 +153,7 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, group
 
 
-def _data_parallel(model: nn.Module) -> dict[int, int]:
+def fsdp_degrees(model: nn.Module) -> dict[int, int]:
     """Over how many data-parallel processes FSDP2 spreads each parameter, by its id."""
     found: dict[int, int] = {}
     for _, group in parameter_groups(model):

@@ -42,7 +42,10 @@ def linear_wgrad(
         rows.append(
             _whole(torch.cat([s_BO.square().sum(1), total_O.square().sum().expand(2)])[None])
         )
-        db = total_O.to(dtype)
+        from torch.distributed.tensor import Replicate
+
+        whole = [Replicate() if p.is_partial() else p for p in total_O.placements]
+        db = total_O.redistribute(placements=whole).to(dtype)  # the tokens may be split
     return dw, db, torch.cat(rows)
 
 
