@@ -30,9 +30,10 @@ def explain_calls(path: str, module: Probed, calls: float) -> str:
         return (
             f"{where}: its index has no batch dimension (one row [1, T], or a bare [B]), which is "
             "taken for positions that all samples share, or for one index a sample. Here it is not "
-            "clear: an irregular index [1, T], consecutive numbers [B], or only the first sample's "
-            "rows were used. Check num_samples; say convert(model, broadcast=[...]) for an index "
-            f"that samples share. {leave_out(path)}"
+            "clear: an irregular index [1, T], consecutive numbers [B], only the first sample's "
+            "rows were used, or all samples' rows got one gradient (a sum over dimension 0). Check "
+            "num_samples; say convert(model, broadcast=[...]) for an index that samples share. "
+            f"{leave_out(path)}"
         )
     if calls != calls:
         return (
@@ -104,7 +105,18 @@ def explain_sums(
 
 def explain_flags(flags: list[float]) -> str | None:
     """What the flags of ``exchange.py`` say, or None."""
-    written, stale, another, apart, norms, weights = flags
+    written, stale, another, padded, empty, apart, norms, weights = flags
+    if padded:
+        return (
+            "samples without tokens (those beyond num_samples, or with 0 in tokens) have a "
+            "gradient, so tokens are not what the loss counts. Where several rows end in padding, "
+            "it lies between other documents: count it among num_samples, with 0 tokens"
+        )
+    if empty:
+        return (
+            "samples that were said to have tokens have no gradient at all: padding was counted. "
+            "tokens are what the loss counts of each sample, 0 for padding"
+        )
     if another:
         return (
             "the grad_norm handed over is not the 2-norm of the gradient that passed through the "

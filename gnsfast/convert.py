@@ -212,6 +212,12 @@ def _refuse(named: dict[str, nn.Module], batch_dim: int) -> None:
                 raise ValueError(
                     f"{name or 'the model'} is a {cls.__name__}: {WRAPPERS[cls.__name__]}"
                 )
+        forward = vars(module).get("forward")
+        if getattr(forward, "__module__", "").startswith("transformers.distributed."):
+            raise ValueError(
+                f"{name or 'the model'} has a forward of transformers' own model parallelism, "
+                "which goes around gnsfast's: use parallelize_module of torch after convert, or FSDP2"
+            )
         if isinstance(module, SEQUENCE_FIRST) and module.self_attn.batch_first == bool(batch_dim):
             first, say = ("batch", 0) if batch_dim else ("sequence", 1)
             raise ValueError(

@@ -154,9 +154,10 @@ class GradientNoiseScale:
             cu_seqlens: where samples are documents packed into rows: integers [documents + 1], the
                 first row of each in all rows of the batch as one list, and the end of the last
                 (``gnsfast.cu_seqlens`` makes them of position ids), on the CPU. Documents
-                beyond ``num_samples`` are padding. They must not attend to each other. ``tokens``
+                beyond ``num_samples`` are padding. They must not attend to each other (to
+                transformers say ``use_cache=False``, or it leaves their mask out). ``tokens``
                 has to say what the loss counts of each: ``cu_seqlens.diff() - 1`` for next-token
-                losses.
+                losses, 0 for padding.
             schedule: the ``torch.distributed.pipelining`` schedule whose one ``step`` the block
                 holds; it divides ``num_samples`` into its own micro-batches.
 

@@ -14,11 +14,12 @@ from gnsfast import scales
 from gnsfast.pipeline import Stages
 from gnsfast.processes import Processes
 
-FLAGS = 6
+FLAGS = 8
 """Flags of an update besides the calls of its probe rows: whether gradients were written to after
 backward, whether they were not zero before the first micro-batch, whether a ``grad_norm`` was
-another one, whether processes have different gradients, different ``grad_norm``, and different
-weights of the same samples."""
+another one, whether samples without tokens have gradients, whether samples with tokens have none,
+whether processes have different gradients, different ``grad_norm``, and different weights of the
+same samples."""
 
 
 class Exchange:
@@ -61,7 +62,7 @@ class Exchange:
     ) -> tuple[Tensor, Tensor]:
         """The update's numbers [width] and flags, from this process's shares of them.
 
-        ``flags`` are the first three of ``FLAGS``, ``norm`` the one handed over (or zero),
+        ``flags`` are the first five of ``FLAGS``, ``norm`` the one handed over (or zero),
         ``replica`` the norm of gradients that data-parallel replicas share (or zero).
         """
         on = self.on

@@ -45,10 +45,10 @@ class _Rows(Probed):
         """Whether the rows are those of [T, B, H], flattened."""
         return self._samples.flattened and self._samples.batch_dim == 1
 
-    def _refuse(self, reason: str) -> ObservationError:
+    def _refuse(self, reason: str, remedy: str = "") -> ObservationError:
         return ObservationError(
-            f"{self._probe_name} ({type(self).__name__}): {reason}. Leave it out: convert(model, "
-            f"exclude=[{self._probe_name!r}])."
+            f"{self._probe_name} ({type(self).__name__}): {reason}. "
+            + (remedy or f"Leave it out: convert(model, exclude=[{self._probe_name!r}]).")
         )
 
 
@@ -130,8 +130,8 @@ class Experts(_Rows):
         ):
             raise self._refuse(
                 "with config.output_router_logits a load-balancing loss is added, which ties the "
-                "samples together: no per-sample gradient exists. Set it to False for the pass to "
-                "measure, or config.router_aux_loss_coef to 0"
+                "samples together: no per-sample gradient exists",
+                "Set it to False for the pass to measure, or config.router_aux_loss_coef to 0.",
             )
         shapes = [list(t.shape) for t in (x_NH, expert_NK, weight_NK)]
         if x_NH.ndim != 2 or shapes[1] != shapes[2] or shapes[1][:-1] != shapes[0][:1]:

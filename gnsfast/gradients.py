@@ -64,8 +64,11 @@ def witness(parameters: list[nn.Parameter], device: torch.device) -> Tensor | No
     few = [g for g in parts if g.numel() and not g.is_sparse][:WITNESSES]
     if not few:
         return None
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32).to(device) for g in few]
-    return torch.stack(norms).double().sum()
+    norms = [
+        torch.linalg.vector_norm(g, dtype=reference.accumulate_dtype(g.dtype)).to(device).double()
+        for g in few
+    ]
+    return torch.stack(norms).sum()
 
 
 def _numel(t: Tensor) -> int:

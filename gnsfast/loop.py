@@ -52,6 +52,7 @@ class Looped(Probed):
         if odd := [type(a).__name__ for a in inputs if not isinstance(a, _PLAIN)]:
             raise self._replay_error(
                 f"its argument of type {odd[0]} may be changed by a second call"
+                + (" (say use_cache=False to the model)" if odd[0].endswith("Cache") else "")
             )
         B = num_samples(self._probe)
         seen = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad]

@@ -226,8 +226,12 @@ class Observer:
                 "the schedule divides all gradients after its step, those of earlier steps once "
                 "more: for several steps in an update make it with scale_grads=False"
             )
+        lost = [sums.new_zeros(())] * 2
+        if isinstance(tokens, Tensor) and tokens.ndim and pipeline is None and self.names:
+            lost = _misplaced(slab.sample_sqnorms(self.device), tokens)
         new = Pending(
-            *(sums, calls, scalars, self._end, self._stale, tokens is not None, passes, touched)
+            *(sums, calls, scalars, self._end, self._stale, tokens is not None, passes, touched),
+            lost,
         )
         old = self.pending
         if old is not None:
@@ -237,6 +241,7 @@ class Observer:
             new.sums, new.calls = old.sums + sums, old.calls + calls
             new.scalars, new.microbatches = old.scalars + scalars, old.microbatches + passes
             new.stale = old.stale
+            new.lost = [a + b for a, b in zip(old.lost, lost)]
             new.touched = [a + b for a, b in zip(old.touched, touched)]
         self.pending = new
 
@@ -279,7 +284,7 @@ class Observer:
             whole, replica = q.sum(), (q * self._replicas).sum()
         vector, flags = self.exchange(
             *(torch.stack([p, q]), whole, pending.scalars, pending.calls),
-            *([written, stale, another], handed, replica),
+            *([written, stale, another, *pending.lost], handed, replica),
         )
         return vector, flags, pending.touched
 
@@ -359,6 +364,14 @@ class Observer:
         named = dict(zip(self.names, self.parameters))
         if wrong := self.audit.check(named, self.paths):
             raise ObservationError(wrong)
+
+
+def _misplaced(sqnorm_B: Tensor, tokens: Tensor) -> list[Tensor]:
+    """1.0 where samples without tokens have a gradient, and where samples with tokens have none."""
+    lengths = torch.zeros_like(sqnorm_B)
+    lengths[: len(tokens)] = tokens.to(sqnorm_B.device, torch.float64, non_blocking=True)
+    padded, empty = (lengths == 0) & (sqnorm_B > 0), (lengths > 0) & (sqnorm_B == 0)
+    return [padded.any().double(), empty.any().double()]
 
 
 SLOTS = 32

@@ -159,7 +159,12 @@ class Probed(nn.Module):
         if not leading:
             if B == 1:
                 return 0
-            raise self._shape_error(x, "it has no batch dimension")
+            hint = (
+                f" If all samples share this index, say convert(model, "
+                f"broadcast=[{self._probe_name!r}])."
+            )
+            hint = hint if isinstance(self, nn.Embedding) else ""
+            raise self._shape_error(x, f"it has no batch dimension.{hint}")
         dim = layout.batch_dim if len(leading) > layout.batch_dim else 0
         rows = leading[dim]
         if rows == B or (layout.fold and dim == 0 and B and rows % B == 0):

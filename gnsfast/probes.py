@@ -120,6 +120,13 @@ class ProbeSlab:
             calls.append(grad[:, -1].to(device, torch.float64, non_blocking=True))
         return sums[:, :-1], torch.cat(calls) if calls else sums.new_zeros(0)
 
+    def sample_sqnorms(self, device: torch.device) -> Tensor:
+        """[B] float64: each sample's squared norm over all rows, as the last pass left it."""
+        total = torch.zeros(self.num_samples, dtype=torch.float64, device=device)
+        for grad in self.grad.values():
+            total += grad[:, :-2].sum(0, dtype=torch.float64).to(device, non_blocking=True)
+        return total
+
     @property
     def probes(self) -> list[Tensor]:
         return list(self._probes.values())
@@ -248,12 +255,12 @@ class per_sample_sqnorms:
             through a module exactly once, or its weight was used outside of it.
 
     What no check sees: documents of packed rows that attend to each other; a load-balancing loss
-    that a model of experts is asked for by keyword. And (``gnsfast.verify`` does, except for the
-    last): rows that are as many as the
-    samples and are not samples (tokens picked by a mask, an expert's tokens); samples that the
-    model sorts; a loss term on a table [1, ...] alone, which is looked up once for each sample and
-    so counts B times (exclude it); batch norm in training mode, below which no sample has a
-    gradient of its own.
+    that a model of experts is asked for by keyword; a table looked up once, [1, T], that is divided
+    by its own norm (inside of the block it is looked up for each sample). And (``gnsfast.verify``
+    sees these, except for the last): rows that are as many as the samples and are not samples
+    (tokens picked by a mask, an expert's tokens); samples that the model sorts; a loss term on a
+    table [1, ...] alone, which is looked up once for each sample and so counts B times (exclude
+    it); batch norm in training mode, below which no sample has a gradient of its own.
 
     Source: Goodfellow 2015 (arXiv 1510.01799); Gray et al. 2024 (arXiv 2411.00999).
 

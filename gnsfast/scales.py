@@ -53,13 +53,15 @@ def microbatch_scalars(
     In order: n, N = Σ L_b, 1, N² / n, Σ u_b (squared when ``local``), a² n, and Σ u_b² as a known
     part and as a factor of Var L, which a bare total of tokens leaves to the window.
     """
-    n = float(num_samples)
+    n: float | Tensor = float(num_samples)
     total: float | Tensor
     squares: float | Tensor
+    unknown: float | Tensor
     if tokens is None:
         total, squares, unknown = n, n, 0.0
     elif isinstance(tokens, Tensor) and tokens.ndim == 1:
         lengths = tokens.to(device, torch.float64, non_blocking=True)
+        n = (lengths > 0).sum().double()  # one without tokens is padding, no sample
         total, squares, unknown = lengths.sum(), lengths.square().sum(), 0.0
     else:
         total = (

@@ -45,3 +45,4 @@ class Pending:
     lengths: bool
     microbatches: int = 0
     touched: list[int] = field(default_factory=list)
+    lost: list[Tensor] = field(default_factory=list)

@@ -44,7 +44,7 @@ class Packed(nn.Module):
         return out
 
 
-def packed_loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def packed_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     ids, places, labels = batch
     return F.cross_entropy(model(ids, places).flatten(0, -2), labels.flatten(), reduction="sum")
 
@@ -180,6 +180,36 @@ def test_padding_is_no_sample() -> None:
         assert_norms(norms_of(copy.deepcopy(model), packed_loss, padded, given), truth)
 
 
+def padded_rows() -> tuple[tuple[Tensor, ...], Tensor]:
+    """Two rows of documents, each with a tail of padding without labels; what the loss counts."""
+    _, places, _ = draw()
+    rows = [places[0, :6], torch.arange(2), places[0, 6:], torch.arange(4)]
+    ids, labels = torch.randint(0, V, (2, 30))
+    labels[6:8] = labels[-4:] = -100
+    tokens = torch.tensor([5, 1, 0, 9, 3, 6, 0])
+    return (ids[None], torch.cat(rows)[None], labels[None]), tokens
+
+
+@pytest.mark.parametrize("case", ["right", "first five", "padding counted"])
+def test_padding_between_documents(case: str) -> None:
+    """Padding counts as a document with 0 tokens, which is no sample; else it is an error."""
+    model = gnsfast.convert(Packed(tied=False))
+    batch, tokens = padded_rows()
+    if case == "first five":
+        tokens = tokens[:5]
+    if case == "padding counted":
+        tokens[-1] = 4
+    gns, starts = gnsfast.GradientNoiseScale(model), gnsfast.cu_seqlens(batch[1])
+    with gns.microbatch(len(tokens), cu_seqlens=starts, tokens=tokens):
+        (packed_loss(model, batch) / tokens.sum()).backward()
+    gns.update()
+    if case == "right":
+        assert gns.compute().samples == 5
+        return
+    with pytest.raises(gnsfast.ObservationError, match="without tokens|no gradient at all"):
+        gns.compute()
+
+
 class TestErrors:
     def test_rows_that_are_not_theirs(self) -> None:
         batch = draw()
@@ -200,6 +230,12 @@ class TestErrors:
     def test_bounds(self, starts: Tensor, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             norms_of(Packed(tied=False), packed_loss, draw(), starts)
+
+    def test_sequence_first_rows(self) -> None:
+        model = gnsfast.convert(nn.Linear(3, 3), batch_dim=1)
+        with pytest.raises(gnsfast.SampleShapeError, match="need one row there"):
+            with gnsfast.per_sample_sqnorms(model, 2, cu_seqlens=torch.tensor([0, 4, 8])):
+                model(torch.randn(4, 2, 3))
 
     def test_layers_that_take_none(self) -> None:
         model = nn.Sequential(nn.Conv1d(2, 2, 1))

@@ -328,6 +328,13 @@ def test_nothing_waits_for_the_device(source: str) -> None:
         gns.compute()
 
 
+def test_float64() -> None:
+    model, updates = make().double(), [draw(1) for _ in range(3)]
+    gns = gnsfast.GradientNoiseScale(model, source="global")
+    run(model, gns, [[(x.double(), y)] for [(x, y)] in updates])
+    check(gns.compute(), expected(model, [[(x.double(), y)] for [(x, y)] in updates]))
+
+
 def test_before_any_measurement() -> None:
     result = gnsfast.GradientNoiseScale(make()).compute()
     assert math.isnan(result.noise_scale) and not result.resolved

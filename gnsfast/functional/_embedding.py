@@ -82,7 +82,9 @@ class _Embedding(torch.autograd.Function):
                 link_grads += [None, same_BST @ taught_BTD, dw[ids_BS].to(taught_BTD.dtype)]
             if trusted is not None:
                 first_only = (dy_BTD[:1] != 0).any() & ~(dy_BTD[1:] != 0).any()
-                trusted = trusted & ~(first_only & ctx.shared)
+                # Rows that were added up over samples (e.sum(0)) get one gradient, B times.
+                alike = (dy_BTD == dy_BTD[:1]).all() & (dy_BTD[:1] != 0).any()
+                trusted = trusted & ~((first_only | alike) & ctx.shared)
                 sqnorm_PB[:, -1] = torch.where(trusted, sqnorm_PB[:, -1], torch.nan)
         return None, dw, sqnorm_PB, *(None,) * 6, *link_grads
 
