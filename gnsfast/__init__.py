@@ -10,13 +10,14 @@ from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.modules import Conv1d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm
 from gnsfast.multihead_attention import MultiheadAttention
-from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
+from gnsfast.noise_scale import AdamNoiseScale, ModuleNoiseScale, NoiseScale
 from gnsfast.probes import SampleNorms, per_sample_sqnorms
 from gnsfast.verify import Verification, VerifiedParameter, verify
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AdamNoiseScale",
     "Conv1d",
     "Conv2d",
     "Coverage",

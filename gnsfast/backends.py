@@ -15,10 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnsfast import extension, reference, reference_attention, reference_segments
+from gnsfast import (
+    extension,
+    reference,
+    reference_attention,
+    reference_conv,
+    reference_metric,
+    reference_segments,
+)
 
 VARIABLE = "GNSFAST_BACKEND"
 NAMES = ("reference", "triton", "cuda")
+REFERENCES = (
+    reference,
+    reference_attention,
+    reference_conv,
+    reference_metric,
+    reference_segments,
+)
 
 
 def chosen() -> str | None:
@@ -70,8 +84,7 @@ def implementation(op: str, device: str) -> Callable[..., Any]:
 
 
 def _reference(op: str) -> ModuleType:
-    formulas = (reference, reference_attention, reference_segments)
-    return next(m for m in formulas if hasattr(m, op))
+    return next(m for m in REFERENCES if hasattr(m, op))
 
 
 @functools.cache  # looking for an installed package at every call would be on the hot path
@@ -84,4 +97,5 @@ def _module(name: str, op: str, device: str) -> ModuleType:
             f"gnsfast::{op} has no kernel for this {device} tensor: {why}. "
             f"{VARIABLE}=reference runs plain PyTorch instead."
         )
-    return importlib.import_module("gnsfast.triton_kernels.operators")
+    suffix = "_metric" if op.endswith("_metric") else ""
+    return importlib.import_module(f"gnsfast.triton_kernels.operators{suffix}")

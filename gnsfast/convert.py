@@ -216,7 +216,7 @@ def _refuse(named: dict[str, nn.Module], batch_dim: int) -> None:
         if getattr(forward, "__module__", "").startswith("transformers.distributed."):
             raise ValueError(
                 f"{name or 'the model'} has a forward of transformers' own model parallelism, "
-                "which goes around gnsfast's: use parallelize_module of torch after convert, or FSDP2"
+                "which goes around gnsfast's: convert, then use torch's parallelize_module"
             )
         if isinstance(module, SEQUENCE_FIRST) and module.self_attn.batch_first == bool(batch_dim):
             first, say = ("batch", 0) if batch_dim else ("sequence", 1)

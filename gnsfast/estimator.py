@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from gnsfast import scales
+from gnsfast.adam import check_settings
 from gnsfast.attachment import Attachment
 from gnsfast.coverage import coverage
 from gnsfast.errors import ObservationError
@@ -20,6 +21,7 @@ from gnsfast.observation import Observer
 from gnsfast.pipeline import PipelinePasses
 from gnsfast.probed import Probed
 from gnsfast.probes import count
+from gnsfast.state import identity, refuse_other
 from gnsfast.update import Settings
 from gnsfast.watch import AUDIT_EVERY
 
@@ -87,9 +89,9 @@ class GradientNoiseScale:
         grad_scaler: GradScaler | None = None,
         process_group: "dist.ProcessGroup | None" = None,
         stages: "dist.ProcessGroup | None" = None,
+        metric: str | None = None,
+        optimizer: Any = None,
     ) -> None:
-        _one_of("source", source, ("auto", "local", "global"))
-        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
         if stages is None and not any(isinstance(m, Probed) for m in model.modules()):
@@ -98,9 +100,10 @@ class GradientNoiseScale:
             )
         self.model, self.decay = model, decay
         self.window, self.every = count("window", window, 1), count("every", every, 1)
-        if stages is not None and source == "local":
-            raise ValueError("source='local' has no use for pipeline stages: use source='global'")
-        self._settings = Settings(source, loss_reduction, grad_scaler, process_group, stages)
+        check_settings(metric, optimizer, stages)
+        self._settings = Settings(
+            source, loss_reduction, grad_scaler, process_group, stages, optimizer
+        )
         self._attached: int | None = None
         self._attachment: Attachment | None = None
         self._forward_ended = False
@@ -174,6 +177,8 @@ class GradientNoiseScale:
                 "a micro-batch is open already (an outer gns.microbatch block, or gns.attach()): "
                 "one forward and one backward pass belong to one micro-batch"
             )
+        if schedule is not None and self._settings.optimizer is not None:
+            raise ValueError("metric='adam' has no norms in a pipeline schedule: leave it out")
         if not self._due:
             yield
             return
@@ -182,6 +187,8 @@ class GradientNoiseScale:
             if self._settings.local:
                 raise ValueError("source='local' has no use for a schedule: use source='global'")
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
+        if cu_seqlens is not None and self._settings.optimizer is not None:
+            raise ValueError("metric='adam' has no norms for documents (cu_seqlens): leave it out")
         if cu_seqlens is not None and (tokens is None or pipeline is not None):
             raise ValueError(
                 "cu_seqlens has no use in a pipeline's schedule"
@@ -312,6 +319,7 @@ class GradientNoiseScale:
     def _refuse_partial_norm(self) -> None:
         if self._settings.local:
             raise ValueError("update(grad_norm=...) has no use where source='local'")
+        self._start().metric.refuse_norm()
         rows = coverage(self.model).rows
         if open_rows := [r.parameter for r in rows if not r.static and r.route != "frozen"]:
             raise ValueError(
@@ -323,6 +331,14 @@ class GradientNoiseScale:
         """The noise scale over the window, with its 95 % interval.
 
         The one place that waits for the device. On several processes each may call it by itself.
+
+        ``adam``, where ``metric="adam"``, is tr(PΣ) / GᵀPG with the diagonal P = 1 / (√(v / (1 -
+        beta2^t)) + eps) of the optimizer as it was before the step: the batch size at which noise
+        and gradient are as large *in the lengths that Adam measures steps with*. It counts the
+        updates that have a v, from the second on, and never mixes with the Euclidean numbers.
+        Learning rates of groups are not in P. It is no measured critical batch size either: that P
+        is a frozen one, momentum is not in it, and v, smoothed noise itself, is small where a
+        gradient was rare (weights that never had one count 1 / eps).
 
         Raises:
             ObservationError: with the module's name, where backward did not go through a module
@@ -336,9 +352,10 @@ class GradientNoiseScale:
         first = max(0, self._measured - self.window)
         order = [k % self.window for k in range(first, self._measured)]
         observer.check(self._flags.cpu(), self._touched)
-        p, q, whole_q, scalars = observer.exchange.split(self._ring.cpu()[order])
+        p, q, whole_q, scalars, metric = observer.exchange.split(self._ring.cpu()[order])
         local, modules = self._settings.local, [unit.module for unit in observer.units]
-        return summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
+        found = summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
+        return observer.metric.added(found, metric, scalars, self.decay)
 
     def state_dict(self) -> dict[str, Any]:
         """All measurements, on the CPU; the same on every process of a stage, as
@@ -359,15 +376,7 @@ class GradientNoiseScale:
         }
 
     def _identity(self, observer: Observer) -> dict[str, Any]:
-        return {
-            "parameters": list(dict.fromkeys(unit.parameter for unit in observer.units)),
-            "rows": observer.all_labels,
-            "units": [(unit.parameter, unit.module) for unit in observer.units],
-            "local": self._settings.local,
-            "loss_reduction": self._settings.loss_reduction,
-            "window": self.window,
-            "every": self.every,
-        }
+        return {**identity(observer), "window": self.window, "every": self.every}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict()``: the same bits as without the interruption.
@@ -375,23 +384,10 @@ class GradientNoiseScale:
         Raises:
             ValueError: for a state of another model or of other settings, naming the difference.
         """
-        observer = Observer(self.model, self._settings)
-        for key, ours in self._identity(observer).items():
-            theirs = state.get(key)
-            if theirs == ours:
-                continue
-            if isinstance(ours, list) and isinstance(theirs, list):
-                differ = sorted(map(str, set(ours) ^ set(theirs)))[:5]
-                raise ValueError(f"the state is of another model: {key} differ in {differ}")
-            raise ValueError(f"the state has {key}={theirs!r}, this estimator {key}={ours!r}")
+        refuse_other(state, self._identity(Observer(self.model, self._settings)))
         self.reset()
         self._start()
         self._seen, self._measured = state["seen"], state["measured"]
         self._ring.copy_(state["ring"])
         self._flags.copy_(state["flags"])
         self._touched = [state["touched"].get(name, 0) for name in self._start().names]
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

@@ -31,14 +31,18 @@ class Exchange:
         stages: Stages,
         group: "dist.ProcessGroup | None",
         device: torch.device,
+        metric: int,
     ) -> None:
+        self.metric = metric
         self.on, self.stages, self.group, self.device = processes, stages, group, device
         self._slot = stages.rank * processes.tensor + processes.coordinate
 
     @property
     def width(self) -> int:
-        """Numbers of an update: p and q of all K units, the whole q, the weights' scalars."""
-        return 2 * len(self.stages.units) + 1 + scales.SCALARS
+        """Numbers of an update: p and q of all K units, the whole q, the weights' scalars, and
+        ``metric`` more, p and q under a metric.
+        """
+        return 2 * len(self.stages.units) + 1 + scales.SCALARS + self.metric
 
     @property
     def flags(self) -> int:
@@ -46,9 +50,11 @@ class Exchange:
         return 2 * len(self.stages.labels) + FLAGS
 
     def split(self, vectors_UW: Tensor) -> list[Tensor]:
-        """p [U, K], q [U, K], the whole q [U, 1] and the scalars [U, SCALARS] of U updates."""
+        """Of U updates: p [U, K], q [U, K], the whole q [U, 1], the scalars [U, SCALARS], and under
+        a metric p and q [U, 2].
+        """
         K = len(self.stages.units)
-        return list(vectors_UW.split([K, K, 1, scales.SCALARS], 1))
+        return list(vectors_UW.split([K, K, 1, scales.SCALARS, self.metric], 1))
 
     def __call__(
         self,
@@ -59,11 +65,13 @@ class Exchange:
         flags: list[Tensor],
         norm: Tensor,
         replica: Tensor,
+        metric: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """The update's numbers [width] and flags, from this process's shares of them.
 
         ``flags`` are the first five of ``FLAGS``, ``norm`` the one handed over (or zero),
-        ``replica`` the norm of gradients that data-parallel replicas share (or zero).
+        ``replica`` the norm of gradients that data-parallel replicas share (or zero), ``metric``
+        p and q under a metric.
         """
         on = self.on
         weights = scalars.new_zeros(on.stages, scales.SCALARS)
@@ -78,11 +86,12 @@ class Exchange:
             torch.stack(flags),
             torch.stack([norm, norm.square()]),
             shared.flatten(),
+            torch.cat([*metric, whole.new_zeros(0)]),
         ]
         vector = torch.cat(parts)
         if on.world > 1:
             dist.all_reduce(vector, group=self.group)
-        p_q, whole, weights, calls, told, norms, shared = vector.split(
+        p_q, whole, weights, calls, told, norms, shared, under = vector.split(
             [len(t.view(-1)) for t in parts]
         )
         weights = weights.view(on.stages, -1)
@@ -94,7 +103,7 @@ class Exchange:
             unlike.any(),
         ]
         return (
-            torch.cat([p_q, whole, weights[0]]),
+            torch.cat([p_q, whole, weights[0], under]),
             torch.cat([calls, told, torch.stack(found).double()]),
         )
 

@@ -31,6 +31,7 @@ class Linear(Probed, nn.Linear):
 
     route = "linear"
     _takes_documents = True
+    takes_metric = True
     _blocks = 1  # heads along its input that have a row of their own
 
     def probe_rows(self) -> list[ProbeRow]:
@@ -59,6 +60,7 @@ class Linear(Probed, nn.Linear):
             batch_dim=self._batch_dim(input, features=1),
             starts=self._starts(input, features=1),
             links=links,
+            metric=self._metric,
         )
 
     def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
@@ -94,6 +96,11 @@ class Linear(Probed, nn.Linear):
         layout: dict[str, Any] = dict(bias=self.bias, batch_dim=self._samples.batch_dim)
         if self._open():
             links = () if self._tie is None else self._tie.take(self._probe_name)
+            if self._metric is not None:
+                raise NotImplementedError(
+                    f"{where}: cross_entropy has no norms under a metric: compute the loss from "
+                    "its output"
+                )
             if links and self._documents is not None:
                 raise NotImplementedError(
                     f"{where}: a tied head's cross_entropy has no norms for documents of packed "
@@ -113,6 +120,7 @@ class TransposedLinear(Probed):
 
     route = "linear"
     _takes_documents = True
+    takes_metric = True
     weight: Tensor
     bias: Tensor
 
@@ -129,6 +137,7 @@ class TransposedLinear(Probed):
             batch_dim=self._batch_dim(x, features=1),
             transposed=True,
             starts=self._starts(x, features=1),
+            metric=self._metric,
         )
 
 
@@ -148,6 +157,7 @@ class Embedding(Probed, nn.Embedding):
 
     route = "embedding"
     _takes_documents = True
+    takes_metric = True
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._open():
@@ -184,6 +194,7 @@ class Embedding(Probed, nn.Embedding):
             bare=input.ndim == 1 and B > 1 and not packed,
             starts=self._starts(input, features=0),
             links=() if self._tie is None else self._tie.uses,
+            metric=self._metric,
         )
         if self._tie is not None and link is not None:
             self._tie.uses = (*self._tie.uses, link)
@@ -202,6 +213,7 @@ class LayerNorm(Probed, nn.LayerNorm):
 
     route = "layer_norm"
     _takes_documents = True
+    takes_metric = True
 
     def forward(self, input: Tensor) -> Tensor:
         if not self._open():
@@ -216,6 +228,7 @@ class LayerNorm(Probed, nn.LayerNorm):
             eps=self.eps,
             batch_dim=self._batch_dim(input, features=len(self.normalized_shape)),
             starts=self._starts(input, features=len(self.normalized_shape)),
+            metric=self._metric,
         )
 
 
@@ -231,6 +244,7 @@ class RMSNorm(Probed, nn.RMSNorm):
 
     route = "rms_norm"
     _takes_documents = True
+    takes_metric = True
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._open():
@@ -243,6 +257,7 @@ class RMSNorm(Probed, nn.RMSNorm):
             eps=self.eps,
             batch_dim=self._batch_dim(x, features=len(self.normalized_shape)),
             starts=self._starts(x, features=len(self.normalized_shape)),
+            metric=self._metric,
         )
 
 
@@ -251,6 +266,7 @@ class _ForeignRMSNorm(Probed):
 
     route = "rms_norm"
     _takes_documents = True
+    takes_metric = True
     variant = ""
     weight: Tensor
     eps: float
@@ -269,6 +285,7 @@ class _ForeignRMSNorm(Probed):
             variant=self.variant,
             batch_dim=self._batch_dim(hidden_states, features=1),
             starts=self._starts(hidden_states, features=1),
+            metric=self._metric,
         )
 
 

@@ -44,6 +44,34 @@ class ModuleNoiseScale:
 
 
 @dataclass(frozen=True)
+class AdamNoiseScale(ModuleNoiseScale):
+    """The noise scale under Adam's metric: ``trace`` is tr(PΣ) and ``grad_sqnorm`` GᵀPG.
+
+    ``updates`` were used: the optimizer's first one has no second moments yet. ``left_out`` names
+    the parameters that the Euclidean noise scale has and this one has not.
+
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    >>> for x in torch.randn(8, 16, 5):
+    ...     with gns.microbatch(16):
+    ...         model(x).square().sum(1).mean().backward()
+    ...     gns.update()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> gns.compute().adam.updates
+    7
+    """
+
+    updates: int
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
+        return f"under Adam's metric: {super().__str__()}, {self.updates} updates{left_out}"
+
+
+@dataclass(frozen=True)
 class NoiseScale(ModuleNoiseScale):
     """The noise scale of all covered parameters together, over the window.
 
@@ -52,7 +80,8 @@ class NoiseScale(ModuleNoiseScale):
     sample alone.
     ``drift``: the older half of the window differs from the newer one, so the interval is that of
     a mean over something that moves. ``per_module``: the same by module path, for attention with
-    ``.q``, ``.k`` and ``.v`` behind it; empty where q came as one ``grad_norm``.
+    ``.q``, ``.k`` and ``.v`` behind it; empty where q came as one ``grad_norm``. ``adam``: the one
+    under Adam's metric, where the estimator was asked for it; never part of the others.
     """
 
     drift: bool
@@ -60,12 +89,14 @@ class NoiseScale(ModuleNoiseScale):
     skipped: int
     samples: int
     per_module: Mapping[str, ModuleNoiseScale]
+    adam: AdamNoiseScale | None = None
 
     def __str__(self) -> str:
         drift = ", drifting" if self.drift else ""
         skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
         used = f"{self.updates} updates of {self.samples:,} samples"
-        return f"{super().__str__()}, {used}{skipped}{drift}"
+        adam = "" if self.adam is None else f"\n{self.adam}"
+        return f"{super().__str__()}, {used}{skipped}{drift}{adam}"
 
 
 NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)
@@ -124,6 +155,26 @@ def summarize(
         samples=int(of.samples.sum()),
         per_module=per_module,
     )
+
+
+def summarize_adam(
+    metric: Tensor,
+    scalars: Tensor,
+    local: bool,
+    left_out: tuple[str, ...],
+    decay: float | None,
+) -> AdamNoiseScale:
+    """The same under Adam's metric, from p and q [U, 2]; an update without them is not counted."""
+    good = torch.cat([metric, scalars], 1).isfinite().all(1)
+    known = scales.coefficients(scalars[good], local)
+    good[good.clone()] = known.v - known.u2 > 1e-9 * known.v
+    of = scales.coefficients(scalars[good], local)
+    weights = statistics.decay_weights(len(metric), decay)[good] * of.samples
+    found = NOT_MEASURED
+    if len(weights):
+        p, q = metric[good].split(1, 1)
+        found = noise_scale_of(statistics.moments(*estimates(p, q, of), weights)[0])
+    return AdamNoiseScale(**vars(found), updates=len(weights), left_out=left_out)
 
 
 def estimates(p: Tensor, q: Tensor, of: Coefficients) -> tuple[Tensor, Tensor]:

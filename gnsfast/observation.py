@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast import checks, gradients, scales
+from gnsfast.adam import AdamMetric
 from gnsfast.documents import document_slots
 from gnsfast.errors import ObservationError
 from gnsfast.exchange import FLAGS, Exchange
@@ -60,7 +61,9 @@ class Observer:
         first = next(iter((*self.parameters, *parameters.values())), None)
         self.device = torch.device("cpu") if first is None else first.device
         self._of = torch.tensor(self._of_host, dtype=torch.int64, device=self.device)
-        self.exchange = Exchange(self.processes, self._stages, s.group, self.device)
+        self.metric = AdamMetric.of(self.model, slab, s, self.processes)
+        width = self.metric.width
+        self.exchange = Exchange(self.processes, self._stages, s.group, self.device, width)
         spread = fsdp_degrees(self.model)
         replicas = [id(self.parameters[k]) not in spread for k in self._of_host]
         self._replicas = torch.tensor(replicas, dtype=torch.float64, device=self.device)
@@ -84,7 +87,7 @@ class Observer:
     @property
     def probes(self) -> list[Tensor]:
         """The probes of the open micro-batch."""
-        return [] if self.slab is None else self.slab.probes
+        return [] if self.slab is None else self.slab.probes + self.metric.probes
 
     @property
     def all_labels(self) -> list[tuple[str, str]]:
@@ -114,6 +117,7 @@ class Observer:
         self.slabs[slots] = slab  # the newest comes last
         if len(self.slabs) > SLABS:
             del self.slabs[next(iter(self.slabs))]
+        self.metric.open(slab, first=self.pending is None)
         slab.open(documents)
         self.slab, self._version = slab, slab.version
         self._before = self._marks()
@@ -214,6 +218,7 @@ class Observer:
         whole = sums.new_zeros(2, len(self.names)).index_add_(1, self._of, sums)
         self.audit.add(whole, self._watch)
         sums = self._without_scale(sums) * factor**2
+        self.metric.add(slab, self._without_scale)
         surplus = (calls - passes).clamp(min=0) * self._single
         calls = torch.stack([calls, torch.where(calls.isnan(), calls, surplus)])
         scalars = scales.block_scalars(
@@ -272,7 +277,8 @@ class Observer:
         written = another = replica = handed = torch.zeros_like(whole)
         stale = pending.stale
         norm = None if grad_norm is None else self._norm(grad_norm)
-        if s.local or (pending.microbatches == 1 and on.world == 1 and s.source == "auto"):
+        alone = pending.microbatches == 1 and on.world == 1 and s.source == "auto"
+        if by_probe := s.local or alone:
             stale = torch.zeros_like(stale)
             if norm is not None:  # the probes know better: it is only compared
                 another = ((norm - whole).abs() > 0.02 * whole).double()
@@ -282,9 +288,11 @@ class Observer:
         elif self.names:
             q, written = self._read_gradients(pending)
             whole, replica = q.sum(), (q * self._replicas).sum()
+        touched = {name for name, times in zip(self.names, pending.touched) if times}
         vector, flags = self.exchange(
             *(torch.stack([p, q]), whole, pending.scalars, pending.calls),
             *([written, stale, another, *pending.lost], handed, replica),
+            self.metric.finish(by_probe, self._unscale, touched),
         )
         return vector, flags, pending.touched
 

@@ -227,3 +227,66 @@ def conv_wgrad(
     O = dy.shape[1]
     dw = x.new_empty((O, x.shape[1] // groups, *kernel) if weight else (0,), dtype=dtype)
     return dw, x.new_empty(O if bias else 0, dtype=dtype), _fake_rows(x, weight + bias, samples)
+
+
+@_define(
+    "linear_wgrad_metric(Tensor x_BTI, Tensor dy_BTO, Tensor? v, Tensor? v_O, Tensor constants_P2, "
+    "Tensor? ids_BS, bool transposed, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def linear_wgrad_metric(
+    x_BTI: Tensor,
+    dy_BTO: Tensor,
+    v: Tensor | None,
+    v_O: Tensor | None,
+    constants_P2: Tensor,
+    ids_BS: Tensor | None,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dw, db = (x_BTI.new_empty(0 if t is None else t.shape, dtype=dtype) for t in (v, v_O))
+    rows = x_BTI.new_empty(0, dtype=dtype)
+    if ids_BS is not None:
+        acc = reference.accumulate_dtype(x_BTI.dtype)
+        rows = x_BTI.new_empty((*ids_BS.shape, x_BTI.shape[2]), dtype=acc)
+    return dw, db, _fake_rows(x_BTI, 2 * len(constants_P2), len(x_BTI)), rows
+
+
+@_define(
+    "embedding_wgrad_metric(Tensor dy_BTD, Tensor ids_BT, Tensor v_VD, Tensor constants_12, int "
+    "padding_idx, ScalarType dtype) -> (Tensor, Tensor)"
+)
+def embedding_wgrad_metric(
+    dy_BTD: Tensor,
+    ids_BT: Tensor,
+    v_VD: Tensor,
+    constants_12: Tensor,
+    padding_idx: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return dy_BTD.new_empty(v_VD.shape, dtype=dtype), _fake_rows(dy_BTD, 2, len(dy_BTD))
+
+
+@_define(
+    "norm_backward_metric(Tensor dy_BTN, Tensor x_BTN, Tensor? mean_BT1, Tensor? rstd_BT1, Tensor? "
+    "w_N, Tensor? b_N, Tensor? v_w, Tensor? v_b, Tensor constants_P2, float eps, float offset) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
+)
+def norm_backward_metric(
+    dy_BTN: Tensor,
+    x_BTN: Tensor,
+    mean_BT1: Tensor | None,
+    rstd_BT1: Tensor | None,
+    w_N: Tensor | None,
+    b_N: Tensor | None,
+    v_w: Tensor | None,
+    v_b: Tensor | None,
+    constants_P2: Tensor,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    none = x_BTN.new_empty(0, dtype=torch.float32)
+    dw, db = (
+        torch.empty_like(none if p is None or v is None else p) for p, v in ((w_N, v_w), (b_N, v_b))
+    )
+    rows = _fake_rows(x_BTN, 2 * len(constants_P2), len(x_BTN))
+    return x_BTN.new_empty(x_BTN.shape), dw, db, rows

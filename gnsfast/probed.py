@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gnsfast.documents import Documents
 from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.functional._samples import Link, num_samples
+from gnsfast.functional._samples import Link, Metric, num_samples
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Probed(nn.Module):
     route = ""
     _probe: Tensor | None = None
     _probe_name = ""
+    _metric: Metric | None = None
+    takes_metric = False  # whether its forward hands a metric on
     _samples = SampleLayout()
     _documents: Documents | None = None
     _takes_documents = False
@@ -117,6 +119,8 @@ class Probed(nn.Module):
     def close_probe(self) -> None:
         """Be a plain torch module again."""
         self._probe = None
+        if self._metric is not None:
+            self._metric = None
         if self._tie is not None:
             self._tie.reset()
 
@@ -200,7 +204,9 @@ class Probed(nn.Module):
         return (
             make,
             args,
-            {**state, "_probe": None, "_documents": None} if isinstance(state, dict) else state,
+            {**state, "_probe": None, "_documents": None, "_metric": None}
+            if isinstance(state, dict)
+            else state,
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gnsfast import checks
 from gnsfast.documents import Documents, document_slots
 from gnsfast.errors import ObservationError
+from gnsfast.metric_rows import MetricRows
 from gnsfast.probed import Probed, Tie
 from gnsfast.watch import GradientWatch
 
@@ -31,6 +32,8 @@ class ProbeSlab:
     ``grad`` of a device is [rows, B + 2] and receives, in place, what backward adds: one zeroing
     and one reduction serve all modules, and addresses stay the same while the slab is kept.
     """
+
+    metric: MetricRows | None = None
 
     def __init__(self, model: nn.Module, num_samples: int) -> None:
         self.num_samples = num_samples

@@ -9,10 +9,7 @@ parameter: B squared norms of the single samples' gradients, the squared norm of
 a counter of calls.
 """
 
-import math
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # A float32 sum of squares loses digits with its length: a dot product is 5e-4 low at 16.8M numbers,
@@ -210,11 +207,16 @@ def linear_wgrad_tied(
     what a tied embedding needs of its head.
     """
     dw, db, sqnorm_PB = linear_wgrad(x_BTI, dy_BTO, True, bias, False, dtype)
+    return dw, db, sqnorm_PB, tied_rows(x_BTI, dy_BTO, ids_BS)
+
+
+def tied_rows(x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor) -> Tensor:
+    """Rows ``ids_BS`` of every sample's dy_bᵀ x_b, [B, S, I]."""
     acc = accumulate_dtype(x_BTI.dtype)
     rows = x_BTI.new_empty((*ids_BS.shape, x_BTI.shape[2]), dtype=acc)
     for b, ids_S in enumerate(ids_BS.unbind()):
         torch.mm(dy_BTO[b].index_select(1, ids_S).to(acc).T, x_BTI[b].to(acc), out=rows[b])
-    return dw, db, sqnorm_PB, rows
+    return rows
 
 
 def embedding_wgrad(
@@ -237,18 +239,23 @@ def embedding_rows(
     dy_ND: Tensor, ids_N: Tensor, sample_N: Tensor, B: int, num_embeddings: int, padding_idx: int
 ) -> tuple[Tensor, Tensor]:
     """dW [V, D] and [B + 1] squared norms, from rows of which ``sample_N`` says whose they are."""
-    D, acc = dy_ND.shape[1], accumulate_dtype(dy_ND.dtype)
+    V = max(num_embeddings, 1)
+    key_S, sum_SD = segments(dy_ND, ids_N, sample_N, num_embeddings, padding_idx)
+    sqnorm_B = sum_SD.new_zeros(B, dtype=torch.float64)
+    sqnorm_B.index_add_(0, key_S // V, sqnorm_rows(sum_SD))
+    dw_VD = sum_SD.new_zeros((num_embeddings, dy_ND.shape[1])).index_add_(0, key_S % V, sum_SD)
+    return dw_VD, with_sum(sqnorm_B, dw_VD)
+
+
+def segments(
+    dy_ND: Tensor, ids_N: Tensor, sample_N: Tensor, num_embeddings: int, padding_idx: int
+) -> tuple[Tensor, Tensor]:
+    """Each sample's rows of one id added: sample · ``num_embeddings`` + id [S], and the sums."""
     key_N = sample_N * num_embeddings + ids_N
     keep = slice(None) if padding_idx < 0 else ids_N != padding_idx
-    dy_ND = dy_ND[keep].to(acc)
+    dy_ND = dy_ND[keep].to(accumulate_dtype(dy_ND.dtype))
     key_S, segment_N = torch.unique(key_N[keep], return_inverse=True)
-    sum_SD = dy_ND.new_zeros((len(key_S), D)).index_add_(0, segment_N, dy_ND)
-    sqnorm_B = sum_SD.new_zeros(B, dtype=torch.float64)
-    sqnorm_B.index_add_(0, key_S // max(num_embeddings, 1), sqnorm_rows(sum_SD))
-    dw_VD = sum_SD.new_zeros((num_embeddings, D)).index_add_(
-        0, key_S % max(num_embeddings, 1), sum_SD
-    )
-    return dw_VD, with_sum(sqnorm_B, dw_VD)
+    return key_S, dy_ND.new_zeros((len(key_S), dy_ND.shape[1])).index_add_(0, segment_N, dy_ND)
 
 
 def layer_norm_backward(
@@ -336,65 +343,3 @@ def rms_norm_products(
     dnormed = dy * (w_N.to(acc) + offset)
     dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
     return dx.to(x.dtype).contiguous(), normed * dy
-
-
-def unfold(
-    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
-    """The patches [n, L, C·K] that a 1-d or 2-d convolution multiplies with its kernel."""
-    if len(kernel) == 1:
-        x = x[:, :, None]
-        kernel, stride, padding, dilation = (
-            [1, *kernel],
-            [1, *stride],
-            [0, *padding],
-            [1, *dilation],
-        )
-    if stride != kernel or any(padding) or any(d > 1 for d in dilation):
-        return F.unfold(x, *map(tuple, (kernel, dilation, padding, stride))).mT
-    (n, C, H, W), (h, w) = x.shape, kernel  # patches side by side are one permutation
-    x = x[:, :, : H // h * h, : W // w * w].reshape(n, C, H // h, h, W // w, w)
-    return x.permute(0, 2, 4, 1, 3, 5).reshape(n, (H // h) * (W // w), C * h * w)
-
-
-def conv_wgrad(
-    x: Tensor,
-    dy: Tensor,
-    samples: int,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    weight: bool,
-    bias: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dW [O, C / groups, *kernel], db and ``sqnorm_PB`` of a convolution, sample by sample.
-
-    ``x`` is [n, C, *size] and ``dy`` [n, O, *out_size]; n is a multiple of B = ``samples``, a
-    sample being n / B rows.
-    """
-    n, C, O = *x.shape[:2], dy.shape[1]
-    rows_a_sample = n // max(samples, 1)
-    acc = accumulate_dtype(x.dtype)
-    dw_GOK = x.new_zeros((groups, O // groups, C // groups * math.prod(kernel)), dtype=acc)
-    dw = db = x.new_empty(0, dtype=dtype)
-    parts, rows = [], []
-    if weight:
-        for b in range(samples):
-            x_b, dy_b = (t.narrow(0, b * rows_a_sample, rows_a_sample) for t in (x, dy))
-            cols_nLK = unfold(x_b.to(acc), kernel, stride, padding, dilation)
-            cols_GLK = cols_nLK.unflatten(2, (groups, -1)).permute(2, 0, 1, 3).flatten(1, 2)
-            dy_GOL = dy_b.to(acc).flatten(2).transpose(0, 1).unflatten(0, (groups, -1)).flatten(2)
-            g_GOK = torch.bmm(dy_GOL, cols_GLK)
-            parts.append(sqnorm(g_GOK))
-            dw_GOK += g_GOK
-        sqnorm_B = torch.stack(parts) if parts else x.new_zeros(0, dtype=torch.float64)
-        rows.append(probe_row(with_sum(sqnorm_B, dw_GOK)))
-        dw = dw_GOK.reshape(O, C // groups, *kernel).to(dtype)
-    if bias:
-        sum_nO = dy.flatten(2).sum(2, dtype=acc)
-        db, row = sum_wgrad(sum_nO.reshape(samples, rows_a_sample, O).sum(1), dtype)
-        rows.append(row)
-    return dw, db, torch.stack(rows)

@@ -2,6 +2,7 @@
 """What an update under way is made of."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,13 @@ class Settings:
     grad_scaler: GradScaler | None
     group: "dist.ProcessGroup | None"
     stages: "dist.ProcessGroup | None"
+    optimizer: Any = None  # of which the metric is; None without one
+
+    def __post_init__(self) -> None:
+        one_of("source", self.source, ("auto", "local", "global"))
+        one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        if self.local and self.stages is not None:
+            raise ValueError("source='local' has no use for pipeline stages: use source='global'")
 
     @property
     def local(self) -> bool:
@@ -46,3 +54,9 @@ class Pending:
     microbatches: int = 0
     touched: list[int] = field(default_factory=list)
     lost: list[Tensor] = field(default_factory=list)
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """One clear error for a word that is none of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

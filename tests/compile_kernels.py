@@ -65,9 +65,13 @@ def cases(capability: int) -> Iterator[Case]:
     for dtype in ("bf16", "fp32"):
         meta = {key: embedding.config(4096)[key] for key in ("BLOCK_R", "BLOCK_D")}
         ids = {"order_ptr": "*i64", "key_ptr": "*i64", "id_ptr": "*i64"}
-        fp32 = {"dw_ptr": "*fp32", "partial_ptr": "*fp32"}
+        fp32 = {"dw_ptr": "*fp32", "partial_ptr": "*fp32", "v_ptr": "*fp32"}
+        pointers = ids | fp32 | {"constants_ptr": "*fp64"}
         for fn in (embedding.segment_sqnorms_kernel, embedding.run_sums_kernel):
-            yield Case(fn.__name__, fn, dtype, dict(meta), 4, pointers=ids | fp32)
+            for metric in (False, True):
+                constants = meta | {"METRIC": metric} | absent_metric(metric)
+                name = fn.__name__ + " metric" * metric
+                yield Case(name, fn, dtype, constants, 4, pointers=pointers)
         fp32 = {"product_ptr": "*fp32", "dy_sqnorm_ptr": "*fp32"}
         yield Case(
             "token_sqnorms",
@@ -160,6 +164,17 @@ def linear_cases(capability: int) -> Iterator[Case]:
     yield wgrad("fp16", default, tma=tma)
     for option in ("ADD", "SPLIT", "LINKS"):
         yield wgrad("bf16", default, tma=tma, **{option: True})
+    for config in configs.HALF_METRIC:
+        yield wgrad("bf16", config, tma=tma, METRIC=True)
+    yield wgrad("bf16", configs.HALF_METRIC[0], tma=tma, METRIC=True, SPLIT=True)
+    yield wgrad("bf16", configs.LINKED_METRIC[0], tma=tma, METRIC=True, LINKS=True)
+    for config in configs.NARROW_METRIC:
+        yield wgrad("fp32", config, METRIC=True)
+        yield wgrad("fp32", config, aligned=False, METRIC=True)
+        yield wgrad("bf16", config, aligned=False, METRIC=True)
+        yield wgrad("fp32", config, aligned=False, PRECISION="tf32", METRIC=True)
+    for config in configs.TF32_METRIC:
+        yield wgrad("fp32", config, tma=tma, PRECISION="tf32", METRIC=True)
     for config in configs.HALF_UNALIGNED:
         yield wgrad("bf16", config, aligned=False)
     for config in configs.SINGLE:
@@ -169,17 +184,20 @@ def linear_cases(capability: int) -> Iterator[Case]:
         yield wgrad("fp32", config, tma=tma, PRECISION="tf32")
     for config in configs.TF32_UNALIGNED:
         yield wgrad("fp32", config, aligned=False, PRECISION="tf32")
-    for tile in sorted(
-        {(c.block_o, c.block_i) for c in configs.HALF + configs.TF32 + configs.SINGLE}
-    ):
-        yield Case(
-            f"merge_splits {tile[0]}x{tile[1]}",
-            linear_wgrad.merge_splits_kernel,
-            "bf16",
-            dict(ADD=False, BLOCK_O=tile[0], BLOCK_I=tile[1], GROUP=configs.GROUP_O),
-            8,
-            pointers={"scratch_ptr": "*fp32", "partial_ptr": "*fp32"},
-        )
+    plain = configs.HALF + configs.TF32 + configs.SINGLE
+    weighed = configs.HALF_METRIC + configs.TF32_METRIC + configs.NARROW_METRIC
+    for metric, some in ((False, plain), (True, weighed)):
+        for height, width in sorted({(c.block_o, c.block_i) for c in some}):
+            tile = dict(BLOCK_O=height, BLOCK_I=width, GROUP=configs.GROUP_O)
+            yield Case(
+                f"merge_splits {height}x{width}{' metric' * metric}",
+                linear_wgrad.merge_splits_kernel,
+                "bf16",
+                dict(ADD=False, METRIC=metric) | tile | absent_metric(metric),
+                8,
+                pointers=dict.fromkeys(("scratch_ptr", "partial_ptr", "v_ptr"), "*fp32")
+                | {"constants_ptr": "*fp64"},
+            )
     yield from segments_cases()
     for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32")):
         for block_t in (16, 32, 64, gram.MAX_TOKENS):
@@ -200,6 +218,10 @@ def linear_cases(capability: int) -> Iterator[Case]:
                 {"sqnorm_ptr": "*fp32"},
                 tensor_cores=True,
             )
+
+
+def absent_metric(metric: bool) -> dict[str, None]:
+    return {} if metric else dict.fromkeys(("v_ptr", "constants_ptr"))
 
 
 def segments_cases() -> Iterator[Case]:
@@ -242,11 +264,13 @@ def wgrad(
     PRECISION: str = "ieee",
     **options: bool,
 ) -> Case:
-    flags = {flag: options.get(flag, False) for flag in ("ADD", "SPLIT", "LINKS")}
+    flags = {flag: options.get(flag, False) for flag in ("ADD", "SPLIT", "LINKS", "METRIC")}
     constants = blocks(config) | flags | dict(TMA=tma, PRECISION=PRECISION)
     absent = [] if flags["SPLIT"] else ["scratch_ptr"]
     absent += [] if flags["LINKS"] else ["slots_ptr", "rows_ptr"]
-    pointers = {name: "*fp32" for name in ("partial_ptr", "scratch_ptr", "rows_ptr")}
+    absent += absent_metric(flags["METRIC"])
+    pointers = {name: "*fp32" for name in ("partial_ptr", "scratch_ptr", "rows_ptr", "v_ptr")}
+    pointers["constants_ptr"] = "*fp64"
     pointers |= {"slots_ptr": "*i32", "dw_ptr": "*fp32" if flags["ADD"] else f"*{dtype}"}
     if tma:
         pointers["x"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_i}]>"

@@ -325,24 +325,6 @@ def test_only_the_first_row_of_a_shared_lookup() -> None:
         run(gnsfast.convert(First()), torch.randn(4, 5))
 
 
-def test_sum_of_a_shared_lookup() -> None:
-    """``[1, T, D].sum(0)`` is a sum over samples where the table is looked up for each of them."""
-
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.places = nn.Embedding(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = torch.tanh(x + self.places(torch.arange(5)[None]).sum(0))
-            return out
-
-    model = gnsfast.convert(Sum())
-    with pytest.raises(gnsfast.ObservationError, match=r"places.*a sum over dimension 0"):
-        with gnsfast.per_sample_sqnorms(model, 4):
-            model(torch.randn(4, 5, 3)).sum().backward()
-
-
 def test_one_sample_where_four_were_promised() -> None:
     """A last batch of one row is not looked up four times."""
 

@@ -61,9 +61,27 @@ TF32_UNALIGNED = TF32[:1]
 SINGLE = (Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2, 2))
 """float32 on the ordinary cores."""
 
+# Under a metric √P is a third tile in registers: 128 x 128 spills up to 160 bytes, even where v is
+# read anew for each sample.
+HALF_METRIC = (Config(128, 64, 64, 8, 3), Config(64, 128, 64, 8, 3), Config(64, 64, 64, 4, 3, 2))
+LINKED_METRIC = (Config(128, 64, 64, 8, 2),)
+"""With the rows of a tied head: three stages spill 88 bytes on sm_100."""
 
-def candidates(dtype: torch.dtype, aligned: bool) -> tuple[Config, ...]:
+TF32_METRIC = (Config(128, 64, 32, 8, 2), Config(64, 128, 32, 8, 3))
+NARROW_METRIC = (Config(128, 64, 32, 8, 2),)
+"""For float32 on the ordinary cores, and for unaligned rows."""
+
+
+def candidates(
+    dtype: torch.dtype, aligned: bool, metric: bool = False, links: bool = False
+) -> tuple[Config, ...]:
     """What tuning chooses from; the first is the fixed configuration."""
+    if metric:
+        if not aligned or (dtype == torch.float32 and not tf32_allowed()):
+            return NARROW_METRIC
+        if dtype == torch.float32:
+            return TF32_METRIC
+        return LINKED_METRIC if links else HALF_METRIC
     if dtype != torch.float32:
         return HALF if aligned else HALF_UNALIGNED
     if tf32_allowed():

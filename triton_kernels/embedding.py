@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gnsfast.triton_kernels.tiles import root_metric
+
 
 def config(D: int) -> dict[str, int]:
     """Most runs are a few rows, and most programs leave at once: few, wide programs."""
@@ -46,10 +48,13 @@ def segment_sqnorms_kernel(
     order_ptr,  # [N] int64: the token at each sorted position
     key_ptr,  # [N] int64, sorted: id * B + sample
     partial_ptr,  # [N, D blocks] float32 zeros: at the token of a segment's head
+    v_ptr,  # [V, D] second moments, where METRIC; partial_ptr is then [2, N, D blocks]
+    constants_ptr,  # [2] float64, where METRIC
     N,
     D,
     B,
     padding_idx,
+    METRIC: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -61,7 +66,12 @@ def segment_sqnorms_kernel(
         offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
         total = run_sum(dy_ptr, order_ptr, key_ptr, n, key, N, D, offs_d, BLOCK_R)
         token = tl.load(order_ptr + n)
-        tl.store(partial_ptr + token * tl.num_programs(1) + block, tl.sum(total * total))
+        at = partial_ptr + token * tl.num_programs(1) + block
+        tl.store(at, tl.sum(total * total))
+        if METRIC:
+            v = tl.load(v_ptr + key // B * D + offs_d, mask=offs_d < D, other=1.0)
+            total *= root_metric(v, constants_ptr)
+            tl.store(at + N.to(tl.int64) * tl.num_programs(1), tl.sum(total * total))
 
 
 @triton.jit
@@ -70,10 +80,13 @@ def run_sums_kernel(
     order_ptr,  # [N] int64
     id_ptr,  # [N] int64, sorted
     dw_ptr,  # [V, D] zeros
-    partial_ptr,  # [N, D blocks] float32 zeros
+    partial_ptr,  # [N, D blocks] float32 zeros; where METRIC [2, N, D blocks]
+    v_ptr,
+    constants_ptr,
     N,
     D,
     padding_idx,
+    METRIC: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -85,21 +98,34 @@ def run_sums_kernel(
         offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
         total = run_sum(dy_ptr, order_ptr, id_ptr, n, row, N, D, offs_d, BLOCK_R)
         tl.store(dw_ptr + row * D + offs_d, total.to(dw_ptr.dtype.element_ty), mask=offs_d < D)
-        tl.store(partial_ptr + n * tl.num_programs(1) + block, tl.sum(total * total))
+        at = partial_ptr + n * tl.num_programs(1) + block
+        tl.store(at, tl.sum(total * total))
+        if METRIC:
+            v = tl.load(v_ptr + row * D + offs_d, mask=offs_d < D, other=1.0)
+            total *= root_metric(v, constants_ptr)
+            tl.store(at + N.to(tl.int64) * tl.num_programs(1), tl.sum(total * total))
 
 
 def embedding_wgrad(
-    dy_BTD: Tensor, ids_BT: Tensor, num_embeddings: int, padding_idx: int, dtype: torch.dtype
+    dy_BTD: Tensor,
+    ids_BT: Tensor,
+    num_embeddings: int,
+    padding_idx: int,
+    dtype: torch.dtype,
+    metric: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dW [V, D] and the squared norms [B + 1] of the samples and of their sum."""
+    """dW [V, D] and the squared norms [B + 1] of the samples and of their sum; with a ``metric``
+    (contiguous second moments [V, D] and their constants) [2, B + 1], those under it last.
+    """
     B, T, _ = dy_BTD.shape
     sample_BT = torch.arange(B, device=ids_BT.device)[:, None].expand(B, T)
-    dw_VD, sqnorm_N, total = rows_wgrad(
+    dw_VD, sqnorm_KN, total_K = rows_wgrad(
         *(dy_BTD.flatten(0, 1), ids_BT.flatten(), sample_BT.flatten(), B),
-        *(num_embeddings, padding_idx, dtype),
+        *(num_embeddings, padding_idx, dtype, metric),
     )
-    sqnorm_B = sqnorm_N.view(B, T).sum(1, dtype=torch.float64)
-    return dw_VD, torch.cat([sqnorm_B, total[None]])
+    sqnorm_KB = sqnorm_KN.unflatten(1, (B, T)).sum(2, dtype=torch.float64)
+    sqnorm_KB1 = torch.cat([sqnorm_KB, total_K[:, None]], 1)
+    return dw_VD, sqnorm_KB1[0] if metric is None else sqnorm_KB1
 
 
 def rows_wgrad(
@@ -110,9 +136,10 @@ def rows_wgrad(
     num_embeddings: int,
     padding_idx: int,
     dtype: torch.dtype,
+    metric: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dW [V, D]; [N] float32, whose sums over each sample's rows are its squared norm; that of the
-    samples' sum.
+    """dW [V, D]; [K, N] float32, whose sums over each sample's rows are its squared norm; those of
+    the samples' sum [K]. K = 1, or 2 with a metric.
     """
     N, D = dy_ND.shape
     dy_ND = dy_ND.contiguous()
@@ -121,11 +148,14 @@ def rows_wgrad(
     id_N = key_N // max(B, 1)
     tile = config(D)
     blocks = triton.cdiv(D, tile["BLOCK_D"])
-    partial, total = dy_ND.new_zeros((2, N, blocks), dtype=torch.float32)
+    kinds = 1 if metric is None else 2
+    v, constants = metric or (None, None)
+    partial, total = dy_ND.new_zeros((2, kinds, N, blocks), dtype=torch.float32)
     if N and D:
-        grid = (N, blocks)
+        grid, tile = (N, blocks), {**tile, "METRIC": metric is not None}
+        last = v, constants, N, D
         segment_sqnorms_kernel[grid](
-            *(dy_ND, order_N, key_N, partial, N, D, B, padding_idx), **tile
+            *(dy_ND, order_N, key_N, partial, *last, B, padding_idx), **tile
         )
-        run_sums_kernel[grid](*(dy_ND, order_N, id_N, dw_VD, total, N, D, padding_idx), **tile)
-    return dw_VD, partial.sum(1), total.sum(dtype=torch.float64)
+        run_sums_kernel[grid](*(dy_ND, order_N, id_N, dw_VD, total, *last, padding_idx), **tile)
+    return dw_VD, partial.sum(2), total.sum((1, 2), dtype=torch.float64)

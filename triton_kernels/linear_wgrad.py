@@ -31,6 +31,7 @@ from gnsfast.triton_kernels.tiles import (
     INTERPRETED,
     dot,
     precision,
+    root_metric,
     tf32_allowed,
     tile_position,
 )
@@ -41,10 +42,12 @@ def linear_wgrad_kernel(
     x,  # pointer, or a descriptor of [1, BLOCK_T, BLOCK_I] where TMA
     dy,
     dw_ptr,
-    partial_ptr,  # [tiles, B + 1] float32
+    partial_ptr,  # [tiles, B + 1] float32; where METRIC [2, tiles, B + 1]
     scratch_ptr,  # [splits, tiles, BLOCK_O, BLOCK_I] float32, where SPLIT
     slots_ptr,  # [B, O] int32: where in rows_ptr a row of the sample's gradient goes, or -1
     rows_ptr,  # [B, S, I] float32, where LINKS
+    v_ptr,  # [O, I] second moments, where METRIC
+    constants_ptr,  # [2] float64, where METRIC
     B,
     T,
     I,
@@ -60,6 +63,7 @@ def linear_wgrad_kernel(
     ADD: tl.constexpr,
     SPLIT: tl.constexpr,
     LINKS: tl.constexpr,
+    METRIC: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -73,6 +77,8 @@ def linear_wgrad_kernel(
     tiles = tiles_o * tiles_i
     acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
     total = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
+    if METRIC:
+        root = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
 
     # Counters instead of divisions of the step: seven divisions cost half of a step's time slots.
     item = tl.program_id(0) - programs
@@ -91,6 +97,8 @@ def linear_wgrad_kernel(
                 item += programs
                 tile = item % tiles
                 tile_o, tile_i = tile_position(tile, tiles_o, tiles_i, GROUP)
+                if METRIC:
+                    root = tile_root(v_ptr, constants_ptr, tile_o, tile_i, O, I, BLOCK_O, BLOCK_I)
             b = item // tiles * samples_a_split + sample
 
         offs_o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -117,6 +125,10 @@ def linear_wgrad_kernel(
         if block == blocks - 1:
             row = partial_ptr + tile.to(tl.int64) * (B + 1)
             tl.store(row + b, tl.sum(acc * acc), mask=b < B)
+            if METRIC:
+                weighed = acc * root
+                of_metric = row + tiles.to(tl.int64) * (B + 1)
+                tl.store(of_metric + b, tl.sum(weighed * weighed), mask=b < B)
             if LINKS:
                 mask_o = (offs_o < O) & (b < B)
                 slot = tl.load(slots_ptr + b.to(tl.int64) * O + offs_o, mask=mask_o, other=-1)
@@ -133,6 +145,9 @@ def linear_wgrad_kernel(
                     tl.store(scratch_ptr + item.to(tl.int64) * (BLOCK_O * BLOCK_I) + within, total)
                 else:
                     tl.store(row + B, tl.sum(total * total))
+                    if METRIC:
+                        weighed = total * root
+                        tl.store(of_metric + B, tl.sum(weighed * weighed))
                     at = dw_ptr + offs_o[:, None].to(tl.int64) * I + offs_i[None, :]
                     mask = (offs_o < O)[:, None] & (offs_i < I)[None, :]
                     if ADD:
@@ -142,15 +157,31 @@ def linear_wgrad_kernel(
 
 
 @triton.jit
+def tile_root(
+    v_ptr, constants_ptr, tile_o, tile_i, O, I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
+):
+    """√P of a tile of the weight; beyond it gradients are zero."""
+    within_o = tl.arange(0, BLOCK_O)[:, None]
+    within_i = tl.arange(0, BLOCK_I)[None, :]
+    corner = v_ptr + (tile_o * BLOCK_O).to(tl.int64) * I + tile_i * BLOCK_I
+    inside = (within_o < O - tile_o * BLOCK_O) & (within_i < I - tile_i * BLOCK_I)
+    v = tl.load(corner + (within_o * I + within_i), mask=inside, other=1.0)
+    return root_metric(v, constants_ptr)
+
+
+@triton.jit
 def merge_splits_kernel(
     scratch_ptr,  # [splits, tiles, BLOCK_O, BLOCK_I] float32
     dw_ptr,
-    partial_ptr,  # [tiles, B + 1] float32
+    partial_ptr,  # [tiles, B + 1] float32; where METRIC [2, tiles, B + 1]
+    v_ptr,
+    constants_ptr,
     B,
     I,
     O,
     splits,
     ADD: tl.constexpr,
+    METRIC: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     GROUP: tl.constexpr,
@@ -165,7 +196,12 @@ def merge_splits_kernel(
     for split in range(splits):
         item = split * tl.num_programs(0) + tile
         total += tl.load(scratch_ptr + item.to(tl.int64) * (BLOCK_O * BLOCK_I) + within)
-    tl.store(partial_ptr + tile.to(tl.int64) * (B + 1) + B, tl.sum(total * total))
+    row = partial_ptr + tile.to(tl.int64) * (B + 1)
+    tl.store(row + B, tl.sum(total * total))
+    if METRIC:
+        weighed = total * tile_root(v_ptr, constants_ptr, tile_o, tile_i, O, I, BLOCK_O, BLOCK_I)
+        of_metric = row + tl.num_programs(0).to(tl.int64) * (B + 1)
+        tl.store(of_metric + B, tl.sum(weighed * weighed))
     offs_o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     offs_i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
     at = dw_ptr + offs_o[:, None].to(tl.int64) * I + offs_i[None, :]
@@ -184,6 +220,7 @@ def fused(
     add: bool = False,
     parts: int | None = None,
     links: tuple[Tensor, Tensor] | None = None,
+    metric: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)`` and return the partial squared
     norms [tiles, B + 1]: of each sample's own product, and last of their sum.
@@ -195,6 +232,8 @@ def fused(
         parts: into how many parts of whole samples the tiles are split, else by the rule.
         links: ``slots`` [B, O] int32 and ``rows`` [B, S, I] float32. Row o of sample b's gradient
             is also written to ``rows[b, slots[b, o]]``, where that slot is not negative.
+        metric: contiguous second moments [O, I], and their ``constants`` [2]: the partials are then
+            [2, tiles, B + 1], those under the metric last.
     """
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
     tiles = triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
@@ -203,7 +242,8 @@ def fused(
         parts = splits(tiles, B, triton.cdiv(T, config.block_t), programs)
     samples_a_split = triton.cdiv(B, parts)
     parts = triton.cdiv(B, samples_a_split)
-    partial = x_BTI.new_empty((tiles, B + 1), dtype=torch.float32)
+    kinds = () if metric is None else (2,)
+    partial = x_BTI.new_empty((*kinds, tiles, B + 1), dtype=torch.float32)
     scratch = None
     if parts > 1:
         shape = (parts * tiles, config.block_o, config.block_i)
@@ -214,8 +254,9 @@ def fused(
         x = descriptor(x, config.block_t, config.block_i)
         dy = descriptor(dy, config.block_t, config.block_o)
     slots, rows = links or (None, None)
+    v, constants = metric or (None, None)
     linear_wgrad_kernel[(min(programs, tiles * parts),)](
-        *(x, dy, dw_OI, partial, scratch, slots, rows),
+        *(x, dy, dw_OI, partial, scratch, slots, rows, v, constants),
         *(B, T, I, O, 0 if rows is None else rows.shape[1]),
         *(samples_a_split, tiles * parts),
         *(x_BTI.stride(0), x_BTI.stride(1), dy_BTO.stride(0), dy_BTO.stride(1)),
@@ -223,13 +264,15 @@ def fused(
         ADD=add,
         SPLIT=parts > 1,
         LINKS=links is not None,
+        METRIC=metric is not None,
         PRECISION=precision(x_BTI.dtype),
         **config.options(),
     )
     if parts > 1:
         merge_splits_kernel[(tiles,)](
-            *(scratch, dw_OI, partial, B, I, O, parts),
+            *(scratch, dw_OI, partial, v, constants, B, I, O, parts),
             ADD=add,
+            METRIC=metric is not None,
             BLOCK_O=config.block_o,
             BLOCK_I=config.block_i,
             GROUP=GROUP_O,

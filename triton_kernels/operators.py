@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gnsfast import backends, extension, reference, reference_attention
+from gnsfast import backends, extension, reference_attention, reference_conv
 from gnsfast.reference_attention import Parameters, Pattern
 from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
@@ -80,20 +80,31 @@ def linear_wgrad_tied(
     x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor, bias: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_dtypes("linear_wgrad_tied", x_BTI, dy_BTO)
-    rows_BSI = x_BTI.new_empty((*ids_BS.shape, x_BTI.shape[2]), dtype=torch.float32)
-    slots_BO = x_BTI.new_full((len(x_BTI), dy_BTO.shape[2]), -1, dtype=torch.int32)
-    # Of ids that repeat one slot is kept, whichever: all of them read their row from it.
-    position_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
-    slots_BO.scatter_(1, ids_BS.long(), position_BS.expand_as(ids_BS))
-    dw, sqnorm_B1 = outer_wgrad(x_BTI, dy_BTO, dtype, links=(slots_BO, rows_BSI))
-    kept_BS = slots_BO.gather(1, ids_BS.long()).long()
-    rows_BSI = rows_BSI.gather(1, kept_BS[..., None].expand_as(rows_BSI))
+    links = tied_slots(ids_BS, dy_BTO, x_BTI)
+    dw, sqnorm_B1 = outer_wgrad(x_BTI, dy_BTO, dtype, links=links)
+    rows_BSI = tied_rows(ids_BS, *links)
     rows = [sqnorm_B1]
     db = dw.new_empty(0)
     if bias:
         db, sqnorm_B1 = bias_wgrad(dy_BTO, dtype)
         rows.append(sqnorm_B1)
     return dw, db, probe_rows(rows, x_BTI), rows_BSI
+
+
+def tied_slots(ids_BS: Tensor, dy_BTO: Tensor, x_BTI: Tensor) -> Links:
+    """Which slot of ``rows`` [B, S, I] row o of a sample's gradient goes to, and these rows."""
+    rows_BSI = x_BTI.new_empty((*ids_BS.shape, x_BTI.shape[2]), dtype=torch.float32)
+    slots_BO = x_BTI.new_full((len(x_BTI), dy_BTO.shape[2]), -1, dtype=torch.int32)
+    # Of ids that repeat one slot is kept, whichever: all of them read their row from it.
+    position_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
+    slots_BO.scatter_(1, ids_BS.long(), position_BS.expand_as(ids_BS))
+    return slots_BO, rows_BSI
+
+
+def tied_rows(ids_BS: Tensor, slots_BO: Tensor, rows_BSI: Tensor) -> Tensor:
+    """Each id's own row of the sample's gradient."""
+    kept_BS = slots_BO.gather(1, ids_BS.long()).long()
+    return rows_BSI.gather(1, kept_BS[..., None].expand_as(rows_BSI))
 
 
 def outer_wgrad(
@@ -130,25 +141,30 @@ def fused_wgrad(
     *,
     add: bool = False,
     links: Links | None = None,
+    metric: Links | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """Fill (or, with ``add``, add to) ``dw_OI``; the squared norms [B + 1] of what each sample gave
-    and of their sum, float64.
+    and of their sum, float64; with a ``metric`` [2, B + 1].
     """
     x, dy = unit_inner(x_BTI), unit_inner(dy_BTO)
-    extended = config is None and links is None and backends.backend("cuda") == "cuda"
+    plain = links is None and metric is None
+    extended = config is None and plain and backends.backend("cuda") == "cuda"
     if extended and extension.takes(x, dy, dw_OI, add):
         return extension.linear_wgrad(x, dy, dw_OI, add).sum(0, dtype=torch.float64)
     (_, T, I), O = x.shape, dy.shape[2]
     if config is None:
         aligned = fused_kernel.aligned(x) and fused_kernel.aligned(dy)
-        configs = candidates(x.dtype, aligned)
+        configs = candidates(x.dtype, aligned, metric is not None, links is not None)
         tma = fused_kernel.fits_tma(x) and fused_kernel.fits_tma(dy)
         key = ("linear_wgrad", I, O, triton.next_power_of_2(T), x.dtype, dw_OI.dtype, tma)
+        key = key if metric is None else (*key, "metric", metric[0].dtype)
         scratch = functools.cache(lambda: torch.empty_like(dw_OI))  # dw itself may be added to
-        config = choose(key, configs, lambda c: fused_kernel.fused(x, dy, scratch(), c))
-    partial = fused_kernel.fused(x, dy, dw_OI, config, add=add, links=links)
-    return partial.sum(0, dtype=torch.float64)
+        config = choose(
+            key, configs, lambda c: fused_kernel.fused(x, dy, scratch(), c, metric=metric)
+        )
+    partial = fused_kernel.fused(x, dy, dw_OI, config, add=add, links=links, metric=metric)
+    return partial.sum(-2, dtype=torch.float64)
 
 
 def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,12 +226,16 @@ def embedding_wgrad(
 ) -> tuple[Tensor, Tensor]:
     check_dtypes("embedding_wgrad", dy_BTD)
     if num_embeddings <= SMALL_VOCABULARY:
-        ids_V = torch.arange(num_embeddings, device=ids_BT.device)
-        onehot_BTV = (ids_BT[..., None] == ids_V) & (ids_V != padding_idx)
+        onehot_BTV = one_hot(ids_BT, num_embeddings, padding_idx)
         dw, sqnorm_B1 = outer_wgrad(dy_BTD, onehot_BTV.to(dy_BTD.dtype), dtype)
         return dw, probe_rows([sqnorm_B1], dy_BTD)
     dw, sqnorm_B1 = embedding.embedding_wgrad(dy_BTD, ids_BT, num_embeddings, padding_idx, dtype)
     return dw, probe_rows([sqnorm_B1], dy_BTD)
+
+
+def one_hot(ids_BT: Tensor, num_embeddings: int, padding_idx: int) -> Tensor:
+    ids_V = torch.arange(num_embeddings, device=ids_BT.device)
+    return (ids_BT[..., None] == ids_V) & (ids_V != padding_idx)
 
 
 def layer_norm_backward(
@@ -277,7 +297,7 @@ def conv_wgrad(
         parts = []
         for first in range(0, samples, together):
             rows = slice(first * rows_a_sample, (first + together) * rows_a_sample)
-            cols_nLK = reference.unfold(x[rows], kernel, stride, padding, dilation)
+            cols_nLK = reference_conv.unfold(x[rows], kernel, stride, padding, dilation)
             cols_BTGK = cols_nLK.reshape(-1, positions, groups, K)
             dy_BTO = dy[rows].flatten(2).mT.reshape(-1, positions, O)
             parts.append(_add_groups(cols_BTGK, dy_BTO, dw_GOK))

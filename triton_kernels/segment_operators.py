@@ -52,9 +52,9 @@ def embedding_wgrad_segments(
     row_N = torch.arange(len(ids_N), device=ids_N.device, dtype=starts.dtype)
     sample_N = torch.searchsorted(starts[1:-1].contiguous(), row_N, right=True)
     B = len(starts) - 1
-    dw, sqnorm_N, total = embedding.rows_wgrad(
+    dw, sqnorm_1N, total_1 = embedding.rows_wgrad(
         dy_ND, ids_N, sample_N, B, num_embeddings, padding_idx, dtype
     )
-    sqnorm_B = segments.segment_sums(sqnorm_N[:, None], starts)[:, 0].double()
-    row = torch.cat([sqnorm_B, total[None]])
+    sqnorm_B = segments.segment_sums(sqnorm_1N.mT, starts)[:, 0].double()
+    row = torch.cat([sqnorm_B, total_1])
     return dw, probe_rows([row], dy_ND.new_empty((B, 0)))

@@ -33,6 +33,14 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
+@triton.jit
+def root_metric(v, constants_ptr):
+    """√P = (√v s + eps)^-1/2, from v as it was loaded and the two constants."""
+    s = tl.load(constants_ptr).to(tl.float32)
+    eps = tl.load(constants_ptr + 1).to(tl.float32)
+    return tl.rsqrt(tl.sqrt(v.to(tl.float32)) * s + eps)
+
+
 def precision(dtype: torch.dtype) -> str:
     """How blocks are multiplied: float32 as tf32 only where PyTorch's own switch allows it."""
     if INTERPRETED:

@@ -16,8 +16,10 @@ from gnsfast.functional._experts import grouped_linear
 from gnsfast.functional._in_projection import in_projection, repeated
 from gnsfast.functional._linear import linear
 from gnsfast.functional._norms import layer_norm, rms_norm
+from gnsfast.functional._samples import Metric
 
 __all__ = [
+    "Metric",
     "attention",
     "conv",
     "embedding",

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnsfast import ops, reference, sharding
+from gnsfast import ops, reference, reference_metric, sharding
 from gnsfast.functional import _documents as documents
 from gnsfast.functional._samples import (
     Link,
+    Metric,
     check_probe,
+    metric_inputs,
     num_samples,
     samples_first,
     without_autocast,
@@ -32,12 +34,17 @@ class _Embedding(torch.autograd.Function):
         shared: bool,
         trusted: Tensor | None,
         starts: Tensor | None,
+        metric_probe: Tensor | None,
+        constants: Tensor | None,
+        v: Tensor | None,
         *links: Tensor,
     ) -> tuple[Tensor, ...]:
         check_probe(probe, 1)
+        if metric_probe is not None:
+            check_probe(metric_probe, 1)
         ctx.set_materialize_grads(False)
         ctx.sharded = w if sharding.is_dtensor(w) else None
-        ctx.save_for_backward(ids, trusted, starts, *links[::3])
+        ctx.save_for_backward(ids, trusted, starts, constants, v, *links[::3])
         ctx.num_samples, ctx.batch_dim, ctx.shared = _samples(probe, starts), batch_dim, shared
         ctx.num_embeddings, ctx.parameter_dtype = w.shape[0], w.dtype
         ctx.padding_idx = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
@@ -51,10 +58,11 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
-        ids, trusted, starts, *link_ids = ctx.saved_tensors
+        ids, trusted, starts, constants, v, *link_ids = ctx.saved_tensors
         if dy is None:  # the output took no part in the loss: neither did its cross terms
-            return (None,) * (9 + 3 * len(link_ids))
-        link_grads = []
+            return (None,) * (12 + 3 * len(link_ids))
+        link_grads: list[Tensor | None] = []
+        metric_PB: Any = None
         with without_autocast(dy):
             dy_BTD = samples_first(dy, ctx.num_samples, ctx.batch_dim)
             ids_BT = samples_first(ids[..., None], ctx.num_samples, ctx.batch_dim)[..., 0]
@@ -64,6 +72,9 @@ class _Embedding(torch.autograd.Function):
                 dw, sqnorm_PB = ops.embedding_wgrad_segments(
                     dy_BTD[0], ids_BT[0], starts, ctx.num_embeddings, *last
                 )
+            elif v is not None:
+                dw, norms_2B = ops.embedding_wgrad_metric(dy_BTD, ids_BT, v, constants, *last)
+                sqnorm_PB, metric_PB = norms_2B.chunk(2)
             elif ctx.sharded is None:
                 dw, sqnorm_PB = ops.embedding_wgrad(dy_BTD, ids_BT, ctx.num_embeddings, *last)
             else:
@@ -74,6 +85,12 @@ class _Embedding(torch.autograd.Function):
                 taught_BTD = taught_BTD.masked_fill((ids_BT == ctx.padding_idx)[..., None], 0.0)
             if tied:
                 sqnorm_PB = _add_cross_terms(sqnorm_PB, taught_BTD, starts, *dlinks)
+                if v is not None:
+                    root_BTD = reference_metric.root_metric(
+                        F.embedding(ids_BT, v), constants[0], taught_BTD.dtype
+                    )
+                    weighed_BTD = taught_BTD * root_BTD.square()
+                    metric_PB = _add_cross_terms(metric_PB, weighed_BTD, None, *dlinks)
             for ids_BS in link_ids:
                 same_BST = (ids_BS[:, :, None] == ids_BT[:, None, :]).to(taught_BTD.dtype)
                 if starts is not None:
@@ -86,7 +103,7 @@ class _Embedding(torch.autograd.Function):
                 alike = (dy_BTD == dy_BTD[:1]).all() & (dy_BTD[:1] != 0).any()
                 trusted = trusted & ~((first_only | alike) & ctx.shared)
                 sqnorm_PB[:, -1] = torch.where(trusted, sqnorm_PB[:, -1], torch.nan)
-        return None, dw, sqnorm_PB, *(None,) * 6, *link_grads
+        return None, dw, sqnorm_PB, *(None,) * 6, metric_PB, None, None, *link_grads
 
 
 def _samples(probe: Tensor, starts: Tensor | None) -> int:
@@ -127,6 +144,7 @@ def embedding(
     bare: bool = False,
     starts: Tensor | None = None,
     links: tuple[Link, ...] = (),
+    metric: Metric | None = None,
 ) -> tuple[Tensor, Link | None]:
     """``torch.nn.functional.embedding(ids, weight, padding_idx)`` whose backward fills ``probe``.
 
@@ -135,7 +153,8 @@ def embedding(
     says that ``ids`` is one row, expanded to all samples: the call counter is NaN where it is
     neither positions nor constant, or where only the first sample's rows were used; ``bare`` that
     it is [B], one id a sample: the counter is NaN where they are consecutive, as positions are.
-    ``starts``: samples are documents, as for ``linear``.
+    ``starts``: samples are documents, as for ``linear``; ``metric`` is a second probe, for norms
+    under a metric.
 
     >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
@@ -149,7 +168,9 @@ def embedding(
         step = (ids[0] if shared else ids).flatten().diff()
         trusted = ((step == 1) | (step == 0)).all() if shared else (step != 1).any()
     out: tuple[Tensor, ...] = _Embedding.apply(
-        ids, weight, probe, padding_idx, batch_dim, tied, shared, trusted, starts, *flat
+        *(ids, weight, probe, padding_idx, batch_dim, tied, shared, trusted, starts),
+        *metric_inputs(metric, weight),
+        *flat,
     )
     if not tied:
         return out[0], None

@@ -12,8 +12,10 @@ from gnsfast import ops, sharding
 from gnsfast.functional import _documents as documents
 from gnsfast.functional._samples import (
     Link,
+    Metric,
     autocast_dtype,
     check_probe,
+    metric_inputs,
     num_samples,
     samples_first,
     without_autocast,
@@ -33,6 +35,10 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
         input_blocks: int,
         starts: Tensor | None,
+        metric_probe: Tensor | None,
+        constants: Tensor | None,
+        v_w: Tensor | None,
+        v_b: Tensor | None,
         *links: Tensor,
     ) -> Tensor:
         ctx.parameter_dtype = w.dtype
@@ -41,7 +47,10 @@ class _Linear(torch.autograd.Function):
         _, need_w, need_b, *_ = ctx.needs_input_grad
         check_probe(probe, need_w * input_blocks + need_b)
         ctx.input_blocks = input_blocks
-        ctx.save_for_backward(x if need_w else None, w, starts, *links[::3])
+        if metric_probe is not None:
+            check_probe(metric_probe, need_w + need_b)
+        saved = x if need_w else None, w, starts, constants, v_w, v_b
+        ctx.save_for_backward(*saved, *links[::3])
         ctx.num_samples, ctx.batch_dim, ctx.transposed = num_samples(probe), batch_dim, transposed
         y = F.linear(x, w.t() if transposed else w, b)
         if not torch.compiler.is_compiling() and y._is_view():
@@ -52,15 +61,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, starts, *link_ids = ctx.saved_tensors
+        x, w, starts, constants, v_w, v_b, *link_ids = ctx.saved_tensors
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
-        dx, link_grads = None, []
+        dx, link_grads, metric_PB = None, [], None
         with without_autocast(dy):
             if need_x:
                 dx = dy @ (w.t() if ctx.transposed else w)
             samples = 1 if starts is not None else ctx.num_samples
             dy_BTO = samples_first(dy, samples, ctx.batch_dim)
             x_BTI = dy_BTO if x is None else samples_first(x, samples, ctx.batch_dim)
+            ids_BS = torch.cat(link_ids, dim=1) if link_ids else None
             if starts is not None:
                 x_NI, dy_NO = x_BTI[0], dy_BTO[0]
                 documents.refuse_sharded(dy)
@@ -68,16 +78,18 @@ class _Linear(torch.autograd.Function):
                     *(x_NI, dy_NO, starts, 1, need_w, need_b, ctx.transposed, ctx.parameter_dtype)
                 )
                 dw, db = (t[0] if len(t) else t for t in (dw, db))
-                for ids in link_ids:
-                    rows_NI = documents.tied_rows(x_NI, dy_NO, ids[0], starts)
-                    link_grads += [None, rows_NI[None], dw[ids].to(rows_NI.dtype)]
+                own = [documents.tied_rows(x_NI, dy_NO, ids[0], starts)[None] for ids in link_ids]
+                rows = torch.cat(own, 1) if own else None
+            elif constants is not None:
+                dw, db, norms, rows = ops.linear_wgrad_metric(
+                    *(x_BTI, dy_BTO, v_w, v_b, constants, ids_BS),
+                    *(ctx.transposed, ctx.parameter_dtype),
+                )
+                sqnorm_PB, metric_PB = norms.chunk(2)
             elif link_ids:
-                ids_BS = torch.cat(link_ids, dim=1)
                 dw, db, sqnorm_PB, rows = ops.linear_wgrad_tied(
                     x_BTI, dy_BTO, ids_BS, need_b, ctx.parameter_dtype
                 )
-                for ids, rows_BSI in zip(link_ids, rows.split([i.shape[1] for i in link_ids], 1)):
-                    link_grads += [None, rows_BSI, dw[ids].to(rows.dtype)]
             elif ctx.input_blocks > 1 and need_w:
                 # Blocks of columns are those of rows, the other way round.
                 x_blocks = list(x_BTI.chunk(ctx.input_blocks, dim=2))
@@ -94,12 +106,18 @@ class _Linear(torch.autograd.Function):
                 dw, db, sqnorm_PB = wgrad(
                     x_BTI, dy_BTO, need_w, need_b, ctx.transposed, ctx.parameter_dtype
                 )
+            if link_ids:
+                assert rows is not None
+                for ids, rows_BSI in zip(link_ids, rows.split([i.shape[1] for i in link_ids], 1)):
+                    link_grads += [None, rows_BSI, dw[ids].to(rows.dtype)]
         return (
             dx,
             dw if need_w else None,
             db if need_b else None,
             sqnorm_PB,
             *(None,) * 5,
+            metric_PB,
+            *(None,) * 3,
             *link_grads,
         )
 
@@ -115,6 +133,7 @@ def linear(
     input_blocks: int = 1,
     starts: Tensor | None = None,
     links: tuple[Link, ...] = (),
+    metric: Metric | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear(x, weight, bias)`` whose backward fills ``probe``.
 
@@ -132,6 +151,7 @@ def linear(
             from ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``); all rows
             are some document's.
         links: earlier embeddings that share ``weight``.
+        metric: a second probe, for norms under a metric; not with ``input_blocks``.
 
     The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
     Raises ValueError for a probe of another shape, and for links to a ``transposed`` weight.
@@ -148,8 +168,12 @@ def linear(
     dtype = autocast_dtype(x)
     if dtype is not None and x.is_floating_point():
         x = x.to(dtype)
+    if metric is not None and input_blocks > 1:
+        raise ValueError("a weight in input_blocks has no norms under a metric")
     flat = [t for link in links for t in link]
     y: Tensor = _Linear.apply(
-        x, weight, bias, probe, dtype, batch_dim, transposed, input_blocks, starts, *flat
+        *(x, weight, bias, probe, dtype, batch_dim, transposed, input_blocks, starts),
+        *metric_inputs(metric, weight, bias),
+        *flat,
     )
     return y

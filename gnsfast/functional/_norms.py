@@ -12,7 +12,9 @@ from torch.autograd.function import once_differentiable
 from gnsfast import ops, reference, sharding
 from gnsfast.functional import _documents as documents
 from gnsfast.functional._samples import (
+    Metric,
     check_probe,
+    metric_inputs,
     num_samples,
     samples_back,
     samples_first,
@@ -32,17 +34,22 @@ class _LayerNorm(torch.autograd.Function):
         eps: float,
         batch_dim: int,
         starts: Tensor | None,
+        metric_probe: Tensor | None,
+        constants: Tensor | None,
+        v_w: Tensor | None,
+        v_b: Tensor | None,
     ) -> Tensor:
-        check_probe(probe, sum(ctx.needs_input_grad[1:3]))
+        for rows in (probe,) if metric_probe is None else (probe, metric_probe):
+            check_probe(rows, sum(ctx.needs_input_grad[1:3]))
         y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
-        ctx.save_for_backward(x, w, b, mean, rstd, starts)
+        ctx.save_for_backward(x, w, b, mean, rstd, starts, constants, v_w, v_b)
         ctx.num_samples, ctx.batch_dim, ctx.shape = num_samples(probe), batch_dim, shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, b, mean, rstd, starts = ctx.saved_tensors
+        x, w, b, mean, rstd, starts, constants, v_w, v_b = ctx.saved_tensors
         _, need_w, need_b, *_ = ctx.needs_input_grad
 
         def rows(t: Tensor) -> Tensor:
@@ -58,19 +65,25 @@ class _LayerNorm(torch.autograd.Function):
             backward, more = documents.layer_norm_backward, (starts,)
         with without_autocast(dy):
             flat_w, flat_b = (t if t is None else t.flatten() for t in (w, b))
-            dx, dw, db, sqnorm_PB = sharding.replicated(backward)(
+            taken = (
                 rows(dy),
                 rows(x),
                 *(rows(mean).contiguous(), rows(rstd).contiguous()),  # torch's kernel assumes it
-                *(flat_w, flat_b, need_w, need_b, *more),
+                *(flat_w, flat_b),
             )
+            if constants is None:
+                metric_PB = None
+                dx, dw, db, sqnorm_PB = sharding.replicated(backward)(*taken, need_w, need_b, *more)
+            else:
+                dx, dw, db, norms = ops.norm_backward_metric(*taken, v_w, v_b, constants, 0.0, 0.0)
+                sqnorm_PB, metric_PB = norms.chunk(2)
         flat_shape = x.flatten(-len(ctx.shape)).shape
         return (
             samples_back(dx, flat_shape, ctx.batch_dim).reshape(x.shape),
             dw.reshape(ctx.shape) if need_w else None,
             db.reshape(ctx.shape) if need_b else None,
             sqnorm_PB,
-            *(None,) * 4,
+            *(None, None, None, None, metric_PB, None, None, None),
         )
 
 
@@ -105,6 +118,7 @@ def layer_norm(
     eps: float = 1e-5,
     batch_dim: int = 0,
     starts: Tensor | None = None,
+    metric: Metric | None = None,
 ) -> Tensor:
     """``torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)`` whose backward
     fills ``probe``; ``starts``: samples are documents, as for ``linear``.
@@ -119,7 +133,8 @@ def layer_norm(
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         x = x.float()  # as torch's own autocast does there
     y: Tensor = _LayerNorm.apply(
-        x, weight, bias, probe, list(normalized_shape), eps, batch_dim, starts
+        *(x, weight, bias, probe, list(normalized_shape), eps, batch_dim, starts),
+        *metric_inputs(metric, weight, bias),
     )
     return y
 
@@ -135,9 +150,13 @@ class _RMSNorm(torch.autograd.Function):
         variant: str,
         batch_dim: int,
         starts: Tensor | None,
+        metric_probe: Tensor | None,
+        constants: Tensor | None,
+        v: Tensor | None,
     ) -> Tensor:
-        check_probe(probe, 1)
-        ctx.save_for_backward(x, w, starts)
+        for rows in (probe,) if metric_probe is None else (probe, metric_probe):
+            check_probe(rows, 1)
+        ctx.save_for_backward(x, w, starts, constants, v)
         ctx.num_samples, ctx.batch_dim = num_samples(probe), batch_dim
         forward, ctx.offset = RMS_NORM_VARIANTS[variant]
         ctx.eps = eps
@@ -146,7 +165,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, starts = ctx.saved_tensors
+        x, w, starts, constants, v = ctx.saved_tensors
 
         def rows(t: Tensor) -> Tensor:
             t = t.flatten(-w.ndim)
@@ -161,11 +180,19 @@ class _RMSNorm(torch.autograd.Function):
             documents.refuse_sharded(dy)
             backward, more = documents.rms_norm_backward, (starts,)
         with without_autocast(dy):
-            dx, dw, sqnorm_PB = sharding.replicated(backward)(
-                rows(dy), rows(x), w.flatten(), ctx.eps, ctx.offset, *more
-            )
+            last = ctx.eps, ctx.offset
+            if constants is None:
+                metric_PB = None
+                dx, dw, sqnorm_PB = sharding.replicated(backward)(
+                    rows(dy), rows(x), w.flatten(), *last, *more
+                )
+            else:
+                dx, dw, _, norms = ops.norm_backward_metric(
+                    *(rows(dy), rows(x), None, None, w.flatten(), None, v, None, constants, *last)
+                )
+                sqnorm_PB, metric_PB = norms.chunk(2)
         dx = samples_back(dx, x.flatten(-w.ndim).shape, ctx.batch_dim).reshape(x.shape)
-        return dx, dw.reshape(w.shape), sqnorm_PB, *(None,) * 4
+        return dx, dw.reshape(w.shape), sqnorm_PB, *(None,) * 4, metric_PB, None, None
 
 
 def rms_norm(
@@ -177,6 +204,7 @@ def rms_norm(
     variant: str = "torch",
     batch_dim: int = 0,
     starts: Tensor | None = None,
+    metric: Metric | None = None,
 ) -> Tensor:
     """``torch.nn.functional.rms_norm(x, weight.shape, weight, eps)`` whose backward fills
     ``probe``; ``starts``: samples are documents, as for ``linear``.
@@ -195,7 +223,9 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(reference.accumulate_dtype(x.dtype)).eps  # as F.rms_norm does
-    y: Tensor = _RMSNorm.apply(x, weight, probe, eps, variant, batch_dim, starts)
+    y: Tensor = _RMSNorm.apply(
+        x, weight, probe, eps, variant, batch_dim, starts, *metric_inputs(metric, weight)
+    )
     return y
 
 

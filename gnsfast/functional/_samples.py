@@ -2,13 +2,47 @@
 """What the layers share: rows into samples, the size of a probe, autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Link = tuple[Tensor, Tensor, Tensor]
 """An earlier use of a tied embedding: its ids [B, S] and its two link outputs, both [B, S, D]."""
+
+
+class Metric(NamedTuple):
+    """A second probe, of squared norms under a diagonal metric, and what the metric is made of.
+
+    ``probe`` is float32 zeros [P, B + 2]; the metric of a parameter with ``moments`` v is
+    1 / (√v s + eps), where ``constants`` [P, 2] holds s and eps, in the order of the probe's rows.
+    For Adam's v after t steps s is 1 / √(1 - beta2^t).
+
+    >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
+    >>> probe, weighed = (torch.zeros(1, 3 + 2, requires_grad=True) for _ in range(2))
+    >>> s_eps, v = torch.tensor([[2.0, 1.0]]), torch.full((2, 5), 0.25)
+    >>> metric = gnsfast.functional.Metric(weighed, s_eps, (v,))
+    >>> gnsfast.functional.linear(x, w, None, probe, metric=metric).sum().backward()
+    >>> torch.allclose(weighed.grad[0, :3], probe.grad[0, :3] / 2)
+    True
+    """
+
+    probe: Tensor
+    constants: Tensor
+    moments: tuple[Tensor, ...]
+
+    def inputs(self, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The probe, the constants, and v of each of ``parameters``, None for one without a row."""
+        moments = iter(self.moments)
+        trained = [p is not None and p.requires_grad for p in parameters]
+        return self.probe, self.constants, *(next(moments) if t else None for t in trained)
+
+
+def metric_inputs(metric: Metric | None, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What a layer takes for its ``metric``; as many times None without one."""
+    if metric is None:
+        return (None,) * (2 + len(parameters))
+    return metric.inputs(*parameters)
 
 
 def samples_first(x: Tensor, B: int, batch_dim: int) -> Tensor:

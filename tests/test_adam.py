@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise scale under Adam's metric: tr(PΣ) and GᵀPG against single samples in float64."""
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adam_cases import Tied, Updates, adam, loop_norms, metric_of
+from noise_cases import I, N, draw, make
+from test_estimator import NoWaiting
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import gnsfast
+
+
+def expected(model: nn.Module, updates: Updates, metric: dict[str, Tensor]) -> tuple[float, float]:
+    """tr(PΣ) and GᵀPG over all samples of each update, averaged over updates."""
+    loss = lambda m, batch: F.cross_entropy(m(batch[0]), batch[1], reduction="sum")
+    found = []
+    for batches in updates:
+        x, y = (torch.cat(parts) for parts in zip(*batches))
+        n = len(x)
+        norms = sum(loop_norms(model, loss, (x, y), n, metric).values())
+        assert isinstance(norms, Tensor)
+        mean = norms[-1] / n**2
+        trace = (norms[:-1].sum() - n * mean) / (n - 1)
+        found.append((trace, mean - trace / n))
+    trace, grad_sqnorm = torch.tensor(found).mean(0).tolist()
+    return trace, grad_sqnorm
+
+
+def warm(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = 3
+) -> torch.optim.Optimizer:
+    """An optimizer that has made a few steps."""
+    optimizer = optimizer or adam(model)
+    for x, y in draw(steps):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def run(
+    model: nn.Module,
+    gns: gnsfast.GradientNoiseScale,
+    updates: Updates,
+    scaler: torch.amp.GradScaler | None = None,
+) -> gnsfast.AdamNoiseScale:
+    for batches in updates:
+        for x, y in batches:
+            with gns.microbatch(len(x), scale=1 / len(batches)):
+                loss = F.cross_entropy(model(x), y) / len(batches)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        gns.update()
+        model.zero_grad()
+    found = gns.compute().adam
+    assert found is not None
+    return found
+
+
+def check(found: gnsfast.ModuleNoiseScale, truth: tuple[float, float], rtol: float = 1e-5) -> None:
+    assert found.trace == pytest.approx(truth[0], rel=rtol)
+    assert found.grad_sqnorm == pytest.approx(truth[1], rel=rtol)
+    ratio = truth[0] / truth[1] if truth[1] > 0 else math.inf
+    assert found.noise_scale == pytest.approx(ratio, rel=rtol)
+
+
+@pytest.mark.parametrize(
+    ("source", "microbatches", "options"),
+    [
+        ("auto", 1, {}),
+        ("auto", 3, {"amsgrad": True}),
+        ("global", 1, {"foreach": True}),
+        ("global", 3, {"fused": True}),
+        ("local", 3, {"capturable": False}),
+    ],
+)
+def test_against_all_samples(source: str, microbatches: int, options: dict[str, Any]) -> None:
+    """Frozen weights, a frozen P, whatever measures; the Euclidean number stays what it was."""
+    model, updates = make(), [draw(microbatches) for _ in range(6)]
+    optimizer = warm(model, adam(model, **options))
+    gns = gnsfast.GradientNoiseScale(model, source=source, metric="adam", optimizer=optimizer)
+    found = run(model, gns, updates)
+    if source == "local":
+        updates = [[batch] for batches in updates for batch in batches]
+    metric = metric_of(model, optimizer)
+    check(found, expected(model, updates, metric))
+    check(
+        gns.compute(), expected(model, updates, {n: torch.ones_like(p) for n, p in metric.items()})
+    )
+    assert found.updates == 6 and found.lower < found.noise_scale < found.upper
+    assert str(gns.compute()).splitlines()[1] == f"under Adam's metric: {ratio(found)}, 6 updates"
+
+
+def ratio(found: gnsfast.ModuleNoiseScale) -> str:
+    return gnsfast.ModuleNoiseScale.__str__(found)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler(unscale: bool) -> None:
+    model, updates = make(), [draw(2) for _ in range(6)]
+    optimizer = warm(model)
+    truth = expected(model, updates, metric_of(model, optimizer))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    gns = gnsfast.GradientNoiseScale(model, grad_scaler=scaler, metric="adam", optimizer=optimizer)
+    for batches in updates:
+        for x, y in batches:
+            with gns.microbatch(N, scale=0.5):
+                scaler.scale(F.cross_entropy(model(x), y) / 2).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        gns.update()
+        scaler._per_optimizer_states.clear()  # no step: weights and P stay
+        optimizer.zero_grad()
+    assert gns.compute().adam is not None
+    check(gns.compute().adam, truth)
+
+
+def test_a_tie_is_read_once() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(gnsfast.convert(Tied()), nn.Flatten())
+    updates: Updates = [
+        [(torch.randint(0, 7, (N, 3)), (torch.rand(N) < 0.1).long()) for _ in range(2)]
+        for _ in range(5)
+    ]
+    optimizer = adam(model)
+    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    train(model, gns, optimizer, updates[:2])
+    gns.reset()
+    check(run(model, gns, updates), expected(model, updates, metric_of(model, optimizer)))
+
+
+def test_a_constant_metric_is_the_euclidean_one() -> None:
+    model, updates = make(), [draw(2) for _ in range(6)]
+    optimizer = warm(model, torch.optim.Adam(model.parameters()))
+    for state in optimizer.state.values():
+        state["exp_avg_sq"].fill_(0.04)
+    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    adams, whole = run(model, gns, updates), gns.compute()
+    for name in ("noise_scale", "lower", "upper"):
+        assert getattr(adams, name) == pytest.approx(getattr(whole, name), rel=1e-6)
+
+
+def train(
+    model: nn.Module,
+    gns: gnsfast.GradientNoiseScale,
+    optimizer: torch.optim.Optimizer,
+    updates: Updates,
+) -> None:
+    for batches in updates:
+        for x, y in batches:
+            with gns.microbatch(len(x), scale=1 / len(batches)):
+                (F.cross_entropy(model(x), y) / len(batches)).backward()
+        gns.update()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_training_and_its_first_update() -> None:
+    """P is that of before each step, and the first update has none; nothing else changes."""
+    model, plain, updates = make(), make(), [draw(2) for _ in range(7)]
+    optimizer, other = adam(model), adam(plain)
+    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    without = gnsfast.GradientNoiseScale(plain)
+    truths = []
+    for batches in updates:
+        if metric := metric_of(model, optimizer):
+            truths.append(expected(model, [batches], metric))
+        train(model, gns, optimizer, [batches])
+        train(plain, without, other, [batches])
+    result = gns.compute()
+    assert (result.updates, result.skipped) == (7, 0)
+    assert result.adam is not None and result.adam.updates == 6
+    trace, grad_sqnorm = torch.tensor(truths).mean(0).tolist()
+    check(result.adam, (trace, grad_sqnorm))
+    assert without.compute().adam is None
+    assert result.noise_scale == pytest.approx(without.compute().noise_scale, rel=1e-4)
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_before_a_first_measurement() -> None:
+    model = make()
+    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=adam(model))
+    assert gns.compute().adam is None
+    found = run(model, gns, [draw(1)])
+    assert math.isnan(found.noise_scale) and found.updates == 0
+    assert "Adam's metric: noise scale not measured yet" in str(gns.compute())
+
+
+def test_a_parameter_that_comes_later() -> None:
+    """Without a gradient so far it has no v: it counts as zero until it has a gradient, which makes
+    one update without a measurement.
+    """
+    model = nn.ModuleDict({"a": nn.Linear(I, 3), "b": nn.Linear(I, 3)})
+    gnsfast.convert(model)
+    optimizer = adam(model)
+    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    counts = []
+    for used in ("a", "a", "ab", "ab"):
+        [(x, y)] = draw(1)
+        with gns.microbatch(N):
+            F.cross_entropy(sum(model[name](x) for name in used), y).backward()
+        gns.update()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(gns.compute().adam.updates)
+    assert counts == [0, 1, 1, 2]
+
+
+def test_killed_and_resumed() -> None:
+    updates = [draw(2) for _ in range(8)]
+    results = []
+    for stop in (8, 4):
+        model = make()
+        optimizer = adam(model)
+        gns = gnsfast.GradientNoiseScale(model, window=4, metric="adam", optimizer=optimizer)
+        train(model, gns, optimizer, updates[:stop])
+        if stop < 8:
+            buffer = io.BytesIO()
+            torch.save([t.state_dict() for t in (model, optimizer, gns)], buffer)
+            model = make()
+            optimizer = adam(model)
+            gns = gnsfast.GradientNoiseScale(model, window=4, metric="adam", optimizer=optimizer)
+            buffer.seek(0)
+            for t, state in zip((model, optimizer, gns), torch.load(buffer)):
+                t.load_state_dict(state)
+            train(model, gns, optimizer, updates[stop:])
+        results.append(gns)
+    assert results[0].compute() == results[1].compute()
+    assert torch.equal(results[0].state_dict()["ring"], results[1].state_dict()["ring"])
+    with pytest.raises(ValueError, match="metric='adam', this estimator metric=None"):
+        gnsfast.GradientNoiseScale(make(), window=4).load_state_dict(results[0].state_dict())
+
+
+def test_what_is_left_out() -> None:
+    """Attention and convolutions, and all that shares a weight with them: in neither part."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.attention = nn.Conv1d(2, 4, 3), nn.MultiheadAttention(4, 2)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.conv(x.view(-1, 2, 3)).permute(2, 0, 1)
+            y: Tensor = self.head(self.attention(h, h, h, need_weights=False)[0][0])
+            return y
+
+    torch.manual_seed(1)
+    model, updates = gnsfast.convert(Model()), [draw(2) for _ in range(5)]
+    optimizer = warm(model)
+    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    found = run(model, gns, updates)
+    names = {n for n, _ in model.named_parameters()}
+    assert set(found.left_out) == names - {"head.weight", "head.bias"}
+    assert f"{len(found.left_out)} parameters left out" in str(found)
+    metric = {n: p for n, p in metric_of(model, optimizer).items() if n not in found.left_out}
+    check(found, expected(model, updates, metric))
+
+
+def test_compiled_model() -> None:
+    """One graph before the first step and one after it."""
+    model, updates = make(), [draw(2) for _ in range(4)]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    optimizer = adam(model)
+    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    train(compiled, gns, optimizer, updates[:1])
+    gns.reset()
+    truth = expected(model, updates, metric_of(model, optimizer))
+    check(run(compiled, gns, updates), truth)
+    assert counter.frame_count == 2
+
+
+def test_checkpointed_activations() -> None:
+    model, updates = make(), [draw(2) for _ in range(4)]
+    optimizer = warm(model)
+    truth = expected(model, updates, metric_of(model, optimizer))
+    first = model[:3]
+    head, model[3] = model[3], nn.Identity()
+    again = nn.Sequential(Checkpointed(first), head)
+    gns = gnsfast.GradientNoiseScale(again, metric="adam", optimizer=optimizer)
+    check(run(again, gns, updates), truth)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("source", ["global", "local"])
+def test_nothing_waits_for_the_device(source: str) -> None:
+    model = make()
+    optimizer = warm(model)
+    gns = gnsfast.GradientNoiseScale(model, source=source, metric="adam", optimizer=optimizer)
+    with NoWaiting():
+        for x, y in draw(3):
+            with gns.microbatch(N):
+                F.cross_entropy(model(x), y).backward()
+            gns.update()
+            model.zero_grad()

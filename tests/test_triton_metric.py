@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms under a metric by the Triton kernels, per sample against float64: on a GPU where there is
+one, else in Triton's interpreter.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is there on Linux alone")
+
+from gnsfast import backends, extension  # noqa: E402
+from gnsfast.triton_kernels import configs, linear_wgrad, operators, operators_metric  # noqa: E402
+
+F32, BF16 = torch.float32, torch.bfloat16
+S, EPS = 1.5, 1e-3
+
+
+def moments(*shape: int) -> Tensor:
+    """Second moments over six orders of magnitude, and some that are zero."""
+    count = torch.Size(shape).numel()
+    v = torch.logspace(-6, 0, count)[torch.randperm(count)].view(shape)
+    v[torch.rand(shape) < 0.1] = 0.0
+    return v
+
+
+def constants(parameters: int) -> Tensor:
+    return torch.tensor([[S, EPS]] * parameters, dtype=torch.float64)
+
+
+def assert_rows(rows: Tensor, g_PB: list[Tensor], v_P: list[Tensor]) -> None:
+    """Rows [2P, B + 2] against the samples' float64 gradients [B, ...] and P made anew."""
+    ones = [torch.ones_like(v) for v in v_P]
+    p_P = [1 / (v.double().sqrt() * S + EPS) for v in v_P]
+    assert rows.dtype == F32 and len(rows) == 2 * len(g_PB)
+    for row, g, p in zip(rows, g_PB * 2, ones + p_P):
+        g = torch.cat([g, g.sum(0, keepdim=True)])
+        want = (p.to(g) * g.square()).flatten(1).sum(1)
+        torch.testing.assert_close(row[:-1].double(), want, rtol=1e-5, atol=1e-12)
+        assert row[-1] == 1.0
+
+
+def assert_gradient(grad: Tensor, g: Tensor) -> None:
+    want = g.sum(0)
+    scale = want.abs().max().item() if want.numel() else 0.0
+    torch.testing.assert_close(grad.double(), want, rtol=1e-5, atol=1e-5 * scale)
+
+
+# B, T, I, O: tiles are 128 x 64 and more.
+SHAPES = {
+    "several tiles": (2, 70, 72, 136, BF16),
+    "odd everything": (3, 67, 37, 21, BF16),
+    "float32": (3, 33, 70, 30, F32),
+    "short": (4, 3, 16, 8, F32),
+    "one token": (5, 1, 40, 24, BF16),
+    "no token": (3, 0, 16, 8, F32),
+    "no sample": (0, 9, 16, 8, F32),
+}
+
+
+def draw(B: int, T: int, I: int, O: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    scale = torch.logspace(-2, 0, B)[:, None, None]
+    x, dy = torch.randn(B, T, I) * scale, torch.randn(B, T, O)
+    return x.to(device, dtype), dy.to(device, dtype)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_linear(
+    shape: tuple[int, int, int, int, torch.dtype], transposed: bool, device: str
+) -> None:
+    x, dy = draw(*shape, device)
+    I, O = shape[2:4]
+    v, v_O = moments(*((I, O) if transposed else (O, I))).to(device), moments(O).to(device)
+    dw, db, rows, _ = operators_metric.linear_wgrad_metric(
+        x, dy, v, v_O, constants(2).to(device), None, transposed, F32
+    )
+    g = dy.double().mT @ x.double()
+    g = g.mT if transposed else g
+    bias = dy.double().sum(1)
+    assert_gradient(dw, g)
+    assert_gradient(db, bias)
+    assert_rows(rows, [g, bias], [v, v_O])
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_tiles(parts: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and split by samples; a program has several tiles."""
+    monkeypatch.setattr(linear_wgrad, "multiprocessors", lambda device: 3)
+    x, dy = draw(7, 20, 200, 136, BF16, device)
+    v, dw = moments(136, 200).to(device), torch.empty(136, 200, device=device)
+    metric = v, constants(1)[0].to(device)
+    config = configs.HALF_METRIC[0]
+    partial = linear_wgrad.fused(x, dy, dw, config, parts=parts, metric=metric)
+    rows = torch.nn.functional.pad(partial.sum(1), (0, 1), value=1.0)
+    g = dy.double().mT @ x.double()
+    assert_gradient(dw, g)
+    assert_rows(rows, [g], [v])
+
+
+def test_the_extension_is_not_asked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would leave the rows under the metric unwritten."""
+    monkeypatch.setattr(backends, "backend", lambda device: "cuda")
+    monkeypatch.setattr(extension, "takes", lambda *args: True)
+    x, dy = draw(2, 9, 40, 24, BF16, device)
+    v = moments(24, 40).to(device)
+    _, _, rows, _ = operators_metric.linear_wgrad_metric(
+        x, dy, v, None, constants(1).to(device), None, False, F32
+    )
+    assert_rows(rows, [dy.double().mT @ x.double()], [v])
+
+
+def test_tied_rows(device: str) -> None:
+    x, dy = draw(2, 9, 40, 152, BF16, device)
+    ids = torch.randint(0, 152, (2, 9), device=device)
+    v, v_O = moments(152, 40).to(device), moments(152).to(device)
+    dw, _, rows, tied = operators_metric.linear_wgrad_metric(
+        x, dy, v, v_O, constants(2).to(device), ids, False, F32
+    )
+    g = dy.double().mT @ x.double()
+    assert_gradient(dw, g)
+    assert_rows(rows, [g, dy.double().sum(1)], [v, v_O])
+    for b in range(2):
+        torch.testing.assert_close(tied[b].double(), g[b, ids[b]], rtol=1e-5, atol=1e-5)
+
+
+def test_second_moments_of_another_layout_and_dtype(device: str) -> None:
+    x, dy = draw(3, 9, 24, 40, BF16, device)
+    v = moments(24, 40).T.to(device, BF16)
+    _, _, rows, _ = operators_metric.linear_wgrad_metric(
+        x, dy, v, None, constants(1).to(device), None, False, BF16
+    )
+    assert_rows(rows, [dy.double().mT @ x.double()], [v])
+
+
+@pytest.mark.parametrize("small", [0, 256], ids=["sorted", "one-hot"])
+@pytest.mark.parametrize("padding_idx", [-1, 4])
+@pytest.mark.parametrize("D", [20, 600])
+def test_embedding(
+    D: int, padding_idx: int, small: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "SMALL_VOCABULARY", small)
+    ids, v = torch.randint(0, 6, (3, 15), device=device), moments(6, D).to(device)
+    dy = torch.randn(3, 15, D, device=device)
+    onehot = F.one_hot(ids, 6).double()
+    if padding_idx >= 0:
+        onehot[..., padding_idx] = 0.0
+    g = onehot.mT @ dy.double()
+    dw, rows = operators_metric.embedding_wgrad_metric(
+        dy, ids, v, constants(1).to(device), padding_idx, F32
+    )
+    assert_gradient(dw, g)
+    assert_rows(rows, [g], [v])
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "layer norm without bias", "rms norm"])
+def test_norms(kind: str, device: str) -> None:
+    x = torch.randn(3, 9, 50, device=device)
+    w, b, dy = (torch.randn(n, device=device) for n in ((50,), (50,), x.shape))
+    v_w, v_b = moments(50).to(device), moments(50).to(device)
+    rms, bias = kind == "rms norm", kind == "layer norm"
+    mean = rstd = None
+    wide = x.double()
+    if rms:
+        normed = F.rms_norm(wide, (50,), eps=1e-5)
+    else:
+        _, mean, rstd = torch.native_layer_norm(x, [50], w, b, 1e-5)
+        normed = F.layer_norm(wide, (50,), eps=1e-5)
+    g = [(normed * dy.double()).sum(1), dy.double().sum(1)][: 1 + bias]
+    dx, dw, db, rows = operators_metric.norm_backward_metric(
+        *(dy, x, mean, rstd, w, None if rms else b, v_w, v_b if bias else None),
+        *(constants(1 + bias).to(device), 1e-5, 0.0),
+    )
+    assert_gradient(dw, g[0])
+    assert_rows(rows, g, [v_w, v_b][: 1 + bias])
+    if bias:
+        assert_gradient(db, g[1])
+    leaf = wide.requires_grad_()
+    y = F.rms_norm(leaf, (50,), w.double(), 1e-5) if rms else F.layer_norm(leaf, (50,), w.double())
+    (want,) = torch.autograd.grad(y, leaf, dy.double())
+    torch.testing.assert_close(dx.double(), want, rtol=1e-4, atol=1e-5)
