@@ -3,6 +3,9 @@ BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
 LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py conv.py models.py multihead_attention.py attention.py transformer_layers.py)
+# What packaging can break: every module and its examples, the kernels' folder, the command.
+WHEEL_TESTS := $(addprefix ../../tests/test_,promises.py docs.py setup.py linear_wgrad.py embedding.py norms.py conv.py convert.py \
+	estimator.py segments.py triton_linear.py cli.py integrations_trackers.py examples.py)
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 help:  ## list the targets
@@ -11,7 +14,7 @@ help:  ## list the targets
 demo: $(RUN)  ## train a small GPT on real text, its noise scale on the screen and in a report
 	$(BIN)/gnsfast demo
 
-test: $(DEV)  ## all tests, in the checkout and then against the built wheel
+test: $(DEV)  ## all tests in the checkout, the layers' through Triton, and some against the built wheel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) --no-print-directory triton-test wheel-test
 
@@ -22,7 +25,7 @@ triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in T
 kernels: $(DEV)  ## compile every Triton kernel for sm_80, sm_90, sm_100; print registers and instructions
 	$(BIN)/python -m pytest -q -rP tests/test_triton_compile.py
 
-wheel-test: $(DEV)  ## the tests against the wheel in a clean environment
+wheel-test: $(DEV)  ## what packaging can break, against the wheel in a clean environment
 	rm -rf build
 	$(BIN)/python -m build --quiet --wheel --outdir build/wheel
 	$(BIN)/python -m venv build/venv
@@ -30,7 +33,7 @@ wheel-test: $(DEV)  ## the tests against the wheel in a clean environment
 	build/venv/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	mkdir build/away
 	cd build/away && OMP_NUM_THREADS=1 GNSFAST_TEST_WHEEL=1 ../venv/bin/python -m pytest \
-		--rootdir ../.. -c ../../pyproject.toml -p no:cacheprovider -n 2 --dist worksteal -m "not dist and not source" -k "not torch_inputs" ../../tests
+		--rootdir ../.. -c ../../pyproject.toml -p no:cacheprovider -n 2 --dist worksteal -m "not dist and not source" $(WHEEL_TESTS)
 
 lint: $(DEV)  ## ruff and mypy
 	$(BIN)/ruff check
