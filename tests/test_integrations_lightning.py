@@ -262,6 +262,66 @@ def test_refusals(tmp_path: Path) -> None:
         fit(GNSMonitor(), tmp_path, Manual(), gradient_clip_val=None, accumulate_grad_batches=1)
     with pytest.raises(ValueError, match="window"):
         fit(GNSMonitor(window=0), tmp_path, Tiny())
+    with pytest.raises(NotImplementedError, match="a second GNSMonitor"):
+        fit(GNSMonitor(), tmp_path, Tiny(), callbacks=[Another()])
+    options = dict(accumulate_grad_batches=1, gradient_clip_val=None)
+    with pytest.raises(NotImplementedError, match="torch.optim.LBFGS, which calls its closure"):
+        fit(GNSMonitor(), tmp_path, Optimized(torch.optim.LBFGS), **options)
+    with pytest.raises(gnsfast.ObservationError, match="second backward pass of one batch"):
+        fit(GNSMonitor(), tmp_path, Optimized(TwiceSGD), **options)
+
+
+class Another(GNSMonitor):
+    """Lightning itself refuses two callbacks of one class that have a state."""
+
+
+class TwiceSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class Optimized(Tiny):
+    def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=1e-2)
+
+
+class Headed(Tiny):
+    """The first tensor of its batches is not of samples."""
+
+    def on_before_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> list[Tensor]:
+        return [torch.ones(3), *batch]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        return super().training_step(batch[1:], batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch[1:], batch_idx)
+
+
+def test_first_tensor_that_is_not_of_samples(tmp_path: Path) -> None:
+    with pytest.raises(gnsfast.SampleShapeError, match=r"say GNSMonitor\(batch_size=lambda batch"):
+        fit(GNSMonitor(), tmp_path, Headed())
+    monitor, plain = GNSMonitor(batch_size=lambda batch: len(batch[1])), GNSMonitor()
+    fit(monitor, tmp_path, Headed())
+    fit(plain, tmp_path, Tiny())
+    assert monitor.compute() == plain.compute()
+
+
+def test_finished_run_is_resumed(tmp_path: Path) -> None:
+    """Nothing is left to train: what the checkpoint holds is what there is; a new fit() begins
+    anew.
+    """
+    monitor, resumed, path = GNSMonitor(), GNSMonitor(), tmp_path / "end.ckpt"
+    fit(monitor, tmp_path, Tiny()).save_checkpoint(path)
+    fit(resumed, tmp_path, Tiny(), ckpt=str(path))
+    assert resumed.compute() == monitor.compute() and monitor.compute().updates == UPDATES
+    fit(resumed, tmp_path, Tiny(), max_steps=3)
+    assert resumed.compute().updates == 3
 
 
 def test_counts_of_tokens_and_samples(tmp_path: Path) -> None:

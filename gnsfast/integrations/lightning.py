@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
+from torch.optim import LBFGS
 from torch.utils import _pytree as pytree
 
-from gnsfast.errors import ObservationError
+from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.noise_scale import NoiseScale
@@ -38,11 +39,17 @@ class GNSMonitor(Callback):
     Lightning zeroes gradients between the forward and the backward pass. The probes need that
     before the forward pass, so the module's ``optimizer_zero_grad`` is also called there.
 
+    ``monitor.gns`` is the estimator, from the start of training on: what freezes or unfreezes
+    parameters during training calls ``monitor.gns.reset()`` afterwards.
+
     Args:
         batch_size: takes the batch, returns its number of samples; else dimension 0 of its first
             tensor.
-        tokens: takes the batch, returns the tokens that the loss counts for each sample [B], for
-            losses that are means over tokens; else a loss is a mean over samples.
+        tokens: takes the batch, returns the tokens that the loss counts for each sample [B]. A
+            loss that is a mean over tokens needs it, such as a language model's over labels that
+            are not -100: ``lambda batch: (batch["labels"][:, 1:] != -100).sum(1)``. Without it a
+            loss is taken to be a mean over samples, which is not checked, and the noise scale of
+            samples of unequal length is then wrong.
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process; the caller closes it.
         loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
@@ -50,7 +57,8 @@ class GNSMonitor(Callback):
     Raises:
         ValueError: where training starts, for a model without gnsfast layers: convert it in the
             module's ``__init__``, or in ``configure_model`` before ``fully_shard``.
-        NotImplementedError: for manual optimization, FSDP 1, DeepSpeed and other strategies.
+        NotImplementedError: for manual optimization, FSDP 1, DeepSpeed and other strategies,
+            optimizers that call their closure more than once (``LBFGS``), a second GNSMonitor.
 
     >>> from gnsfast.integrations.lightning import GNSMonitor
     >>> GNSMonitor(batch_size=lambda batch: len(batch["text"])).per_module
@@ -87,13 +95,20 @@ class GNSMonitor(Callback):
         return self.gns.compute()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        _refuse(trainer.strategy, pl_module)
+        _refuse(trainer, pl_module)
+        self._begin(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._saved is not None:  # of a run that was finished: nothing is left to train
+            self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.gns = GradientNoiseScale(pl_module, grad_scaler=scaler, **self._options)
         self._block, self._partial, self._given_up = None, False, False
-        if self._saved is not None:
-            self.gns.load_state_dict(self._saved)
-            self._saved = None
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self.gns.load_state_dict(saved)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -117,6 +132,11 @@ class GNSMonitor(Callback):
         block, self._block = self._block, None
         if block is not None:
             block.__exit__(None, None, None)
+        elif not self._given_up:
+            raise ObservationError(
+                "GNSMonitor: a second backward pass of one batch, as an optimizer runs it that "
+                "calls its closure again: such optimizers are not supported"
+            )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         assert self.gns is not None
@@ -142,6 +162,11 @@ class GNSMonitor(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self.gns is not None and self._partial:
             self._give_up()
+        if isinstance(exception, SampleShapeError) and self.batch_size is None:
+            exception.args = (
+                f"{exception} Their number was read off the first tensor of the batch: where that "
+                "does not hold it, say GNSMonitor(batch_size=lambda batch: ...).",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """All measurements. In the middle of an update, whose gradients Lightning does not save
@@ -178,13 +203,23 @@ class GNSMonitor(Callback):
         return int(first.shape[0])
 
 
-def _refuse(strategy: Any, pl_module: Any) -> None:
+def _refuse(trainer: Any, pl_module: Any) -> None:
     """Name what this cannot follow."""
+    strategy = trainer.strategy
+    if sum(isinstance(c, GNSMonitor) for c in trainer.callbacks) > 1:
+        raise NotImplementedError(
+            "GNSMonitor does not support a second GNSMonitor in one Trainer: leave one out"
+        )
     if not pl_module.automatic_optimization:
         raise NotImplementedError(
             "GNSMonitor does not support manual optimization: in training_step, put "
             "gns.microbatch(n) around forward and manual_backward and call gns.update() before "
             "clipping, with a gnsfast.GradientNoiseScale of your own"
+        )
+    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise NotImplementedError(
+            "GNSMonitor does not support torch.optim.LBFGS, which calls its closure, a forward and "
+            "a backward pass, more than once a step: use an optimizer that calls it once"
         )
     known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}  # of either package
     if not known or strategy.handles_gradient_accumulation:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which labels a language model's loss is a mean over, found out of the loss itself."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ LOSSES = ("causal", "tokens", "samples")
 IGNORED = -100
 ROWS = 1024
 """Tokens of a slice of the logits: 0.5 GB in float32 for a vocabulary of 128k."""
+COMPARED = 8
+"""Micro-batches whose losses are compared, at most, until one of them settles the rule."""
 
 
 @dataclass(frozen=True)
@@ -44,44 +47,92 @@ def targets_of(loss: str, inputs: Mapping[str, Any]) -> Tensor:
     return labels[..., 1:] if loss == "causal" else labels
 
 
-def find_rule(
-    loss: Tensor,
-    outputs: Any,
-    inputs: Mapping[str, Any],
-    num_items: Tensor | int | None,
-    *,
-    smoothing: float,
-    first: str,
-) -> Rule:
-    """The rule by which the logits' cross entropy gives ``loss``; ``first`` where several do.
+class RuleSearch:
+    """The rules by which the cross entropy of the logits gave every loss that was compared.
 
-    Raises:
-        ValueError: where none does, with what was tried.
+    A micro-batch settles it where one rule is left and a mean over samples of their token means
+    would differ: not where all samples have as many labels. Until then the first ``COMPARED`` are
+    compared, and afterwards the one after each ``again()``.
     """
-    logits = _logits(outputs)
-    value = float(loss)
-    half = loss.dtype in (torch.float16, torch.bfloat16)
-    tolerance = 2e-2 if half else 1e-4
-    tried = []
-    for name in sorted(("causal", "tokens"), key=lambda name: name != first):
-        found = _cross_entropy(name, logits, inputs, smoothing)
-        if found is None:
-            continue
-        total, count = found
-        for items, divisor in ((True, num_items), (False, count)):
-            if divisor is None:
+
+    def __init__(self) -> None:
+        self._rules: list[Rule] | None = None
+        self._left, self._again = COMPARED, False
+
+    @property
+    def due(self) -> bool:
+        """Whether the next micro-batch is compared, which waits for the device."""
+        return self._left > 0 or self._again
+
+    def again(self) -> None:
+        self._again = True
+
+    def compare(
+        self,
+        loss: Tensor,
+        outputs: Any,
+        inputs: Mapping[str, Any],
+        num_items: Tensor | int | None,
+        *,
+        smoothing: float,
+        first: str,
+    ) -> Rule:
+        """The rule by which the logits give ``loss`` and the earlier ones; that named ``first``
+        where several do.
+
+        Raises:
+            ValueError: where none does, with what was tried.
+        """
+        which = "the first micro-batch" if self._rules is None else "a later micro-batch"
+        value, logits = float(loss), _logits(outputs)
+        half = loss.dtype in (torch.float16, torch.bfloat16)
+        relative = 2e-2 if half else 1e-4
+        names = sorted(("causal", "tokens"), key=lambda name: name != first)
+        sums = {name: _cross_entropy(name, logits, inputs, smoothing) for name in names}
+        if self._rules is None:
+            kinds = (False,) if num_items is None else (True, False)
+            self._rules = [Rule(n, k) for n in names if sums[n] is not None for k in kinds]
+        left, tried, settled = [], [], False
+        for rule in self._rules:
+            if (found := sums[rule.loss]) is None:
                 continue
-            mean = total / float(divisor)
-            if abs(mean - value) <= tolerance * abs(mean):
-                return Rule(name, items)
-            tried.append(f"{name!r} {mean:.6g}{' by num_items_in_batch' if items else ''}")
-    raise ValueError(
-        f"GNSCallback: the loss of the first micro-batch is {value:.6g}, and the mean cross "
-        f"entropy over its labels {', '.join(tried) or 'cannot be had from the outputs'}, so how "
-        "samples weigh in it is unknown. An auxiliary loss (a router's balance) has no per-sample "
-        "gradient: switch it off. For a mean over samples say GNSCallback(loss='samples'); for one "
-        "over labels that are not -100 loss='tokens', or loss='causal' where the model shifts them"
-    )
+            if found.count == 0 or not math.isfinite(value):  # tells nothing
+                left.append(rule)
+                continue
+            divisor = float(num_items) if rule.items and num_items is not None else found.count
+            # 1e-5 of a token's: float32 knows a cross entropy to 1e-7 of its logits, not of itself
+            within = (relative * found.total + 1e-5 * found.count) / divisor
+            mean = found.total / divisor
+            if abs(mean - value) <= within:
+                left.append(rule)
+                other = found.sample_means * found.count / divisor
+                settled = abs(other - mean) > 2 * within
+            else:
+                by = " by num_items_in_batch" if rule.items else ""
+                tried.append(f"{rule.loss!r} {mean:.6g}{by}")
+        if not left:
+            raise ValueError(
+                f"GNSCallback: the loss of {which} is {value:.6g}, and the mean cross entropy over "
+                f"its labels {', '.join(tried) or 'cannot be had from the outputs'}, so how "
+                "samples weigh in it is unknown. An auxiliary loss (a router's balance) has no "
+                "per-sample gradient: switch it off. For a mean over samples say "
+                "GNSCallback(loss='samples'); for one over labels that are not -100 "
+                "loss='tokens', or loss='causal' where the model shifts them"
+            )
+        self._rules, self._again = left, False
+        self._left = 0 if settled and len(left) == 1 else max(0, self._left - 1)
+        return left[0]
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The cross entropy over the labels that count: its sum, their number, and the mean over
+    samples of their own means.
+    """
+
+    total: float
+    count: float
+    sample_means: float
 
 
 def _logits(outputs: Any) -> Tensor | None:
@@ -93,8 +144,8 @@ def _logits(outputs: Any) -> Tensor | None:
 
 def _cross_entropy(
     name: str, logits: Tensor | None, inputs: Mapping[str, Any], smoothing: float
-) -> tuple[float, int] | None:
-    """The cross entropy summed over labels, and their number; None where shapes do not fit."""
+) -> _Sums | None:
+    """None where shapes do not fit."""
     if logits is None or (name == "causal" and logits.ndim < 3):
         return None
     targets = targets_of(name, inputs)
@@ -102,14 +153,21 @@ def _cross_entropy(
         logits = logits[..., :-1, :]
     if targets.is_floating_point() or targets.shape != logits.shape[:-1]:
         return None
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    targets = targets.to(logits.device)
     rows = logits.reshape(-1, logits.shape[-1]).split(ROWS)
-    for rows_NV, targets_N in zip(rows, targets.reshape(-1).to(logits.device).split(ROWS)):
-        total += F.cross_entropy(
-            rows_NV.float(),
-            targets_N,
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=smoothing,
-        )
-    return float(total), int((targets != IGNORED).sum())
+    each_N = torch.cat(
+        [
+            F.cross_entropy(
+                rows_NV.float(),
+                targets_N,
+                ignore_index=IGNORED,
+                reduction="none",
+                label_smoothing=smoothing,
+            )
+            for rows_NV, targets_N in zip(rows, targets.reshape(-1).split(ROWS))
+        ]
+    )
+    total_B = each_N.double().reshape(len(targets), -1).sum(1)
+    count_B = (targets != IGNORED).reshape(len(targets), -1).sum(1)
+    mean_B = total_B / count_B  # NaN for a sample without labels
+    return _Sums(*torch.stack([total_B.sum(), count_B.sum(), mean_B.nanmean()]).tolist())

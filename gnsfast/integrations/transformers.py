@@ -14,7 +14,7 @@ from torch import Tensor
 from gnsfast import scales
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import GradientNoiseScale
-from gnsfast.integrations.token_losses import LOSSES, Rule, find_rule
+from gnsfast.integrations.token_losses import LOSSES, Rule, RuleSearch
 from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.noise_scale import NoiseScale
 
@@ -47,6 +47,9 @@ class GNSCallback(TrainerCallback):
     wrapped. What it multiplies the loss with (accumulation, processes, ``GradScaler``) is the
     gradient that arrives at the loss, so it is measured and not assumed.
 
+    ``callback.gns`` is the estimator, from the start of training on: what freezes or unfreezes
+    parameters during training calls ``callback.gns.reset()`` afterwards.
+
     Args:
         loss: what the loss is a mean over. ``"causal"``: over tokens whose next label is not -100
             (or over ``shift_labels``); ``"tokens"``: over labels that are not -100, one or more a
@@ -54,16 +57,19 @@ class GNSCallback(TrainerCallback):
             that. ``"samples"``: over the samples of a micro-batch. ``"auto"`` compares the loss of
             the first micro-batch with the cross entropy of the logits, label smoothing included,
             and takes the one of the first two that it equals, divided by the items or by the
-            micro-batch's own labels; the others are taken at your word.
+            micro-batch's own labels. It goes on until samples have unequal numbers of labels, for
+            eight micro-batches at most, and looks again after every log. The others are taken at
+            your word.
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process; the caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
 
     Raises:
-        ValueError: at the start of training, for a model without gnsfast layers; at its first
-            step, where ``loss="auto"`` finds another loss (a router's balance, class weights).
+        ValueError: at the start of training, for a model without gnsfast layers; in a step, where
+            ``loss="auto"`` finds another loss (a router's balance, class weights) or a
+            ``compute_loss`` that returns no outputs.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
-            parallelism.
+            parallelism, a second GNSCallback; in a step, for rows of packed documents.
 
     >>> from gnsfast.integrations.transformers import GNSCallback
     >>> GNSCallback(loss="causal", window=128).loss
@@ -93,6 +99,8 @@ class GNSCallback(TrainerCallback):
         self._before: dict[str, Any] = {}
         self._saver: _GNSState | None = None
         self._rule: Rule | None = None
+        self._search: RuleSearch | None = None
+        self._look = True
         self._pass: _Pass | None = None
 
     def compute(self) -> NoiseScale:
@@ -108,6 +116,8 @@ class GNSCallback(TrainerCallback):
         scaler = trainer.accelerator.scaler
         self.gns = GradientNoiseScale(trainer.model, grad_scaler=scaler, **self._options)
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
+        self._search = RuleSearch() if self.loss == "auto" else None
+        self._look = True
         self._saver = _GNSState(self.gns)
         saved = state.stateful_callbacks.get(_GNSState.__name__)
         if state.global_step > 0 and saved:
@@ -137,6 +147,9 @@ class GNSCallback(TrainerCallback):
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's forward and backward pass; clipping comes after it."""
         assert self.gns is not None and self._saver is not None
+        if self._look:  # where waiting for the device costs little
+            _refuse_packed(inputs)
+            self._look = False
         n, device = _batch_size(inputs), self._trainer.args.device
         unknown = torch.full((n + 1,), torch.nan, dtype=torch.float64, device=device)
         samples = self._rule is not None and self._rule.loss == "samples"
@@ -159,26 +172,20 @@ class GNSCallback(TrainerCallback):
             self._saver.midway = False
         return loss
 
-    def _compute_loss(
-        self,
-        model: Any,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         original, this, trainer = self._wrapped["compute_loss"], self._pass, self._trainer
         if this is None:  # evaluation
-            return original(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+            return original(model, inputs, *args, **kwargs)
         this.losses += 1
         kept = dict(inputs)  # Trainer takes the labels out where it computes the loss itself
-        kwargs["num_items_in_batch"] = num_items_in_batch
+        given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
+        num_items_in_batch = given.get("num_items_in_batch")
         copies = self._copies(num_items_in_batch)
-        if self._rule is None:
-            loss, outputs = original(model, inputs, return_outputs=True, **kwargs)
-            result = (loss, outputs) if return_outputs else loss
+        if self._search is not None and self._search.due:
+            loss, outputs = _with_outputs(trainer, original, model, inputs, given)
+            result = (loss, outputs) if given.get("return_outputs") else loss
             smoother = trainer.label_smoother
-            self._rule = find_rule(
+            self._rule = self._search.compare(
                 loss.detach() / copies,
                 outputs,
                 kept,
@@ -187,8 +194,9 @@ class GNSCallback(TrainerCallback):
                 first="causal" if getattr(trainer, "_loss_shifts_labels", True) else "tokens",
             )
         else:
-            result = original(model, inputs, return_outputs=return_outputs, **kwargs)
-            loss = result[0] if return_outputs else result
+            result = original(model, inputs, *args, **kwargs)
+            loss = result[0] if isinstance(result, tuple) else result
+        assert self._rule is not None
         each: Tensor | float = 1.0 / this.num_samples
         if self._rule.loss != "samples":
             this.counts_B.copy_(self._rule.counts(kept))
@@ -224,6 +232,9 @@ class GNSCallback(TrainerCallback):
             if self.tracker is not None and trainer.is_world_process_zero():
                 self.tracker.log(found, int(trainer.state.global_step))
             logs.update(found)
+            self._look = True
+            if self._search is not None:
+                self._search.again()
         return self._wrapped["log"](logs, *args, **kwargs)
 
 
@@ -279,22 +290,60 @@ def _refuse(trainer: Any) -> None:
     accelerator = trainer.accelerator
     kind = accelerator.distributed_type
     parallel = getattr(accelerator, "parallelism_config", None)
-    sizes = {
-        name: getattr(parallel, f"{name}_size", 1) or 1
-        for name in ("tp", "cp", "sp")
-        if parallel is not None
-    }
-    if trainer.args.n_gpu > 1:
+    sizes = {name: getattr(parallel, f"{name}_size", 1) or 1 for name in ("tp", "cp", "sp")}
+    if hasattr(trainer, "get_tp_size"):  # transformers' own, which Accelerate knows nothing of
+        sizes["tp"] = max(sizes["tp"], trainer.get_tp_size())
+    if sum(isinstance(c, GNSCallback) for c in trainer.callback_handler.callbacks) > 1:
+        reason = "a second GNSCallback in one Trainer: leave one out"
+    elif trainer.args.n_gpu > 1:
         reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
+    elif any(size > 1 for size in sizes.values()):
+        reason = f"a sample or a layer spread over processes ({sizes})"
     elif kind == DistributedType.FSDP:
         if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             reason = "FSDP 1, which flattens parameters: say fsdp_version 2"
     elif kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
         reason = f"{kind.name}, which does not leave gradients in .grad: use DDP or FSDP 2"
-    elif any(size > 1 for size in sizes.values()):
-        reason = f"a sample or a layer spread over processes ({sizes})"
     if reason is not None:
         raise NotImplementedError(f"GNSCallback does not support {reason}")
+
+
+def _refuse_packed(inputs: Mapping[str, Any]) -> None:
+    """Rows that hold several documents, each of which is a sample."""
+    said = [key for key in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if key in inputs]
+    position_ids = inputs.get("position_ids")
+    if isinstance(position_ids, Tensor) and position_ids.ndim == 2:
+        restarts = position_ids.diff(dim=1) <= 0
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == position_ids.shape:
+            real = mask != 0  # in padding, positions are what the collator likes
+            restarts = restarts & real[:, 1:] & real[:, :-1]
+        if bool(restarts.any()):
+            said.append("position_ids that restart within a row")
+    if said:
+        raise NotImplementedError(
+            f"GNSCallback does not support packed rows yet, and this batch has {', '.join(said)}: "
+            "a row would be counted as one sample. Use a collator that pads, or a loop of your own "
+            "with gns.microbatch(n, cu_seqlens=gnsfast.cu_seqlens(position_ids), tokens=...)"
+        )
+
+
+def _with_outputs(
+    trainer: Any, compute_loss: Callable[..., Any], model: Any, inputs: Any, given: dict[str, Any]
+) -> tuple[Tensor, Any]:
+    """The loss and the model's outputs."""
+    names = inspect.signature(compute_loss).parameters
+    open_ended = any(p.kind == p.VAR_KEYWORD for p in names.values())
+    if "return_outputs" in names or open_ended:
+        result = compute_loss(model, inputs, **{**given, "return_outputs": True})
+        if isinstance(result, tuple) and len(result) == 2:
+            return result
+    raise ValueError(
+        f"GNSCallback: compute_loss of {type(trainer).__name__} does not return (loss, outputs) "
+        "for return_outputs=True, so loss='auto' cannot tell what its loss is a mean over. Have it "
+        "return them, or say it: GNSCallback(loss='samples') for a mean over samples, loss='tokens'"
+        " or loss='causal' for a sum over labels divided by num_items_in_batch"
+    )
 
 
 def _batch_size(inputs: Mapping[str, Any]) -> int:
