@@ -10,7 +10,12 @@ from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.modules import Conv1d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm
 from gnsfast.multihead_attention import MultiheadAttention
-from gnsfast.noise_scale import AdamNoiseScale, ModuleNoiseScale, NoiseScale
+from gnsfast.noise_scale import (
+    AdamNoiseScale,
+    GroupNoiseScale,
+    ModuleNoiseScale,
+    NoiseScale,
+)
 from gnsfast.probes import SampleNorms, per_sample_sqnorms
 from gnsfast.verify import Verification, VerifiedParameter, verify
 
@@ -24,6 +29,7 @@ __all__ = [
     "CoverageRow",
     "Embedding",
     "GradientNoiseScale",
+    "GroupNoiseScale",
     "LayerNorm",
     "Linear",
     "ModuleNoiseScale",

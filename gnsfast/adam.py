@@ -71,7 +71,7 @@ class AdamMetric(NoMetric):
     ) -> None:
         self._optimizer, self._local = settings.optimizer, settings.local
         self._processes = processes
-        self._modules = _taking(model, slab)
+        self._modules = taking(model, slab)
         self.left_out = tuple(
             name
             for name, rows in slab.rows.items()
@@ -215,7 +215,7 @@ def check_settings(metric: str | None, optimizer: Any, stages: Any) -> None:
         raise ValueError("metric='adam' has no noise scale over pipeline stages: leave it out")
 
 
-def _taking(model: nn.Module, slab: ProbeSlab) -> dict[str, Probed]:
+def taking(model: nn.Module, slab: ProbeSlab) -> dict[str, Probed]:
     """The modules that take a metric, where all that share a parameter do."""
     attentions = (m for m in model.modules() if isinstance(m, MultiheadAttention))
     inside = {id(m.out_proj) for m in attentions}  # attention calls no forward of it

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GradientNoiseScale``: the noise scale of a training run, from the backward passes it runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -53,6 +53,11 @@ class GradientNoiseScale:
             then this process's stage, or a ``ModuleList`` of several. All stages say the same
             ``tokens``, ``scale`` and ``grad_norm`` (that over all stages), and save a state each.
 
+        metric, optimizer: ``"adam"`` and the ``torch.optim.Adam`` or ``AdamW`` in use: also the
+            noise scale in its geometry, ``compute().adam``.
+        groups: names of groups of samples (data domains), each with a noise scale of its own in
+            ``compute().per_group``; ``microbatch(groups=...)`` says who is in them.
+
     Gradients over several processes are taken to be averaged, as DDP and FSDP2 do, and ``update()``
     is then called on all of them: it sums one small vector over the group. Tensor parallel layers
     (``parallelize_module``) are seen by themselves, also under FSDP2. Where q is read from
@@ -91,6 +96,7 @@ class GradientNoiseScale:
         stages: "dist.ProcessGroup | None" = None,
         metric: str | None = None,
         optimizer: Any = None,
+        groups: Sequence[str] = (),
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
@@ -102,7 +108,8 @@ class GradientNoiseScale:
         self.window, self.every = count("window", window, 1), count("every", every, 1)
         check_settings(metric, optimizer, stages)
         self._settings = Settings(
-            source, loss_reduction, grad_scaler, process_group, stages, optimizer
+            *(source, loss_reduction, grad_scaler, process_group, stages, optimizer),
+            tuple(groups),
         )
         self._attached: int | None = None
         self._attachment: Attachment | None = None
@@ -142,6 +149,7 @@ class GradientNoiseScale:
         tokens: int | Tensor | None = None,
         scale: float | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        groups: Sequence[Any] | Tensor | None = None,
         schedule: Any = None,
     ) -> Iterator[None]:
         """One forward and one backward pass over ``num_samples`` samples.
@@ -161,6 +169,7 @@ class GradientNoiseScale:
                 transformers say ``use_cache=False``, or it leaves their mask out). ``tokens``
                 has to say what the loss counts of each: ``cu_seqlens.diff() - 1`` for next-token
                 losses, 0 for padding.
+            groups: of each sample the group it is in, by name.
             schedule: the ``torch.distributed.pipelining`` schedule whose one ``step`` the block
                 holds; it divides ``num_samples`` into its own micro-batches.
 
@@ -172,33 +181,20 @@ class GradientNoiseScale:
         """
         num_samples = count("num_samples", num_samples, least=1)
         scales.check_factors(num_samples, tokens, scale)
+        self._settings.check_block(tokens, cu_seqlens, groups, schedule)
         if self._inside or self._attached is not None:
             raise ObservationError(
                 "a micro-batch is open already (an outer gns.microbatch block, or gns.attach()): "
                 "one forward and one backward pass belong to one micro-batch"
             )
-        if schedule is not None and self._settings.optimizer is not None:
-            raise ValueError("metric='adam' has no norms in a pipeline schedule: leave it out")
         if not self._due:
             yield
             return
-        pipeline = None
+        pipeline, passed = None, num_samples
         if schedule is not None:
-            if self._settings.local:
-                raise ValueError("source='local' has no use for a schedule: use source='global'")
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
-        if cu_seqlens is not None and self._settings.optimizer is not None:
-            raise ValueError("metric='adam' has no norms for documents (cu_seqlens): leave it out")
-        if cu_seqlens is not None and (tokens is None or pipeline is not None):
-            raise ValueError(
-                "cu_seqlens has no use in a pipeline's schedule"
-                if pipeline is not None
-                else "with cu_seqlens say tokens=..., the tokens of each document that the loss "
-                "counts (cu_seqlens.diff() - 1 for next-token losses), or 1 for each where it is "
-                "a mean over documents"
-            )
-        passed = num_samples if pipeline is None else pipeline.num_samples
-        observer = self._open(passed, cu_seqlens)
+            passed = pipeline.num_samples
+        observer = self._open(passed, cu_seqlens, groups)
         self._inside = True
         try:
             with (
@@ -214,14 +210,16 @@ class GradientNoiseScale:
             self._inside = False
             observer.close(num_samples, tokens, scale, pipeline)
 
-    def _open(self, num_samples: int, cu_seqlens: Tensor | None = None) -> Observer:
+    def _open(
+        self, num_samples: int, cu_seqlens: Tensor | None = None, groups: Any = None
+    ) -> Observer:
         if self._settings.local and num_samples < 2:
             raise ValueError(
                 "source='local' measures each micro-batch by itself and needs two samples in it: "
                 "with one sample per micro-batch use source='global'"
             )
         observer = self._start()
-        observer.open(num_samples, cu_seqlens)
+        observer.open(num_samples, cu_seqlens, groups)
         return observer
 
     @property
@@ -352,9 +350,11 @@ class GradientNoiseScale:
         first = max(0, self._measured - self.window)
         order = [k % self.window for k in range(first, self._measured)]
         observer.check(self._flags.cpu(), self._touched)
-        p, q, whole_q, scalars, metric = observer.exchange.split(self._ring.cpu()[order])
+        p, q, whole_q, scalars, more = observer.exchange.split(self._ring.cpu()[order])
+        metric, groups = more.split([observer.metric.width, observer.groups.width], 1)
         local, modules = self._settings.local, [unit.module for unit in observer.units]
         found = summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
+        found = observer.groups.added(found, groups, self.decay)
         return observer.metric.added(found, metric, scalars, self.decay)
 
     def state_dict(self) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Linear(Probed, nn.Linear):
             starts=self._starts(input, features=1),
             links=links,
             metric=self._metric,
+            groups=self._groups,
         )
 
     def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
@@ -96,10 +97,10 @@ class Linear(Probed, nn.Linear):
         layout: dict[str, Any] = dict(bias=self.bias, batch_dim=self._samples.batch_dim)
         if self._open():
             links = () if self._tie is None else self._tie.take(self._probe_name)
-            if self._metric is not None:
+            if self._metric is not None or self._groups is not None:
                 raise NotImplementedError(
-                    f"{where}: cross_entropy has no norms under a metric: compute the loss from "
-                    "its output"
+                    f"{where}: cross_entropy has no norms under a metric, and none of groups: "
+                    "compute the loss from its output"
                 )
             if links and self._documents is not None:
                 raise NotImplementedError(
@@ -138,6 +139,7 @@ class TransposedLinear(Probed):
             transposed=True,
             starts=self._starts(x, features=1),
             metric=self._metric,
+            groups=self._groups,
         )
 
 
@@ -195,6 +197,7 @@ class Embedding(Probed, nn.Embedding):
             starts=self._starts(input, features=0),
             links=() if self._tie is None else self._tie.uses,
             metric=self._metric,
+            groups=self._groups,
         )
         if self._tie is not None and link is not None:
             self._tie.uses = (*self._tie.uses, link)
@@ -229,6 +232,7 @@ class LayerNorm(Probed, nn.LayerNorm):
             batch_dim=self._batch_dim(input, features=len(self.normalized_shape)),
             starts=self._starts(input, features=len(self.normalized_shape)),
             metric=self._metric,
+            groups=self._groups,
         )
 
 
@@ -258,6 +262,7 @@ class RMSNorm(Probed, nn.RMSNorm):
             batch_dim=self._batch_dim(x, features=len(self.normalized_shape)),
             starts=self._starts(x, features=len(self.normalized_shape)),
             metric=self._metric,
+            groups=self._groups,
         )
 
 
@@ -286,6 +291,7 @@ class _ForeignRMSNorm(Probed):
             batch_dim=self._batch_dim(hidden_states, features=1),
             starts=self._starts(hidden_states, features=1),
             metric=self._metric,
+            groups=self._groups,
         )
 
 

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -72,6 +72,30 @@ class AdamNoiseScale(ModuleNoiseScale):
 
 
 @dataclass(frozen=True)
+class GroupNoiseScale(ModuleNoiseScale):
+    """The noise scale of the samples of one group: tr Σ and |G|² of these samples alone, from pairs
+    inside of each micro-batch.
+
+    ``updates`` had at least two of its samples in a micro-batch, ``samples`` in all. ``left_out``:
+    parameters whose layers know no groups, in neither number.
+
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> gns = gnsfast.GradientNoiseScale(model, groups=["web", "code"])
+    >>> for x in torch.randn(8, 4, 5):
+    ...     with gns.microbatch(4, groups=["web", "code", "web", "code"]):
+    ...         model(x).square().sum(1).mean().backward()
+    ...     gns.update()
+    ...     model.zero_grad()
+    >>> gns.compute().per_group["code"].samples
+    16
+    """
+
+    updates: int
+    samples: int
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class NoiseScale(ModuleNoiseScale):
     """The noise scale of all covered parameters together, over the window.
 
@@ -82,6 +106,7 @@ class NoiseScale(ModuleNoiseScale):
     a mean over something that moves. ``per_module``: the same by module path, for attention with
     ``.q``, ``.k`` and ``.v`` behind it; empty where q came as one ``grad_norm``. ``adam``: the one
     under Adam's metric, where the estimator was asked for it; never part of the others.
+    ``per_group``: those of groups of samples, where they were named.
     """
 
     drift: bool
@@ -90,13 +115,15 @@ class NoiseScale(ModuleNoiseScale):
     samples: int
     per_module: Mapping[str, ModuleNoiseScale]
     adam: AdamNoiseScale | None = None
+    per_group: Mapping[str, GroupNoiseScale] = field(default_factory=dict)
 
     def __str__(self) -> str:
         drift = ", drifting" if self.drift else ""
         skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
         used = f"{self.updates} updates of {self.samples:,} samples"
         adam = "" if self.adam is None else f"\n{self.adam}"
-        return f"{super().__str__()}, {used}{skipped}{drift}{adam}"
+        groups = "".join(f"\n{name}: {each}" for name, each in self.per_group.items())
+        return f"{super().__str__()}, {used}{skipped}{drift}{adam}{groups}"
 
 
 NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)
@@ -165,16 +192,37 @@ def summarize_adam(
     decay: float | None,
 ) -> AdamNoiseScale:
     """The same under Adam's metric, from p and q [U, 2]; an update without them is not counted."""
-    good = torch.cat([metric, scalars], 1).isfinite().all(1)
+    found, of = _summarize_pair(metric, scalars, local, decay)
+    return AdamNoiseScale(**vars(found), updates=len(of.samples), left_out=left_out)
+
+
+def summarize_group(
+    told: Tensor, left_out: tuple[str, ...], decay: float | None
+) -> GroupNoiseScale:
+    """The same of a group of samples, from p, q and the scalars of their weights, [U, 2 + SCALARS];
+    an update without two of them in a micro-batch is not counted.
+    """
+    found, of = _summarize_pair(told[:, :2], told[:, 2:], True, decay)
+    samples = int(of.samples.sum())
+    return GroupNoiseScale(
+        **vars(found), updates=len(of.samples), samples=samples, left_out=left_out
+    )
+
+
+def _summarize_pair(
+    pair: Tensor, scalars: Tensor, local: bool, decay: float | None
+) -> tuple[ModuleNoiseScale, Coefficients]:
+    """The ratio of a window's p and q [U, 2], and the weights of the updates that count."""
+    good = torch.cat([pair, scalars], 1).isfinite().all(1) & (scalars[:, 0] > 0)
     known = scales.coefficients(scalars[good], local)
     good[good.clone()] = known.v - known.u2 > 1e-9 * known.v
     of = scales.coefficients(scalars[good], local)
-    weights = statistics.decay_weights(len(metric), decay)[good] * of.samples
+    weights = statistics.decay_weights(len(pair), decay)[good] * of.samples
     found = NOT_MEASURED
     if len(weights):
-        p, q = metric[good].split(1, 1)
+        p, q = pair[good].split(1, 1)
         found = noise_scale_of(statistics.moments(*estimates(p, q, of), weights)[0])
-    return AdamNoiseScale(**vars(found), updates=len(weights), left_out=left_out)
+    return found, of
 
 
 def estimates(p: Tensor, q: Tensor, of: Coefficients) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer update as the probes see it: sums over its micro-batches and processes."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from gnsfast.adam import AdamMetric
 from gnsfast.documents import document_slots
 from gnsfast.errors import ObservationError
 from gnsfast.exchange import FLAGS, Exchange
+from gnsfast.groups import GroupMeasure
 from gnsfast.pipeline import PipelinePasses, Stages
 from gnsfast.probed import Probed
 from gnsfast.probes import NO_BACKWARD, ProbeSlab, unwrapped
@@ -62,7 +65,8 @@ class Observer:
         self.device = torch.device("cpu") if first is None else first.device
         self._of = torch.tensor(self._of_host, dtype=torch.int64, device=self.device)
         self.metric = AdamMetric.of(self.model, slab, s, self.processes)
-        width = self.metric.width
+        self.groups = GroupMeasure(s.groups, self.model, slab, self.device)
+        width = self.metric.width + self.groups.width
         self.exchange = Exchange(self.processes, self._stages, s.group, self.device, width)
         spread = fsdp_degrees(self.model)
         replicas = [id(self.parameters[k]) not in spread for k in self._of_host]
@@ -87,14 +91,16 @@ class Observer:
     @property
     def probes(self) -> list[Tensor]:
         """The probes of the open micro-batch."""
-        return [] if self.slab is None else self.slab.probes + self.metric.probes
+        return (
+            [] if self.slab is None else self.slab.probes + self.metric.probes + self.groups.probes
+        )
 
     @property
     def all_labels(self) -> list[tuple[str, str]]:
         """The probe rows of all pipeline stages: module and parameter."""
         return self._stages.labels
 
-    def open(self, num_samples: int, cu_seqlens: Tensor | None = None) -> None:
+    def open(self, num_samples: int, cu_seqlens: Tensor | None = None, groups: Any = None) -> None:
         """Let the next forward and backward pass fill the probes."""
         if self.slab is not None:
             raise ObservationError(
@@ -118,7 +124,9 @@ class Observer:
         if len(self.slabs) > SLABS:
             del self.slabs[next(iter(self.slabs))]
         self.metric.open(slab, first=self.pending is None)
+        members = self.groups.members_of(groups, num_samples)
         slab.open(documents)
+        self.groups.open(members)
         self.slab, self._version = slab, slab.version
         self._before = self._marks()
         self._stale = self._leftover()
@@ -178,6 +186,7 @@ class Observer:
         if self.slab is not None:
             self.slab.close()
             self._watch.stop()
+        self.groups.discard()
         self.slab, self.pending, self.after_update = None, None, self._marks()
 
     def close(
@@ -219,10 +228,12 @@ class Observer:
         self.audit.add(whole, self._watch)
         sums = self._without_scale(sums) * factor**2
         self.metric.add(slab, self._without_scale)
+        weight = 1.0 if scale is None else scale
+        self.groups.add(slab, num_samples, tokens, weight, s.loss_reduction, self._without_scale)
         surplus = (calls - passes).clamp(min=0) * self._single
         calls = torch.stack([calls, torch.where(calls.isnan(), calls, surplus)])
         scalars = scales.block_scalars(
-            *(num_samples, passes, tokens, factor * (1.0 if scale is None else scale)),
+            *(num_samples, passes, tokens, factor * weight),
             *(s.loss_reduction, s.local, self.device),
         )
         if self.pending is not None and factor != 1.0:
@@ -292,7 +303,7 @@ class Observer:
         vector, flags = self.exchange(
             *(torch.stack([p, q]), whole, pending.scalars, pending.calls),
             *([written, stale, another, *pending.lost], handed, replica),
-            self.metric.finish(by_probe, self._unscale, touched),
+            [*self.metric.finish(by_probe, self._unscale, touched), *self.groups.finish()],
         )
         return vector, flags, pending.touched
 

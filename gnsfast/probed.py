@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gnsfast.documents import Documents
 from gnsfast.errors import ObservationError, SampleShapeError
+from gnsfast.functional._groups import Groups
 from gnsfast.functional._samples import Link, Metric, num_samples
 
 
@@ -87,7 +88,8 @@ class Probed(nn.Module):
     _probe: Tensor | None = None
     _probe_name = ""
     _metric: Metric | None = None
-    takes_metric = False  # whether its forward hands a metric on
+    _groups: Groups | None = None
+    takes_metric = False  # whether its forward hands a metric, and groups, on
     _samples = SampleLayout()
     _documents: Documents | None = None
     _takes_documents = False
@@ -121,6 +123,8 @@ class Probed(nn.Module):
         self._probe = None
         if self._metric is not None:
             self._metric = None
+        if self._groups is not None:
+            self._groups = None
         if self._tie is not None:
             self._tie.reset()
 
@@ -204,7 +208,7 @@ class Probed(nn.Module):
         return (
             make,
             args,
-            {**state, "_probe": None, "_documents": None, "_metric": None}
+            {**state, "_probe": None, "_documents": None, "_metric": None, "_groups": None}
             if isinstance(state, dict)
             else state,
         )

@@ -123,6 +123,10 @@ class ProbeSlab:
             calls.append(grad[:, -1].to(device, torch.float64, non_blocking=True))
         return sums[:, :-1], torch.cat(calls) if calls else sums.new_zeros(0)
 
+    def module_sqnorms(self, path: str) -> Tensor:
+        """[B] float64: each sample's squared norm over a module's rows."""
+        return self._views[path][:, :-2].sum(0, dtype=torch.float64)
+
     def sample_sqnorms(self, device: torch.device) -> Tensor:
         """[B] float64: each sample's squared norm over all rows, as the last pass left it."""
         total = torch.zeros(self.num_samples, dtype=torch.float64, device=device)

@@ -16,6 +16,7 @@ def identity(observer: Observer) -> dict[str, Any]:
         "local": s.local,
         "loss_reduction": s.loss_reduction,
         "metric": None if s.optimizer is None else "adam",
+        "groups": list(s.groups),
     }
 
 

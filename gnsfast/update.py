@@ -21,12 +21,37 @@ class Settings:
     group: "dist.ProcessGroup | None"
     stages: "dist.ProcessGroup | None"
     optimizer: Any = None  # of which the metric is; None without one
+    groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         one_of("source", self.source, ("auto", "local", "global"))
         one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         if self.local and self.stages is not None:
             raise ValueError("source='local' has no use for pipeline stages: use source='global'")
+        if self.groups and (self.optimizer is not None or self.stages is not None):
+            raise ValueError("groups do not go with metric='adam' or stages: leave one out")
+
+    def check_block(self, tokens: Any, cu_seqlens: Any, groups: Any, schedule: Any) -> None:
+        """One clear error for what a micro-batch cannot be told together."""
+        if schedule is not None:
+            if self.local:
+                raise ValueError("source='local' has no use for a schedule: use source='global'")
+            if self.optimizer is not None or cu_seqlens is not None or groups is not None:
+                raise ValueError(
+                    "a pipeline's schedule does not go with metric='adam', documents (cu_seqlens) "
+                    "or groups: leave these out"
+                )
+        if cu_seqlens is not None:
+            if self.optimizer is not None or groups is not None:
+                raise ValueError(
+                    "documents (cu_seqlens) do not go with metric='adam' or groups: leave these out"
+                )
+            if tokens is None:
+                raise ValueError(
+                    "with cu_seqlens say tokens=..., the tokens of each document that the loss "
+                    "counts (cu_seqlens.diff() - 1 for next-token losses, 0 for padding), or 1 for "
+                    "each where it is a mean over documents"
+                )
 
     @property
     def local(self) -> bool:

@@ -42,7 +42,7 @@ def test_settings() -> None:
             gnsfast.GradientNoiseScale(model, **options)
     with pytest.raises(ValueError, match="pipeline stages"):
         measured(model, optimizer, stages=object())
-    with pytest.raises(ValueError, match="pipeline schedule"):
+    with pytest.raises(ValueError, match="pipeline's schedule"):
         with measured(model, optimizer).microbatch(N, schedule=object()):
             pass
 

@@ -13,12 +13,14 @@ from gnsfast.functional._conv import conv
 from gnsfast.functional._cross_entropy import linear_cross_entropy
 from gnsfast.functional._embedding import embedding
 from gnsfast.functional._experts import grouped_linear
+from gnsfast.functional._groups import Groups
 from gnsfast.functional._in_projection import in_projection, repeated
 from gnsfast.functional._linear import linear
 from gnsfast.functional._norms import layer_norm, rms_norm
 from gnsfast.functional._samples import Metric
 
 __all__ = [
+    "Groups",
     "Metric",
     "attention",
     "conv",

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, reference, reference_metric, sharding
 from gnsfast.functional import _documents as documents
+from gnsfast.functional._groups import Groups, by_group, group_inputs
 from gnsfast.functional._samples import (
     Link,
     Metric,
@@ -37,11 +38,14 @@ class _Embedding(torch.autograd.Function):
         metric_probe: Tensor | None,
         constants: Tensor | None,
         v: Tensor | None,
+        group_probe: Tensor | None,
+        members: tuple[Tensor, ...] | None,
         *links: Tensor,
     ) -> tuple[Tensor, ...]:
         check_probe(probe, 1)
         if metric_probe is not None:
             check_probe(metric_probe, 1)
+        ctx.members = members
         ctx.set_materialize_grads(False)
         ctx.sharded = w if sharding.is_dtensor(w) else None
         ctx.save_for_backward(ids, trusted, starts, constants, v, *links[::3])
@@ -60,9 +64,10 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
         ids, trusted, starts, constants, v, *link_ids = ctx.saved_tensors
         if dy is None:  # the output took no part in the loss: neither did its cross terms
-            return (None,) * (12 + 3 * len(link_ids))
+            return (None,) * (14 + 3 * len(link_ids))
         link_grads: list[Tensor | None] = []
         metric_PB: Any = None
+        group_PG: Tensor | None = None
         with without_autocast(dy):
             dy_BTD = samples_first(dy, ctx.num_samples, ctx.batch_dim)
             ids_BT = samples_first(ids[..., None], ctx.num_samples, ctx.batch_dim)[..., 0]
@@ -72,6 +77,13 @@ class _Embedding(torch.autograd.Function):
                 dw, sqnorm_PB = ops.embedding_wgrad_segments(
                     dy_BTD[0], ids_BT[0], starts, ctx.num_embeddings, *last
                 )
+            elif ctx.members is not None:
+                acc = reference.accumulate_dtype(dy.dtype)
+                flags = ctx.num_embeddings, ctx.padding_idx, acc
+                [dw], sqnorm_PB, group_PG = by_group(
+                    lambda b: ops.embedding_wgrad(dy_BTD[b], ids_BT[b], *flags), ctx.members, dy_BTD
+                )
+                dw = dw.to(ctx.parameter_dtype)
             elif v is not None:
                 dw, norms_2B = ops.embedding_wgrad_metric(dy_BTD, ids_BT, v, constants, *last)
                 sqnorm_PB, metric_PB = norms_2B.chunk(2)
@@ -103,7 +115,8 @@ class _Embedding(torch.autograd.Function):
                 alike = (dy_BTD == dy_BTD[:1]).all() & (dy_BTD[:1] != 0).any()
                 trusted = trusted & ~((first_only | alike) & ctx.shared)
                 sqnorm_PB[:, -1] = torch.where(trusted, sqnorm_PB[:, -1], torch.nan)
-        return None, dw, sqnorm_PB, *(None,) * 6, metric_PB, None, None, *link_grads
+        no = (None,) * 6
+        return None, dw, sqnorm_PB, *no, metric_PB, None, None, group_PG, None, *link_grads
 
 
 def _samples(probe: Tensor, starts: Tensor | None) -> int:
@@ -145,6 +158,7 @@ def embedding(
     starts: Tensor | None = None,
     links: tuple[Link, ...] = (),
     metric: Metric | None = None,
+    groups: Groups | None = None,
 ) -> tuple[Tensor, Link | None]:
     """``torch.nn.functional.embedding(ids, weight, padding_idx)`` whose backward fills ``probe``.
 
@@ -153,8 +167,8 @@ def embedding(
     says that ``ids`` is one row, expanded to all samples: the call counter is NaN where it is
     neither positions nor constant, or where only the first sample's rows were used; ``bare`` that
     it is [B], one id a sample: the counter is NaN where they are consecutive, as positions are.
-    ``starts``: samples are documents, as for ``linear``; ``metric`` is a second probe, for norms
-    under a metric.
+    ``starts``: samples are documents, as for ``linear``; ``metric`` and ``groups`` are second
+    probes, for norms under a metric and for those of groups of samples (not when ``tied``).
 
     >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
@@ -170,6 +184,7 @@ def embedding(
     out: tuple[Tensor, ...] = _Embedding.apply(
         *(ids, weight, probe, padding_idx, batch_dim, tied, shared, trusted, starts),
         *metric_inputs(metric, weight),
+        *group_inputs(groups),
         *flat,
     )
     if not tied:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, sharding
 from gnsfast.functional import _documents as documents
+from gnsfast.functional._groups import Groups, by_group, group_inputs
 from gnsfast.functional._samples import (
     Link,
     Metric,
@@ -20,6 +21,7 @@ from gnsfast.functional._samples import (
     samples_first,
     without_autocast,
 )
+from gnsfast.reference import accumulate_dtype
 
 
 class _Linear(torch.autograd.Function):
@@ -39,6 +41,8 @@ class _Linear(torch.autograd.Function):
         constants: Tensor | None,
         v_w: Tensor | None,
         v_b: Tensor | None,
+        group_probe: Tensor | None,
+        members: tuple[Tensor, ...] | None,
         *links: Tensor,
     ) -> Tensor:
         ctx.parameter_dtype = w.dtype
@@ -49,6 +53,7 @@ class _Linear(torch.autograd.Function):
         ctx.input_blocks = input_blocks
         if metric_probe is not None:
             check_probe(metric_probe, need_w + need_b)
+        ctx.members = members
         saved = x if need_w else None, w, starts, constants, v_w, v_b
         ctx.save_for_backward(*saved, *links[::3])
         ctx.num_samples, ctx.batch_dim, ctx.transposed = num_samples(probe), batch_dim, transposed
@@ -63,7 +68,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, starts, constants, v_w, v_b, *link_ids = ctx.saved_tensors
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
-        dx, link_grads, metric_PB = None, [], None
+        dx, link_grads, metric_PB, group_PG = None, [], None, None
         with without_autocast(dy):
             if need_x:
                 dx = dy @ (w.t() if ctx.transposed else w)
@@ -80,6 +85,13 @@ class _Linear(torch.autograd.Function):
                 dw, db = (t[0] if len(t) else t for t in (dw, db))
                 own = [documents.tied_rows(x_NI, dy_NO, ids[0], starts)[None] for ids in link_ids]
                 rows = torch.cat(own, 1) if own else None
+            elif ctx.members is not None:
+                acc = accumulate_dtype(dy.dtype)
+                flags = need_w, need_b, ctx.transposed, acc
+                (dw, db), sqnorm_PB, group_PG = by_group(
+                    lambda b: ops.linear_wgrad(x_BTI[b], dy_BTO[b], *flags), ctx.members, dy_BTO
+                )
+                dw, db = dw.to(ctx.parameter_dtype), db.to(ctx.parameter_dtype)
             elif constants is not None:
                 dw, db, norms, rows = ops.linear_wgrad_metric(
                     *(x_BTI, dy_BTO, v_w, v_b, constants, ids_BS),
@@ -118,6 +130,8 @@ class _Linear(torch.autograd.Function):
             *(None,) * 5,
             metric_PB,
             *(None,) * 3,
+            group_PG,
+            None,
             *link_grads,
         )
 
@@ -134,6 +148,7 @@ def linear(
     starts: Tensor | None = None,
     links: tuple[Link, ...] = (),
     metric: Metric | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear(x, weight, bias)`` whose backward fills ``probe``.
 
@@ -152,6 +167,7 @@ def linear(
             are some document's.
         links: earlier embeddings that share ``weight``.
         metric: a second probe, for norms under a metric; not with ``input_blocks``.
+        groups: a second probe, for norms of groups of samples; not with ``links``.
 
     The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
     Raises ValueError for a probe of another shape, and for links to a ``transposed`` weight.
@@ -174,6 +190,7 @@ def linear(
     y: Tensor = _Linear.apply(
         *(x, weight, bias, probe, dtype, batch_dim, transposed, input_blocks, starts),
         *metric_inputs(metric, weight, bias),
+        *group_inputs(groups),
         *flat,
     )
     return y

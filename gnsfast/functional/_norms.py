@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from gnsfast import ops, reference, sharding
 from gnsfast.functional import _documents as documents
+from gnsfast.functional._groups import Groups, by_group, group_inputs
 from gnsfast.functional._samples import (
     Metric,
     check_probe,
@@ -38,11 +39,14 @@ class _LayerNorm(torch.autograd.Function):
         constants: Tensor | None,
         v_w: Tensor | None,
         v_b: Tensor | None,
+        group_probe: Tensor | None,
+        members: tuple[Tensor, ...] | None,
     ) -> Tensor:
         for rows in (probe,) if metric_probe is None else (probe, metric_probe):
             check_probe(rows, sum(ctx.needs_input_grad[1:3]))
         y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
         ctx.save_for_backward(x, w, b, mean, rstd, starts, constants, v_w, v_b)
+        ctx.members = members
         ctx.num_samples, ctx.batch_dim, ctx.shape = num_samples(probe), batch_dim, shape
         return y
 
@@ -71,8 +75,18 @@ class _LayerNorm(torch.autograd.Function):
                 *(rows(mean).contiguous(), rows(rstd).contiguous()),  # torch's kernel assumes it
                 *(flat_w, flat_b),
             )
-            if constants is None:
-                metric_PB = None
+            metric_PB = group_PG = None
+            if ctx.members is not None:
+                dx = taken[1].new_empty(taken[1].shape)
+
+                def run(b: Tensor) -> tuple[Tensor, ...]:
+                    own = (t[b] for t in taken[:4])
+                    dx[b], *rest = ops.layer_norm_backward(*own, *taken[4:], need_w, need_b)
+                    return tuple(rest)
+
+                (dw, db), sqnorm_PB, group_PG = by_group(run, ctx.members, taken[0])
+                dw, db = (g if p is None else g.to(p.dtype) for g, p in ((dw, w), (db, b)))
+            elif constants is None:
                 dx, dw, db, sqnorm_PB = sharding.replicated(backward)(*taken, need_w, need_b, *more)
             else:
                 dx, dw, db, norms = ops.norm_backward_metric(*taken, v_w, v_b, constants, 0.0, 0.0)
@@ -83,7 +97,7 @@ class _LayerNorm(torch.autograd.Function):
             dw.reshape(ctx.shape) if need_w else None,
             db.reshape(ctx.shape) if need_b else None,
             sqnorm_PB,
-            *(None, None, None, None, metric_PB, None, None, None),
+            *(None, None, None, None, metric_PB, None, None, None, group_PG, None),
         )
 
 
@@ -119,6 +133,7 @@ def layer_norm(
     batch_dim: int = 0,
     starts: Tensor | None = None,
     metric: Metric | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """``torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)`` whose backward
     fills ``probe``; ``starts``: samples are documents, as for ``linear``.
@@ -135,6 +150,7 @@ def layer_norm(
     y: Tensor = _LayerNorm.apply(
         *(x, weight, bias, probe, list(normalized_shape), eps, batch_dim, starts),
         *metric_inputs(metric, weight, bias),
+        *group_inputs(groups),
     )
     return y
 
@@ -153,10 +169,13 @@ class _RMSNorm(torch.autograd.Function):
         metric_probe: Tensor | None,
         constants: Tensor | None,
         v: Tensor | None,
+        group_probe: Tensor | None,
+        members: tuple[Tensor, ...] | None,
     ) -> Tensor:
         for rows in (probe,) if metric_probe is None else (probe, metric_probe):
             check_probe(rows, 1)
         ctx.save_for_backward(x, w, starts, constants, v)
+        ctx.members = members
         ctx.num_samples, ctx.batch_dim = num_samples(probe), batch_dim
         forward, ctx.offset = RMS_NORM_VARIANTS[variant]
         ctx.eps = eps
@@ -181,8 +200,18 @@ class _RMSNorm(torch.autograd.Function):
             backward, more = documents.rms_norm_backward, (starts,)
         with without_autocast(dy):
             last = ctx.eps, ctx.offset
-            if constants is None:
-                metric_PB = None
+            metric_PB = group_PG = None
+            if ctx.members is not None:
+                dy_BTN, x_BTN, w_N = rows(dy), rows(x), w.flatten()
+                dx = x_BTN.new_empty(x_BTN.shape)
+
+                def run(b: Tensor) -> tuple[Tensor, ...]:
+                    dx[b], *rest = ops.rms_norm_backward(dy_BTN[b], x_BTN[b], w_N, *last)
+                    return tuple(rest)
+
+                [dw], sqnorm_PB, group_PG = by_group(run, ctx.members, dy_BTN)
+                dw = dw.to(w.dtype)
+            elif constants is None:
                 dx, dw, sqnorm_PB = sharding.replicated(backward)(
                     rows(dy), rows(x), w.flatten(), *last, *more
                 )
@@ -192,7 +221,8 @@ class _RMSNorm(torch.autograd.Function):
                 )
                 sqnorm_PB, metric_PB = norms.chunk(2)
         dx = samples_back(dx, x.flatten(-w.ndim).shape, ctx.batch_dim).reshape(x.shape)
-        return dx, dw.reshape(w.shape), sqnorm_PB, *(None,) * 4, metric_PB, None, None
+        no = (None,) * 4
+        return dx, dw.reshape(w.shape), sqnorm_PB, *no, metric_PB, None, None, group_PG, None
 
 
 def rms_norm(
@@ -205,6 +235,7 @@ def rms_norm(
     batch_dim: int = 0,
     starts: Tensor | None = None,
     metric: Metric | None = None,
+    groups: Groups | None = None,
 ) -> Tensor:
     """``torch.nn.functional.rms_norm(x, weight.shape, weight, eps)`` whose backward fills
     ``probe``; ``starts``: samples are documents, as for ``linear``.
@@ -224,7 +255,9 @@ def rms_norm(
     if eps is None:
         eps = torch.finfo(reference.accumulate_dtype(x.dtype)).eps  # as F.rms_norm does
     y: Tensor = _RMSNorm.apply(
-        x, weight, probe, eps, variant, batch_dim, starts, *metric_inputs(metric, weight)
+        *(x, weight, probe, eps, variant, batch_dim, starts),
+        *metric_inputs(metric, weight),
+        *group_inputs(groups),
     )
     return y
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from gnsfast.noise_scale import NoiseScale
+from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
 
 
 @runtime_checkable
@@ -31,9 +31,10 @@ def metrics(
 
     ``gns/b_simple`` is the noise scale in samples, ``gns/b_simple_lo`` and ``gns/b_simple_hi`` its
     95 % interval, ``gns/trace`` tr Σ, ``gns/grad_sq`` |G|², ``gns/layer/<path>`` the noise scale of
-    a module, ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) what the window holds, and
-    ``batch/size`` the mean number of samples of an update. What is infinite or not measured has
-    no number and is left out: without ``gns/b_simple_hi`` the noise scale is at least
+    a module, ``gns/adam`` that under Adam's metric, ``gns/group/<name>`` that of a group, both with
+    ``_lo`` and ``_hi``. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say what the
+    window holds, ``batch/size`` is the mean number of samples of an update. What is infinite or not
+    measured has no number and is left out: without ``gns/b_simple_hi`` the noise scale is at least
     ``gns/b_simple_lo``.
 
     Args:
@@ -66,6 +67,10 @@ def metrics(
         found["tokens"] = float(tokens)
     if batch_tokens is not None:
         found["batch/tokens"] = float(batch_tokens)
+    if result.adam is not None:
+        found |= _interval("gns/adam", result.adam)
+    for name, group in result.per_group.items():
+        found |= _interval(f"gns/group/{name}", group)
     if per_module:
         found |= {f"gns/layer/{p}": m.noise_scale for p, m in result.per_module.items()}
     return _finite(found)
@@ -161,6 +166,13 @@ class WandbTracker:
     def close(self) -> None:
         if self._own:
             self.run.finish()
+
+
+def _interval(name: str, found: ModuleNoiseScale) -> dict[str, float]:
+    """A noise scale that was measured, with its interval."""
+    if math.isnan(found.noise_scale):
+        return {}
+    return {name: found.noise_scale, f"{name}_lo": found.lower, f"{name}_hi": found.upper}
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:

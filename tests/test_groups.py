@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each group of samples has the noise scale that its samples have by themselves."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from processes import spawn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gnsfast
+from gnsfast.integrations.trackers import metrics
+
+V, D, T = 11, 8, 5
+NAMES = ("web", "code", "talk")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.before, self.after = nn.Embedding(V, D), nn.LayerNorm(D), nn.RMSNorm(D)
+        self.up, self.head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.before(self.tokens(ids))
+        out: Tensor = self.head(self.after(x + torch.tanh(self.up(x))))
+        return out
+
+
+def make() -> nn.Module:
+    torch.manual_seed(1)
+    return gnsfast.convert(Model())
+
+
+def draw(groups: list[str]) -> tuple[Tensor, Tensor]:
+    """The groups' labels differ."""
+    ids = torch.randint(0, V, (len(groups), T))
+    first = torch.tensor([3 * NAMES.index(g) for g in groups])[:, None]
+    return ids, first + torch.randint(0, 3, ids.shape)
+
+
+def batches() -> list[tuple[list[str], tuple[Tensor, Tensor]]]:
+    torch.manual_seed(2)
+    web, code, talk = NAMES
+    kinds = [[web, code, web, web, code], [code, code, web, talk, code], [web] * 4, [talk, web]]
+    return [(kind, draw(kind)) for kind in kinds * 3]
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def grads_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """[B, parameters] float64: single samples."""
+    wide = make().double()
+    wide.load_state_dict(model.state_dict())
+    rows = []
+    for ids, labels in zip(*batch):
+        g = torch.autograd.grad(loss_of(wide, (ids[None], labels[None])), [*wide.parameters()])
+        rows.append(torch.cat([t.flatten() for t in g]))
+    return torch.stack(rows)
+
+
+def truth(model: nn.Module, updates: list[Any], name: str) -> tuple[float, float, int]:
+    """tr Σ and |G|² of a group: unbiased in each micro-batch, updates weighed as its samples."""
+    found = []
+    for groups, batch in updates:
+        g = grads_of(model, batch)[[k for k, of in enumerate(groups) if of == name]]
+        n = len(g)
+        if n > 1:
+            p, q = g.square().sum(), g.sum(0).square().sum()
+            found.append((n, (p - q / n) / (n - 1), (q - p) / (n * (n - 1))))
+    weights = torch.tensor([float(n) for n, _, _ in found])
+    trace, square = (torch.stack([f[i] for f in found]).double() for i in (1, 2))
+    weights = weights.double() / weights.sum()
+    return float(weights @ trace), float(weights @ square), sum(n for n, _, _ in found)
+
+
+def measure(model: nn.Module, updates: list[Any], **settings: Any) -> gnsfast.NoiseScale:
+    gns = gnsfast.GradientNoiseScale(model, groups=NAMES, **settings)
+    for groups, batch in updates:
+        with gns.microbatch(len(groups), groups=groups):
+            loss_of(model, batch).backward()
+        gns.update()
+        model.zero_grad()
+    return gns.compute()
+
+
+def check(result: gnsfast.NoiseScale, model: nn.Module, updates: list[Any]) -> None:
+    for name in NAMES[:2]:
+        trace, grad_sqnorm, samples = truth(model, updates, name)
+        found = result.per_group[name]
+        assert found.trace == pytest.approx(trace, rel=1e-5)
+        assert found.grad_sqnorm == pytest.approx(grad_sqnorm, rel=1e-5)
+        assert found.noise_scale == pytest.approx(trace / grad_sqnorm, rel=1e-5)
+        assert found.samples == samples and found.left_out == ()
+    talk = result.per_group["talk"]  # never two of them in a micro-batch
+    assert talk.updates == 0 and talk.upper == float("inf")
+
+
+@pytest.mark.parametrize("source", ["auto", "global", "local"])
+def test_groups(source: str) -> None:
+    """Beside the noise scale of all samples, which stays what it is; so do the gradients."""
+    model, updates = make(), batches()
+    result = measure(model, updates, source=source)
+    check(result, model, updates)
+    plain = gnsfast.GradientNoiseScale(model, source=source)
+    for groups, batch in updates:
+        with plain.microbatch(len(groups)):
+            loss_of(model, batch).backward()
+        plain.update()
+        model.zero_grad()
+    assert result.noise_scale == pytest.approx(plain.compute().noise_scale, rel=1e-5)
+    assert "\ncode: noise scale" in str(result)
+    assert metrics(result)["gns/group/web"] == result.per_group["web"].noise_scale
+    assert "gns/group/talk" not in metrics(result)
+
+    groups, batch = updates[0]
+    loss_of(model, batch).backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    gns = gnsfast.GradientNoiseScale(model, groups=NAMES)
+    with gns.microbatch(5, groups=groups):
+        loss_of(model, batch).backward()
+    for ours, p in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, ours)
+
+
+def test_accumulation_tokens_and_scaler() -> None:
+    """Two micro-batches of unequal lengths, a token mean, a loss scale: the sums of both."""
+    model = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    gns = gnsfast.GradientNoiseScale(model, groups=NAMES, grad_scaler=scaler)
+    updates = batches()[:2]
+    p, q, v, u2, samples, square, length = (0.0 for _ in range(7))
+    for groups, batch in updates:
+        ids, labels = batch
+        tokens = torch.tensor([T, 2, 3, T, 4])
+        for row, n in zip(labels, tokens):
+            row[n:] = -100
+        with gns.microbatch(5, tokens=tokens, scale=0.5, groups=groups):
+            scaler.scale(0.5 * loss_of(model, batch)).backward()
+        a = 0.5 / tokens.sum()
+        index = [k for k, of in enumerate(groups) if of == "code"]
+        g = grads_of(model, (ids[index], labels[index])) * (a * tokens[index])[:, None]
+        u = (a * tokens[index]).double()
+        p, q = p + g.square().sum(), q + g.sum(0).square().sum()
+        v, u2 = v + u.sum() ** 2, u2 + u.square().sum()
+        samples, length = samples + len(index), length + tokens[index].sum()
+        square = square + a**2 * len(index)
+    gns.update()
+    found = gns.compute().per_group["code"]
+    grad_sqnorm = float((q - p) / (v - u2))
+    assert found.grad_sqnorm == pytest.approx(grad_sqnorm, rel=1e-5)
+    weight = float(square * (length / samples) ** 2)
+    assert found.trace == pytest.approx(float(p - u2 * grad_sqnorm) / weight, rel=1e-5)
+
+
+def test_resumed() -> None:
+    model, updates = make(), batches()
+    whole = gnsfast.GradientNoiseScale(model, groups=NAMES)
+    first = gnsfast.GradientNoiseScale(model, groups=NAMES)
+    buffer = io.BytesIO()
+    for k, (groups, batch) in enumerate(updates):
+        for gns in (whole, first):
+            with gns.microbatch(len(groups), groups=groups):
+                loss_of(model, batch).backward()
+            gns.update()
+            model.zero_grad()
+        if k == 5:
+            torch.save(first.state_dict(), buffer)
+            buffer.seek(0)
+            first = gnsfast.GradientNoiseScale(model, groups=NAMES)
+            first.load_state_dict(torch.load(buffer))
+    assert whole.compute().per_group["code"] == first.compute().per_group["code"]
+
+
+def test_what_is_left_out() -> None:
+    """A tied weight and a convolution are in neither number, and named."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.up = nn.Embedding(V, D), nn.Linear(D, D)
+            self.mix, self.head = nn.Conv1d(D, D, 1), nn.Linear(D, V, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.mix(self.up(self.tokens(ids)).mT).mT
+            out: Tensor = self.head(x)
+            return out
+
+    model = gnsfast.convert(Tied())
+    result = measure(model, batches()[:2])
+    assert result.per_group["web"].left_out == ("tokens.weight", "mix.weight", "mix.bias")
+
+
+def two_processes(rank: int) -> None:
+    """Each process measures its own micro-batches; the sums of both are one process's."""
+    updates = batches()
+    model = DistributedDataParallel(make())
+    gns = gnsfast.GradientNoiseScale(model, groups=NAMES)
+    for pair in zip(updates[::2], updates[1::2]):
+        groups, batch = pair[rank]
+        with gns.microbatch(len(groups), groups=groups):
+            loss_of(model, batch).backward()
+        gns.update()
+        model.zero_grad()
+    single, _ = dist.new_subgroups(group_size=1)
+    plain = make()
+    alone = gnsfast.GradientNoiseScale(plain, groups=NAMES, process_group=single)
+    for pair in zip(updates[::2], updates[1::2]):
+        for groups, batch in pair:
+            with alone.microbatch(len(groups), groups=groups):
+                loss_of(plain, batch).backward()
+        alone.update()
+        plain.zero_grad()
+    for name in NAMES[:2]:
+        ours, theirs = (g.compute().per_group[name] for g in (gns, alone))
+        assert ours.noise_scale == pytest.approx(theirs.noise_scale, rel=1e-5)
+        assert ours.samples == theirs.samples
+
+
+@pytest.mark.dist
+def test_two_processes() -> None:
+    spawn(two_processes)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "groups, message",
+        [
+            (["web"] * 4, "names 4 samples, num_samples is 5"),
+            (["web"] * 4 + ["book"], "group 'book' is none of 'web', 'code', 'talk'"),
+            (None, "give both or neither"),
+        ],
+    )
+    def test_assignment(self, groups: Any, message: str) -> None:
+        gns = gnsfast.GradientNoiseScale(make(), groups=NAMES)
+        with pytest.raises(ValueError, match=message):
+            with gns.microbatch(5, groups=groups):
+                pass
+        with gns.microbatch(5, groups=["web"] * 5):  # the refused block has left nothing open
+            loss_of(gns.model, draw(["web"] * 5)).backward()
+
+    def test_without_names(self) -> None:
+        with pytest.raises(ValueError, match="give both or neither"):
+            with gnsfast.GradientNoiseScale(make()).microbatch(2, groups=["web", "web"]):
+                pass
+
+    def test_compiled(self) -> None:
+        model = make()
+        gns = gnsfast.GradientNoiseScale(model, groups=NAMES)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(Exception, match="no norms in a compiled model"):
+            with gns.microbatch(2, groups=["web", "code"]):
+                loss_of(compiled, draw(["web", "code"])).backward()
+
+    def test_other_settings(self) -> None:
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ValueError, match="leave one out"):
+            gnsfast.GradientNoiseScale(model, groups=NAMES, metric="adam", optimizer=optimizer)
