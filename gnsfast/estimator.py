@@ -52,7 +52,6 @@ class GradientNoiseScale:
         stages: the processes among them that hold the pipeline stages of one model; ``model`` is
             then this process's stage, or a ``ModuleList`` of several. All stages say the same
             ``tokens``, ``scale`` and ``grad_norm`` (that over all stages), and save a state each.
-
         metric, optimizer: ``"adam"`` and the ``torch.optim.Adam`` or ``AdamW`` in use: also the
             noise scale in its geometry, ``compute().adam``.
         groups: names of groups of samples (data domains), each with a noise scale of its own in

@@ -130,6 +130,36 @@ def test_groups(source: str) -> None:
         torch.testing.assert_close(p.grad, ours)
 
 
+f = gnsfast.functional
+LAYERS: dict[str, Any] = {
+    "linear": lambda ids, x, w, gain, *probes: f.linear(x, w, None, probes[0], groups=probes[1]),
+    "embedding": lambda ids, x, w, gain, *probes: f.embedding(ids, w, probes[0], groups=probes[1])[
+        0
+    ],
+    "layer_norm": lambda ids, x, w, gain, *probes: f.layer_norm(
+        x, (D,), gain, None, probes[0], groups=probes[1]
+    ),
+    "rms_norm": lambda ids, x, w, gain, *probes: f.rms_norm(x, gain, probes[0], groups=probes[1]),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_norms_stay_those_of_each_sample(layer: str) -> None:
+    """A layer's own probe and gradients, with groups out of order and without."""
+    inputs = torch.randn(4, T, D), torch.randn(V, D), torch.randn(D)
+    ids, members = torch.randint(0, V, (4, T)), [[2, 0], [], [3, 1]]
+    index = tuple(torch.tensor(m, dtype=torch.int64) for m in members)
+    found = []
+    for groups in (None, f.Groups(torch.zeros(1, 3, requires_grad=True), index)):
+        probe = torch.zeros(1, 4 + 2, requires_grad=True)
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        y = LAYERS[layer](ids, *leaves, probe, groups)
+        (y.sin() * y).sum().backward()
+        found.append([probe.grad, *(t.grad for t in leaves if t.grad is not None)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_accumulation_tokens_and_scaler() -> None:
     """Two micro-batches of unequal lengths, a token mean, a loss scale: the sums of both."""
     model = make()
