@@ -67,10 +67,20 @@ class AdamMetric(NoMetric):
     width = 2
 
     def __init__(
-        self, model: nn.Module, slab: ProbeSlab, settings: Settings, processes: Processes
+        self,
+        model: nn.Module,
+        slab: ProbeSlab,
+        settings: Settings,
+        processes: Processes,
+        device: torch.device,
     ) -> None:
         self._optimizer, self._local = settings.optimizer, settings.local
         self._processes = processes
+        if processes.tensor > 1:
+            raise NotImplementedError(
+                "metric='adam' has no noise scale in a tensor parallel model: leave it out (it "
+                "works under DistributedDataParallel)"
+            )
         self._modules = taking(model, slab)
         self.left_out = tuple(
             name
@@ -89,15 +99,20 @@ class AdamMetric(NoMetric):
         self._rows: MetricRows | None = None
         self._moments: dict[nn.Parameter, Tensor] = {}
         self._marks: list[Any] = []
-        device = next(iter(self._names)).device
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     @staticmethod
-    def of(model: nn.Module, slab: ProbeSlab, settings: Settings, processes: Processes) -> NoMetric:
-        """The metric that the settings ask for."""
+    def of(
+        model: nn.Module,
+        slab: ProbeSlab,
+        settings: Settings,
+        processes: Processes,
+        device: torch.device,
+    ) -> NoMetric:
+        """The metric that the settings ask for; its numbers are on ``device``."""
         if settings.optimizer is None:
             return NoMetric()
-        return AdamMetric(model, slab, settings, processes)
+        return AdamMetric(model, slab, settings, processes, device)
 
     @property
     def probes(self) -> list[Tensor]:

@@ -22,7 +22,7 @@ from gnsfast.pipeline import PipelinePasses
 from gnsfast.probed import Probed
 from gnsfast.probes import count
 from gnsfast.state import identity, refuse_other
-from gnsfast.update import Settings
+from gnsfast.update import Settings, ordered_names
 from gnsfast.watch import AUDIT_EVERY
 
 
@@ -108,7 +108,7 @@ class GradientNoiseScale:
         check_settings(metric, optimizer, stages)
         self._settings = Settings(
             *(source, loss_reduction, grad_scaler, process_group, stages, optimizer),
-            tuple(groups),
+            ordered_names(groups),
         )
         self._attached: int | None = None
         self._attachment: Attachment | None = None
@@ -236,6 +236,8 @@ class GradientNoiseScale:
         """
         if self._attachment is not None:
             raise ObservationError("gns.attach() was called before: remove() the first attachment")
+        if self._settings.groups:
+            raise ValueError("gns.attach() knows no groups: use gns.microbatch(n, groups=...)")
         self._attachment = Attachment(self)
         return self._attachment
 

@@ -18,6 +18,8 @@ from gnsfast.functional import Groups
 from gnsfast.noise_scale import NoiseScale, summarize_group
 from gnsfast.probed import Probed
 from gnsfast.probes import ProbeSlab
+from gnsfast.processes import Processes, gathered
+from gnsfast.update import Settings
 
 WIDTH = 2 + scales.SCALARS
 """Numbers of a group in an update: p, q and the scalars of its samples' weights."""
@@ -38,9 +40,10 @@ class GroupRows:
             at[path] = device, slice(first, sizes[device])
         self.grad = {d: torch.zeros(n, count, device=d) for d, n in sizes.items()}
         self.probes: dict[str, Tensor] = {}
+        self._views: dict[str, Tensor] = {}
         for path, (device, rows) in at.items():
             probe = torch.zeros_like(self.grad[device][rows]).requires_grad_()
-            probe.grad = self.grad[device][rows]
+            self._views[path] = self.grad[device][rows]
             self.probes[path] = probe
 
     def open(self, members: Sequence[Tensor]) -> None:
@@ -49,6 +52,7 @@ class GroupRows:
             grad.zero_()
         for path, module in self.modules.items():
             probe = self.probes[path]
+            probe.grad = self._views[path]  # a refused create_graph=True has put another there
             here = tuple(index.to(probe.device, non_blocking=True) for index in members)
             module._groups = Groups(probe, here)
 
@@ -62,9 +66,22 @@ class GroupMeasure:
     """What updates say of each group, over the parameters whose layers take groups."""
 
     def __init__(
-        self, names: tuple[str, ...], model: nn.Module, slab: ProbeSlab, device: torch.device
+        self,
+        settings: Settings,
+        model: nn.Module,
+        slab: ProbeSlab,
+        processes: Processes,
+        device: torch.device,
     ) -> None:
-        self.names, self._device = names, device
+        names = self.names = settings.groups
+        self._device = device
+        if names and processes.tensor > 1:
+            raise NotImplementedError("groups have no noise scale in a tensor parallel model")
+        if processes.world > 1 and len(set(gathered(names, settings.group))) > 1:
+            raise ValueError(
+                "processes name other groups, or the same in another order: give "
+                "GradientNoiseScale(groups=[...]) the same list on each"
+            )
         self._index = {name: k for k, name in enumerate(names)}
         self._modules = {
             path: m
@@ -108,6 +125,10 @@ class GroupMeasure:
             )
         if of_samples is None:
             return []
+        if isinstance(of_samples, Tensor) and of_samples.ndim != 1:
+            raise ValueError(
+                f"groups must be one for each sample, not of shape {list(of_samples.shape)}"
+            )
         told = of_samples.tolist() if isinstance(of_samples, Tensor) else list(of_samples)
         if len(told) != num_samples:
             raise ValueError(f"groups names {len(told)} samples, num_samples is {num_samples}")
@@ -135,9 +156,8 @@ class GroupMeasure:
         """Take what the pass left."""
         if not self._members:
             return
-        if tokens is not None and not (isinstance(tokens, Tensor) and tokens.ndim):
-            raise ValueError("with groups tokens must be one count for each sample")
         assert self._rows is not None
+        assert tokens is None or isinstance(tokens, Tensor)
         p_B = torch.zeros(num_samples, dtype=torch.float64, device=self._device)
         for path in self._modules:
             p_B += slab.module_sqnorms(path).to(self._device, non_blocking=True)
@@ -151,8 +171,14 @@ class GroupMeasure:
                 continue
             own = None if tokens is None else tokens[index.to(tokens.device)]
             said = scales.microbatch_scalars(len(index), own, a, "sum", True, self._device)
+            said = torch.where(said[0] > 0, said, 0.0)  # without tokens there is no sample
             p = p_B[index.to(self._device, non_blocking=True)].sum()
             self._sums[k] += torch.cat([without_scale(torch.stack([p, q_G[k]])), said])
+
+    def start(self, first: bool) -> None:
+        """Begin a micro-batch; the ``first`` of an update finds what a refused one has left."""
+        if first:
+            self.discard()
 
     def finish(self) -> list[Tensor]:
         """This process's share of the update's numbers."""

@@ -50,6 +50,8 @@ class MetricRows:
         """
         for grad in self.grad.values():
             grad.zero_()
+        for path, probe in self._probes.items():
+            probe.grad = self.rows(path)  # a refused create_graph=True has put another there
         for path, of_module in moments.items():
             device, rows = self._at[path]
             constants = self.constants[device][rows]

@@ -76,8 +76,10 @@ class GroupNoiseScale(ModuleNoiseScale):
     """The noise scale of the samples of one group: tr Σ and |G|² of these samples alone, from pairs
     inside of each micro-batch.
 
-    ``updates`` had at least two of its samples in a micro-batch, ``samples`` in all. ``left_out``:
-    parameters whose layers know no groups, in neither number.
+    ``updates`` had at least two of its samples in a micro-batch, ``samples`` in all; they may be
+    more than those of the whole, which skips an update for a NaN in another group. ``left_out``:
+    parameters whose layers know no groups, in neither number. With groups gradients of gains in
+    bfloat16 are rounded once for each group.
 
     >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
     >>> gns = gnsfast.GradientNoiseScale(model, groups=["web", "code"])
@@ -213,7 +215,7 @@ def _summarize_pair(
     pair: Tensor, scalars: Tensor, local: bool, decay: float | None
 ) -> tuple[ModuleNoiseScale, Coefficients]:
     """The ratio of a window's p and q [U, 2], and the weights of the updates that count."""
-    good = torch.cat([pair, scalars], 1).isfinite().all(1) & (scalars[:, 0] > 0)
+    good = torch.cat([pair, scalars], 1).isfinite().all(1)
     known = scales.coefficients(scalars[good], local)
     good[good.clone()] = known.v - known.u2 > 1e-9 * known.v
     of = scales.coefficients(scalars[good], local)

@@ -64,8 +64,8 @@ class Observer:
         first = next(iter((*self.parameters, *parameters.values())), None)
         self.device = torch.device("cpu") if first is None else first.device
         self._of = torch.tensor(self._of_host, dtype=torch.int64, device=self.device)
-        self.metric = AdamMetric.of(self.model, slab, s, self.processes)
-        self.groups = GroupMeasure(s.groups, self.model, slab, self.device)
+        self.metric = AdamMetric.of(self.model, slab, s, self.processes, self.device)
+        self.groups = GroupMeasure(s, self.model, slab, self.processes, self.device)
         width = self.metric.width + self.groups.width
         self.exchange = Exchange(self.processes, self._stages, s.group, self.device, width)
         spread = fsdp_degrees(self.model)
@@ -115,6 +115,7 @@ class Observer:
             )
         refuse_context_parallel()
         self._check_marks()
+        self.groups.start(self.pending is None)
         slots, documents = num_samples, None
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
@@ -244,7 +245,7 @@ class Observer:
             )
         lost = [sums.new_zeros(())] * 2
         if isinstance(tokens, Tensor) and tokens.ndim and pipeline is None and self.names:
-            lost = _misplaced(slab.sample_sqnorms(self.device), tokens)
+            lost = scales.misplaced(slab.sample_sqnorms(self.device), tokens)
         new = Pending(
             *(sums, calls, scalars, self._end, self._stale, tokens is not None, passes, touched),
             lost,
@@ -383,14 +384,6 @@ class Observer:
         named = dict(zip(self.names, self.parameters))
         if wrong := self.audit.check(named, self.paths):
             raise ObservationError(wrong)
-
-
-def _misplaced(sqnorm_B: Tensor, tokens: Tensor) -> list[Tensor]:
-    """1.0 where samples without tokens have a gradient, and where samples with tokens have none."""
-    lengths = torch.zeros_like(sqnorm_B)
-    lengths[: len(tokens)] = tokens.to(sqnorm_B.device, torch.float64, non_blocking=True)
-    padded, empty = (lengths == 0) & (sqnorm_B > 0), (lengths > 0) & (sqnorm_B == 0)
-    return [padded.any().double(), empty.any().double()]
 
 
 SLOTS = 32

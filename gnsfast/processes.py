@@ -78,7 +78,7 @@ def find_processes(
     return _find(model, group, stages, [d for d, _ in told])
 
 
-def gathered(value: Any, group: "dist.ProcessGroup") -> list[Any]:
+def gathered(value: Any, group: "dist.ProcessGroup | None") -> list[Any]:
     """``value`` of every process of the group."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group)

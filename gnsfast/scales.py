@@ -116,6 +116,14 @@ def block_scalars(
     return torch.stack(parts).sum(0)
 
 
+def misplaced(sqnorm_B: Tensor, tokens: Tensor) -> list[Tensor]:
+    """1.0 where samples without tokens have a gradient, and where samples with tokens have none."""
+    lengths = torch.zeros_like(sqnorm_B)
+    lengths[: len(tokens)] = tokens.to(sqnorm_B.device, torch.float64, non_blocking=True)
+    padded, empty = (lengths == 0) & (sqnorm_B > 0), (lengths > 0) & (sqnorm_B == 0)
+    return [padded.any().double(), empty.any().double()]
+
+
 @dataclass(frozen=True)
 class Coefficients:
     """V, U₂ and the weight of tr Σ of K updates (gnsfast.statistics), float64 [K]."""

@@ -28,5 +28,6 @@ def refuse_other(state: dict[str, Any], identity: dict[str, Any]) -> None:
             continue
         if isinstance(ours, list) and isinstance(theirs, list):
             differ = sorted(map(str, set(ours) ^ set(theirs)))[:5]
-            raise ValueError(f"the state is of another model: {key} differ in {differ}")
+            how = f"differ in {differ}" if differ else "are in another order"
+            raise ValueError(f"the state is of another model: {key} {how}")
         raise ValueError(f"the state has {key}={theirs!r}, this estimator {key}={ours!r}")

@@ -41,6 +41,8 @@ class Settings:
                     "a pipeline's schedule does not go with metric='adam', documents (cu_seqlens) "
                     "or groups: leave these out"
                 )
+        if groups is not None and tokens is not None and getattr(tokens, "ndim", 0) != 1:
+            raise ValueError("with groups tokens must be one count for each sample")
         if cu_seqlens is not None:
             if self.optimizer is not None or groups is not None:
                 raise ValueError(
@@ -85,3 +87,10 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """One clear error for a word that is none of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def ordered_names(names: Any) -> tuple[str, ...]:
+    """Names of groups: the same in the same order on all processes, so no set."""
+    if isinstance(names, (str, set, frozenset)) or len(set(names)) < len(tuple(names)):
+        raise ValueError(f"groups must be a list of different names, in one order, not {names!r}")
+    return tuple(names)

@@ -229,7 +229,40 @@ def test_what_is_left_out() -> None:
     assert result.per_group["web"].left_out == ("tokens.weight", "mix.weight", "mix.bias")
 
 
+def test_refused_passes_leave_nothing() -> None:
+    """A graph of gradients, gradients that were written to, a group without tokens."""
+    model, updates = make(), batches()
+    gns = gnsfast.GradientNoiseScale(model, groups=NAMES, source="global")
+    groups, batch = updates[0]
+    with pytest.raises(gnsfast.ObservationError, match="create_graph"):
+        with gns.microbatch(5, groups=groups):
+            loss_of(model, batch).backward(create_graph=True)
+    model.zero_grad()
+    with gns.microbatch(5, groups=groups):
+        loss_of(model, batch).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(gnsfast.ObservationError, match="written to"):
+        gns.update()
+    model.zero_grad()
+    silent = batch[1].clone()
+    of_code = torch.tensor([g == "code" for g in groups])
+    silent[of_code] = -100
+    for labels in (batch[1], silent):
+        tokens = (labels >= 0).sum(1)
+        with gns.microbatch(5, groups=groups, tokens=tokens):
+            loss_of(model, (batch[0], labels)).backward()
+    gns.update()
+    trace, grad_sqnorm, samples = truth(model, [(groups, batch)], "code")
+    found = gns.compute().per_group["code"]
+    assert (found.samples, found.updates) == (samples, 1)
+    assert found.noise_scale == pytest.approx(trace / grad_sqnorm, rel=1e-5)
+
+
 def two_processes(rank: int) -> None:
+    with pytest.raises(ValueError, match="the same in another order"):
+        order = NAMES if rank else NAMES[::-1]
+        with gnsfast.GradientNoiseScale(make(), groups=order).microbatch(1, groups=["web"]):
+            pass
     """Each process measures its own micro-batches; the sums of both are one process's."""
     updates = batches()
     model = DistributedDataParallel(make())
@@ -289,6 +322,19 @@ class TestErrors:
         with pytest.raises(Exception, match="no norms in a compiled model"):
             with gns.microbatch(2, groups=["web", "code"]):
                 loss_of(compiled, draw(["web", "code"])).backward()
+
+    def test_layers_by_hand(self) -> None:
+        x, w, probe = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True), torch.zeros(1, 5)
+        some = f.Groups(torch.zeros(1, 1), (torch.tensor([0, 2]),))
+        with pytest.raises(ValueError, match="each of the 3 samples once"):
+            f.linear(x, w, None, probe, groups=some)
+        with pytest.raises(ValueError, match="do not go with"):
+            f.linear(x, w, None, probe, starts=torch.tensor([0, 3]), groups=some)
+
+    @pytest.mark.parametrize("names", ["web", {"web", "code"}, ["web", "web"]])
+    def test_names(self, names: Any) -> None:
+        with pytest.raises(ValueError, match="a list of different names"):
+            gnsfast.GradientNoiseScale(make(), groups=names)
 
     def test_other_settings(self) -> None:
         model = make()

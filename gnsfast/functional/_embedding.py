@@ -81,7 +81,8 @@ class _Embedding(torch.autograd.Function):
                 acc = reference.accumulate_dtype(dy.dtype)
                 flags = ctx.num_embeddings, ctx.padding_idx, acc
                 [dw], sqnorm_PB, group_PG = by_group(
-                    lambda b: ops.embedding_wgrad(dy_BTD[b], ids_BT[b], *flags), ctx.members, dy_BTD
+                    lambda b: ops.embedding_wgrad(dy_BTD[b], ids_BT[b], *flags),
+                    *(ctx.members, dy_BTD, (True,)),
                 )
                 dw = dw.to(ctx.parameter_dtype)
             elif v is not None:
@@ -184,7 +185,7 @@ def embedding(
     out: tuple[Tensor, ...] = _Embedding.apply(
         *(ids, weight, probe, padding_idx, batch_dim, tied, shared, trusted, starts),
         *metric_inputs(metric, weight),
-        *group_inputs(groups),
+        *group_inputs(groups, probe, metric, starts is not None, tied, links),
         *flat,
     )
     if not tied:

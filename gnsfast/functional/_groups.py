@@ -6,11 +6,13 @@ up to the whole: no product is made twice.
 """
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gnsfast.functional._samples import num_samples
 from gnsfast.reference import accumulate_dtype, sqnorm
 from gnsfast.sharding import is_dtensor
 
@@ -33,14 +35,23 @@ class Groups(NamedTuple):
     members: tuple[Tensor, ...]
 
 
-def group_inputs(groups: Groups | None) -> tuple[Any, Any]:
-    """What a layer takes for its ``groups``.
+def group_inputs(groups: Groups | None, probe: Tensor, *others: Any) -> tuple[Any, Any]:
+    """What a layer takes for its ``groups``, beside its ``probe`` and none of the ``others``.
 
     Raises:
         NotImplementedError: in a compiled graph, which would be made anew for each composition.
+        ValueError: with documents, a metric, links or blocks; for members that are not all samples.
     """
     if groups is None:
         return None, None
+    B, P = num_samples(probe), len(probe)
+    if any(others):
+        raise ValueError("groups do not go with a metric, documents, links or input_blocks")
+    if sum(map(len, groups.members)) != B or groups.probe.shape != (P, len(groups.members)):
+        raise ValueError(
+            f"groups must hold each of the {B} samples once, and their probe be "
+            f"[{P}, {len(groups.members)}], not {list(groups.probe.shape)}"
+        )
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "groups of samples have no norms in a compiled model: their sizes change with each "
@@ -50,12 +61,15 @@ def group_inputs(groups: Groups | None) -> tuple[Any, Any]:
 
 
 def by_group(
-    run: Callable[[Tensor], tuple[Tensor, ...]], members: tuple[Tensor, ...], dy_BTF: Tensor
+    run: Callable[[Tensor], tuple[Tensor, ...]],
+    members: tuple[Tensor, ...],
+    dy_BTF: Tensor,
+    wanted: tuple[bool, ...],
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """An operator's gradients, ``sqnorm_PB`` and the groups' own norms [P, G].
 
-    ``run(index)`` is the operator on these samples: gradients, of which the unwanted are empty, and
-    its probe rows.
+    ``run(index)`` is the operator on these samples: gradients, of which some are ``wanted``, and
+    the probe rows of these.
     """
     if is_dtensor(dy_BTF):
         raise NotImplementedError("groups of samples have no norms in tensor parallel layers")
@@ -72,8 +86,7 @@ def by_group(
     sqnorm_PB = parts[0].new_empty(len(parts[0]), len(dy_BTF) + 2)
     for index, rows in zip(members, parts):
         sqnorm_PB[:, index] = rows[:, :-2]
-    wanted = [g for g in grads if g.numel()]
-    for row, g in zip(sqnorm_PB, wanted):
+    for row, g in zip(sqnorm_PB, compress(grads, wanted)):
         row[-2] = sqnorm(g)
     sqnorm_PB[:, -1] = 1.0
     return grads, sqnorm_PB, torch.stack([rows[:, -2] for rows in parts], 1)

@@ -89,7 +89,8 @@ class _Linear(torch.autograd.Function):
                 acc = accumulate_dtype(dy.dtype)
                 flags = need_w, need_b, ctx.transposed, acc
                 (dw, db), sqnorm_PB, group_PG = by_group(
-                    lambda b: ops.linear_wgrad(x_BTI[b], dy_BTO[b], *flags), ctx.members, dy_BTO
+                    lambda b: ops.linear_wgrad(x_BTI[b], dy_BTO[b], *flags),
+                    *(ctx.members, dy_BTO, (need_w, need_b)),
                 )
                 dw, db = dw.to(ctx.parameter_dtype), db.to(ctx.parameter_dtype)
             elif constants is not None:
@@ -190,7 +191,7 @@ def linear(
     y: Tensor = _Linear.apply(
         *(x, weight, bias, probe, dtype, batch_dim, transposed, input_blocks, starts),
         *metric_inputs(metric, weight, bias),
-        *group_inputs(groups),
+        *group_inputs(groups, probe, metric, starts is not None, links, input_blocks > 1),
         *flat,
     )
     return y

@@ -84,7 +84,9 @@ class _LayerNorm(torch.autograd.Function):
                     dx[b], *rest = ops.layer_norm_backward(*own, *taken[4:], need_w, need_b)
                     return tuple(rest)
 
-                (dw, db), sqnorm_PB, group_PG = by_group(run, ctx.members, taken[0])
+                (dw, db), sqnorm_PB, group_PG = by_group(
+                    run, ctx.members, taken[0], (need_w, need_b)
+                )
                 dw, db = (g if p is None else g.to(p.dtype) for g, p in ((dw, w), (db, b)))
             elif constants is None:
                 dx, dw, db, sqnorm_PB = sharding.replicated(backward)(*taken, need_w, need_b, *more)
@@ -150,7 +152,7 @@ def layer_norm(
     y: Tensor = _LayerNorm.apply(
         *(x, weight, bias, probe, list(normalized_shape), eps, batch_dim, starts),
         *metric_inputs(metric, weight, bias),
-        *group_inputs(groups),
+        *group_inputs(groups, probe, metric, starts is not None),
     )
     return y
 
@@ -209,7 +211,7 @@ class _RMSNorm(torch.autograd.Function):
                     dx[b], *rest = ops.rms_norm_backward(dy_BTN[b], x_BTN[b], w_N, *last)
                     return tuple(rest)
 
-                [dw], sqnorm_PB, group_PG = by_group(run, ctx.members, dy_BTN)
+                [dw], sqnorm_PB, group_PG = by_group(run, ctx.members, dy_BTN, (True,))
                 dw = dw.to(w.dtype)
             elif constants is None:
                 dx, dw, sqnorm_PB = sharding.replicated(backward)(
@@ -257,7 +259,7 @@ def rms_norm(
     y: Tensor = _RMSNorm.apply(
         *(x, weight, probe, eps, variant, batch_dim, starts),
         *metric_inputs(metric, weight),
-        *group_inputs(groups),
+        *group_inputs(groups, probe, metric, starts is not None),
     )
     return y
 
