@@ -77,7 +77,8 @@ class GroupMeasure:
         self._device = device
         if names and processes.tensor > 1:
             raise NotImplementedError("groups have no noise scale in a tensor parallel model")
-        if processes.world > 1 and len(set(gathered(names, settings.group))) > 1:
+        together = gathered(names, settings.group) if names and processes.world > 1 else []
+        if len(set(together)) > 1:
             raise ValueError(
                 "processes name other groups, or the same in another order: give "
                 "GradientNoiseScale(groups=[...]) the same list on each"

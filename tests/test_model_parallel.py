@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from processes import spawn
+from test_distributed import Attention
 from test_estimator_distributed import check
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -62,20 +63,6 @@ def measured(
 def alone(model: nn.Module, **settings: Any) -> gnsfast.GradientNoiseScale:
     group, _ = dist.new_subgroups(group_size=1)
     return gnsfast.GradientNoiseScale(model, process_group=group, source="global", **settings)
-
-
-class Attention(nn.Module):
-    """Grouped heads as in Llama, each projection a layer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
-        return out
 
 
 class Block(nn.Module):
