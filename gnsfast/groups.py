@@ -48,13 +48,14 @@ class GroupRows:
 
     def open(self, members: Sequence[Tensor]) -> None:
         """Let the next pass fill the rows; ``members``: the samples of each group."""
-        for grad in self.grad.values():
+        here = {}
+        for device, grad in self.grad.items():
             grad.zero_()
+            here[device] = tuple(index.to(device, non_blocking=True) for index in members)
         for path, module in self.modules.items():
             probe = self.probes[path]
             probe.grad = self._views[path]  # a refused create_graph=True has put another there
-            here = tuple(index.to(probe.device, non_blocking=True) for index in members)
-            module._groups = Groups(probe, here)
+            module._groups = Groups(probe, here[probe.device])
 
     def sums(self, device: torch.device) -> Tensor:
         """[G] float64: the squared norms of the groups' summed gradients, over all rows."""

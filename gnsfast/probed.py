@@ -167,11 +167,12 @@ class Probed(nn.Module):
         if not leading:
             if B == 1:
                 return 0
-            hint = (
-                f" If all samples share this index, say convert(model, "
-                f"broadcast=[{self._probe_name!r}])."
-            )
-            hint = hint if isinstance(self, nn.Embedding) else ""
+            hint = ""
+            if isinstance(self, nn.Embedding):
+                hint = (
+                    " If all samples share this index, say convert(model, "
+                    f"broadcast=[{self._probe_name!r}])."
+                )
             raise self._shape_error(x, f"it has no batch dimension.{hint}")
         dim = layout.batch_dim if len(leading) > layout.batch_dim else 0
         rows = leading[dim]

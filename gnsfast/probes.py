@@ -162,10 +162,10 @@ class ProbeSlab:
             )
         for grad in self.grad.values():
             grad.zero_()
+        here = {device: documents and documents.to(device) for device in self.grad}
         for path, module in self.modules.items():
             probe = self._probes[path]
-            here = None if documents is None else documents.to(probe.device)
-            module.open_probe(probe, path or type(module).__name__, here)
+            module.open_probe(probe, path or type(module).__name__, here[probe.device])
 
     def _refuse_documents(self) -> None:
         for path, module in self.modules.items():

@@ -68,9 +68,8 @@ def embedding_wgrad(
         dy[..., column : column + columns].contiguous(), local, rows + 1, rows, dtype
     )
     dw = dw[:rows]
-    partial = [p.is_shard() for p in placements]
-    for dim, sharded in enumerate(partial):
-        if sharded:
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
             torch.distributed.all_reduce(row, group=mesh.get_group(dim))
     row[:, -1] = 1.0
     shape, stride = weight.shape, weight.stride()

@@ -36,31 +36,6 @@ def tied_rows(x_NI: Tensor, dy_NO: Tensor, ids_N: Tensor, starts: Tensor) -> Ten
     return rows
 
 
-def layer_norm_backward(
-    dy_NF: Tensor,
-    x_NF: Tensor,
-    mean_N1: Tensor,
-    rstd_N1: Tensor,
-    w_F: Tensor | None,
-    b_F: Tensor | None,
-    weight: bool,
-    bias: bool,
-    starts: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``ops.layer_norm_backward`` of documents."""
-    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-        dy_NF, x_NF, [x_NF.shape[1]], mean_N1, rstd_N1, w_F, b_F, [True, False, False]
-    )
-    acc = reference.accumulate_dtype(x_NF.dtype)
-    dw_BF = db_BF = None
-    if weight:
-        normed_NF = (x_NF.to(acc) - mean_N1) * rstd_N1
-        dw_BF = ops.segment_sums(normed_NF * dy_NF, starts)
-    if bias:
-        db_BF = ops.segment_sums(dy_NF, starts)
-    return dx, *reference.affine_wgrad(dw_BF, db_BF, w_F, b_F)
-
-
 def rms_norm_backward(
     dy_NF: Tensor, x_NF: Tensor, w_F: Tensor, eps: float, offset: float, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -66,7 +66,7 @@ class _LayerNorm(torch.autograd.Function):
         more: tuple[Tensor, ...] = ()
         if starts is not None:
             documents.refuse_sharded(dy)
-            backward, more = documents.layer_norm_backward, (starts,)
+            backward, more = layer_norm_backward, (starts,)
         with without_autocast(dy):
             flat_w, flat_b = (t if t is None else t.flatten() for t in (w, b))
             taken = (
@@ -112,15 +112,24 @@ def layer_norm_backward(
     b_N: Tensor | None,
     weight: bool,
     bias: bool,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``ops.layer_norm_backward`` as plain aten, which Inductor can fuse."""
+    """``ops.layer_norm_backward`` as plain aten, which Inductor can fuse; with ``starts`` of
+    documents, whose rows are [rows, N].
+    """
     dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-        dy_BTN, x_BTN, [x_BTN.shape[2]], mean_BT1, rstd_BT1, w_N, b_N, [True, False, False]
+        dy_BTN, x_BTN, [x_BTN.shape[-1]], mean_BT1, rstd_BT1, w_N, b_N, [True, False, False]
     )
     acc = reference.accumulate_dtype(x_BTN.dtype)
-    normed = (x_BTN.to(acc) - mean_BT1) * rstd_BT1
-    dw_BN = (normed * dy_BTN).sum(1) if weight else None
-    db_BN = dy_BTN.sum(1, dtype=acc) if bias else None
+
+    def of_samples(t: Tensor) -> Tensor:
+        return t.sum(1, dtype=acc) if starts is None else ops.segment_sums(t, starts)
+
+    dw_BN = db_BN = None
+    if weight:
+        dw_BN = of_samples((x_BTN.to(acc) - mean_BT1) * rstd_BT1 * dy_BTN)
+    if bias:
+        db_BN = of_samples(dy_BTN)
     return dx, *reference.affine_wgrad(dw_BN, db_BN, w_N, b_N)
 
 
