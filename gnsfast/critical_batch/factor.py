@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a noise scale is multiplied with to make a critical batch size, as a file that travels."""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+KIND, FORMAT = "critical batch factor", 1
+METRICS = ("euclidean", "adam")
+
+
+@dataclass(frozen=True)
+class CriticalBatchFactor:
+    """The critical batch size (CBS) over the noise scale, both measured at one checkpoint.
+
+    Args:
+        value: the ratio, with its interval ``lower`` to ``upper`` (may be infinite).
+        metric: whose noise scale it multiplies: ``"euclidean"``, or ``"adam"`` for the one under
+            Adam's metric. The two are never exchanged.
+        source: one line that says where it was measured.
+
+    Raises:
+        ValueError: for numbers that are no interval around a positive value.
+
+    >>> from gnsfast.critical_batch.factor import CriticalBatchFactor
+    >>> CriticalBatchFactor(8.0, 5.6, 11.3, "euclidean", "160M model at 2.1B tokens").value * 30
+    240.0
+    """
+
+    value: float
+    lower: float
+    upper: float
+    metric: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ValueError(f"metric must be 'euclidean' or 'adam', not {self.metric!r}")
+        positive = math.isfinite(self.value) and self.value > 0
+        if not (positive and 0 <= self.lower <= self.value <= self.upper):
+            raise ValueError(
+                f"a factor of {self.value!r} with the interval {self.lower!r} to {self.upper!r} "
+                "cannot be: it must be positive, finite, and inside of its interval"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; an ``upper`` that is infinite is null."""
+        fields = {k: None if v == math.inf else v for k, v in asdict(self).items()}
+        text = json.dumps({"kind": KIND, "format": FORMAT, **fields}, indent=1, allow_nan=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "CriticalBatchFactor":
+        """Read what ``save`` wrote.
+
+        Raises:
+            ValueError: for a file of another kind or format.
+        """
+        try:
+            found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as e:
+            raise ValueError(f"{path} is no JSON: {e}") from e
+        if not isinstance(found, dict) or found.get("kind") != KIND:
+            raise ValueError(f"{path} holds no {KIND}")
+        if found.get("format") != FORMAT:
+            raise ValueError(
+                f"{path} has format {found.get('format')!r}; this version of gnsfast reads {FORMAT}"
+            )
+        try:
+            value, lower, upper = (found[k] for k in ("value", "lower", "upper"))
+            ends = float(value), float(lower), math.inf if upper is None else float(upper)
+            return CriticalBatchFactor(*ends, str(found["metric"]), str(found["source"]))
+        except (KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{path} is damaged: {e}") from e
