@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers in and out: checks that name what is wrong, and floats as strict JSON holds them."""
+
+import math
+import numbers
+from typing import Any
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """``value`` as an int of at least ``least``, whatever integer type it has."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return int(value)
+
+
+def between(name: str, value: Any, least: float, most: float = math.inf) -> float:
+    """``value`` as a finite float in [least, most]."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not real or not math.isfinite(value) or not least <= value <= most:
+        top = "" if most == math.inf else f" and at most {most:g}"
+        raise ValueError(f"{name} must be a number of at least {least:g}{top}, not {value!r}")
+    return float(value)
+
+
+def plain(value: float) -> float | str:
+    """A float as strict JSON can hold it; ``float()`` reads it back."""
+    return value if math.isfinite(value) else str(value)
