@@ -100,6 +100,14 @@ def test_jsonl(tmp_path: Path) -> None:
     ]
 
 
+def test_jsonl_records(tmp_path: Path) -> None:
+    tracker = JSONLTracker(tmp_path / "run.jsonl")
+    tracker.record({"kind": "decision", "upper": math.inf, "of": [1, math.nan, {"a": -math.inf}]})
+    [line] = (tmp_path / "run.jsonl").read_text().splitlines()  # before close
+    tracker.close()
+    assert strict(line) == {"kind": "decision", "upper": None, "of": [1, None, {"a": None}]}
+
+
 def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

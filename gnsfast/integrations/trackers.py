@@ -96,8 +96,12 @@ class JSONLTracker:
         self._file = open(path, "a", buffering=1, encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        values = {k: float(v) if math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        values = {name: float(value) for name, value in metrics.items()}
+        self.record({"step": step, **values})
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Write a line that is no metric of a step, such as ``decision.record()``."""
+        self._file.write(json.dumps(_strict(record), allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -173,6 +177,15 @@ def _interval(name: str, found: ModuleNoiseScale) -> dict[str, float]:
     if math.isnan(found.noise_scale):
         return {}
     return {name: found.noise_scale, f"{name}_lo": found.lower, f"{name}_hi": found.upper}
+
+
+def _strict(value: Any) -> Any:
+    """``value`` with null in place of floats that JSON has no number for."""
+    if isinstance(value, Mapping):
+        return {key: _strict(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
