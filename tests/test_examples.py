@@ -33,6 +33,24 @@ def test_plain_loop(run: Callable[..., str], tmp_path: Path) -> None:
     assert lines[1]["gns/b_simple"] > 0 and lines[1]["tokens"] == 12 * 2 * 16 * 63
 
 
+def test_batch_size(run: Callable[..., str], tmp_path: Path) -> None:
+    options = "batch_size.py", "--tokens", 40_000, "--out"
+    said = run(*options, "whole")
+    assert "allows 16" in said and "allows 32" in said
+    stopped = run(*options, "parts", "--stop-at", 25_000)
+    resumed = run(*options, "parts", "--resume")
+    assert "resumed at 25," in resumed and "with a batch of 16" in resumed
+    assert said.splitlines() == stopped.splitlines()[:-2] + resumed.splitlines()[1:]
+    whole, parts = (
+        [json.loads(x) for x in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    )
+    assert whole[-1] == parts[-1] and whole[-1]["batch/size"] > 8
+    decisions = [line for line in whole if line.get("kind") == "decision"]
+    assert [d["new"] for d in decisions][:3] == [8, 16, 32]
+    assert decisions == [line for line in parts if line.get("kind") == "decision"]
+
+
 def test_trainer(run: Callable[..., str], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

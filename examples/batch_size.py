@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch size that grows with the noise scale, by accumulation; stopped and resumed at will.
+
+python examples/batch_size.py --out run            # a checkpoint and metrics.jsonl in run/
+python examples/batch_size.py --out run --resume   # goes on from the checkpoint
+"""
+
+import argparse
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gnsfast
+from gnsfast.critical_batch.controller import BatchSizeController
+from gnsfast.critical_batch.samples import SampleStream
+from gnsfast.critical_batch.token_schedules import cosine
+from gnsfast.integrations.trackers import JSONLTracker, metrics
+
+CONTEXT, MICROBATCH, FACTOR = 64, 8, 4.0  # CBS / noise scale: a guess, until branches measure it
+LOG_EVERY, SAVE_EVERY = 10, 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=400_000)
+    parser.add_argument("--stop-at", type=int, help="stop early, after so many tokens")
+    parser.add_argument("--out", type=Path, default=Path("run"))
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    text = torch.tensor(list("\n".join(topics.values()).encode()))  # Python's language reference
+    stream = SampleStream(text.unfold(0, CONTEXT + 1, CONTEXT))  # [samples, CONTEXT + 1]
+    model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 256))
+    model = gnsfast.convert(model)  # predicts each byte from the one before it
+    gns = gnsfast.GradientNoiseScale(model, window=32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    controller = BatchSizeController(
+        MICROBATCH,
+        factor=FACTOR,
+        tokens_per_sample=CONTEXT,
+        total_tokens=options.tokens,
+        max_batch_size=16 * MICROBATCH,
+        calibrate=0.02,
+        beta2="tokens",
+    )
+    shape = cosine(options.tokens, warm_up=options.tokens // 50, final=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, controller.lr_lambda(shape))
+    parts = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "controller": controller,
+        "stream": stream,
+        "gns": gns,
+    }
+    step, checkpoint = 0, options.out / "checkpoint.pt"
+    if options.resume:
+        state = torch.load(checkpoint)
+        step = state.pop("step")
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        print(f"resumed at {controller.tokens:,} tokens with a batch of {controller.batch_size}")
+    tracker = JSONLTracker(options.out / "metrics.jsonl")
+
+    end = min(options.tokens, options.stop_at or options.tokens)
+    while controller.tokens < end:
+        step, share, total = step + 1, 1 / controller.accumulation, 0.0
+        trained = controller.tokens + controller.batch_tokens
+        for _ in range(controller.accumulation):
+            batch = stream.draw(MICROBATCH)
+            with gns.microbatch(MICROBATCH, scale=share):
+                logits = model(batch[:, :-1])
+                loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+                (loss * share).backward()
+            total += loss.item() * share
+        gns.update()  # before clipping
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        decision = controller.update(trained, gns.compute)  # computed only when a check is due
+        scheduler.step()  # after it, with its tokens and its learning-rate factor
+        if decision is not None:
+            controller.apply(decision, optimizer)  # beta2; the learning rate is the scheduler's
+            tracker.record(decision.record())
+            print(f"{decision.tokens:>9,} tokens: {decision.reason}")
+        if step % LOG_EVERY == 0 or trained >= end:
+            [lr] = scheduler.get_last_lr()
+            found = metrics(gns.compute(), tokens=trained) | controller.metrics()
+            tracker.log({"loss": total, "lr": lr, **found}, step)
+        if step % SAVE_EVERY == 0 or trained >= end:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            torch.save({"step": step, **states}, checkpoint)
+    tracker.close()
+    print(f"{step} steps, the last of {controller.batch_size} samples\n{gns.compute()}")
+
+
+if __name__ == "__main__":
+    main()
