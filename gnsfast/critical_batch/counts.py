@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers as people write them: 20B tokens, 125M parameters."""
+
+from decimal import Decimal, InvalidOperation
+
+UNITS = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
+
+
+def whole(name: str, value: float, least: int = 1) -> int:
+    """``value`` as an int, where it is a whole number of at least ``least``.
+
+    >>> from gnsfast.critical_batch.counts import whole
+    >>> whole("total_tokens", 658e9)
+    658000000000
+    """
+    if isinstance(value, (int, float)) and value == value and abs(value) != float("inf"):
+        if value == int(value) and value >= least:
+            return int(value)
+    raise ValueError(f"{name} is {value!r}, but must be a whole number of at least {least}")
+
+
+def parse_number(text: str, name: str = "a number") -> Decimal:
+    """A positive or zero number from "20B", "1.5e9", "12.5K" or "0.7"; K to T are powers of 1000.
+
+    >>> from gnsfast.critical_batch.counts import parse_number
+    >>> float(parse_number("12.5K"))
+    12500.0
+    """
+    digits = text.strip().replace(",", "").replace("_", "")
+    unit = UNITS.get(digits[-1:].upper(), 1)
+    try:
+        value = Decimal(digits[:-1] if unit > 1 else digits) * unit
+    except InvalidOperation:
+        value = Decimal("nan")
+    if not value.is_finite() or value < 0:
+        raise ValueError(f"{name} is {text!r}, but must be a number such as 2.5, 125M or 1.5e9")
+    return value
+
+
+def parse_count(text: str, name: str = "a count") -> int:
+    """A whole number from "20B", "1.5e9", "125M" or "4096".
+
+    >>> from gnsfast.critical_batch.counts import parse_count
+    >>> parse_count("1.5B")
+    1500000000
+    """
+    value = parse_number(text, name)
+    if value != value.to_integral_value():
+        raise ValueError(f"{name} is {text!r}, but must be a whole number such as 4096 or 1.5e9")
+    return int(value)
+
+
+def exact_count(value: int) -> str:
+    """The shortest form of ``value`` that loses nothing: 168B, 1536.
+
+    >>> from gnsfast.critical_batch.counts import exact_count
+    >>> exact_count(168_000_000_000), exact_count(1_500_000), exact_count(4096)
+    ('168B', '1500K', '4096')
+    """
+    for suffix, unit in UNITS.items():
+        if value and value % unit == 0:
+            return f"{value // unit}{suffix}"
+    return str(value)
+
+
+def short_count(value: float) -> str:
+    """``value`` in three digits, for tables: 1.23M; all of its digits below 100,000.
+
+    >>> from gnsfast.critical_batch.counts import short_count
+    >>> short_count(1_229_800), short_count(658e9), short_count(2402.4)
+    ('1.23M', '658B', '2,402')
+    """
+    if value != value or value < 1e5 or value == float("inf"):
+        return f"{value:,.0f}"
+    for suffix, unit in UNITS.items():
+        if value >= 0.9995 * unit:
+            scaled = value / unit
+            return f"{scaled:.3g}{suffix}" if scaled < 999.5 else f"{scaled:,.0f}{suffix}"
+    raise AssertionError

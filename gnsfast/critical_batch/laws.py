@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published laws of batch sizes: what each predicts, in which units, and how far it was fitted.
+
+They disagree by multiples and do not all predict the same quantity, so ask for a range over them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gnsfast.critical_batch.counts import short_count
+
+CRITICAL = "critical batch size (b/a)"
+"""b/a of S(B) = a + b/B: twice the least steps and twice the least tokens to the same loss."""
+
+CRITICAL_20 = "critical batch size (20 % rule)"
+"""Zhang et al.'s: 20 % more steps than if they fell as 1/B from the optimal batch size on."""
+
+OPTIMAL = "optimal batch size"
+"""The batch size of the lowest loss for given parameters and tokens."""
+
+TOKENS, PARAMS, FLOPS, LOSS = "tokens", "parameters", "FLOPs", "loss"
+
+
+@dataclass(frozen=True)
+class Law:
+    """batch size in tokens = ``prefactor`` · (``argument`` / ``unit``) ** ``exponent``.
+
+    ``quantity`` says what it predicts: one of ``CRITICAL``, ``CRITICAL_20`` and ``OPTIMAL``.
+    ``fitted`` are the ends of the argument's fitted range, None where the paper does not say.
+    """
+
+    name: str
+    quantity: str
+    argument: str
+    prefactor: float
+    exponent: float
+    unit: float
+    fitted: tuple[float, float] | None
+    source: str
+    formula: str
+    note: str = ""
+
+    def batch_tokens(self, value: float) -> float:
+        """The batch size in tokens at ``value`` of the argument.
+
+        >>> from gnsfast.critical_batch.laws import ZHANG_TOKENS
+        >>> f"{ZHANG_TOKENS.batch_tokens(20e9):.3g}"
+        '1.23e+06'
+        """
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{self.argument} is {value}, but must be positive and finite")
+        return float(self.prefactor * (value / self.unit) ** self.exponent)
+
+    def extrapolated(self, value: float) -> float | None:
+        """How many times ``value`` is beyond the fitted range: 1 inside, None where it is unknown.
+
+        >>> from gnsfast.critical_batch.laws import ZHANG_TOKENS
+        >>> f"{ZHANG_TOKENS.extrapolated(500e9):.0f}"
+        '21'
+        """
+        if self.fitted is None:
+            return None
+        return max(1.0, value / self.fitted[1], self.fitted[0] / value)
+
+
+ZHANG = "Zhang et al. 2025 (arXiv 2410.21676), C4, Adam, samples of 512 tokens, 85M to 1.2B"
+
+ZHANG_TOKENS = Law(
+    name="Zhang, tokens",
+    quantity=CRITICAL_20,
+    argument=TOKENS,
+    prefactor=22.91 * 512,
+    exponent=0.47,
+    unit=1e6,
+    fitted=(1.7e9, 24e9),
+    source=ZHANG,
+    formula="22.91 D^0.47 samples of 512, D in millions",
+)
+
+ZHANG_PARAMS = Law(
+    name="Zhang, parameters",
+    quantity=CRITICAL_20,
+    argument=PARAMS,
+    prefactor=93.20 * 512,
+    exponent=0.47,
+    unit=1e6,
+    fitted=(85e6, 1.2e9),
+    source=ZHANG,
+    formula="93.20 N^0.47 samples of 512, N in millions",
+    note="at 20 tokens a parameter",
+)
+
+ZHANG_FIXED_DATA = Law(
+    name="Zhang, parameters at fixed data",
+    quantity=CRITICAL_20,
+    argument=PARAMS,
+    prefactor=621.34 * 512,
+    exponent=0.087,
+    unit=1e6,
+    fitted=(85e6, 1.2e9),
+    source=ZHANG,
+    formula="621.34 N^0.087 samples of 512, N in millions",
+    note="at the data of a 151M model, 3B tokens: says that parameters matter little by themselves",
+)
+
+STEP_LAW = Law(
+    name="Step Law",
+    quantity=OPTIMAL,
+    argument=TOKENS,
+    prefactor=0.58,
+    exponent=0.571,
+    unit=1.0,
+    fitted=(2e9, 100e9),
+    source="Li et al. 2025 (arXiv 2503.04715), 60M to 1B parameters, AdamW",
+    formula="0.58 D^0.571 tokens",
+)
+
+DEEPSEEK = Law(
+    name="DeepSeek",
+    quantity=OPTIMAL,
+    argument=FLOPS,
+    prefactor=0.2920,
+    exponent=0.3271,
+    unit=1.0,
+    fitted=(1e17, 2e19),
+    source="DeepSeek LLM 2024 (arXiv 2401.02954), section 3.1, AdamW",
+    formula="0.292 C^0.327 tokens",
+    note="C of all but the embeddings, with attention; 6 N D leaves attention out",
+)
+
+KAPLAN = Law(
+    name="Kaplan",
+    quantity=CRITICAL,
+    argument=LOSS,
+    prefactor=2.1e8,
+    exponent=-1 / 0.21,
+    unit=1.0,
+    fitted=None,
+    source="Kaplan et al. 2020 (arXiv 2001.08361), section 5.1, WebText2, Adam",
+    formula="2.1e8 / L^(1/0.21) tokens",
+    note="L in nats a token, of their tokenizer and data",
+)
+
+LAWS = (ZHANG_TOKENS, ZHANG_PARAMS, STEP_LAW, DEEPSEEK, KAPLAN)
+"""What ``predictions`` asks."""
+
+POWER_LINES = "Bergsma et al. 2025 (arXiv 2505.13738), exponent; prefactor by your measurement"
+
+
+def power_lines_optimal(tokens: float, batch_tokens: float) -> Law:
+    """Power Lines' B_opt ∝ D^0.383 through one optimal batch size that was measured.
+
+    Its prefactor belongs to the authors' data and models, so it takes a point of one's own: at
+    ``tokens`` the optimum was ``batch_tokens``.
+
+    >>> from gnsfast.critical_batch.laws import power_lines_optimal
+    >>> f"{power_lines_optimal(10e9, 500e3).batch_tokens(80e9):.3g}"
+    '1.11e+06'
+    """
+    return _through("Power Lines, optimal", OPTIMAL, 0.383, tokens, batch_tokens, "D")
+
+
+def power_lines_critical(tokens: float, batch_tokens: float) -> Law:
+    """Power Lines' B_crit ∝ D_min^0.462 through one critical batch size that was measured.
+
+    ``tokens`` are D_min, what a small batch needs to the same loss: D = D_min (1 + B / B_crit).
+
+    >>> from gnsfast.critical_batch.laws import power_lines_critical
+    >>> f"{power_lines_critical(10e9, 2e6).batch_tokens(80e9):.3g}"
+    '5.23e+06'
+    """
+    return _through("Power Lines, critical", CRITICAL, 0.462, tokens, batch_tokens, "D_min")
+
+
+def _through(
+    name: str, quantity: str, exponent: float, tokens: float, batch_tokens: float, symbol: str
+) -> Law:
+    for what, value in (("tokens", tokens), ("batch_tokens", batch_tokens)):
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{what} is {value}, but must be positive and finite")
+    formula = f"{short_count(batch_tokens)} ({symbol} / {short_count(tokens)})^{exponent} tokens"
+    fitted = (tokens, tokens)
+    return Law(name, quantity, TOKENS, batch_tokens, exponent, tokens, fitted, POWER_LINES, formula)
+
+
+def power_lines_timescale(tokens: float, params: float) -> float:
+    """AdamW's best timescale τ = B / (η λ D) = 1.084 (D / N)^-0.527, in parts of the run.
+
+    With batch size B and D in tokens it gives the weight decay λ = B / (η τ D).
+
+    Source: Bergsma et al. 2025 (arXiv 2505.13738).
+
+    >>> from gnsfast.critical_batch.laws import power_lines_timescale
+    >>> f"{power_lines_timescale(20e9, 1e9):.3f}"
+    '0.224'
+    """
+    if not 0 < tokens * params < float("inf"):
+        raise ValueError(f"tokens and params are {tokens} and {params}, but must be positive")
+    return float(1.084 * (tokens / params) ** -0.527)
+
+
+def chinchilla_tokens(params: float) -> float:
+    """Compute-optimal tokens of a model: D = 20 N.
+
+    Source: Hoffmann et al. 2022 (arXiv 2203.15556).
+
+    >>> from gnsfast.critical_batch.laws import chinchilla_tokens
+    >>> chinchilla_tokens(70e9)
+    1400000000000.0
+    """
+    return 20.0 * params
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What ``law`` says at ``value`` of its argument: a batch size in tokens."""
+
+    law: Law
+    value: float
+    batch_tokens: float
+    extrapolated: float | None
+
+
+def predictions(
+    tokens: float,
+    *,
+    params: float | None = None,
+    loss: float | None = None,
+    more: Iterable[Law] = (),
+) -> list[Prediction]:
+    """What every law says whose argument is at hand; C is taken as 6 N D.
+
+    Zhang et al.'s law in parameters holds for 20 tokens a parameter, and is left out beyond 10 to
+    40.
+
+    Args:
+        tokens: D of the run.
+        params: N, without embeddings.
+        loss: at the point of interest, in nats a token.
+        more: laws beside ``LAWS``, calibrated ones.
+
+    >>> from gnsfast.critical_batch.laws import predictions
+    >>> for p in predictions(20e9, params=1e9):
+    ...     print(f"{p.law.name}: {p.batch_tokens:.3g} tokens, the {p.law.quantity}")
+    Zhang, tokens: 1.23e+06 tokens, the critical batch size (20 % rule)
+    Zhang, parameters: 1.23e+06 tokens, the critical batch size (20 % rule)
+    Step Law: 4.42e+05 tokens, the optimal batch size
+    DeepSeek: 1.08e+06 tokens, the optimal batch size
+    """
+    known = {TOKENS: tokens, PARAMS: params, LOSS: loss}
+    known[FLOPS] = 6 * params * tokens if params is not None else None
+    found = []
+    for law in (*LAWS, *more):
+        value = known[law.argument]
+        if law is ZHANG_PARAMS and params is not None and not 10 <= tokens / params <= 40:
+            continue
+        if value is not None:
+            found.append(Prediction(law, value, law.batch_tokens(value), law.extrapolated(value)))
+    return found
+
+
+def ranges(found: Iterable[Prediction]) -> dict[str, tuple[float, float]]:
+    """The least and the largest batch size in tokens, for each quantity by itself.
+
+    >>> from gnsfast.critical_batch.laws import predictions, ranges
+    >>> low, high = ranges(predictions(20e9, params=1e9))["optimal batch size"]
+    >>> f"{low:.3g} to {high:.3g}"
+    '4.42e+05 to 1.08e+06'
+    """
+    spans: dict[str, tuple[float, float]] = {}
+    for p in found:
+        low, high = spans.get(p.law.quantity, (p.batch_tokens, p.batch_tokens))
+        spans[p.law.quantity] = (min(low, p.batch_tokens), max(high, p.batch_tokens))
+    return spans
