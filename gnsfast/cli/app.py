@@ -10,6 +10,10 @@ import typer
 from rich.console import Console
 
 from gnsfast.cli import doctor as doctor_
+from gnsfast.cli import plan as plan_
+from gnsfast.cli import plan_tables
+from gnsfast.cli import schedule as schedule_
+from gnsfast.cli.complaints import complaints
 from gnsfast.cli.run import Run, Settings
 from gnsfast.cli.session import Session
 
@@ -54,3 +58,100 @@ def doctor(as_json: Json = False) -> None:
         typer.echo(json.dumps(found))
     else:
         doctor_.show(found, Console())
+
+
+@app.command()
+def plan(
+    tokens: Annotated[str | None, typer.Option(help="Of the run: 20B, 1.5e9.")] = None,
+    params: Annotated[str | None, typer.Option(help="Alone: 20 tokens for each.")] = None,
+    context: Annotated[str, typer.Option(help="Tokens of a sample.")] = "4096",
+    batch: Annotated[str | None, typer.Option(help="Planned batch size, in samples.")] = None,
+    b_crit: Annotated[
+        str | None, typer.Option(help="Critical batch size b/a in samples: VALUE[:LOWER:UPPER].")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="In nats a token, for Kaplan's law.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="That run the planned batch.")] = None,
+    tokens_per_second: Annotated[str | None, typer.Option(help="Of one GPU, measured.")] = None,
+    gpu_hour_price: Annotated[str | None, typer.Option(help="In any currency.")] = None,
+    measured: Annotated[
+        str | None,
+        typer.Option(help="Your critical batch sizes: CSV (tokens,value), JSONL or a run folder."),
+    ] = None,
+    optimal_at: Annotated[
+        str | None, typer.Option(help="Your optimal batch size, TOKENS:SAMPLES, for Power Lines.")
+    ] = None,
+    critical_at: Annotated[
+        str | None, typer.Option(help="Your critical batch size, TOKENS:SAMPLES, for Power Lines.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What published laws and your own measurements say of a batch size, and what it costs."""
+    with complaints():
+        found = plan_.examine(
+            plan_.Options(
+                tokens,
+                params,
+                context,
+                batch,
+                b_crit,
+                loss,
+                gpus,
+                tokens_per_second,
+                gpu_hour_price,
+                measured,
+                optimal_at,
+                critical_at,
+            )
+        )
+    if as_json:
+        typer.echo(json.dumps(found, allow_nan=False))
+    else:
+        plan_tables.show(found, Console())
+
+
+@app.command()
+def schedule(
+    source: Annotated[
+        str, typer.Argument(help="A controller's log or run folder, or '0:1024 168B:2048'.")
+    ],
+    total_tokens: Annotated[str, typer.Option(help="Of the run: 658B.")],
+    tokens_per_sample: Annotated[str, typer.Option(help="The sequence length.")],
+    against: Annotated[
+        str | None, typer.Option(help="Fixed batch size to compare with; else the first one.")
+    ] = None,
+    step_seconds: Annotated[
+        str | None, typer.Option(help="Measured times of a step: '1024:2.1 2048:3.9'.")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(help="megatron, olmo-core, lightning or huggingface.")
+    ] = None,
+    per_device_batch: Annotated[
+        str | None, typer.Option(help="Samples of a forward pass, for the last two.")
+    ] = None,
+    processes: Annotated[str, typer.Option(help="Data-parallel ones.")] = "1",
+    samples_per_epoch: Annotated[str | None, typer.Option(help="For lightning.")] = None,
+    round_to_epochs: Annotated[
+        bool, typer.Option("--round-to-epochs", help="Move changes to the next epoch, and say so.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """A batch-size schedule: its steps, what it saves, and its form for other frameworks."""
+    with complaints():
+        found = schedule_.examine(
+            schedule_.Options(
+                source,
+                total_tokens,
+                tokens_per_sample,
+                against,
+                step_seconds,
+                export,
+                per_device_batch,
+                processes,
+                samples_per_epoch,
+                round_to_epochs,
+            )
+        )
+    if as_json:
+        typer.echo(json.dumps(found, allow_nan=False))
+    else:
+        schedule_.show(found, Console())

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input is one line on stderr and exit status 2, without a traceback."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+
+@contextmanager
+def complaints() -> Iterator[None]:
+    """Around what reads and checks the user's input, which says what is wrong by ValueError."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"gnsfast: {error}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of ``gnsfast plan``."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from gnsfast.critical_batch.counts import short_count
+
+DEFINITIONS = {
+    "critical batch size (b/a)": "twice the least steps, twice the least tokens",
+    "critical batch size (20 % rule)": "20 % more steps than perfect scaling",
+    "optimal batch size": "the lowest loss for these tokens",
+}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Laws and their range, the user's own fit, and costs."""
+    console.print(_title(found))
+    for quantity in found["ranges"]:
+        console.print(_laws(found, quantity))
+    console.print(_range(found))
+    console.print(_sources(found))
+    if found["measured"]:
+        console.print(_measured(found))
+    if found["trade_off"]:
+        console.print(_costs(found))
+    else:
+        console.print(
+            "Measure it on your own run: [bold]gnsfast branch[/]. With --b-crit or --measured, "
+            "plan shows steps against tokens, and with --gpus time and money.",
+            highlight=False,
+        )
+
+
+def _title(found: dict[str, Any]) -> Text:
+    title = Text("Batch sizes for ", style="bold")
+    title.append(f"{short_count(found['tokens'])} tokens", style="bold cyan")
+    if found["params"] is not None:
+        title.append(f", {short_count(found['params'])} parameters")
+    title.append(f", samples of {found['context']:,} tokens")
+    if found["chinchilla"]:
+        title.append("\n20 tokens a parameter (Hoffmann et al. 2022, arXiv 2203.15556)", "dim")
+    return title
+
+
+def _laws(found: dict[str, Any], quantity: str) -> Group:
+    """The laws that predict ``quantity``."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=23)
+    table.add_column(min_width=12, justify="right")
+    table.add_column(min_width=13, justify="right")
+    for row in found["laws"]:
+        if row["quantity"] == quantity:
+            table.add_row(
+                f"  {row['law']}",
+                f"{short_count(row['tokens'])} tokens",
+                f"{short_count(row['samples'])} samples",
+                _beyond(row["extrapolated"]),
+            )
+    heading = Text(f"\n{quantity}", "bold")
+    heading.append(f": {DEFINITIONS[quantity]}", "dim not bold")
+    return Group(heading, table)
+
+
+def _range(found: dict[str, Any]) -> Text:
+    least = min(found["laws"], key=lambda row: row["tokens"])
+    largest = max(found["laws"], key=lambda row: row["tokens"])
+    text = Text("\nrange over laws: ", "bold")
+    for unit in ("tokens", "samples"):
+        span = f"{short_count(least[unit])} to {short_count(largest[unit])} {unit}"
+        text.append(span + (", " if unit == "tokens" else ""), "green")
+    apart = largest["tokens"] / least["tokens"]
+    text.append(
+        f"\n{apart:.1f} times apart: laws differ, and so does what they predict", "dim not bold"
+    )
+    return text
+
+
+def _beyond(extrapolated: float | None) -> Text:
+    if extrapolated is None:
+        return Text("range not published", "yellow")
+    if extrapolated == 1.0:
+        return Text("inside its fit", "green")
+    times = f"{extrapolated:.2g}" if extrapolated < 10 else f"{extrapolated:,.0f}"
+    return Text(f"extrapolated ×{times}", "yellow")
+
+
+def _sources(found: dict[str, Any]) -> Padding:
+    lines = Table.grid(padding=(0, 2))
+    for row in found["laws"]:
+        note = f" ({row['note']})" if row["note"] else ""
+        lines.add_row(
+            Text(row["law"], "dim"), Text(f"{row['formula']}{note}; {row['source']}", "dim")
+        )
+    return Padding(lines, (1, 0))
+
+
+def _measured(found: dict[str, Any]) -> Padding:
+    fit, tokens = found["measured"], short_count(found["tokens"])
+    left_out = f", {fit['left_out']} without a value left out" if fit["left_out"] else ""
+    low, high = (short_count(t) for t in fit["range"])
+    text = Text(f"Your critical batch sizes in samples, measured from {low} to {high}", "bold")
+    text.append(f" tokens{left_out}\n")
+    text.append(f"{fit['said']}\n", "default not bold")
+    text.append(f"at {tokens} tokens: ", "default not bold")
+    text.append(f"{_span(fit['samples'])} samples", "green")
+    text.append(" for a new measurement (95 %), ", "default not bold")
+    text.append_text(_beyond(fit["extrapolated"]))
+    return Padding(text, (0, 0, 1, 0))
+
+
+def _costs(found: dict[str, Any]) -> Group:
+    trade = found["trade_off"]
+    rows = trade["costs"]
+    names = {"steps": "steps", "tokens": "tokens", "gpus": "GPUs", "days": "days"}
+    names |= {"gpu_hours": "GPU-hours", "money": "cost"}
+    shown = [name for name in names if rows[0][name] is not None]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("samples", *(names[name] for name in shown)):
+        table.add_column(name, justify="right", overflow="fold")
+    for row in rows:
+        planned = row["batch_size"] == found["batch"]
+        cells = [_cell(row[name]) for name in shown]
+        size = Text(f"{row['batch_size']:,}" + ("\nplanned" if planned else ""))
+        table.add_row(size, *cells, style="bold cyan" if planned else "")
+    title = Text("Steps against tokens", "bold")
+    title.append(
+        f" to one loss, at a critical batch size (b/a) of {_span(trade['b_crit'])} samples, by "
+        f"{trade['from']}",
+        "default not bold",
+    )
+    plan = f"{short_count(found['tokens'])} tokens at "
+    plan += f"{found['batch']:,} samples" if found["batch"] else "a small batch size"
+    said = f"The loss is that of {plan}; "
+    said += "(S/S_min - 1)(E/E_min - 1) = 1, McCandlish et al. 2018 (arXiv 1812.06162)."
+    if trade["from"] == "your measurements":
+        said += " Takes what you measured for b/a; branches measure another definition."
+    if "gpus" in shown:
+        said += " Samples of a GPU stay the same, and so does its speed."
+    return Group(title, Text(), table, Text(), Text(said, "dim"))
+
+
+def _span(interval: dict[str, float | None]) -> str:
+    """A value, with its interval where it has one."""
+    value, lower, upper = (interval[k] for k in ("value", "lower", "upper"))
+    if lower == upper:
+        return _number(value)
+    return f"{_number(value)} ({_number(lower)} to {_number(upper)})"
+
+
+def _cell(value: Any) -> Text:
+    if not isinstance(value, dict):
+        return Text(f"{value:,.0f}")
+    cell = Text(_number(value["value"]))
+    if value["lower"] != value["upper"]:
+        low, high = _number(value["lower"]), _number(value["upper"])
+        unit = high[-1] if high[-1].isalpha() else ""
+        cell.append(f"\n{low.removesuffix(unit)}-{high}", "dim")  # one unit, where it is the same
+    return cell
+
+
+def _number(value: float | None) -> str:
+    """Three digits, so that a row fits a terminal of 80 columns."""
+    if value is None:
+        return "∞"
+    if value < 999.5:
+        return f"{value:.3g}"
+    return f"{value / 1e3:.3g}K" if value < 99_950 else short_count(value)

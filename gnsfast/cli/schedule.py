@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gnsfast schedule``: a batch-size schedule, what it saves, and other frameworks' form of it."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gnsfast.critical_batch import exports
+from gnsfast.critical_batch.counts import exact_count, parse_count, parse_number, short_count
+from gnsfast.critical_batch.schedule import SAME_COMPUTE, BatchSizeSchedule, Saved, headline
+
+FRAMEWORKS = ("megatron", "olmo-core", "lightning", "huggingface")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user wrote."""
+
+    source: str
+    total_tokens: str
+    tokens_per_sample: str
+    against: str | None
+    step_seconds: str | None
+    export: str | None
+    per_device_batch: str | None
+    processes: str
+    samples_per_epoch: str | None
+    round_to_epochs: bool
+
+
+def examine(options: Options) -> dict[str, Any]:
+    """Everything that ``show`` prints and ``--json`` writes."""
+    schedule = read_schedule(options.source, options.total_tokens, options.tokens_per_sample)
+    against = None if options.against is None else parse_count(options.against, "--against")
+    saved = schedule.steps_saved(against)
+    found: dict[str, Any] = {
+        "kind": "schedule",
+        "total_tokens": schedule.total_tokens,
+        "tokens_per_sample": schedule.tokens_per_sample,
+        "stages": [asdict(stage) for stage in schedule.stages],
+        "steps": _saved(saved),
+        "note": SAME_COMPUTE,
+        "seconds": None,
+        "export": None,
+    }
+    if options.step_seconds is not None:
+        found["seconds"] = _saved(schedule.seconds_saved(_times(options.step_seconds), against))
+    if options.export is not None:
+        found["export"] = {"for": options.export, "value": _export(schedule, options)}
+    return found
+
+
+def read_schedule(source: str, total_tokens: str, tokens_per_sample: str) -> BatchSizeSchedule:
+    """From a controller's log (a file or a run folder), or from thresholds."""
+    total = parse_count(total_tokens, "--total-tokens")
+    of_a_sample = parse_count(tokens_per_sample, "--tokens-per-sample")
+    if Path(source).exists():
+        return BatchSizeSchedule.from_log(source, total_tokens=total, tokens_per_sample=of_a_sample)
+    if ":" not in source:
+        raise ValueError(f"{source!r} is neither a log nor thresholds such as '0:1024 168B:2048'")
+    return BatchSizeSchedule.parse(source, total_tokens=total, tokens_per_sample=of_a_sample)
+
+
+def _saved(saved: Saved) -> dict[str, float]:
+    return {**asdict(saved), "saved": saved.saved, "share": saved.share}
+
+
+def _times(text: str) -> dict[int, float]:
+    """Seconds of a step by batch size, from "1024:2.1 2048:3.9"."""
+    times = {}
+    for entry in text.split():
+        size, colon, seconds = entry.partition(":")
+        if not colon:
+            raise ValueError(f"--step-seconds holds {entry!r}, which is not SAMPLES:SECONDS")
+        times[parse_count(size, "--step-seconds")] = float(parse_number(seconds, "--step-seconds"))
+    return times
+
+
+def _export(schedule: BatchSizeSchedule, options: Options) -> Any:
+    if options.export == "megatron":
+        return exports.megatron(schedule)
+    if options.export == "olmo-core":
+        return exports.olmo_core(schedule)
+    if options.export not in FRAMEWORKS:
+        raise ValueError(f"--export is {options.export!r}, but must be {', '.join(FRAMEWORKS)}")
+    per_device = parse_count(_needed(options.per_device_batch, "--per-device-batch", options))
+    processes = parse_count(options.processes, "--processes")
+    if options.export == "huggingface":
+        return exports.hugging_face(
+            schedule, per_device_train_batch_size=per_device, processes=processes
+        )
+    of_an_epoch = parse_count(_needed(options.samples_per_epoch, "--samples-per-epoch", options))
+    return asdict(
+        exports.lightning(
+            schedule,
+            samples_per_batch=per_device * processes,
+            samples_per_epoch=of_an_epoch,
+            round_to_epochs=options.round_to_epochs,
+        )
+    )
+
+
+def _needed(text: str | None, name: str, options: Options) -> str:
+    if text is None:
+        raise ValueError(f"--export {options.export} needs {name}")
+    return text
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """What is saved, the stages, and the export."""
+    saved = Saved(*(found["steps"][k] for k in ("scheduled", "fixed", "against")))
+    console.print(Text(headline(saved), "bold green" if saved.saved > 0 else "bold"))
+    console.print(Text(f"{SAME_COMPUTE}\n", "dim"))
+    if found["seconds"]:
+        console.print(_time(found["seconds"]))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in ("from tokens", "samples", "from step", "steps", "share of tokens"):
+        table.add_column(column, justify="right")
+    for stage in found["stages"]:
+        tokens = stage["steps"] * stage["batch_size"] * found["tokens_per_sample"]
+        table.add_row(
+            exact_count(stage["threshold"]),
+            f"{stage['batch_size']:,}",
+            f"{stage['step']:,}" if stage["steps"] else "-",
+            f"{stage['steps']:,}" if stage["steps"] else "never reached",
+            f"{tokens / found['total_tokens']:.1%}".replace("%", " %"),
+        )
+    console.print(table)
+    if found["export"]:
+        console.print(Text(f"\n{found['export']['for']}", "bold"))
+        value = found["export"]["value"]
+        if found["export"]["for"] == "megatron":
+            value = f'--step-batch-size-schedule "{value}"'
+        said = value if isinstance(value, str) else json.dumps(value)
+        console.print(said, highlight=False, soft_wrap=True, markup=False)
+
+
+def _time(seconds: dict[str, float]) -> Text:
+    hours = [short_count(seconds[k] / 3600) for k in ("scheduled", "fixed")]
+    much = f"{seconds['share']:.1%}".replace("%", " %")
+    return Text(
+        f"{hours[0]} hours instead of {hours[1]}, {much} less, by the measured times of a step\n"
+    )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gnsfast plan``: what it prints, its JSON, and one line for bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from gnsfast.cli.app import app
+from gnsfast.cli.measurements import read_measurements
+
+COSTS = ("--gpus", "8", "--tokens-per-second", "20K", "--gpu-hour-price", "2.5")
+
+
+def invoke(*arguments: str, code: int = 0, columns: int = 80) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": str(columns)})
+    assert result.exit_code == code, result.output
+    assert code == 0 or (result.stdout == "" and result.stderr.count("\n") == 1)
+    return result.output
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    return json.loads(invoke(*arguments, "--json"))
+
+
+@pytest.fixture
+def csv(tmp_path: Path) -> str:
+    path = tmp_path / "mine.csv"
+    path.write_text("tokens,value\n1e9,100\n4e9,210\n16e9,390\n64B,850\n128B,\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_what_a_user_sees(csv: str, columns: int) -> None:
+    everything = ("--params", "1B", "--loss", "2.8", "--batch", "512", "--measured", csv)
+    said = invoke(*everything, *COSTS, "--critical-at", "1B:100", columns=columns)
+    for text in (
+        "20 tokens a parameter",
+        "critical batch size (20 % rule)",
+        "critical batch size (b/a)",
+        "optimal batch size",
+        "extrapolated ×6",
+        "range not published",
+        "range over laws: 442K to 1.63M tokens",
+        "4 points",
+        "1 without a value left out",
+        "GPU-hours",
+        "planned",
+        "The loss is that of 20B tokens at 512 samples",
+        "410K (D_min / 1B)^0.462 tokens",
+    ):
+        assert text in " ".join(said.split()), text
+    assert max(map(len, said.splitlines())) <= columns
+    assert "…" not in said  # no number is cut
+
+
+def test_range_and_laws() -> None:
+    found = planned("--tokens", "500e9", "--params", "7B", "--context", "2048")
+    by_name = {row["law"]: row for row in found["laws"]}
+    assert by_name["Zhang, tokens"]["tokens"] == pytest.approx(5.6e6, rel=0.005)
+    assert by_name["Zhang, tokens"]["samples"] == pytest.approx(5.6e6 / 2048, rel=0.005)
+    assert by_name["Zhang, tokens"]["extrapolated"] == pytest.approx(500 / 24)
+    assert all(row["source"] and row["formula"] for row in found["laws"])
+    assert not found["chinchilla"] and found["trade_off"] is None and found["measured"] is None
+    low, high = found["ranges"]["optimal batch size"]["tokens"]
+    assert low < high
+    assert planned("--params", "1B")["tokens"] == 20e9
+
+
+def test_costs_carry_the_interval() -> None:
+    run = ("--tokens", "20B", "--batch", "512", "--b-crit", "1024:512:2048", *COSTS)
+    found = planned(*run)["trade_off"]
+    costs = {row["batch_size"]: row for row in found["costs"]}
+    assert list(costs) == [64, 128, 256, 512, 1024, 2048, 4096]
+    assert costs[64]["gpus"] == 1 and costs[4096]["gpus"] == 64
+    assert costs[512]["tokens"] == {"value": 20e9, "lower": 20e9, "upper": 20e9}
+    assert costs[1024]["tokens"]["value"] == pytest.approx(20e9 * 2 / 1.5)
+    assert costs[1024]["tokens"]["lower"] == pytest.approx(20e9 * 1.5 / 1.25)
+    assert costs[1024]["tokens"]["upper"] == pytest.approx(20e9 * 3 / 2)
+    hours = 20e9 * 2 / 1.5 / 20e3 / 3600
+    assert costs[1024]["money"]["value"] == pytest.approx(2.5 * hours)
+    alone = planned("--tokens", "20B", "--batch", "6", "--b-crit", "500")["trade_off"]["costs"]
+    assert [row["batch_size"] for row in alone] == [3, 6, 12, 24, 48]  # whole samples
+    assert alone[0]["gpus"] is None
+    odd = planned("--tokens", "20B", "--batch", "96", "--b-crit", "500", *COSTS)["trade_off"]
+    assert [row["batch_size"] for row in odd["costs"]] == [12, 24, 48, 96, 192, 384, 768]
+
+
+def test_measurements_of_a_run_folder(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"kind": "critical batch", "format": 1, "tokens": t, "value": v, "batch_size": 7}
+        for t, v in ((1e9, 100.0), (4e9, 200.0), (16e9, 400.0), (32e9, None))
+    ]
+    records.insert(1, {"kind": "decision", "tokens": 5, "value": 3})
+    records.insert(2, {"step": 1, "loss": 2.0, "tokens": 9.0})
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, records)))
+    found = read_measurements(str(tmp_path))
+    assert found == ([1e9, 4e9, 16e9], [100.0, 200.0, 400.0], 1)
+    plan = planned("--tokens", "64B", "--measured", str(tmp_path))
+    assert plan["measured"]["exponent"]["value"] == pytest.approx(0.5)
+    assert plan["measured"]["samples"]["value"] == pytest.approx(800)
+    assert plan["measured"]["extrapolated"] == 4.0
+    assert plan["trade_off"]["from"] == "your measurements"
+
+
+def test_bad_input_is_one_line(tmp_path: Path, csv: str) -> None:
+    few = tmp_path / "few.csv"
+    few.write_text("tokens,value\n1e9,100\n2e9,\n")
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    text = tmp_path / "text.csv"
+    text.write_text("tokens,value\n1e9,many\n")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    tokens = ("--tokens", "20B")
+    for arguments, said in (
+        ((), "needs --tokens"),
+        (("--tokens", "-20B"), "--tokens is '-20B'"),
+        (("--tokens", "0"), "--tokens is 0"),
+        (("--tokens", "lots"), "'lots'"),
+        (("--params", "nan"), "--params is 'nan'"),
+        ((*tokens, "--context", "0"), "--context"),
+        ((*tokens, "--batch", "1.5"), "--batch"),
+        ((*tokens, "--b-crit", "1:2"), "VALUE:LOWER:UPPER"),
+        ((*tokens, "--b-crit", "0"), "--b-crit is 0"),
+        ((*tokens, "--b-crit", "5:6:7"), "outside of its interval"),
+        ((*tokens, "--gpus", "8"), "--b-crit or --measured"),
+        ((*tokens, "--b-crit", "500", "--gpus", "8"), "tokens_per_second and batch_size"),
+        ((*tokens, "--critical-at", "3B"), "TOKENS:SAMPLES"),
+        ((*tokens, "--loss", "0"), "--loss is 0"),
+        ((*tokens, "--measured", str(few)), "at least 3"),
+        ((*tokens, "--measured", str(other)), "no measurements"),
+        ((*tokens, "--measured", str(text)), "'many'"),
+        ((*tokens, "--measured", str(empty)), "no records"),
+        ((*tokens, "--measured", str(tmp_path / "none.csv")), "none.csv"),
+    ):
+        assert said in invoke(*arguments, code=2), arguments
