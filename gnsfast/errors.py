@@ -8,3 +8,7 @@ class SampleShapeError(ValueError):
 
 class ObservationError(RuntimeError):
     """The backward pass did not go through a module exactly once, so its norms would be wrong."""
+
+
+class BranchError(RuntimeError):
+    """Branches of a training run do not give a critical batch size."""
