@@ -5,12 +5,16 @@ Branch k trains Δ tokens from a checkpoint with the batch size kB and the learn
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gnsfast.errors import BranchError
 
-LR_FACTORS = {"sqrt": math.sqrt, "linear": float, "none": lambda k: 1.0}
+LR_FACTORS: dict[str, Callable[[float], float]] = {
+    "sqrt": math.sqrt,
+    "linear": float,
+    "none": lambda k: 1.0,
+}
 """f(k) by name: √k for Adam, k for SGD, or a learning rate that is kept."""
 
 LAST_STEPS = 64

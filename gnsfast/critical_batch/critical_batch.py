@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``CriticalBatch``: what branches of a checkpoint say, and the factor to its noise scale."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gnsfast.critical_batch.branch_rule import Matching, matching
+from gnsfast.critical_batch.factor import CriticalBatchFactor
+from gnsfast.noise_scale import ModuleNoiseScale
+
+KIND, FORMAT = "critical batch", 1
+NUMBERS = ("noise_scale", "lower", "upper", "trace", "grad_sqnorm")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch that was trained.
+
+    Args:
+        k: its batch size over that of the run.
+        batch_size: in samples.
+        lr_factor: what its learning rates are multiplied with.
+        loss: L_k, infinite where it diverged.
+        loss_std: the noise of ``loss`` (``branch_rule.smoothed_std``); NaN where it is not known.
+        steps, tokens: that it trained; the last step may go beyond Δ.
+        state: ``"finished"``, ``"diverged"`` or, for one that will be tried again, ``"failed"``.
+        reason: of a failure.
+    """
+
+    k: float
+    batch_size: int
+    lr_factor: float
+    loss: float
+    loss_std: float
+    steps: int
+    tokens: int
+    state: str = "finished"
+    reason: str = ""
+
+    def record(self) -> dict[str, Any]:
+        return {k: finite(v) if isinstance(v, float) else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> "Branch":
+        loss = math.inf if record["loss"] is None else record["loss"]
+        return Branch(**{**record, "loss": loss, "loss_std": number(record["loss_std"])})
+
+
+@dataclass(frozen=True)
+class CriticalBatch:
+    """The critical batch size at a checkpoint by branched training, in samples.
+
+    It lies between ``lower`` and ``upper``; ``value`` is their geometric mean. Where only one of
+    them was found ``value`` is NaN and ``resolved`` False: ``upper`` infinite means "at least
+    ``lower``", ``lower`` 0 "at most ``upper``". That interval is one of the grid, not of chance:
+    ``noisy`` names the branches whose loss is less certain than the tolerance.
+
+    Args:
+        tokens: trained before the checkpoint.
+        batch_size, tokens_per_sample: of the run.
+        delta_tokens: Δ, trained by each branch.
+        tolerance, alpha: ε and the weight of the newest step in L_k.
+        lr: f(k): ``"sqrt"``, ``"linear"`` or ``"none"``.
+        loss: what L_k is: ``"train"``, the moving average, or ``"evaluate"``, the run's own.
+        branches: those that were trained, by ascending k.
+        noise_scale, adam: at the checkpoint, Euclidean and under Adam's metric; None, for the
+            reason in ``noise_scale_reason``, where there is none.
+        missing: k and reason of the branches that failed.
+
+    Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
+    """
+
+    tokens: int
+    batch_size: int
+    tokens_per_sample: int
+    delta_tokens: int
+    tolerance: float
+    alpha: float
+    lr: str
+    loss: str
+    branches: tuple[Branch, ...]
+    noise_scale: ModuleNoiseScale | None = None
+    adam: ModuleNoiseScale | None = None
+    noise_scale_reason: str = ""
+    missing: Mapping[float, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._matching  # noqa: B018 - a base that is missing or diverged is an error now
+
+    @property
+    def _matching(self) -> Matching:
+        return matching({b.k: b.loss for b in self.branches}, self.tolerance)
+
+    @property
+    def lower(self) -> float:
+        return self._matching.lower * self.batch_size
+
+    @property
+    def upper(self) -> float:
+        return self._matching.upper * self.batch_size
+
+    @property
+    def resolved(self) -> bool:
+        return self.lower > 0 and math.isfinite(self.upper)
+
+    @property
+    def value(self) -> float:
+        return math.sqrt(self.lower * self.upper) if self.resolved else math.nan
+
+    @property
+    def noisy(self) -> tuple[float, ...]:
+        """The k whose ``loss_std`` exceeds the tolerance: no verdict on them can be trusted."""
+        return tuple(b.k for b in self.branches if b.loss_std > self.tolerance)
+
+    def factor(self, metric: str = "euclidean") -> CriticalBatchFactor:
+        """Critical batch size / noise scale, with the interval that both intervals allow.
+
+        Args:
+            metric: of the noise scale: ``"euclidean"`` or ``"adam"``.
+
+        Raises:
+            ValueError: where that noise scale was not measured.
+        """
+        if metric not in ("euclidean", "adam"):
+            raise ValueError(f"metric must be 'euclidean' or 'adam', not {metric!r}")
+        scale = self.adam if metric == "adam" else self.noise_scale
+        if scale is None or math.isnan(scale.noise_scale):
+            why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
+            raise ValueError(f"no {metric} noise scale was measured at this checkpoint{why}")
+        return CriticalBatchFactor(
+            self.value / scale.noise_scale if math.isfinite(scale.noise_scale) else math.nan,
+            self.lower / scale.upper,
+            self.upper / scale.lower if scale.lower > 0 else math.inf,
+            metric,
+            f"branches of {self.delta_tokens:,} tokens after {self.tokens:,} tokens",
+        )
+
+    def record(self) -> dict[str, Any]:
+        """A JSON object; what is infinite or not known is null (``lower`` has 0 for no bound)."""
+        own = ("tokens", "batch_size", "tokens_per_sample", "delta_tokens")
+        settings = ("tolerance", "alpha", "lr", "loss")
+        return {
+            "kind": KIND,
+            "format": FORMAT,
+            **{name: getattr(self, name) for name in own + settings},
+            **{name: finite(getattr(self, name)) for name in ("lower", "upper", "value")},
+            "resolved": self.resolved,
+            "noisy": list(self.noisy),
+            "branches": [b.record() for b in self.branches],
+            "missing": [{"k": k, "reason": reason} for k, reason in self.missing.items()],
+            "noise_scale": scale_record(self.noise_scale),
+            "adam": scale_record(self.adam),
+            "noise_scale_reason": self.noise_scale_reason,
+        }
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> "CriticalBatch":
+        """The measurement that ``record()`` came from.
+
+        Raises:
+            ValueError: for another kind of record, or one of another format.
+        """
+        if record.get("kind") != KIND or record.get("format") != FORMAT:
+            raise ValueError(f"no {KIND!r} record of format {FORMAT}")
+        names = ("tokens", "batch_size", "tokens_per_sample", "delta_tokens", "tolerance", "alpha")
+        return CriticalBatch(
+            **{name: record[name] for name in (*names, "lr", "loss", "noise_scale_reason")},
+            branches=tuple(map(Branch.of, record["branches"])),
+            noise_scale=scale_of(record["noise_scale"]),
+            adam=scale_of(record["adam"]),
+            missing={each["k"]: each["reason"] for each in record["missing"]},
+        )
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str]) -> "CriticalBatch":
+        """The result that ``measure_critical_batch`` has left in its folder.
+
+        Raises:
+            ValueError: where there is none.
+        """
+        path = Path(folder) / RESULT
+        if not path.is_file():
+            raise ValueError(f"{folder} holds no finished measurement ({RESULT})")
+        return CriticalBatch.of(json.loads(path.read_text(encoding="utf-8")))
+
+    def __str__(self) -> str:
+        rows = [["k", "batch", "lr x", "steps", "loss", "noise", "above least", ""]]
+        least = math.inf
+        for b in self.branches:
+            above = b.loss - least if math.isfinite(least) else math.nan
+            verdict = b.state if b.state == "diverged" else ""
+            if not verdict and not math.isnan(above):
+                verdict = "matches" if above <= self.tolerance else "does not match"
+            cells = (f"{x:.4f}" if math.isfinite(x) else "-" for x in (b.loss, b.loss_std, above))
+            size = (f"{b.k:g}", f"{b.batch_size:,}", f"{b.lr_factor:.3g}", f"{b.steps:,}")
+            rows.append([*size, *cells, verdict])
+            least = min(least, b.loss)
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(c.rjust(w) for c, w in zip(r[:-1], widths)) + f"  {r[-1]}" for r in rows]
+        return "\n".join([*(line.rstrip() for line in lines), self.summary()])
+
+    def summary(self) -> str:
+        """The result in a few lines, without the table."""
+        if self.resolved:
+            size = f"{self.lower:,g} to {self.upper:,g} samples (about {self.value:,.3g})"
+        elif self.lower > 0:
+            size = (
+                f"at least {self.lower:,g} samples: the grid has no larger k to find a bound with"
+            )
+        elif math.isfinite(self.upper):
+            size = (
+                f"at most {self.upper:,g} samples: the grid has no smaller k to find a bound with"
+            )
+        else:
+            size = "any size: one branch has nothing to be compared with"
+        what = "evaluation loss" if self.loss == "evaluate" else "training loss"
+        lines = [
+            f"critical batch size {size}",
+            f"at {self.tokens:,} tokens, by branches of {self.delta_tokens:,} tokens, "
+            f"{what} within {self.tolerance:g}, learning rate {self.lr}",
+        ]
+        if self.noisy:
+            ks = ", ".join(f"{k:g}" for k in self.noisy)
+            lines.append(
+                f"not to be trusted: the noise of the loss exceeds {self.tolerance:g} for k = "
+                f"{ks}: take more tokens, or a run with evaluate() and loss='evaluate'"
+            )
+        lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
+        if self.noise_scale is not None:
+            lines.append(f"{self.noise_scale}: the critical batch size is {_times(self.factor())}")
+        if self.adam is not None:
+            times = _times(self.factor("adam"))
+            lines.append(f"under Adam's metric: {self.adam}: the critical batch size is {times}")
+        if self.noise_scale_reason:
+            lines.append(f"no noise scale: {self.noise_scale_reason}")
+        return "\n".join(lines)
+
+
+RESULT = "critical_batch.jsonl"
+"""The file with the result: a line, as ``gnsfast report`` reads it."""
+
+
+def pooled_factor(
+    measurements: Sequence[CriticalBatch], metric: str = "euclidean"
+) -> CriticalBatchFactor:
+    """One factor from several checkpoints, for a later or larger run.
+
+    ``value`` is the geometric mean over the checkpoints whose factor is known, NaN without any.
+    ``lower`` to ``upper`` holds the interval of every checkpoint, also of those that only know one
+    bound: the spread between checkpoints is part of it.
+
+    Raises:
+        ValueError: without a measurement, or where one has no noise scale under ``metric``.
+    """
+    if not measurements:
+        raise ValueError("a pooled factor needs at least one measurement")
+    factors = [m.factor(metric) for m in measurements]
+    known = [f.value for f in factors if math.isfinite(f.value)]
+    logs = [math.log(value) for value in known]
+    each = ", ".join(f"{f.value:.3g} at {m.tokens:,}" for f, m in zip(factors, measurements))
+    return CriticalBatchFactor(
+        math.exp(math.fsum(logs) / len(logs)) if logs else math.nan,
+        min(f.lower for f in factors),
+        max(f.upper for f in factors),
+        metric,
+        f"branches at {len(factors)} checkpoints (factor at tokens: {each})",
+    )
+
+
+def scale_record(scale: ModuleNoiseScale | None) -> dict[str, Any] | None:
+    """Its five numbers, where it was measured."""
+    if scale is None or math.isnan(scale.noise_scale):
+        return None
+    return {k: finite(getattr(scale, k)) for k in NUMBERS} | {"resolved": scale.resolved}
+
+
+def scale_of(record: Mapping[str, Any] | None) -> ModuleNoiseScale | None:
+    """A ``noise_scale`` or an ``upper`` of null is infinite."""
+    if record is None:
+        return None
+    numbers = [math.inf if record[k] is None else record[k] for k in NUMBERS]
+    return ModuleNoiseScale(*numbers)
+
+
+def finite(x: float) -> float | None:
+    """JSON has no NaN and no infinity: null."""
+    return x if math.isfinite(x) else None
+
+
+def number(x: float | None) -> float:
+    return math.nan if x is None else x
+
+
+def _times(factor: CriticalBatchFactor) -> str:
+    if math.isfinite(factor.value):
+        return f"{factor.value:.3g} times that ({factor.lower:.3g} to {factor.upper:.3g})"
+    if factor.lower > 0:
+        return f"at least {factor.lower:.3g} times that"
+    if math.isfinite(factor.upper):
+        return f"at most {factor.upper:.3g} times that"
+    return "not known beside it"
