@@ -83,8 +83,8 @@ def measure_critical_batch(
     sizes = {each: round(each * size) for each in ks}
     if (least := LEAST_STEPS * sizes[ks[-1]] * length) > delta_tokens:
         raise ValueError(
-            f"delta_tokens={delta_tokens:,} is too little: k = {ks[-1]:g} needs {LEAST_STEPS} steps "
-            f"at least, {least:,} tokens"
+            f"delta_tokens={delta_tokens:,} is too little: k = {ks[-1]:g} needs {LEAST_STEPS} steps"
+            f" at least, {least:,} tokens"
         )
     settings: dict[str, Any] = {
         "tokens": run.tokens,

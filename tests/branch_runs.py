@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs to branch: one whose losses are written down, and a small real one."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gnsfast
+from gnsfast.critical_batch.branch_protocol import BranchStep
+from gnsfast.critical_batch.torch_run import TorchRun
+from gnsfast.noise_scale import AdamNoiseScale, NoiseScale
+
+LEVELS = {4: 2.0, 8: 2.0, 16: 2.005, 32: 2.3}
+"""The loss of a batch size: the largest k that matches is 2."""
+
+
+class ScriptedRun:
+    """Its loss is the level of its batch size, and noise from a generator that it saves."""
+
+    batch_size, tokens_per_sample = 8, 10
+
+    def __init__(self, levels: dict[int, Any] = LEVELS, noise: float = 1e-3) -> None:
+        self.levels, self.noise, self.tokens = levels, noise, 800
+        self.random = random.Random(0)
+        self.trained: list[tuple[int, float]] = []
+        self.saves: dict[str, tuple[str, float]] = {}
+        self.die = ""  # "save NAME" or "step BATCH TOKENS": where to be killed
+
+    def state(self) -> list[Any]:
+        return [self.tokens, self.random.getstate()]
+
+    def save(self, folder: Path) -> None:
+        (folder / "state.json").write_text(json.dumps(self.state()))
+        if self.die.startswith("save") and self.die.split()[1] in folder.name:
+            (folder / "state.json").write_text("half of it")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def restore(self, folder: Path) -> None:
+        self.tokens, (version, internal, gauss) = json.loads((folder / "state.json").read_text())
+        self.random.setstate((version, tuple(internal), gauss))
+
+    def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
+        self.trained.append((batch_size, lr_factor))
+        for done in range(0, tokens, batch_size * self.tokens_per_sample):
+            if self.die == f"step {batch_size} {done}":
+                os.kill(os.getpid(), signal.SIGKILL)
+            level = self.levels[batch_size]
+            if isinstance(level, BaseException) and done:
+                raise level
+            loss = 2.0 if isinstance(level, BaseException) else level
+            self.tokens += batch_size * self.tokens_per_sample
+            yield BranchStep(
+                batch_size * self.tokens_per_sample, loss + self.noise * self.random.random()
+            )
+
+
+class MeasuredRun(ScriptedRun):
+    """It knows a noise scale, and an evaluation loss of its own."""
+
+    def noise_scale(self) -> NoiseScale:
+        adam = AdamNoiseScale(40.0, 20.0, 80.0, 1.0, 0.025, 5, ())
+        return NoiseScale(10.0, 8.0, 12.5, 1.0, 0.1, False, 5, 0, 40, {}, adam)
+
+    def evaluate(self) -> float:
+        return 1.0 + self.tokens / 1e6
+
+
+def out_of_memory() -> ScriptedRun:
+    return ScriptedRun({**LEVELS, 16: RuntimeError("no memory")})
+
+
+class Waiting(ScriptedRun):
+    """Says which process it trains in, and never ends."""
+
+    def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
+        Path(os.environ["WAITING"]).write_text(str(os.getpid()))
+        while True:
+            time.sleep(0.01)
+        yield BranchStep(0, 0.0)
+
+
+class Stream:
+    """Samples from Python's and torch's global generators, and a position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def draw(self, n: int) -> torch.Tensor:
+        self.position += n
+        return torch.randn(n, 6) + random.random() + self.position / 1000
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def loss_fn(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def small_run(seed: int = 0, **options: Any) -> TorchRun:
+    """With dropout, a buffer that moves, Adam's state, clipping and a schedule."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 1)
+    )
+    model = gnsfast.convert(model)
+    optimizer = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.01)
+    settings = {
+        "batch_size": 8,
+        "tokens_per_sample": 10,
+        "micro_batch": 3,
+        "clip": 1.0,
+        "lr": halving,
+    }
+    return TorchRun(model, optimizer, loss_fn, Stream(), **{**settings, **options})
+
+
+def halving(tokens: int) -> float:
+    return 0.5 ** (tokens / 2000)
+
+
+def trained() -> TorchRun:
+    """The small run after five steps."""
+    run = small_run()
+    list(run.train(400))
+    return run
+
+
+class Failing(TorchRun):
+    """Its process is killed in batches of 16."""
+
+    def train(self, tokens: int, **how: Any) -> Iterator[BranchStep]:
+        for step in super().train(tokens, **how):
+            if how["batch_size"] == 16:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield step
+
+
+def failing() -> TorchRun:
+    run = small_run(seed=5)
+    run.__class__ = Failing
+    return run

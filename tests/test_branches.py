@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``measure_critical_batch``: what it finds, what it leaves behind, and what it survives."""
+
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import branch_runs
+import pytest
+from branch_runs import LEVELS, MeasuredRun, ScriptedRun
+
+from gnsfast.critical_batch import branch_process
+from gnsfast.critical_batch.branch_folder import BranchFolder
+from gnsfast.critical_batch.branch_process import Job
+from gnsfast.critical_batch.branches import measure_critical_batch
+from gnsfast.critical_batch.critical_batch import Branch, CriticalBatch
+from gnsfast.errors import BranchError
+
+GRID = {"k": (0.5, 1, 2, 4), "delta_tokens": 960}
+
+
+def measure(run: Any, folder: Path, **options: Any) -> CriticalBatch:
+    return measure_critical_batch(run, folder=folder / "cbs", **{**GRID, **options})
+
+
+def steps_of(folder: Path, k: str) -> list[dict[str, Any]]:
+    lines = (folder / "cbs" / f"branch-{k}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_measures(tmp_path: Path) -> None:
+    run = ScriptedRun()
+    before = run.state()
+    told: list[Branch] = []
+    found = measure(run, tmp_path, on_branch=told.append)
+    assert (found.lower, found.upper) == (16, 32) and found.resolved
+    assert found.value == pytest.approx(math.sqrt(16 * 32))
+    assert told == list(found.branches) and run.state() == before
+    assert run.trained == [(4, math.sqrt(0.5)), (8, 1.0), (16, math.sqrt(2)), (32, 2.0)]
+    assert [(b.k, b.steps, b.tokens) for b in found.branches] == [
+        (0.5, 24, 960),
+        (1, 12, 960),
+        (2, 6, 960),
+        (4, 3, 960),
+    ]
+    assert not found.noisy and not found.missing
+    lines = steps_of(tmp_path, "2")
+    assert [line["tokens"] for line in lines] == [160 * n for n in range(1, 7)]
+    average = lines[0]["loss"]
+    for line in lines[1:]:
+        average = (average + line["loss"]) / 2
+    assert found.branches[2].loss == pytest.approx(average, rel=1e-12)
+    assert CriticalBatch.load(tmp_path / "cbs") == found
+
+
+def test_branches_start_from_one_checkpoint(tmp_path: Path) -> None:
+    """Also from its random numbers: first steps of one level have one loss."""
+    measure(ScriptedRun(), tmp_path)
+    first = [steps_of(tmp_path, k)[0]["loss"] for k in ("0.5", "1")]
+    assert first[0] == first[1]
+
+
+def test_finished_branches_never_run_again(tmp_path: Path) -> None:
+    found = measure(ScriptedRun(), tmp_path)
+    run = ScriptedRun()
+    run.random.seed(5)  # what counts is the folder's checkpoint
+    told: list[Branch] = []
+    assert measure(run, tmp_path, on_branch=told.append) == found
+    assert run.trained == [] and told == list(found.branches)
+    assert run.random.getstate() == ScriptedRun().random.getstate()
+
+
+def test_a_grid_may_grow(tmp_path: Path) -> None:
+    levels = {**LEVELS, 32: 2.0, 64: 2.5}
+    at_least = measure(ScriptedRun(levels), tmp_path, delta_tokens=1920)
+    assert at_least.lower == 32 and at_least.upper == math.inf and not at_least.resolved
+    run = ScriptedRun(levels)
+    found = measure(run, tmp_path, k=(1, 2, 4, 8), delta_tokens=1920)
+    assert (found.lower, found.upper) == (32, 64) and run.trained == [(64, math.sqrt(8))]
+
+
+def test_learning_rates_and_average(tmp_path: Path) -> None:
+    run = ScriptedRun()
+    found = measure(run, tmp_path, lr="linear", alpha=1.0)
+    assert [lr for _, lr in run.trained] == [0.5, 1, 2, 4]
+    assert found.branches[0].loss == steps_of(tmp_path, "0.5")[-1]["loss"]
+    assert "learning rate linear" in str(found)
+
+
+def test_at_most(tmp_path: Path) -> None:
+    found = measure(ScriptedRun({4: 2.0, 8: 2.2, 16: 2.3, 32: 2.4}), tmp_path)
+    assert (found.lower, found.upper) == (0, 8) and math.isnan(found.value)
+    assert "at most 8 samples" in str(found)
+    record = found.record()
+    assert record["value"] is None and record["lower"] == 0 and not record["resolved"]
+
+
+def test_noise_above_the_tolerance_is_said(tmp_path: Path) -> None:
+    found = measure(ScriptedRun(noise=0.1), tmp_path)
+    assert 0.5 in found.noisy and found.record()["noisy"] == list(found.noisy)
+    assert "not to be trusted" in str(found)
+
+
+def test_evaluation_instead_of_the_average(tmp_path: Path) -> None:
+    found = measure(MeasuredRun(noise=0.1), tmp_path, loss="evaluate")
+    assert [b.loss for b in found.branches] == [1.00176] * 4
+    assert not found.noisy and found.record()["loss"] == "evaluate"
+    assert "evaluation loss" in str(found)
+    with pytest.raises(ValueError, match=r"evaluate\(\)"):
+        measure(ScriptedRun(), tmp_path / "other", loss="evaluate")
+
+
+def test_diverged(tmp_path: Path) -> None:
+    found = measure(ScriptedRun({**LEVELS, 16: math.nan, 32: math.inf}), tmp_path)
+    assert [b.state for b in found.branches] == ["finished"] * 2 + ["diverged"] * 2
+    assert [b.steps for b in found.branches] == [24, 12, 1, 1]
+    assert (found.lower, found.upper) == (8, 16)
+    assert found.record()["branches"][2]["loss"] is None
+    assert "diverged" in str(found)
+    assert CriticalBatch.load(tmp_path / "cbs").branches[2].loss == math.inf
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_divergence_of_the_base_ends_it(size: int, tmp_path: Path) -> None:
+    run = ScriptedRun({**LEVELS, size: math.nan})
+    before = run.state()
+    with pytest.raises(BranchError, match=f"k = {size / 8:g} diverged"):
+        measure(run, tmp_path)
+    assert run.state() == before
+    assert run.trained[-1][0] == size  # nothing was spent on larger ones
+
+
+def test_a_crashed_branch_is_named_and_tried_again(tmp_path: Path) -> None:
+    levels = {**LEVELS, 16: RuntimeError("out of memory\nin detail")}
+    run = ScriptedRun(levels)
+    before = run.state()
+    found = measure(run, tmp_path)
+    assert run.state() == before
+    assert found.missing == {2.0: "RuntimeError: out of memory"}
+    assert (found.lower, found.upper) == (8, 32)  # the next one that is finished
+    assert "k = 2 is missing: RuntimeError: out of memory" in str(found)
+    assert found.record()["missing"] == [{"k": 2.0, "reason": "RuntimeError: out of memory"}]
+    assert "in train" in (tmp_path / "cbs" / "branch-2.error").read_text()
+    assert CriticalBatch.load(tmp_path / "cbs") == found
+
+    again = ScriptedRun()
+    assert (measure(again, tmp_path).lower, again.trained) == (16, [(16, math.sqrt(2))])
+    assert not (tmp_path / "cbs" / "branch-2.error").exists()
+
+
+def test_a_crashed_base_says_how_to_go_on(tmp_path: Path) -> None:
+    run = ScriptedRun({**LEVELS, 8: RuntimeError("gone")})
+    with pytest.raises(BranchError, match="k = 1 failed .*gone.*same folder"):
+        measure(run, tmp_path)
+    assert len(run.trained) == 4  # the others went on
+    again = ScriptedRun()
+    assert measure(again, tmp_path).lower == 16 and again.trained == [(8, 1.0)]
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    run = ScriptedRun({**LEVELS, 16: KeyboardInterrupt()})
+    before = run.state()
+    with pytest.raises(KeyboardInterrupt):
+        measure(run, tmp_path)
+    assert run.state() == before
+    again = ScriptedRun()
+    assert measure(again, tmp_path).lower == 16 and len(again.trained) == 2
+
+
+class Wrong(ScriptedRun):
+    """Trains another batch, ends early, or never ends."""
+
+    how = ""
+
+    def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Any:
+        size = 8 if self.how == "batch" else batch_size
+        tokens = {"early": tokens // 2, "late": 2 * tokens}.get(self.how, tokens)
+        yield from super().train(tokens, batch_size=size, lr_factor=lr_factor)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("batch", "made a step of 80 tokens"), ("early", "ended after"), ("late", "until 960")],
+)
+def test_runs_that_train_something_else(how: str, said: str, tmp_path: Path) -> None:
+    run = Wrong()
+    run.how = how
+    if how == "batch":
+        found = measure(run, tmp_path, k=(1, 2))
+        assert said in found.missing[2.0]
+    else:
+        with pytest.raises(BranchError, match=said):
+            measure(run, tmp_path)
+
+
+def killed(folder: Path, die: str, **options: Any) -> None:
+    """A measurement whose process is killed where ``die`` says."""
+
+    def work() -> None:
+        run = ScriptedRun()
+        run.die = die
+        measure(run, folder, **options)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == -9
+
+
+@pytest.mark.parametrize(
+    ("die", "trained"),
+    [
+        ("save checkpoint", [4, 8, 16, 32]),
+        ("step 4 0", [4, 8, 16, 32]),
+        ("step 16 320", [16, 32]),
+        ("step 32 640", [32]),
+    ],
+)
+def test_a_killed_measurement_goes_on(die: str, trained: list[int], tmp_path: Path) -> None:
+    expected = measure(ScriptedRun(), tmp_path / "whole")
+    killed(tmp_path, die)
+    run = ScriptedRun()
+    assert measure(run, tmp_path) == expected
+    assert [size for size, _ in run.trained] == trained
+    for k in ("0.5", "1", "2", "4"):
+        assert steps_of(tmp_path, k) == steps_of(tmp_path / "whole", k)
+
+
+@pytest.mark.parametrize(
+    ("die", "tokens"),
+    [("step 8 720", 640), ("save branch-1-at-640", 320), ("save branch-1-at-320", 0)],
+)
+def test_a_killed_branch_goes_on_inside(die: str, tokens: int, tmp_path: Path) -> None:
+    expected = measure(ScriptedRun(), tmp_path / "whole")
+    killed(tmp_path, die, save_every_tokens=300)
+    folder = tmp_path / "cbs"
+    whole = [p for p in folder.glob("branch-1-at-*") if not p.name.endswith(".partial")]
+    assert [p.name for p in whole] == ([f"branch-1-at-{tokens}"] if tokens else [])
+    asked: list[int] = []
+
+    class Asked(ScriptedRun):
+        def train(self, tokens: int, **how: Any) -> Any:
+            asked.append(tokens)
+            return super().train(tokens, **how)
+
+    assert measure(Asked(), tmp_path, save_every_tokens=300) == expected
+    assert asked[0] == 960 - tokens
+    assert steps_of(tmp_path, "1") == steps_of(tmp_path / "whole", "1")
+    assert not list(folder.glob("branch-1-at-*[0-9]"))
+    assert [p.name for p in folder.iterdir() if p.is_dir() and "partial" not in p.name] == [
+        "checkpoint"
+    ]
+
+
+def test_in_processes(tmp_path: Path) -> None:
+    """The same as here; a process that is killed leaves the others alone."""
+    run = branch_runs.trained()
+    how: dict[str, Any] = {"k": (1, 2), "tolerance": 0.3}
+    here = measure(run, tmp_path / "here", **how)
+    found = measure(run, tmp_path, **how, workers=2, make_run=branch_runs.failing)
+    assert found.missing == {2.0: "its process ended with code -9"}
+    assert found.branches == here.branches[:1]
+    assert measure(run, tmp_path, **how) == here
+
+
+def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
+    folder = BranchFolder(tmp_path)
+    folder.save_checkpoint(ScriptedRun())
+    job = Job(2.0, 16, 1.0, 960, 0.5, "train", None)
+    process = multiprocessing.get_context("fork").Process(
+        target=branch_process._work, args=(branch_runs.out_of_memory, folder, job, 1)
+    )
+    process.start()
+    process.join()
+    assert folder.failure(2.0) == "RuntimeError: no memory" and folder.branch(2.0) is None
+
+
+def test_processes_end_with_a_parent_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = tmp_path / "pid"
+    monkeypatch.setenv("WAITING", str(says))
+    options = {"workers": 1, "make_run": branch_runs.Waiting}
+    parent = multiprocessing.get_context("fork").Process(
+        target=measure, args=(ScriptedRun(), tmp_path), kwargs=options
+    )
+    parent.start()
+    wait(lambda: says.exists() and says.read_text() != "")
+    assert parent.is_alive()
+    parent.kill()
+    parent.join()
+    wait(lambda: not running(says.read_text()))
+
+
+def running(pid: str) -> bool:
+    """Whether a process is there, and no zombie that nobody has asked for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_real_run_is_back_at_its_checkpoint(tmp_path: Path) -> None:
+    """Bit for bit, also after an exception: it trains on as the run that was never branched."""
+    unbranched = [step.loss for step in branch_runs.trained().train(400)]
+    run = branch_runs.trained()
+    found = measure(run, tmp_path, tolerance=0.3)
+    assert [step.loss for step in run.train(400)] == unbranched
+    assert [step["loss"] for step in steps_of(tmp_path, "1")[:5]] == unbranched
+    assert found.noise_scale is not None and found.noise_scale.noise_scale > 0
+    assert found.adam is not None and found.adam.noise_scale > 0
+    run = branch_runs.trained()
+    run.lr = lambda tokens: 1 / 0 if tokens > 700 else branch_runs.halving(tokens)
+    with pytest.raises(BranchError, match="ZeroDivisionError"):
+        measure(run, tmp_path / "other", tolerance=0.3)
+    run.lr = branch_runs.halving
+    assert [step.loss for step in run.train(400)] == unbranched
+
+
+def test_settings_of_another_measurement(tmp_path: Path) -> None:
+    measure(ScriptedRun(), tmp_path)
+    changed = {"delta_tokens": 1920, "tolerance": 0.02, "alpha": 0.25, "lr": "linear"}
+    for name, value in {**changed, "loss": "evaluate"}.items():
+        with pytest.raises(ValueError, match=f"holds branches with {name}="):
+            measure(MeasuredRun(), tmp_path, **{name: value})
+    for name, value in {"tokens": 880, "batch_size": 16, "tokens_per_sample": 5}.items():
+        run = ScriptedRun()
+        setattr(run, name, value)
+        with pytest.raises(ValueError, match=f"holds branches with .*{name}="):
+            measure(run, tmp_path, k=(0.5, 1, 2))
+        assert run.trained == []
+
+
+def test_folders_that_are_something_else(tmp_path: Path) -> None:
+    (tmp_path / "cbs").mkdir()
+    (tmp_path / "cbs" / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="not empty"):
+        measure(ScriptedRun(), tmp_path)
+    (tmp_path / "cbs" / "settings.json").write_text('{"kind": "branch settings", "format": 2}')
+    with pytest.raises(ValueError, match="format 2, and this version of gnsfast reads 1"):
+        measure(ScriptedRun(), tmp_path)
+    with pytest.raises(ValueError, match="is a file"):
+        measure_critical_batch(ScriptedRun(), folder=tmp_path / "cbs" / "metrics.jsonl", **GRID)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"k": (2, 4)}, "must hold 1"),
+        ({"delta_tokens": -5}, "delta_tokens"),
+        ({"delta_tokens": 959}, "3 steps at least, 960 tokens"),
+        ({"tolerance": -1.0}, "tolerance"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"lr": "cubic"}, "sqrt, linear, none"),
+        ({"loss": "best"}, "'train' or 'evaluate'"),
+        ({"save_every_tokens": 0}, "save_every_tokens"),
+        ({"workers": -1}, "workers"),
+        ({"workers": 1}, "make_run"),
+        ({"workers": 1, "make_run": lambda: None}, "function of a module"),
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        measure(ScriptedRun(), tmp_path, **options)
+
+
+def test_batches_that_the_run_cannot_make(tmp_path: Path) -> None:
+    run = ScriptedRun()
+    run.batch_multiple = 8
+    with pytest.raises(ValueError, match="k = 0.5 makes batches of 4 samples.*multiple of 8"):
+        measure(run, tmp_path)
