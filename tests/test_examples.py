@@ -51,6 +51,14 @@ def test_batch_size(run: Callable[..., str], tmp_path: Path) -> None:
     assert decisions == [line for line in parts if line.get("kind") == "decision"]
 
 
+def test_branches(run: Callable[..., str], tmp_path: Path) -> None:
+    said = run("branches.py", "--steps", 5, "--tokens", 3 * 128 * 63)
+    assert "critical batch size" in said and "under Adam's metric: noise scale" in said
+    [line] = (tmp_path / "branches" / "critical_batch.jsonl").read_text().splitlines()
+    assert [b["batch_size"] for b in json.loads(line)["branches"]] == [8, 16, 32, 64, 128]
+    assert json.loads((tmp_path / "branches" / "factor.json").read_text())["metric"] == "adam"
+
+
 def test_trainer(run: Callable[..., str], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from gnsfast.cli import branch as branch_
 from gnsfast.cli import doctor as doctor_
 from gnsfast.cli import plan as plan_
 from gnsfast.cli import plan_tables
@@ -16,6 +17,8 @@ from gnsfast.cli import schedule as schedule_
 from gnsfast.cli.complaints import complaints
 from gnsfast.cli.run import Run, Settings
 from gnsfast.cli.session import Session
+from gnsfast.critical_batch.branches import measure_critical_batch
+from gnsfast.errors import BranchError
 
 app = typer.Typer(
     name="gnsfast",
@@ -155,3 +158,57 @@ def schedule(
         typer.echo(json.dumps(found, allow_nan=False))
     else:
         schedule_.show(found, Console())
+
+
+@app.command()
+def branch(
+    target: Annotated[
+        str, typer.Argument(help="file.py:function or module:function that makes the run.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder; one that holds branches is gone on with.")],
+    tokens: Annotated[int, typer.Option(help="That each branch trains.")],
+    k: Annotated[str, typer.Option(help="Batch sizes, as multiples of the run's.")] = "0.5,1,2,4,8",
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder to restore the run from first.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="By which a loss may be above others.")] = 0.01,
+    alpha: Annotated[float, typer.Option(help="Weight of the newest step in a loss.")] = 0.5,
+    lr: Annotated[
+        str, typer.Option(help="Learning rates times: sqrt of k, linear, none.")
+    ] = "sqrt",
+    loss: Annotated[str, typer.Option(help="train, or the run's own: evaluate.")] = "train",
+    save_every: Annotated[
+        int | None, typer.Option(help="Also save inside of a branch, every so many tokens.")
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes that train branches at once.")] = 0,
+    noise_scale: Annotated[bool, typer.Option(help="Measure it at the checkpoint.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Measure the critical batch size of a run: train branches of it with other batch sizes.
+
+    The same command again goes on where it was stopped. Ctrl-C stops it.
+    """
+    try:
+        make_run = branch_.Target(target, checkpoint)
+        result = measure_critical_batch(
+            make_run(),
+            folder=out,
+            k=branch_.grid(k),
+            delta_tokens=tokens,
+            tolerance=tolerance,
+            alpha=alpha,
+            lr=lr,
+            loss=loss,
+            save_every_tokens=save_every,
+            workers=workers,
+            make_run=make_run,
+            noise_scale=noise_scale,
+            on_branch=None if as_json else lambda b: typer.echo(branch_.line_of(b)),
+        )
+    except KeyboardInterrupt:
+        typer.echo(f"gnsfast branch: stopped; the same command goes on with {out}", err=True)
+        raise typer.Exit(130) from None
+    except (ValueError, BranchError) as error:
+        typer.echo(f"gnsfast branch: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(result.record()) if as_json else f"\n{result}")

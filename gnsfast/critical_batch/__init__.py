@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a noise scale to a batch size: what to train with, what it costs, and how that was measured."""
+"""From a noise scale to a batch size: what to train with, what it costs, how it was measured."""

@@ -27,6 +27,9 @@ class BranchRun(Protocol):
     generators, data position and the count of tokens. After it, ``train(tokens,
     batch_size=run.batch_size, lr_factor=1.0)`` gives the steps of the run that was never branched.
     ``gnsfast.critical_batch.torch_run.TorchRun`` is one for a plain torch loop.
+
+    A run may offer more: ``MeasuresNoise``, ``Evaluates``, and ``batch_multiple``, an int that
+    divides every batch size that it can train with.
     """
 
     batch_size: int

@@ -228,7 +228,7 @@ class CriticalBatch:
             ks = ", ".join(f"{k:g}" for k in self.noisy)
             lines.append(
                 f"not to be trusted: the noise of the loss exceeds {self.tolerance:g} for k = "
-                f"{ks}: take more tokens, or a run with evaluate() and loss='evaluate'"
+                f"{ks}: take loss='evaluate' (a run with evaluate()), or a smaller alpha"
             )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         if self.noise_scale is not None:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gnsfast branch``: a result, a folder that it goes on with, and one line for what cannot be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import branch_runs
+import pytest
+from typer.testing import CliRunner, Result
+
+from gnsfast.cli.app import app
+from gnsfast.cli.branch import Target, grid
+from gnsfast.critical_batch.critical_batch import CriticalBatch
+
+
+def branch(tmp_path: Path, target: str, *options: Any, **changed: Any) -> Result:
+    how = {"out": tmp_path / "cbs", "tokens": 960, "k": "1/2,1,2,4", **changed}
+    arguments = [word for name, value in how.items() for word in (f"--{name}", str(value))]
+    return CliRunner().invoke(app, ["branch", target, *arguments, *map(str, options)])
+
+
+def test_branch(tmp_path: Path) -> None:
+    done = branch(tmp_path, "branch_runs:ScriptedRun")
+    assert done.exit_code == 0 and done.stderr == ""
+    assert "k = 0.5    batch        4  loss 2.00" in done.stdout
+    assert "critical batch size 16 to 32 samples" in done.stdout
+    assert str(CriticalBatch.load(tmp_path / "cbs")) in done.stdout
+
+
+def test_as_json_and_again(tmp_path: Path) -> None:
+    target = "branch_runs:out_of_memory"
+    record = json.loads(branch(tmp_path, target, "--json").stdout)
+    assert (record["kind"], record["upper"]) == ("critical batch", 32)
+    assert record["missing"] == [{"k": 2.0, "reason": "RuntimeError: no memory"}]
+    assert "failed: RuntimeError: no memory" in branch(tmp_path, target).stdout
+    again = json.loads(branch(tmp_path, "branch_runs:ScriptedRun", "--json").stdout)
+    assert (again["lower"], again["missing"]) == (16, [])
+    other = branch(tmp_path, "branch_runs:ScriptedRun", "--tolerance", 0.5)
+    assert one_line(other) and "tolerance=0.01, not 0.5" in other.stderr
+
+
+def test_checkpoint_and_options(tmp_path: Path) -> None:
+    """A file beside which others are imported, and a run restored to where it is measured."""
+    (tmp_path / "beside.py").write_text("from branch_runs import MeasuredRun as Run")
+    (tmp_path / "json.py").write_text("from beside import Run\ndef make():\n    return Run()")
+    run = branch_runs.ScriptedRun()
+    run.tokens = 4000
+    (tmp_path / "at").mkdir()
+    run.save(tmp_path / "at")
+    options = ["--checkpoint", tmp_path / "at", "--loss", "evaluate", "--lr", "none", "--json"]
+    target = f"{tmp_path / 'json.py'}:make"
+    record = json.loads(branch(tmp_path, target, *options, "--no-noise-scale").stdout)
+    assert (record["tokens"], record["loss"], record["lr"]) == (4000, "evaluate", "none")
+    assert record["branches"][0]["loss"] == 1.00496 and record["noise_scale"] is None
+    assert Target(target, tmp_path / "at")().tokens == 4000
+
+
+def one_line(done: Result) -> bool:
+    assert done.exit_code == 1 and done.stdout == "", done.output
+    assert done.stderr.startswith("gnsfast branch: ")
+    return done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nothing", "file.py:function or module:function"),
+        ("no/such/file.py:make", "no/such/file.py is no file"),
+        ("no_such_module:make", "ModuleNotFoundError"),
+        ("branch_runs:nothing", "has no function 'nothing'"),
+        ("branch_runs:LEVELS", "has no function 'LEVELS'"),
+        ("branch_runs:Stream", "made a Stream without batch_size"),
+        ("branch_runs:halving", r"halving(): TypeError: halving() missing 1 required"),
+    ],
+)
+def test_targets_that_make_no_run(target: str, said: str, tmp_path: Path) -> None:
+    done = branch(tmp_path, target)
+    assert one_line(done) and said in done.stderr
+    assert not (tmp_path / "cbs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"k": "2,4"}, "must hold 1"),
+        ({"k": "1,two"}, "--k '1,two'"),
+        ({"k": "1,1/0"}, "--k"),
+        ({"k": "1,nan"}, "--k"),
+        ({"tokens": -5}, "delta_tokens"),
+        ({"tolerance": -1}, "tolerance"),
+        ({"tolerance": "nan"}, "tolerance"),
+        ({"lr": "cubic"}, "lr must be one of"),
+        ({"workers": -1}, "workers"),
+        ({"checkpoint": "no/such/folder"}, "no/such/folder is no folder"),
+        ({"out": __file__}, "is a file"),
+    ],
+)
+def test_options_that_cannot_be(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    done = branch(tmp_path, "branch_runs:ScriptedRun", **changed)
+    assert one_line(done) and said in done.stderr
+
+
+def test_nan_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(branch_runs.LEVELS, 8, float("nan"))
+    done = branch(tmp_path, "branch_runs:ScriptedRun")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert "the branch with k = 1 diverged" in done.stderr
+
+
+def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(branch_runs.LEVELS, 16, KeyboardInterrupt())
+    done = branch(tmp_path, "branch_runs:ScriptedRun")
+    assert done.exit_code == 130 and "the same command goes on" in done.stderr
+
+
+def test_grid() -> None:
+    assert grid("1/16, 0.5,1") == (0.0625, 0.5, 1.0)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a measurement says, and the factor that it leaves."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gnsfast.critical_batch.critical_batch import Branch, CriticalBatch, pooled_factor
+from gnsfast.critical_batch.factor import CriticalBatchFactor
+from gnsfast.errors import BranchError
+from gnsfast.noise_scale import ModuleNoiseScale
+
+SCALE = ModuleNoiseScale(20.0, 10.0, 40.0, 2.0, 0.1)
+ADAM = ModuleNoiseScale(50.0, 40.0, math.inf, 2.0, 0.04)
+
+
+def branches(*losses: float) -> tuple[Branch, ...]:
+    ks = (0.5, 1.0, 2.0, 4.0)
+    return tuple(Branch(k, int(32 * k), k**0.5, x, 1e-3, 9, 9000) for k, x in zip(ks, losses))
+
+
+def measurement(*losses: float) -> CriticalBatch:
+    own = {"tokens": 5000, "batch_size": 32, "tokens_per_sample": 10, "delta_tokens": 9000}
+    rule = {"tolerance": 0.01, "alpha": 0.5, "lr": "sqrt", "loss": "train"}
+    return CriticalBatch(**own, **rule, branches=branches(*losses), noise_scale=SCALE, adam=ADAM)
+
+
+FOUND = measurement(2.0, 2.0, 2.0, 3.0)
+AT_LEAST = measurement(2.0, 2.0, 2.0, 2.0)
+AT_MOST = measurement(2.0, 3.0, 3.0, 3.0)
+
+
+def test_sizes() -> None:
+    assert (FOUND.lower, FOUND.upper, FOUND.value) == (64, 128, math.sqrt(64 * 128))
+    assert (AT_LEAST.lower, AT_LEAST.upper, AT_LEAST.resolved) == (128, math.inf, False)
+    assert (AT_MOST.lower, AT_MOST.upper, AT_MOST.resolved) == (0, 32, False)
+    with pytest.raises(BranchError, match="k = 1"):
+        replace(FOUND, branches=FOUND.branches[2:])
+
+
+def test_factor_has_both_intervals() -> None:
+    factor = FOUND.factor()
+    assert factor.value == pytest.approx(math.sqrt(64 * 128) / 20)
+    assert (factor.lower, factor.upper, factor.metric) == (64 / 40, 128 / 10, "euclidean")
+    adam = FOUND.factor("adam")
+    assert adam.value == pytest.approx(math.sqrt(64 * 128) / 50)
+    assert (adam.lower, adam.upper, adam.metric) == (0, 128 / 40, "adam")
+    assert "5,000 tokens" in factor.source
+
+
+def test_factor_of_what_is_not_resolved() -> None:
+    assert math.isnan(AT_LEAST.factor().value)
+    assert (AT_LEAST.factor().lower, AT_LEAST.factor().upper) == (128 / 40, math.inf)
+    assert (AT_MOST.factor().lower, AT_MOST.factor().upper) == (0, 32 / 10)
+    unbounded = replace(FOUND, noise_scale=ModuleNoiseScale(math.inf, 0.0, math.inf, 2.0, -0.1))
+    assert math.isnan(unbounded.factor().value)
+    assert (unbounded.factor().lower, unbounded.factor().upper) == (0, math.inf)
+
+
+def test_factor_without_a_noise_scale() -> None:
+    with pytest.raises(ValueError, match="no adam noise scale was measured.*no gnsfast layer"):
+        replace(FOUND, adam=None, noise_scale_reason="no gnsfast layer").factor("adam")
+    with pytest.raises(ValueError, match="'euclidean' or 'adam'"):
+        FOUND.factor("signum")
+
+
+def test_pooled_factor(tmp_path: Path) -> None:
+    twice = replace(FOUND, noise_scale=ModuleNoiseScale(10.0, 8.0, 16.0, 1.0, 0.1), tokens=9000)
+    pooled = pooled_factor([FOUND, twice])
+    assert pooled.value == pytest.approx(math.sqrt(64 * 128) / math.sqrt(200))
+    assert (pooled.lower, pooled.upper) == (64 / 40, 128 / 8)
+    assert "2 checkpoints" in pooled.source and "at 9,000" in pooled.source
+    open_above = pooled_factor([FOUND, AT_LEAST])
+    assert open_above.value == FOUND.factor().value and open_above.upper == math.inf
+    assert math.isnan(pooled_factor([AT_LEAST]).value)
+    with pytest.raises(ValueError, match="at least one"):
+        pooled_factor([])
+    open_above.save(tmp_path / "factor.json")
+    assert CriticalBatchFactor.load(tmp_path / "factor.json") == open_above
+
+
+def test_record_comes_back() -> None:
+    diverged = replace(FOUND.branches[3], loss=math.inf, loss_std=math.nan, state="diverged")
+    some = replace(FOUND, branches=(*FOUND.branches[:3], diverged), missing={8.0: "gone"})
+    for each in (some, AT_LEAST, AT_MOST, replace(FOUND, noise_scale=None, adam=None)):
+        record = json.loads(json.dumps(each.record(), allow_nan=False))
+        again = CriticalBatch.of(record)
+        assert again.record() == record and str(again) == str(each)
+        assert (again.lower, again.upper, again.missing) == (each.lower, each.upper, each.missing)
+    assert record["kind"] == "critical batch" and record["format"] == 1
+    with pytest.raises(ValueError, match="format 1"):
+        CriticalBatch.of({**record, "format": 2})
+
+
+def test_a_folder_without_a_result(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no finished measurement"):
+        CriticalBatch.load(tmp_path)
+
+
+def test_table() -> None:
+    lines = str(measurement(2.0, 2.02, 2.005, 3.0)).splitlines()
+    assert lines[0].split() == ["k", "batch", "lr", "x", "steps", "loss", "noise", "above", "least"]
+    assert lines[2].split() == ["1", "32", "1", "9", "2.0200", "0.0010", "0.0200", *NO.split()]
+    assert lines[3].split()[-2:] == ["0.0050", "matches"]  # above the least of the smaller ones
+    assert "critical batch size 64 to 128 samples (about 90.5)" in lines[5]
+    assert "noise scale 20 samples (95 %: 10 to 40): the critical batch size is 4.53" in lines[7]
+    assert "at least 128 samples" in str(AT_LEAST) and "at most 32 samples" in str(AT_MOST)
+
+
+NO = "does not match"
