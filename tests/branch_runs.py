@@ -76,6 +76,14 @@ def out_of_memory() -> ScriptedRun:
     return ScriptedRun({**LEVELS, 16: RuntimeError("no memory")})
 
 
+def killed() -> ScriptedRun:
+    """Its process is, in batches of 16."""
+    run = ScriptedRun()
+    run.random.seed(5)
+    run.die = "step 16 480"
+    return run
+
+
 class Waiting(ScriptedRun):
     """Says which process it trains in, and never ends."""
 
@@ -134,20 +142,4 @@ def trained() -> TorchRun:
     """The small run after five steps."""
     run = small_run()
     list(run.train(400))
-    return run
-
-
-class Failing(TorchRun):
-    """Its process is killed in batches of 16."""
-
-    def train(self, tokens: int, **how: Any) -> Iterator[BranchStep]:
-        for step in super().train(tokens, **how):
-            if how["batch_size"] == 16:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield step
-
-
-def failing() -> TorchRun:
-    run = small_run(seed=5)
-    run.__class__ = Failing
     return run

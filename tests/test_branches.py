@@ -258,20 +258,18 @@ def test_a_killed_branch_goes_on_inside(die: str, tokens: int, tmp_path: Path) -
 
 def test_in_processes(tmp_path: Path) -> None:
     """The same as here; a process that is killed leaves the others alone."""
-    run = branch_runs.trained()
-    how: dict[str, Any] = {"k": (1, 2), "tolerance": 0.3}
-    here = measure(run, tmp_path / "here", **how)
-    found = measure(run, tmp_path, **how, workers=2, make_run=branch_runs.failing)
+    run = ScriptedRun()
+    here = measure(run, tmp_path / "here", k=(1, 2))
+    found = measure(run, tmp_path, k=(1, 2), workers=2, make_run=branch_runs.killed)
     assert found.missing == {2.0: "its process ended with code -9"}
     assert found.branches == here.branches[:1]
-    assert measure(run, tmp_path, **how) == here
+    assert measure(run, tmp_path, k=(1, 2)) == here
 
 
 def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
-    folder = BranchFolder(tmp_path)
+    folder, job = BranchFolder(tmp_path), Job(2.0, 16, 1.0, 960, 0.5, "train", None)
     folder.save_checkpoint(ScriptedRun())
-    job = Job(2.0, 16, 1.0, 960, 0.5, "train", None)
-    process = multiprocessing.get_context("fork").Process(
+    process = multiprocessing.get_context("fork").Process(  # a fresh one imports for seconds
         target=branch_process._work, args=(branch_runs.out_of_memory, folder, job, 1)
     )
     process.start()
@@ -282,15 +280,16 @@ def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
 def test_processes_end_with_a_parent_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Else two would write one branch, once the measurement is gone on with."""
     says = tmp_path / "pid"
     monkeypatch.setenv("WAITING", str(says))
     options = {"workers": 1, "make_run": branch_runs.Waiting}
     parent = multiprocessing.get_context("fork").Process(
-        target=measure, args=(ScriptedRun(), tmp_path), kwargs=options
+        target=measure, args=(ScriptedRun(), tmp_path / "folder"), kwargs=options
     )
     parent.start()
     wait(lambda: says.exists() and says.read_text() != "")
-    assert parent.is_alive()
+    assert parent.is_alive() and running(says.read_text())
     parent.kill()
     parent.join()
     wait(lambda: not running(says.read_text()))
@@ -305,7 +304,7 @@ def running(pid: str) -> bool:
 
 
 def wait(until: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 30
     while not until():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -232,4 +232,3 @@ def test_checkpoints_load_without_pickles(tmp_path: Path) -> None:
 def test_settings_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         small_run(**options)
-
