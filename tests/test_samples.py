@@ -130,7 +130,7 @@ def test_a_draw_that_raises_loses_no_sample() -> None:
         (lambda: SampleStream(ROWS, seed=-1), "seed"),
         (lambda: SampleStream(ROWS, rank=2, world_size=2), "rank 2 is not one of world_size=2"),
         (lambda: SampleStream(ROWS).draw(0), "n must be a whole number of at least 1"),
-        (lambda: SampleStream(ROWS).draw(2.0), "n must be a whole number"),
+        (lambda: SampleStream(ROWS).draw(2.5), "n must be a whole number"),
         (lambda: ResizableBatchSampler(N, 0), "batch_size"),
         (lambda: ResizableBatchSampler(N, 3, world_size=2), "batch_size=3 does not divide"),
     ],

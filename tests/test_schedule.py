@@ -81,8 +81,8 @@ def test_seconds_are_measured_ones() -> None:
         ([(0, 4), (0, 8)], "threshold 0 follows 0"),
         ([(0, 4), (10.5, 8)], "10.5"),
         ([(0, 4), (float("nan"), 8)], "nan"),
-        ([(0, 4.5)], "batch size is 4.5"),
-        ([(0, 0)], "batch size is 0"),
+        ([(0, 4.5)], "batch size must be a whole number of at least 1, not 4.5"),
+        ([(0, 0)], "batch size must be a whole number of at least 1, not 0"),
         ([(-5, 4)], "-5"),
     ],
 )

@@ -85,7 +85,7 @@ def test_without_warm_up_and_to_the_end() -> None:
     [
         (lambda: constant(warm_up=-1), "warm_up must be a whole number of at least 0, not -1"),
         (lambda: linear(0), "total_tokens"),
-        (lambda: cosine(1e6), "total_tokens must be a whole number of at least 1, not 1000000.0"),
+        (lambda: cosine(1.5), "total_tokens must be a whole number of at least 1, not 1.5"),
         (lambda: cosine(10, warm_up=10), "a warm_up of 10 tokens leaves none of the 10"),
         (lambda: cosine(10, final=1.1), "final must be a number of at least 0 and at most 1"),
         (lambda: linear(10, final=math.nan), "final"),

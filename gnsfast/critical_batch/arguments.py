@@ -7,8 +7,14 @@ from typing import Any
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an int of at least ``least``, whatever integer type it has."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+    """``value`` as an int of at least ``least``: any integer type, or a float such as 658e9.
+
+    >>> from gnsfast.critical_batch.arguments import whole
+    >>> whole("total_tokens", 658e9)
+    658000000000
+    """
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value != int(value) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return int(value)
 

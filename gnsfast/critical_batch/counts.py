@@ -6,19 +6,6 @@ from decimal import Decimal, InvalidOperation
 UNITS = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
 
 
-def whole(name: str, value: float, least: int = 1) -> int:
-    """``value`` as an int, where it is a whole number of at least ``least``.
-
-    >>> from gnsfast.critical_batch.counts import whole
-    >>> whole("total_tokens", 658e9)
-    658000000000
-    """
-    if isinstance(value, (int, float)) and value == value and abs(value) != float("inf"):
-        if value == int(value) and value >= least:
-            return int(value)
-    raise ValueError(f"{name} is {value!r}, but must be a whole number of at least {least}")
-
-
 def parse_number(text: str, name: str = "a number") -> Decimal:
     """A positive or zero number from "20B", "1.5e9", "12.5K" or "0.7"; K to T are powers of 1000.
 

@@ -4,7 +4,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from gnsfast.critical_batch.counts import exact_count, whole
+from gnsfast.critical_batch.arguments import whole
+from gnsfast.critical_batch.counts import exact_count
 from gnsfast.critical_batch.schedule import BatchSizeSchedule
 
 

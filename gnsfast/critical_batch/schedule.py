@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gnsfast.critical_batch.counts import exact_count, parse_count, whole
+from gnsfast.critical_batch.arguments import whole
+from gnsfast.critical_batch.counts import exact_count, parse_count
 from gnsfast.critical_batch.run_records import read_records
 
 SAME_COMPUTE = "same tokens, same FLOPs: fewer steps, not less compute"

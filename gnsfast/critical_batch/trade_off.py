@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gnsfast.critical_batch.counts import whole
+from gnsfast.critical_batch.arguments import whole
 from gnsfast.critical_batch.power_law import Interval
 
 
