@@ -186,6 +186,13 @@ def test_warns_once_an_episode() -> None:
     assert feed(controller, [at_least(7.9)] * 3 + [over] * 4) == []  # at least 15.8 is not
 
 
+def test_what_is_not_a_number_is_no_evidence() -> None:
+    controller = warm()
+    assert feed(controller, [noise(50.0, math.nan)] * 5) == []
+    assert feed(controller, [noise(0.0, math.nan, 1.0)] * 5) == []
+    assert controller.metrics() == {"batch/size": 16.0, "batch/phase": 1.0}
+
+
 def test_no_warning_by_a_value_without_bounds() -> None:
     controller = warm()
     assert feed(controller, [noise(0.0, 1.0, math.inf)] * 9) == []

@@ -184,7 +184,6 @@ class BatchSizeController:
             "monitor": f"the warm-up ends at {share} of the tokens: the batch size stays at {B:,}",
         }
         self.phase = phase
-        self._rows["grow"] = 0
         return self._decide(reasons[phase])
 
     def _judge(self) -> Decision | None:
