@@ -83,6 +83,8 @@ def test_seconds_are_measured_ones() -> None:
         ([(0, 4), (float("nan"), 8)], "nan"),
         ([(0, 4.5)], "batch size must be a whole number of at least 1, not 4.5"),
         ([(0, 0)], "batch size must be a whole number of at least 1, not 0"),
+        ([(0, True)], "at least 1, not True"),
+        ([(0, "4")], "at least 1, not '4'"),
         ([(-5, 4)], "-5"),
     ],
 )
@@ -121,6 +123,7 @@ def test_decisions_of_a_resumed_run_replace_the_old_ones() -> None:
     first = [decision(100, 32, 64), decision(300, 64, 128)]
     assert made(*first, decision(250, 64, 128)) == ((0, 32), (100, 64), (250, 128))
     assert made(*first, decision(90, 32, 64)) == ((0, 32), (90, 64))
+    assert made(*first, decision(250, 32, 64)) == ((0, 32), (250, 64))
     assert made(*first, decision(300, 64, 128)) == ((0, 32), (100, 64), (300, 128))
     with pytest.raises(ValueError, match="400 tokens starts from 64 samples, but .* was 128"):
         made(*first, decision(400, 64, 128))
@@ -209,6 +212,8 @@ def test_olmo_core() -> None:
     fields = exports.olmo_core(olmo())
     assert fields["batch_sizes"] == [4_194_304, 8_388_608, 16_777_216]
     assert fields["schedule"][1] == {"value": 168_000_000_000, "unit": "tokens"}
+    shrinking = BatchSizeSchedule([(0, 8), (50, 4)], 100, tokens_per_sample=2)
+    assert exports.olmo_core(shrinking)["batch_sizes"] == [16, 8]
     for sizes in ((4, 6), (6, 4), (4, 4)):
         schedule = BatchSizeSchedule([(0, sizes[0]), (50, sizes[1])], 100, 1)
         with pytest.raises(ValueError, match="OLMo-core cannot"):
