@@ -72,6 +72,8 @@ def test_pooled_factor(tmp_path: Path) -> None:
     pooled = pooled_factor([FOUND, twice])
     assert pooled.value == pytest.approx(math.sqrt(64 * 128) / math.sqrt(200))
     assert (pooled.lower, pooled.upper) == (64 / 40, 128 / 8)
+    turned = pooled_factor([twice, FOUND])
+    assert (turned.lower, turned.upper) == (pooled.lower, pooled.upper)
     assert "2 checkpoints" in pooled.source and "at 9,000" in pooled.source
     open_above = pooled_factor([FOUND, AT_LEAST])
     assert open_above.value == FOUND.factor().value and open_above.upper == math.inf

@@ -135,7 +135,7 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
     least, largest = math.inf, ks[0]
     for k in ks:
         loss = losses[k] if math.isfinite(losses[k]) else math.inf
-        if loss <= least + tolerance and loss < math.inf:
+        if loss <= least + tolerance:
             largest = k
         least = min(least, loss)
     above = [k for k in ks if k > largest]
