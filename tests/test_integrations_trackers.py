@@ -46,7 +46,7 @@ def test_metrics_of_a_run() -> None:
     result = gns.compute()
     assert result.resolved
     found = metrics(result, tokens=640, batch_tokens=80.0, per_module=True)
-    assert {k: v for k, v in found.items() if not k.startswith("gns/layer/")} == {
+    assert {k: v for k, v in found.items() if not k.startswith("gns/layer")} == {
         "gns/b_simple": result.noise_scale,
         "gns/b_simple_lo": result.lower,
         "gns/b_simple_hi": result.upper,
@@ -60,7 +60,10 @@ def test_metrics_of_a_run() -> None:
         "tokens": 640.0,
     }
     layers = {f"gns/layer/{path}": m.noise_scale for path, m in result.per_module.items()}
-    assert {k: v for k, v in found.items() if k.startswith("gns/layer/")} == layers and layers
+    for path, m in result.per_module.items():
+        layers |= {f"gns/layer_lo/{path}": m.lower, f"gns/layer_hi/{path}": m.upper}
+    layers = {k: v for k, v in layers.items() if math.isfinite(v)}
+    assert {k: v for k, v in found.items() if k.startswith("gns/layer")} == layers and layers
 
 
 def test_metrics_leave_out_what_is_not_a_number() -> None:
@@ -76,6 +79,7 @@ def test_metrics_leave_out_what_is_not_a_number() -> None:
         "gns/skipped": 1.0,
         "gns/drift": 1.0,
         "batch/size": 8.0,
+        "gns/layer_lo/0": 3.0,
     }
 
 
@@ -101,11 +105,44 @@ def test_jsonl(tmp_path: Path) -> None:
 
 
 def test_jsonl_records(tmp_path: Path) -> None:
-    tracker = JSONLTracker(tmp_path / "run.jsonl")
-    tracker.record({"kind": "decision", "upper": math.inf, "of": [1, math.nan, {"a": -math.inf}]})
-    [line] = (tmp_path / "run.jsonl").read_text().splitlines()  # before close
+    path = tmp_path / "run.jsonl"
+    tracker = JSONLTracker(path, run={"name": "a"})
+    tracker.record({"kind": "decision", "upper": math.inf, "in": [{"x": (math.nan, 1)}], "n": 2})
+    with pytest.raises(ValueError, match="a record needs a kind"):
+        tracker.record({"upper": 1.0})
     tracker.close()
-    assert strict(line) == {"kind": "decision", "upper": None, "of": [1, None, {"a": None}]}
+    tracker.close()
+    assert [strict(line) for line in path.read_text().splitlines()] == [
+        {"kind": "run", "format": 1, "name": "a"},
+        {"kind": "decision", "upper": None, "in": [{"x": [None, 1]}], "n": 2},
+        {"kind": "end"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "left, kept",
+    [
+        ('{"step": 1}\n{"step": 2, "lo', '{"step": 1}\n'),
+        ('{"step": 1}\n{"step": 2}', '{"step": 1}\n{"step": 2}\n'),
+        ('{"step": 1}\n' + '{"x": "' + 70000 * "y", '{"step": 1}\n'),
+        ('{"st', ""),
+        ("", ""),
+    ],
+)
+def test_jsonl_after_a_crash(tmp_path: Path, left: str, kept: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(left)
+    tracker = JSONLTracker(path)
+    tracker.log({}, 3)
+    tracker.close()
+    assert path.read_text() == kept + '{"step": 3}\n'
+
+
+def test_jsonl_leaves_other_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("not\na log")
+    with pytest.raises(ValueError, match="not a log to append to"):
+        JSONLTracker(tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "not\na log"
 
 
 def test_tensorboard(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
 
+FORMAT = 1
+"""Of run logs, as their header says it: what ``gnsfast report`` reads."""
+
 
 @runtime_checkable
 class Tracker(Protocol):
@@ -31,16 +34,17 @@ def metrics(
 
     ``gns/b_simple`` is the noise scale in samples, ``gns/b_simple_lo`` and ``gns/b_simple_hi`` its
     95 % interval, ``gns/trace`` tr Σ, ``gns/grad_sq`` |G|², ``gns/layer/<path>`` the noise scale of
-    a module, ``gns/adam`` that under Adam's metric, ``gns/group/<name>`` that of a group, both with
-    ``_lo`` and ``_hi``. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say what the
-    window holds, ``batch/size`` is the mean number of samples of an update. What is infinite or not
-    measured has no number and is left out: without ``gns/b_simple_hi`` the noise scale is at least
-    ``gns/b_simple_lo``.
+    a module with ``gns/layer_lo/<path>`` and ``gns/layer_hi/<path>`` (in front, since a path may
+    end in ``_lo``), ``gns/adam`` that under Adam's metric, ``gns/group/<name>`` that of a group,
+    both with ``_lo`` and ``_hi``. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say
+    what the window holds, ``batch/size`` is the mean number of samples of an update. What is
+    infinite or not measured has no number and is left out: without ``gns/b_simple_hi`` the noise
+    scale is at least ``gns/b_simple_lo``.
 
     Args:
         tokens: the tokens that training has seen so far: ``tokens``, an x-axis.
         batch_tokens: tokens of an update: ``batch/tokens``.
-        per_module: also the noise scale of every module.
+        per_module: also the noise scale of every module, with its interval.
 
     >>> from gnsfast.integrations.trackers import metrics
     >>> gns = gnsfast.GradientNoiseScale(gnsfast.convert(torch.nn.Linear(5, 2)))
@@ -72,38 +76,67 @@ def metrics(
     for name, group in result.per_group.items():
         found |= _interval(f"gns/group/{name}", group)
     if per_module:
-        found |= {f"gns/layer/{p}": m.noise_scale for p, m in result.per_module.items()}
+        for path, m in result.per_module.items():
+            if not math.isnan(m.noise_scale):
+                found[f"gns/layer/{path}"] = m.noise_scale
+                found[f"gns/layer_lo/{path}"] = m.lower
+                found[f"gns/layer_hi/{path}"] = m.upper
     return _finite(found)
 
 
 class JSONLTracker:
     """A JSON object a line, appended to ``path``: ``step`` and the metrics.
 
-    A metric that is NaN or infinite, which JSON has no number for, is ``null``.
+    A number that is NaN or infinite, which JSON has not, is ``null``. Half a line at the end of
+    ``path``, which a crash leaves, is cut off. ``gnsfast report`` draws what is written.
+
+    Args:
+        path: the file; its folder is made.
+        run: what to say about the run, such as ``{"name": "small", "steps": 1000}``: a first line
+            of kind ``"run"``. ``close()`` then writes a last one of kind ``"end"``.
 
     >>> import tempfile
     >>> from gnsfast.integrations.trackers import JSONLTracker
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     tracker = JSONLTracker(f"{folder}/run.jsonl")
+    ...     tracker = JSONLTracker(f"{folder}/run.jsonl", run={"name": "small"})
     ...     tracker.log({"gns/b_simple": 31.5, "loss": float("nan")}, step=10)
     ...     tracker.close()
     ...     print(open(f"{folder}/run.jsonl").read(), end="")
+    {"kind": "run", "format": 1, "name": "small"}
     {"step": 10, "gns/b_simple": 31.5, "loss": null}
+    {"kind": "end"}
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, run: Mapping[str, Any] | None = None
+    ) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+        _end_last_line(Path(path))
         self._file = open(path, "a", buffering=1, encoding="utf-8")
+        self._ends = run is not None
+        if run is not None:
+            self.record({"kind": "run", "format": FORMAT, **run})
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        values = {name: float(value) for name, value in metrics.items()}
-        self.record({"step": step, **values})
+        self._write({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write a line that is no metric of a step, such as ``decision.record()``."""
-        self._file.write(json.dumps(_strict(record), allow_nan=False) + "\n")
+        """Write a line that is not one of metrics: a decision, a measurement, a header.
+
+        Raises:
+            ValueError: without its ``"kind"``.
+        """
+        if not isinstance(record.get("kind"), str):
+            raise ValueError(f"a record needs a kind, a string: {dict(record)!r} has none")
+        self._write(record)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_nulls(record), allow_nan=False) + "\n")
 
     def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        if self._ends and not self._file.closed:
+            self.record({"kind": "end"})
         self._file.close()
 
 
@@ -179,13 +212,38 @@ def _interval(name: str, found: ModuleNoiseScale) -> dict[str, float]:
     return {name: found.noise_scale, f"{name}_lo": found.lower, f"{name}_hi": found.upper}
 
 
-def _strict(value: Any) -> Any:
-    """``value`` with null in place of floats that JSON has no number for."""
+def _nulls(value: Any) -> Any:
+    """The same with null for every number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _strict(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return {k: _nulls(v) for k, v in value.items()}
+    return [_nulls(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _end_last_line(path: Path) -> None:
+    """Cut half a line off the end, so that the next one is not glued to it."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        start, tail = file.seek(0, os.SEEK_END), b""
+        while start and b"\n" not in tail:
+            step = min(start, 65536)
+            start = file.seek(start - step)
+            tail = file.read(step) + tail
+            file.seek(start)
+        tail = tail.rpartition(b"\n")[2]
+        if not tail:
+            return
+        if not tail.startswith(b"{"):
+            raise ValueError(f"{path} does not end in a line of JSON: not a log to append to")
+        end = file.seek(0, os.SEEK_END)
+        try:
+            json.loads(tail)
+        except ValueError:
+            file.truncate(end - len(tail))
+        else:
+            file.write(b"\n")
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
