@@ -39,16 +39,21 @@ def records(tmp_path: Path) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
+def kinds(tmp_path: Path) -> list[str | None]:
+    """Of each line; metrics have none."""
+    return [r.get("kind") for r in records(tmp_path)]
+
+
 def test_demo(tmp_path: Path) -> None:
     said = demo(tmp_path)
     assert "estimate / brute force" in said
-    kinds = [r["kind"] for r in records(tmp_path)]
-    assert kinds == ["run", "step", "step", "check"]
+    assert kinds(tmp_path) == ["run", None, None, "check", "end"]
     last = records(tmp_path)[2]
-    assert last["step"] == 20 and last["updates"] == 18  # 8 and 16 are plain
-    assert "blocks.0.qkv" in last["per_module"]
+    assert last["step"] == 20 and last["gns/updates"] == 18  # 8 and 16 are plain
+    assert last["tokens"] == 20 * 4 * 128 and last["batch/size"] == 4 and last["loss"] > 0
+    assert last["gns/layer_lo/blocks.0.qkv"] < last["gns/layer/blocks.0.qkv"]
     report = (tmp_path / "run" / "report.html").read_text()
-    assert "Plotly.newPlot" in report and report.count("<section>") == 3
+    assert "Plotly.newPlot" in report and report.count("<section>") == 4
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=.?(https?:)?//", report)
 
 
@@ -72,18 +77,17 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 
     monkeypatch.setattr(run.Run, "train", stopped)
     assert "Interrupted" in demo(tmp_path, code=130)
-    kinds = [r["kind"] for r in records(tmp_path)]
-    assert kinds == ["run"] + ["step"] * after + ["interrupted"]
+    assert kinds(tmp_path) == ["run"] + [None] * after + ["interrupted", "end"]
     report = (tmp_path / "run" / "report.html").read_text()
     assert ("Plotly.newPlot" in report) == bool(after)
-    assert ("(interrupted)" if after else "before its first measurement") in report
+    assert (">interrupted<" if after else "before its first measurement") in report
 
 
 def test_same_seed_same_numbers(tmp_path: Path) -> None:
     demo(tmp_path / "a")
     demo(tmp_path / "b")
-    a, b = ([r.get("noise_scale") for r in records(tmp_path / x)] for x in "ab")
-    assert a == b
+    a, b = ([r.get("gns/b_simple") for r in records(tmp_path / x)] for x in "ab")
+    assert a == b and a[2] > 0
 
 
 def test_doctor() -> None:

@@ -13,10 +13,14 @@ from gnsfast.cli import branch as branch_
 from gnsfast.cli import doctor as doctor_
 from gnsfast.cli import plan as plan_
 from gnsfast.cli import plan_tables
+from gnsfast.cli import report as report_
 from gnsfast.cli import schedule as schedule_
 from gnsfast.cli.complaints import complaints
+from gnsfast.cli.live import watch
+from gnsfast.cli.records import RecordsError, read_runs
 from gnsfast.cli.run import Run, Settings
 from gnsfast.cli.session import Session
+from gnsfast.cli.summary import summary
 from gnsfast.critical_batch.branches import measure_critical_batch
 from gnsfast.errors import BranchError
 
@@ -51,6 +55,42 @@ def demo(
     if as_json:
         typer.echo(json.dumps(result))
     raise typer.Exit(130 if session.interrupted else 0)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of .jsonl files, or such files.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="The page [RUN/report.html; of several: report.html].")
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Rewrite it until the runs end.")] = False,
+    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Draw runs, several over each other, as one HTML page: loss, noise scale, batch size.
+
+    Ctrl-C ends --live; the page stays.
+    """
+    paths = list(dict.fromkeys(runs))
+    page = out or report_.place(paths)
+    if page.suffix != ".html":
+        raise typer.BadParameter(f"{page} is no .html file", param_hint="--out")
+    console = Console(quiet=as_json, highlight=False, soft_wrap=True)
+    try:
+        if live:
+            console.print(f"Live: {page}. Ctrl-C ends it.")
+            found = watch(paths, page, every, console.print)
+        else:
+            found = read_runs(paths)
+            report_.write_report(found, page)
+    except (RecordsError, OSError) as error:
+        typer.echo(f"gnsfast: {error}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps({"runs": [summary(run) for run in found], "report": str(page)}))
+    console.print(f"Report: {page}")
 
 
 @app.command()

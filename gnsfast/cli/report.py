@@ -1,199 +1,223 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML file from the records of a run."""
+"""One self-contained HTML file of one run or of several."""
 
 import html
 import json
+import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-import plotly.io
+from plotly.offline import get_plotlyjs
 
-LOSS, SCALE, BAND = "#3b6fb6", "#1b7f5c", "rgba(27, 127, 92, 0.18)"
-TICKS = [m * 10.0**e for e in range(-3, 9) for m in (1, 2, 5)]
-SAMPLES = {"type": "log", "tickvals": TICKS, "ticktext": [f"{t:,g}" for t in TICKS]}
-FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+import gnsfast
+from gnsfast.cli import figures, figures_batch, figures_layers
+from gnsfast.cli.cards import card
+from gnsfast.cli.figures import Figure, View
+from gnsfast.cli.page import FIGURES, PAGE, SCRIPT, STYLE
+from gnsfast.cli.records import Run
+from gnsfast.cli.summary import count, groups_of, number, over_stretches
+from gnsfast.cli.tables import decisions_table, measurement_table
+
+READING = """<details><summary>How to read this</summary>
+<p><b>Noise scale</b>: tr Σ / |G|², the batch size at which the noise of a gradient is as large as
+the gradient. Euclidean, in samples. The one <b>under Adam's metric</b> measures both in the lengths
+that Adam measures steps with.</p>
+<p><b>Critical batch size</b>: beyond it a larger batch saves few steps. Its <b>estimate</b> is a
+noise scale times a factor that was set or measured; <b>branches</b> measure it: the run goes on
+with several batch sizes, and their losses are compared. A noise scale by itself is none.</p>
+<p>A band or bar is the 95 % interval of the mean over the window of the last updates: while the
+noise scale moves, that mean lags behind. An arrow says "at least": the window has no upper bound.
+A gap: nothing was resolved, or the loss was NaN. A dotted upright line: the batch size changed.</p>
+</details>"""
+
+LINES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}
+"""Of legends: CSS's names for plotly's."""
 
 
-def write_report(records: list[dict[str, Any]], path: Path) -> Path:
-    """Write ``path`` from the lines of ``metrics.jsonl``; opens offline."""
-    header, steps = records[0], [r for r in records if r["kind"] == "step"]
-    check = next((r for r in records if r["kind"] == "check"), None)
-    interrupted = any(r["kind"] == "interrupted" for r in records)
-    figures = [_loss(steps), _scale(steps, check), _modules(steps)] if steps else []
-    parts = [
-        plotly.io.to_html(
-            figure,
-            full_html=False,
-            include_plotlyjs=k == 0,
-            config={"displayModeBar": False, "responsive": True},
+@dataclass(frozen=True)
+class Live:
+    """A page that is rewritten: how many seconds until an open one looks again, and until it
+    takes the writer for stopped.
+    """
+
+    refresh: float
+    stale: float
+
+
+class Sections:
+    """HTML, and the figures that its boxes wait for."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.specs: list[dict[str, Any]] = []
+        self.parts: list[str] = []
+
+    def figure(self, title: str, note: str, figure: Figure | None, below: str = "") -> str:
+        """A section; nothing without a figure and without what stands below it."""
+        if figure is None and not below:
+            return ""
+        box = ""
+        if figure is not None:
+            box = (
+                f'<div class="figure" id="figure-{len(self.specs)}" '
+                f'style="height:{figure.height}px"></div>'
+            )
+            self.specs.append(figure.spec())
+        said = f'<p class="note">{note}</p>' if note else ""
+        legend = _legend(figure) if figure is not None else ""
+        return f"<section><h2>{title}</h2>{said}{legend}{box}{below}</section>"
+
+    def build(self) -> None:
+        view = self.view
+        unit = {str(run.header["loss_unit"]) for run in view.runs if "loss_unit" in run.header}
+        left = self.figure("Loss", html.escape(", ".join(unit)), figures.loss(view))
+        right = self.figure(
+            "Noise scale, samples",
+            "Band: 95 % interval; arrow: at least." + self._check(),
+            figures.noise_scale(view),
         )
-        for k, figure in enumerate(figures)
-    ]
-    sections = "\n".join(f"<section>{part}</section>" for part in parts)
-    if not steps:
-        sections = "<p>The run ended before its first measurement.</p>"
-    path.write_text(
-        PAGE.format(
-            summary=_summary(header, steps, check, interrupted),
-            sections=sections,
-            header=html.escape(json.dumps(header, indent=2)),
-        ),
-        encoding="utf-8",
+        self.parts += [f'<div class="pair">{left}{right}</div>', self._batch()]
+        self.parts.append(
+            self.figure(
+                "Noise scale under Adam's metric, samples",
+                "tr(PΣ) / GᵀPG. Band: 95 % interval; arrow: at least.",
+                figures.noise_scale(view, "gns/adam"),
+            )
+        )
+        self.parts.append(
+            self.figure(
+                "Noise scale of groups of samples",
+                "In samples of the group. Band: 95 % interval; arrow: at least.",
+                figures.groups(view, [groups_of(run) for run in view.runs]),
+            )
+        )
+        self._layers()
+        self.parts += [self._decisions(run) for run in view.runs if run.decisions]
+
+    def _check(self) -> str:
+        checked = any(run.check for run in self.view.runs)
+        return " Diamond: single samples at the frozen last checkpoint." if checked else ""
+
+    def _batch(self) -> str:
+        view = self.view
+        note = ""
+        if any("cbs/estimate" in p.values for run in view.runs for p in run.points):
+            note += "The estimate is a noise scale times a factor; band: 95 % interval. "
+        if any(run.critical for run in view.runs):
+            note += "A bar of branches goes from the largest batch that matched to the next. "
+        over = [(run, stretch) for run in view.runs for stretch in over_stretches(run)]
+        if over:
+            note += "Shaded: the batch is more than 20 % above the estimate."
+        below = ""
+        if over:
+            rows = (
+                f"<li>{self._of(run)}{view.axis} {count(view.x(s.start))} to "
+                f"{count(view.x(s.end))}: up to {number(s.ratio)} times the estimate</li>"
+                for run, s in over
+            )
+            below = f"<h3>Batch over the estimate</h3><ul>{''.join(rows)}</ul>"
+        measured = [(run, each) for run in view.runs for each in run.critical]
+        if measured:
+            tables = (
+                measurement_table(each, self._of(run), len(measured) <= 4) for run, each in measured
+            )
+            below += f'<div class="measured">{"".join(tables)}</div>'
+        return self.figure(
+            "Batch size and critical batch size, samples",
+            note,
+            figures_batch.batch_size(view),
+            below,
+        )
+
+    def _of(self, run: Run) -> str:
+        return f"{html.escape(run.name)}: " if len(self.view.runs) > 1 else ""
+
+    def _layers(self) -> None:
+        view = self.view
+        said = "; ".join(
+            f"{self._of(run)}{figures_layers.resolved(run)}" for run in view.runs if run.last_layers
+        )
+        self.parts.append(
+            self.figure(
+                "Noise scale by layer, samples, last window",
+                f"Resolved: {said}. Bar: 95 % interval; arrow: at least.",
+                figures_layers.last_window(view),
+            )
+        )
+        for run in view.runs:
+            self.parts.append(
+                self.figure(
+                    f"{self._of(run)}Noise scale by layer, samples, over {view.axis}",
+                    "Blank where a window resolves nothing.",
+                    figures_layers.over_time(view, run),
+                )
+            )
+
+    def _decisions(self, run: Run) -> str:
+        return f"<section><h2>{self._of(run)}Decisions</h2>{decisions_table(run)}</section>"
+
+
+def _legend(figure: Figure) -> str:
+    """In HTML, which wraps where a figure's own would shrink the figure."""
+    marks = {"diamond": "◆", "point": "●"}
+    entries = (
+        f'<span style="color:{color}">{marks[line]}</span>'
+        if line in marks
+        else f'<i style="border-color:{color};border-top-style:{LINES[line]}"></i>'
+        for _, color, line in figure.legend
     )
+    named = (
+        f"<li>{mark} {html.escape(label)}</li>"
+        for mark, (label, _, _) in zip(entries, figure.legend)
+    )
+    return f'<ul class="legend">{"".join(named)}</ul>' if figure.legend else ""
+
+
+def place(paths: list[Path]) -> Path:
+    """Beside the run; of several in the working directory."""
+    if len(paths) > 1:
+        return Path("report.html")
+    return paths[0].with_suffix(".html") if paths[0].is_file() else paths[0] / "report.html"
+
+
+def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
+    """Write ``path`` in one move, so that nobody reads half a page."""
+    view = View(runs)
+    sections = Sections(view)
+    sections.build()
+    written = time.time()
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
+    data: dict[str, Any] = {"figures": sections.specs, "live": None}
+    banner = ""
+    if live is not None:
+        data["live"] = {"written": 1000 * written, "refresh": live.refresh, "stale": live.stale}
+        banner = f'<p class="live" id="live"><b>●</b> Live: written at {clock[11:]}</p>'
+    cards = (card(run, view.color(run), len(runs) > 1) for run in runs)
+    headers = {run.name: run.header for run in runs if run.header}
+    settings = html.escape(json.dumps(headers, indent=2, ensure_ascii=False))
+    text = PAGE.substitute(
+        title=html.escape(runs[0].name if len(runs) == 1 else f"{len(runs)} training runs"),
+        style=STYLE,
+        live=banner,
+        runs="\n".join(cards),
+        sections="\n".join(part for part in sections.parts if part),
+        footer=f"{READING}<details><summary>Settings</summary><pre>{settings}</pre></details>"
+        f"<p>Written at {clock} by gnsfast {gnsfast.__version__}.</p>",
+        figures=_script(data),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    half.write_text(text, encoding="utf-8")
+    half.replace(path)
     return path
 
 
-def interval(scale: dict[str, Any]) -> str:
-    """ "36.6 (95 %: 33.2 to 40.6)"."""
-    if not scale["resolved"]:
-        return f"at least {scale['lower']:,.3g} (95 %)" if scale["lower"] else "not resolved"
-    return f"{scale['noise_scale']:,.3g} (95 %: {scale['lower']:,.3g} to {scale['upper']:,.3g})"
-
-
-def _summary(
-    header: dict[str, Any],
-    steps: list[dict[str, Any]],
-    check: dict[str, Any] | None,
-    interrupted: bool,
-) -> str:
-    rows = [("samples in a step", f"{header['samples']}")]
-    if steps:
-        last = steps[-1]
-        rows += [
-            ("steps", f"{last['step']:,}" + (" (interrupted)" if interrupted else "")),
-            ("loss at the end", f"{last['loss']:.3f}"),
-            ("noise scale, last 64 updates", f"{interval(last)} samples"),
-        ]
-        if last["share"] is not None:
-            rows.append(("statistics, share of a step's time", f"{last['share']:.1%}"))
-    if check:
-        rows += [
-            (
-                f"frozen checkpoint, estimate from {check['batches']} batches",
-                f"{interval(check['estimate'])} samples",
-            ),
-            (
-                f"frozen checkpoint, {check['single_samples']:,} single-sample gradients",
-                f"{interval(check['brute_force'])} samples",
-            ),
-        ]
-        if check["ratio"] is not None:
-            rows.append(("estimate / single samples", f"{check['ratio']:.2f}"))
-    cells = (f"<tr><th>{name}</th><td>{html.escape(said)}</td></tr>" for name, said in rows)
-    return f"<table>{''.join(cells)}</table>"
-
-
-def _figure(title: str, y: str, height: int = 340) -> go.Figure:
-    figure = go.Figure()
-    figure.update_layout(
-        title=title,
-        height=height,
-        template="plotly_white",
-        font={"family": FONT, "size": 13},
-        margin={"l": 70, "r": 20, "t": 50, "b": 50},
-        hovermode="x unified",
-        legend={"orientation": "h", "y": 1.12, "x": 1, "xanchor": "right"},
-    )
-    figure.update_yaxes(title=y)
-    return figure
-
-
-def _loss(steps: list[dict[str, Any]]) -> go.Figure:
-    figure = _figure("Loss", "nats per byte")
-    figure.add_scatter(
-        x=[r["step"] for r in steps], y=[r["loss"] for r in steps], line={"color": LOSS}
-    )
-    figure.update_xaxes(title="step", range=[0, steps[-1]["step"] * 1.02])
-    return figure
-
-
-def _scale(steps: list[dict[str, Any]], check: dict[str, Any] | None) -> go.Figure:
-    figure = _figure("Gradient noise scale", "samples")
-    resolved = [r for r in steps if r["resolved"] and r["lower"] > 0]
-    x = [r["step"] for r in resolved]
-    band = x + x[::-1], [r["upper"] for r in resolved] + [r["lower"] for r in resolved][::-1]
-    figure.add_scatter(
-        x=band[0], y=band[1], fill="toself", fillcolor=BAND, line={"width": 0},
-        hoverinfo="skip", name="95 % interval",
-    )  # fmt: skip
-    figure.add_scatter(
-        x=x, y=[r["noise_scale"] for r in resolved], line={"color": SCALE}, name="noise scale",
-        customdata=[[r["lower"], r["upper"]] for r in resolved],
-        hovertemplate="%{y:.3g} (%{customdata[0]:.3g} to %{customdata[1]:.3g})",
-    )  # fmt: skip
-    bounds = [r for r in steps if not r["resolved"] and r["lower"] > 0]
-    if bounds:
-        figure.add_scatter(
-            x=[r["step"] for r in bounds], y=[r["lower"] for r in bounds], mode="markers",
-            marker={"symbol": "arrow-up", "color": SCALE, "size": 9}, name="at least",
-        )  # fmt: skip
-    if check and check["brute_force"]["resolved"]:
-        b = check["brute_force"]
-        figure.add_scatter(
-            x=[steps[-1]["step"]], y=[b["noise_scale"]], mode="markers", name="single samples",
-            marker={"color": "#b3432f", "size": 9, "symbol": "diamond"},
-            error_y={
-                "array": [b["upper"] - b["noise_scale"]],
-                "arrayminus": [b["noise_scale"] - b["lower"]],
-            },
-            hovertemplate="%{y:.3g}",
-        )  # fmt: skip
-    figure.update_xaxes(title="step", range=[0, steps[-1]["step"] * 1.02])
-    figure.update_yaxes(**SAMPLES)
-    return figure
-
-
-def _modules(steps: list[dict[str, Any]]) -> go.Figure:
-    modules = steps[-1]["per_module"]
-    shown = {p: m for p, m in modules.items() if m["resolved"] and m["lower"] > 0}
-    title = f"Noise scale by module, last 64 updates, {len(shown)} of {len(modules)} resolved"
-    figure = _figure(title, "", 120 + 22 * len(shown))
-    values = [m["noise_scale"] for m in shown.values()]
-    figure.add_scatter(
-        x=values, y=list(shown), mode="markers", marker={"color": SCALE, "size": 8},
-        error_x={
-            "array": [m["upper"] - m["noise_scale"] for m in shown.values()],
-            "arrayminus": [m["noise_scale"] - m["lower"] for m in shown.values()],
-            "color": SCALE, "thickness": 1,
-        },
-        hovertemplate="%{x:.3g} samples<extra>%{y}</extra>",
-    )  # fmt: skip
-    figure.update_layout(hovermode="closest", margin={"l": 140})
-    figure.update_yaxes(autorange="reversed")
-    figure.update_xaxes(title="samples", **SAMPLES)
-    return figure
-
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>gnsfast demo</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 960px; margin: 2rem auto;
-  padding: 0 1rem; }}
-h1 {{ font-size: 1.5rem; margin-bottom: .2rem; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-th {{ text-align: left; font-weight: 400; color: #555; padding: .2rem 1.5rem .2rem 0; }}
-td {{ font-variant-numeric: tabular-nums; font-weight: 600; }}
-section {{ margin: 1.5rem 0; }}
-p, details {{ color: #555; max-width: 70ch; }}
-pre {{ background: #f5f5f3; padding: 1rem; overflow-x: auto; }}
-</style>
-</head>
-<body>
-<h1>Gradient noise scale of a training run</h1>
-<p>A byte-level GPT trained on Python's language reference. The noise scale tr Σ / |G|² is the batch
-size at which the noise of a gradient is as large as the gradient; it comes from the backward passes
-of the run itself.</p>
-{summary}
-{sections}
-<p>The band is the 95 % interval of the mean over the last 64 updates, where they resolve it; an
-arrow says "at least". While the noise scale moves, that mean is behind the last checkpoint, which
-the single samples measure. The noise scale is Euclidean: not the critical batch size of Adam.</p>
-<details><summary>Settings</summary><pre>{header}</pre></details>
-</body>
-</html>
-"""
+def _script(data: dict[str, Any]) -> str:
+    """Figures as JSON, in which no text can end the script."""
+    if not data["figures"] and not data["live"]:
+        return ""
+    plain = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    plotly = get_plotlyjs() if data["figures"] else ""
+    return FIGURES.substitute(data=plain, plotly=plotly, script=SCRIPT)

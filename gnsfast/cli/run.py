@@ -13,6 +13,7 @@ import torch
 
 import gnsfast
 from gnsfast.cli import tiny_gpt
+from gnsfast.integrations.trackers import metrics
 from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
 
 REPORT_EVERY = 10
@@ -34,23 +35,18 @@ class Progress:
     """A line of ``metrics.jsonl``, and what the panel shows."""
 
     step: int
+    samples: int
     loss: float
     scale: NoiseScale
     share: float
     seconds: float
 
-    def record(self) -> dict[str, Any]:
-        record = {
-            "kind": "step",
-            "step": self.step,
-            "loss": finite(self.loss),
-            **numbers(self.scale),
-        }
-        record |= {"drift": self.scale.drift, "updates": self.scale.updates}
-        record |= {"share": finite(self.share), "seconds": round(self.seconds, 3)}
-        return record | {
-            "per_module": {path: numbers(m) for path, m in self.scale.per_module.items()}
-        }
+    def metrics(self) -> dict[str, float]:
+        per_step = self.samples * tiny_gpt.CONTEXT
+        found = metrics(
+            self.scale, tokens=self.step * per_step, batch_tokens=per_step, per_module=True
+        )
+        return {"loss": self.loss, **found, "seconds": round(self.seconds, 3), "share": self.share}
 
 
 @dataclass(frozen=True)
@@ -69,21 +65,15 @@ class Check:
             "kind": "check",
             "estimate": numbers(self.estimate),
             "brute_force": numbers(self.brute_force),
-            "ratio": finite(self.ratio),
+            "ratio": self.ratio,
             "batches": CHECK_BATCHES,
             "single_samples": CHECK_SAMPLES,
         }
 
 
-def finite(x: float) -> float | None:
-    """JSON has no NaN and no infinity: null."""
-    return x if math.isfinite(x) else None
-
-
 def numbers(scale: ModuleNoiseScale) -> dict[str, Any]:
-    """An ``upper`` of null is no bound, a ``noise_scale`` of null none that could be measured."""
     keys = ("noise_scale", "lower", "upper", "trace", "grad_sqnorm")
-    return {k: finite(getattr(scale, k)) for k in keys} | {"resolved": scale.resolved}
+    return {k: getattr(scale, k) for k in keys} | {"resolved": scale.resolved}
 
 
 class Run:
@@ -100,8 +90,11 @@ class Run:
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def header(self) -> dict[str, Any]:
+        """What the first line of ``metrics.jsonl`` says."""
         return {
-            "kind": "run",
+            "name": f"gnsfast demo, {self.settings.samples} samples a step",
+            "about": "A byte-level GPT trained on Python's language reference.",
+            "loss_unit": "nats per byte",
             "steps": self.settings.steps,
             "samples": self.settings.samples,
             "tokens_per_sample": tiny_gpt.CONTEXT,
@@ -134,7 +127,8 @@ class Run:
                 if len(plain) > 2:
                     share = 1 - statistics.median(plain) / statistics.median(measured[WARM_UP:])
                 yield Progress(
-                    step, loss.item(), self.gns.compute(), share, time.perf_counter() - start
+                    *(step, self.settings.samples, loss.item(), self.gns.compute(), share),
+                    time.perf_counter() - start,
                 )
 
     def _step(self, batch: torch.Tensor, without: bool) -> torch.Tensor:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report that is rewritten while its runs go on."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gnsfast.cli.records import NothingYet, Reader, Run, named
+from gnsfast.cli.report import Live, write_report
+
+HEARTBEAT = 60.0
+"""Seconds after which a page is rewritten without news, so that it does not look abandoned."""
+
+
+def watch(
+    paths: list[Path],
+    out: Path,
+    every: float,
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Run]:
+    """Read ``paths`` every so many seconds, and write ``out`` where there is something new, until
+    all runs have ended or Ctrl-C. The last page no longer reloads itself.
+
+    Raises:
+        RecordsError: for a broken line; the last page of what was read before it stays.
+        NothingYet: where it was stopped before a first line.
+    """
+    readers = [Reader(path) for path in paths]
+    runs: list[Run] = []
+    waiting: NothingYet | None = None
+    written = -math.inf
+    refresh = every
+    try:
+        while True:
+            now = clock()
+            news = any([reader.poll() for reader in readers])
+            if news or not runs:
+                try:
+                    runs = named([reader.run() for reader in readers])
+                except NothingYet as error:
+                    if waiting is None:
+                        say(f"{error}: waiting")
+                    waiting = error
+            if runs and all(run.state != "open" for run in runs):
+                break
+            if runs and (news or now - written >= HEARTBEAT):
+                if news and written > 0:
+                    refresh = min(HEARTBEAT, max(every, now - written))
+                write_report(runs, out, Live(refresh, 3 * HEARTBEAT + every))
+                written = now
+            sleep(every)
+    except KeyboardInterrupt:
+        if waiting is not None and not runs:
+            raise waiting from None
+    finally:
+        if runs:
+            write_report(runs, out)
+    return runs

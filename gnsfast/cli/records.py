@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the lines of a run: a .jsonl file, or all of a folder's, also while they are written."""
+
+import bisect
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gnsfast.integrations.trackers import FORMAT
+
+LAYERS = ("gns/layer/", "gns/layer_lo/", "gns/layer_hi/")
+PREFIXES = ("gns/", "batch/", "cbs/")
+NAMES = ("loss", "tokens", "seconds", "share")
+DECIDED = ("tokens", "phase", "old", "new", "warning")
+LAYER_LINES = 256
+"""Of lines with layers at most so many are kept, evenly spread: enough columns for a screen."""
+
+
+class RecordsError(ValueError):
+    """What cannot be read, in one line: with its file and the line's number."""
+
+
+class NothingYet(RecordsError):
+    """A folder or file in which a run may still begin."""
+
+
+@dataclass
+class Point:
+    """The numbers of a step; None is NaN or infinite."""
+
+    step: int
+    values: dict[str, float | None]
+
+    @property
+    def tokens(self) -> float | None:
+        return self.values.get("tokens")
+
+
+@dataclass
+class LayerLine:
+    """The noise scale of each module at a step, by path."""
+
+    step: int
+    tokens: float | None
+    values: dict[str, float | None]
+
+
+@dataclass
+class Log:
+    """What has been read: of one file, or of all of a run's."""
+
+    header: dict[str, Any] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    layers: list[LayerLine] = field(default_factory=list)
+    last_layers: dict[str, tuple[float | None, float | None, float | None]] = field(
+        default_factory=dict
+    )
+    """Value, lower and upper by path, of the last line that has them."""
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    critical: list[dict[str, Any]] = field(default_factory=list)
+    check: dict[str, Any] | None = None
+    state: str = "open"
+    """Or ``"ended"`` or ``"interrupted"``, once a line says so."""
+    notes: dict[str, None] = field(default_factory=dict)
+    """What a reader of the report has to know, in order."""
+
+
+@dataclass(eq=False)
+class Run(Log):
+    """A run with its name and where it was read from."""
+
+    name: str = ""
+    path: Path = Path()
+
+
+class LogFile:
+    """One file: ``poll`` reads what was added since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._start()
+
+    def _start(self) -> None:
+        self.log = Log()
+        self._offset = self._line = self._seen_layers = 0
+        self._stride = 1
+
+    def poll(self) -> bool:
+        """Whether there was anything new."""
+        if self.path.stat().st_size < self._offset:
+            self._start()  # another file by the same name
+        with open(self.path, "rb") as file:
+            file.seek(self._offset)
+            lines = file.read().split(b"\n")
+        for k, line in enumerate(lines):
+            whole = k < len(lines) - 1
+            try:
+                found = json.loads(line) if line.strip() else None
+            except ValueError:
+                if whole:
+                    raise self._error("is not JSON", 1) from None
+                return k > 0  # half a line: the rest is still to come
+            self._line += whole
+            if found is not None:
+                self._take(found, 0 if whole else 1)
+            self._offset += len(line) + whole
+        return len(lines) > 1 or bool(lines[0])
+
+    def _error(self, what: str, ahead: int = 0) -> RecordsError:
+        return RecordsError(f"{self.path}:{self._line + ahead}: {what}")
+
+    def _take(self, found: Any, ahead: int) -> None:
+        if not isinstance(found, dict):
+            raise self._error("is no JSON object", ahead)
+        if found.get("format", FORMAT) != FORMAT:
+            raise self._error(
+                f"is of format {found['format']!r}, and this version of gnsfast reads {FORMAT}",
+                ahead,
+            )
+        try:
+            if "kind" in found:
+                self._take_record(found)
+            else:
+                self._take_point(found)
+        except (KeyError, TypeError) as error:
+            raise self._error(str(error.args[0]), ahead) from None
+
+    def _take_record(self, record: dict[str, Any]) -> None:
+        log, kind = self.log, record["kind"]
+        if kind == "run":
+            log.header |= {k: v for k, v in record.items() if k not in ("kind", "format")}
+            log.state = "open"
+        elif kind == "decision":
+            tokens = _number(record, "tokens", least=0)
+            _number(record, "old", least=1), _number(record, "new", least=1)
+            same = [record.get(name) for name in DECIDED]
+            log.decisions = [
+                d
+                for d in log.decisions
+                if d["tokens"] <= tokens and [d.get(name) for name in DECIDED] != same
+            ]  # a restart makes them again
+            log.decisions.append(record)
+        elif kind == "critical batch":
+            _number(record, "tokens", least=0), _number(record, "batch_size", least=1)
+            log.critical.append(record)
+        elif kind == "check":
+            log.check = record
+        elif kind == "interrupted":
+            log.state = kind
+        elif kind == "end":
+            log.state = "interrupted" if log.state == "interrupted" else "ended"
+        else:
+            log.notes[f"{self.path.name}: lines of kind {kind!r} are not drawn"] = None
+
+    def _take_point(self, line: dict[str, Any]) -> None:
+        if "step" not in line:
+            raise KeyError("has neither a step nor a kind")
+        step = _number(line, "step", least=0)
+        if step != int(step):
+            raise TypeError(f"step is {step!r}, not a whole number")
+        values = {
+            sys.intern(name): _finite(line, name)
+            for name in line
+            if name in NAMES or (name.startswith(PREFIXES) and not name.startswith(LAYERS))
+        }
+        point = Point(int(step), values)
+        tokens = None
+        if point.tokens is not None:
+            tokens = _number(line, "tokens", least=0)
+        points = self.log.points
+        if points and point.step < points[-1].step:
+            self._forget(point.step, tokens)
+        if points and points[-1].step == point.step:
+            points[-1].values |= values
+        else:
+            points.append(point)
+        self._take_layers(line, point)
+        self.log.state = "open"
+
+    def _take_layers(self, line: dict[str, Any], point: Point) -> None:
+        value, lower, upper = (
+            {name[len(prefix) :]: _finite(line, name) for name in line if name.startswith(prefix)}
+            for prefix in LAYERS
+        )
+        if not value and not lower:
+            return
+        paths = list(dict.fromkeys([*lower, *value]))
+        self.log.last_layers = {
+            sys.intern(p): (value.get(p), lower.get(p), upper.get(p)) for p in paths
+        }
+        if self._seen_layers % self._stride == 0:
+            kept = {sys.intern(p): value.get(p) for p in paths}
+            self.log.layers.append(LayerLine(point.step, point.tokens, kept))
+            if len(self.log.layers) > LAYER_LINES:
+                self.log.layers = self.log.layers[::2]
+                self._stride *= 2
+        self._seen_layers += 1
+
+    def _forget(self, step: int, tokens: float | None) -> None:
+        """A restart went back behind what was logged: its own lines count."""
+        log = self.log
+        first = bisect.bisect_left([p.step for p in log.points], step)
+        log.notes[
+            f"{self.path.name}: steps {log.points[first].step:,} to {log.points[-1].step:,} were "
+            "logged again after a restart; the later lines count"
+        ] = None
+        del log.points[first:]
+        log.layers = [line for line in log.layers if line.step < step]
+        if tokens is not None:
+            log.decisions = [d for d in log.decisions if d["tokens"] <= tokens]
+
+
+class Reader:
+    """A run's files: ``poll`` reads what is new, ``run`` puts them together."""
+
+    def __init__(self, path: Path) -> None:
+        if path.is_file() and path.suffix != ".jsonl":
+            raise RecordsError(f"{path}: not a .jsonl file")
+        self.path = path
+        self.files: dict[Path, LogFile] = {}
+
+    def poll(self) -> bool:
+        """Whether there was anything new."""
+        if not self.path.exists():
+            raise RecordsError(f"{self.path}: no such file or folder")
+        paths = [self.path] if self.path.is_file() else sorted(self.path.glob("*.jsonl"))
+        self.files = {p: self.files.get(p) or LogFile(p) for p in paths}
+        return any([file.poll() for file in self.files.values()])
+
+    def run(self) -> Run:
+        """All that was read.
+
+        Raises:
+            NothingYet: where that is nothing.
+            RecordsError: where two files hold the same numbers, and so two runs.
+        """
+        if not self.files:
+            raise NothingYet(f"{self.path}: no .jsonl file in this folder")
+        logs = [file.log for file in self.files.values()]
+        name = self.path.resolve().stem if self.path.is_file() else self.path.resolve().name
+        run = Run(name=name, path=self.path)
+        for log in logs:
+            run.header |= log.header
+            run.decisions += log.decisions
+            run.critical += log.critical
+            run.layers += log.layers
+            run.last_layers = log.last_layers or run.last_layers
+            run.check = log.check or run.check
+            run.state = log.state if log.state != "open" else run.state
+            run.notes |= log.notes
+        if not (run.header or run.decisions or run.critical or any(log.points for log in logs)):
+            raise NothingYet(f"{self.path}: empty: no line was logged")
+        run.name = str(run.header.get("name") or name)
+        run.points = self._merged()
+        run.decisions.sort(key=lambda d: d["tokens"])
+        run.critical.sort(key=lambda c: c["tokens"])
+        run.layers.sort(key=lambda line: line.step)
+        _add_notes(run)
+        return run
+
+    def _merged(self) -> list[Point]:
+        """Points of all files by step."""
+        filled = {path: file.log.points for path, file in self.files.items() if file.log.points}
+        if len(filled) == 1:
+            return next(iter(filled.values()))
+        by_step: dict[int, Point] = {}
+        origin: dict[int, Path] = {}
+        for path, points in filled.items():
+            for point in points:
+                old = by_step.setdefault(point.step, Point(point.step, {}))
+                for key in old.values.keys() & point.values.keys():
+                    if old.values[key] != point.values[key]:
+                        raise RecordsError(
+                            f"{self.path}: two runs in one folder: {origin[point.step].name} and "
+                            f"{path.name} both say {key} at step {point.step:,}: name the files"
+                        )
+                old.values |= point.values
+                origin[point.step] = path
+        return [by_step[step] for step in sorted(by_step)]
+
+
+def read_runs(paths: list[Path]) -> list[Run]:
+    """The runs as they are now, each by a name of its own.
+
+    Raises:
+        RecordsError: what is missing, empty or broken, and where.
+    """
+    readers = [Reader(path) for path in paths]
+    for reader in readers:
+        reader.poll()
+    return named([reader.run() for reader in readers])
+
+
+def named(runs: list[Run]) -> list[Run]:
+    """The same runs; those that share a name are called by their paths."""
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = str(run.path)
+    return runs
+
+
+def _add_notes(run: Run) -> None:
+    losses = [p.values["loss"] for p in run.points if "loss" in p.values]
+    if missing := sum(loss is None for loss in losses):
+        run.notes[
+            f"{missing:,} of {len(losses):,} losses are NaN or infinite: gaps in the curve"
+        ] = None
+    tokens = [p.tokens for p in run.points]
+    known = [t for t in tokens if t is not None]
+    if known and len(known) < len(tokens):
+        run.notes[
+            f"{len(tokens) - len(known):,} of {len(tokens):,} lines have no tokens: drawn over "
+            "steps"
+        ] = None
+    elif any(b < a for a, b in zip(known, known[1:])):
+        run.notes["the tokens fall while steps rise: drawn over steps"] = None
+
+
+def _number(record: Mapping[str, Any], name: str, least: float = -math.inf) -> float:
+    if name not in record:
+        raise KeyError(f"has no {name!r}")
+    value = _finite(record, name)
+    if value is None or value < least:
+        raise TypeError(f"{name} is {record[name]!r}")
+    return value
+
+
+def _finite(record: Mapping[str, Any], name: str) -> float | None:
+    """A number, or None for null, NaN and infinities."""
+    value = record[name]
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}, not a number")
+    return value if math.isfinite(value) else None

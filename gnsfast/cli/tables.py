@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of a report: branches of a measurement, decisions of a controller."""
+
+import html
+from typing import Any
+
+from gnsfast.cli.figures_batch import branches_span
+from gnsfast.cli.records import Run
+from gnsfast.cli.summary import Interval, count, matches, number, scale_in
+
+
+def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
+    """A row for each branch: did its loss match those of every smaller batch?"""
+    span = branches_span(scale_in(measured, "value"))
+    title = f"{of}branches at {count(measured['tokens'])} tokens: {span}"
+    cells = (
+        (
+            _figures(branch.get("k")),
+            _figures(branch.get("batch_size")),
+            _figures(branch.get("lr_factor")),
+            _loss(branch),
+            matched,
+        )
+        for branch, matched in matches(measured)
+    )
+    rows = "".join(_row([("", cell) for cell in row]) for row in cells)
+    head = "".join(f"<th>{name}</th>" for name in ("k", "batch", "LR ×", "loss", "matches"))
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+    beside = [
+        f"{name} there: {scale_in(found, 'value' if 'value' in found else 'noise_scale')} samples"
+        for name, key in (("noise scale", "noise_scale"), ("under Adam's metric", "adam"))
+        if isinstance(found := measured.get(key), dict)
+    ]
+    said = f'<p class="note">{html.escape("; ".join(beside))}</p>' if beside else ""
+    state = " open" if opened else ""
+    return f"<details{state}><summary>{title}</summary>{said}{table}</details>"
+
+
+def _loss(branch: dict[str, Any]) -> str:
+    if branch.get("loss") is None:
+        return "-"
+    std = branch.get("loss_std")
+    return f"{branch['loss']:.4f}" + (f" ± {std:.2g}" if std is not None else "")
+
+
+def _figures(value: float | None) -> str:
+    return "-" if value is None else number(value)
+
+
+def decisions_table(run: Run) -> str:
+    """Changes of batch and phase, and warnings, in order."""
+    rows = "".join(_decision(d) for d in run.decisions)
+    names = ("tokens", "phase", "batch, samples", "LR ×", "estimate, samples", "why")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return f'<table class="decisions"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _decision(d: dict[str, Any]) -> str:
+    changed = d["old"] != d["new"]
+    sizes = f"{number(d['old'])} → {number(d['new'])}" if changed else number(d["new"])
+    factor = d.get("lr_factor")
+    lr = number(factor) if factor is not None and factor != 1 else ""
+    estimate = str(Interval(d.get("estimate"), d.get("lower"), d.get("upper")))
+    warning = bool(d.get("warning"))
+    why = ("Warning: " if warning else "") + str(d.get("reason", ""))
+    cells = [("", count(d["tokens"])), ("", str(d.get("phase", ""))), ("batch", sizes)]
+    cells += [("LR ×", lr)] if lr else [("", "")]
+    return _row([*cells, ("estimate", estimate), ("", why)], warning)
+
+
+def _row(cells: list[tuple[str, str]], warning: bool = False) -> str:
+    """Each cell with the name that it has where there is no room for a head."""
+    kind = ' class="warning"' if warning else ""
+    titles = (f' title="{title}"' if title else "" for title, _ in cells)
+    tds = (f"<td{kind}{t}>{html.escape(c)}</td>" for t, (_, c) in zip(titles, cells))
+    return f"<tr>{''.join(tds)}</tr>"
