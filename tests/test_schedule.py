@@ -272,10 +272,16 @@ def test_command(tmp_path: Path) -> None:
     assert found["export"]["value"]["batch_sizes"][0] == 4_194_304
     log = tmp_path / "run.jsonl"
     log.write_text(json.dumps(decision(168 * 10**9, 1024, 2048)))
-    assert "168B" in invoke(str(log), *run, "--against", "2048")
+    assert "of 2,048 samples each" in invoke(str(log), *run, "--against", "2048")
     log.write_text("")
     assert "no records" in invoke(str(log), *run, code=2)
     assert "neither a log" in invoke("nowhere", *run, code=2)
+    epochs = ("--per-device-batch", "8", "--processes", "64", "--samples-per-epoch", "1M")
+    moved = json.loads(
+        invoke(text, *run, "--json", "--export", "lightning", *epochs, "--round-to-epochs")
+    )["export"]["value"]
+    assert moved["scheduling"] == {"0": 2, "42": 4, "123": 8} and len(moved["moved"]) == 2
+    assert "round" in invoke(text, *run, "--export", "lightning", *epochs, code=2)
     assert "--per-device-batch" in invoke(text, *run, "--export", "lightning", code=2)
     assert "--export is 'jax'" in invoke(text, *run, "--export", "jax", code=2)
     bad = ("--total-tokens", "-5", "--tokens-per-sample", "4096")
