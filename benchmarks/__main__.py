@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks cpu`` and ``gpu``: check every case, time it beside plain torch, record
-it.
+it; ``batch-size``: runs of a growing batch beside fixed ones, and critical batch sizes by branches.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases, gpu, measure, record
+from benchmarks import batch_size, cases, gpu, measure, record
 
 PARTS = ("step", "estimator", "memory", "layers", "operator")
 GPU_PARTS = ("correctness", "ops", "routes", "attention", "cuda", "step")
@@ -98,8 +98,13 @@ def main(arguments: list[str] | None = None) -> None:
     on_gpu = devices.add_parser("gpu", help="the kernels on this GPU: right, then fast")
     on_gpu.add_argument("--only", choices=GPU_PARTS, nargs="+", default=GPU_PARTS)
     on_gpu.add_argument("--record", type=Path, default=record.RESULTS, help="folder of the record")
+    sizes = devices.add_parser("batch-size", help="what a controlled batch size does; 30 minutes")
+    sizes.add_argument("--steps", type=int, default=batch_size.STEPS, help="of the small batch")
+    sizes.add_argument("--seeds", type=int, default=batch_size.SEEDS)
+    sizes.add_argument("--runs", type=Path, required=True, help="new folder for logs and branches")
+    sizes.add_argument("--record", type=Path, help="folder for the record, else only printed")
     options = parser.parse_args(arguments)
-    (run_cpu if options.device == "cpu" else run_gpu)(options)
+    {"cpu": run_cpu, "gpu": run_gpu, "batch-size": run_batch_size}[options.device](options)
 
 
 def run_gpu(options: argparse.Namespace) -> None:
@@ -118,6 +123,16 @@ def run_gpu(options: argparse.Namespace) -> None:
         print(f"\nwritten: {record.write('gpu-' + part, command, tables, options.record)}")
         short += gpu.summary(tables)
     print("\nIn short\n\n" + "\n".join(record.markdown(short)))
+
+
+def run_batch_size(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    tables = batch_size.batch_size(options.steps, options.seeds, options.runs)
+    for title, rows in tables.items():
+        print(f"\n{title}\n\n" + "\n".join(record.markdown(rows)))
+    if options.record:
+        command = f"python -m benchmarks batch-size --steps {options.steps} --seeds {options.seeds}"
+        print(f"\nwritten: {record.write('cpu-batch-size', command, tables, options.record)}")
 
 
 def run_cpu(options: argparse.Namespace) -> None:
