@@ -36,7 +36,7 @@ LOG_EVERY = 20
 
 
 class Demo:
-    """Training of the demo's model for the tokens of ``steps`` small batches; logs in ``folder``."""
+    """Training of the demo's model, over the tokens of ``steps`` small batches."""
 
     def __init__(self, steps: int, folder: Path) -> None:
         text = tiny_gpt.read_text()
@@ -156,10 +156,9 @@ def batch_size(steps: int, seeds: int, folder: Path) -> dict[str, list[dict[str,
             rows.append({"batch size": name, "seed": seed})
             rows[-1] |= train(f"{name}, seed {seed}".replace(", ", "-").replace(" ", "-"), seed)
             print(rows[-1], flush=True)
+    branched = f"{DELTA * demo.small_tokens:,} tokens"
     return {
-        f"Critical batch size by branches of {DELTA * demo.small_tokens:,} tokens": _points(
-            measured
-        ),
+        f"Critical batch size by branches of {branched}": _points(measured),
         "Losses of these branches": _losses(measured),
         f"Runs of {demo.tokens:,} tokens, evaluation loss at the end: means over seeds": [
             _mean(name, [row for row in rows if row["batch size"] == name]) for name in contestants

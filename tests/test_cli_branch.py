@@ -57,8 +57,8 @@ def test_checkpoint_and_options(tmp_path: Path) -> None:
 
 
 def one_line(done: Result) -> bool:
-    assert done.exit_code == 1 and done.stdout == "", done.output
-    assert done.stderr.startswith("gnsfast branch: ")
+    assert done.exit_code == 2 and done.stdout == "", done.output
+    assert done.stderr.startswith("gnsfast: ")
     return done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
@@ -104,7 +104,7 @@ def test_options_that_cannot_be(changed: dict[str, Any], said: str, tmp_path: Pa
 def test_nan_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(branch_runs.LEVELS, 8, float("nan"))
     done = branch(tmp_path, "branch_runs:ScriptedRun")
-    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
     assert "the branch with k = 1 diverged" in done.stderr
 
 

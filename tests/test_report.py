@@ -242,7 +242,7 @@ def test_command(tmp_path: Path) -> None:
 def test_command_refuses_in_one_line(tmp_path: Path, options: list[str]) -> None:
     path = write(tmp_path / "a.jsonl", line(1), "broken")
     result = CliRunner().invoke(app, ["report", str(tmp_path), *options])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr == f"gnsfast: {path}:2: is not JSON\n"
     assert CliRunner().invoke(app, ["report", str(path), "--out", str(path)]).exit_code == 2
 

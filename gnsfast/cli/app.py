@@ -17,12 +17,11 @@ from gnsfast.cli import report as report_
 from gnsfast.cli import schedule as schedule_
 from gnsfast.cli.complaints import complaints
 from gnsfast.cli.live import watch
-from gnsfast.cli.records import RecordsError, read_runs
+from gnsfast.cli.records import read_runs
 from gnsfast.cli.run import Run, Settings
 from gnsfast.cli.session import Session
 from gnsfast.cli.summary import summary
 from gnsfast.critical_batch.branches import measure_critical_batch
-from gnsfast.errors import BranchError
 
 app = typer.Typer(
     name="gnsfast",
@@ -78,16 +77,13 @@ def report(
     if page.suffix != ".html":
         raise typer.BadParameter(f"{page} is no .html file", param_hint="--out")
     console = Console(quiet=as_json, highlight=False, soft_wrap=True)
-    try:
+    with complaints():
         if live:
             console.print(f"Live: {page}. Ctrl-C ends it.")
             found = watch(paths, page, every, console.print)
         else:
             found = read_runs(paths)
             report_.write_report(found, page)
-    except (RecordsError, OSError) as error:
-        typer.echo(f"gnsfast: {error}", err=True)
-        raise typer.Exit(1) from None
     if as_json:
         typer.echo(json.dumps({"runs": [summary(run) for run in found], "report": str(page)}))
     console.print(f"Report: {page}")
@@ -229,26 +225,24 @@ def branch(
     The same command again goes on where it was stopped. Ctrl-C stops it.
     """
     try:
-        make_run = branch_.Target(target, checkpoint)
-        result = measure_critical_batch(
-            make_run(),
-            folder=out,
-            k=branch_.grid(k),
-            delta_tokens=tokens,
-            tolerance=tolerance,
-            alpha=alpha,
-            lr=lr,
-            loss=loss,
-            save_every_tokens=save_every,
-            workers=workers,
-            make_run=make_run,
-            noise_scale=noise_scale,
-            on_branch=None if as_json else lambda b: typer.echo(branch_.line_of(b)),
-        )
+        with complaints():
+            make_run = branch_.Target(target, checkpoint)
+            result = measure_critical_batch(
+                make_run(),
+                folder=out,
+                k=branch_.grid(k),
+                delta_tokens=tokens,
+                tolerance=tolerance,
+                alpha=alpha,
+                lr=lr,
+                loss=loss,
+                save_every_tokens=save_every,
+                workers=workers,
+                make_run=make_run,
+                noise_scale=noise_scale,
+                on_branch=None if as_json else lambda b: typer.echo(branch_.line_of(b)),
+            )
     except KeyboardInterrupt:
-        typer.echo(f"gnsfast branch: stopped; the same command goes on with {out}", err=True)
+        typer.echo(f"gnsfast: stopped; the same command goes on with {out}", err=True)
         raise typer.Exit(130) from None
-    except (ValueError, BranchError) as error:
-        typer.echo(f"gnsfast branch: {error}", err=True)
-        raise typer.Exit(1) from None
     typer.echo(json.dumps(result.record()) if as_json else f"\n{result}")

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 
 import typer
 
+from gnsfast.errors import BranchError
+
 
 @contextmanager
 def complaints() -> Iterator[None]:
     """Around what reads and checks the user's input, which says what is wrong by ValueError."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, BranchError) as error:
         typer.echo(f"gnsfast: {error}", err=True)
         raise typer.Exit(2) from None
