@@ -87,7 +87,8 @@ def main() -> None:
         run, folder=options.out, delta_tokens=options.tokens, loss=options.loss
     )
     print(result)
-    result.factor("adam").save(f"{options.out}/factor.json")
+    if result.resolved:
+        result.factor("adam").save(f"{options.out}/factor.json")
 
 
 if __name__ == "__main__":

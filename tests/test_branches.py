@@ -16,6 +16,7 @@ from branch_runs import LEVELS, MeasuredRun, ScriptedRun
 from gnsfast.critical_batch import branch_process
 from gnsfast.critical_batch.branch_folder import BranchFolder
 from gnsfast.critical_batch.branch_process import Job
+from gnsfast.critical_batch.branch_protocol import BranchStep
 from gnsfast.critical_batch.branches import measure_critical_batch
 from gnsfast.critical_batch.critical_batch import Branch, CriticalBatch
 from gnsfast.errors import BranchError
@@ -172,12 +173,15 @@ def test_interrupted(tmp_path: Path) -> None:
 
 
 class Wrong(ScriptedRun):
-    """Trains another batch, ends early, or never ends."""
+    """Trains another batch, ends early or late, or has a short step at an epoch's end."""
 
     how = ""
 
     def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Any:
         size = 8 if self.how == "batch" else batch_size
+        if self.how == "epoch":
+            yield BranchStep(10, 2.0)
+            tokens -= 10
         tokens = {"early": tokens // 2, "late": 2 * tokens}.get(self.how, tokens)
         yield from super().train(tokens, batch_size=size, lr_factor=lr_factor)
 
@@ -195,6 +199,13 @@ def test_runs_that_train_something_else(how: str, said: str, tmp_path: Path) -> 
     else:
         with pytest.raises(BranchError, match=said):
             measure(run, tmp_path)
+
+
+def test_short_steps_that_stand_alone(tmp_path: Path) -> None:
+    run = Wrong()
+    run.how = "epoch"
+    found = measure(run, tmp_path, k=(1, 2))
+    assert [(b.steps, b.tokens) for b in found.branches] == [(13, 970), (7, 970)]
 
 
 def killed(folder: Path, die: str, **options: Any) -> None:

@@ -51,13 +51,19 @@ def test_factor_has_both_intervals() -> None:
     assert "5,000 tokens" in factor.source
 
 
-def test_factor_of_what_is_not_resolved() -> None:
-    assert math.isnan(AT_LEAST.factor().value)
-    assert (AT_LEAST.factor().lower, AT_LEAST.factor().upper) == (128 / 40, math.inf)
-    assert (AT_MOST.factor().lower, AT_MOST.factor().upper) == (0, 32 / 10)
+def test_ratio_of_what_is_not_resolved() -> None:
+    assert math.isnan(AT_LEAST.ratio()[0]) and AT_LEAST.ratio()[1:] == (128 / 40, math.inf)
+    assert math.isnan(AT_MOST.ratio()[0]) and AT_MOST.ratio()[1:] == (0, 32 / 10)
     unbounded = replace(FOUND, noise_scale=ModuleNoiseScale(math.inf, 0.0, math.inf, 2.0, -0.1))
-    assert math.isnan(unbounded.factor().value)
-    assert (unbounded.factor().lower, unbounded.factor().upper) == (0, math.inf)
+    assert math.isnan(unbounded.ratio()[0]) and unbounded.ratio()[1:] == (0, math.inf)
+    for each, said in (
+        (AT_LEAST, "at least 3.2"),
+        (AT_MOST, "at most 3.2"),
+        (unbounded, "not kno"),
+    ):
+        assert said in str(each)
+        with pytest.raises(ValueError, match=f"not known from branches: {said}"):
+            each.factor()
 
 
 def test_factor_without_a_noise_scale() -> None:
@@ -74,11 +80,12 @@ def test_pooled_factor(tmp_path: Path) -> None:
     assert (pooled.lower, pooled.upper) == (64 / 40, 128 / 8)
     turned = pooled_factor([twice, FOUND])
     assert (turned.lower, turned.upper) == (pooled.lower, pooled.upper)
-    assert "2 checkpoints" in pooled.source and "at 9,000" in pooled.source
+    assert "4.53 at 5,000 tokens, 9.05 at 9,000 tokens" in pooled.source
     open_above = pooled_factor([FOUND, AT_LEAST])
-    assert open_above.value == FOUND.factor().value and open_above.upper == math.inf
-    assert math.isnan(pooled_factor([AT_LEAST]).value)
-    with pytest.raises(ValueError, match="at least one"):
+    assert open_above.value == pytest.approx(FOUND.ratio()[0]) and open_above.upper == math.inf
+    with pytest.raises(ValueError, match="at least 3.2 times that at 5,000 tokens"):
+        pooled_factor([AT_LEAST])
+    with pytest.raises(ValueError, match="no measurement"):
         pooled_factor([])
     open_above.save(tmp_path / "factor.json")
     assert CriticalBatchFactor.load(tmp_path / "factor.json") == open_above

@@ -121,6 +121,18 @@ def test_a_schedule_of_the_users_own_is_left_alone() -> None:
     assert [lr for lr, _ in rates(run)] == [0.005] * 3
 
 
+def test_a_learning_rate_from_outside_is_no_part_of_a_schedule(tmp_path: Path) -> None:
+    """A growing batch's factor would be gone at the next step."""
+    run = small_run()
+    run.step()
+    run.save(tmp_path)
+    run.optimizer.param_groups[0]["lr"] *= 2
+    with pytest.raises(ValueError, match="set from outside"):
+        run.step()
+    run.restore(tmp_path)
+    run.step()
+
+
 def test_learning_rate_as_a_tensor() -> None:
     run = small_run()
     run.optimizer.param_groups[0]["lr"] = lr = torch.tensor(0.01)

@@ -49,12 +49,13 @@ def train_branch(run: BranchRun, folder: BranchFolder, job: Job) -> Branch:
     """
     done, losses = folder.restore(run, job.k)
     per_step, saved = job.batch_size * run.tokens_per_sample, done
-    left = job.delta_tokens - done
+    left, whole = job.delta_tokens - done, True  # a short step, as an epoch's last, stands alone
     steps = run.train(left, batch_size=job.batch_size, lr_factor=job.lr_factor)
     with folder.steps(job.k) as file, ExitStack() as stack:
         stack.callback(getattr(steps, "close", lambda: None))
         for step in steps:
-            if step.tokens != per_step or done >= job.delta_tokens:
+            whole, before = step.tokens == per_step, whole
+            if not (whole or before and 0 < step.tokens < per_step) or done >= job.delta_tokens:
                 raise BranchError(
                     f"train({left}, batch_size={job.batch_size}) made a step of {step.tokens} "
                     f"tokens after {done}: steps of {per_step} until {job.delta_tokens} are right"

@@ -117,8 +117,11 @@ class CriticalBatch:
         """The k whose ``loss_std`` exceeds the tolerance: no verdict on them can be trusted."""
         return tuple(b.k for b in self.branches if b.loss_std > self.tolerance)
 
-    def factor(self, metric: str = "euclidean") -> CriticalBatchFactor:
-        """Critical batch size / noise scale, with the interval that both intervals allow.
+    def ratio(self, metric: str = "euclidean") -> tuple[float, float, float]:
+        """Critical batch size / noise scale, and the bounds that both intervals allow.
+
+        NaN is a ratio that is not known, for want of a bound or of a |G|² above zero; its bounds
+        still hold.
 
         Args:
             metric: of the noise scale: ``"euclidean"`` or ``"adam"``.
@@ -132,13 +135,19 @@ class CriticalBatch:
         if scale is None or math.isnan(scale.noise_scale):
             why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
             raise ValueError(f"no {metric} noise scale was measured at this checkpoint{why}")
-        return CriticalBatchFactor(
+        return (
             self.value / scale.noise_scale if math.isfinite(scale.noise_scale) else math.nan,
             self.lower / scale.upper,
             self.upper / scale.lower if scale.lower > 0 else math.inf,
-            metric,
-            f"branches of {self.delta_tokens:,} tokens after {self.tokens:,} tokens",
         )
+
+    def factor(self, metric: str = "euclidean") -> CriticalBatchFactor:
+        """``ratio``, to be saved and used elsewhere.
+
+        Raises:
+            ValueError: where the ratio is not known, or its noise scale was not measured.
+        """
+        return pooled_factor([self], metric)
 
     def record(self) -> dict[str, Any]:
         """A JSON object; what is infinite or not known is null (``lower`` has 0 for no bound)."""
@@ -232,9 +241,9 @@ class CriticalBatch:
             )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         if self.noise_scale is not None:
-            lines.append(f"{self.noise_scale}: the critical batch size is {_times(self.factor())}")
+            lines.append(f"{self.noise_scale}: the critical batch size is {_times(self.ratio())}")
         if self.adam is not None:
-            times = _times(self.factor("adam"))
+            times = _times(self.ratio("adam"))
             lines.append(f"under Adam's metric: {self.adam}: the critical batch size is {times}")
         if self.noise_scale_reason:
             lines.append(f"no noise scale: {self.noise_scale_reason}")
@@ -250,25 +259,26 @@ def pooled_factor(
 ) -> CriticalBatchFactor:
     """One factor from several checkpoints, for a later or larger run.
 
-    ``value`` is the geometric mean over the checkpoints whose factor is known, NaN without any.
-    ``lower`` to ``upper`` holds the interval of every checkpoint, also of those that only know one
-    bound: the spread between checkpoints is part of it.
+    ``value`` is the geometric mean over the checkpoints whose ratio is known. ``lower`` to
+    ``upper`` holds the interval of every checkpoint, also of those that only know one bound: the
+    spread between checkpoints is part of it.
 
     Raises:
-        ValueError: without a measurement, or where one has no noise scale under ``metric``.
+        ValueError: without a measurement whose ratio is known, or where one has no noise scale
+            under ``metric``.
     """
-    if not measurements:
-        raise ValueError("a pooled factor needs at least one measurement")
-    factors = [m.factor(metric) for m in measurements]
-    known = [f.value for f in factors if math.isfinite(f.value)]
-    logs = [math.log(value) for value in known]
-    each = ", ".join(f"{f.value:.3g} at {m.tokens:,}" for f, m in zip(factors, measurements))
+    ratios = [m.ratio(metric) for m in measurements]
+    logs = [math.log(value) for value, _, _ in ratios if math.isfinite(value)]
+    if not logs:
+        at = ", ".join(f"{_times(r)} at {m.tokens:,} tokens" for r, m in zip(ratios, measurements))
+        raise ValueError(f"the factor is not known from branches: {at or 'no measurement'}")
+    each = ", ".join(f"{r[0]:.3g} at {m.tokens:,} tokens" for r, m in zip(ratios, measurements))
     return CriticalBatchFactor(
-        math.exp(math.fsum(logs) / len(logs)) if logs else math.nan,
-        min(f.lower for f in factors),
-        max(f.upper for f in factors),
+        math.exp(math.fsum(logs) / len(logs)),
+        min(lower for _, lower, _ in ratios),
+        max(upper for _, _, upper in ratios),
         metric,
-        f"branches at {len(factors)} checkpoints (factor at tokens: {each})",
+        f"branches: {each}",
     )
 
 
@@ -296,11 +306,12 @@ def number(x: float | None) -> float:
     return math.nan if x is None else x
 
 
-def _times(factor: CriticalBatchFactor) -> str:
-    if math.isfinite(factor.value):
-        return f"{factor.value:.3g} times that ({factor.lower:.3g} to {factor.upper:.3g})"
-    if factor.lower > 0:
-        return f"at least {factor.lower:.3g} times that"
-    if math.isfinite(factor.upper):
-        return f"at most {factor.upper:.3g} times that"
+def _times(ratio: tuple[float, float, float]) -> str:
+    value, lower, upper = ratio
+    if math.isfinite(value):
+        return f"{value:.3g} times that ({lower:.3g} to {upper:.3g})"
+    if lower > 0:
+        return f"at least {lower:.3g} times that"
+    if math.isfinite(upper):
+        return f"at most {upper:.3g} times that"
     return "not known beside it"

@@ -17,8 +17,7 @@ class CriticalBatchFactor:
     """The critical batch size (CBS) over the noise scale, both measured at one checkpoint.
 
     Args:
-        value: the ratio, with its interval ``lower`` to ``upper`` (may be infinite); NaN where only
-            one bound is known.
+        value: the ratio, with its interval ``lower`` to ``upper`` (may be infinite).
         metric: whose noise scale it multiplies: ``"euclidean"``, or ``"adam"`` for the one under
             Adam's metric. The two are never exchanged.
         source: one line that says where it was measured.
@@ -40,16 +39,16 @@ class CriticalBatchFactor:
     def __post_init__(self) -> None:
         if self.metric not in METRICS:
             raise ValueError(f"metric must be 'euclidean' or 'adam', not {self.metric!r}")
-        inside = 0 < self.value < math.inf and self.lower <= self.value <= self.upper
-        if not (inside or math.isnan(self.value)) or not 0 <= self.lower <= self.upper > 0:
+        positive = math.isfinite(self.value) and self.value > 0
+        if not (positive and 0 <= self.lower <= self.value <= self.upper):
             raise ValueError(
                 f"a factor of {self.value!r} with the interval {self.lower!r} to {self.upper!r} "
-                "cannot be: it must be positive and inside of its interval"
+                "cannot be: it must be positive, finite, and inside of its interval"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON; an infinite ``upper`` is null, and so is a NaN ``value``."""
-        fields = {k: None if v == math.inf or v != v else v for k, v in asdict(self).items()}
+        """Write it as JSON; an ``upper`` that is infinite is null."""
+        fields = {k: None if v == math.inf else v for k, v in asdict(self).items()}
         text = json.dumps({"kind": KIND, "format": FORMAT, **fields}, indent=1, allow_nan=False)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
@@ -72,9 +71,7 @@ class CriticalBatchFactor:
             )
         try:
             value, lower, upper = (found[k] for k in ("value", "lower", "upper"))
-            value = math.nan if value is None else float(value)
-            upper = math.inf if upper is None else float(upper)
-            names = str(found["metric"]), str(found["source"])
-            return CriticalBatchFactor(value, float(lower), upper, *names)
+            ends = float(value), float(lower), math.inf if upper is None else float(upper)
+            return CriticalBatchFactor(*ends, str(found["metric"]), str(found["source"]))
         except (KeyError, TypeError, ValueError) as e:
             raise ValueError(f"{path} is damaged: {e}") from e

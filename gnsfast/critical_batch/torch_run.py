@@ -113,6 +113,7 @@ class TorchRun:
         self.evaluate = None if evaluate is None else lambda: self._evaluate(evaluate)
         self.noise_scale_reason = ""
         self._tokens = count("tokens", tokens, 0)
+        self._rates: list[float] = []  # as the schedule has set them; before its first step none
 
     @property
     def tokens(self) -> int:
@@ -134,10 +135,7 @@ class TorchRun:
             yield step
 
     def _step(self, batch_size: int, lr_factor: float) -> BranchStep:
-        if self.lr is not None:
-            factor = self.lr(self._tokens)
-            for group in self.optimizer.param_groups:
-                _set_lr(group, group.setdefault("initial_lr", float(group["lr"])) * factor)
+        self._schedule()
         loss = self._backward(batch_size, self.gns)
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -147,6 +145,21 @@ class TorchRun:
         tokens = batch_size * self.tokens_per_sample
         self._tokens += tokens
         return BranchStep(tokens, loss)
+
+    def _schedule(self) -> None:
+        """Set the learning rates that the schedule has for this step."""
+        if self.lr is None:
+            return
+        groups = self.optimizer.param_groups
+        if self._rates not in ([], [float(g["lr"]) for g in groups]):
+            raise ValueError(
+                "a learning rate was set from outside, and TorchRun(lr=...) would set it back: put "
+                "the factor into lr, or say lr=None"
+            )
+        factor = self.lr(self._tokens)
+        for group in groups:
+            _set_lr(group, group.setdefault("initial_lr", float(group["lr"])) * factor)
+        self._rates = [float(g["lr"]) for g in groups]
 
     def _backward(self, batch_size: int, gns: GradientNoiseScale | None) -> float:
         """The gradient of a batch, by micro-batches, and its mean loss."""
@@ -229,7 +242,7 @@ class TorchRun:
         self.stream.load_state_dict(state["stream"])
         if self.gns is not None:
             self.gns.load_state_dict(state["gns"])
-        self._tokens, self.batch_size = state["tokens"], state["batch_size"]
+        self._tokens, self.batch_size, self._rates = state["tokens"], state["batch_size"], []
         set_random_state(state["random"], self._devices())  # last: loading may draw numbers
 
     def _devices(self) -> set[torch.device]:
