@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from branch_runs import MeasuredRun, ScriptedRun
 
+from gnsfast.critical_batch.branches import measure_critical_batch
 from gnsfast.critical_batch.critical_batch import Branch, CriticalBatch, pooled_factor
 from gnsfast.critical_batch.factor import CriticalBatchFactor
 from gnsfast.errors import BranchError
@@ -89,6 +91,27 @@ def test_pooled_factor(tmp_path: Path) -> None:
         pooled_factor([])
     open_above.save(tmp_path / "factor.json")
     assert CriticalBatchFactor.load(tmp_path / "factor.json") == open_above
+
+
+def test_noise_scales_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Measured once, at the weights in the folder, whatever run goes on with it."""
+    how = {"folder": tmp_path / "cbs", "k": (1, 2), "delta_tokens": 480}
+    without = measure_critical_batch(MeasuredRun(), noise_scale=False, **how)
+    assert without.noise_scale is None and without.noise_scale_reason == ""
+    run, seen = MeasuredRun(), []
+    measured = run.noise_scale()
+    run.random.seed(5)
+    run.noise_scale = lambda: seen.append(run.state()) or measured
+    found = [measure_critical_batch(run, **how) for _ in range(2)]
+    assert seen == [MeasuredRun().state()] and found[0] == found[1]
+    assert found[0].noise_scale == ModuleNoiseScale(10.0, 8.0, 12.5, 1.0, 0.1)
+    assert found[0].adam is not None and found[0].adam.upper == 80
+
+    run.noise_scale, run.noise_scale_reason = lambda: None, "too small"
+    none = measure_critical_batch(run, **{**how, "folder": tmp_path / "none"})
+    assert none.noise_scale is None and "no noise scale: too small" in str(none)
+    missing = measure_critical_batch(ScriptedRun(), **{**how, "folder": tmp_path / "missing"})
+    assert missing.noise_scale_reason == "the run has no noise_scale()"
 
 
 def test_record_comes_back() -> None:
