@@ -98,17 +98,17 @@ class Stream:
     """Samples from Python's and torch's global generators, and a position."""
 
     def __init__(self) -> None:
-        self.position = 0
+        self.state = {"position": 0}
 
     def draw(self, n: int) -> torch.Tensor:
-        self.position += n
-        return torch.randn(n, 6) + random.random() + self.position / 1000
+        self.state["position"] += n
+        return torch.randn(n, 6) + random.random() + self.state["position"] / 1000
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+        return self.state  # no copy, as of many a stream
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        self.state = dict(state)
 
 
 def loss_fn(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,9 @@ def test_a_crashed_branch_is_named_and_tried_again(tmp_path: Path) -> None:
     assert CriticalBatch.load(tmp_path / "cbs") == found
 
     again = ScriptedRun()
-    assert (measure(again, tmp_path).lower, again.trained) == (16, [(16, math.sqrt(2))])
+    found = measure(again, tmp_path)
+    assert (found.lower, again.trained) == (16, [(16, math.sqrt(2))])
+    assert [b.k for b in found.branches] == [0.5, 1, 2, 4]
     assert not (tmp_path / "cbs" / "branch-2.error").exists()
 
 

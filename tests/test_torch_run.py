@@ -27,7 +27,7 @@ def everything(run: TorchRun) -> dict[str, Any]:
     plain["modes"] = [m.training for m in run.model.modules()]
     plain["random"] = random.getstate(), torch.get_rng_state().tolist()
     plain["numpy"] = numpy.random.get_state()[1].tolist()
-    plain["run"] = run.tokens, run.batch_size, run.stream.state_dict()
+    plain["run"] = run.tokens, run.batch_size, dict(run.stream.state_dict())
     return plain
 
 
@@ -60,6 +60,8 @@ def test_step_and_train_are_one(tmp_path: Path) -> None:
     steps = [small_run().step()]
     assert steps == list(small_run().train(80))
     assert steps[0].tokens == 80
+    with pytest.raises(ValueError, match="batch_size"):
+        list(small_run().train(80, batch_size=0))
 
 
 def test_buffers_beside_the_state_dict(tmp_path: Path) -> None:

@@ -128,9 +128,10 @@ class TorchRun:
         self, tokens: int, *, batch_size: int | None = None, lr_factor: float = 1.0
     ) -> Iterator[BranchStep]:
         """Steps until at least ``tokens`` tokens are trained; by itself the run's own."""
+        size = self.batch_size if batch_size is None else count("batch_size", batch_size, 1)
         done = 0
         while done < tokens:
-            step = self._step(batch_size or self.batch_size, lr_factor)
+            step = self._step(size, lr_factor)
             done += step.tokens
             yield step
 
