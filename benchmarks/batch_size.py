@@ -140,16 +140,18 @@ def batch_size(steps: int, seeds: int, folder: Path) -> dict[str, list[dict[str,
     """Tables of branches and of runs."""
     demo = Demo(steps, folder)
     measured = demo.branches()
-    factors = {"pooled factor": pooled_factor(measured), "last factor": measured[-1].factor()}
+    factors = {
+        "pooled factor": pooled_factor(measured),
+        "last factor": pooled_factor(measured[-1:]),
+    }
     contestants: dict[str, Callable[[str, int], dict[str, Any]]] = {
         f"fixed at {SMALL}": lambda name, seed: demo.fixed(name, seed, SMALL),
         f"fixed at {LARGE}": lambda name, seed: demo.fixed(name, seed, LARGE),
     }
     for kind, factor in factors.items():
-        if not math.isnan(factor.value):
-            contestants[f"controlled, {kind} {factor.value:.2g}"] = (
-                lambda name, seed, factor=factor: demo.controlled(name, seed, factor)
-            )
+        contestants[f"controlled, {kind} {factor.value:.2g}"] = lambda name, seed, factor=factor: (
+            demo.controlled(name, seed, factor)
+        )
     rows: list[dict[str, Any]] = []
     for seed in range(seeds):
         for name, train in contestants.items():
@@ -170,23 +172,27 @@ def batch_size(steps: int, seeds: int, folder: Path) -> dict[str, list[dict[str,
 def _points(measured: list[CriticalBatch]) -> list[dict[str, Any]]:
     rows = []
     for m in measured:
-        adam, euclidean = m.factor("adam"), m.factor()
         assert m.noise_scale is not None and m.adam is not None
         rows.append(
             {
                 "tokens": f"{m.tokens:,}",
                 "critical batch size, samples": f"{m.lower:g} to {m.upper:g}",
-                "noise scale": _span(m.noise_scale.noise_scale, m.noise_scale),
-                "CBS / noise scale": _span(euclidean.value, euclidean),
-                "noise scale, Adam's metric": _span(m.adam.noise_scale, m.adam),
-                "CBS / that": _span(adam.value, adam),
+                "noise scale": _span(*_ends(m.noise_scale)),
+                "CBS / noise scale": _span(*m.ratio()),
+                "noise scale, Adam's metric": _span(*_ends(m.adam)),
+                "CBS / that": _span(*m.ratio("adam")),
             }
         )
     return rows
 
 
-def _span(value: float, bounds: Any) -> str:
-    return f"{value:.3g} ({bounds.lower:.3g} to {bounds.upper:.3g})"
+def _ends(scale: gnsfast.ModuleNoiseScale) -> tuple[float, float, float]:
+    return scale.noise_scale, scale.lower, scale.upper
+
+
+def _span(value: float, lower: float, upper: float) -> str:
+    known = "" if math.isnan(value) else f"{value:.3g} "
+    return f"{known}({lower:.3g} to {upper:.3g})"
 
 
 def _losses(measured: list[CriticalBatch]) -> list[dict[str, Any]]:

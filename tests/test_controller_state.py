@@ -143,18 +143,18 @@ def test_another_format_is_refused(change: dict[str, Any]) -> None:
         make().load_state_dict(make().state_dict() | change)
 
 
-@pytest.mark.parametrize(("value", "upper"), [(8.0, 12.0), (8.0, math.inf), (math.nan, 12.0)])
-def test_factor_as_a_file(tmp_path: Path, value: float, upper: float) -> None:
-    factor = CriticalBatchFactor(value, 5.0, upper, "adam", "160M at 2.1B tokens")
+@pytest.mark.parametrize("upper", [12.0, math.inf])
+def test_factor_as_a_file(tmp_path: Path, upper: float) -> None:
+    factor = CriticalBatchFactor(8.0, 5.0, upper, "adam", "160M at 2.1B tokens")
     path = tmp_path / "factor.json"
     factor.save(path)
-    assert repr(CriticalBatchFactor.load(path)) == repr(factor)  # NaN too
+    assert CriticalBatchFactor.load(path) == factor
     kept = json.loads(path.read_text())
     assert (kept["kind"], kept["format"]) == ("critical batch factor", 1)
     for change, message in (
         ({"format": 2}, "factor.json has format 2; this version of gnsfast reads 1"),
         ({"kind": "decision"}, "factor.json holds no critical batch factor"),
-        ({"lower": None}, "factor.json is damaged"),
+        ({"value": None}, "factor.json is damaged"),
         ({"metric": "l1"}, "factor.json is damaged: metric must be"),
     ):
         path.write_text(json.dumps(kept | change))
@@ -166,7 +166,7 @@ def test_factor_as_a_file(tmp_path: Path, value: float, upper: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [(0.0, 0.0, 1.0), (math.nan, 2.0, 1.0), (2.0, 3.0, 4.0), (2.0, 1.0, math.nan)]
+    "numbers", [(0.0, 0.0, 1.0), (math.nan, 0.0, 1.0), (2.0, 3.0, 4.0), (2.0, 1.0, math.nan)]
 )
 def test_factor_that_cannot_be(numbers: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="cannot be"):

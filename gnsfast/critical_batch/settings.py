@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A controller's settings: checked once, saved with its state, compared when a run is resumed."""
 
-import math
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -134,11 +133,6 @@ def _factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFa
         raise ValueError(
             f"the factor was measured for metric={factor.metric!r} ({factor.source}), the "
             f"controller has metric={metric!r}: one cannot stand for the other"
-        )
-    if math.isnan(factor.value):
-        raise ValueError(
-            f"of the factor only a bound is known ({factor.source}): measure it with more values "
-            "of k, or say a number"
         )
     if factor.lower == 0:
         raise ValueError(
