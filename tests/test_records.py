@@ -137,6 +137,14 @@ def test_after_a_restart_the_later_lines_count(tmp_path: Path) -> None:
     ]
 
 
+def test_decisions_alone_are_made_again(tmp_path: Path) -> None:
+    made = [decision(2500, 8, 16), decision(3500, 16, 32)]
+    [run] = read_runs([write(tmp_path / "a.jsonl", *made, decision(2500, 8, 32))])
+    assert run.decisions == [made[0], decision(2500, 8, 32)]
+    [run] = read_runs([write(tmp_path / "a.jsonl", *made, made[0])])
+    assert run.decisions == [made[0]]
+
+
 def test_decisions_that_lag_behind_their_line_delete_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", line(10), decision(900, 8, 16), line(20))
     [run] = read_runs([path])

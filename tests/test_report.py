@@ -118,7 +118,7 @@ def test_batch_over_the_estimate(tmp_path: Path) -> None:
 
 
 def measurement(**values: Any) -> dict[str, Any]:
-    losses = {0.5: 2.0, 1: 2.004, 2: 2.009, 4: 2.02, 8: None}
+    losses = {0.5: 2.0, 1: 2.004, 2: 2.009, 4: 2.018, 8: None}
     branches = [
         {"k": k, "batch_size": 16 * k, "lr_factor": k, "loss": loss, "state": "diverged"}
         for k, loss in losses.items()
@@ -207,6 +207,8 @@ def test_no_text_ends_the_script(tmp_path: Path) -> None:
     records += [decision(50, 1, 2, reason=hostile, phase=hostile)]
     text, specs = page(tmp_path, *records)
     assert len(specs) == 4 and "alert(1)</script>" not in (tmp_path / "a.html").read_text()
+    data = (tmp_path / "a.html").read_text().partition('id="data">')[2].partition("</script>")[0]
+    assert "\\u003cbr>" in data and "<" not in data
 
 
 def test_long_curves_keep_their_extremes() -> None:
