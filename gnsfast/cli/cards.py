@@ -29,7 +29,7 @@ def card(run: Run, color: str, several: bool) -> str:
         f"<div><dt>{name}</dt><dd>{html.escape(value)}{_small(more)}</dd></div>"
         for name, value, more in _facts(run)
     )
-    if not run.points:
+    if not (run.points or run.critical or run.decisions):
         about += "<p>The run has no measurement yet.</p>"
         if run.state != "open":
             about = "<p>The run ended before its first measurement.</p>"

@@ -153,7 +153,7 @@ class LogFile:
             log.state = kind
         elif kind == "end":
             log.state = "interrupted" if log.state == "interrupted" else "ended"
-        else:
+        elif kind != "branch step":  # the end of a branch is in its measurement
             log.notes[f"{self.path.name}: lines of kind {kind!r} are not drawn"] = None
 
     def _take_point(self, line: dict[str, Any]) -> None:

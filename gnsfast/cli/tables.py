@@ -31,6 +31,12 @@ def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
         for name, key in (("noise scale", "noise_scale"), ("under Adam's metric", "adam"))
         if isinstance(found := measured.get(key), dict)
     ]
+    beside += [
+        f"k = {each['k']:g} failed: {each['reason']}" for each in measured.get("missing", ())
+    ]
+    if noisy := measured.get("noisy"):
+        ks = ", ".join(f"{k:g}" for k in noisy)
+        beside.append(f"less certain than the tolerance: the loss of k = {ks}")
     said = f'<p class="note">{html.escape("; ".join(beside))}</p>' if beside else ""
     state = " open" if opened else ""
     return f"<details{state}><summary>{title}</summary>{said}{table}</details>"
