@@ -2,6 +2,7 @@
 """``gnsfast branch``: a result, a folder that it goes on with, and one line for what cannot be."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from typer.testing import CliRunner, Result
 from gnsfast.cli.app import app
 from gnsfast.cli.branch import Target, grid
 from gnsfast.critical_batch.critical_batch import CriticalBatch
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command puts the target's folder on the path, where processes of later tests would look."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def branch(tmp_path: Path, target: str, *options: Any, **changed: Any) -> Result:
