@@ -17,7 +17,7 @@ from gnsfast.critical_batch.critical_batch import CriticalBatch
 
 @pytest.fixture(autouse=True)
 def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command puts the target's folder on the path, where processes of later tests would look."""
+    """The command puts the folder of its target on the path, which later tests must not see."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
