@@ -4,7 +4,8 @@
 import base64
 import inspect
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,7 @@ class GNSCallback(TrainerCallback):
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process; the caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
+        metric: ``"adam"`` also measures the noise scale under the metric of Trainer's optimizer.
 
     Raises:
         ValueError: at the start of training, for a model without gnsfast layers; in a step, where
@@ -86,10 +88,12 @@ class GNSCallback(TrainerCallback):
         window: int = 64,
         decay: float | None = None,
         every: int = 1,
+        metric: str | None = None,
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
         self.loss, self.per_module, self.tracker = loss, per_module, tracker
+        self.metric = metric
         self._options: dict[str, Any] = dict(
             source=source, window=window, decay=decay, every=every, loss_reduction="sum"
         )
@@ -110,25 +114,48 @@ class GNSCallback(TrainerCallback):
         return self.gns.compute()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._let_go()
         trainer = _calling_trainer()
-        _refuse(trainer)
-        scaler = trainer.accelerator.scaler
-        self.gns = GradientNoiseScale(trainer.model, grad_scaler=scaler, **self._options)
-        self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
-        self._search = RuleSearch() if self.loss == "auto" else None
-        self._look = True
-        self._saver = _GNSState(self.gns)
+        self._attach(trainer)
+        assert self.gns is not None
+        saver = _GNSState(self.gns)
         saved = state.stateful_callbacks.get(_GNSState.__name__)
         if state.global_step > 0 and saved:
             self.gns.load_state_dict(_decoded(saved["attributes"]["data"]))
         state.stateful_callbacks[_GNSState.__name__] = {}  # Trainer's save expects the key
-        trainer.add_callback(self._saver)
+        trainer.add_callback(saver)
+        self._saver = saver
+
+    def _attach(self, trainer: Any) -> None:
+        """Measure the steps that the Trainer's methods are called for from now on."""
+        self._let_go()
+        _refuse(trainer)
+        options = self._options
+        if self.metric is not None:
+            optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+            options = {**options, "metric": self.metric, "optimizer": optimizer}
+        scaler = trainer.accelerator.scaler
+        self.gns = GradientNoiseScale(trainer.model, grad_scaler=scaler, **options)
+        self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
+        self._search = RuleSearch() if self.loss == "auto" else None
+        self._look = True
         self._trainer = trainer
         self._before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
         for name in WRAPPED:
             self._wrapped[name] = getattr(trainer, name)
             setattr(trainer, name, getattr(self, f"_{name}"))
+
+    @contextmanager
+    def watching(self, trainer: Any) -> Iterator[None]:
+        """Measure what a loop of your own runs through ``trainer.training_step``.
+
+        As ``trainer.train()`` does, the loop says by ``accelerator.sync_gradients`` which
+        micro-batch ends an update.
+        """
+        self._attach(trainer)
+        try:
+            yield
+        finally:
+            self._let_go()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._let_go()
@@ -141,12 +168,13 @@ class GNSCallback(TrainerCallback):
                     setattr(self._trainer, name, self._before[name])
                 else:
                     delattr(self._trainer, name)
-            self._trainer.remove_callback(self._saver)
-        self._trainer, self._wrapped, self._pass = None, {}, None
+            if self._saver is not None:
+                self._trainer.remove_callback(self._saver)
+        self._trainer, self._wrapped, self._pass, self._saver = None, {}, None, None
 
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's forward and backward pass; clipping comes after it."""
-        assert self.gns is not None and self._saver is not None
+        assert self.gns is not None
         if self._look:  # where waiting for the device costs little
             _refuse_packed(inputs)
             self._look = False
@@ -154,7 +182,7 @@ class GNSCallback(TrainerCallback):
         unknown = torch.full((n + 1,), torch.nan, dtype=torch.float64, device=device)
         samples = self._rule is not None and self._rule.loss == "samples"
         this = self._pass = _Pass(n, unknown[:n], unknown[n])
-        self._saver.midway = True
+        self._midway(True)
         with self.gns.microbatch(n, tokens=None if samples else this.counts_B, scale=this.scale):
             try:
                 loss = self._wrapped["training_step"](model, inputs, *args, **kwargs)
@@ -169,8 +197,12 @@ class GNSCallback(TrainerCallback):
                 )
         if self._trainer.accelerator.sync_gradients:
             self.gns.update()
-            self._saver.midway = False
+            self._midway(False)
         return loss
+
+    def _midway(self, midway: bool) -> None:
+        if self._saver is not None:
+            self._saver.midway = midway
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         original, this, trainer = self._wrapped["compute_loss"], self._pass, self._trainer

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``TrainerRun``: a run of transformers' Trainer that branches can be trained of."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnsfast.critical_batch.branch_protocol import BranchStep
+from gnsfast.critical_batch.random_state import random_state, set_random_state
+from gnsfast.integrations.transformers import GNSCallback
+from gnsfast.integrations.transformers_data import TrainerBatches
+from gnsfast.integrations.transformers_start import begin, refuse_undivided
+from gnsfast.noise_scale import NoiseScale
+from gnsfast.probed import Probed
+from gnsfast.probes import count
+
+FILE, FORMAT = "trainer_run.pt", 1
+
+
+class TrainerRun:
+    """The training that ``trainer.train()`` does, from its start or from a ``checkpoint-N``, as a
+    ``BranchRun`` for ``gnsfast.critical_batch``.
+
+    ``train(tokens, batch_size=run.batch_size, lr_factor=1.0)`` takes the optimizer steps of
+    ``trainer.train()``, or of ``trainer.train(resume_from_checkpoint=checkpoint)``, bit for bit:
+    the Trainer sets everything up, is stopped where its first step would begin, and its own
+    ``training_step``, clipping and optimizer are called from then on. Other batch sizes accumulate
+    more or fewer micro-batches, as a Trainer with other ``gradient_accumulation_steps`` does; an
+    epoch's last step may be short. The learning rate follows the data: before a step it is that of
+    the trainer's schedule at the optimizer step that the unbranched run would take here, between
+    two of them where need be, times ``lr_factor``. Callbacks do not run, and nothing is logged or
+    evaluated on the way (in ``trainer.train()`` an evaluation draws a random number).
+
+    ``noise_scale()`` is that of the data that comes next, in training mode, and ``evaluate()`` is
+    ``trainer.evaluate()["eval_loss"]``, None without one ``eval_dataset``; the run is the same
+    after them. Restored runs go on with the same bits, where workers of the data loader draw no
+    random numbers (datasets and collators in this process may). ``save`` writes plain tensors and
+    numbers, in ``trainer_run.pt``; schedules are functions of the position and not in it. The
+    process that restores makes its TrainerRun of a Trainer of the same arguments and data.
+
+    Args:
+        trainer: not trained yet; from here on it is the run's.
+        checkpoint: a folder that a Trainer of the same arguments wrote: the run starts there.
+        tokens_per_sample: what a sample counts in ``tokens``.
+        loss: of ``noise_scale()``: as for ``GNSCallback``.
+        updates: of ``noise_scale()``: steps' worth of the data that comes next, each
+            ``batch_size`` samples, at the present weights.
+
+    Raises:
+        NotImplementedError: for several processes or GPUs, DeepSpeed, FSDP, datasets and loaders
+            without a position that can be found again, schedules that are not functions of the
+            step (``LambdaLR``), optimizers that step elsewhere than in ``step()``.
+        ValueError: for a checkpoint that lacks a file or is of other arguments; in the first step,
+            for a loss that ignores ``num_items_in_batch``; for a batch that is no whole number of
+            micro-batches; for training past the end of the schedule.
+
+    >>> import tempfile
+    >>> from transformers import Trainer, TrainingArguments
+    >>> from gnsfast.integrations.transformers_branches import TrainerRun
+    >>> class Model(torch.nn.Linear):
+    ...     def forward(self, x, labels):
+    ...         return {"loss": (super().forward(x) - labels).square().mean()}
+    >>> data = [{"x": torch.randn(3), "labels": torch.randn(1)} for _ in range(64)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = TrainingArguments(folder, report_to=[], use_cpu=True)  # micro-batches of 8
+    ...     run = TrainerRun(Trainer(Model(3, 1), args, train_dataset=data), tokens_per_sample=1)
+    ...     [step.tokens for step in run.train(32, batch_size=16, lr_factor=2**0.5)]
+    [16, 16]
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        checkpoint: str | os.PathLike[str] | None = None,
+        *,
+        tokens_per_sample: int,
+        loss: str = "auto",
+        updates: int = 32,
+    ) -> None:
+        self.tokens_per_sample = count("tokens_per_sample", tokens_per_sample, 1)
+        self._updates = count("updates", updates, 1)
+        self._gns = GNSCallback(loss=loss, window=updates)
+        self.trainer = trainer
+        self._device: torch.device = trainer.args.device
+        self._batches = TrainerBatches(begin(trainer, checkpoint), self._device)
+        self._accumulation: int = trainer.args.gradient_accumulation_steps
+        self.batch_size = self._batches.micro_batch * self._accumulation
+        self.batch_multiple = self._batches.micro_batch
+        one = trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict)
+        self.evaluate = self._evaluate if one else None
+        self._lag, self._divided = Fraction(0), False
+        if checkpoint is not None:
+            self._go_to(os.fspath(checkpoint))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained so far."""
+        return self._batches.samples * self.tokens_per_sample
+
+    def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
+        """Train at least ``tokens`` tokens, in steps of ``batch_size`` samples."""
+        micro_batches, rest = divmod(
+            count("batch_size", batch_size, 1), micro := self._batches.micro_batch
+        )
+        if rest:
+            raise ValueError(
+                f"batch_size={batch_size} is no multiple of the micro-batch of {micro} samples: "
+                f"say per_device_train_batch_size={math.gcd(micro, batch_size)}, with more "
+                "gradient_accumulation_steps for the same batch"
+            )
+        if not (math.isfinite(lr_factor) and lr_factor > 0):
+            raise ValueError(f"lr_factor must be a positive number, not {lr_factor!r}")
+        end, last = self.tokens + count("tokens", tokens, 1), self._tokens_at_the_end()
+        if end > last:
+            raise ValueError(
+                f"the run ends at {last} tokens (max_steps={self.trainer.state.max_steps}), and "
+                f"{tokens} more from {self.tokens} lie beyond it: branch earlier, or give the "
+                "Trainer more max_steps or num_train_epochs"
+            )
+        return self._steps(end, micro_batches, lr_factor)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write all that training on depends on into ``folder``."""
+        trainer = self.trainer
+        scaler = trainer.accelerator.scaler
+        state = {
+            **self._identity(),
+            "model": trainer.model.state_dict(),
+            "buffers": self._other_buffers(),
+            "optimizer": trainer.optimizer.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "lag": self._lag.as_integer_ratio(),
+            **self._position(),
+        }
+        path = Path(folder) / FILE
+        torch.save(state, part := path.with_suffix(".part"))
+        os.replace(part, path)  # a file that is there is whole
+
+    def restore(self, folder: str | os.PathLike[str]) -> None:
+        """Take back what ``save`` wrote.
+
+        Raises:
+            ValueError: for a run of other arguments or data, naming the difference.
+        """
+        state = torch.load(Path(folder) / FILE, map_location="cpu", weights_only=True)
+        for key, ours in self._identity().items():
+            if (theirs := state.get(key)) != ours:
+                raise ValueError(
+                    f"{folder} was saved by another run: its {key} is {theirs}, here it is {ours}. "
+                    "Make the Trainer of the arguments and the data that it was made of then"
+                )
+        trainer = self.trainer
+        trainer.model.load_state_dict(state["model"])
+        with torch.no_grad():
+            for name, buffer in self._other_buffers().items():
+                buffer.copy_(state["buffers"][name])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        if state["scaler"] is not None:
+            trainer.accelerator.scaler.load_state_dict(state["scaler"])
+        trainer.model_wrapped.zero_grad()
+        self._lag = Fraction(*state["lag"])
+        self._return_to(state)
+        self._tell()
+
+    @property
+    def noise_scale_reason(self) -> str | None:
+        """Why ``noise_scale()`` is None."""
+        if any(isinstance(m, Probed) for m in self.trainer.model.modules()):
+            return None
+        return "no noise scale: call gnsfast.convert(model) before the Trainer takes the model"
+
+    def noise_scale(self) -> NoiseScale | None:
+        """The noise scale at the present weights, under Adam's metric too where Adam trains them.
+
+        The data is what comes next, in training mode; the run is the same afterwards.
+        """
+        if self.noise_scale_reason is not None:
+            return None
+        trainer, position = self.trainer, self._position()
+        buffers = [(b, b.detach().clone()) for b in trainer.model.buffers()]
+        optimizer = trainer.optimizer.optimizer
+        adam = isinstance(optimizer, torch.optim.Adam) and optimizer.state
+        self._gns.metric = "adam" if adam else None
+        try:
+            with self._gns.watching(trainer):
+                for _ in range(self._updates):
+                    self._pass(self._accumulation)
+                    trainer.model_wrapped.zero_grad()
+                return self._gns.compute()
+        finally:
+            trainer.model_wrapped.zero_grad()
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            self._return_to(position)
+
+    def _evaluate(self) -> float:
+        trainer, random = self.trainer, random_state({self._device})
+        logged = len(trainer.state.log_history)
+        callbacks, trainer.callback_handler.callbacks = trainer.callback_handler.callbacks, []
+        try:
+            found = trainer.evaluate()
+        finally:
+            trainer.callback_handler.callbacks = callbacks
+            del trainer.state.log_history[logged:]
+            set_random_state(random, {self._device})
+        if "eval_loss" not in found:
+            raise ValueError(
+                f"trainer.evaluate() gave {', '.join(found)} and no eval_loss: give the Trainer an "
+                "eval_dataset with labels"
+            )
+        return float(found["eval_loss"])
+
+    def _steps(self, end: int, micro_batches: int, lr_factor: float) -> Iterator[BranchStep]:
+        while self.tokens < end:
+            yield self._step(micro_batches, lr_factor)
+
+    def _step(self, micro_batches: int, lr_factor: float) -> BranchStep:
+        trainer, before, start = self.trainer, self.tokens, self._base_step()
+        self._set_learning_rates(start - self._lag, lr_factor)
+        loss = self._pass(micro_batches)
+        if trainer.args.max_grad_norm > 0:
+            trainer._clip_grad_norm(trainer.model_wrapped)
+        trainer.optimizer.step()
+        now = self._base_step()
+        if trainer.accelerator.optimizer_step_was_skipped:  # and so is the schedule's, in Trainer
+            self._lag += now - start
+        trainer.model_wrapped.zero_grad()
+        self._tell()
+        return BranchStep(self.tokens - before, float(loss))
+
+    def _pass(self, micro_batches: int) -> Tensor:
+        """Forward and backward over a batch; its loss."""
+        trainer, number = self.trainer, min(micro_batches, self._batches.left)
+        with _accumulating(trainer.args, micro_batches):
+            batches, items = trainer.get_batch_samples(self._batches, number, self._device)
+            if not self._divided:
+                refuse_undivided(trainer, batches[0], items)
+                self._divided = True
+            trainer.current_gradient_accumulation_steps = len(batches)
+            losses = []
+            for k, inputs in enumerate(batches):
+                last = k == len(batches) - 1
+                trainer.accelerator.gradient_state._set_sync_gradients(last)
+                losses.append(trainer.training_step(trainer.model_wrapped, inputs, items))
+        return torch.stack(losses).double().sum()
+
+    def _set_learning_rates(self, step: Fraction, lr_factor: float) -> None:
+        at = int(step) if step.denominator == 1 else float(step)
+        groups = self.trainer.optimizer.param_groups
+        for group, scale in zip(groups, self.trainer.lr_scheduler.lr_lambdas):
+            lr = group["initial_lr"] * scale(at) * lr_factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _base_step(self) -> Fraction:
+        """The optimizer steps that the unbranched run takes for the same data."""
+        data, size = self._batches, self._accumulation
+        done, rest = divmod(data.taken, size)
+        this = min(size, data.per_epoch - done * size)  # an epoch's last step may be short
+        return data.epoch * self._steps_of_an_epoch() + done + Fraction(rest, this)
+
+    def _steps_of_an_epoch(self) -> int:
+        return -(-self._batches.per_epoch // self._accumulation)
+
+    def _tokens_at_the_end(self) -> int:
+        epoch, step = divmod(self.trainer.state.max_steps, self._steps_of_an_epoch())
+        samples = self._batches.samples_at(epoch, step * self._accumulation)
+        return samples * self.tokens_per_sample
+
+    def _go_to(self, checkpoint: str) -> None:
+        """The position and the generators that Trainer's own resume would have."""
+        trainer, data = self.trainer, self._batches
+        epoch, step = divmod(trainer.state.global_step, self._steps_of_an_epoch())
+        taken = step * self._accumulation
+        here, there = epoch + taken / data.per_epoch, trainer.state.epoch or 0.0
+        if abs(here - there) > 0.5 / data.per_epoch:
+            raise ValueError(
+                f"{checkpoint} was written {there:.4f} epochs into the data, and "
+                f"{trainer.state.global_step} steps of {self.batch_size} samples are {here:.4f}: "
+                "give the Trainer the dataset, per_device_train_batch_size and "
+                "gradient_accumulation_steps of that run"
+            )
+        data.seek(epoch, taken)
+        self._lag = Fraction(trainer.state.global_step - trainer.lr_scheduler.last_epoch)
+        trainer._load_rng_state(checkpoint)
+
+    def _tell(self) -> None:
+        """The position, for what a Trainer of the user's own may read off its state."""
+        state, data = self.trainer.state, self._batches
+        state.global_step = int(self._base_step())
+        state.epoch = data.epoch + data.taken / data.per_epoch
+
+    def _position(self) -> dict[str, Any]:
+        return {"data": self._batches.state_dict(), "random": random_state({self._device})}
+
+    def _return_to(self, position: dict[str, Any]) -> None:
+        self._batches.load_state_dict(position["data"])
+        set_random_state(position["random"], {self._device})
+
+    def _other_buffers(self) -> dict[str, Tensor]:
+        """The buffers that ``state_dict`` leaves out."""
+        model = self.trainer.model
+        held = model.state_dict().keys()
+        return {name: b for name, b in model.named_buffers() if name not in held}
+
+    def _identity(self) -> dict[str, Any]:
+        """What a saved state must have in common with the run that goes on from it."""
+        return {
+            "format": FORMAT,
+            "micro-batch": self._batches.micro_batch,
+            "batch size": self.batch_size,
+            "tokens_per_sample": self.tokens_per_sample,
+            "samples of an epoch": self._batches.samples_per_epoch,
+            "data seed": getattr(self._batches.sampler, "initial_seed", None),
+            "max_steps": self.trainer.state.max_steps,
+        }
+
+
+@contextmanager
+def _accumulating(args: Any, micro_batches: int) -> Iterator[None]:
+    """What a Trainer of the user's own may read off its arguments."""
+    before, args.gradient_accumulation_steps = args.gradient_accumulation_steps, micro_batches
+    try:
+        yield
+    finally:
+        args.gradient_accumulation_steps = before

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small Trainers for tests of what drives them: a model with dropout, shuffled samples."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+
+import gnsfast
+
+V, T = 23, 5
+TRAINERS = {"data_collator", "eval_dataset", "optimizers", "callbacks", "compute_loss_func"}
+"""What is no training argument, but Trainer's own."""
+Sample = dict[str, Tensor]
+
+
+class Model(nn.Module):
+    """With dropout and a loss that is the mean over the labels of the whole batch."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.dropout = dropout
+        self.embed, self.head, self.norm = nn.Embedding(V, 8), nn.Linear(8, V), nn.LayerNorm(8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+        if self.training:
+            self.calls += 1
+            self.seen += self.calls
+        hidden = F.dropout(self.norm(self.embed(input_ids)), self.dropout, self.training)
+        logits = self.head(hidden)
+        if labels is None:
+            return {"logits": logits}
+        targets = labels.flatten()
+        items = kwargs.get("num_items_in_batch", (targets != -100).sum())
+        total = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+        return {"loss": total / items, "logits": logits}
+
+
+def samples(number: int) -> list[Sample]:
+    """Labels of unequal number, of few tokens: the gradient is far from zero."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(number):
+        ids = torch.randint(0, 4, (T,), generator=generator)
+        labels = ids.clone()
+        labels[: int(torch.randint(0, T - 1, (1,), generator=generator))] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def trainer_of(folder: Path, *, data: Any = None, model: Any = None, **options: Any) -> hf.Trainer:
+    """13 micro-batches an epoch, the last one short, in steps of two; linear decay, clipping."""
+    given = {name: options.pop(name) for name in TRAINERS & options.keys()}
+    options = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "max_steps": 18,
+        "warmup_steps": 4,
+        "learning_rate": 3e-2,
+        "logging_steps": 1000,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        **options,
+    }
+    args = hf.TrainingArguments(output_dir=str(folder), **options)
+    model = gnsfast.convert(Model()) if model is None else model
+    data = samples(25) if data is None else data
+    return hf.Trainer(model=model, args=args, train_dataset=data, **given)
+
+
+def weights(trainer: hf.Trainer) -> dict[str, Tensor]:
+    """Copies of all that is trained."""
+    return {name: t.clone() for name, t in trainer.model.state_dict().items()}
+
+
+def trained(trainer: hf.Trainer, **options: Any) -> dict[str, Tensor]:
+    """The weights after ``trainer.train()``, which says nothing."""
+    trainer.remove_callback(hf.PrinterCallback)
+    trainer.train(**options)
+    return weights(trainer)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """To the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
