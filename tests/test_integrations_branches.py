@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
-from trainer_cases import Model, T, same, samples, trained, trainer_of, weights
+from trainer_cases import Divided, Model, T, same, samples, trained, trainer_of, weights
 
 import gnsfast
 from gnsfast.critical_batch.branches import measure_critical_batch
@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "order without a seed": {"accelerator_config": {"use_seedable_sampler": False}},
     "both": {"data_collator": masked, "train_sampling_strategy": "group_by_length"},
     "no clipping, dropped samples": {"max_grad_norm": 0.0, "dataloader_drop_last": True},
+    "divided by Trainer": {"model": Divided},
     "workers": {"dataloader_num_workers": 1, "max_steps": 9},
 }
 
@@ -68,9 +69,10 @@ def test_trains_as_trainer_and_restores(tmp_path: Path, case: str) -> None:
         other = run_of(tmp_path, **options) if k == 7 or case == "workers" else run
         other.restore(tmp_path / str(k))
         done = sum(step.tokens for step in losses[: k + 1])
-        assert other.tokens == done
+        assert other.tokens == done and other.trainer.state.global_step == k + 1
+        other.save(tmp_path)
         list(other.train(30, batch_size=6, lr_factor=2.0))  # a branch, which leaves nothing
-        other.restore(tmp_path / str(k))
+        other.restore(tmp_path)
         assert base(other, last - done) == losses[k + 1 :]
         assert same(weights(other.trainer), truth)
         assert torch.equal(other.trainer.model.seen, trainer.model.seen)
@@ -133,8 +135,13 @@ def test_larger_batch_is_a_trainer_that_accumulates_more(
 
 
 def test_smaller_batch_between_two_steps_of_the_schedule(tmp_path: Path) -> None:
-    run = run_of(tmp_path, max_steps=14)
+    """In an epoch's last, short step of the unbranched run too: 13 micro-batches by 2, 14 by 4."""
+    run = run_of(tmp_path, data=samples(28), gradient_accumulation_steps=4, max_steps=4)
     rates = []
+    for _ in run.train(28 * T, batch_size=2, lr_factor=1.0):
+        rates.append(run.trainer.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([3e-2 * s / 4 for s in [k / 4 for k in range(12)] + [3.0, 3.5]])
+    run, rates = run_of(tmp_path, max_steps=14), []
     for step in run.train(EPOCH + 4 * T, batch_size=2, lr_factor=0.5):
         rates.append(run.trainer.optimizer.param_groups[0]["lr"])
         assert step.tokens == (T if run.tokens == EPOCH else 2 * T)

@@ -79,6 +79,26 @@ def test_loss_that_is_not_divided(tmp_path: Path) -> None:
         next(own.train(T, batch_size=4, lr_factor=1.0))
 
 
+def test_restored_after_a_step_that_failed(tmp_path: Path) -> None:
+    truth = trained(trainer_of(tmp_path))
+    run = run_of(tmp_path)
+    run.save(tmp_path)
+    step, left = run.trainer.training_step, [None]
+
+    def failing(*args: Any) -> Any:
+        found = step(*args)
+        if left:
+            raise MemoryError(left.pop())
+        return found
+
+    run.trainer.training_step = failing
+    with pytest.raises(MemoryError):
+        next(run.train(T, batch_size=4, lr_factor=1.0))
+    run.restore(tmp_path)
+    list(run.train(330, batch_size=4, lr_factor=1.0))
+    assert same(weights(run.trainer), truth)
+
+
 def test_train_refuses(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     for tokens, batch_size, factor, match in (

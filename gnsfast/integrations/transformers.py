@@ -98,6 +98,7 @@ class GNSCallback(TrainerCallback):
             source=source, window=window, decay=decay, every=every, loss_reduction="sum"
         )
         self.gns: GradientNoiseScale | None = None
+        self.also: Callable[[], dict[str, float]] = dict  # more numbers, logged with ours
         self._trainer: Any = None
         self._wrapped: dict[str, Callable[..., Any]] = {}
         self._before: dict[str, Any] = {}
@@ -261,6 +262,7 @@ class GNSCallback(TrainerCallback):
             if trainer.args.include_num_input_tokens_seen != "no":
                 seen = int(trainer.state.num_input_tokens_seen)
             found = metrics(self.gns.compute(), tokens=seen, per_module=self.per_module)
+            found |= self.also()
             if self.tracker is not None and trainer.is_world_process_zero():
                 self.tracker.log(found, int(trainer.state.global_step))
             logs.update(found)

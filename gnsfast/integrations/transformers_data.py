@@ -60,9 +60,8 @@ class TrainerBatches:
         return self.samples_at(self.epoch, self.taken)
 
     def samples_at(self, epoch: int, taken: int) -> int:
-        """Samples before another position; the last micro-batch of an epoch may be short."""
-        inside = min(taken * self.micro_batch, self.samples_per_epoch)
-        return epoch * self.samples_per_epoch + inside
+        """Samples before another position: ``taken`` is less than ``per_epoch``."""
+        return epoch * self.samples_per_epoch + taken * self.micro_batch
 
     def seek(self, epoch: int, taken: int) -> None:
         """Stand before micro-batch ``taken`` of an epoch whose order is drawn now."""
