@@ -2,14 +2,18 @@
 """A batch size that grows in Trainer: the same steps as another loop's, counted in its data."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from controller_cases import at_least, noise
-from trainer_cases import T, same, samples, trained, trainer_of, weights
+from processes import spawn
+from trainer_cases import SCALED, Model, T, same, samples, scaled, trained, trainer_of, weights
 
+import gnsfast
 from gnsfast import NoiseScale
 from gnsfast.critical_batch.controller import BatchSizeController
 from gnsfast.integrations.trackers import JSONLTracker
@@ -74,11 +78,11 @@ def growing(
     return trainer, controller
 
 
-def by_run(folder: Path, controller: BatchSizeController) -> tuple[TrainerRun, list[Any]]:
+def by_run(trainer: hf.Trainer, controller: BatchSizeController) -> tuple[TrainerRun, list[Any]]:
     """The same batch sizes by a TrainerRun: its steps, with losses and learning rates. Measured
     too, since a weight's gradient is rounded otherwise while it is.
     """
-    run = TrainerRun(trainer_of(folder, max_steps=STEPS), tokens_per_sample=T)
+    run = TrainerRun(trainer, tokens_per_sample=T)
     grown = [(d.tokens, d.new) for d in controller.decisions if d.new != d.old]
     size, steps = 4, []
     with GNSCallback().watching(run.trainer):
@@ -104,7 +108,7 @@ def test_growth(tmp_path: Path, places: list[int], grown: list[Any]) -> None:
     trainer, controller = growing(tmp_path, places, logging_steps=1)
     found = trained(trainer)
     assert [(d.tokens, d.new) for d in controller.decisions if d.new != d.old] == grown
-    run, steps = by_run(tmp_path, controller)
+    run, steps = by_run(trainer_of(tmp_path, max_steps=STEPS), controller)
     assert same(found, weights(run.trainer))
     assert trainer.state.global_step == STEPS and trainer.state.epoch == 5.0
     assert trainer.args.gradient_accumulation_steps == 2
@@ -146,7 +150,7 @@ def test_where_training_ends(tmp_path: Path, options: Any, end: int) -> None:
 def test_logs_between_steps_are_means_over_the_data(tmp_path: Path) -> None:
     trainer, controller = growing(tmp_path, [1], logging_steps=5)
     trained(trainer)
-    _, steps = by_run(tmp_path, controller)
+    _, steps = by_run(trainer_of(tmp_path, max_steps=STEPS), controller)
     weighted, before = [], 0
     for step, loss, _ in steps:
         weighted.append((step, (step - before) * loss))
@@ -158,6 +162,19 @@ def test_logs_between_steps_are_means_over_the_data(tmp_path: Path) -> None:
         begun = line["step"]
     whole = sum(loss for _, loss in weighted) / STEPS
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(whole, rel=1e-5)
+
+
+def test_steps_that_a_scaler_skips(tmp_path: Path) -> None:
+    """The schedule waits for as much data as they had, in a resumed run too."""
+    options: dict[str, Any] = {**SCALED, "save_strategy": "steps", "save_steps": 9}
+    trainer, controller = growing(tmp_path, [0], **options)
+    found = trained(scaled(trainer))
+    assert 20 < trainer.lr_scheduler.last_epoch < trainer.state.global_step == STEPS
+    run, _ = by_run(scaled(trainer_of(tmp_path, max_steps=STEPS, **SCALED)), controller)
+    assert same(found, weights(run.trainer))
+    checkpoint = str(tmp_path / "checkpoint-18")
+    other = scaled(growing(tmp_path, [0], **SCALED)[0])
+    assert same(trained(other, resume_from_checkpoint=checkpoint), found)
 
 
 def test_resumed_at_every_checkpoint(tmp_path: Path) -> None:
@@ -221,6 +238,35 @@ def test_refusals(tmp_path: Path) -> None:
         trainer_of(tmp_path, callbacks=[gns, BatchSizeCallback(used, gns)]).train()
     with pytest.raises(ValueError, match="must be among the Trainer's callbacks"):
         trainer_of(tmp_path, callbacks=[BatchSizeCallback(controller_of(), gns)]).train()
+
+
+def two_processes(rank: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
+    options = {"gradient_accumulation_steps": 1, "ddp_backend": "gloo", **OF_TWO}
+    model = gnsfast.convert(Model(0.0))
+    trainer, controller = growing(
+        Path(folder), [0], controller={"data_parallel": 2}, model=model, **options
+    )
+    found = trained(trainer)
+    torch.save((found, controller.state_dict()["decisions"]), f"{folder}/{rank}.pt")
+
+
+OF_TWO: dict[str, Any] = {"data": samples(24), "max_steps": 18}
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive")
+def test_two_processes(tmp_path: Path) -> None:
+    """As one that accumulates twice as many micro-batches."""
+    spawn(two_processes, 2, (str(tmp_path),), method="fork")
+    trainer, controller = growing(tmp_path, [0], model=gnsfast.convert(Model(0.0)), **OF_TWO)
+    truth = trained(trainer)
+    for rank in range(2):
+        found, decisions = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert decisions == controller.state_dict()["decisions"] and len(decisions) == 1
+        for name in truth.keys() - {"calls"}:
+            torch.testing.assert_close(found[name], truth[name], rtol=1e-4, atol=1e-5)
 
 
 class Fails(hf.TrainerCallback):

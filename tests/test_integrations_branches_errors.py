@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch.utils.data import DataLoader, IterableDataset
-from trainer_cases import Model, T, same, samples, trained, trainer_of, weights
+from trainer_cases import SCALED, Model, T, same, samples, scaled, trained, trainer_of, weights
 
 import gnsfast
 from gnsfast.integrations.transformers import GNSCallback
@@ -25,26 +25,13 @@ def run_of(folder: Path, checkpoint: Any = None, **options: Any) -> TrainerRun:
 
 
 def test_steps_that_a_scaler_skips(tmp_path: Path) -> None:
-    """Trainer's schedule waits for them; the scaler's state is saved. Accelerate has one on GPUs
-    alone, so it is handed one.
-    """
+    """Trainer's schedule waits for them; the scaler's state is saved."""
 
-    def scaled(**options: Any) -> hf.Trainer:
-        options = {"optim": "adamw_torch", "max_grad_norm": 0.0, **options}
-        trainer = trainer_of(tmp_path, **options)
-        trainer.accelerator.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=2.0**16, growth_interval=3
-        )
-        trainer.model.head.bias.register_hook(  # a format that ends there
-            lambda g: torch.where(g.abs() < 2.0**14, g, torch.inf)
-        )
-        return trainer
-
-    trainer = scaled(save_strategy="steps", save_steps=6)
+    trainer = scaled(trainer_of(tmp_path, **SCALED, save_strategy="steps", save_steps=6))
     truth = trained(trainer)
     assert 10 < trainer.lr_scheduler.last_epoch < trainer.state.global_step == 18
     for checkpoint in (None, tmp_path / "checkpoint-6"):
-        run = TrainerRun(scaled(), checkpoint, tokens_per_sample=T)
+        run = TrainerRun(scaled(trainer_of(tmp_path, **SCALED)), checkpoint, tokens_per_sample=T)
         list(run.train(9 * 4 * T - run.tokens, batch_size=4, lr_factor=1.0))
         run.save(tmp_path)
         left = run._tokens_at_the_end() - run.tokens
