@@ -107,6 +107,8 @@ def by_run(trainer: hf.Trainer, controller: BatchSizeController) -> tuple[Traine
 def test_growth(tmp_path: Path, places: list[int], grown: list[Any]) -> None:
     trainer, controller = growing(tmp_path, places, logging_steps=1)
     found = trained(trainer)
+    kinds = {type(c).__name__ for c in trainer.callback_handler.callbacks}
+    assert kinds == {"BatchSizeCallback", "DefaultFlowCallback", "Told"}  # and no leftover
     assert [(d.tokens, d.new) for d in controller.decisions if d.new != d.old] == grown
     run, steps = by_run(trainer_of(tmp_path, max_steps=STEPS), controller)
     assert same(found, weights(run.trainer))
