@@ -22,6 +22,7 @@ from gnsfast.cli.run import Run, Settings
 from gnsfast.cli.session import Session
 from gnsfast.cli.summary import summary
 from gnsfast.critical_batch.branches import measure_critical_batch
+from gnsfast.critical_batch.counts import parse_count
 
 app = typer.Typer(
     name="gnsfast",
@@ -202,7 +203,7 @@ def branch(
         str, typer.Argument(help="file.py:function or module:function that makes the run.")
     ],
     out: Annotated[Path, typer.Option(help="Folder; one that holds branches is gone on with.")],
-    tokens: Annotated[int, typer.Option(help="That each branch trains.")],
+    tokens: Annotated[str, typer.Option(help="That each branch trains: 2B, 500K.")],
     k: Annotated[str, typer.Option(help="Batch sizes, as multiples of the run's.")] = "0.5,1,2,4,8",
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder to restore the run from first.")
@@ -214,7 +215,7 @@ def branch(
     ] = "sqrt",
     loss: Annotated[str, typer.Option(help="train, or the run's own: evaluate.")] = "train",
     save_every: Annotated[
-        int | None, typer.Option(help="Also save inside of a branch, every so many tokens.")
+        str | None, typer.Option(help="Also save inside of a branch, every so many tokens.")
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes that train branches at once.")] = 0,
     noise_scale: Annotated[bool, typer.Option(help="Measure it at the checkpoint.")] = True,
@@ -226,17 +227,18 @@ def branch(
     """
     try:
         with complaints():
+            every = None if save_every is None else parse_count(save_every, "--save-every")
             make_run = branch_.Target(target, checkpoint)
             result = measure_critical_batch(
                 make_run(),
                 folder=out,
                 k=branch_.grid(k),
-                delta_tokens=tokens,
+                delta_tokens=parse_count(tokens, "--tokens"),
                 tolerance=tolerance,
                 alpha=alpha,
                 lr=lr,
                 loss=loss,
-                save_every_tokens=save_every,
+                save_every_tokens=every,
                 workers=workers,
                 make_run=make_run,
                 noise_scale=noise_scale,

@@ -264,7 +264,7 @@ class GNSCallback(TrainerCallback):
             found = metrics(self.gns.compute(), tokens=seen, per_module=self.per_module)
             found |= self.also()
             if self.tracker is not None and trainer.is_world_process_zero():
-                self.tracker.log(found, int(trainer.state.global_step))
+                self.tracker.log({"loss": logs["loss"], **found}, int(trainer.state.global_step))
             logs.update(found)
             self._look = True
             if self._search is not None:
