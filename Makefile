@@ -4,8 +4,8 @@ RUN := .venv/.run
 DEV := .venv/.dev
 LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py conv.py models.py multihead_attention.py attention.py transformer_layers.py)
 # What packaging can break: every module and its examples, the kernels' folder, the command.
-WHEEL_TESTS := $(addprefix ../../tests/test_,promises.py docs.py setup.py linear_wgrad.py embedding.py norms.py conv.py convert.py \
-	estimator.py segments.py triton_linear.py cli.py integrations_trackers.py examples.py)
+WHEEL_TESTS := $(addprefix ../../tests/test_,promises.py docs.py setup.py linear_wgrad.py convert.py triton_linear.py cli.py \
+	integrations_trackers.py examples.py)
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 help:  ## list the targets

@@ -32,10 +32,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """``around`` names what is recomputed in backward."""
 
-    def __init__(self, tied: bool = True, around: str = "") -> None:
+    def __init__(self, tied: bool = True, around: str = "", blocks: int = 2) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(V, 8), nn.Embedding(T, 8)
-        self.conv, self.blocks = nn.Conv1d(8, 8, 1), nn.ModuleList(Block() for _ in range(2))
+        self.conv, self.blocks = nn.Conv1d(8, 8, 1), nn.ModuleList(Block() for _ in range(blocks))
         self.norm, self.head, self.around = nn.LayerNorm(8), nn.Linear(8, V, bias=False), around
         if tied:
             self.head.weight = self.tokens.weight
@@ -94,9 +94,9 @@ def test_ten_steps_in_one_graph(backend: str, tied: bool) -> None:
 
 
 def test_another_batch_size_and_closed_probes() -> None:
-    model = gnsfast.convert(GPT())
+    model = gnsfast.convert(GPT(blocks=1))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for samples in (B, 5, 2):
+    for samples in (B, 5):
         batch = draw(samples)
         with gnsfast.per_sample_sqnorms(model, samples) as norms:
             loss_of(compiled, batch).backward()

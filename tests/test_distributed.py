@@ -2,7 +2,6 @@
 """Two processes: data, sharded and tensor parallel models have the norms of one process."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -198,8 +197,12 @@ def unused_on_one_rank(rank: int) -> None:
         assert [bool(n.any()) for n in norms.values()] == [rank == 0] * 2 + [rank == 1] * 2
 
 
-@pytest.mark.parametrize(
-    "work", [data_parallel, sharded, tensor_parallel, tied_by_hand, unused_on_one_rank]
-)
-def test_two_processes(work: Callable[[int], None]) -> None:
-    spawn(work)
+def everything(rank: int) -> None:
+    for work in (data_parallel, sharded, tensor_parallel, tied_by_hand, unused_on_one_rank):
+        torch.manual_seed(0)
+        work(rank)
+
+
+def test_two_processes() -> None:
+    """All of them in one pair: each process imports torch's compiler once."""
+    spawn(everything)
