@@ -163,6 +163,28 @@ def test_noise_scale_leaves_no_trace() -> None:
     assert run.noise_scale_reason == ""
 
 
+class Averages(torch.nn.Module):
+    """Its buffer is another tensor after each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x + self.mean
+
+
+def test_noise_scale_and_evaluation_put_back_buffers_that_are_replaced() -> None:
+    run = small_run(evaluate=lambda model: float(model(torch.ones(2, 6)).mean()))
+    run.model.append(Averages())
+    list(run.train(400))
+    kept, before = run.model[-1].mean, everything(run)
+    assert run.noise_scale(batches=2) is not None and run.evaluate is not None
+    run.evaluate()
+    assert everything(run) == before and run.model[-1].mean is kept
+
+
 def test_noise_scale_is_that_of_the_batches() -> None:
     run = small_run()
     list(run.train(400))

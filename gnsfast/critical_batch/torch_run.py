@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.critical_batch.branch_protocol import BranchStep
 from gnsfast.critical_batch.random_state import random_state, set_random_state
+from gnsfast.critical_batch.run_state import kept_buffers, other_buffers, set_lr
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.probed import Probed
@@ -159,7 +160,7 @@ class TorchRun:
             )
         factor = self.lr(self._tokens)
         for group in groups:
-            _set_lr(group, group.setdefault("initial_lr", float(group["lr"])) * factor)
+            set_lr(group, group.setdefault("initial_lr", float(group["lr"])) * factor)
         self._rates = [float(g["lr"]) for g in groups]
 
     def _backward(self, batch_size: int, gns: GradientNoiseScale | None) -> float:
@@ -209,7 +210,7 @@ class TorchRun:
                 "batch_size": self.batch_size,
                 "tokens_per_sample": self.tokens_per_sample,
                 "model": self.model.state_dict(),
-                "buffers": self._other_buffers(),
+                "buffers": other_buffers(self.model),
                 "optimizer": self.optimizer.state_dict(),
                 "random": random_state(self._devices()),
                 "stream": self.stream.state_dict(),
@@ -236,7 +237,7 @@ class TorchRun:
             )
         self.model.load_state_dict(state["model"])
         with torch.no_grad():
-            for name, buffer in self._other_buffers().items():
+            for name, buffer in other_buffers(self.model).items():
                 buffer.copy_(state["buffers"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.zero_grad()
@@ -248,11 +249,6 @@ class TorchRun:
 
     def _devices(self) -> set[torch.device]:
         return {p.device for p in self.model.parameters()}
-
-    def _other_buffers(self) -> dict[str, Tensor]:
-        """The buffers that ``state_dict`` leaves out."""
-        held = self.model.state_dict().keys()
-        return {name: b for name, b in self.model.named_buffers() if name not in held}
 
     def noise_scale(self, batches: int = 40) -> NoiseScale | None:
         """The noise scale at the present weights, from the next ``batches`` batches of the stream.
@@ -287,26 +283,16 @@ class TorchRun:
         """Afterwards everything but the block's result is as it was."""
         modes = [(m, m.training) for m in self.model.modules()]
         grads = [(p, p.grad) for p in self.model.parameters()]
-        buffers = [(b, b.clone()) for b in self.model.buffers()]
         stream, random = copy.deepcopy(self.stream.state_dict()), random_state(self._devices())
         for p, _ in grads:
             p.grad = None
         try:
-            yield
+            with kept_buffers(self.model):
+                yield
         finally:
             for module, training in modes:
                 module.training = training
             for p, grad in grads:
                 p.grad = grad
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
             self.stream.load_state_dict(stream)
             set_random_state(random, self._devices())
-
-
-def _set_lr(group: dict[str, Any], lr: float) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr

@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gnsfast.critical_batch.controller import BatchSizeController
 from gnsfast.critical_batch.decision import Decision
+from gnsfast.critical_batch.run_state import set_lr
 from gnsfast.integrations.transformers import GNSCallback, _calling_trainer
 
 try:
@@ -146,11 +147,7 @@ class BatchSizeCallback(TrainerCallback):
         scheduler, factor = self._trainer.lr_scheduler, self.controller.lr_factor
         scheduler.last_epoch = step - self._lag
         for group, scale in zip(self._trainer.optimizer.param_groups, scheduler.lr_lambdas):
-            lr = group["initial_lr"] * scale(scheduler.last_epoch) * factor
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+            set_lr(group, group["initial_lr"] * scale(scheduler.last_epoch) * factor)
         scheduler._last_lr = [group["lr"] for group in self._trainer.optimizer.param_groups]
 
     def _start(self, state: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gnsfast.critical_batch.branch_protocol import BranchStep
 from gnsfast.critical_batch.random_state import random_state, set_random_state
+from gnsfast.critical_batch.run_state import kept_buffers, other_buffers, set_lr
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import TrainerBatches
 from gnsfast.integrations.transformers_start import begin, refuse_undivided
@@ -133,7 +134,7 @@ class TrainerRun:
         state = {
             **self._identity(),
             "model": trainer.model.state_dict(),
-            "buffers": self._other_buffers(),
+            "buffers": other_buffers(trainer.model),
             "optimizer": trainer.optimizer.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "lag": self._lag.as_integer_ratio(),
@@ -159,7 +160,7 @@ class TrainerRun:
         trainer = self.trainer
         trainer.model.load_state_dict(state["model"])
         with torch.no_grad():
-            for name, buffer in self._other_buffers().items():
+            for name, buffer in other_buffers(trainer.model).items():
                 buffer.copy_(state["buffers"][name])
         trainer.optimizer.load_state_dict(state["optimizer"])
         if state["scaler"] is not None:
@@ -174,7 +175,7 @@ class TrainerRun:
         """Why ``noise_scale()`` is None."""
         if any(isinstance(m, Probed) for m in self.trainer.model.modules()):
             return None
-        return "no noise scale: call gnsfast.convert(model) before the Trainer takes the model"
+        return "the model has no gnsfast layer: call gnsfast.convert(model) before its Trainer"
 
     def noise_scale(self) -> NoiseScale | None:
         """The noise scale at the present weights, under Adam's metric too where Adam trains them.
@@ -184,21 +185,17 @@ class TrainerRun:
         if self.noise_scale_reason is not None:
             return None
         trainer, position = self.trainer, self._position()
-        buffers = [(b, b.detach().clone()) for b in trainer.model.buffers()]
         optimizer = trainer.optimizer.optimizer
         adam = isinstance(optimizer, torch.optim.Adam) and optimizer.state
         self._gns.metric = "adam" if adam else None
         try:
-            with self._gns.watching(trainer):
+            with kept_buffers(trainer.model), self._gns.watching(trainer):
                 for _ in range(self._updates):
                     self._pass(self._accumulation)
                     trainer.model_wrapped.zero_grad()
                 return self._gns.compute()
         finally:
             trainer.model_wrapped.zero_grad()
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
             self._return_to(position)
 
     def _evaluate(self) -> float:
@@ -256,11 +253,7 @@ class TrainerRun:
         at = int(step) if step.denominator == 1 else float(step)
         groups = self.trainer.optimizer.param_groups
         for group, scale in zip(groups, self.trainer.lr_scheduler.lr_lambdas):
-            lr = group["initial_lr"] * scale(at) * lr_factor
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+            set_lr(group, group["initial_lr"] * scale(at) * lr_factor)
 
     def _base_step(self) -> Fraction:
         """The optimizer steps that the unbranched run takes for the same data."""
@@ -306,12 +299,6 @@ class TrainerRun:
     def _return_to(self, position: dict[str, Any]) -> None:
         self._batches.load_state_dict(position["data"])
         set_random_state(position["random"], {self._device})
-
-    def _other_buffers(self) -> dict[str, Tensor]:
-        """The buffers that ``state_dict`` leaves out."""
-        model = self.trainer.model
-        held = model.state_dict().keys()
-        return {name: b for name, b in model.named_buffers() if name not in held}
 
     def _identity(self) -> dict[str, Any]:
         """What a saved state must have in common with the run that goes on from it."""
