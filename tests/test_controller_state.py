@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controller_cases import CHECK, UNKNOWN, at_least, make, noise
+from controller_cases import CHECK, TOTAL, UNKNOWN, at_least, feed, make, noise, warm
 
 from gnsfast.critical_batch.controller import BatchSizeController
 from gnsfast.critical_batch.factor import CriticalBatchFactor
@@ -112,9 +112,28 @@ def test_a_larger_maximum_lifts_the_cap() -> None:
     higher = make(max_batch_size=64)
     higher.load_state_dict(capped.state_dict(), change=["max_batch_size"])
     again = higher.update(capped.tokens + CHECK, noise(32.0))
-    assert again is not None and again.phase == "warm up"
+    assert again is not None and again.phase == "warm up" and "may grow again" in again.reason
     decisions = [higher.update(higher.tokens + CHECK, noise(32.0)) for _ in range(3)]
     assert decisions[2] is not None and decisions[2].new == 64
+
+
+@pytest.mark.parametrize("change", [{"total_tokens": 10 * TOTAL}, {"calibrate": 0.5}])
+def test_a_longer_run_may_calibrate_again(change: dict[str, Any]) -> None:
+    first, longer = warm(), make(**change)
+    feed(first, [noise(32.0)] * 3)
+    longer.load_state_dict(first.state_dict(), change=list(change))
+    [again] = feed(longer, [noise(64.0)] * 4)
+    assert (again.phase, again.old, again.new) == ("calibrate", 32, 32)
+    assert "calibration again" in again.reason
+
+
+def test_rows_of_another_factor_do_not_count() -> None:
+    first, second = warm(), make(factor=8.0)
+    feed(first, [noise(16.0)] * 2)
+    second.load_state_dict(first.state_dict(), change=["factor"])
+    assert feed(second, [noise(16.0)] * 2) == []
+    [grown] = feed(second, [noise(16.0)])
+    assert grown.new == 32
 
 
 def test_another_machine() -> None:

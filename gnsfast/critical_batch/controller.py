@@ -179,12 +179,16 @@ class BatchSizeController:
     def _enter(self, phase: str) -> Decision:
         share, B = f"{100 * self.tokens / self.settings.total_tokens:.3g} %", self.batch_size
         reasons = {
+            "calibrate": f"{share} of the tokens are calibration again: the batch size stays at "
+            f"{B:,}",
             "warm up": f"calibration ends at {share} of the tokens: from here the batch size may "
-            "grow",
+            "grow"
+            if self.phase == "calibrate"
+            else f"from {share} of the tokens on the batch size may grow again",
             "monitor": f"the warm-up ends at {share} of the tokens: the batch size stays at {B:,}",
         }
-        self.phase = phase
-        return self._decide(reasons[phase])
+        self.phase, reason = phase, reasons[phase]
+        return self._decide(reason)
 
     def _judge(self) -> Decision | None:
         e, s, B = self._estimate, self.settings, self.batch_size
@@ -241,7 +245,8 @@ class BatchSizeController:
     def apply(self, decision: Decision, optimizer: torch.optim.Optimizer) -> None:
         """Do to the optimizer what a decision says: every group's learning rate, and beta2.
 
-        After ``lr_lambda`` the learning rate is the scheduler's, and beta2 alone is set.
+        After ``lr_lambda`` the learning rate is the scheduler's, and beta2 alone is set. Any other
+        ``LambdaLR`` makes each learning rate anew, and so undoes this one at its next step.
 
         Raises:
             ValueError: where beta2 is to change and a group has no ``betas``.
@@ -345,6 +350,9 @@ class BatchSizeController:
         self.phase, self._warned, self._rows = state["phase"], state["warned"], dict(state["rows"])
         beyond = self.settings.growth * self.batch_size > self.settings.max_batch_size
         self._capped = state["capped"] and beyond  # a larger maximum lifts the cap
+        ours = self.settings.plain()
+        if any(state["settings"][name] != ours[name] for name in ("factor", "growth", "over")):
+            self._rows = dict.fromkeys(self._rows, 0)  # of checks that were judged by the others
         value, lower, upper = map(float, state["estimate"])
         self._estimate = Estimate(value, lower, upper)
         self.decisions = [Decision.of(fields) for fields in state["decisions"]]
