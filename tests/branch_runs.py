@@ -2,6 +2,7 @@
 """Runs to branch: one whose losses are written down, and a small real one."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -74,6 +75,16 @@ class MeasuredRun(ScriptedRun):
 
 def out_of_memory() -> ScriptedRun:
     return ScriptedRun({**LEVELS, 16: RuntimeError("no memory")})
+
+
+class Loads(ScriptedRun):
+    """Its samples come from a process of its own, as a DataLoader's workers do."""
+
+    def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
+        worker = multiprocessing.get_context("fork").Process(target=int)
+        worker.start()
+        worker.join()
+        yield from super().train(tokens, batch_size=batch_size, lr_factor=lr_factor)
 
 
 def killed() -> ScriptedRun:

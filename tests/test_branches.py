@@ -278,7 +278,7 @@ def test_in_processes(tmp_path: Path) -> None:
     found = measure(run, tmp_path, k=(1, 2), workers=2, make_run=branch_runs.killed)
     assert found.missing == {2.0: "its process ended with code -9"}
     assert found.branches == here.branches[:1]
-    assert measure(run, tmp_path, k=(1, 2)) == here
+    assert measure(run, tmp_path, k=(1, 2), workers=1, make_run=branch_runs.Loads) == here
 
 
 def test_a_process_says_why_it_failed(tmp_path: Path) -> None:

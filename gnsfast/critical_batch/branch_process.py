@@ -125,7 +125,7 @@ def in_processes(
                 job = waiting.pop(0)
                 folder.forget_failure(job.k)
                 work = (make_run, folder, job, threads)
-                process: Process = context.Process(target=_work, args=work, daemon=True)
+                process: Process = context.Process(target=_work, args=work)  # may have workers
                 process.start()
                 running[process.sentinel] = process, job
             for sentinel in connection.wait(list(running)):
@@ -136,6 +136,7 @@ def in_processes(
     finally:
         for process, _ in running.values():
             process.terminate()
+        for process, _ in running.values():
             process.join()
 
 
