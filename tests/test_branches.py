@@ -82,6 +82,7 @@ def test_a_grid_may_grow(tmp_path: Path) -> None:
     run = ScriptedRun(levels)
     found = measure(run, tmp_path, k=(1, 2, 4, 8), delta_tokens=1920)
     assert (found.lower, found.upper) == (32, 64) and run.trained == [(64, math.sqrt(8))]
+    assert [b.k for b in found.branches] == [0.5, 1, 2, 4, 8]  # also those of the first grid alone
 
 
 def test_learning_rates_and_average(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class BranchFolder:
             write(known, {"kind": KIND, "format": FORMAT, **settings})
 
     def _compare(self, known: Path, settings: Mapping[str, Any]) -> None:
-        there = json.loads(known.read_text(encoding="utf-8"))
+        there = _record(known)
         if there.get("kind") != KIND or there.get("format") != FORMAT:
             raise ValueError(
                 f"{known} has format {there.get('format')!r}, and this version of gnsfast reads "
@@ -86,7 +86,7 @@ class BranchFolder:
     def noise_scale(self) -> dict[str, Any] | None:
         """What was measured at the checkpoint, if it was."""
         path = self.path / NOISE
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return _record(path) if path.is_file() else None
 
     def write_noise_scale(self, record: Mapping[str, Any]) -> None:
         write(self.path / NOISE, record)
@@ -97,9 +97,12 @@ class BranchFolder:
     def branch(self, k: float) -> Branch | None:
         """A branch that is finished."""
         path = self._of(k, ".json")
-        if not path.is_file():
-            return None
-        return Branch.of(json.loads(path.read_text(encoding="utf-8")))
+        return Branch.of(_record(path)) if path.is_file() else None
+
+    def branches(self) -> list[Branch]:
+        """All that are finished, by ascending k."""
+        found = map(_record, self.path.glob("branch-*.json"))
+        return sorted(map(Branch.of, found), key=lambda branch: branch.k)
 
     def finish(self, branch: Branch) -> None:
         write(self._of(branch.k, ".json"), branch.record())
@@ -172,6 +175,13 @@ def write(path: Path, *records: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def _record(path: Path) -> dict[str, Any]:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return record
 
 
 def _tokens(state: Path) -> int:

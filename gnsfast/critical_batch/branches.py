@@ -43,7 +43,8 @@ def measure_critical_batch(
 
     A folder is gone on with: the same call again trains what is not finished, in this or another
     process. The checkpoint in it is the one that counts: a run of the same number of tokens is put
-    there. k may differ from call to call: new branches join those that are there.
+    there. k may differ from call to call: new branches join those that are there, and all of them
+    count.
 
     Args:
         run: a ``BranchRun``, such as ``TorchRun``.
@@ -151,12 +152,9 @@ def _train(
         if branch.k <= 1:
             matching({1.0: 0.0, branch.k: branch.loss})  # one that diverged ends it all
 
-    left = []
-    for job in jobs:
-        if (finished := files.branch(job.k)) is None:
-            left.append(job)
-        else:
-            take(finished)
+    for finished in files.branches():
+        take(finished)
+    left = [job for job in jobs if job.k not in {branch.k for branch in found}]
     if workers and make_run is not None:
         training = in_processes(make_run, files, left, workers)
     else:
