@@ -151,14 +151,15 @@ def test_from_log(tmp_path: Path) -> None:
 
 
 def test_counts() -> None:
-    assert [parse_count(t) for t in ("20B", "1.5e9", "125M", "4,096", "0.5k")] == [
+    assert [parse_count(t) for t in ("20B", "1.5e9", "125M", "4,096", "0.5k", "1,048,576")] == [
         20 * 10**9,
         1_500_000_000,
         125 * 10**6,
         4096,
         500,
+        1_048_576,
     ]
-    for text in ("-1", "1.5", "", "B", "abc", "nan", "inf", "0x10"):
+    for text in ("-1", "1.5", "", "B", "abc", "nan", "inf", "0x10", "1,5B", "4,09", "1,0000"):
         with pytest.raises(ValueError, match="must be"):
             parse_count(text)
     assert exact_count(168_000_000_001) == "168000000001"
@@ -204,6 +205,8 @@ def test_megatron_rounds_nothing() -> None:
     with pytest.raises(ValueError, match="multiples of 10"):
         exports.megatron(schedule(9))
     assert exports.megatron(schedule(1500)) == "0:3 1500:7"
+    close = BatchSizeSchedule([(0, 3), (211, 5), (219, 7)], 2000, tokens_per_sample=10)
+    assert exports.megatron(close, unit="samples") == "0:3 22:7"  # 5 is never reached
     with pytest.raises(ValueError, match="'steps'"):
         exports.megatron(schedule(210), unit="steps")
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers as people write them: 20B tokens, 125M parameters."""
 
+import re
 from decimal import Decimal, InvalidOperation
+
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+"""A comma before three digits; "1,5" may mean 1.5 and is no number here."""
 
 UNITS = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
 
@@ -13,7 +17,7 @@ def parse_number(text: str, name: str = "a number") -> Decimal:
     >>> float(parse_number("12.5K"))
     12500.0
     """
-    digits = text.strip().replace(",", "").replace("_", "")
+    digits = THOUSANDS.sub("", text.strip()).replace("_", "")
     unit = UNITS.get(digits[-1:].upper(), 1)
     try:
         value = Decimal(digits[:-1] if unit > 1 else digits) * unit

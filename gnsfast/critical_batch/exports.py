@@ -39,7 +39,8 @@ def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
         _check_whole_samples(schedule, [t // of_a_sample * of_a_sample for t in thresholds])
     else:
         thresholds = [-(-stage.threshold // of_a_sample) for stage in stages]
-    return " ".join(f"{exact_count(t)}:{s.batch_size}" for t, s in zip(thresholds, stages))
+    sizes = dict(zip(thresholds, (stage.batch_size for stage in stages)))  # the last of equal ones
+    return " ".join(f"{exact_count(t)}:{size}" for t, size in sizes.items())
 
 
 def _check_whole_samples(schedule: BatchSizeSchedule, down: list[int]) -> None:
