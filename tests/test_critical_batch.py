@@ -84,6 +84,7 @@ def test_pooled_factor(tmp_path: Path) -> None:
     assert (turned.lower, turned.upper) == (pooled.lower, pooled.upper)
     assert "4.53 at 5,000 tokens, 9.05 at 9,000 tokens" in pooled.source
     open_above = pooled_factor([FOUND, AT_LEAST])
+    assert "a bound at" in open_above.source and "nan" not in open_above.source
     assert open_above.value == pytest.approx(FOUND.ratio()[0]) and open_above.upper == math.inf
     with pytest.raises(ValueError, match="at least 3.2 times that at 5,000 tokens"):
         pooled_factor([AT_LEAST])
@@ -139,6 +140,10 @@ def test_table() -> None:
     assert lines[3].split()[-2:] == ["0.0050", "matches"]  # above the least of the smaller ones
     assert "critical batch size 64 to 128 samples (about 90.5)" in lines[5]
     assert "noise scale 20 samples (95 %: 10 to 40): the critical batch size is 4.53" in lines[7]
+    large = replace(FOUND, batch_size=2**20)
+    assert f"{large.lower:,.0f} to {large.upper:,.0f} samples (about {large.value:,.0f})" in str(
+        large
+    )
     assert "at least 128 samples" in str(AT_LEAST) and "at most 32 samples" in str(AT_MOST)
 
 

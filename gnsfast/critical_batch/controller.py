@@ -206,7 +206,7 @@ class BatchSizeController:
             self._warned = True
             return self._decide(
                 f"the batch size of {B:,} is more than {s.over:g} times the estimated critical "
-                f"batch size of {e.value:,.4g}",
+                f"batch size of {_samples(e.value)}",
                 warning=True,
             )
         return None
@@ -214,7 +214,7 @@ class BatchSizeController:
     def _grow(self, new: int) -> Decision:
         s, old = self.settings, self.batch_size
         allows = (
-            f"the critical batch size is at least {self._estimate.lower:,.4g} at {s.patience} "
+            f"the critical batch size is at least {_samples(self._estimate.lower)} at {s.patience} "
             f"checks in a row, which allows {new:,}"
         )
         self._rows = dict.fromkeys(self._rows, 0)
@@ -356,3 +356,8 @@ class BatchSizeController:
         value, lower, upper = map(float, state["estimate"])
         self._estimate = Estimate(value, lower, upper)
         self.decisions = [Decision.of(fields) for fields in state["decisions"]]
+
+
+def _samples(estimate: float) -> str:
+    """Four digits of an estimate, all of them from 1,000 on."""
+    return f"{estimate:.4g}" if estimate < 1000 else f"{estimate:,.0f}"

@@ -216,14 +216,15 @@ class CriticalBatch:
     def summary(self) -> str:
         """The result in a few lines, without the table."""
         if self.resolved:
-            size = f"{self.lower:,g} to {self.upper:,g} samples (about {self.value:,.3g})"
+            value = f"{self.value:.3g}" if self.value < 1000 else f"{self.value:,.0f}"
+            size = f"{self.lower:,.0f} to {self.upper:,.0f} samples (about {value})"
         elif self.lower > 0:
             size = (
-                f"at least {self.lower:,g} samples: the grid has no larger k to find a bound with"
+                f"at least {self.lower:,.0f} samples: the grid has no larger k to find a bound with"
             )
         elif math.isfinite(self.upper):
             size = (
-                f"at most {self.upper:,g} samples: the grid has no smaller k to find a bound with"
+                f"at most {self.upper:,.0f} samples: the grid has no smaller k to find a bound with"
             )
         else:
             size = "any size: one branch has nothing to be compared with"
@@ -272,7 +273,10 @@ def pooled_factor(
     if not logs:
         at = ", ".join(f"{_times(r)} at {m.tokens:,} tokens" for r, m in zip(ratios, measurements))
         raise ValueError(f"the factor is not known from branches: {at or 'no measurement'}")
-    each = ", ".join(f"{r[0]:.3g} at {m.tokens:,} tokens" for r, m in zip(ratios, measurements))
+    each = ", ".join(
+        f"{f'{r[0]:.3g}' if math.isfinite(r[0]) else 'a bound'} at {m.tokens:,} tokens"
+        for r, m in zip(ratios, measurements)
+    )
     return CriticalBatchFactor(
         math.exp(math.fsum(logs) / len(logs)),
         min(lower for _, lower, _ in ratios),
