@@ -131,6 +131,10 @@ def test_record_comes_back() -> None:
 def test_a_folder_without_a_result(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no finished measurement"):
         CriticalBatch.load(tmp_path)
+    for text in ("{", "[]", '{"kind": "critical batch", "format": 1}'):
+        (tmp_path / "critical_batch.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="critical_batch.jsonl is damaged"):
+            CriticalBatch.load(tmp_path)
 
 
 def test_table() -> None:

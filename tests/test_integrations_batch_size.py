@@ -11,7 +11,18 @@ import torch
 import transformers as hf
 from controller_cases import at_least, noise
 from processes import spawn
-from trainer_cases import SCALED, Model, T, same, samples, scaled, trained, trainer_of, weights
+from trainer_cases import (
+    SCALED,
+    Deaf,
+    Model,
+    T,
+    same,
+    samples,
+    scaled,
+    trained,
+    trainer_of,
+    weights,
+)
 
 import gnsfast
 from gnsfast import NoiseScale
@@ -69,7 +80,7 @@ def growing(
 ) -> tuple[Any, BatchSizeController]:
     changes = options.pop("controller", {})
     controller = controller_of(**changes)
-    gns = Told(controller, places, tracker=tracker)
+    gns = Told(controller, places, tracker=tracker, **options.pop("gns", {}))
     callbacks = [BatchSizeCallback(controller, gns), gns]
     options = {"max_steps": STEPS, "callbacks": callbacks, **options}
     trainer = trainer_of(folder, **options)
@@ -93,6 +104,17 @@ def by_run(trainer: hf.Trainer, controller: BatchSizeController) -> tuple[Traine
                 steps.append((run.trainer.state.global_step, step.loss, rate))
             size = new
     return run, steps
+
+
+def test_loss_that_is_not_divided(tmp_path: Path) -> None:
+    """It grows with the accumulation; a run that does not grow is measured all the same."""
+    model, gns = gnsfast.convert(Deaf()), {"loss": "samples"}
+    trainer, _ = growing(tmp_path, [0], model=model, gns=gns)
+    with pytest.raises(ValueError, match="BatchSizeCallback: the loss of Deaf is not divided"):
+        trainer.train()
+    alone = GNSCallback(**gns)
+    trainer_of(tmp_path, model=gnsfast.convert(Deaf()), callbacks=[alone]).train()
+    assert alone.compute().updates
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,18 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch.utils.data import DataLoader, IterableDataset
-from trainer_cases import SCALED, Model, T, same, samples, scaled, trained, trainer_of, weights
+from trainer_cases import (
+    SCALED,
+    Deaf,
+    Model,
+    T,
+    same,
+    samples,
+    scaled,
+    trained,
+    trainer_of,
+    weights,
+)
 
 import gnsfast
 from gnsfast.integrations.transformers import GNSCallback
@@ -39,13 +50,6 @@ def test_steps_that_a_scaler_skips(tmp_path: Path) -> None:
             list(run.train(left, batch_size=4, lr_factor=1.0))
             assert same(weights(run.trainer), truth)
             run.restore(tmp_path)
-
-
-class Deaf(Model):
-    """As BERT does, takes num_items_in_batch and does not use it."""
-
-    def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
-        return super().forward(input_ids, labels)
 
 
 def mean_of_a_micro_batch(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:

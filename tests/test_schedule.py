@@ -137,10 +137,13 @@ def test_from_log(tmp_path: Path) -> None:
     for path in (log, tmp_path):
         found = BatchSizeSchedule.from_log(path, **options)
         assert found.thresholds == ((0, 32), (100, 64))
+    log.write_text(log.read_text() + '\n{"kind": "deci')  # a run that was killed
+    assert BatchSizeSchedule.from_log(log, **options) == found
     for text, said in (
         ("", "no records"),
         ('{"step": 1}\n', "no decision"),
-        ('{"step": 1}\n{"st', "line 2"),
+        ('{"step": 1}\n{"st\n', "line 2"),
+        ('{"st', "no records"),
         ("[1]\n", "line 1"),
         ('{"kind": "decision", "tokens": 5}\n', "no tokens, old and new"),
         ('{"kind": "decision", "tokens": -5, "old": 1, "new": 2}\n', "-5"),

@@ -56,6 +56,14 @@ def test_branch_point_and_unbranched_run_are_one(optimizer: Any, tmp_path: Path)
     assert everything(other) == expected
 
 
+def test_gradients_that_no_optimizer_takes() -> None:
+    """They count in ``clip``, so each step has those of its own batch."""
+    run = small_run()
+    run.optimizer.param_groups[0]["params"].pop()
+    run.step()
+    assert not any(everything(run)["grads"])
+
+
 def test_step_and_train_are_one(tmp_path: Path) -> None:
     steps = [small_run().step()]
     assert steps == list(small_run().train(80))

@@ -13,8 +13,14 @@ from gnsfast.critical_batch.branch_protocol import BranchRun
 from gnsfast.critical_batch.critical_batch import RESULT, Branch, finite, number
 from gnsfast.errors import BranchError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 KIND, FORMAT = "branch settings", 1
 SETTINGS, NOISE, CHECKPOINT, PARTIAL = "settings.json", "noise_scale.json", "checkpoint", ".partial"
+LOCK = "lock"
 
 
 class BranchFolder:
@@ -67,6 +73,26 @@ class BranchFolder:
                 f"{self.path} holds branches with {', '.join(other)}: take the same settings to go "
                 "on with it, or a new folder"
             )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process measures in the folder meanwhile. The system lets go of the lock of a
+        process that was killed; Windows has none.
+
+        Raises:
+            BranchError: where one does.
+        """
+        if fcntl is None:
+            yield
+            return
+        with (self.path / LOCK).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BranchError(
+                    f"another process measures in {self.path}: wait for it, or name a new folder"
+                ) from None
+            yield
 
     def save_checkpoint(self, run: BranchRun) -> bool:
         """Save where the branches start, unless that was done; whether it was saved now."""

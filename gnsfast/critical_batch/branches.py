@@ -63,13 +63,14 @@ def measure_critical_batch(
             so many times the memory.
         make_run: for workers: a picklable function without arguments that makes the run, at any
             point of it, as their guard ``if __name__ == "__main__"`` has to allow.
-        noise_scale: measure ``run.noise_scale()``, where the run has it.
+        noise_scale: measure ``run.noise_scale()``, where the run has it and the folder has not.
         on_branch: hears of each branch: at once of those in the folder, then as they end.
 
     Raises:
         ValueError: for a setting that cannot be, or that differs from the folder's.
         BranchError: where a branch with k <= 1 diverged, or the base k = 1 failed. Finished
-            branches are kept; other failures are named in ``missing``.
+            branches are kept; other failures are named in ``missing``. Where another process is
+            measuring in the folder.
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
     """
@@ -99,16 +100,18 @@ def measure_critical_batch(
     }
     files = BranchFolder(folder)
     files.open(settings)
-    fresh = files.save_checkpoint(run)
     shared = (delta_tokens, alpha, loss, save_every_tokens)
     jobs = [Job(each, sizes[each], LR_FACTORS[lr](each), *shared) for each in ks]
-    try:
-        if not fresh:
+    with files.alone():
+        fresh = files.save_checkpoint(run)
+        try:
+            if not fresh:
+                run.restore(files.checkpoint)
+            known = files.noise_scale() is not None
+            scales = _noise_scales(run, files) if noise_scale or known else {}
+            branches, missing = _train(run, files, jobs, workers, make_run, on_branch)
+        finally:
             run.restore(files.checkpoint)
-        scales = _noise_scales(run, files) if noise_scale else {}
-        branches, missing = _train(run, files, jobs, workers, make_run, on_branch)
-    finally:
-        run.restore(files.checkpoint)
     if 1.0 in missing:
         raise BranchError(
             f"the branch with k = 1 failed ({missing[1.0]}), and all others stand beside it: call "

@@ -328,7 +328,7 @@ class BatchSizeController:
         Args:
             change: names of settings that may differ from the saved ones, such as ``"factor"`` once
                 it was measured anew. ``data_parallel`` and ``micro_batch`` may always: they are the
-                machine's.
+                machine's, which has to divide the first batch size too.
 
         Raises:
             ValueError: for a state of other settings, naming the first, of another format, or with

@@ -190,12 +190,15 @@ class CriticalBatch:
         """The result that ``measure_critical_batch`` has left in its folder.
 
         Raises:
-            ValueError: where there is none.
+            ValueError: where there is none, or none that this version reads.
         """
         path = Path(folder) / RESULT
         if not path.is_file():
             raise ValueError(f"{folder} holds no finished measurement ({RESULT})")
-        return CriticalBatch.of(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            return CriticalBatch.of(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{path} is damaged or of another version: {e!r}") from e
 
     def __str__(self) -> str:
         rows = [["k", "batch", "lr x", "steps", "loss", "noise", "above least", ""]]

@@ -31,12 +31,15 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     found = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    *lines, last = file.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate([*lines, last], 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
+            if number > len(lines):
+                break  # half a line, of a run that was killed or is writing it
             record = None
         if not isinstance(record, dict):
             raise ValueError(f"{file}, line {number}, is not a JSON object")

@@ -143,10 +143,15 @@ class TorchRun:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         with self._branched(batch_size / self.batch_size, lr_factor):
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._zero_grad()
         tokens = batch_size * self.tokens_per_sample
         self._tokens += tokens
         return BranchStep(tokens, loss)
+
+    def _zero_grad(self) -> None:
+        """Of the model too: what the optimizer does not train would count in ``clip``."""
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     def _schedule(self) -> None:
         """Set the learning rates that the schedule has for this step."""
@@ -240,7 +245,7 @@ class TorchRun:
             for name, buffer in other_buffers(self.model).items():
                 buffer.copy_(state["buffers"][name])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.zero_grad()
+        self._zero_grad()
         self.stream.load_state_dict(state["stream"])
         if self.gns is not None:
             self.gns.load_state_dict(state["gns"])

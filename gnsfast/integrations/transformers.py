@@ -99,6 +99,7 @@ class GNSCallback(TrainerCallback):
         )
         self.gns: GradientNoiseScale | None = None
         self.also: Callable[[], dict[str, float]] = dict  # more numbers, logged with ours
+        self.first: Callable[[Any, Any], None] | None = None  # sees a micro-batch and the items
         self._trainer: Any = None
         self._wrapped: dict[str, Callable[..., Any]] = {}
         self._before: dict[str, Any] = {}
@@ -179,6 +180,9 @@ class GNSCallback(TrainerCallback):
         if self._look:  # where waiting for the device costs little
             _refuse_packed(inputs)
             self._look = False
+        if self.first is not None:
+            self.first(inputs, args[0] if args else kwargs.get("num_items_in_batch"))
+            self.first = None
         n, device = _batch_size(inputs), self._trainer.args.device
         unknown = torch.full((n + 1,), torch.nan, dtype=torch.float64, device=device)
         samples = self._rule is not None and self._rule.loss == "samples"

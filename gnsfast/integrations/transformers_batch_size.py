@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``BatchSizeCallback``: a batch size that grows while transformers' Trainer trains."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from gnsfast.critical_batch.controller import BatchSizeController
 from gnsfast.critical_batch.decision import Decision
 from gnsfast.critical_batch.run_state import set_lr
 from gnsfast.integrations.transformers import GNSCallback, _calling_trainer
+from gnsfast.integrations.transformers_start import refuse_undivided
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -48,7 +50,9 @@ class BatchSizeCallback(TrainerCallback):
             the decisions.
 
     Raises:
-        ValueError: at the start of training, for settings that are not the Trainer's.
+        ValueError: at the start of training, for settings that are not the Trainer's; in its first
+            step, for a loss that grows with the accumulation, as of a model that takes
+            ``num_items_in_batch`` and does not divide by it.
         NotImplementedError: for DeepSpeed and other engines that accumulate by themselves, data
             without a length, ``auto_find_batch_size``, ``ignore_data_skip``, batches of unequal
             sizes, schedules that are no ``LambdaLR`` (transformers' are).
@@ -93,6 +97,7 @@ class BatchSizeCallback(TrainerCallback):
         others = [c for c in handler.callbacks if c is not self]
         handler.callbacks = [self, *others, self._saver]
         self.gns.also = self.controller.metrics
+        self.gns.first = partial(refuse_undivided, "BatchSizeCallback", trainer)
         args.gradient_accumulation_steps = self.controller.accumulation
         self._set_learning_rates(state.global_step)
 
@@ -100,7 +105,7 @@ class BatchSizeCallback(TrainerCallback):
         if self._trainer is not None:
             args.gradient_accumulation_steps = self._accumulation
             self._trainer.remove_callback(self._saver)
-            self.gns.also, self._trainer = dict, None
+            self.gns.also, self.gns.first, self._trainer = dict, None, None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._before = self._trainer._tr_loss.clone()

@@ -239,7 +239,7 @@ class TrainerRun:
         with _accumulating(trainer.args, micro_batches):
             batches, items = trainer.get_batch_samples(self._batches, number, self._device)
             if not self._divided:
-                refuse_undivided(trainer, batches[0], items)
+                refuse_undivided("TrainerRun", trainer, batches[0], items)
                 self._divided = True
             trainer.current_gradient_accumulation_steps = len(batches)
             losses = []

@@ -107,12 +107,12 @@ def _refuse_begun(trainer: Any, loader: Any) -> None:
         raise NotImplementedError(f"TrainerRun does not support {reason}")
 
 
-def refuse_undivided(trainer: Any, inputs: Any, items: Any) -> None:
+def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
     """Raise for a loss that Trainer takes to be divided by the whole batch's items, and is not.
 
     Such losses of micro-batches are added up, and both they and the gradient grow with the
-    accumulation: the batch sizes of branches would not be what they differ in. It is compared at
-    twice the number of items.
+    accumulation: more would differ between batch sizes than they. It is compared at twice the
+    number of items.
     """
     said = getattr(trainer, "loss_is_scaled_for_ga", None)
     scaled = trainer.model_accepts_loss_kwargs and items is not None
@@ -135,7 +135,7 @@ def refuse_undivided(trainer: Any, inputs: Any, items: Any) -> None:
         divided = not abs(once - 2 * twice) > 0.02 * abs(once)  # a NaN tells nothing
     if not divided:
         raise ValueError(
-            f"TrainerRun: the loss of {type(trainer.model).__name__} is not divided by "
+            f"{who}: the loss of {type(trainer.model).__name__} is not divided by "
             "num_items_in_batch, so Trainer adds up those of micro-batches, and it grows with the "
             "batch. Say trainer.model_accepts_loss_kwargs = False before, which has Trainer divide "
             "by their number, or divide a loss of your own by num_items_in_batch"

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder of branches: one process at a time, and what was measured stays."""
+
+from pathlib import Path
+
+import pytest
+from branch_runs import MeasuredRun
+
+from gnsfast.critical_batch.branch_folder import BranchFolder
+from gnsfast.critical_batch.branches import measure_critical_batch
+from gnsfast.errors import BranchError
+
+GRID = {"k": (0.5, 1, 2), "delta_tokens": 960}
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    with BranchFolder(tmp_path).alone():
+        with pytest.raises(BranchError, match="another process measures in"):
+            with BranchFolder(tmp_path).alone():
+                pass
+    measure_critical_batch(MeasuredRun(), folder=tmp_path / "branches", **GRID)
+    with BranchFolder(tmp_path / "branches").alone():  # let go of, in the end
+        with pytest.raises(BranchError, match="wait for it"):
+            measure_critical_batch(MeasuredRun(), folder=tmp_path / "branches", **GRID)
+
+
+def test_noise_scales_of_the_folder_stay(tmp_path: Path) -> None:
+    first = measure_critical_batch(MeasuredRun(), folder=tmp_path, **GRID, noise_scale=True)
+    again = measure_critical_batch(MeasuredRun(), folder=tmp_path, **GRID, noise_scale=False)
+    assert first.noise_scale is not None and again == first
