@@ -18,7 +18,7 @@ from gnsfast.critical_batch.branch_folder import BranchFolder
 from gnsfast.critical_batch.branch_process import Job
 from gnsfast.critical_batch.branch_protocol import BranchStep
 from gnsfast.critical_batch.branches import measure_critical_batch
-from gnsfast.critical_batch.critical_batch import Branch, CriticalBatch
+from gnsfast.critical_batch.measurement import Branch, CriticalBatch
 from gnsfast.errors import BranchError
 
 GRID = {"k": (0.5, 1, 2, 4), "delta_tokens": 960}

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from gnsfast.critical_batch import laws
-from gnsfast.critical_batch.power_law import Interval, fit_power_law, student_t
-from gnsfast.critical_batch.trade_off import (
+from gnsfast.critical_batch.costs import (
     from_twenty_percent,
     steps_share,
     tokens_share,
     trade_off,
     twenty_percent,
 )
+from gnsfast.critical_batch.power_law import Interval, fit_power_law, student_t
 
 
 @pytest.mark.parametrize(

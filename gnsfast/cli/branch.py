@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from gnsfast.critical_batch.branch_protocol import BranchRun
-from gnsfast.critical_batch.critical_batch import Branch
+from gnsfast.critical_batch.measurement import Branch
 
 OFFERS = ("batch_size", "tokens_per_sample", "tokens", "save", "restore", "train")
 

@@ -9,9 +9,9 @@ from typing import Any
 from gnsfast.cli.measurements import Measurements, read_measurements
 from gnsfast.critical_batch import laws
 from gnsfast.critical_batch.arguments import whole
+from gnsfast.critical_batch.costs import trade_off
 from gnsfast.critical_batch.counts import parse_count, parse_number
 from gnsfast.critical_batch.power_law import Interval, PowerLaw, fit_power_law
-from gnsfast.critical_batch.trade_off import trade_off
 
 DOUBLINGS = range(-3, 4)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gnsfast.critical_batch.branch_protocol import BranchRun
-from gnsfast.critical_batch.critical_batch import RESULT, Branch, finite, number
+from gnsfast.critical_batch.measurement import RESULT, Branch, finite, number
 from gnsfast.errors import BranchError
 
 try:

@@ -20,7 +20,7 @@ import torch
 from gnsfast.critical_batch.branch_folder import BranchFolder, step_line
 from gnsfast.critical_batch.branch_protocol import BranchRun
 from gnsfast.critical_batch.branch_rule import smoothed, smoothed_std
-from gnsfast.critical_batch.critical_batch import Branch
+from gnsfast.critical_batch.measurement import Branch
 from gnsfast.errors import BranchError
 
 

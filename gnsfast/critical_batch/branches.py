@@ -10,7 +10,7 @@ from gnsfast.critical_batch.branch_folder import BranchFolder
 from gnsfast.critical_batch.branch_process import Job, here, in_processes
 from gnsfast.critical_batch.branch_protocol import BranchRun
 from gnsfast.critical_batch.branch_rule import LR_FACTORS, check_grid, matching, smoothed
-from gnsfast.critical_batch.critical_batch import Branch, CriticalBatch, scale_of, scale_record
+from gnsfast.critical_batch.measurement import Branch, CriticalBatch, scale_of, scale_record
 from gnsfast.errors import BranchError
 from gnsfast.probes import count
 

@@ -10,8 +10,8 @@ import pytest
 from branch_runs import MeasuredRun, ScriptedRun
 
 from gnsfast.critical_batch.branches import measure_critical_batch
-from gnsfast.critical_batch.critical_batch import Branch, CriticalBatch, pooled_factor
 from gnsfast.critical_batch.factor import CriticalBatchFactor
+from gnsfast.critical_batch.measurement import Branch, CriticalBatch, pooled_factor
 from gnsfast.errors import BranchError
 from gnsfast.noise_scale import ModuleNoiseScale
 

@@ -19,7 +19,7 @@ from gnsfast.critical_batch.power_law import Interval
 def steps_share(batch_size: float, critical: float) -> float:
     """S / S_min = 1 + B_crit / B.
 
-    >>> from gnsfast.critical_batch.trade_off import steps_share, tokens_share
+    >>> from gnsfast.critical_batch.costs import steps_share, tokens_share
     >>> steps_share(256, 1024), tokens_share(256, 1024)
     (5.0, 1.25)
     """
@@ -42,7 +42,7 @@ def twenty_percent(critical: float, optimal: float) -> float:
     Source: Zhang et al. 2025 (arXiv 2410.21676): B* = b/(5a) + 1.2 B_opt, with B_opt = 256 samples
     of 512 tokens.
 
-    >>> from gnsfast.critical_batch.trade_off import from_twenty_percent, twenty_percent
+    >>> from gnsfast.critical_batch.costs import from_twenty_percent, twenty_percent
     >>> twenty_percent(4096, 256), from_twenty_percent(1126.4, 256)
     (1126.4, 4096.0)
     """
@@ -108,7 +108,7 @@ def trade_off(
             ``batch_size``, and a price without a throughput.
 
     >>> from gnsfast.critical_batch.power_law import Interval
-    >>> from gnsfast.critical_batch.trade_off import trade_off
+    >>> from gnsfast.critical_batch.costs import trade_off
     >>> [cost] = trade_off(
     ...     Interval(4096, 2048, 8192), [4096], tokens=20e9, tokens_per_sample=2048, batch_size=1024
     ... )
