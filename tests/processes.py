@@ -2,7 +2,7 @@
 """Several gloo processes for a test."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,19 @@ def enter(rank: int, work: Callable[..., None], ranks: int, port: int, args: tup
     work(rank, *args)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def each(rank: int, works: Sequence[Callable[..., None]], *args: tuple) -> None:
+    """All of ``works``, or of one with each of ``args``, in one start of the processes: each of
+    them takes seconds to import torch.
+    """
+    cases = [(work, own) for work in works for own in args or [()]]
+    for work, own in cases:
+        torch.manual_seed(0)
+        try:
+            work(rank, *own)
+        except BaseException as error:
+            raise AssertionError(f"{work.__name__}{own}") from error
 
 
 def spawn(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from oracle import assert_norms, loop_sqnorms
-from processes import spawn
+from processes import each, spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -197,12 +197,6 @@ def unused_on_one_rank(rank: int) -> None:
         assert [bool(n.any()) for n in norms.values()] == [rank == 0] * 2 + [rank == 1] * 2
 
 
-def everything(rank: int) -> None:
-    for work in (data_parallel, sharded, tensor_parallel, tied_by_hand, unused_on_one_rank):
-        torch.manual_seed(0)
-        work(rank)
-
-
 def test_two_processes() -> None:
-    """All of them in one pair: each process imports torch's compiler once."""
-    spawn(everything)
+    works = data_parallel, sharded, tensor_parallel, tied_by_hand, unused_on_one_rank
+    spawn(each, args=(works,))

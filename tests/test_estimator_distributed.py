@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import spawn
+from processes import each, spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -128,24 +128,22 @@ def one_norm(ranks: list[Batches]) -> float:
     return gns.compute().grad_sqnorm
 
 
-@pytest.mark.parametrize(
-    "ranks, wrap, microbatches, synced, source, n",
-    [
-        (2, "ddp", 1, True, "auto", N),
-        (2, "ddp", 3, False, "auto", N),
-        (2, "ddp", 3, True, "local", N),
-        (2, "ddp", 2, True, "global", 1),
-        (2, "fsdp", 1, True, "auto", N),
-        (2, "fsdp", 3, False, "auto", N),
-        (2, "fsdp", 3, True, "auto", 1),
-        (4, "ddp", 2, False, "auto", N),
-        (4, "fsdp", 2, True, "auto", N),
-    ],
-)
-def test_processes(
-    ranks: int, wrap: str, microbatches: int, synced: bool, source: str, n: int
-) -> None:
-    spawn(measure, ranks, (ranks, wrap, microbatches, synced, source, n))
+CASES = [  # ranks, wrap, microbatches, synced, source, n
+    (2, "ddp", 1, True, "auto", N),
+    (2, "ddp", 3, False, "auto", N),
+    (2, "ddp", 3, True, "local", N),
+    (2, "ddp", 2, True, "global", 1),
+    (2, "fsdp", 1, True, "auto", N),
+    (2, "fsdp", 3, False, "auto", N),
+    (2, "fsdp", 3, True, "auto", 1),
+    (4, "ddp", 2, False, "auto", N),
+    (4, "fsdp", 2, True, "auto", N),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes(ranks: int) -> None:
+    spawn(each, ranks, ([measure], *(case for case in CASES if case[0] == ranks)))
 
 
 def clip_before_update(rank: int) -> None:
@@ -224,15 +222,12 @@ def unused_on_one_rank(rank: int) -> None:
     assert gns.compute().updates == 3
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
+def test_two_processes() -> None:
+    works = (
         attached_and_clipped,
         clip_before_update,
         divide_factor,
         not_wrapped,
         unused_on_one_rank,
-    ],
-)
-def test_two_processes(work) -> None:
-    spawn(work)
+    )
+    spawn(each, args=(works,))

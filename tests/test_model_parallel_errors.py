@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes the noise scale of a model on several processes wrong is an error on all of them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import spawn
+from processes import each, spawn
 from test_model_parallel import alone, layers, measured, vector_loss, vectors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -133,9 +132,8 @@ def split_tokens(rank: int) -> None:
     assert found.noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
 
 
-@pytest.mark.parametrize("work", [pipelines, split_tokens])
-def test_two_processes(work: Callable[[int], None]) -> None:
-    spawn(work)
+def test_two_processes() -> None:
+    spawn(each, args=((pipelines, split_tokens),))
 
 
 def four(rank: int) -> None:
