@@ -87,7 +87,7 @@ def main() -> None:
         run, folder=options.out, delta_tokens=options.tokens, loss=options.loss
     )
     print(result)
-    if result.resolved:
+    if result.resolved and not result.doubts:
         result.factor("adam").save(f"{options.out}/factor.json")
 
 

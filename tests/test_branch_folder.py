@@ -4,7 +4,7 @@
 from pathlib import Path
 
 import pytest
-from branch_runs import MeasuredRun
+from branch_runs import MeasuredRun, small_run
 
 from gnsfast.critical_batch.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches import measure_critical_batch
@@ -23,6 +23,16 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     with BranchFolder(tmp_path / "branches").alone():  # let go of, in the end
         with pytest.raises(BranchError, match="wait for it"):
             measure_critical_batch(MeasuredRun(), folder=tmp_path / "branches", **GRID)
+
+
+def test_another_run_is_refused(tmp_path: Path) -> None:
+    """By what it says of itself."""
+    run = small_run()
+    list(run.train(160))
+    measure_critical_batch(run, folder=tmp_path, **GRID, noise_scale=False, tolerance=9)
+    run.beta2 = "tokens"
+    with pytest.raises(ValueError, match="run.beta2='keep', not 'tokens'"):
+        measure_critical_batch(run, folder=tmp_path, **GRID, noise_scale=False, tolerance=9)
 
 
 def test_noise_scales_of_the_folder_stay(tmp_path: Path) -> None:

@@ -50,8 +50,14 @@ def test_equals_the_sentence_on_random_losses() -> None:
     ],
 )
 def test_cases(losses: dict[float, float], expected: tuple[float, ...]) -> None:
-    assert matching(losses, 0.01) == expected
-    assert matching(dict(reversed(losses.items())), 0.01) == expected
+    found = matching(losses, 0.01)
+    assert found[:3] == expected and matching(dict(reversed(losses.items())), 0.01) == found
+    own = [k for k in losses if k < found.largest and matching_alone(losses, k) is False]
+    assert list(found.uneven) == own
+
+
+def matching_alone(losses: dict[float, float], k: float) -> bool:
+    return all(losses[k] <= losses[j] + 0.01 for j in losses if j < k)
 
 
 def test_on_the_tolerance_is_a_match() -> None:

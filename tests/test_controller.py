@@ -17,7 +17,7 @@ ENOUGH, LITTLE = noise(16.0), noise(15.99, 100.0, 300.0)
 
 
 def test_phases_change_at_their_tokens() -> None:
-    controller = make(warm_up_until=0.5)
+    controller = make(warm_up_until=0.5, tokens_per_sample=1)
     seen = {}
     for tokens in (0, 1, 999, 1000, 1001, 49_999, 50_000, 99_999, 100_000, 120_000):
         decision = controller.update(tokens, UNKNOWN)
@@ -265,6 +265,20 @@ def test_apply() -> None:
     assert second["betas"] == (0.9, pytest.approx(0.99**4))
 
 
+def test_apply_beside_a_scheduler() -> None:
+    """One that is not the controller's would undo the growth at its next step."""
+    optimizer = torch.optim.AdamW(parameter(), lr=1.0)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    controller = warm(beta2="tokens")
+    [grown] = feed(controller, [ENOUGH] * 3)
+    controller.apply(controller.decisions[0], optimizer)  # nothing to undo
+    with pytest.raises(ValueError, match="give LambdaLR controller.lr_lambda"):
+        controller.apply(grown, optimizer)
+    controller.apply(grown, optimizer, lr=False)
+    assert optimizer.param_groups[0]["betas"] == (0.9, pytest.approx(0.999**2))
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
 def test_apply_without_beta2() -> None:
     optimizer = torch.optim.SGD(parameter(), lr=1.0)
     for beta2 in ("tokens", "keep"):
@@ -291,7 +305,7 @@ def test_apply_without_beta2() -> None:
         ({"factor": math.nan}, "factor must be a number"),
         ({"factor": math.inf}, "factor must be a number"),
         ({"factor": True}, "factor must be a number"),
-        ({"factor": "8"}, "factor must be a number"),
+        ({"factor": "8.json"}, "factor=CriticalBatchFactor.load.'8.json'"),
         ({"metric": "l1"}, "metric must be 'euclidean' or 'adam'"),
         ({"tokens_per_sample": 1.5}, "tokens_per_sample"),
         ({"total_tokens": 0}, "total_tokens"),
@@ -326,6 +340,9 @@ def test_tokens_that_cannot_be() -> None:
         with pytest.raises(ValueError, match="tokens must be a whole number of at least 0"):
             controller.update(tokens, UNKNOWN)  # type: ignore[arg-type]
     controller.update(3000, UNKNOWN)
+    for wrong in (1, 9):  # steps, or samples: less than one sample's tokens
+        with pytest.raises(ValueError, match="progress is counted in tokens, not in steps"):
+            controller.update(3000 + wrong, UNKNOWN)
     with pytest.raises(ValueError, match="tokens went back from 3,000 to 2,999"):
         controller.update(2999, UNKNOWN)
     with pytest.raises(TypeError, match="what gns.compute.. gives"):

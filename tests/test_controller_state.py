@@ -58,7 +58,7 @@ def test_resumed_at_any_check() -> None:
 
 
 def test_resumed_between_two_checks() -> None:
-    first, second = make(), make()
+    first, second = make(tokens_per_sample=1), make(tokens_per_sample=1)
     first.update(1900, UNKNOWN)
     second.load_state_dict(through_json(first.state_dict()))
     assert second.update(1999, lambda: pytest.fail("no check is due")) is None

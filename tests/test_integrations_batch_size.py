@@ -227,7 +227,8 @@ def test_resumed_at_every_checkpoint(tmp_path: Path) -> None:
 
 def test_tracker_gets_decisions(tmp_path: Path) -> None:
     tracker = JSONLTracker(tmp_path / "run.jsonl")
-    trained(growing(tmp_path, [0], tracker, logging_steps=7, max_steps=14)[0])
+    how = dict(logging_steps=7, max_steps=14, controller={"total_tokens": 400})
+    trained(growing(tmp_path, [0], tracker, **how)[0])
     tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     decisions = [line for line in lines if line.get("kind") == "decision"]
@@ -238,6 +239,7 @@ def test_tracker_gets_decisions(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     for changes, match in (
+        ({"total_tokens": 10**6}, "5 epochs of 26 samples of 5 tokens are 650"),
         ({"micro_batch": 1}, "micro_batch is 1, and the Trainer's 2"),
         ({"batch_size": 8}, "batch_size is 8, and the Trainer's 4"),
         ({"data_parallel": 2}, "data_parallel is 2, and the Trainer's 1"),

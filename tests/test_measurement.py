@@ -137,13 +137,31 @@ def test_a_folder_without_a_result(tmp_path: Path) -> None:
             CriticalBatch.load(tmp_path)
 
 
+def test_what_is_not_to_be_trusted(tmp_path: Path) -> None:
+    """It makes no factor, unless it is asked for."""
+    uneven = measurement(2.0, 2.02, 2.005, 3.0)
+    noisy = replace(
+        FOUND, branches=(replace(FOUND.branches[0], loss_std=0.02), *FOUND.branches[1:])
+    )
+    assert not FOUND.doubts
+    for doubtful, why in ((uneven, "k = 1 does not match"), (noisy, "exceeds 0.01 for k = 0.5")):
+        [doubt] = doubtful.record()["doubts"]
+        assert why in doubt
+        for make in (doubtful.factor, lambda d=doubtful: pooled_factor([FOUND, d])):
+            with pytest.raises(ValueError, match="is not to be trusted: .*despite_doubts=True"):
+                make()
+        assert doubtful.factor(despite_doubts=True).value == doubtful.ratio()[0]
+    assert "what other data would have made" in replace(FOUND, loss="evaluate").summary()
+
+
 def test_table() -> None:
     lines = str(measurement(2.0, 2.02, 2.005, 3.0)).splitlines()
     assert lines[0].split() == ["k", "batch", "lr", "x", "steps", "loss", "noise", "above", "least"]
     assert lines[2].split() == ["1", "32", "1", "9", "2.0200", "0.0010", "0.0200", *NO.split()]
     assert lines[3].split()[-2:] == ["0.0050", "matches"]  # above the least of the smaller ones
     assert "critical batch size 64 to 128 samples (about 90.5)" in lines[5]
-    assert "noise scale 20 samples (95 %: 10 to 40): the critical batch size is 4.53" in lines[7]
+    assert "not to be trusted: k = 1 does not match and the larger 2 does" in lines[7]
+    assert "noise scale 20 samples (95 %: 10 to 40): the critical batch size is 4.53" in lines[8]
     large = replace(FOUND, batch_size=2**20)
     assert f"{large.lower:,.0f} to {large.upper:,.0f} samples (about {large.value:,.0f})" in str(
         large

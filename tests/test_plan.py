@@ -100,7 +100,8 @@ def test_measurements_of_a_run_folder(tmp_path: Path) -> None:
     records.insert(2, {"step": 1, "loss": 2.0, "tokens": 9.0})
     (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, records)))
     found = read_measurements(str(tmp_path))
-    assert found == ([1e9, 4e9, 16e9], [100.0, 200.0, 400.0], 1)
+    assert [(p.tokens, p.value) for p in found.points] == [(1e9, 100), (4e9, 200), (16e9, 400)]
+    assert (found.left_out, found.doubtful) == (1, 0)
     plan = planned("--tokens", "64B", "--measured", str(tmp_path))
     assert plan["measured"]["exponent"]["value"] == pytest.approx(0.5)
     assert plan["measured"]["samples"]["value"] == pytest.approx(800)
@@ -108,9 +109,31 @@ def test_measurements_of_a_run_folder(tmp_path: Path) -> None:
     assert plan["trade_off"]["from"] == "your measurements"
 
 
+def test_one_measurement(tmp_path: Path) -> None:
+    """It is taken as it is, with its own bounds; also out of folders in a folder."""
+    record = {"kind": "critical batch", "tokens": 2e9, "value": 300, "lower": 200, "upper": 450}
+    doubt = record | {"tokens": 20e9, "doubts": ["noise"]}
+    for name, each in (("a", record), ("b", doubt), ("c", record | {"tokens": 1e6, "value": 5})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "critical_batch.jsonl").write_text(json.dumps(each))
+    run = ("--tokens", "20B", "--batch", "512", "--measured", str(tmp_path))
+    found = planned(*run)
+    assert found["measured"]["samples"] == {"value": 300, "lower": 200, "upper": 450}
+    assert (found["measured"]["points"], found["measured"]["doubtful"]) == (2, 1)
+    assert found["trade_off"]["b_crit"] == found["measured"]["samples"]
+    said = " ".join(invoke(*run).split())
+    assert "after 2B tokens, 1 not to be trusted left out 300 (200 to 450) samples" in said
+
+
+def test_csv_of_a_spreadsheet(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("\ufefftokens, value\n1e9, 100\n2e9,\n", encoding="utf-8")
+    assert read_measurements(str(path)) == ([(1e9, 100, 100, 100)], 1, 0)
+
+
 def test_bad_input_is_one_line(tmp_path: Path, csv: str) -> None:
-    few = tmp_path / "few.csv"
-    few.write_text("tokens,value\n1e9,100\n2e9,\n")
+    doubt = tmp_path / "doubt.jsonl"
+    doubt.write_text('{"tokens": 5, "value": 3, "doubts": ["noise"]}')
     other = tmp_path / "other.csv"
     other.write_text("a,b\n1,2\n")
     text = tmp_path / "text.csv"
@@ -130,10 +153,11 @@ def test_bad_input_is_one_line(tmp_path: Path, csv: str) -> None:
         ((*tokens, "--b-crit", "0"), "--b-crit is 0"),
         ((*tokens, "--b-crit", "5:6:7"), "outside of its interval"),
         ((*tokens, "--gpus", "8"), "--b-crit or --measured"),
-        ((*tokens, "--b-crit", "500", "--gpus", "8"), "tokens_per_second and batch_size"),
+        ((*tokens, "--b-crit", "500", "--gpus", "8"), "also need --tokens-per-second, --batch"),
+        ((*tokens, "--b-crit", "500", "--gpu-hour-price", "2"), "also need --gpus, --tokens-per"),
         ((*tokens, "--critical-at", "3B"), "TOKENS:SAMPLES"),
         ((*tokens, "--loss", "0"), "--loss is 0"),
-        ((*tokens, "--measured", str(few)), "at least 3"),
+        ((*tokens, "--measured", str(doubt)), "no measurements: tokens and value (1 not to be"),
         ((*tokens, "--measured", str(other)), "no measurements"),
         ((*tokens, "--measured", str(text)), "'many'"),
         ((*tokens, "--measured", str(empty)), "no records"),

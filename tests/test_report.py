@@ -137,11 +137,9 @@ def test_branches(tmp_path: Path) -> None:
     assert point["error_y"]["array"] == [18.75] and point["error_y"]["arrayminus"] == [13.25]
     assert "branches at 150 tokens: 32 to 64 samples" in text
     assert re.findall(r"<td>([^<]*)</td></tr>", text) == ["-", "yes", "yes", "no", "diverged"]
-    more = {"missing": [{"k": 8, "reason": "<killed>"}], "noisy": [4.0]}
+    more = {"missing": [{"k": 8, "reason": "<killed>"}], "doubts": ["k = 4 <?>"]}
     text, [spec] = page(tmp_path, {"kind": "branch step"}, measurement(tolerance=0.01, **more))
-    assert (
-        "k = 8 failed: &lt;killed&gt;; less certain than the tolerance: the loss of k = 4" in text
-    )
+    assert "k = 8 failed: &lt;killed&gt;; not to be trusted: k = 4 &lt;?&gt;" in text
     assert "no measurement yet" not in text and "not drawn" not in text
     without = [matched for _, matched in matches(measurement())]  # a record without tolerance
     assert without == ["-", "yes", "yes", "no", "diverged"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own critical batch sizes: a CSV file, JSON lines or a run folder."""
+"""A user's own critical batch sizes: a CSV file, JSON lines, folders of runs or of branches."""
 
 import csv
 import math
@@ -8,49 +8,74 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gnsfast.critical_batch.counts import parse_number
+from gnsfast.critical_batch.measurement import RESULT
 from gnsfast.critical_batch.run_records import read_records
 
 
-class Measurements(NamedTuple):
-    """Critical batch sizes in samples against tokens; ``left_out`` had no value."""
+class Measured(NamedTuple):
+    """A critical batch size in samples with its own bounds, after so many tokens."""
 
-    tokens: list[float]
-    batch_sizes: list[float]
-    left_out: int
+    tokens: float
+    value: float
+    lower: float
+    upper: float
+
+
+class Measurements(NamedTuple):
+    """``left_out`` had no value, and ``doubtful`` are not to be trusted."""
+
+    points: list[Measured]
+    left_out: int = 0
+    doubtful: int = 0
 
 
 def read_measurements(path: str) -> Measurements:
     """Columns ``tokens`` and ``value`` of a CSV file, or such fields of JSON lines: of records of
-    kind "critical batch", and of lines without a kind. A value that is null or not finite was not
-    resolved, and is left out.
+    kind "critical batch", and of lines without a kind; of a folder without JSON lines, those of the
+    folders of branches in it. A value that is empty, null or not finite was not resolved, and is
+    left out, and so is a measurement with ``doubts``.
 
     Raises:
         ValueError: for a file without measurements, and for a field that is no number.
     """
-    if Path(path).suffix.lower() == ".csv":
-        with open(path, newline="", encoding="utf-8") as file:
-            found = _collected(csv.DictReader(file))
-    else:
-        found = _collected(
-            r for r in read_records(path) if r.get("kind", "critical batch") == "critical batch"
+    found = _collected(path, _rows(Path(path)))
+    if not found.points:
+        parts = {"without a value": found.left_out, "not to be trusted": found.doubtful}
+        why = ", ".join(f"{n} {what}" for what, n in parts.items() if n)
+        raise ValueError(
+            f"{path} holds no measurements: tokens and value{f' ({why})' if why else ''}"
         )
-    if not found.tokens:
-        without = f" ({found.left_out} without a value)" if found.left_out else ""
-        raise ValueError(f"{path} holds no measurements: tokens and value{without}")
     return found
 
 
-def _collected(rows: Iterable[Mapping[str, Any]]) -> Measurements:
-    found = Measurements([], [], 0)
+def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
+    if path.suffix.lower() == ".csv":
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return list(csv.DictReader(file, skipinitialspace=True))
+    records: list[dict[str, Any]] = []
+    inside = sorted(path.glob(f"*/{RESULT}")) if path.is_dir() else []
+    for each in [path] if not inside or any(path.glob("*.jsonl")) else inside:
+        records += read_records(each)
+    return [r for r in records if r.get("kind", "critical batch") == "critical batch"]
+
+
+def _collected(path: str, rows: Iterable[Mapping[str, Any]]) -> Measurements:
+    found = Measurements([])
     for row in rows:
         if "tokens" not in row or "value" not in row:
             continue
-        value = _number(row["value"], "value")
-        if not math.isfinite(value):
+        try:
+            tokens, value = (_number(row[name], name) for name in ("tokens", "value"))
+            bounds = [_number(row.get(name), name) for name in ("lower", "upper")]
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        if row.get("doubts"):
+            found = found._replace(doubtful=found.doubtful + 1)
+        elif not math.isfinite(value):
             found = found._replace(left_out=found.left_out + 1)
-            continue
-        found.tokens.append(_number(row["tokens"], "tokens"))
-        found.batch_sizes.append(value)
+        else:
+            lower, upper = (value if math.isnan(b) else b for b in bounds)
+            found.points.append(Measured(tokens, value, lower, upper))
     return found
 
 

@@ -14,6 +14,8 @@ from gnsfast.critical_batch.counts import parse_count, parse_number
 from gnsfast.critical_batch.power_law import Interval, PowerLaw, fit_power_law
 
 DOUBLINGS = range(-3, 4)
+LEAST_POINTS = 3
+"""Of a fit with an interval."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,23 @@ def _law(p: laws.Prediction, context: int) -> dict[str, Any]:
 
 
 def _fitted(path: str, tokens: float) -> dict[str, Any]:
-    """The power law through the user's measurements, and what it says at ``tokens``."""
+    """The power law through the user's measurements, and what it says at ``tokens``; with fewer
+    than a law takes, the one that is nearest in tokens.
+    """
     read: Measurements = read_measurements(path)
+    points = read.points
+    found: dict[str, Any] = {"path": path, "points": len(points)}
+    found |= {"left_out": read.left_out, "doubtful": read.doubtful}
+    if len(points) < LEAST_POINTS:
+        near = min(points, key=lambda p: abs(math.log(max(p.tokens, 1) / tokens)))
+        found["samples"] = _finite(Interval(near.value, near.lower, near.upper))
+        return found | {"at": near.tokens, "said": None}
     try:
-        law: PowerLaw = fit_power_law(read.tokens, read.batch_sizes)
+        law: PowerLaw = fit_power_law([p.tokens for p in points], [p.value for p in points])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return {
-        "path": path,
-        "points": law.points,
-        "left_out": read.left_out,
+    return found | {
+        "at": tokens,
         "exponent": _finite(law.exponent),
         "prefactor": _finite(law.prefactor),
         "said": str(law),
@@ -133,6 +142,12 @@ def _trade_off(
     gpus = None
     if options.gpus is not None:
         gpus = whole("--gpus", parse_count(options.gpus, "--gpus"))
+    speed = _optional(options.tokens_per_second, "--tokens-per-second")
+    price = _optional(options.gpu_hour_price, "--gpu-hour-price")
+    needed = {"--gpus": gpus, "--tokens-per-second": speed, "--batch": batch}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing and (gpus or speed or price):
+        raise ValueError(f"times and prices also need {', '.join(missing)}")
     costs = trade_off(
         critical,
         _batch_sizes(batch, critical, gpus),
@@ -140,8 +155,8 @@ def _trade_off(
         tokens_per_sample=context,
         batch_size=batch,
         gpus=gpus,
-        tokens_per_second=_optional(options.tokens_per_second, "--tokens-per-second"),
-        gpu_hour_price=_optional(options.gpu_hour_price, "--gpu-hour-price"),
+        tokens_per_second=speed,
+        gpu_hour_price=price,
     )
     return {
         "b_crit": _finite(critical),

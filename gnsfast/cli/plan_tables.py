@@ -103,6 +103,16 @@ def _sources(found: dict[str, Any]) -> Padding:
 def _measured(found: dict[str, Any]) -> Padding:
     fit, tokens = found["measured"], short_count(found["tokens"])
     left_out = f", {fit['left_out']} without a value left out" if fit["left_out"] else ""
+    left_out += f", {fit['doubtful']} not to be trusted left out" if fit["doubtful"] else ""
+    if fit["said"] is None:
+        text = Text(f"Your critical batch size after {short_count(fit['at'])} tokens", "bold")
+        text.append(f"{left_out}\n")
+        text.append(f"{_span(fit['samples'])} samples", "green")
+        text.append(
+            f", as measured, for a run of {tokens}; a law takes measurements at 3 points",
+            "default not bold",
+        )
+        return Padding(text, (0, 0, 1, 0))
     low, high = (short_count(t) for t in fit["range"])
     text = Text(f"Your critical batch sizes in samples, measured from {low} to {high}", "bold")
     text.append(f" tokens{left_out}\n")
@@ -111,6 +121,7 @@ def _measured(found: dict[str, Any]) -> Padding:
     text.append(f"{_span(fit['samples'])} samples", "green")
     text.append(" for a new measurement (95 %), ", "default not bold")
     text.append_text(_beyond(fit["extrapolated"]))
+    text.append("; the grids of the measurements are not in it", "default not bold")
     return Padding(text, (0, 0, 1, 0))
 
 

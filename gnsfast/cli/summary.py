@@ -212,7 +212,7 @@ def summary(run: Run) -> dict[str, Any]:
             for over in over_stretches(run)
         ],
         "critical_batch_branches": [
-            {k: c.get(k) for k in ("tokens", "batch_size", "value", "lower", "upper")}
+            {k: c.get(k) for k in ("tokens", "batch_size", "value", "lower", "upper", "doubts")}
             for c in run.critical
         ],
         "decisions": len(run.decisions),

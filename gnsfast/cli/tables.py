@@ -34,9 +34,7 @@ def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
     beside += [
         f"k = {each['k']:g} failed: {each['reason']}" for each in measured.get("missing", ())
     ]
-    if noisy := measured.get("noisy"):
-        ks = ", ".join(f"{k:g}" for k in noisy)
-        beside.append(f"less certain than the tolerance: the loss of k = {ks}")
+    beside += [f"not to be trusted: {doubt}" for doubt in measured.get("doubts", ())]
     said = f'<p class="note">{html.escape("; ".join(beside))}</p>' if beside else ""
     state = " open" if opened else ""
     return f"<details{state}><summary>{title}</summary>{said}{table}</details>"

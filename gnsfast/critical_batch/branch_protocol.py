@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training run has to offer so that branches of it can be trained."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gnsfast.noise_scale import NoiseScale
 
@@ -64,6 +64,14 @@ class BranchRun(Protocol):
             lr_factor: every learning rate, as the run's own schedule in tokens gives it, times
                 this; 1.0 is the unbranched run. It is no part of what ``save`` writes.
         """
+        ...
+
+
+class HasSettings(Protocol):
+    """What a ``BranchRun`` may offer as well."""
+
+    def branch_settings(self) -> Mapping[str, Any]:
+        """Plain values that change what a branch would be: a folder of others is refused."""
         ...
 
 

@@ -28,11 +28,13 @@ class Matching(NamedTuple):
         largest: k*, the largest k that matches every smaller one.
         lower: k*, or 0 where it is the smallest that was tested: nothing was there to match.
         upper: the next larger k that was tested; infinite where there is none.
+        uneven: the k below ``largest`` that do not match every smaller one themselves.
     """
 
     largest: float
     lower: float
     upper: float
+    uneven: tuple[float, ...] = ()
 
 
 def check_grid(grid: Iterable[float], batch_size: int, multiple: int = 1) -> tuple[float, ...]:
@@ -119,7 +121,7 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
 
     >>> from gnsfast.critical_batch.branch_rule import matching
     >>> matching({0.5: 2.000, 1: 2.004, 2: 2.009, 4: 2.011})
-    Matching(largest=2, lower=2, upper=4)
+    Matching(largest=2, lower=2, upper=4, uneven=())
     """
     if not tolerance >= 0 or math.isinf(tolerance):
         raise ValueError(f"tolerance must be a number that is not negative, not {tolerance!r}")
@@ -132,14 +134,19 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
                 f"the branch with k = {k:g} diverged: a batch and a learning rate that are not "
                 "above the run's own must train, so the run itself is not stable at this checkpoint"
             )
-    least, largest = math.inf, ks[0]
+    least, matched = math.inf, []
     for k in ks:
         loss = losses[k] if math.isfinite(losses[k]) else math.inf
         if loss <= least + tolerance:
-            largest = k
+            matched.append(k)
         least = min(least, loss)
-    above = [k for k in ks if k > largest]
-    return Matching(largest, 0.0 if largest == ks[0] else largest, above[0] if above else math.inf)
+    largest = matched[-1]
+    return Matching(
+        largest,
+        lower=0.0 if largest == ks[0] else largest,
+        upper=next((k for k in ks if k > largest), math.inf),
+        uneven=tuple(k for k in ks if k < largest and k not in matched),
+    )
 
 
 def _weights(steps: int, alpha: float) -> list[float]:

@@ -2,7 +2,7 @@
 """``measure_critical_batch``: the critical batch size at a checkpoint, by training branches."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -99,7 +99,8 @@ def measure_critical_batch(
         "loss": loss,
     }
     files = BranchFolder(folder)
-    files.open(settings)
+    own: Callable[[], Mapping[str, Any]] | None = getattr(run, "branch_settings", None)
+    files.open(settings | {f"run.{name}": each for name, each in (own() if own else {}).items()})
     shared = (delta_tokens, alpha, loss, save_every_tokens)
     jobs = [Job(each, sizes[each], LR_FACTORS[lr](each), *shared) for each in ks]
     with files.alone():

@@ -156,7 +156,14 @@ class BatchSizeController:
         Raises:
             ValueError: for tokens that go back, or without the noise scale that ``metric`` names.
         """
-        if (tokens := whole("tokens", tokens, 0)) < self.tokens:
+        tokens = whole("tokens", tokens, 0)
+        risen, length = tokens - self.tokens, self.settings.tokens_per_sample
+        if 0 < risen < length and 10 * risen < self.batch_tokens:
+            raise ValueError(
+                f"tokens rose by {risen:,} to {tokens:,}, and a step has about "
+                f"{self.batch_tokens:,}: progress is counted in tokens, not in steps or samples"
+            )
+        if tokens < self.tokens:
             raise ValueError(
                 f"tokens went back from {self.tokens:,} to {tokens:,}: a run that starts again from"
                 " a checkpoint loads the controller's state too"
@@ -242,16 +249,26 @@ class BatchSizeController:
         self.decisions.append(decision)
         return decision
 
-    def apply(self, decision: Decision, optimizer: torch.optim.Optimizer) -> None:
+    def apply(
+        self, decision: Decision, optimizer: torch.optim.Optimizer, *, lr: bool = True
+    ) -> None:
         """Do to the optimizer what a decision says: every group's learning rate, and beta2.
 
-        After ``lr_lambda`` the learning rate is the scheduler's, and beta2 alone is set. Any other
-        ``LambdaLR`` makes each learning rate anew, and so undoes this one at its next step.
+        Args:
+            lr: False leaves the learning rate to the caller, and so does ``lr_lambda``.
 
         Raises:
-            ValueError: where beta2 is to change and a group has no ``betas``.
+            ValueError: where beta2 is to change and a group has no ``betas``; where the learning
+                rate is to change and a scheduler sets it, which would undo that at its next step.
         """
         groups = optimizer.param_groups
+        lr = lr and not self._scheduled and decision.lr_factor != 1
+        if lr and any("initial_lr" in group for group in groups):
+            raise ValueError(
+                "a scheduler sets the learning rates (its initial_lr is in the parameter groups), "
+                "and would undo this one: give LambdaLR controller.lr_lambda(shape), or take "
+                "lr='none'"
+            )
         if decision.beta2_power != 1 and not all("betas" in group for group in groups):
             raise ValueError(
                 f"{type(optimizer).__name__} has no beta2 to keep constant in tokens: "
@@ -261,7 +278,7 @@ class BatchSizeController:
             if decision.beta2_power != 1:
                 beta1, beta2 = group["betas"]
                 group["betas"] = (beta1, beta2**decision.beta2_power)
-            if self._scheduled:
+            if not lr:
                 continue
             if isinstance(group["lr"], Tensor):  # a captured or compiled step reads this tensor
                 group["lr"].mul_(decision.lr_factor)

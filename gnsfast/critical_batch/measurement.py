@@ -117,6 +117,27 @@ class CriticalBatch:
         """The k whose ``loss_std`` exceeds the tolerance: no verdict on them can be trusted."""
         return tuple(b.k for b in self.branches if b.loss_std > self.tolerance)
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the verdicts may be those of noise; empty where nothing says so.
+
+        Of an evaluation loss only the second is looked at: how much it depends on the data that a
+        branch happened to train on, another measurement from another seed of the data tells.
+        """
+        found = []
+        if self.noisy:
+            ks = ", ".join(f"{k:g}" for k in self.noisy)
+            found.append(
+                f"the noise of the loss exceeds {self.tolerance:g} for k = {ks}: take "
+                "loss='evaluate' (a run with evaluate()), or a smaller alpha"
+            )
+        if uneven := self._matching.uneven:
+            found.append(
+                f"k = {uneven[0]:g} does not match and the larger {self._matching.largest:g} does: "
+                "measure again from another seed of the data, with more tokens"
+            )
+        return tuple(found)
+
     def ratio(self, metric: str = "euclidean") -> tuple[float, float, float]:
         """Critical batch size / noise scale, and the bounds that both intervals allow.
 
@@ -141,13 +162,16 @@ class CriticalBatch:
             self.upper / scale.lower if scale.lower > 0 else math.inf,
         )
 
-    def factor(self, metric: str = "euclidean") -> CriticalBatchFactor:
+    def factor(
+        self, metric: str = "euclidean", *, despite_doubts: bool = False
+    ) -> CriticalBatchFactor:
         """``ratio``, to be saved and used elsewhere.
 
         Raises:
-            ValueError: where the ratio is not known, or its noise scale was not measured.
+            ValueError: where the ratio is not known, or its noise scale was not measured; where
+                there are ``doubts``, unless ``despite_doubts``.
         """
-        return pooled_factor([self], metric)
+        return pooled_factor([self], metric, despite_doubts=despite_doubts)
 
     def record(self) -> dict[str, Any]:
         """A JSON object; what is infinite or not known is null (``lower`` has 0 for no bound)."""
@@ -160,6 +184,7 @@ class CriticalBatch:
             **{name: finite(getattr(self, name)) for name in ("lower", "upper", "value")},
             "resolved": self.resolved,
             "noisy": list(self.noisy),
+            "doubts": list(self.doubts),
             "branches": [b.record() for b in self.branches],
             "missing": [{"k": k, "reason": reason} for k, reason in self.missing.items()],
             "noise_scale": scale_record(self.noise_scale),
@@ -237,12 +262,9 @@ class CriticalBatch:
             f"at {self.tokens:,} tokens, by branches of {self.delta_tokens:,} tokens, "
             f"{what} within {self.tolerance:g}, learning rate {self.lr}",
         ]
-        if self.noisy:
-            ks = ", ".join(f"{k:g}" for k in self.noisy)
-            lines.append(
-                f"not to be trusted: the noise of the loss exceeds {self.tolerance:g} for k = "
-                f"{ks}: take loss='evaluate' (a run with evaluate()), or a smaller alpha"
-            )
+        lines += [f"not to be trusted: {doubt}" for doubt in self.doubts]
+        if self.loss == "evaluate" and not self.doubts:
+            lines.append("not in it: what other data would have made of the branches")
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         if self.noise_scale is not None:
             lines.append(f"{self.noise_scale}: the critical batch size is {_times(self.ratio())}")
@@ -259,7 +281,10 @@ RESULT = "critical_batch.jsonl"
 
 
 def pooled_factor(
-    measurements: Sequence[CriticalBatch], metric: str = "euclidean"
+    measurements: Sequence[CriticalBatch],
+    metric: str = "euclidean",
+    *,
+    despite_doubts: bool = False,
 ) -> CriticalBatchFactor:
     """One factor from several checkpoints, for a later or larger run.
 
@@ -269,8 +294,14 @@ def pooled_factor(
 
     Raises:
         ValueError: without a measurement whose ratio is known, or where one has no noise scale
-            under ``metric``.
+            under ``metric``; where one has ``doubts``, unless ``despite_doubts``.
     """
+    for m in measurements:
+        if m.doubts and not despite_doubts:
+            raise ValueError(
+                f"the measurement at {m.tokens:,} tokens is not to be trusted: {m.doubts[0]}. To "
+                "take it all the same: despite_doubts=True"
+            )
     ratios = [m.ratio(metric) for m in measurements]
     logs = [math.log(value) for value, _, _ in ratios if math.isfinite(value)]
     if not logs:

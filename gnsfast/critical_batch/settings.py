@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A controller's settings: checked once, saved with its state, compared when a run is resumed."""
 
+import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -125,6 +126,10 @@ def make_settings(
 def _factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFactor:
     if metric not in METRICS:
         raise ValueError(f"metric must be 'euclidean' or 'adam', not {metric!r}")
+    if isinstance(factor, (str, os.PathLike)):
+        raise ValueError(
+            f"factor={str(factor)!r} is a path: factor=CriticalBatchFactor.load({str(factor)!r})"
+        )
     if not isinstance(factor, CriticalBatchFactor):
         if not (value := between("factor", factor, 0.0)):
             raise ValueError("factor=0 would never grow the batch: it is CBS / noise scale")

@@ -205,6 +205,11 @@ class TorchRun:
             for group, own in zip(groups, kept):
                 group.update(own)
 
+    def branch_settings(self) -> dict[str, Any]:
+        """What ``measure_critical_batch`` compares with a folder of branches."""
+        lr, optimizer = None if self.lr is None else "scheduled", type(self.optimizer).__name__
+        return {"optimizer": optimizer, "lr": lr, "clip": self.clip, "beta2": self.beta2}
+
     def save(self, folder: Path) -> None:
         """Write model, optimizer, random number generators, data position and progress: tensors
         and plain values, which ``torch.load(weights_only=True)`` reads.

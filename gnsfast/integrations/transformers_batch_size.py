@@ -87,6 +87,14 @@ class BatchSizeCallback(TrainerCallback):
         self._per_epoch = len(loader)
         self._steps_of_an_epoch = -(-self._per_epoch // self._accumulation)
         self._dropped = bool(args.dataloader_drop_last)
+        epochs, s = state.max_steps / self._steps_of_an_epoch, self.controller.settings
+        planned = round(epochs * self._per_epoch * s.samples_at_once * s.tokens_per_sample)
+        if not planned / 2 <= s.total_tokens <= 2 * planned:
+            raise ValueError(
+                f"the controller's total_tokens={s.total_tokens:,} are not those of this training: "
+                f"{epochs:g} epochs of {self._per_epoch * s.samples_at_once:,} samples of "
+                f"{s.tokens_per_sample:,} tokens are {planned:,}"
+            )
         self._start(state)
         self._lag = state.global_step - trainer.lr_scheduler.last_epoch
         self._trainer, self._saver = trainer, _ControllerState(self)
@@ -133,7 +141,7 @@ class BatchSizeCallback(TrainerCallback):
 
     def _decided(self, decision: Decision) -> None:
         trainer = self._trainer
-        self.controller.apply(decision, trainer.optimizer)
+        self.controller.apply(decision, trainer.optimizer, lr=False)
         trainer.args.gradient_accumulation_steps = self.controller.accumulation
         record = getattr(self.gns.tracker, "record", None)
         if record is not None and trainer.is_world_process_zero():
