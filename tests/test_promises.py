@@ -73,6 +73,8 @@ def test_files_are_short_and_speak_of_the_project() -> None:
     files = tracked()
     assert len(files) > 30
     for path in files:
+        if path.suffix == ".png":
+            continue
         text = path.read_text(encoding="utf-8")
         assert not [w for w in WORDS if w in text], path
         if path.suffix in (".py", ".cu", ".cuh", ".cpp"):
