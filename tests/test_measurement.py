@@ -3,6 +3,7 @@
 
 import json
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from branch_runs import MeasuredRun, ScriptedRun
 from gnsfast.critical_batch.branches import measure_critical_batch
 from gnsfast.critical_batch.factor import CriticalBatchFactor
 from gnsfast.critical_batch.measurement import Branch, CriticalBatch, pooled_factor
+from gnsfast.critical_batch.repeats import averaged
 from gnsfast.errors import BranchError
 from gnsfast.noise_scale import ModuleNoiseScale
 
@@ -146,12 +148,44 @@ def test_what_is_not_to_be_trusted(tmp_path: Path) -> None:
     assert not FOUND.doubts
     for doubtful, why in ((uneven, "k = 1 does not match"), (noisy, "exceeds 0.01 for k = 0.5")):
         [doubt] = doubtful.record()["doubts"]
+        assert "average" in doubt or "smaller alpha" in doubt
         assert why in doubt
         for make in (doubtful.factor, lambda d=doubtful: pooled_factor([FOUND, d])):
             with pytest.raises(ValueError, match="is not to be trusted: .*despite_doubts=True"):
                 make()
         assert doubtful.factor(despite_doubts=True).value == doubtful.ratio()[0]
-    assert "what other data would have made" in replace(FOUND, loss="evaluate").summary()
+    own = [replace(b, loss_std=math.nan) for b in FOUND.branches]
+    single = replace(FOUND, loss="evaluate", branches=tuple(own))
+    assert not single.doubts and "how noisy the losses are is not known" in single.summary()
+
+
+def test_average_over_data() -> None:
+    """A verdict that three seeds of the data do not share falls to their mean losses."""
+    parts = [measurement(2.0, 2.004, x, 3.0) for x in (2.006, 2.03, 2.03)]
+    assert [m.upper for m in parts] == [128, 64, 64]
+    found = averaged(parts)
+    assert (found.lower, found.upper) == (32, 64)
+    assert [b.loss for b in found.branches] == pytest.approx([2.0, 2.004, 2.022, 3.0])
+    error = statistics.stdev([2.006, 2.03, 2.03]) / math.sqrt(3)
+    assert [b.loss_std for b in found.branches] == pytest.approx([0, 0, error, 0], abs=1e-12)
+    assert found.branches[2].steps == parts[0].branches[2].steps
+    assert found.noise_scale == parts[0].noise_scale and not found.doubts
+    wide = replace(averaged([measurement(2.0, x, 3.0, 3.0) for x in (2.0, 2.05)]), loss="evaluate")
+    assert "average more measurements" in wide.doubts[0]
+
+
+def test_average_of_what_was_trained() -> None:
+    lost = replace(FOUND, branches=FOUND.branches[:3])
+    found = averaged([FOUND, lost])
+    assert [b.k for b in found.branches] == [0.5, 1, 2] and list(found.missing) == [4]
+    diverged = replace(FOUND.branches[3], loss=math.inf, state="diverged")
+    found = averaged([FOUND, replace(FOUND, branches=(*FOUND.branches[:3], diverged))])
+    assert found.branches[3].state == "diverged" and found.upper == 128
+    assert CriticalBatch.of(json.loads(json.dumps(found.record()))).record() == found.record()
+    with pytest.raises(ValueError, match="tokens=5000 and tokens=6000"):
+        averaged([FOUND, replace(FOUND, tokens=6000)])
+    with pytest.raises(ValueError, match="at least two"):
+        averaged([FOUND])
 
 
 def test_table() -> None:

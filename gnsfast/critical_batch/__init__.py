@@ -16,6 +16,7 @@ from gnsfast.critical_batch.decision import Decision
 from gnsfast.critical_batch.factor import CriticalBatchFactor
 from gnsfast.critical_batch.measurement import Branch, CriticalBatch, pooled_factor
 from gnsfast.critical_batch.power_law import PowerLaw, fit_power_law
+from gnsfast.critical_batch.repeats import averaged
 from gnsfast.critical_batch.samples import ResizableBatchSampler, SampleStream
 from gnsfast.critical_batch.schedule import BatchSizeSchedule
 from gnsfast.critical_batch.torch_run import TorchRun
@@ -34,6 +35,7 @@ __all__ = [
     "ResizableBatchSampler",
     "SampleStream",
     "TorchRun",
+    "averaged",
     "exports",
     "fit_power_law",
     "laws",

@@ -57,7 +57,8 @@ def measure_critical_batch(
         alpha: the weight of the newest step in the moving average that L_k is.
         lr: f(k): ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"none"``.
         loss: ``"train"``, as the paper has it, or ``"evaluate"``: ``run.evaluate()`` after a branch
-            instead, with less noise.
+            instead, with less noise. How much is left, measurements of the checkpoint with other
+            data tell, each in its folder (``gnsfast.critical_batch.averaged``).
         save_every_tokens: also save inside of a branch, so that a killed one goes on from there.
         workers: train so many branches at once, each in a process of its own, 0 for none. It costs
             so many times the memory.

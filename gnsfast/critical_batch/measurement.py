@@ -121,20 +121,20 @@ class CriticalBatch:
     def doubts(self) -> tuple[str, ...]:
         """Why the verdicts may be those of noise; empty where nothing says so.
 
-        Of an evaluation loss only the second is looked at: how much it depends on the data that a
-        branch happened to train on, another measurement from another seed of the data tells.
+        Of a single measurement's evaluation losses only the second is looked at: how much they
+        depend on the data that a branch happened to train on, ``averaged`` tells.
         """
         found = []
         if self.noisy:
             ks = ", ".join(f"{k:g}" for k in self.noisy)
-            found.append(
-                f"the noise of the loss exceeds {self.tolerance:g} for k = {ks}: take "
-                "loss='evaluate' (a run with evaluate()), or a smaller alpha"
-            )
+            remedy = "take loss='evaluate' (a run with evaluate()), or a smaller alpha"
+            if self.loss == "evaluate":
+                remedy = "average more measurements"
+            found.append(f"the noise of the loss exceeds {self.tolerance:g} for k = {ks}: {remedy}")
         if uneven := self._matching.uneven:
             found.append(
                 f"k = {uneven[0]:g} does not match and the larger {self._matching.largest:g} does: "
-                "measure again from another seed of the data, with more tokens"
+                "take the average of measurements from several seeds of the data (averaged)"
             )
         return tuple(found)
 
@@ -263,8 +263,11 @@ class CriticalBatch:
             f"{what} within {self.tolerance:g}, learning rate {self.lr}",
         ]
         lines += [f"not to be trusted: {doubt}" for doubt in self.doubts]
-        if self.loss == "evaluate" and not self.doubts:
-            lines.append("not in it: what other data would have made of the branches")
+        if self.loss == "evaluate" and all(math.isnan(b.loss_std) for b in self.branches):
+            lines.append(
+                "how noisy the losses are is not known: measure again from other seeds of the "
+                "data, and take the average (averaged)"
+            )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         if self.noise_scale is not None:
             lines.append(f"{self.noise_scale}: the critical batch size is {_times(self.ratio())}")
