@@ -101,7 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = devices.add_parser("batch-size", help="what a controlled batch size does; 30 minutes")
     sizes.add_argument("--steps", type=int, default=batch_size.STEPS, help="of the small batch")
     sizes.add_argument("--seeds", type=int, default=batch_size.SEEDS)
-    sizes.add_argument("--runs", type=Path, required=True, help="new folder for logs and branches")
+    sizes.add_argument("--only", choices=("runs", "repeats"), nargs="+", default=("runs",))
+    sizes.add_argument("--runs", type=Path, required=True, help="folder for logs and branches")
     sizes.add_argument("--record", type=Path, help="folder for the record, else only printed")
     options = parser.parse_args(arguments)
     {"cpu": run_cpu, "gpu": run_gpu, "batch-size": run_batch_size}[options.device](options)
@@ -127,12 +128,19 @@ def run_gpu(options: argparse.Namespace) -> None:
 
 def run_batch_size(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    tables = batch_size.batch_size(options.steps, options.seeds, options.runs)
-    for title, rows in tables.items():
-        print(f"\n{title}\n\n" + "\n".join(record.markdown(rows)))
-    if options.record:
-        command = f"python -m benchmarks batch-size --steps {options.steps} --seeds {options.seeds}"
-        print(f"\nwritten: {record.write('cpu-batch-size', command, tables, options.record)}")
+    parts = {
+        "runs": lambda: batch_size.batch_size(options.steps, options.seeds, options.runs),
+        "repeats": lambda: batch_size.repeats(options.steps, options.runs),
+    }
+    names = {"runs": "cpu-batch-size", "repeats": "cpu-batch-size-repeats"}
+    for part in options.only:
+        tables = parts[part]()
+        for title, rows in tables.items():
+            print(f"\n{title}\n\n" + "\n".join(record.markdown(rows)))
+        if options.record:
+            command = f"python -m benchmarks batch-size --only {part} --steps {options.steps}"
+            written = record.write(names[part], command, tables, options.record)
+            print(f"\nwritten: {written}")
 
 
 def run_cpu(options: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from gnsfast.critical_batch.branches import measure_critical_batch
 from gnsfast.critical_batch.controller import BatchSizeController
 from gnsfast.critical_batch.factor import CriticalBatchFactor
 from gnsfast.critical_batch.measurement import CriticalBatch, pooled_factor
+from gnsfast.critical_batch.repeats import averaged
 from gnsfast.critical_batch.samples import SampleStream
 from gnsfast.critical_batch.token_schedules import cosine
 from gnsfast.critical_batch.torch_run import TorchRun
@@ -31,6 +32,8 @@ POINTS = (0.05, 0.25, 0.6)
 GRID = (0.25, 0.5, 1, 2, 4, 8, 16)
 DELTA = 128
 """Steps of the small batch that a branch takes the tokens of."""
+DATA_SEEDS = (11, 12)
+"""Of streams that measurements are repeated with; the run's own is 0."""
 LOG_EVERY = 20
 """Steps of the small batch between two lines of a log."""
 
@@ -76,17 +79,31 @@ class Demo:
         for point in POINTS:
             while run.tokens < point * self.tokens:
                 run.step()
-            folder = self.folder / f"branches-{point:g}"
-            found.append(
-                measure_critical_batch(
-                    run,
-                    folder=folder,
-                    k=GRID,
-                    delta_tokens=DELTA * self.small_tokens,
-                    loss="evaluate",
-                )
-            )
-            print(found[-1], flush=True)
+            found.append(self._measured(run, f"branches-{point:g}"))
+        return found
+
+    def repeats(self) -> list[list[CriticalBatch]]:
+        """At each of ``POINTS`` the measurement that is there, and others on other data."""
+        found = []
+        for point in POINTS:
+            first = self.folder / f"branches-{point:g}"
+            found.append([CriticalBatch.load(first)])
+            for seed in DATA_SEEDS:
+                run = self.run(0, SMALL, self.rate)
+                run.restore(first / "checkpoint")
+                run.stream = SampleStream(self.windows, seed=seed)
+                found[-1].append(self._measured(run, f"branches-{point:g}-data-{seed}"))
+        return found
+
+    def _measured(self, run: TorchRun, name: str) -> CriticalBatch:
+        found = measure_critical_batch(
+            run,
+            folder=self.folder / name,
+            k=GRID,
+            delta_tokens=DELTA * self.small_tokens,
+            loss="evaluate",
+        )
+        print(found, flush=True)
         return found
 
     def fixed(self, name: str, seed: int, batch_size: int) -> dict[str, Any]:
@@ -166,6 +183,25 @@ def batch_size(steps: int, seeds: int, folder: Path) -> dict[str, list[dict[str,
             _mean(name, [row for row in rows if row["batch size"] == name]) for name in contestants
         ],
         "Each run": [row | {"loss": f"{row['loss']:.4f}"} for row in rows],
+    }
+
+
+def repeats(steps: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Tables of the measurements of ``batch_size`` again, on other data."""
+    means = []
+    sizes = []
+    for each in Demo(steps, folder).repeats():
+        mean = averaged(each)
+        tokens = {"tokens": f"{mean.tokens:,}"}
+        single = (f"{m.lower:g} to {m.upper:g}{' (doubts)' if m.doubts else ''}" for m in each)
+        size = {f"data {seed}": said for seed, said in zip((0, *DATA_SEEDS), single)}
+        of_mean = f"{mean.lower:g} to {mean.upper:g}"
+        sizes.append({**tokens, **size, "mean losses": of_mean, "doubts": "; ".join(mean.doubts)})
+        losses = {f"k = {b.k:g}": f"{b.loss:.4f} ± {b.loss_std:.4f}" for b in mean.branches}
+        means.append({**tokens, **losses})
+    return {
+        "Critical batch size, samples, from several seeds of the data": sizes,
+        "Mean evaluation losses of branches ± standard error": means,
     }
 
 
