@@ -139,6 +139,7 @@ def run_batch_size(options: argparse.Namespace) -> None:
             print(f"\n{title}\n\n" + "\n".join(record.markdown(rows)))
         if options.record:
             command = f"python -m benchmarks batch-size --only {part} --steps {options.steps}"
+            command += f" --seeds {options.seeds}" if part == "runs" else ""
             written = record.write(names[part], command, tables, options.record)
             print(f"\nwritten: {written}")
 
