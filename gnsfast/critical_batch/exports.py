@@ -154,8 +154,10 @@ def hugging_face(
     """A plan of gradient accumulation: what ``TrainingArguments`` has to say from which step on.
 
     ``step`` is ``state.global_step`` and ``tokens`` what is trained when the change comes.
-    Trainer reads accumulation when training starts: a new value takes a restart from a checkpoint,
-    or a callback of one's own. Stages that are never reached are left out.
+    Trainer reads accumulation when training starts, and where a checkpoint is resumed with another
+    one it skips the wrong number of samples: change it by a callback, as ``BatchSizeCallback`` in
+    ``gnsfast.integrations.transformers_batch_size`` does. Stages that are never reached are left
+    out.
 
     Raises:
         ValueError: for a batch size that is no multiple of the samples of one forward pass.
