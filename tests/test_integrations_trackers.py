@@ -172,6 +172,7 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # W&B gives its process 30 s to start
     from wandb.proto.wandb_internal_pb2 import Record
 
     tracker = WandbTracker(project="gns", dir=str(tmp_path))
