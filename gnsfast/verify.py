@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gnsfast import reference
 from gnsfast.coverage import coverage
+from gnsfast.kept import kept
 from gnsfast.probed import Probed
 from gnsfast.probes import per_sample_sqnorms
 
@@ -170,22 +171,10 @@ def _splits(summed: dict[str, Tensor | None], total: dict[str, Tensor], rtol: fl
 @contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
     """Gradients, buffers, training flags and random state are afterwards what they were."""
-    grads = [(p, p.grad) for p in model.parameters()]
-    modes = [(m, m.training) for m in model.modules()]
     audited = [(m, m._audited) for m in model.modules() if isinstance(m, Probed)]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    for p, _ in grads:
-        p.grad = None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with kept(model), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for p, g in grads:
-            p.grad = g
-        for m, training in modes:
-            m.training = training
         for probed, was in audited:  # what eval mode runs is not what training runs
             probed._audited = was
-        with torch.no_grad():
-            for b, value in buffers:
-                b.copy_(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gnsfast.cli.measurements import Measurements, read_measurements
 from gnsfast.critical_batch import laws
-from gnsfast.critical_batch.arguments import whole
+from gnsfast.critical_batch.arguments import finite, whole
 from gnsfast.critical_batch.costs import trade_off
 from gnsfast.critical_batch.counts import parse_count, parse_number
 from gnsfast.critical_batch.power_law import Interval, PowerLaw, fit_power_law
@@ -206,4 +206,4 @@ def _plain(value: Any) -> Any:
 
 def _finite(interval: Interval) -> dict[str, float | None]:
     """For JSON, which has no number for what is infinite."""
-    return {k: v if math.isfinite(v) else None for k, v in interval._asdict().items()}
+    return {k: finite(v) for k, v in interval._asdict().items()}

@@ -28,6 +28,11 @@ def between(name: str, value: Any, least: float, most: float = math.inf) -> floa
     return float(value)
 
 
+def finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity: null."""
+    return value if math.isfinite(value) else None
+
+
 def plain(value: float) -> float | str:
     """A float as strict JSON can hold it; ``float()`` reads it back."""
     return value if math.isfinite(value) else str(value)

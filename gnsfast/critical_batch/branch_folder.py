@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from gnsfast.critical_batch.arguments import finite
 from gnsfast.critical_batch.branch_protocol import BranchRun
-from gnsfast.critical_batch.measurement import RESULT, Branch, finite, number
+from gnsfast.critical_batch.measurement import RESULT, Branch, number
 from gnsfast.errors import BranchError
 
 try:

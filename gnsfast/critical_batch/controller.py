@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gnsfast.critical_batch.arguments import plain, whole
+from gnsfast.critical_batch.branch_rule import LR_FACTORS
 from gnsfast.critical_batch.decision import Decision, Estimate, estimate
 from gnsfast.critical_batch.factor import CriticalBatchFactor
-from gnsfast.critical_batch.settings import LR_POWERS, make_settings
+from gnsfast.critical_batch.settings import make_settings
 from gnsfast.critical_batch.token_schedules import Shape, by_tokens
 from gnsfast.noise_scale import NoiseScale
 
@@ -137,7 +138,7 @@ class BatchSizeController:
         return self._lr_factor(self.batch_size / self.settings.batch_size)
 
     def _lr_factor(self, ratio: float) -> float:
-        return float(ratio ** LR_POWERS[self.settings.lr])
+        return LR_FACTORS[self.settings.lr](ratio)
 
     def update(
         self, tokens: int, noise_scale: NoiseScale | Callable[[], NoiseScale]

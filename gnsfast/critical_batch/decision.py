@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gnsfast.critical_batch.arguments import plain
+from gnsfast.critical_batch.arguments import finite, plain
 from gnsfast.critical_batch.factor import CriticalBatchFactor
 from gnsfast.noise_scale import NoiseScale
 
@@ -38,8 +38,7 @@ class Decision:
     def record(self) -> dict[str, Any]:
         """A line for a JSON log: what is not finite is null."""
         return {"kind": "decision"} | {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in asdict(self).items()
+            k: finite(v) if isinstance(v, float) else v for k, v in asdict(self).items()
         }
 
     def plain(self) -> dict[str, Any]:

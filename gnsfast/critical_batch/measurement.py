@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gnsfast.critical_batch.arguments import finite
 from gnsfast.critical_batch.branch_rule import Matching, matching
 from gnsfast.critical_batch.factor import CriticalBatchFactor
 from gnsfast.noise_scale import ModuleNoiseScale
@@ -336,11 +337,6 @@ def scale_of(record: Mapping[str, Any] | None) -> ModuleNoiseScale | None:
         return None
     numbers = [math.inf if record[k] is None else record[k] for k in NUMBERS]
     return ModuleNoiseScale(*numbers)
-
-
-def finite(x: float) -> float | None:
-    """JSON has no NaN and no infinity: null."""
-    return x if math.isfinite(x) else None
 
 
 def number(x: float | None) -> float:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gnsfast.critical_batch.arguments import between, plain, whole
+from gnsfast.critical_batch.branch_rule import LR_FACTORS
 from gnsfast.critical_batch.factor import METRICS, CriticalBatchFactor
 
-LR_POWERS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
 CHECKS = 400
 """Checks of a run, where nobody says how many: three in a row are 0.75 % of its tokens."""
 
@@ -45,7 +45,7 @@ class Settings:
         between("calibrate", self.calibrate, 0.0, 1.0)
         between("warm_up_until", self.warm_up_until, self.calibrate, 1.0)
         between("over", self.over, 1.0)
-        if self.lr not in LR_POWERS:
+        if self.lr not in LR_FACTORS:
             raise ValueError(f"lr must be 'sqrt', 'linear' or 'none', not {self.lr!r}")
         if self.beta2 not in ("keep", "tokens"):
             raise ValueError(f"beta2 must be 'keep' or 'tokens', not {self.beta2!r}")

@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.critical_batch.branch_protocol import BranchStep
 from gnsfast.critical_batch.random_state import random_state, set_random_state
-from gnsfast.critical_batch.run_state import kept_buffers, other_buffers, set_lr
+from gnsfast.critical_batch.run_state import other_buffers, set_lr
 from gnsfast.estimator import GradientNoiseScale
+from gnsfast.kept import kept
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.probed import Probed
 from gnsfast.probes import count
@@ -291,18 +292,10 @@ class TorchRun:
     @contextmanager
     def _untouched(self) -> Iterator[None]:
         """Afterwards everything but the block's result is as it was."""
-        modes = [(m, m.training) for m in self.model.modules()]
-        grads = [(p, p.grad) for p in self.model.parameters()]
         stream, random = copy.deepcopy(self.stream.state_dict()), random_state(self._devices())
-        for p, _ in grads:
-            p.grad = None
         try:
-            with kept_buffers(self.model):
+            with kept(self.model):
                 yield
         finally:
-            for module, training in modes:
-                module.training = training
-            for p, grad in grads:
-                p.grad = grad
             self.stream.load_state_dict(stream)
             set_random_state(random, self._devices())

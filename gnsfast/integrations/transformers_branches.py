@@ -14,10 +14,11 @@ from torch import Tensor
 
 from gnsfast.critical_batch.branch_protocol import BranchStep
 from gnsfast.critical_batch.random_state import random_state, set_random_state
-from gnsfast.critical_batch.run_state import kept_buffers, other_buffers, set_lr
+from gnsfast.critical_batch.run_state import other_buffers, set_lr
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import TrainerBatches
 from gnsfast.integrations.transformers_start import begin, refuse_undivided
+from gnsfast.kept import kept_buffers
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.probed import Probed
 from gnsfast.probes import count
