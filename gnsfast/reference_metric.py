@@ -117,7 +117,7 @@ def _fused(
     """dW and norms [2, B + 1]: ``reference._fused``, a tile being weighed once it is added."""
     (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
     height = min(O, max(1, reference.TILE // I))
-    together = max(1, min(B, max(reference.TOGETHER, reference.GROUP // (height * I))))
+    together = max(1, min(B, max(reference.SMALL, reference.GROUP // (height * I))))
     dw_OI = x_BTI.new_zeros((O, I), dtype=acc)
     scratch = x_BTI.new_empty((together, height, I), dtype=acc)
     norms_2B1 = x_BTI.new_zeros((2, B + 1), dtype=torch.float64)
@@ -130,7 +130,7 @@ def _fused(
             tiles = scratch[: len(x_GTI), : len(total)]
             torch.bmm(dy_BTO[some, :, rows].mT.to(acc), x_GTI.to(acc), out=tiles)
             norms_2B1[0, some] += _sample_sqnorms(tiles)
-            for tile in tiles if together <= reference.TOGETHER else tiles.sum(0, keepdim=True):
+            for tile in tiles if together <= reference.SMALL else tiles.sum(0, keepdim=True):
                 total += tile
             norms_2B1[1, some] += _sample_sqnorms(tiles.mul_(root))
         norms_2B1[0, B] += sqnorm(total)

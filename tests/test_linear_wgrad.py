@@ -46,6 +46,28 @@ def test_routes_agree() -> None:
     torch.testing.assert_close(dw.double(), g_BOI.sum(0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("together", [0, 10_000], ids=["alone", "together"])
+def test_tiles(
+    monkeypatch: pytest.MonkeyPatch, together: int, threads: int, dtype: torch.dtype
+) -> None:
+    """Blocks of rows, the last one shorter, that threads share or that do not divide by them; rows
+    in pieces; sums of samples one by one, or of some at a time.
+    """
+    for name, value in (("TILE", 12 * 50), ("GROUP", together), ("PART", 2), ("PIECE", 20)):
+        monkeypatch.setattr(reference, name, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x_BTI, dy_BTO = torch.randn(5, 7, 50).to(dtype), torch.randn(5, 7, 34).to(dtype)
+    g_BOI = torch.einsum("bto,bti->boi", dy_BTO.double(), x_BTI.double())
+    dw, sqnorm_B1 = reference._fused(x_BTI, dy_BTO, torch.float32)
+    want_B1 = torch.cat([g_BOI, g_BOI.sum(0, keepdim=True)]).square().sum((1, 2))
+    torch.testing.assert_close(sqnorm_B1, want_B1, rtol=1e-5, atol=0)
+    torch.testing.assert_close(dw.double(), g_BOI.sum(0), rtol=1e-5, atol=1e-5)
+    none, zero = reference._fused(x_BTI[:0], dy_BTO[:0], torch.float32)
+    assert none.shape == (34, 50) and not none.any() and zero.tolist() == [0.0]
+
+
 def test_route_is_chosen_by_cost() -> None:
     assert reference.linear_route(1, 768, 768) == "closed"
     assert reference.linear_route(4, 768, 768) == "gram"
