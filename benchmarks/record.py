@@ -1,25 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dated records in ``benchmarks/results/``: what ran where, as JSON for programs and Markdown for
-people.
+people. A cell is a word, a number, None or a ``Timing``.
 """
 
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
+import re
 import shutil
 import subprocess
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.measure import Timing
+
 RESULTS = Path(__file__).parent / "results"
+PEERS = {"opacus", "backpack-for-pytorch"}
+"""Installed, they are measured beside gnsfast."""
+LOAD = os.getloadavg()[0]
+"""Of the minute before the measurements began, which add to it themselves."""
+WRITTEN = re.compile(r"(\d+(?:\.\d+)?) \((\d+(?:\.\d+)?) to (\d+(?:\.\d+)?)\)")
+"""A ratio and its interval as a string, which is all that older records have of it."""
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record as it was read; its ratios are ``Timing``s again."""
+
+    path: Path
+    command: str
+    machine: dict[str, Any]
+    tables: dict[str, Rows]
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, versions and commit of this run."""
+    """Processor, cores, load, versions and commit of this run."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -28,8 +55,11 @@ def machine() -> dict[str, Any]:
     return {
         "processor": model,
         "cores": os.cpu_count(),
+        "load at start": round(LOAD, 2),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{d.name: d.version for d in importlib.metadata.distributions() if d.name in PEERS},
         **(_gpu() if torch.cuda.is_available() else {}),
         "commit": _line("git", "describe", "--always", "--dirty", "--abbrev=10") or "unknown",
         "date": datetime.date.today().isoformat(),
@@ -37,10 +67,13 @@ def machine() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    asked = "driver_version,clocks.sm,clocks.max.sm,clocks.mem"
+    said = _line("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader") or "unknown"
+    driver, _, clocks = said.partition(", ")
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver": _line(*query) or "unknown",
+        "driver": driver,
+        "clocks: SM, SM at most, memory": clocks or "unknown",
         "cuda": torch.version.cuda,
         "triton": importlib.metadata.version("triton"),
     }
@@ -54,13 +87,13 @@ def _line(*command: str) -> str:
     return done.stdout.strip().partition("\n")[0]
 
 
-def write(name: str, command: str, tables: dict[str, list[dict[str, Any]]], folder: Path) -> Path:
+def write(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Path:
     """Write ``<date>-<name>.json`` and ``.md``; returns the Markdown file's path."""
     about = machine()
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{about['date']}-{name}"
     data = {"command": command, "machine": about, "tables": tables}
-    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1, default=_numbers) + "\n")
     lines = [f"# {stem.name}", "", f"`{command}`", ""]
     lines += [f"- {key}: {value}" for key, value in about.items()]
     for title, rows in tables.items():
@@ -69,9 +102,49 @@ def write(name: str, command: str, tables: dict[str, list[dict[str, Any]]], fold
     return stem.with_suffix(".md")
 
 
-def markdown(rows: list[dict[str, Any]]) -> list[str]:
+def read(path: Path) -> Record:
+    """A record from its JSON, whatever version wrote it; what is none raises a ``ValueError``."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        tables = {
+            title: [{key: _cell(value) for key, value in row.items()} for row in rows]
+            for title, rows in data["tables"].items()
+        }
+        return Record(path, data["command"], dict(data["machine"]), tables)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        said = "is no record: JSON with a command, a machine and tables of rows"
+        raise ValueError(f"{path} {said}") from error
+
+
+def newest(name: str, folder: Path = RESULTS) -> Record | None:
+    """The last dated record of this name."""
+    paths = folder.glob(f"????-??-??-{name}.json")
+    return max(map(read, paths), key=lambda each: each.name, default=None)
+
+
+def _numbers(value: object) -> dict[str, float]:
+    if isinstance(value, Timing):
+        return asdict(value)
+    raise TypeError(f"a record cannot hold {value!r}: words, numbers, None and Timings only")
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {each.name for each in fields(Timing)}:
+        return Timing(**value)
+    if isinstance(value, str) and (written := WRITTEN.fullmatch(value)):
+        return Timing(math.nan, *map(float, written.groups()))
+    return value
+
+
+def markdown(rows: Rows) -> list[str]:
     """A Markdown table of the rows' shared columns."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
-    lines += ["| " + " | ".join(str(row.get(c, "-")) for c in columns) + " |" for row in rows]
-    return lines
+    return lines + ["| " + " | ".join(shown(row.get(c)) for c in columns) + " |" for row in rows]
+
+
+def shown(value: Any) -> str:
+    """A cell for people: four digits of a number."""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return "-" if value is None else str(value)

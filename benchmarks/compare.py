@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks compare A.json B.json``: what changed between two records, and whether
+that is more than their noise.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.measure import Timing
+from benchmarks.record import Record, Rows
+
+UNITS = {"ms", "s", "MiB", "GiB", "TFLOP/s", "%"}
+"""A column that names one is measured, though its numbers be whole."""
+ATTRIBUTES = {"reason", "route", "version"}
+"""What a row has and may change, which is not what it is called."""
+MACHINE = {"processor", "cores", "OMP_NUM_THREADS", "gpu"}
+PASSING = {"date", "load at start", "clocks: SM, SM at most, memory"}
+"""Of each run alone: no difference worth a line."""
+
+Key = tuple[Any, ...]
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
+    parser.add_argument("before", type=Path, metavar="A.json")
+    parser.add_argument("after", type=Path, metavar="B.json")
+    parser.add_argument("--json", action="store_true", help="one JSON object and nothing else")
+    options = parser.parse_args(arguments)
+    try:
+        found = compare(record.read(options.before), record.read(options.after))
+    except (ValueError, OSError) as error:
+        print(f"benchmarks compare: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(json.dumps(found) if options.json else "\n".join(lines(found)))
+
+
+def compare(before: Record, after: Record) -> dict[str, Any]:
+    """Everything that ``lines`` shows and ``--json`` prints."""
+    titles = [title for title in before.tables if title in after.tables]
+    if not titles:
+        raise ValueError(f"{before.path} and {after.path} have no table of the same title")
+    keys = dict.fromkeys([*before.machine, *after.machine])
+    both = {key: [before.machine.get(key), after.machine.get(key)] for key in keys}
+    return {
+        "kind": "comparison",
+        "before": before.name,
+        "after": after.name,
+        "differs": {k: v for k, v in both.items() if k not in PASSING and v[0] != v[1]},
+        "tables": {t: _table(before.tables[t], after.tables[t]) for t in titles},
+        "only_before": [title for title in before.tables if title not in after.tables],
+        "only_after": [title for title in after.tables if title not in before.tables],
+    }
+
+
+def _table(before: Rows, after: Rows) -> dict[str, Any]:
+    columns = identity(before, after)
+    old, new = _by_key(columns, before), _by_key(columns, after)
+    rows = []
+    for key in old:
+        for column, was in _ratios(old[key]).items():
+            now = _ratios(new.get(key, {})).get(column)
+            if now is not None:
+                row = dict(zip(columns, key)) | {"of": column, "before": _spread(was)}
+                row |= {"after": _spread(now), "change": _middle(now) / _middle(was) - 1}
+                rows.append(row | {"verdict": verdict(was, now)})
+    alike = _twice(columns, before) | _twice(columns, after)
+    only = {
+        "only_before": [list(key) for key in old if key not in new and key not in alike],
+        "only_after": [list(key) for key in new if key not in old and key not in alike],
+        "alike": [list(key) for key in alike],
+    }
+    return {"rows": rows, **only}
+
+
+def identity(before: Rows, after: Rows) -> list[str]:
+    """The columns that say which row is which: words and whole numbers that both tables have, left
+    of the first that was measured.
+    """
+    named: list[str] = []
+    columns = dict.fromkeys(key for row in before + after for key in row if key not in ATTRIBUTES)
+    for column in columns:
+        if any(_measured(column, row.get(column)) for row in before + after):
+            break
+        if all(any(column in row for row in rows) for rows in (before, after)):
+            named.append(column)
+    return named
+
+
+def _measured(column: str, value: Any) -> bool:
+    return isinstance(value, float | Timing) or _number(value) or bool(UNITS & {*column.split()})
+
+
+def _number(value: Any) -> bool:
+    """A number that an older record has as a string, ``1.001`` or ``0.09%``."""
+    return isinstance(value, str) and value.rstrip("%").replace(".", "", 1).isdecimal()
+
+
+def _by_key(columns: list[str], rows: Rows) -> dict[Key, dict[str, Any]]:
+    """Rows by what they are called, without those that share it."""
+    alike = _twice(columns, rows)
+    keyed = ((tuple(row.get(column) for column in columns), row) for row in rows)
+    return {key: row for key, row in keyed if key not in alike}
+
+
+def _twice(columns: list[str], rows: Rows) -> set[Key]:
+    counts = Counter(tuple(row.get(column) for column in columns) for row in rows)
+    return {key for key, count in counts.items() if count > 1}
+
+
+def _ratios(row: dict[str, Any]) -> dict[str, Timing | float]:
+    """Ratios of times, and of peak memory, which have no spread."""
+    found: dict[str, Timing | float] = {}
+    for column, value in row.items():
+        if isinstance(value, Timing):
+            found[column] = value
+        elif column == "memory" or " / " in column:
+            if isinstance(value, float) or _number(value):
+                found[column] = float(value)
+    return found
+
+
+def _middle(value: Timing | float) -> float:
+    return value.ratio if isinstance(value, Timing) else value
+
+
+def _spread(value: Timing | float) -> dict[str, float]:
+    if isinstance(value, Timing):
+        return {"ratio": value.ratio, "lower": value.lower, "upper": value.upper}
+    return {"ratio": value}
+
+
+def verdict(was: Timing | float, now: Timing | float) -> str:
+    """A change is one where the quartiles of both do not overlap."""
+    if not (isinstance(was, Timing) and isinstance(now, Timing)):
+        return "no spread was recorded"
+    if now.lower > was.upper:
+        return "HIGHER"
+    return "LOWER" if now.upper < was.lower else "within noise"
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    differs = found["differs"]
+    said = [f"before: {found['before']}", f"after:  {found['after']}"]
+    said += [f"{key}: {was} before, {now} after" for key, (was, now) in differs.items()]
+    if MACHINE & differs.keys():
+        said.append("other machines: milliseconds say nothing here, ratios alone are compared")
+    for title, table in found["tables"].items():
+        said += ["", title, ""]
+        rows = [{**row, "change": f"{row['change']:+.1%}"} for row in table["rows"]]
+        for row in rows:
+            row |= {when: _text(row[when]) for when in ("before", "after")}
+        said += record.markdown(rows) if rows else ["no ratio that both records have"]
+        for which, what in (
+            ("only_before", "only before"),
+            ("only_after", "only after"),
+            ("alike", "several rows of this name, not compared"),
+        ):
+            said += [f"{what}: {', '.join(map(record.shown, key))}" for key in table[which]]
+    for when in ("before", "after"):
+        said += [f"\ntable only {when}: {title}" for title in found[f"only_{when}"]]
+    return said
+
+
+def _text(spread: dict[str, float]) -> str:
+    if "lower" in spread:
+        return f"{spread['ratio']:.3f} ({spread['lower']:.3f} to {spread['upper']:.3f})"
+    return f"{spread['ratio']:.3f}"

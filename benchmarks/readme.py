@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks readme``: writes what the newest record says between ``<!-- benchmarks:
+NAME -->`` and ``<!-- end -->`` in README.md, and the figure; ``--check`` only compares.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+from benchmarks import figures, record
+from benchmarks.figures import OURS, Steps
+from benchmarks.record import Record
+
+README = record.RESULTS.parents[1] / "README.md"
+BUDGETS = record.RESULTS.parent / "budgets"
+MARKED = re.compile(r"(<!-- benchmarks: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+WIDTH = 118
+ROWS = 5
+"""Of the table at most; the others are named below it."""
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks readme", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit status 1 where they differ")
+    options = parser.parse_args(arguments)
+    try:
+        stale = update(README, record.RESULTS, options.check)
+    except (ValueError, OSError) as error:
+        print(f"benchmarks readme: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    for path in stale:
+        print(f"{path}: {'not what the records give' if options.check else 'written'}")
+    if stale and options.check:
+        print("write them anew: python -m benchmarks readme", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def update(readme: Path, results: Path, check: bool = False) -> list[Path]:
+    """The files that differ from what the records give; written, unless it is a ``check``."""
+    text = readme.read_text(encoding="utf-8")
+    found = {marked[1]: _newest(marked[1], results) for marked in MARKED.findall(text)}
+    if not found:
+        raise ValueError(f"{readme} has no lines <!-- benchmarks: cpu --> and <!-- end -->")
+    new = MARKED.sub(lambda m: f"{m[1]}{block(found[m[2]], readme.parent)}\n{m[4]}", text)
+    stale = [readme] if new != text else []
+    for each in found.values():
+        figure = each.path.with_suffix(".svg")
+        if not figure.exists() or figures.signature_of(figure) != figures.signature(each):
+            stale.append(figure)
+    if not check:
+        readme.write_text(new, encoding="utf-8")
+        for each in found.values():
+            figures.write(each)
+    return stale
+
+
+def _newest(name: str, results: Path) -> Record:
+    found = record.newest(name, results)
+    if found is None:
+        raise ValueError(f"{results} has no record <date>-{name}.json, which README.md asks for")
+    return found
+
+
+def block(newest: Record, root: Path) -> str:
+    """A table of whole steps, the figure, where they come from, and what is known of GPUs."""
+    each = figures.steps(newest)
+    rows, rest = table(each)
+    lines = [*rows, "", f"![{figures.headline(each)}]({_link(newest, root, '.svg')})"]
+    return "\n".join([*lines, *_wrapped(rest + origin(newest, root)), *gpu(newest, root)])
+
+
+def table(each: list[Steps]) -> tuple[list[str], str]:
+    """Ours and the cheapest others; a sentence about the rest."""
+    chosen = [one for one in each if one.name == OURS]
+    chosen += [one for one in each if one.name != OURS][: ROWS - len(chosen)]
+    threads = sorted({n for one in each for n in one.time})
+    rows = []
+    for one in each:
+        if one in chosen:
+            row = {"time and memory over plain torch's": _strong(one, one.name)}
+            for n in threads:
+                ratio = str(one.time.get(n, "-"))
+                row["1 thread" if n == 1 else f"{n} threads"] = _strong(one, ratio)
+            memory = [f"{one.memory[n]:.3f}" for n in sorted(one.memory)]
+            row["peak memory"] = ", ".join(memory) or "-"
+            rows.append(row | {"norms": one.lacks or "every sample, all parameters"})
+    left = [one for one in each if one not in chosen]
+    rest = [f"{o.name}{f' ({o.lacks})' if o.lacks else ''} {figures.first(o):.2f}" for o in left]
+    return record.markdown(rows), f"Also: {'; '.join(rest)}. " if rest else ""
+
+
+def _strong(one: Steps, text: str) -> str:
+    """Ours in bold; of a ratio the median."""
+    if one.name != OURS:
+        return text
+    first, _, rest = text.partition(" ")
+    return f"**{first}** {rest}".rstrip()
+
+
+def origin(newest: Record, root: Path) -> str:
+    """Machine, versions, commit, command and record."""
+    about = newest.machine
+    versions = [
+        f"{name} {about[name]}" for name in ("torch", *sorted(record.PEERS)) if name in about
+    ]
+    where = f"{about['processor']}, {about['cores']} cores, {', '.join(versions)}"
+    return (
+        f"Medians (quartiles) of interleaved rounds; {where}, commit {about['commit']}: "
+        f"`{newest.command}` ([record]({_link(newest, root)}))."
+    )
+
+
+def gpu(newest: Record, root: Path) -> list[str]:
+    """The newest records of a GPU, or what is known without one."""
+    results = newest.path.parent
+    dated = sorted(results.glob("????-??-??-gpu*.json"))
+    if not dated:
+        known = [fact for fact in (compiled(), counted()) if fact]
+        return _wrapped(" ".join(["**GPU: not measured yet.**", *known]))
+    found = [record.read(p) for p in dated if p.name[:10] == dated[-1].name[:10]]
+    links = ", ".join(f"[{each.name[11:]}]({_link(each, root)})" for each in found)
+    return _wrapped(f"GPU: {found[-1].machine['gpu']}: {links}.")
+
+
+def compiled() -> str:
+    """What compilers made of the kernels, by the committed budgets."""
+    budgets = {path.stem: json.loads(path.read_text()) for path in sorted(BUDGETS.glob("*.json"))}
+    kernels = [
+        (name, row)
+        for name, budget in budgets.items()
+        for row in budget["rows"].values()
+        if "registers" in row
+    ]
+    if not kernels:
+        return ""
+    names = ", ".join(dict.fromkeys(name for name, _ in kernels))
+    registers = max(row["registers"] for _, row in kernels)
+    spilling = sum(row["spilled"] > 0 for _, row in kernels)
+    return (
+        f"Compiled, not run (`python -m benchmarks budgets`: {names}): {len(kernels)} kernels, "
+        f"{registers} registers at most, {spilling or 'none'} with spills."
+    )
+
+
+def counted() -> str:
+    """The model of a GPU's time, where this checkout has one."""
+    if importlib.util.find_spec("benchmarks.model") is None:
+        return ""
+    from benchmarks.model_linear import GPUS
+    from benchmarks.model_step import MODELS, step
+
+    said = []
+    for name, T in (("gpt-2", 1024), ("llama-3-8b", 2048)):
+        ratio = 1 + step(GPUS["H200"], MODELS[name], T, 16384 // T).overhead
+        said.append(f"{ratio:.3f} x plain for a step of {name}, T = {T:,}")
+    return f"Counted, not measured (`python -m benchmarks model`), H200: {'; '.join(said)}."
+
+
+def _link(each: Record, root: Path, suffix: str = ".md") -> str:
+    return Path(os.path.relpath(each.path.with_suffix(suffix), root)).as_posix()
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
