@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: a whole training step, and single linear layers named after their model."""
+"""What is measured: whole training steps, single layers, and weight gradients alone, named after
+the models that they come from.
+"""
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 import gnsfast
+from benchmarks.contestants import Contestant, Loss, Session
+from benchmarks.models import GPT, Block, gpt_batch, gpt_loss
 from gnsfast import reference
 
 TOKENS = 4096
 """Tokens of a batch in the cases of single layers; a sample has T of them."""
 
-LENGTHS = (1, 64, 128, 512, 2048)
-
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A linear layer [O, I] over ``TOKENS`` tokens in samples of T."""
+    """A linear layer [O, I] over ``tokens`` tokens in samples of T."""
 
     model: str
     I: int
@@ -30,122 +33,145 @@ class LayerCase:
     tokens: int = TOKENS
 
     @property
+    def layer(self) -> str:
+        return f"{self.model} {self.I}x{self.O}"
+
+    @property
     def name(self) -> str:
-        return f"{self.model} {self.I}x{self.O} T={self.T}"
+        return f"{self.layer} T={self.T}"
 
     @property
     def B(self) -> int:
         return max(1, self.tokens // self.T)
 
 
+UP = ("GPT-2 up", 768, 3072)
+LLAMA = ("Llama-3-8B up", 4096, 14336)
+OVER_T = [LayerCase(*UP, T) for T in (1, 4, 16, 64, 256, 1024, 4096)]
+OVER_B = [LayerCase(*UP, 256, 256 * B) for B in (1, 2, 4, 8, 16, 32)]
 LAYERS = [
-    LayerCase(model, I, O, T)
-    for model, I, O in (
-        ("GPT-2 out", 768, 768),
-        ("GPT-2 up", 768, 3072),
-        ("small GPT head", 384, 4096),
-    )
-    for T in LENGTHS
+    LayerCase("GPT-2 out", 768, 768, 128),
+    LayerCase("GPT-2 out", 768, 768, 1024),
+    LayerCase("small GPT head", 384, 4096, 256),
+    LayerCase("Llama-3-8B out", 4096, 4096, 256, 512),
+    LayerCase(*LLAMA, 64, 256),
+    LayerCase(*LLAMA, 256, 256),
 ]
+OPERATOR = [
+    LayerCase(model, I, O, T)
+    for model, I, O in (("GPT-2 out", 768, 768), UP, ("small GPT head", 384, 4096))
+    for T in (1, 64, 512, 2048)
+] + [LayerCase(*LLAMA, T, 512) for T in (1, 64, 512)]
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+@dataclass(frozen=True)
+class Problem:
+    """A model, a loss that is the mean over B samples, and a batch of them along dimension 0."""
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        heads = self.qkv(self.norm_1(x_BTD)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
-        out: Tensor = x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
-        return out
+    layer: str
+    T: int
+    model: nn.Module
+    loss_of: Loss
+    batch: tuple[Tensor, ...]
 
+    @property
+    def B(self) -> int:
+        return len(self.batch[0])
 
-class GPT(nn.Module):
-    """4 layers, width 384, 6 heads, 256 tokens, 4096 words, untied head: 10.4M parameters."""
-
-    B, T, vocabulary = 8, 256, 4096
-
-    def __init__(self, width: int = 384, heads: int = 6, layers: int = 4) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(self.vocabulary, width)
-        self.positions = nn.Embedding(self.T, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocabulary, bias=False)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        positions_1T = torch.arange(self.T, device=ids_BT.device)[None]
-        x_BTD = self.tokens(ids_BT) + self.positions(positions_1T)
-        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
-        return logits
+    def prepare(self, contestant: Contestant) -> Session:
+        """On a copy of the model."""
+        return contestant.prepare(copy.deepcopy(self.model), self.loss_of, self.batch, self.B)
 
 
-class GPT2(GPT):
-    """As GPT-2 124M: 12 layers of width 768, 1024 tokens; the head tied to the embedding."""
+class Given(Function):
+    """A loss whose gradient at y is ``scale`` times dy, at no cost of its own; it is where backward
+    begins, so that the incoming gradient is 1.
+    """
 
-    B, T, vocabulary = 16, 1024, 50304
+    generate_vmap_rule = True
 
-    def __init__(self) -> None:
-        super().__init__(width=768, heads=12, layers=12)
-        self.head.weight = self.tokens.weight
+    @staticmethod
+    def forward(y: Tensor, dy: Tensor, scale: float) -> Tensor:
+        return y.new_zeros(())
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        _, dy, ctx.scale = inputs
+        ctx.save_for_backward(dy)
 
-class LlamaBlock(nn.Module):
-    """A block of a 1B Llama: width 2048, 32 heads, SwiGLU of 8192, no biases."""
-
-    def __init__(self, width: int = 2048, heads: int = 32, inner: int = 8192) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        linear = partial(nn.Linear, bias=False)
-        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
-        self.gate, self.up, self.down = (
-            linear(width, inner),
-            linear(width, inner),
-            linear(inner, width),
-        )
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        heads = self.qkv(self.norm_1(x_BTD)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
-        normed = self.norm_2(x_BTD)
-        out: Tensor = x_BTD + self.down(F.silu(self.gate(normed)) * self.up(normed))
-        return out
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor, None, None]:
+        (dy,) = ctx.saved_tensors
+        return dy if ctx.scale == 1 else ctx.scale * dy, None, None
 
 
-def gpt_batch(model: type[GPT] = GPT, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, model.vocabulary, (model.B, model.T + 1), device=device)
-    return ids[:, :-1], ids[:, 1:]
+def given_loss(model: Any, batch: tuple[Tensor, ...], B: int) -> Tensor:
+    """The mean over the batch's samples, where dy is the gradient of the mean over B of them."""
+    x, dy = batch
+    loss: Tensor = Given.apply(model(x), dy, B / len(x))
+    return loss
 
 
-def gpt_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+def layer_problem(
+    layer: str, module: nn.Module, x: Tensor, out: tuple[int, ...], device: str = "cpu"
+) -> Problem:
+    """Forward and backward of one module, input gradient included."""
+    B, x = len(x), x.to(device)
+    dy = torch.randn(*x.shape[:2], *out, device=device)
+    loss_of = lambda model, batch: given_loss(model, batch, B)
+    x.requires_grad_(x.is_floating_point())
+    return Problem(layer, x.shape[1], module.to(device), loss_of, (x, dy))
 
 
-def training_step(per_sample: bool) -> Callable[[], None]:
+def linear(case: LayerCase, most: int | None = None) -> Problem:
+    """At most ``most`` samples of a case."""
+    torch.manual_seed(0)
+    x = torch.randn(min(case.B, most or case.B), case.T, case.I)
+    return layer_problem(case.layer, nn.Linear(case.I, case.O), x, (case.O,))
+
+
+def layer_norm(most: int | None = None) -> Problem:
+    torch.manual_seed(0)
+    x = torch.randn(min(16, most or 16), 256, 768)
+    return layer_problem("GPT-2 norm 768", nn.LayerNorm(768), x, (768,))
+
+
+def embedding(most: int | None = None) -> Problem:
+    torch.manual_seed(0)
+    ids = torch.randint(0, GPT.vocabulary, (min(8, most or 8), 256))
+    return layer_problem("small GPT words 4096x384", nn.Embedding(4096, 384), ids, (384,))
+
+
+def attention_block(most: int | None = None) -> Problem:
+    """A whole block of GPT-2: attention with its projections, norms and the layers after it."""
+    torch.manual_seed(0)
+    x = torch.randn(min(8, most or 8), 256, 768)
+    return layer_problem("GPT-2 block 768", Block(768, 12), x, (768,))
+
+
+def small_gpt(model: type[GPT] = GPT, most: int | None = None) -> Problem:
+    torch.manual_seed(0)
+    batch = tuple(t[:most].contiguous() for t in gpt_batch(model))
+    return Problem("small GPT", model.T, model(), gpt_loss, batch)
+
+
+def compiled_step(contestant: Contestant) -> Callable[[], None]:
+    """A training step of a GPT of one layer, width 128, through ``torch.compile``."""
+    return training_step(contestant, GPT(128, 2, 1), torch.compile(gpt_loss))
+
+
+def training_step(
+    contestant: Contestant, model: nn.Module | None = None, loss_of: Loss = gpt_loss
+) -> Callable[[], None]:
     """Forward, loss, backward, AdamW, on a model of its own."""
     torch.manual_seed(0)
-    model, batch = GPT(), gpt_batch()
-    if per_sample:
-        gnsfast.convert(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    session = contestant.prepare(model or GPT(), loss_of, gpt_batch(), GPT.B)
+    optimizer = torch.optim.AdamW(session.parameters.values(), lr=1e-4)
 
     def step() -> None:
-        if per_sample:
-            with gnsfast.per_sample_sqnorms(model, GPT.B) as norms:
-                gpt_loss(model, batch).backward()
-            norms.total()
-        else:
-            gpt_loss(model, batch).backward()
+        session.run()
         optimizer.step()
-        optimizer.zero_grad()
+        session.clear()
 
     return step
 
@@ -179,29 +205,6 @@ def estimated_step() -> tuple[Callable[[], None], Callable[[], float]]:
         optimizer.zero_grad()
 
     return step, lambda: spent
-
-
-def layer_passes(case: LayerCase) -> dict[str, Callable[[], None]]:
-    """Forward and backward of the one layer, input gradient included."""
-    torch.manual_seed(0)
-    x = torch.randn(case.B, case.T, case.I, requires_grad=True)
-    dy = torch.randn(case.B, case.T, case.O)
-    plain, ours = nn.Linear(case.I, case.O), gnsfast.Linear(case.I, case.O)
-
-    def clear(layer: nn.Module) -> None:
-        layer.zero_grad()
-        x.grad = None
-
-    def run_plain() -> None:
-        plain(x).backward(dy)
-        clear(plain)
-
-    def run_ours() -> None:
-        with gnsfast.per_sample_sqnorms(ours, case.B):
-            ours(x).backward(dy)
-        clear(ours)
-
-    return {"plain": run_plain, "gnsfast": run_ours}
 
 
 def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:

@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interleaved timing, ratios with their spread, peak memory; and a check before any number is
-shown.
-"""
+"""Interleaved timing, ratios with their spread, and memory."""
 
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-import gnsfast
-from benchmarks import cases
 
 
 @dataclass(frozen=True)
@@ -77,42 +70,9 @@ def interleave(
     return timings
 
 
-def check() -> None:
-    """Every case against single samples; no speed is shown while a norm is wrong."""
-    torch.manual_seed(0)
-    model, batch = gnsfast.convert(cases.GPT()), cases.gpt_batch()
-    verdict = gnsfast.verify(model, cases.gpt_loss, batch, rtol=1e-4)
-    if not verdict.ok or gnsfast.coverage(model).covered_fraction < 1:
-        raise SystemExit(f"the norms of the training step are wrong:\n{verdict}")
-    for case in cases.LAYERS:
-        x, dy = torch.randn(4, case.T, case.I), torch.randn(4, case.T, case.O)
-        got = torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, torch.float32)[2][0, :4]
-        want = torch.stack(
-            [(b.double().T @ a.double()).square().sum() for a, b in zip(x, dy)]
-        ).float()
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=0.0)
-
-
-def peak_memory(per_sample: bool, threads: int) -> float:
-    """MiB that three training steps add to the resident peak of a fresh process."""
-    code = (
-        f"from benchmarks.measure import memory_of_steps; memory_of_steps({per_sample}, {threads})"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(out.stdout)
-
-
-def memory_of_steps(per_sample: bool, threads: int) -> None:
-    """Run in a process of its own by ``peak_memory``; prints MiB."""
-    torch.set_num_threads(threads)
-    torch.zeros(8, 8) @ torch.zeros(8, 8)  # the linear algebra library's own buffers
-    before = _resident_peak()
-    step = cases.training_step(per_sample)
-    for _ in range(3):
-        step()
-    print((_resident_peak() - before) / 1024)
-
-
-def _resident_peak() -> int:
-    """KiB; unlike getrusage's it does not begin with what the parent process had."""
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+def resident(field: str = "VmHWM") -> float:
+    """MiB of this process in memory: ``VmHWM`` its most so far, ``VmRSS`` now. Unlike getrusage's
+    peak it does not begin with what the parent process had.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) / 1024

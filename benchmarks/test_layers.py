@@ -6,15 +6,28 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases
+from benchmarks import cases, contestants, cpu, gate
+
+CASES = [
+    cases.LayerCase("GPT-2 out", 768, 768, 64, 2048),
+    cases.LayerCase("GPT-2 up", 768, 3072, 256, 2048),
+    cases.LayerCase("small GPT head", 384, 4096, 256, 2048),
+]
 
 
-@pytest.mark.parametrize("contestant", ["plain", "gnsfast"])
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("case", cases.LAYERS, ids=lambda c: c.name)
-def test_layer(benchmark: Any, case: cases.LayerCase, threads: int, contestant: str) -> None:
-    torch.set_num_threads(threads)
-    benchmark.group = f"{case.name}, {threads} threads"
-    benchmark.pedantic(
-        cases.layer_passes(case)[contestant], rounds=5, iterations=1, warmup_rounds=1
-    )
+@pytest.fixture(scope="session")
+def verdicts() -> dict[str, dict[str, gate.Verdict]]:
+    return {case.name: gate.judged(cases.linear(case, most=3)) for case in CASES}
+
+
+@pytest.mark.parametrize("contestant", contestants.ALL, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_layer(
+    benchmark: Any, case: cases.LayerCase, contestant: contestants.Contestant, verdicts: Any
+) -> None:
+    problem = cases.linear(case)
+    if reason := cpu.skip_reason(verdicts[case.name][contestant.name], problem):
+        pytest.skip(reason)
+    torch.set_num_threads(2)
+    benchmark.group = f"{case.name}, 2 threads"
+    benchmark.pedantic(cpu.pass_of(contestant, problem), rounds=5, iterations=1, warmup_rounds=1)

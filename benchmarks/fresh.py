@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only a process of its own can tell: peak memory, start-up, the first compiled step."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+NO_CACHE = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+"""Or the first step would find what an earlier run compiled."""
+
+
+def ask(what: str, *arguments: str, **environment: str) -> Any:
+    """What ``python -m benchmarks.fresh what ...`` answers."""
+    run = [sys.executable, "-m", "benchmarks.fresh", what, *arguments]
+    done = subprocess.run(
+        run, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(run)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def memory(name: str, threads: str) -> float:
+    """MiB that a model and three training steps add to the process."""
+    import torch
+
+    from benchmarks import cases, contestants, measure
+
+    torch.set_num_threads(int(threads))
+    contestant = contestants.named(name)
+    small = cases.linear(cases.LayerCase("small", 8, 8, 2, 4))
+    small.prepare(contestant).run()  # imports, and the linear algebra library's own buffers
+    before = measure.resident("VmRSS")
+    step = cases.training_step(contestant)
+    for _ in range(3):
+        step()
+    return measure.resident() - before
+
+
+def start() -> dict[str, float]:
+    """Seconds of both imports, and of converting the small GPT."""
+    seconds = {}
+    begin = time.perf_counter()
+    import torch
+
+    seconds["import torch"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    import gnsfast
+
+    seconds["import gnsfast"] = time.perf_counter() - begin
+    from benchmarks.models import GPT
+
+    model = GPT()
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    gnsfast.convert(model)
+    seconds["gnsfast.convert(small GPT)"] = time.perf_counter() - begin
+    return seconds
+
+
+def compiled(name: str, threads: str, rounds: str) -> dict[str, Any]:
+    """Seconds of a compiled step's first call, everything compiled anew; then beside plain's."""
+    import torch
+
+    from benchmarks import cases, contestants, measure
+
+    torch.set_num_threads(int(threads))
+    step = cases.compiled_step(contestants.named(name))
+    seconds = measure.wall_seconds(step)
+    plain = step if name == "plain" else cases.compiled_step(contestants.PLAIN)
+    timings = measure.interleave({"plain": plain, name: step}, int(rounds))
+    return {"seconds": seconds, "timing": asdict(timings[name])}
+
+
+def medians(answers: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(each[key] for each in answers) for key in answers[0]}
+
+
+if __name__ == "__main__":
+    what = {"memory": memory, "start": start, "compiled": compiled}[sys.argv[1]]
+    print(json.dumps(what(*sys.argv[2:])))

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark's contestants are right, and its gate lets no wrong one through."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("benchmarks")  # a wheel has none
+
+from benchmarks import __main__ as command  # noqa: E402
+from benchmarks import cases, contestants, cpu, gate  # noqa: E402
+from benchmarks.cases import LayerCase  # noqa: E402
+from benchmarks.contestants import (  # noqa: E402
+    ALL,
+    GNSFAST,
+    PLAIN,
+    Contestant,
+    Session,
+    formulas,
+)
+from benchmarks.contestants.sessions import PIECE, row_sqnorms  # noqa: E402
+from benchmarks.models import GPT  # noqa: E402
+
+RIVALS = [c for c in ALL if c is not PLAIN]
+
+
+class TinyGPT(GPT):
+    B, T, vocabulary = 3, 7, 19
+
+    def __init__(self) -> None:
+        super().__init__(16, 2, 1)
+
+
+def problems() -> list[cases.Problem]:
+    """A model; and linears on both sides of FastDP's rule, with one token a sample, and a norm."""
+    shapes = [(24, 40, 5, 20), (6, 4, 5, 20), (24, 40, 1, 3)]
+    linears = [cases.linear(LayerCase("tiny", I, O, T, tokens)) for I, O, T, tokens in shapes]
+    torch.manual_seed(1)
+    norm = cases.layer_problem("norm", nn.LayerNorm(8), torch.randn(3, 5, 8), (8,))
+    words = cases.layer_problem("words", nn.Embedding(9, 4), torch.randint(0, 9, (3, 8)), (4,))
+    return [cases.small_gpt(TinyGPT), *linears, norm, words]
+
+
+@pytest.mark.parametrize("contestant", RIVALS, ids=lambda c: c.name)
+def test_contestants_are_right(contestant: Contestant) -> None:
+    if reason := contestant.missing():
+        pytest.skip(reason)
+    for problem in problems():
+        verdict = gate.judge(contestant, problem, gate.single_samples(problem))
+        assert not verdict.complaint, (problem.layer, verdict.complaint)
+        if "LayerNorm" in verdict.uncovered:
+            assert contestant.name == "BackPACK" and verdict.covered < 1
+        else:
+            assert verdict.covered == 1 and not verdict.uncovered
+            assert verdict.error is not None and verdict.error < 1e-5
+
+
+def test_each_samples_norm_by_hand() -> None:
+    """The gate's own loop, on a layer whose norms are products: ||x||² ||dy||² / B² for a mean."""
+    problem = cases.linear(LayerCase("tiny", 6, 4, 1, 3))
+    x, dy = (t.double() for t in problem.batch)
+    truth = gate.single_samples(problem)
+    want = x.square().sum((1, 2)) * dy.square().sum((1, 2))
+    torch.testing.assert_close(truth.sqnorms["weight"], want.detach())
+    mean = cases.small_gpt(TinyGPT)
+    loss = mean.loss_of(mean.model, mean.batch)
+    grads = torch.autograd.grad(loss, list(mean.model.parameters()))
+    for (name, _), g in zip(mean.model.named_parameters(), grads):
+        torch.testing.assert_close(gate.single_samples(mean).grads[name].float(), g)
+
+
+def test_row_sqnorms_of_long_and_short_rows() -> None:
+    for P in (1, 40, PIECE, 2 * PIECE + 5):
+        g = torch.randn(2, P)
+        torch.testing.assert_close(row_sqnorms(g), g.square().sum(1))
+
+
+def test_mixed_ghost_norms_decide_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 400 weights 2 T² is 392 for T = 14, 450 for T = 15: only then a gradient is there."""
+    for T, want in ((14, []), (15, [(2, 20, 20)])):
+        shapes: list[tuple[int, ...]] = []
+        norms = lambda g, shapes=shapes: shapes.append(tuple(g.shape)) or row_sqnorms(g)
+        monkeypatch.setattr(formulas, "row_sqnorms", norms)
+        problem = cases.linear(LayerCase("tiny", 20, 20, T, 2 * T))
+        problem.prepare(contestants.named("mixed ghost norms, as FastDP")).run()
+        assert [shape for shape in shapes if len(shape) == 3] == want
+
+
+class OneSampleOff(Session):
+    def run(self) -> None:
+        super().run()
+        right = gate.single_samples(cases.Problem("", 1, self.model, self.loss_of, self.batch))
+        self._sqnorms = {n: s.float() for n, s in right.sqnorms.items()}
+        self._sqnorms["head.weight"][1] *= 1.002
+
+
+class AddsUp(OneSampleOff):
+    """Right the first time; then it has not forgotten."""
+
+    def run(self) -> None:
+        super().run()
+        self._sqnorms["head.weight"][1] /= 1.002
+
+    def clear(self) -> None:
+        self._sqnorms = {}
+
+
+class Refuses(Session):
+    def run(self) -> None:
+        raise NotImplementedError("no such layer\nand more")
+
+
+class NoGradients(Session):
+    def run(self) -> None:
+        pass
+
+
+class NotANumber(Session):
+    def run(self) -> None:
+        super().run()
+        self._sqnorms = {"norm.weight": torch.full((self.B,), float("nan"))}
+
+
+class SumOnly(Session):
+    def run(self) -> None:
+        super().run()
+        self._sqnorms = {"norm.weight": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(
+    ("planted", "complaint"),
+    [
+        (OneSampleOff, "head.weight: a sample's squared norm is off by 2.0e-03"),
+        (AddsUp, ".grad is off by 1.0e"),
+        (Refuses, "raises NotImplementedError: no such layer"),
+        (NoGradients, "no .grad"),
+        (NotANumber, "off by inf"),
+        (SumOnly, "norm.weight: norms of shape [1], B = 3"),
+    ],
+)
+def test_the_gate_catches(planted: Any, complaint: str) -> None:
+    problem = cases.small_gpt(TinyGPT)
+    verdict = gate.judge(Contestant("planted", planted), problem, gate.single_samples(problem))
+    assert complaint in verdict.complaint
+
+
+def test_a_missing_package_is_named() -> None:
+    absent = Contestant("absent", Session, needs=(("no_such_module", "no-such==1.0"),))
+    said = "no_such_module is not installed: pip install no-such==1.0"
+    problem = cases.small_gpt(TinyGPT)
+    assert absent.missing() == said
+    assert gate.judge(absent, problem, gate.single_samples(problem)).complaint == said
+
+
+@pytest.fixture
+def tiny_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain, gnsfast, a wrong contestant, a missing one, a slow one and one that needs memory."""
+    absent = Contestant("absent", Session, needs=(("no_such_module", "no-such==1.0"),))
+    few = (
+        PLAIN,
+        GNSFAST,
+        Contestant("wrong", NoGradients),
+        absent,
+        contestants.named("loop of single samples"),
+        contestants.named("one GEMM, as nanoGNS"),
+    )
+    monkeypatch.setattr(gate, "ALL", few)
+    monkeypatch.setattr(cases, "OVER_T", [LayerCase("tiny", 12, 8, 3, 24)])
+    monkeypatch.setattr(cpu, "BYTES", 1000)
+    monkeypatch.setattr(cases, "OPERATOR", [LayerCase("tiny", 12, 8, T, 24) for T in (1, 3)])
+    small_gpt = cases.small_gpt
+    monkeypatch.setattr(cases, "small_gpt", lambda most=None: small_gpt(TinyGPT, most))
+    cpu.verdicts.cache_clear()
+    yield
+    cpu.verdicts.cache_clear()
+
+
+def test_tables_of_the_cpu_suite(tiny_suite: None, capsys: Any) -> None:
+    """Who is right is timed in the same rounds; who is not is listed with the reason."""
+    command.main(["cpu", "--only", "coverage", "lengths", "--threads", "1", "--rounds", "3"])
+    out = capsys.readouterr().out
+    assert "| absent | - |" in out.replace("None", "-") and "pip install no-such==1.0" in out
+    tables = cpu.lengths([1], 3)
+    rows, left_out = tables["Overhead against T"], tables["Overhead against T: left out"]
+    assert [row["contestant"] for row in rows] == ["plain", "gnsfast", "loop of single samples"]
+    assert all(row["ms"] > 0 and row["ratio"].ratio > 0 for row in rows)
+    assert rows[0].keys() == {"layer", "T", "B", "threads", "contestant", "ms", "ratio"}
+    reasons = {row["contestant"]: row["reason"] for row in left_out}
+    assert reasons.keys() == {"wrong", "absent", "one GEMM, as nanoGNS"}
+    assert "no .grad" in reasons["wrong"] and "GiB" in reasons["one GEMM, as nanoGNS"]
+    (rows,) = cpu.operator([1], 3).values()
+    assert rows[1]["weight gradient"] == "tiny 12x8 T=3" and rows[1]["Gram"].ratio > 0
+
+
+def test_nothing_is_timed_while_gnsfast_is_wrong(
+    tiny_suite: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = Contestant(GNSFAST.name, NoGradients)
+    monkeypatch.setattr(gate, "ALL", (PLAIN, wrong))
+    for part in (cpu.coverage, cpu.lengths):
+        with pytest.raises(SystemExit, match="gnsfast is wrong on .*no .grad"):
+            part([1], 3)
