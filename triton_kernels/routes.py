@@ -30,13 +30,19 @@ def linear_route(B: int, T: int, I: int, O: int, x: Tensor) -> str:
     float32 that is multiplied as such never takes the Gram route: its products are as slow as the
     layer's own.
     """
+    if T > 1 and x.dtype == torch.float32 and not tf32_allowed():
+        return "fused"
+    return counted_route(B, T, I, O, multiprocessors(x.device))
+
+
+def counted_route(B: int, T: int, I: int, O: int, processors: int) -> str:
+    """The rule on a device of so many multiprocessors, for what the tensor cores multiply."""
     if T == 1:
         return "closed"
-    if T > MAX_TOKENS or (x.dtype == torch.float32 and not tf32_allowed()):
+    if T > MAX_TOKENS:
         return "fused"
     padding = triton.cdiv(T, 64) * 64 - T
     fused = 2 * I * O * (padding + BOUNDARY)
     gram = T * (I + O) * (GRAM_WASTE * T + GRAM_READ)
-    processors = multiprocessors(x.device)
     waves = triton.cdiv(B, processors) * processors / B  # a program takes a sample
     return "gram" if gram * waves < fused else "fused"
