@@ -114,7 +114,7 @@ def table(
                 "attention with sinks, bf16, forward and backward": case.name,
                 "B": case.B,
                 "sdpa ms": round(timings["sdpa"].milliseconds, 3),
-                **{f"{name} / sdpa": str(t) for name, t in timings.items() if name != "sdpa"},
+                **{f"{name} / sdpa": t for name, t in timings.items() if name != "sdpa"},
             }
         )
     return rows

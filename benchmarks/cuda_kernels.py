@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import measure
+from benchmarks import measure, model
 from benchmarks.cases import LayerCase
 from gnsfast import extension
 
@@ -46,7 +46,11 @@ def beside_triton(device: str, cases_: list[LayerCase], rounds: int) -> Rows:
         flop = 2 * case.B * case.T * case.I * case.O
         row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
         row |= {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
-        rows.append(row | {f"{k} / plain": str(timings[k]) for k in ways if k != "plain"})
+        row |= {f"{k} / plain": timings[k] for k in ways if k != "plain"}
+        row["triton predicted"] = model.predicted(case, torch.cuda.get_device_name())
+        if own == "sm90":
+            row["sm90 predicted"] = model.predicted(case, torch.cuda.get_device_name(), own)
+        rows.append(row)
     return rows
 
 
@@ -68,7 +72,7 @@ def taken_apart(device: str, rounds: int, size: int = SIZE) -> Rows:
                 "T": T,
                 "B": case.B,
                 "ms": round(timing.milliseconds, 4),
-                "time / sm90": str(timing),
+                "time / sm90": timing,
                 "counted": counted.get(name, ""),
             }
             for name, timing in timings.items()

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gnsfast's own back-ends as contestants beside one another."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gnsfast import backends
+
+OURS = {"triton": "gnsfast, Triton", "cuda": "gnsfast, CUDA", "reference": "gnsfast, plain PyTorch"}
+"""``GNSFAST_BACKEND`` -> the contestant's name."""
+
+
+@contextmanager
+def forced(backend: str) -> Iterator[None]:
+    """``GNSFAST_BACKEND``, which operators read at each call, inside of the block."""
+    before = os.environ.get(backends.VARIABLE)
+    os.environ[backends.VARIABLE] = backend
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[backends.VARIABLE]
+        else:
+            os.environ[backends.VARIABLE] = before
+
+
+def present(device: str, *names: str) -> list[str]:
+    """Those of ``names`` that run here; of the others it says why not."""
+    found = []
+    for name in names:
+        if why := backends.missing(name, device):
+            print(f"not timed: {OURS[name]}: {why}", flush=True)
+        else:
+            found.append(name)
+    return found

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators on a GPU, alone, beside torch's own: the weight gradient with norms, its routes and
+tiles, other layers' backward.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import measure, model
+from benchmarks.cases import LayerCase
+from benchmarks.cuda_kernels import operands, plain_wgrad
+
+Rows = list[dict[str, Any]]
+TOKENS = 16384
+
+SIZES = (("GPT-2 out", 768, 768), ("GPT-2 up", 768, 3072), ("Llama-1B out", 2048, 2048))
+SIZES += (("Llama-7B out", 4096, 4096), ("Llama-8B up", 4096, 14336), ("down", 14336, 4096))
+LENGTHS = (1, 16, 64, 128, 256, 512, 1024, 2048, 8192)
+OPS = [LayerCase(model, I, O, T, TOKENS) for model, I, O in SIZES for T in LENGTHS]
+ROUTES = [
+    LayerCase(model, I, O, T, TOKENS)
+    for model, I, O in (SIZES[0], SIZES[2], SIZES[3])
+    for T in (2, 8, 16, 32, 64, 96, 128)
+]
+
+
+def clock(device: str) -> Callable[[Callable[[], object]], float]:
+    return measure.cuda_seconds if device == "cuda" else measure.wall_seconds
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "this CPU"
+
+
+def ops(device: str, cases_: list[LayerCase] = OPS, rounds: int = 11) -> dict[str, Rows]:
+    """The weight gradient with norms beside plain dW, bf16, and what was counted for it."""
+    rows: Rows = []
+    for case in cases_:
+        x, dy = operands(case, device)
+        plain = partial(plain_wgrad, x, dy)
+        ours = lambda: torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, x.dtype)  # noqa: B023
+        timing = measure.interleave({"plain": plain, "gnsfast": ours}, rounds, clock(device))
+        flop = 2 * case.B * case.T * case.I * case.O
+        rates = {name: flop / (1e9 * t.milliseconds) for name, t in timing.items()}
+        rows.append(
+            {
+                "weight gradient, bf16": case.name,
+                "T": case.T,
+                "B": case.B,
+                "route": route(case, device),
+                "plain ms": round(timing["plain"].milliseconds, 4),
+                "plain TFLOP/s": round(rates["plain"], 1),
+                "gnsfast TFLOP/s": round(rates["gnsfast"], 1),
+                "gnsfast / plain": timing["gnsfast"],
+                "predicted": model.predicted(case, device_name(device)),
+            }
+        )
+    return {"The weight gradient alone": rows, **other_ops(device, rounds)}
+
+
+def route(case: LayerCase, device: str) -> str:
+    from gnsfast.triton_kernels.routes import linear_route
+
+    x = torch.empty(0, device=device, dtype=torch.bfloat16)
+    return linear_route(case.B, case.T, case.I, case.O, x)
+
+
+def other_ops(
+    device: str,
+    rounds: int,
+    tokens: int = TOKENS,
+    widths: tuple[int, ...] = (768, 4096, 8192),
+    tables: tuple[tuple[int, int], ...] = ((50304, 768), (128256, 4096)),
+) -> dict[str, Rows]:
+    """Norm layers and embeddings beside torch's own backward; for norm layers the plain aten that
+    runs under ``torch.compile`` too.
+    """
+    from gnsfast.functional._norms import layer_norm_backward
+
+    rows, what = [], "backward, bf16"
+    B, T = tokens // min(1024, tokens), min(1024, tokens)
+    for N in widths:
+        x, dy = (torch.randn(B, T, N, device=device, dtype=torch.bfloat16) for _ in range(2))
+        w, b = (torch.randn(N, device=device, dtype=torch.bfloat16) for _ in range(2))
+        _, mean, rstd = torch.native_layer_norm(x, [N], w, b, 1e-5)
+        args = (dy, x, mean, rstd, w, b, True, True)
+        aten = torch.ops.aten.native_layer_norm_backward
+        ways = {
+            "plain": lambda: aten(dy, x, [N], mean, rstd, w, b, [True, True, True]),  # noqa: B023
+            "gnsfast": lambda: torch.ops.gnsfast.layer_norm_backward(*args),  # noqa: B023
+            "gnsfast, compiled aten": _compiled(layer_norm_backward, args),
+        }
+        rows.append(_row(what, f"layer norm {N}", measure.interleave(ways, rounds, clock(device))))
+    for V, D in tables:
+        ids = torch.randint(0, V, (B, T), device=device)
+        dy = torch.randn(B, T, D, device=device, dtype=torch.bfloat16)
+        plain = lambda: torch.ops.aten.embedding_dense_backward(dy, ids, V, -1, False)  # noqa: B023
+        ours = lambda: torch.ops.gnsfast.embedding_wgrad(dy, ids, V, -1, dy.dtype)  # noqa: B023
+        ways = {"plain": plain, "gnsfast": ours}
+        rows.append(
+            _row(what, f"embedding {V} x {D}", measure.interleave(ways, rounds, clock(device)))
+        )
+    return {"Other layers' backward": rows}
+
+
+def _compiled(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], object]:
+    compiled = torch.compile(fn, dynamic=False)
+    return lambda: compiled(*args)
+
+
+def _row(what: str, name: str, timings: dict[str, measure.Timing]) -> dict[str, Any]:
+    row: dict[str, Any] = {what: name, "plain ms": round(timings["plain"].milliseconds, 4)}
+    return row | {f"{k} / plain": t for k, t in timings.items() if k != "plain"}
+
+
+def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> dict[str, Rows]:
+    """Gram against fused, each as the whole weight gradient, and every tile of the fused route."""
+    from gnsfast.triton_kernels import gram, operators
+    from gnsfast.triton_kernels.configs import candidates
+
+    crossover, tiles = [], []
+    for case in cases_:
+        x, dy = operands(case, device)
+
+        def gram_route(x: Tensor = x, dy: Tensor = dy) -> Tensor:
+            dw = x.new_empty((dy.shape[2], x.shape[2]))
+            operators.dense_wgrad(x, dy, dw)
+            return operators.with_sum(gram.gram(x, dy), dw)
+
+        def fused_route(x: Tensor = x, dy: Tensor = dy) -> Tensor:
+            dw = x.new_empty((dy.shape[2], x.shape[2]))
+            return operators.fused_wgrad(x, dy, dw)
+
+        plain = partial(plain_wgrad, x, dy)
+        ways = {"plain": plain, "gram": gram_route, "fused": fused_route}
+        timings = measure.interleave(ways, rounds, clock(device))
+        row = _row("weight gradient", case.name, timings)
+        crossover.append(row | {"counted rule": route(case, device)})
+    for case in {(c.I, c.O): c for c in cases_}.values():
+        x, dy = operands(LayerCase(case.model, case.I, case.O, 1024, case.tokens), device)
+        dw = x.new_empty((case.O, case.I))
+        configs = candidates(x.dtype, aligned=True)
+        for config, seconds in zip(configs, _seconds_of_tiles(x, dy, dw, configs, device, rounds)):
+            flop = 2 * x.shape[0] * x.shape[1] * case.I * case.O
+            tiles.append(
+                {
+                    "fused, T = 1024": f"{case.I}x{case.O}",
+                    "tile": str(config),
+                    "TFLOP/s": round(flop / seconds / 1e12, 1),
+                }
+            )
+    return {"Crossover of the routes": crossover, "Tiles of the fused route": tiles}
+
+
+def _seconds_of_tiles(
+    x: Tensor, dy: Tensor, dw: Tensor, configs: Any, device: str, rounds: int
+) -> Iterator[float]:
+    from gnsfast.triton_kernels import operators
+
+    for config in configs:
+        run = lambda: operators.fused_wgrad(x, dy, dw, config=config)  # noqa: B023
+        run()
+        yield statistics.median(clock(device)(run) for _ in range(rounds))

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contestants side by side on a GPU: first each against single samples in float64, then a whole
+step of GPT-2, and single linear layers in bfloat16 as T and B grow.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import cases, contestants, gate, measure, model
+from benchmarks.cases import LayerCase, Problem
+from benchmarks.contestants import GNSFAST, PLAIN, Contestant
+from benchmarks.contestants.sessions import Gnsfast
+from benchmarks.gate import Verdict
+from benchmarks.gpu_backends import OURS, forced, present
+from benchmarks.gpu_ops import TOKENS, clock, device_name
+from benchmarks.gpu_step import allocated, peak, release, reset_peak
+from benchmarks.models import GPT, GPT2, gpt_batch, gpt_loss
+
+Rows = list[dict[str, Any]]
+
+LAYERS = (
+    ("GPT-2 up", 768, 3072),
+    ("Llama-3-8B out", 4096, 4096),
+    ("Llama-3-8B up", 4096, 14336),
+)
+OVER_T = [LayerCase(*layer, T, TOKENS) for layer in LAYERS for T in (1, 8, 64, 128, 256, 512, 2048)]
+OVER_T += [LayerCase(*layer, 8192, TOKENS) for layer in LAYERS]
+OVER_B = [
+    LayerCase(*layer, T, T * B)
+    for layer, T in zip(LAYERS[::2], (1024, 2048))
+    for B in (1, 2, 4, 8, 16, 32)
+]
+SERIAL = 64
+"""Samples that are more than this are not passed one by one."""
+
+ROOM = 0.8
+"""Of the device's memory that one contestant may take: others wait beside it while it is timed."""
+
+
+def session_on(backend: str) -> type[Gnsfast]:
+    class OnBackend(Gnsfast):
+        def run(self) -> None:
+            with forced(backend):
+                super().run()
+
+    return OnBackend
+
+
+def entered(device: str) -> list[Contestant]:
+    """Plain first; gnsfast by each of its back-ends."""
+    ours = [
+        replace(GNSFAST, name=OURS[backend], session=session_on(backend))
+        for backend in present(device, "triton", "cuda", "reference")
+    ]
+    others = [c for c in contestants.ALL if c not in (PLAIN, GNSFAST)]
+    return [PLAIN, *ours, *others]
+
+
+class UntiedGPT2(GPT2):
+    """GPT-2 with a head of its own, 163M parameters: most contestants take no tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+class SmallGPT(GPT):
+    """For the check: a block of the same layers, fewer and shorter samples."""
+
+    B, T, vocabulary = 4, 64, 512
+
+    def __init__(self) -> None:
+        super().__init__(64, 2, 1)
+
+
+def peers(
+    device: str, rounds: int = 9, timed_on: type[GPT] = UntiedGPT2, checked_on: type[GPT] = SmallGPT
+) -> dict[str, Rows]:
+    """Forward and backward that leave gradients and norms: every contestant that is right."""
+    torch.manual_seed(0)
+    problem = gpt_problem(checked_on, device)
+    found = verdicts(problem, device)
+    coverage = [
+        {
+            "contestant": v.contestant.name,
+            "version": None if v.contestant.missing() else v.contestant.version,
+            "worst error": v.error,
+            "covered": v.covered,
+            "not covered": v.uncovered or "-",
+            "verdict": v.complaint or "right",
+        }
+        for v in found
+        if v.contestant is not PLAIN
+    ]
+    right = [v.contestant for v in found if not v.complaint]
+    rows = timed(gpt_problem(timed_on, device, autocast=True), right, rounds, device)
+    of = {v.contestant.name: v for v in found}
+    for row in rows:
+        if row["contestant"] != PLAIN.name:
+            verdict = of[row["contestant"]]
+            row |= {"per sample": verdict.contestant.per_sample, "covered": verdict.covered}
+    return {"Coverage": coverage, "Whole step, peers": rows}
+
+
+def gpt_problem(kind: type[GPT], device: str, autocast: bool = False) -> Problem:
+    def loss_of(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            return gpt_loss(model, batch)
+
+    batch = tuple(t.to(device) for t in gpt_batch(kind))
+    return Problem(kind.__name__, kind.T, kind().to(device), loss_of, batch)
+
+
+def verdicts(problem: Problem, device: str) -> list[Verdict]:
+    """Of every contestant; gnsfast must be right, by each back-end."""
+    truth = gate.single_samples(problem)
+    found = [gate.judge(contestant, problem, truth) for contestant in entered(device)]
+    for verdict in found:
+        if verdict.complaint and verdict.contestant.name in OURS.values():
+            raise SystemExit(f"{verdict.contestant.name} is wrong: {verdict.complaint}")
+    return found
+
+
+def timed(problem: Problem, right: list[Contestant], rounds: int, device: str) -> Rows:
+    """Each contestant beside plain on the same batch: the whole one, or where memory does not
+    suffice half of it, a quarter, ...
+    """
+    rows: Rows = []
+    fitting: dict[int, list[Contestant]] = {}
+    for contestant in right:
+        B, failed = largest(contestant, problem)
+        if B:
+            fitting.setdefault(B, []).append(contestant)
+        if failed:
+            about = {"contestant": contestant.name, "B": problem.B, "failed": failed}
+            rows.append({"layer": problem.layer, "T": problem.T, **about})
+    for B, group in sorted(fitting.items(), reverse=True):
+        rows += beside_plain(first(problem, B), group, rounds, device)
+    return rows
+
+
+def first(problem: Problem, B: int) -> Problem:
+    """The first B samples; their batch is a leaf again."""
+    batch = tuple(t[:B].detach().requires_grad_(t.requires_grad) for t in problem.batch)
+    return replace(problem, batch=batch)
+
+
+def largest(contestant: Contestant, problem: Problem) -> tuple[int, str]:
+    """The most samples, halved until a pass fits, 0 for none; and what stopped it at first."""
+    failed, B = "", problem.B
+    if contestant.serial and B > SERIAL:
+        return 0, f"{B} passes of one sample each: not timed"
+    device = problem.batch[0].device.type
+    while B:
+        try:
+            limit(device, ROOM)
+            session = first(problem, B).prepare(contestant)
+            session.run()
+        except torch.OutOfMemoryError as error:
+            failed = failed or f"out of memory: {gate.first_line(error)}"
+        except Exception as error:  # a package may refuse a model in any way: its words are kept
+            return 0, f"raises {type(error).__name__}: {gate.first_line(error)}"
+        else:
+            return B, failed
+        finally:
+            session = None
+            limit(device, 1.0)
+            release(device)
+        B //= 2
+    return 0, failed
+
+
+def limit(device: str, share: float) -> None:
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
+def beside_plain(problem: Problem, group: Iterable[Contestant], rounds: int, device: str) -> Rows:
+    """One interleaved run; the peak of one pass over what the session itself holds."""
+    ways: dict[str, Callable[[], object]] = {}
+    peaks, rows = {}, []
+    for contestant in dict.fromkeys((PLAIN, *group)):
+        session = problem.prepare(contestant)
+        ways[contestant.name] = pass_of(session)
+        ways[contestant.name]()
+        before = allocated(device)
+        reset_peak(device)
+        ways[contestant.name]()
+        peaks[contestant.name] = peak(device) - before
+    about = {"layer": problem.layer, "T": problem.T, "B": problem.B}
+    for name, t in measure.interleave(ways, rounds, clock(device)).items():
+        row = {**about, "contestant": name, "ms": round(t.milliseconds, 3), "ratio": t}
+        if peaks[PLAIN.name]:
+            row["memory of a pass"] = round(peaks[name] / peaks[PLAIN.name], 3)
+        rows.append(row)
+    return rows
+
+
+def pass_of(session: Any) -> Callable[[], None]:
+    def run() -> None:
+        session.run()
+        session.clear()
+
+    return run
+
+
+def curves(
+    device: str,
+    over_t: list[LayerCase] = OVER_T,
+    over_b: list[LayerCase] = OVER_B,
+    rounds: int = 7,
+) -> dict[str, Rows]:
+    """Single linear layers, forward and backward with the input's gradient."""
+    return {
+        "Overhead against T": curve(device, over_t, rounds),
+        "Cost against B": curve(device, over_b, rounds),
+    }
+
+
+def curve(device: str, cases_: list[LayerCase], rounds: int) -> Rows:
+    rows: Rows = []
+    for case in cases_:
+        few = LayerCase(case.model, case.I, case.O, case.T, case.T * min(case.B, 2))
+        found = verdicts(linear(few, device, torch.float32), device)
+        right = [
+            v.contestant for v in found if not v.complaint and (v.covered or v.contestant is PLAIN)
+        ]
+        own = timed(linear(case, device, torch.bfloat16), right, rounds, device)
+        for row in own:
+            if row["contestant"] in (OURS["triton"], OURS["cuda"]) and row.get("ratio"):
+                row["predicted"] = predicted(case, row["contestant"], device)
+        rows += own
+        print(f"{case.name}, B = {case.B}: {len(own)} rows", flush=True)
+    return rows
+
+
+def predicted(case: LayerCase, contestant: str, device: str) -> float | str:
+    """Of the three products of forward and backward one is the weight gradient."""
+    name = device_name(device)
+    hopper = contestant == OURS["cuda"] and name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+    ratio = model.predicted(case, name, "sm90" if hopper else "triton")
+    return ratio if isinstance(ratio, str) else round(1 + (ratio - 1) / 3, 3)
+
+
+def linear(case: LayerCase, device: str, dtype: torch.dtype) -> Problem:
+    torch.manual_seed(0)
+    x = torch.randn(case.B, case.T, case.I, device=device, dtype=dtype)
+    problem = cases.layer_problem(
+        case.layer, nn.Linear(case.I, case.O, bias=False), x, (case.O,), device
+    )
+    module = copy.deepcopy(problem.model).to(dtype)
+    batch = (x.requires_grad_(), problem.batch[1].to(dtype))
+    return replace(problem, model=module, batch=batch)

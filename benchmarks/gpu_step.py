@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole training steps on a GPU, plain and under an estimator: time, memory, the first step, what
+the host waits for, and the estimator's own share.
+"""
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gnsfast
+from benchmarks import measure, model_linear, model_step, models
+from benchmarks.gpu_backends import OURS, forced, present
+from benchmarks.gpu_ops import clock, device_name
+
+Rows = list[dict[str, Any]]
+ROOT = Path(__file__).parents[1]
+MODELS = ("gpt2", "llama")
+
+
+def step(
+    device: str, rounds: int = 11, names: tuple[str, ...] = MODELS, modes: tuple[bool, ...] = ()
+) -> dict[str, Rows]:
+    """Whole training steps, plain and converted, eager and compiled: bf16 autocast, AdamW."""
+    rows: Rows = []
+    for name in names:
+        for compiled in modes or (False, True):
+            rows += beside_plain(name, compiled, device, rounds)
+            torch._dynamo.reset()
+            release(device)
+    return {"Whole training step": rows}
+
+
+def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
+    ways: dict[str, Callable[[], object]] = {}
+    peaks, firsts, rows = {}, {}, []
+    for backend in ("", *present(device, "triton", "cuda")):
+        key = OURS[backend] if backend else "plain"
+        before = allocated(device)
+        run = ways[key] = training_step(name, backend, compiled, device)
+        firsts[key] = waited(run, device)
+        for _ in range(2):
+            reset_peak(device)
+            run()
+        peaks[key] = (peak(device) - before) / 2**20
+    for key, timing in measure.interleave(ways, rounds, clock(device)).items():
+        row: dict[str, Any] = {"training step": name}
+        row |= {"mode": "compiled" if compiled else "eager", "contestant": key}
+        row |= {"ms": round(timing.milliseconds, 2), "ratio": timing}
+        row |= {"MiB": round(peaks[key]), "first step s": round(firsts[key], 2)}
+        if peaks["plain"]:
+            row["memory"] = round(peaks[key] / peaks["plain"], 4)
+        if key != "plain":
+            row["predicted"] = predicted(name, device_name(device), key)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def predicted(name: str, device: str, contestant: str) -> float | str:
+    """Time with norms over plain, counted, eager; for GPT-2 on a GPU that is in the table."""
+    gpu = model_linear.of_device(device)
+    if gpu is None or name != "gpt2" or "plain" in contestant:
+        return "-"
+    hopper = contestant == OURS["cuda"] and gpu.name in ("H100", "H200")
+    counted = model_step.step(
+        gpu,
+        model_step.MODELS["gpt-2"],
+        *(models.GPT2.T, models.GPT2.B),
+        kernel="sm90" if hopper else "triton",
+    )
+    return round(1 + counted.overhead, 3)
+
+
+def training_step(name: str, backend: str, compiled: bool, device: str) -> Callable[[], object]:
+    """Forward, loss, backward, AdamW; with a ``backend`` under an estimator, as a user has it."""
+    torch.manual_seed(0)
+    model, loss_of, B = (_gpt2 if name == "gpt2" else _llama)(device)
+    gns = gnsfast.GradientNoiseScale(gnsfast.convert(model)) if backend else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
+    forward = torch.compile(loss_of) if compiled else loss_of
+
+    def run() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            if gns is None:
+                forward(model).backward()
+            else:
+                with forced(backend):
+                    with gns.microbatch(B):
+                        forward(model).backward()
+                    gns.update()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def _gpt2(device: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor], int]:
+    batch = models.gpt_batch(models.GPT2, device)
+    return models.GPT2().to(device), lambda model: models.gpt_loss(model, batch), models.GPT2.B
+
+
+def _llama(
+    device: str, B: int = 8, T: int = 2048, width: int = 2048, blocks: int = 4
+) -> tuple[nn.Module, Callable[[nn.Module], Tensor], int]:
+    """Four blocks over random activations: what a 1B Llama is made of, without its head."""
+    x, y = (torch.randn(B, T, width, device=device) for _ in range(2))
+    model = nn.Sequential(*(models.LlamaBlock() for _ in range(blocks))).to(device)
+    return model, lambda model: F.mse_loss(model(x).float(), y), B
+
+
+def host(device: str, rounds: int = 11) -> dict[str, Rows]:
+    """What the host waits for and does: synchronisations of a step, the estimator's own calls, and
+    the first steps of fresh processes, which compile everything.
+    """
+    return {
+        "Host synchronisations": [
+            {"step of GPT-2": key, "in 5 steps": synchronisations(training, device)}
+            for key, training in (
+                ("plain", training_step("gpt2", "", False, device)),
+                ("gnsfast", training_step("gpt2", "triton", False, device)),
+            )
+        ],
+        "Estimator": [estimator(device, rounds)],
+        "Start-up time": start_up(device),
+    }
+
+
+def synchronisations(run: Callable[[], object], device: str, steps: int = 5) -> int:
+    """How often torch makes the host wait for the device, as its own debug mode sees it: copies to
+    the host and ``item``, not events. The first steps, which audit and tune, are not counted.
+    """
+    for _ in range(3):
+        run()
+    wait(device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(steps):
+                run()
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    found = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    for place in sorted({f"{w.filename}:{w.lineno}" for w in found}):
+        print(f"synchronises: {place}", flush=True)
+    return len(found)
+
+
+def estimator(device: str, rounds: int) -> dict[str, Any]:
+    """``microbatch``'s two ends and ``update`` in steps of GPT-2: the host's time, and the
+    device's for what they launch; neither holds the layers' own share.
+    """
+    torch.manual_seed(0)
+    model, loss_of, B = _gpt2(device)
+    gns = gnsfast.GradientNoiseScale(gnsfast.convert(model))
+    on_host: list[float] = []
+    on_device: list[float] = []
+
+    def timed(run: Callable[[], object]) -> float:
+        """Seconds of the host; the device's are added to ``on_device``."""
+        seconds = 0.0
+
+        def call() -> None:
+            nonlocal seconds
+            seconds = measure.wall_seconds(run)
+
+        on_device.append(clock(device)(call))
+        return seconds
+
+    def leave(block: Any) -> None:
+        block.__exit__(None, None, None)
+        gns.update()
+
+    for _ in range(rounds + 2):
+        block = gns.microbatch(B)
+        opened = timed(block.__enter__)
+        with torch.autocast(device, torch.bfloat16):
+            loss_of(model).backward()
+        on_host.append(opened + timed(lambda: leave(block)))  # noqa: B023
+        model.zero_grad()
+    both = [a + b for a, b in zip(on_device[4::2], on_device[5::2])]
+    return {
+        "model": "GPT-2",
+        "host ms": round(1e3 * statistics.median(on_host[2:]), 3),
+        "device ms": round(1e3 * statistics.median(both), 3),
+    }
+
+
+def start_up(device: str) -> Rows:
+    """Seconds in processes of their own, of which each finds empty caches."""
+    rows = []
+    for mode in ("eager", "compiled"):
+        for backend in ("", "triton"):
+            with tempfile.TemporaryDirectory() as caches:
+                environment = {"TRITON_CACHE_DIR": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
+                run = [sys.executable, "-m", "benchmarks.gpu_step", device, mode, backend]
+                done = subprocess.run(
+                    run, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
+                )
+            if done.returncode:
+                raise SystemExit(f"{' '.join(run)} failed:\n{done.stderr}")
+            seconds = json.loads(done.stdout.splitlines()[-1])
+            rows.append({"model": "GPT-2", "mode": mode, "contestant": OURS.get(backend, "plain")})
+            rows[-1] |= seconds
+    return rows
+
+
+def first_steps(device: str, mode: str, backend: str) -> dict[str, float]:
+    """Of this process: seconds until a model is on the device, of its first and of a later step."""
+    seconds = {}
+    start = time.perf_counter()
+    run = training_step("gpt2", backend, mode == "compiled", device)
+    wait(device)
+    seconds["model s"] = round(time.perf_counter() - start, 2)
+    for name in ("first step s", "second step s", "third step s"):
+        seconds[name] = round(waited(run, device), 3)
+    return seconds
+
+
+def waited(run: Callable[[], object], device: str) -> float:
+    """Seconds until the device is done."""
+    start = time.perf_counter()
+    run()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def allocated(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def reset_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def release(device: str) -> None:
+    """Give back what nobody holds; hooked models hold themselves, in cycles."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    print(json.dumps(first_steps(*sys.argv[1:])))
