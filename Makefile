@@ -2,6 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
+PEERS := .venv/.peers
 LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py conv.py models.py multihead_attention.py attention.py transformer_layers.py)
 # What packaging can break: every module and its examples, the kernels' folder, the command.
 WHEEL_TESTS := $(addprefix ../../tests/test_,promises.py docs.py setup.py linear_wgrad.py convert.py triton_linear.py cli.py \
@@ -14,7 +15,7 @@ help:  ## list the targets
 demo: $(RUN)  ## train a small GPT on real text, its noise scale on the screen and in a report
 	$(BIN)/gnsfast demo
 
-test: $(DEV)  ## all tests in the checkout, the layers' through Triton, and some against the built wheel
+test: $(PEERS)  ## all tests in the checkout, the layers' through Triton, and some against the built wheel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) --no-print-directory triton-test wheel-test
 
@@ -44,7 +45,7 @@ format: $(DEV)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(DEV)  ## gnsfast against plain torch on this CPU
+bench: $(PEERS)  ## gnsfast beside plain torch and its peers on this CPU; 10 minutes on two quiet cores
 	$(BIN)/python -m benchmarks cpu
 
 clean:  ## remove everything that make made
@@ -58,5 +59,10 @@ $(RUN): pyproject.toml constraints.txt setup.py $(wildcard csrc/*.*)
 $(DEV): $(RUN)
 	$(INSTALL) --editable '.[dev]'
 	touch $(DEV)
+
+$(PEERS): $(DEV)
+	$(INSTALL) opacus einops unfoldNd
+	$(INSTALL) --no-deps backpack-for-pytorch  # only its examples need the torchvision that it asks for
+	touch $(PEERS)
 
 .PHONY: help demo test triton-test wheel-test kernels lint format bench clean
