@@ -19,7 +19,9 @@ ProblemOf = Callable[[int | None], Problem]
 """A problem with at most so many samples, or all."""
 
 SECONDS = 3.0
-"""A call on a single layer that takes longer is left out, and listed."""
+"""A call on a single layer that takes longer, and thrice as long as plain's, is left out, and
+listed.
+"""
 BYTES = 2 << 30
 """So is one that would hold more than this in samples' gradients."""
 
@@ -113,17 +115,19 @@ def compared(title: str, problems: Iterable[ProblemOf], threads: list[int], roun
         found = gate.judged(few if few.T < 256 else problem_of(2))
         problem = problem_of(None)
         about = {"layer": problem.layer, "T": problem.T, "B": problem.B, "threads": n}
-        entered = {}
+        entered, limit = {}, SECONDS
         for verdict in found.values():
             name = verdict.contestant.name
-            if reason := skip_reason(verdict, problem):
+            if reason := skip_reason(verdict, problem, limit):
                 skipped.append({**about, "contestant": name, "reason": reason})
                 continue
             entered[name] = pass_of(verdict.contestant, problem)
             seconds = measure.wall_seconds(entered[name])
-            if seconds > SECONDS:
+            if verdict.contestant is PLAIN:
+                limit = max(SECONDS, 3 * seconds)
+            if seconds > limit:
                 seconds = measure.wall_seconds(entered[name])  # the first call may be a slow one
-            if seconds > SECONDS and verdict.contestant not in (PLAIN, GNSFAST):
+            if seconds > limit and verdict.contestant is not GNSFAST:
                 del entered[name]
                 reason = f"{seconds:.1f} s a call"
                 skipped.append({**about, "contestant": name, "reason": reason})
@@ -143,8 +147,8 @@ def pass_of(contestant: Contestant, problem: Problem) -> Callable[[], None]:
     return run
 
 
-def skip_reason(verdict: Verdict, problem: Problem) -> str:
-    """Empty, or why a contestant is not timed there."""
+def skip_reason(verdict: Verdict, problem: Problem, limit: float = SECONDS) -> str:
+    """Empty, or why a contestant is not timed there; ``limit``: seconds of a call."""
     contestant = verdict.contestant
     if verdict.complaint:
         return verdict.complaint
@@ -154,7 +158,7 @@ def skip_reason(verdict: Verdict, problem: Problem) -> str:
     if contestant.instantiates and size > BYTES:
         return f"the samples' gradients would take {size / 2**30:.1f} GiB"
     seconds = verdict.seconds / verdict.samples * problem.B
-    if contestant.serial and seconds > SECONDS:
+    if contestant.serial and seconds > limit:
         return f"{problem.B} passes of one sample: about {seconds:.0f} s a call"
     return ""
 
