@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import batch_size, compare, cpu, gpu, model, readme, record
+from benchmarks import batch_size, compare, cpu, gpu, model, readme, record, regressions
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes.add_argument("--runs", type=Path, required=True, help="folder for logs and branches")
     sizes.add_argument("--record", type=Path, help="folder for the record, else only printed")
     model.add_arguments(devices.add_parser("model", help="what norms cost on a GPU, counted"))
+    regressions.add(devices.add_parser("budgets", help="committed counts that may not grow"))
     devices.add_parser("compare", help="two records: what changed by more than its noise")
     devices.add_parser("readme", help="writes the README's table and figure from the records")
     given = sys.argv[1:] if arguments is None else arguments
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         return alone[given[0]](given[1:])
     options = parser.parse_args(given)
     run = {"cpu": run_cpu, "gpu": gpu.run, "batch-size": run_batch_size, "model": model.run}
+    run |= {"budgets": regressions.run}
     run[options.device](options)
 
 
@@ -63,6 +65,11 @@ def run_batch_size(options: argparse.Namespace) -> None:
 
 
 def run_cpu(options: argparse.Namespace) -> None:
+    """Part by part into one record: an interrupted run keeps what it has."""
+    some = options.only if set(options.only) != set(cpu.PARTS) else ()
+    words = ["--threads", *options.threads, "--rounds", options.rounds]
+    words += ["--only", *some] if some else []
+    command = " ".join(map(str, ["python -m benchmarks cpu", *words]))
     tables: dict[str, list[dict[str, Any]]] = {}
     for part in options.only:
         start = time.perf_counter()
@@ -72,10 +79,8 @@ def run_cpu(options: argparse.Namespace) -> None:
             print(f"\n{title}; ratios: median (quartiles) of interleaved rounds\n")
             print("\n".join(record.markdown(rows)), flush=True)
         tables |= found
-    if options.record:
-        command = " ".join(["python -m benchmarks", *sys.argv[1:]])
-        name = "-".join(["cpu", *(options.only if set(options.only) != set(cpu.PARTS) else ())])
-        print(f"\nwritten: {record.write(name, command, tables, options.record)}")
+        if options.record:
+            record.write("-".join(["cpu", *some]), command, tables, options.record)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+from compile_cuda import instructions
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -330,9 +331,19 @@ def compile_case(case: Case, capability: int) -> dict[str, Any]:
         "registers": int(registers),
         "stack": int(stack),
         "shared": compiled.metadata.shared,
+        "blocks": resident(capability, case.num_warps, int(registers), compiled.metadata.shared),
+        "instructions": instructions(sass),
         "in_flight": len(re.findall(r"DEPBAR\.LE gsb0, 0x1", sass)),
         **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
     }
+
+
+def resident(capability: int, warps: int, registers: int, shared: int) -> int:
+    """Blocks that one SM has room for, by registers (65,536, given out in eights), warps (64) and
+    shared memory, of which each block takes 1 KiB for itself.
+    """
+    room = ((164 if capability == 80 else 228) << 10) // (shared + 1024)
+    return min(32, 64 // warps, 65536 // (warps * 32 * 8 * -(-registers // 8)), room)
 
 
 def tool(name: str, *args: str) -> str:

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels as nvcc makes them, where there is one: no spilled register, no warning of a
-serialised product, the instructions that were meant.
+serialised product, the instructions that were meant, within the committed budget.
 """
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parents[1] / "csrc"
+pytest.importorskip("benchmarks")  # a wheel has none
+
+import compile_cuda  # noqa: E402
+
+from benchmarks import budget  # noqa: E402
 
 pytestmark = pytest.mark.source
 
@@ -19,52 +22,27 @@ nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 
 NOTHING_SPILLED = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 
-STANDARD = "Variant<192, 2, true, true>"
-INSTANCES = [
-    ("__nv_bfloat16", "float", STANDARD),
-    ("__nv_bfloat16", "__nv_bfloat16", STANDARD),
-    ("__half", "float", STANDARD),
-    ("__half", "__half", STANDARD),
-    ("__nv_bfloat16", "__nv_bfloat16", "Variant<192, 2, false, true>"),
-    ("__nv_bfloat16", "__nv_bfloat16", "Variant<192, 1, true, true>"),
-    ("__nv_bfloat16", "__nv_bfloat16", "Variant<256, 2, true, false>"),
-]
+
+def compiled(source: str, arch: str, folder: Path) -> tuple[str, str]:
+    """What ptxas says of a source for an architecture, and its machine code, without a spill."""
+    pytest.importorskip("triton", reason="triton is there on Linux alone")
+    said, sass = compile_cuda.compiled(source, arch, folder)
+    assert not re.search(r"\b(LDL|STL)\b", sass), "a register is spilled"
+    return said, sass
 
 
-def source(instance: tuple[str, str, str]) -> str:
-    element, output, variant = instance
-    return f"""
-#include "linear_wgrad_sm90.cuh"
-template __global__ void gnsfast::linear_wgrad_kernel<{element}, {output}, gnsfast::{variant}>(
-    const __grid_constant__ CUtensorMap, const __grid_constant__ CUtensorMap, {output}*,
-    const __grid_constant__ gnsfast::Problem);
-template __global__ void gnsfast::merge_kernel<{output}, gnsfast::{variant}>(
-    {output}*, const __grid_constant__ gnsfast::Problem);
-"""
-
-
-def compiled(unit: Path, arch: str) -> tuple[str, str]:
-    """What ptxas says of a file for an architecture, and its machine code."""
-    triton = pytest.importorskip("triton", reason="triton is there on Linux alone")
-    binary = unit.with_suffix(".cubin")
-    run = ["nvcc", "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-cubin"]
-    run += ["-Xptxas", "-v", "-I", str(CSRC), "-o", str(binary), str(unit)]
-    done = subprocess.run(run, capture_output=True, text=True)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0 and "warning" not in said, said
-    # The wheel of Triton carries the disassembler.
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    read = subprocess.run([nvdisasm, binary], capture_output=True, text=True, check=True)
-    assert not re.search(r"\b(LDL|STL)\b", read.stdout), "a register is spilled"
-    return said, read.stdout
+def hold(said: str, sass: str, arch: str) -> None:
+    """These kernels within the committed budget."""
+    rows = compile_cuda.table(said, sass, arch)
+    now = budget.Budget(compile_cuda.nvcc_version(), rows)
+    if why := budget.hold("cuda", now, whole=False):
+        pytest.skip(f"all else holds, but {why}")
 
 
 @nvcc
-@pytest.mark.parametrize("instance", INSTANCES, ids=" ".join)
+@pytest.mark.parametrize("instance", compile_cuda.INSTANCES, ids=" ".join)
 def test_sm90(instance: tuple[str, str, str], tmp_path: Path) -> None:
-    unit = tmp_path / "unit.cu"
-    unit.write_text(source(instance), encoding="utf-8")
-    said, sass = compiled(unit, "90a")
+    said, sass = compiled(compile_cuda.sm90_source(instance), "90a", tmp_path)
     assert "C75" not in said, said
     assert said.count(NOTHING_SPILLED) == 2, said
     assert re.findall(r"Used (\d+) registers", said).count("168") == 1, said  # at entry
@@ -80,46 +58,38 @@ def test_sm90(instance: tuple[str, str, str], tmp_path: Path) -> None:
     assert re.search(r"USETMAXREG\.DEALLOC\S* 0x28", kernel)
     assert re.search(r"USETMAXREG\.TRY_ALLOC[^;]*0xe8", kernel)
     assert "MEMBAR" not in kernel[kernel.index("HGMMA") : kernel.rindex("HGMMA")]
+    hold(said, sass, "90a")
 
 
 @nvcc
-@pytest.mark.parametrize("arch", ["80", "90", "100", "120"])
+@pytest.mark.parametrize("arch", compile_cuda.GENERIC_ARCHITECTURES)
 def test_sm80(arch: str, tmp_path: Path) -> None:
     """The generic kernel on every architecture that it is built for: 32 x 2 products a stage."""
-    unit = tmp_path / "unit.cu"
-    pairs = [(e, o) for e in ("__nv_bfloat16", "__half") for o in ("float", e)]
-    operand = "const __grid_constant__ gnsfast::Operand"
-    unit.write_text(
-        '#include "linear_wgrad_sm80.cuh"\n'
-        + "".join(
-            f"template __global__ void gnsfast::linear_wgrad_kernel<{element}, {output}>("
-            f"{operand}, {operand}, {output}*, const __grid_constant__ gnsfast::Problem);\n"
-            for element, output in pairs
-        ),
-        encoding="utf-8",
-    )
-    said, sass = compiled(unit, arch)
+    said, sass = compiled(compile_cuda.generic_source(), arch, tmp_path)
     assert said.count(NOTHING_SPILLED) == 4, said
     assert all(int(n) < 256 for n in re.findall(r"Used (\d+) registers", said))
     assert len(re.findall(r"\bHMMA\.16816", sass)) == 4 * 32
     assert re.search(r"\bLDSM\.16\.MT88\.4", sass) and re.search(r"\bLDGSTS", sass)
+    hold(said, sass, arch)
 
 
 @nvcc
-@pytest.mark.parametrize("arch", ["80", "120"])
+@pytest.mark.parametrize("arch", compile_cuda.TOKEN_SQNORMS_ARCHITECTURES)
 def test_token_sqnorms(arch: str, tmp_path: Path) -> None:
     """Rows are read 16 bytes at a time, several loads in flight."""
-    unit = shutil.copy(CSRC / "token_sqnorms.cu", tmp_path)
-    said, sass = compiled(Path(unit), arch)
+    said, sass = compiled(compile_cuda.TOKEN_SQNORMS, arch, tmp_path)
     assert said.count(NOTHING_SPILLED) == 2, said
     loads = re.findall(r"\bLDG\S*", sass)
     assert len(loads) >= 8 and all(".128" in load for load in loads)
+    hold(said, sass, arch)
 
 
 def test_generated_products_are_up_to_date() -> None:
-    sys.path.insert(0, str(CSRC))
+    sys.path.insert(0, str(compile_cuda.CSRC))
     try:
         import generate_wgmma
     finally:
-        sys.path.remove(str(CSRC))
-    assert generate_wgmma.text() == (CSRC / "wgmma_sm90.cuh").read_text(encoding="utf-8")
+        sys.path.remove(str(compile_cuda.CSRC))
+    assert generate_wgmma.text() == (compile_cuda.CSRC / "wgmma_sm90.cuh").read_text(
+        encoding="utf-8"
+    )

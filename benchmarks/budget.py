@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Committed counts in ``benchmarks/budgets/`` that may not grow: instructions on the CPU, registers
+and instructions of the kernels. They are counted, not timed: a busy machine changes none.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "budgets"
+RENEW = "python -m benchmarks budgets --write --only"
+
+Rows = dict[str, dict[str, int]]
+
+# How far a number may grow: by a share of itself and by so many. Other columns only describe.
+MARGINS = {
+    "added": (0.01, 0),
+    "instructions": (0.05, 0),
+    "registers": (0.0, 8),
+    "shared": (0.05, 0),
+    "spilled": (0.0, 0),
+}
+STEADY = 0.01
+"""Plain torch's own count may differ by this share where gnsfast's is compared: from run to run it
+is 0.1 %, with memory laid out otherwise up to 0.4 %, from one build of Python 3.11 to another 0.5
+to 2.7 %."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Rows by name, the versions they hold for, and on what build of them they were counted."""
+
+    versions: dict[str, str]
+    rows: Rows
+    build: str = ""
+
+    def write(self, name: str) -> Path:
+        """A line for each row, so that a change reads well."""
+        FOLDER.mkdir(exist_ok=True)
+        path = FOLDER / f"{name}.json"
+        rows = ",\n".join(f"  {json.dumps(k)}: {json.dumps(row)}" for k, row in self.rows.items())
+        about = f' "versions": {json.dumps(self.versions)},\n "build": {json.dumps(self.build)},\n'
+        path.write_text(f'{{\n{about} "rows": {{\n{rows}\n }}\n}}\n', encoding="utf-8")
+        return path
+
+
+def read(name: str) -> Budget:
+    text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
+    return Budget(**json.loads(text))
+
+
+def renew(name: str) -> str:
+    return f"{RENEW} {name.partition('-')[0]}"
+
+
+def unlike(then: Budget, now: Budget) -> str:
+    """Why counts of the two cannot be compared; empty where they can."""
+    for key, version in then.versions.items():
+        if now.versions[key] != version:
+            return f"counted with {key} {version}, and here is {now.versions[key]}"
+    moved = plain_moved(then, now)
+    if moved and then.build != now.build:
+        return f"{moved}, on another build: {now.build}, not {then.build}"
+    return ""
+
+
+def plain_moved(then: Budget, now: Budget) -> str:
+    """Where plain torch itself takes another number of instructions."""
+    for name, row in now.rows.items():
+        before = then.rows.get(name, row).get("plain", 0)
+        if abs(row.get("plain", 0) - before) > STEADY * before:
+            return f"{name}: plain torch takes {row['plain']} instructions instead of {before}"
+    return ""
+
+
+def changes(then: Budget, now: Budget) -> list[tuple[str, str, int, int]]:
+    """Name, column, before and now of every number that is another one."""
+    return [
+        (name, column, before, now.rows[name][column])
+        for name in now.rows
+        for column, before in then.rows.get(name, {}).items()
+        if now.rows[name][column] != before
+    ]
+
+
+def complaints(then: Budget, now: Budget, whole: bool = True) -> list[str]:
+    """What has grown, and rows without a counterpart; the budget's own too if ``now`` is whole."""
+    found = [f"{name}: not in the budget" for name in now.rows if name not in then.rows]
+    if whole:
+        found += [f"{name}: in the budget alone" for name in then.rows if name not in now.rows]
+    if moved := plain_moved(then, now):
+        found.append(f"{moved}: the case is another")
+    return found + [_line(*change) for change in changes(then, now) if grown(*change[1:])]
+
+
+def _line(name: str, column: str, before: int, value: int) -> str:
+    share = f" ({value / before - 1:+.1%})" if before else ""
+    return f"{name}: {column} {before:,} -> {value:,}{share}"
+
+
+def grown(column: str, before: int, value: int) -> bool:
+    if column == "blocks":  # that one SM has room for
+        return value < before
+    if column not in MARGINS:
+        return False
+    share, more = MARGINS[column]
+    return value > before * (1 + share) + more
+
+
+def hold(name: str, now: Budget, whole: bool = True) -> str:
+    """Raise where a number has grown beyond its margin; returns why nothing was compared, if so."""
+    then = read(name)
+    if why := unlike(then, now):
+        return f"the budget {name} is not compared: {why}; to renew it: {renew(name)}"
+    print("\n".join(_line(*change) for change in changes(then, now)))
+    if found := complaints(then, now, whole):
+        text = "\n".join(found)
+        raise AssertionError(f"more than the budget {name}:\n{text}\nif meant: {renew(name)}")
+    return ""
+
+
+def table(then: Budget, now: Budget) -> list[dict[str, Any]]:
+    """A row for each of now's, with the budget's number where it is another."""
+    return [
+        {"": name, **{c: _cell(then, name, c, value) for c, value in row.items()}}
+        for name, row in now.rows.items()
+    ]
+
+
+def _cell(then: Budget, name: str, column: str, value: int) -> str:
+    before = then.rows.get(name, {}).get(column)
+    return f"{value:,}" if before in (None, value) else f"{value:,} (was {before:,})"
