@@ -18,9 +18,9 @@ from benchmarks import batch_size, compare, cpu, gpu, model, readme, record, reg
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     devices = parser.add_subparsers(dest="device", required=True)
-    on_cpu = devices.add_parser("cpu", help="all contestants on this CPU; 10 minutes")
+    on_cpu = devices.add_parser("cpu", help="all contestants on this CPU; a quarter of an hour")
     on_cpu.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    on_cpu.add_argument("--rounds", type=int, default=9)
+    on_cpu.add_argument("--rounds", type=int, default=7)
     on_cpu.add_argument("--only", choices=cpu.PARTS, nargs="+", default=tuple(cpu.PARTS))
     on_cpu.add_argument("--record", type=Path, help="folder for the record, else only printed")
     on_gpu = devices.add_parser("gpu", help="the kernels on this GPU: right, then fast")

@@ -54,14 +54,13 @@ LAYERS = [
     LayerCase("GPT-2 out", 768, 768, 1024),
     LayerCase("small GPT head", 384, 4096, 256),
     LayerCase("Llama-3-8B out", 4096, 4096, 256, 512),
-    LayerCase(*LLAMA, 64, 256),
-    LayerCase(*LLAMA, 256, 256),
+    LayerCase(*LLAMA, 64, 128),
 ]
 OPERATOR = [
     LayerCase(model, I, O, T)
     for model, I, O in (("GPT-2 out", 768, 768), UP, ("small GPT head", 384, 4096))
-    for T in (1, 64, 512, 2048)
-] + [LayerCase(*LLAMA, T, 512) for T in (1, 64, 512)]
+    for T in (1, 64, 512)
+] + [LayerCase(*LLAMA, T, 256) for T in (1, 64, 256)]
 
 
 @dataclass(frozen=True)
