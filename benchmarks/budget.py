@@ -15,7 +15,7 @@ Rows = dict[str, dict[str, int]]
 
 # How far a number may grow: by a share of itself and by so many. Other columns only describe.
 MARGINS = {
-    "added": (0.01, 0),
+    "added": (0.02, 0),
     "instructions": (0.05, 0),
     "registers": (0.0, 8),
     "shared": (0.05, 0),
@@ -24,7 +24,7 @@ MARGINS = {
 STEADY = 0.01
 """Plain torch's own count may differ by this share where gnsfast's is compared: from run to run it
 is 0.1 %, with memory laid out otherwise up to 0.4 %, from one build of Python 3.11 to another 0.5
-to 2.7 %."""
+to 2.7 %. Beyond it the case or the machine is another, and nothing is compared."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ def unlike(then: Budget, now: Budget) -> str:
         if now.versions[key] != version:
             return f"counted with {key} {version}, and here is {now.versions[key]}"
     moved = plain_moved(then, now)
-    if moved and then.build != now.build:
-        return f"{moved}, on another build: {now.build}, not {then.build}"
-    return ""
+    return moved and f"{moved}, here on {now.build}, there on {then.build}"
 
 
 def plain_moved(then: Budget, now: Budget) -> str:
@@ -89,8 +87,6 @@ def complaints(then: Budget, now: Budget, whole: bool = True) -> list[str]:
     found = [f"{name}: not in the budget" for name in now.rows if name not in then.rows]
     if whole:
         found += [f"{name}: in the budget alone" for name in then.rows if name not in now.rows]
-    if moved := plain_moved(then, now):
-        found.append(f"{moved}: the case is another")
     return found + [_line(*change) for change in changes(then, now) if grown(*change[1:])]
 
 

@@ -64,16 +64,16 @@ def test_every_case_has_a_budget() -> None:
         ("gemm", "instructions", 525, ""),
         ("gemm", "instructions", 526, "gemm: instructions 500 -> 526 (+5.2%)"),
         ("gemm", "instructions", 300, ""),
-        ("step", "added", 505, ""),
-        ("step", "added", 506, "step: added 500 -> 506 (+1.2%)"),
+        ("step", "added", 510, ""),
+        ("step", "added", 511, "step: added 500 -> 511 (+2.2%)"),
         ("step", "plain", 1010, ""),
-        ("step", "plain", 989, "step: plain torch takes 989 instructions instead of 1000"),
+        ("step", "plain", 989, ""),
     ],
 )
 def test_growth_beyond_the_margin(name: str, column: str, value: int, said: str) -> None:
     rows = THEN.rows | {name: THEN.rows[name] | {column: value}}
     found = budget.complaints(THEN, Budget(THEN.versions, rows, THEN.build))
-    assert [line.partition(": the case")[0] for line in found] == ([said] if said else [])
+    assert found == ([said] if said else [])
 
 
 def test_rows_without_a_counterpart() -> None:
@@ -84,13 +84,16 @@ def test_rows_without_a_counterpart() -> None:
 
 
 def test_other_versions_are_not_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nor another build where plain torch itself counts otherwise; on the same it is an error."""
+    """Nor is what plain torch itself counts otherwise on; on the same ground growth is an error."""
     monkeypatch.setattr(budget, "FOLDER", tmp_path)
     THEN.write("step")
     assert budget.read("step") == THEN and budget.hold("step", THEN) == ""
     newer = Budget({"torch": "2.1"}, THEN.rows)
     assert "counted with torch 2.0, and here is 2.1" in budget.hold("step", newer)
     rows = THEN.rows | {"step": {"plain": 980, "gnsfast": 1900, "added": 910}}
-    assert "on another build: there" in budget.hold("step", Budget(THEN.versions, rows, "there"))
+    assert "takes 980 instructions instead of 1000, here on there" in budget.hold(
+        "step", Budget(THEN.versions, rows, "there")
+    )
+    rows = THEN.rows | {"step": {"plain": 995, "gnsfast": 1900, "added": 905}}
     with pytest.raises(AssertionError, match="--write --only step"):
         budget.hold("step", Budget(THEN.versions, rows, THEN.build))
