@@ -299,7 +299,7 @@ def test_the_table_has_ours_and_the_cheapest(tmp_path: Path) -> None:
     rows, rest = readme.table(figures.steps(written(tmp_path, content)))
     named = [row.split("|")[1].strip(" *") for row in rows[2:]]
     assert named == ["x", "y", "gnsfast", "sums"]
-    assert rest == "Also: parts (74% of parameters) 1.25; Gram 1.40; z 2.00. "
+    assert rest == "Also: parts (74% of parameters) 1.20; Gram 1.40; z 2.00. "
 
 
 def test_a_gpu_record_ends_the_sentence_about_none(
