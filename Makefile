@@ -45,7 +45,7 @@ format: $(DEV)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(PEERS)  ## gnsfast beside plain torch and its peers on this CPU; 10 minutes on two quiet cores
+bench: $(PEERS)  ## gnsfast beside plain torch and its peers on this CPU; half an hour on two quiet cores
 	$(BIN)/python -m benchmarks cpu
 
 clean:  ## remove everything that make made

@@ -18,7 +18,7 @@ from benchmarks import batch_size, compare, cpu, gpu, model, readme, record, reg
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     devices = parser.add_subparsers(dest="device", required=True)
-    on_cpu = devices.add_parser("cpu", help="all contestants on this CPU; a quarter of an hour")
+    on_cpu = devices.add_parser("cpu", help="all contestants on this CPU; half an hour")
     on_cpu.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     on_cpu.add_argument("--rounds", type=int, default=7)
     on_cpu.add_argument("--only", choices=cpu.PARTS, nargs="+", default=tuple(cpu.PARTS))
@@ -41,6 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
     if given and given[0] in alone:
         return alone[given[0]](given[1:])
     options = parser.parse_args(given)
+    if options.device == "cpu" and options.rounds < 5:
+        parser.error(f"{options.rounds} rounds have no quartiles: --rounds 5 or more")
     run = {"cpu": run_cpu, "gpu": gpu.run, "batch-size": run_batch_size, "model": model.run}
     run |= {"budgets": regressions.run}
     run[options.device](options)

@@ -57,7 +57,7 @@ def renew(name: str) -> str:
 def unlike(then: Budget, now: Budget) -> str:
     """Why counts of the two cannot be compared; empty where they can."""
     for key, version in then.versions.items():
-        if now.versions[key] != version:
+        if now.versions[key].partition("+")[0] != version.partition("+")[0]:
             return f"counted with {key} {version}, and here is {now.versions[key]}"
     moved = plain_moved(then, now)
     return moved and f"{moved}, here on {now.build}, there on {then.build}"

@@ -66,7 +66,7 @@ def step(threads: list[int], rounds: int) -> Tables:
     for n in threads:
         torch.set_num_threads(n)
         steps = {c.name: cases.training_step(c) for c in entered}
-        timings = measure.interleave(steps, rounds)
+        timings = measure.interleave(steps, rounds, paired=True)
         del steps
         peaks = {}
         if n == threads[-1]:
@@ -105,7 +105,7 @@ def linear(case: LayerCase) -> ProblemOf:
 
 
 def compared(title: str, problems: Iterable[ProblemOf], threads: list[int], rounds: int) -> Tables:
-    """All contestants on each problem, with the last number of threads and a third of the
+    """All contestants on each problem, with the last number of threads and at least five
     rounds; two to four samples of it are checked first.
     """
     n, rows, skipped = threads[-1], [], []
@@ -131,7 +131,7 @@ def compared(title: str, problems: Iterable[ProblemOf], threads: list[int], roun
                 del entered[name]
                 reason = f"{seconds:.1f} s a call"
                 skipped.append({**about, "contestant": name, "reason": reason})
-        timings = measure.interleave(entered, max(3, rounds // 3))
+        timings = measure.interleave(entered, max(5, rounds // 3))
         for name, t in timings.items():
             rows.append({**about, "contestant": name, "ms": round(t.milliseconds, 2), "ratio": t})
     return {title: rows, **({f"{title}: left out": skipped} if skipped else {})}
@@ -169,7 +169,7 @@ def operator(threads: list[int], rounds: int) -> Tables:
     torch.set_num_threads(threads[-1])
     for case in cases.OPERATOR:
         check_operator(case)
-        timings = measure.interleave(cases.weight_gradients(case), max(3, rounds // 3))
+        timings = measure.interleave(cases.weight_gradients(case), max(5, rounds // 3))
         row: dict[str, Any] = {"weight gradient": case.name, "B": case.B, "threads": threads[-1]}
         row |= {"route": cases.route(case), "plain ms": round(timings["plain"].milliseconds, 2)}
         rows.append(row | {name: t for name, t in timings.items() if name != "plain"})
@@ -206,7 +206,7 @@ def compile(threads: list[int], rounds: int) -> Tables:
     rows: Rows = []
     for c in (PLAIN, GNSFAST):
         n = str(threads[-1])
-        answer = fresh.ask("compiled", c.name, n, str(max(3, rounds)), **fresh.NO_CACHE)
+        answer = fresh.ask("compiled", c.name, n, str(rounds), **fresh.NO_CACHE)
         timing = measure.Timing(**answer["timing"])
         row = {"threads": threads[-1], "contestant": c.name}
         row |= {"first step s": round(answer["seconds"], 1), "ms": round(timing.milliseconds, 1)}

@@ -47,9 +47,9 @@ def beside_triton(device: str, cases_: list[LayerCase], rounds: int) -> Rows:
         row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
         row |= {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
         row |= {f"{k} / plain": timings[k] for k in ways if k != "plain"}
-        row["triton predicted"] = model.predicted(case, torch.cuda.get_device_name())
-        if own == "sm90":
-            row["sm90 predicted"] = model.predicted(case, torch.cuda.get_device_name(), own)
+        name = torch.cuda.get_device_name()
+        for kernel in ("triton", "sm90") if own == "sm90" else ("triton",):
+            row[f"{kernel} predicted"] = model.predicted(case, name, kernel, route="fused")
         rows.append(row)
     return rows
 

@@ -4,7 +4,8 @@
 On a fresh machine, from the checkout's root (``SECONDS`` says what each part is to take)::
 
     pip install -c constraints.txt torch triton setuptools pybind11 ninja pytest numpy
-    pip install opacus==1.6.0 backpack-for-pytorch==1.7.1 opt_einsum==3.4.0  # peers
+    pip install -c constraints.txt opacus einops unfoldNd  # peers
+    pip install --no-deps backpack-for-pytorch==1.7.1  # its torchvision would bring another torch
     GNSFAST_CUDA=1 pip install --no-build-isolation --no-deps -e .  # with nvcc; 0 without
     python -m benchmarks gpu --only correctness --record out
     python -m benchmarks gpu --only ops --record out
@@ -23,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +67,15 @@ def run(options: argparse.Namespace) -> None:
     plan = [{"part": part, "estimated s": SECONDS[part]} for part in parts]
     total = {"part": "all", "estimated s": sum(SECONDS[part] for part in parts)}
     print("\n".join(record.markdown([*plan, total])), flush=True)
-    short = []
+    short, broken = [], False
     for part in parts:
         start = time.perf_counter()
-        tables = globals()[part]("cuda")
+        try:
+            tables = globals()[part]("cuda")
+        except Exception as error:  # the other parts still have their time on the GPU
+            traceback.print_exc()
+            what = f"raises {type(error).__name__}: {error}".partition("\n")[0]
+            tables = {part: [{"check": part, "exit status": 1, "result": what}]}
         print(f"\n{part}: {time.perf_counter() - start:.0f} s of {SECONDS[part]} estimated")
         for title, rows in tables.items():
             print(f"\n{title}\n")
@@ -78,7 +85,13 @@ def run(options: argparse.Namespace) -> None:
             f"\nwritten: {record.write('gpu-' + part, command, tables, options.record)}", flush=True
         )
         short += summary(tables)
+        wrong = any(row.get("exit status") for rows in tables.values() for row in rows)
+        broken |= wrong
+        if part == "correctness" and wrong:
+            break  # what is wrong is not timed
     print("\nIn short\n\n" + "\n".join(record.markdown(short)))
+    if broken:
+        raise SystemExit(1)
 
 
 def correctness(device: str) -> dict[str, Rows]:

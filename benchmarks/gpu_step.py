@@ -63,7 +63,8 @@ def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
         if peaks["plain"]:
             row["memory"] = round(peaks[key] / peaks["plain"], 4)
         if key != "plain":
-            row["predicted"] = predicted(name, device_name(device), key)
+            eager = predicted(name, device_name(device), key)
+            row["predicted"] = "-" if compiled else eager
         rows.append(row)
         print(row, flush=True)
     return rows

@@ -48,24 +48,30 @@ def interleave(
     contestants: Mapping[str, Callable[[], object]],
     rounds: int,
     seconds_of: Callable[[Callable[[], object]], float] = wall_seconds,
+    paired: bool = False,
 ) -> dict[str, Timing]:
     """Time all contestants in turn, round after round; the first one is what the others are
-    compared to.
+    compared to, ``paired`` beside a run of it for each of them: where a round takes seconds, a
+    shared machine is another one at its end.
 
     The order turns round from one round to the next, so that none profits from what ran before it.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for run in contestants.values():
         run()
+    base, *others = contestants
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    ratios: dict[str, list[float]] = {name: [] for name in contestants}
+    groups = [[base, name] for name in others] if paired and others else [[base, *others]]
     for i in range(rounds):
-        order = list(contestants.items())
-        for name, run in order if i % 2 else reversed(order):
-            seconds[name].append(seconds_of(run))
-    base = next(iter(seconds.values()))
+        for group in groups if i % 2 else groups[::-1]:
+            order = group if i % 2 else group[::-1]
+            took = {name: seconds_of(contestants[name]) for name in order}
+            for name in order:
+                seconds[name].append(took[name])
+                ratios[name].append(took[name] / took[base])
     timings = {}
     for name, own in seconds.items():
-        ratios = [a / b for a, b in zip(own, base)]
-        lower, middle, upper = statistics.quantiles(ratios, n=4)
+        lower, middle, upper = statistics.quantiles(ratios[name], n=4)
         timings[name] = Timing(1e3 * statistics.median(own), middle, lower, upper)
     return timings
 

@@ -27,15 +27,18 @@ CAUSES = {
 """Columns of the layers' table: what ``Cost`` takes apart."""
 
 
-def predicted(case: LayerCase, device: str, kernel: str = "triton") -> float | str:
+def predicted(
+    case: LayerCase, device: str, kernel: str = "triton", route: str | None = None
+) -> float | str:
     """Time with norms over plain of one bfloat16 weight gradient, counted for the GPU that torch
-    names ``device``; "-" for one that is not in the table.
+    names ``device``, by the route that is taken or another; "-" for one that is not in the table.
     """
     gpu = of_device(device)
     if gpu is None:
         return "-"
     layer = Layer(case.model, case.I, case.O)
-    return round(1 + weight_gradient(gpu, layer, case.T, case.B, kernel=kernel).overhead, 3)
+    cost = weight_gradient(gpu, layer, case.T, case.B, kernel=kernel, route=route)
+    return round(1 + cost.overhead, 3)
 
 
 def assumptions(gpu: GPU, weights: str, kernel: str, a: Assumed) -> Rows:
@@ -56,7 +59,7 @@ def assumptions(gpu: GPU, weights: str, kernel: str, a: Assumed) -> Rows:
         "weights": f"{weights}" + (", under bfloat16 autocast" if weights == "float32" else ""),
         "processes": f"FSDP2; all-reduce 2 log2(world) x {1e6 * a.hop:.0f} µs",
         "plain step": "6 x parameters of linear layers x tokens, and causal attention; optimizer "
-        "and pointwise operations left out, so shares of a step are upper bounds",
+        "and pointwise operations left out",
         "host": "launches are hidden: the device never waits for the host",
     }
     return [{"assumed": key, "value": value} for key, value in said.items()]

@@ -214,6 +214,7 @@ def weight_gradient(
     *,
     weights: int = 2,
     kernel: str = "triton",
+    route: str | None = None,
     a: Assumed = ASSUMED,
 ) -> Cost:
     """Counted for operands of two bytes. ``weights``: bytes of an element of the weight and its
@@ -228,7 +229,7 @@ def weight_gradient(
     product = gemm_seconds(gpu, flop, rows + 2 * out, a, a.gemm)
     plain = product + widened / bandwidth + (a.kernel if widened else 0.0)
     plain_bytes = rows + 2 * out + widened
-    route = "fused" if layer.tied else counted_route(B, T, I, O, gpu.processors)
+    route = route or ("fused" if layer.tied else counted_route(B, T, I, O, gpu.processors))
     if route == "fused":
         return _fused(gpu, KERNELS[kernel], (B, T, I, O), weights, (product, plain, plain_bytes), a)
     copied = 2 * weights * out if weights == 4 else 0  # the product, copied into dW

@@ -93,7 +93,7 @@ SCALARS = 19
 @dataclass(frozen=True)
 class Step:
     """Seconds of a training step, plain, and what is added to it, by cause. The optimizer and what
-    is between the matrix products are not in ``plain``: shares are upper bounds.
+    is between the matrix products are not in ``plain``.
     """
 
     plain: float

@@ -158,8 +158,8 @@ def counted() -> str:
             ratios.append(f"{1 + counted.overhead:.2f} ({where})")
         said.append(f"{name}, T = {T:,}: {', '.join(ratios)}")
     return (
-        "Counted, not measured (`python -m benchmarks model`): an eager step over plain, H200, at "
-        f"most, {'; '.join(said)}."
+        "Counted, not measured (`python -m benchmarks model`): an eager step, its optimizer left "
+        f"out, over plain on an H200, {'; '.join(said)}."
     )
 
 

@@ -27,6 +27,7 @@ from benchmarks import (  # noqa: E402
     gpu_peers,
     gpu_step,
     measure,
+    model,
     models,
     record,
     small_shapes,
@@ -311,6 +312,33 @@ def test_cuda_kernels_beside_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for _, name in launched} == {"sm80", "sm90"}
     assert row["sm90 / plain"].ratio > 0 and row["triton / plain"].ratio > 0
     assert row["sm90 predicted"] > 1 and row["triton predicted"] > 1
+    short = LayerCase("short", 4096, 4096, 64, 16384)  # the fused kernels are timed there too
+    assert model.predicted(short, "NVIDIA H200") < 1.2  # by the Gram route
+    assert model.predicted(short, "NVIDIA H200", route="fused") > 1.5
+
+
+def test_parts_after_one_that_raises_or_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    """A part that raises leaves its record and the others run; what is wrong is not timed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(record, "_gpu", lambda: {"gpu": "a device"})
+    ran = []
+
+    def raises(device: str) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(gpu, "ops", raises)
+    monkeypatch.setattr(gpu, "cuda", lambda device: ran.append(device) or {})
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["gpu", "--only", "ops", "cuda", "--record", str(tmp_path)])
+    assert stopped.value.code == 1 and ran == ["cuda"]
+    assert "raises RuntimeError: no such kernel" in next(tmp_path.glob("*ops.md")).read_text()
+    failed = {"check": "pytest", "exit status": 1, "result": "1 failed"}
+    monkeypatch.setattr(gpu, "correctness", lambda device: {"Tests against float64": [failed]})
+    with pytest.raises(SystemExit):
+        command.main(["gpu", "--only", "correctness", "cuda", "--record", str(tmp_path)])
+    assert ran == ["cuda"] and "1 failed" in capsys.readouterr().out
 
 
 def test_without_a_device() -> None:

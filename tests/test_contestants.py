@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import cases, contestants, cpu, gate  # noqa: E402
+from benchmarks import cases, contestants, cpu, fresh, gate, measure  # noqa: E402
 from benchmarks.cases import LayerCase  # noqa: E402
 from benchmarks.contestants import (  # noqa: E402
     ALL,
@@ -20,7 +20,7 @@ from benchmarks.contestants import (  # noqa: E402
     Session,
     formulas,
 )
-from benchmarks.contestants.sessions import PIECE, row_sqnorms  # noqa: E402
+from benchmarks.contestants.sessions import PIECE, Gnsfast, row_sqnorms  # noqa: E402
 from benchmarks.models import GPT  # noqa: E402
 
 RIVALS = [c for c in ALL if c is not PLAIN]
@@ -179,7 +179,7 @@ def tiny_suite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tables_of_the_cpu_suite(tiny_suite: None, capsys: Any) -> None:
     """Who is right is timed in the same rounds; who is not is listed with the reason."""
-    command.main(["cpu", "--only", "coverage", "lengths", "--threads", "1", "--rounds", "3"])
+    command.main(["cpu", "--only", "coverage", "lengths", "--threads", "1", "--rounds", "5"])
     out = capsys.readouterr().out
     assert "| absent | - |" in out.replace("None", "-") and "pip install no-such==1.0" in out
     tables = cpu.lengths([1], 3)
@@ -194,11 +194,78 @@ def test_tables_of_the_cpu_suite(tiny_suite: None, capsys: Any) -> None:
     assert rows[1]["weight gradient"] == "tiny 12x8 T=3" and rows[1]["Gram"].ratio > 0
 
 
+def test_whole_steps(tiny_suite: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time with each number of threads, memory with the last; who is wrong is not there."""
+    asked = []
+
+    def ask(what: str, name: str, threads: str) -> float:
+        asked.append((what, threads))
+        return 3.0 if name == GNSFAST.name else 2.0
+
+    monkeypatch.setattr(fresh, "ask", ask)
+    monkeypatch.setattr(cases, "training_step", lambda c: cases.small_gpt().prepare(c).run)
+    # Two threads for matrices as small as these wait for each other where a test runs beside.
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    (rows,) = cpu.step([1, 2], 5).values()
+    names = ["plain", "gnsfast", "loop of single samples", "one GEMM, as nanoGNS"]
+    assert [(row["threads"], row["contestant"]) for row in rows] == [
+        (threads, name) for threads in (1, 2) for name in names
+    ]
+    assert asked == [("memory", "2")] * 4
+    assert [row.get("memory") for row in rows] == [None] * 4 + [1.0, 1.5, 1.0, 1.0]
+    assert [row.get("per sample") for row in rows[:4]] == [None, "yes", "yes", "sum only"]
+    assert all(row["ms"] > 0 and row["ratio"].ratio > 0 for row in rows)
+
+
+class SlightlyOff(Gnsfast):
+    def sqnorms(self) -> dict[str, Tensor]:
+        return {name: 1.0005 * norms_B for name, norms_B in super().sqnorms().items()}
+
+
+class Forgets(Gnsfast):
+    def sqnorms(self) -> dict[str, Tensor]:
+        return dict(list(super().sqnorms().items())[1:])
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        (NoGradients, "gnsfast is wrong on .*no .grad"),
+        (SlightlyOff, "gnsfast is wrong on .*a squared norm is off by 5.0e-04"),
+        (Forgets, "gnsfast covers .* not 1 "),
+    ],
+)
 def test_nothing_is_timed_while_gnsfast_is_wrong(
-    tiny_suite: None, monkeypatch: pytest.MonkeyPatch
+    tiny_suite: None, monkeypatch: pytest.MonkeyPatch, planted: Any, said: str
 ) -> None:
-    wrong = Contestant(GNSFAST.name, NoGradients)
-    monkeypatch.setattr(gate, "ALL", (PLAIN, wrong))
+    monkeypatch.setattr(gate, "ALL", (PLAIN, Contestant(GNSFAST.name, planted)))
     for part in (cpu.coverage, cpu.lengths):
-        with pytest.raises(SystemExit, match="gnsfast is wrong on .*no .grad"):
-            part([1], 3)
+        with pytest.raises(SystemExit, match=said):
+            part([1], 5)
+
+
+def test_too_few_rounds_have_no_quartiles(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["cpu", "--rounds", "4"])
+    assert "4 rounds have no quartiles" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_interleaved_rounds(paired: bool) -> None:
+    """Ratios are taken within a round, or a pair, of a machine that slows down as it runs."""
+    ran: list[str] = []
+
+    def seconds_of(run: Any) -> float:
+        run()
+        return (2.0 if ran[-1] == "slow" else 1.0) * 1.1 ** len(ran)
+
+    runs = {name: (lambda name=name: ran.append(name)) for name in ("plain", "same", "slow")}
+    timings = measure.interleave(runs, 8, seconds_of, paired)
+    rounds = ran[3:]
+    assert rounds.count("plain") == (16 if paired else 8) and rounds.count("slow") == 8
+    assert timings["plain"].ratio == timings["plain"].upper == 1
+    spread = timings["same"].upper / timings["same"].lower
+    assert spread == pytest.approx(1.1**2)
+    assert timings["slow"].upper == pytest.approx(2 * 1.1 ** (1 if paired else 2))
+    alone = measure.interleave({"plain": runs["plain"]}, 5, seconds_of, paired)
+    assert alone["plain"].ratio == 1
