@@ -26,6 +26,13 @@ from benchmarks.models import GPT  # noqa: E402
 RIVALS = [c for c in ALL if c is not PLAIN]
 
 
+@pytest.fixture(autouse=True)
+def global_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opacus sets one; torch's own test tools, once another test has imported them, forbid it."""
+    flags = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
+
+
 class TinyGPT(GPT):
     B, T, vocabulary = 3, 7, 19
 
