@@ -15,8 +15,9 @@ from torch.autograd import Function
 
 import gnsfast
 from benchmarks.contestants import Contestant, Loss, Session
-from benchmarks.models import GPT, Block, gpt_batch, gpt_loss
+from benchmarks.models import GPT, gpt_batch, gpt_loss
 from gnsfast import reference
+from gnsfast.cli.tiny_gpt import Block
 
 TOKENS = 4096
 """Tokens of a batch in the cases of single layers; a sample has T of them."""

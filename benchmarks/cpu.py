@@ -42,19 +42,7 @@ def admitted(found: dict[str, Verdict]) -> list[Contestant]:
 
 
 def coverage(threads: list[int], rounds: int) -> Tables:
-    rows: Rows = []
-    for verdict in verdicts().values():
-        if verdict.contestant is not PLAIN:
-            missing = verdict.contestant.missing()
-            row = {
-                "contestant": verdict.contestant.name,
-                "version": None if missing else verdict.contestant.version,
-                "worst error": verdict.error and float(f"{verdict.error:.1e}"),
-                "covered": round(verdict.covered, 4),
-                "not covered": verdict.uncovered or "-",
-            }
-            rows.append(row | {"verdict": verdict.complaint or "right"})
-    return {"Coverage": rows}
+    return {"Coverage": gate.coverage(verdicts())}
 
 
 def step(threads: list[int], rounds: int) -> Tables:
@@ -121,7 +109,7 @@ def compared(title: str, problems: Iterable[ProblemOf], threads: list[int], roun
             if reason := skip_reason(verdict, problem, limit):
                 skipped.append({**about, "contestant": name, "reason": reason})
                 continue
-            entered[name] = pass_of(verdict.contestant, problem)
+            entered[name] = problem.prepare(verdict.contestant).once
             seconds = measure.wall_seconds(entered[name])
             if verdict.contestant is PLAIN:
                 limit = max(SECONDS, 3 * seconds)
@@ -135,16 +123,6 @@ def compared(title: str, problems: Iterable[ProblemOf], threads: list[int], roun
         for name, t in timings.items():
             rows.append({**about, "contestant": name, "ms": round(t.milliseconds, 2), "ratio": t})
     return {title: rows, **({f"{title}: left out": skipped} if skipped else {})}
-
-
-def pass_of(contestant: Contestant, problem: Problem) -> Callable[[], None]:
-    session = problem.prepare(contestant)
-
-    def run() -> None:
-        session.run()
-        session.clear()
-
-    return run
 
 
 def skip_reason(verdict: Verdict, problem: Problem, limit: float = SECONDS) -> str:

@@ -4,13 +4,15 @@
 import copy
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import Problem
-from benchmarks.contestants import ALL, GNSFAST, Contestant, Session
+from benchmarks.contestants import ALL, GNSFAST, PLAIN, Contestant, Session
 from benchmarks.contestants.sessions import sample_of
 
 TOLERANCE = 1e-3
@@ -61,18 +63,44 @@ def single_samples(problem: Problem) -> Truth:
     return Truth({name: torch.stack(norms) for name, norms in sqnorms.items()}, total)
 
 
-def judged(problem: Problem) -> dict[str, Verdict]:
-    """Of every contestant; while gnsfast is wrong nothing is timed."""
+def judged(
+    problem: Problem,
+    entered: Iterable[Contestant] | None = None,
+    tolerance: float = TOLERANCE,
+    ours: float = OURS,
+) -> dict[str, Verdict]:
+    """Of these contestants, or of all; while gnsfast is wrong, by any of its back-ends, nothing is
+    timed.
+    """
     truth = single_samples(problem)
-    found = {c.name: judge(c, problem, truth) for c in ALL}
+    found = {c.name: judge(c, problem, truth, tolerance) for c in (entered or ALL)}
     where = f"{problem.layer}, T = {problem.T}"
-    ours = found[GNSFAST.name]
-    if ours.complaint or (ours.error or 0.0) > OURS:
-        said = ours.complaint or f"a squared norm is off by {ours.error:.1e}"
-        raise SystemExit(f"gnsfast is wrong on {where}: {said}")
-    if ours.covered < 1:
-        raise SystemExit(f"gnsfast covers {ours.covered:.2%} of {where}: not {ours.uncovered}")
+    for name, own in found.items():
+        if not name.startswith(GNSFAST.name):
+            continue
+        if own.complaint or (own.error or 0.0) > ours:
+            said = own.complaint or f"a squared norm is off by {own.error:.1e}"
+            raise SystemExit(f"{name} is wrong on {where}: {said}")
+        if own.covered < 1:
+            raise SystemExit(f"{name} covers {own.covered:.2%} of {where}: not {own.uncovered}")
     return found
+
+
+def coverage(found: dict[str, Verdict]) -> list[dict[str, Any]]:
+    """A row for each but plain: what it covers, how far off it is, and whether it is timed."""
+    rows = []
+    for verdict in found.values():
+        if verdict.contestant is not PLAIN:
+            missing = verdict.contestant.missing()
+            row = {
+                "contestant": verdict.contestant.name,
+                "version": None if missing else verdict.contestant.version,
+                "worst error": verdict.error and float(f"{verdict.error:.1e}"),
+                "covered": round(verdict.covered, 4),
+                "not covered": verdict.uncovered or "-",
+            }
+            rows.append(row | {"verdict": verdict.complaint or "right"})
+    return rows
 
 
 def judge(
@@ -83,8 +111,7 @@ def judge(
         return Verdict(contestant, reason)
     try:
         session = problem.prepare(contestant)
-        session.run()
-        session.clear()
+        session.once()
         start = time.perf_counter()
         session.run()
         seconds = time.perf_counter() - start

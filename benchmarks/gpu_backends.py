@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from benchmarks.model_linear import GPU
 from gnsfast import backends
 
 OURS = {"triton": "gnsfast, Triton", "cuda": "gnsfast, CUDA", "reference": "gnsfast, plain PyTorch"}
@@ -34,3 +35,8 @@ def present(device: str, *names: str) -> list[str]:
         else:
             found.append(name)
     return found
+
+
+def kernel_of(contestant: str, gpu: GPU | None) -> str:
+    """The kernel of the fused route that the model counts for one of ``OURS``."""
+    return "sm90" if contestant == OURS["cuda"] and gpu is not None and gpu.hopper else "triton"

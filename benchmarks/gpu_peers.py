@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import cases, contestants, gate, measure, model
+from benchmarks import cases, contestants, gate, measure, model, model_linear
 from benchmarks.cases import LayerCase, Problem
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant
 from benchmarks.contestants.sessions import Gnsfast
-from benchmarks.gate import Verdict
-from benchmarks.gpu_backends import OURS, forced, present
+from benchmarks.gpu_backends import OURS, forced, kernel_of, present
 from benchmarks.gpu_ops import TOKENS, clock, device_name
 from benchmarks.gpu_step import allocated, peak, release, reset_peak
 from benchmarks.models import GPT, GPT2, gpt_batch, gpt_loss
@@ -83,28 +82,14 @@ def peers(
 ) -> dict[str, Rows]:
     """Forward and backward that leave gradients and norms: every contestant that is right."""
     torch.manual_seed(0)
-    problem = gpt_problem(checked_on, device)
-    found = verdicts(problem, device)
-    coverage = [
-        {
-            "contestant": v.contestant.name,
-            "version": None if v.contestant.missing() else v.contestant.version,
-            "worst error": v.error,
-            "covered": v.covered,
-            "not covered": v.uncovered or "-",
-            "verdict": v.complaint or "right",
-        }
-        for v in found
-        if v.contestant is not PLAIN
-    ]
-    right = [v.contestant for v in found if not v.complaint]
+    found = gate.judged(gpt_problem(checked_on, device), entered(device))
+    right = [v.contestant for v in found.values() if not v.complaint]
     rows = timed(gpt_problem(timed_on, device, autocast=True), right, rounds, device)
-    of = {v.contestant.name: v for v in found}
     for row in rows:
         if row["contestant"] != PLAIN.name:
-            verdict = of[row["contestant"]]
+            verdict = found[row["contestant"]]
             row |= {"per sample": verdict.contestant.per_sample, "covered": verdict.covered}
-    return {"Coverage": coverage, "Whole step, peers": rows}
+    return {"Coverage": gate.coverage(found), "Whole step, peers": rows}
 
 
 def gpt_problem(kind: type[GPT], device: str, autocast: bool = False) -> Problem:
@@ -114,16 +99,6 @@ def gpt_problem(kind: type[GPT], device: str, autocast: bool = False) -> Problem
 
     batch = tuple(t.to(device) for t in gpt_batch(kind))
     return Problem(kind.__name__, kind.T, kind().to(device), loss_of, batch)
-
-
-def verdicts(problem: Problem, device: str, tolerance: float = gate.TOLERANCE) -> list[Verdict]:
-    """Of every contestant; gnsfast must be right, by each back-end."""
-    truth = gate.single_samples(problem)
-    found = [gate.judge(contestant, problem, truth, tolerance) for contestant in entered(device)]
-    for verdict in found:
-        if verdict.complaint and verdict.contestant.name in OURS.values():
-            raise SystemExit(f"{verdict.contestant.name} is wrong: {verdict.complaint}")
-    return found
 
 
 def timed(problem: Problem, right: list[Contestant], rounds: int, device: str) -> Rows:
@@ -186,7 +161,7 @@ def beside_plain(problem: Problem, group: Iterable[Contestant], rounds: int, dev
     peaks, rows = {}, []
     for contestant in dict.fromkeys((PLAIN, *group)):
         session = problem.prepare(contestant)
-        ways[contestant.name] = pass_of(session)
+        ways[contestant.name] = session.once
         ways[contestant.name]()
         before = allocated(device)
         reset_peak(device)
@@ -199,14 +174,6 @@ def beside_plain(problem: Problem, group: Iterable[Contestant], rounds: int, dev
             row["memory of a pass"] = round(peaks[name] / peaks[PLAIN.name], 3)
         rows.append(row)
     return rows
-
-
-def pass_of(session: Any) -> Callable[[], None]:
-    def run() -> None:
-        session.run()
-        session.clear()
-
-    return run
 
 
 def curves(
@@ -231,7 +198,8 @@ def curve(device: str, cases_: list[LayerCase], rounds: int) -> Rows:
     for case in cases_:
         few = LayerCase(case.model, case.I, case.O, case.T, case.T * min(case.B, 2))
         # In the dtype that is timed: another takes other routes and kernels.
-        found = verdicts(linear(few, device, torch.bfloat16), device, HALF)
+        checked = linear(few, device, torch.bfloat16)
+        found = gate.judged(checked, entered(device), HALF, HALF).values()
         right = [
             v.contestant for v in found if not v.complaint and (v.covered or v.contestant is PLAIN)
         ]
@@ -247,8 +215,7 @@ def curve(device: str, cases_: list[LayerCase], rounds: int) -> Rows:
 def predicted(case: LayerCase, contestant: str, device: str) -> float | str:
     """Of the three products of forward and backward one is the weight gradient."""
     name = device_name(device)
-    hopper = contestant == OURS["cuda"] and name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
-    ratio = model.predicted(case, name, "sm90" if hopper else "triton")
+    ratio = model.predicted(case, name, kernel_of(contestant, model_linear.of_device(name)))
     return ratio if isinstance(ratio, str) else round(1 + (ratio - 1) / 3, 3)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import gnsfast
 from benchmarks import measure, model_linear, model_step, models
-from benchmarks.gpu_backends import OURS, forced, present
+from benchmarks.gpu_backends import OURS, forced, kernel_of, present
 from benchmarks.gpu_ops import clock, device_name
 
 Rows = list[dict[str, Any]]
@@ -75,12 +75,11 @@ def predicted(name: str, device: str, contestant: str) -> float | str:
     gpu = model_linear.of_device(device)
     if gpu is None or name != "gpt2" or "plain" in contestant:
         return "-"
-    hopper = contestant == OURS["cuda"] and gpu.name in ("H100", "H200")
     counted = model_step.step(
         gpu,
         model_step.MODELS["gpt-2"],
         *(models.GPT2.T, models.GPT2.B),
-        kernel="sm90" if hopper else "triton",
+        kernel=kernel_of(contestant, gpu),
     )
     return round(1 + counted.overhead, 3)
 

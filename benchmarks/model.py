@@ -142,7 +142,7 @@ def run(options: argparse.Namespace) -> None:
         raise SystemExit("--length must be between 1 and --tokens, --world at least 1")
     if not 0 < options.gemm <= 1:
         raise SystemExit(f"--gemm is a share of the peak, in (0, 1], not {options.gemm}")
-    if options.kernel == "sm90" and gpu.name not in ("H100", "H200"):
+    if options.kernel == "sm90" and not gpu.hopper:
         raise SystemExit(
             f"the sm90 kernel runs on Hopper alone, not on the {gpu.name}: --kernel triton"
         )

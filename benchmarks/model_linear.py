@@ -37,6 +37,11 @@ class GPU:
         """Hz, at which the stated peak is reached: 1.41 GHz on the A100, 1.83 on the H100."""
         return self.flops / (self.processors * self.flop_a_clock)
 
+    @property
+    def hopper(self) -> bool:
+        """Where the sm90 kernel runs."""
+        return self.name in ("H100", "H200")
+
 
 _H100 = ("NVIDIA H100 80GB HBM3",)
 GPUS = {
@@ -146,7 +151,7 @@ def loop_share(gpu: GPU, kernel: Kernel, a: Assumed) -> float:
     bytes_a_token = 2 * (kernel.o + kernel.i / kernel.cluster)
     from_l2 = gpu.l2_a_clock * gpu.clock * kernel.flop / bytes_a_token / gpu.flops
     shares = [a.gemm, from_l2]
-    if gpu.flop_a_clock == 4096:
+    if gpu.hopper:
         # wgmma reads 64 rows of one operand and all of the other; copies write both.
         clocks = kernel.flop / gpu.flop_a_clock
         reads = kernel.o / 64 * 2 * (64 + kernel.i)

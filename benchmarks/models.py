@@ -8,22 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        heads = self.qkv(self.norm_1(x_BTD)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
-        out: Tensor = x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD))))
-        return out
+from gnsfast.cli.tiny_gpt import Block
 
 
 class GPT(nn.Module):

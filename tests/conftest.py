@@ -51,6 +51,13 @@ def frozen() -> Iterator[None]:
 
 
 @pytest.fixture
+def global_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opacus sets one; torch's own test tools, once another test has imported them, forbid it."""
+    flags = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
+
+
+@pytest.fixture
 def device() -> str:
     """Where the Triton kernels run: a GPU, or the CPU by Triton's interpreter."""
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,6 +26,11 @@ def timing(ratio: float, spread: float = 0.01) -> Timing:
     return Timing(800 * ratio, ratio, ratio - spread, ratio + 2 * spread)
 
 
+@pytest.fixture
+def matplotlib() -> None:
+    pytest.importorskip("matplotlib", reason="figures alone need it, and no GPU machine draws any")
+
+
 def tables() -> Tables:
     """Of the suite's schema; the numbers are made up."""
     costs = {"plain torch": 1.0, "gnsfast": 1.03, "Gram": 1.4, "sums": 1.1, "parts": 1.2}
@@ -203,9 +208,9 @@ def test_what_cannot_be_compared(
     assert said in err and "other.json" in err and err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_the_figure_shows_the_records_numbers(tmp_path: Path) -> None:
     """Read from the drawn axes, contestant by contestant."""
-    pytest.importorskip("matplotlib")
     source = written(tmp_path)
     axes = {ax.get_label(): ax for ax in figures.draw(source).axes}
     for panel, column in (("time", "ratio"), ("memory", "memory")):
@@ -240,11 +245,11 @@ def test_the_figure_shows_the_records_numbers(tmp_path: Path) -> None:
         assert low < 1 and high > max(row["ratio"].upper for row in rows)
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_a_figure_is_one_text(tmp_path: Path) -> None:
     """Drawn twice it is the same; it carries the record's name and a hash of what it shows; whoever
     has a curve alone is in its legend.
     """
-    pytest.importorskip("matplotlib")
     content = tables()
     content["Cost against B"].append(content["Cost against B"][-1] | {"contestant": "alone"})
     source = written(tmp_path, content)
@@ -267,8 +272,8 @@ def test_a_figure_is_one_text(tmp_path: Path) -> None:
         figures.draw(written(tmp_path, content))
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_the_readmes_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     for name in ("compiled", "counted"):
         monkeypatch.setattr(readme, name, lambda: "")
     (tmp_path / "results").mkdir()
@@ -328,11 +333,11 @@ def test_compiled_kernels_are_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert readme.compiled().endswith(said)
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_the_check_finds_what_was_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """A number changed in the README, or in the record since the figure; a lost figure."""
-    pytest.importorskip("matplotlib")
     page, figure = tmp_path / "README.md", tmp_path / "2026-12-01-cpu.svg"
     monkeypatch.setattr(readme, "README", page)
     monkeypatch.setattr(record, "RESULTS", tmp_path)

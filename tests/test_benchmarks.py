@@ -38,11 +38,7 @@ from gnsfast import backends, extension  # noqa: E402
 TINY = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
 
 
-@pytest.fixture(autouse=True)
-def global_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opacus sets one; torch's own test tools, once another test has imported them, forbid it."""
-    flags = torch.backends.flags_frozen.__globals__
-    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
+pytestmark = pytest.mark.usefixtures("global_flags")
 
 
 @pytest.fixture(autouse=True)

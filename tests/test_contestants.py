@@ -25,12 +25,7 @@ from benchmarks.models import GPT  # noqa: E402
 
 RIVALS = [c for c in ALL if c is not PLAIN]
 
-
-@pytest.fixture(autouse=True)
-def global_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opacus sets one; torch's own test tools, once another test has imported them, forbid it."""
-    flags = torch.backends.flags_frozen.__globals__
-    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
+pytestmark = pytest.mark.usefixtures("global_flags")
 
 
 class TinyGPT(GPT):

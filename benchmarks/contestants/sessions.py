@@ -36,6 +36,11 @@ class Session:
         """Parameter name -> [B]: the squared norm of each sample's share of the mean's gradient."""
         return self._sqnorms
 
+    def once(self) -> None:
+        """A pass that leaves nothing behind: what is timed of a layer."""
+        self.run()
+        self.clear()
+
     def clear(self) -> None:
         """Forget gradients and norms."""
         for tensor in (*self.parameters.values(), *self.batch):
