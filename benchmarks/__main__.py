@@ -7,6 +7,7 @@ branches; ``model``: what norms cost on a GPU, counted.
 import argparse
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,24 @@ def run_batch_size(options: argparse.Namespace) -> None:
 
 
 def run_cpu(options: argparse.Namespace) -> None:
-    """Part by part into one record: an interrupted run keeps what it has."""
+    """Part by part into one record: an interrupted run keeps what it has, and a part that raises
+    says so there.
+    """
     some = options.only if set(options.only) != set(cpu.PARTS) else ()
     words = ["--threads", *options.threads, "--rounds", options.rounds]
     words += ["--only", *some] if some else []
     command = " ".join(map(str, ["python -m benchmarks cpu", *words]))
     tables: dict[str, list[dict[str, Any]]] = {}
+    broken: list[str] = []
     for part in options.only:
         start = time.perf_counter()
-        found = cpu.PARTS[part](options.threads, options.rounds)
+        try:
+            found = cpu.PARTS[part](options.threads, options.rounds)
+        except Exception as error:  # the other parts do not need it
+            traceback.print_exc()
+            broken.append(part)
+            what = f"raises {type(error).__name__}: {error}".partition("\n")[0]
+            found = {part: [{"part": part, "result": what}]}
         print(f"\n{part}: {time.perf_counter() - start:.0f} s", flush=True)
         for title, rows in found.items():
             print(f"\n{title}; ratios: median (quartiles) of interleaved rounds\n")
@@ -83,6 +93,8 @@ def run_cpu(options: argparse.Namespace) -> None:
         tables |= found
         if options.record:
             record.write("-".join(["cpu", *some]), command, tables, options.record)
+    if broken:
+        raise SystemExit(f"without {', '.join(broken)}: see above")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def ask(what: str, *arguments: str, **environment: str) -> Any:
         run, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment}
     )
     if done.returncode:
-        raise SystemExit(f"{' '.join(run)} failed:\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(run)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

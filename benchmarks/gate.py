@@ -106,12 +106,18 @@ def coverage(found: dict[str, Verdict]) -> list[dict[str, Any]]:
 def judge(
     contestant: Contestant, problem: Problem, truth: Truth, tolerance: float = TOLERANCE
 ) -> Verdict:
-    """Two passes of a contestant, the second compared: what the first leaves behind counts too."""
+    """Two passes of a contestant, the first over the same samples in another order, the second
+    compared: what the first leaves behind counts too.
+    """
     if reason := contestant.missing():
         return Verdict(contestant, reason)
     try:
         session = problem.prepare(contestant)
+        session.batch = tuple(
+            t.detach().roll(1, 0).requires_grad_(t.requires_grad) for t in problem.batch
+        )
         session.once()
+        session.batch = problem.batch
         start = time.perf_counter()
         session.run()
         seconds = time.perf_counter() - start

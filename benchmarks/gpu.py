@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ curves, peers = gpu_peers.curves, gpu_peers.peers
 
 
 def run(options: argparse.Namespace) -> None:
-    """Part by part, a record after each: an interrupted run keeps what it has."""
+    """Part by part, a record after each, and after each case of those whose tables come as they
+    grow: an interrupted run keeps what it has.
+    """
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: torch.cuda.is_available() is False")
     parts: list[str] = options.only
@@ -70,20 +73,21 @@ def run(options: argparse.Namespace) -> None:
     short, broken = [], False
     for part in parts:
         start = time.perf_counter()
+        keep = partial(record.write, f"gpu-{part}", f"python -m benchmarks gpu --only {part}")
+        tables: dict[str, Rows] = {}
         try:
-            tables = globals()[part]("cuda")
+            found = globals()[part]("cuda")
+            for tables in (found,) if isinstance(found, dict) else found:
+                keep(tables, options.record)
         except Exception as error:  # the other parts still have their time on the GPU
             traceback.print_exc()
             what = f"raises {type(error).__name__}: {error}".partition("\n")[0]
-            tables = {part: [{"check": part, "exit status": 1, "result": what}]}
+            tables |= {part: [{"check": part, "exit status": 1, "result": what}]}
         print(f"\n{part}: {time.perf_counter() - start:.0f} s of {SECONDS[part]} estimated")
         for title, rows in tables.items():
             print(f"\n{title}\n")
             print("\n".join(record.markdown(rows)), flush=True)
-        command = f"python -m benchmarks gpu --only {part}"
-        print(
-            f"\nwritten: {record.write('gpu-' + part, command, tables, options.record)}", flush=True
-        )
+        print(f"\nwritten: {keep(tables, options.record)}", flush=True)
         short += summary(tables)
         wrong = any(row.get("exit status") for rows in tables.values() for row in rows)
         broken |= wrong

@@ -2,11 +2,12 @@
 """gnsfast's own back-ends as contestants beside one another."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 from benchmarks.model_linear import GPU
-from gnsfast import backends
+from gnsfast import backends, extension
 
 OURS = {"triton": "gnsfast, Triton", "cuda": "gnsfast, CUDA", "reference": "gnsfast, plain PyTorch"}
 """``GNSFAST_BACKEND`` -> the contestant's name."""
@@ -35,6 +36,16 @@ def present(device: str, *names: str) -> list[str]:
         else:
             found.append(name)
     return found
+
+
+def launches(run: Callable[[], object]) -> int:
+    """How many weight gradients of ``run`` go to the CUDA extension: what it does not take goes to
+    Triton.
+    """
+    with mock.patch.object(extension, "linear_wgrad", wraps=extension.linear_wgrad) as launch:
+        run()
+    count: int = launch.call_count
+    return count
 
 
 def kernel_of(contestant: str, gpu: GPU | None) -> str:

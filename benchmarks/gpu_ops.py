@@ -29,8 +29,14 @@ ROUTES = [
 ]
 
 
-def clock(device: str) -> Callable[[Callable[[], object]], float]:
+def clock(device: str) -> measure.Clock:
+    """For operators and layers: the device's own time."""
     return measure.cuda_seconds if device == "cuda" else measure.wall_seconds
+
+
+def wall_clock(device: str) -> measure.Clock:
+    """For whole passes and steps, where what the host does counts too."""
+    return measure.cuda_wall_seconds if device == "cuda" else measure.wall_seconds
 
 
 def device_name(device: str) -> str:
@@ -139,30 +145,33 @@ def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> d
         plain = partial(plain_wgrad, x, dy)
         ways = {"plain": plain, "gram": gram_route, "fused": fused_route}
         timings = measure.interleave(ways, rounds, clock(device))
-        row = _row("weight gradient", case.name, timings)
-        crossover.append(row | {"counted rule": route(case, device)})
+        crossed = _row("weight gradient", case.name, timings)
+        crossover.append(crossed | {"counted rule": route(case, device)})
     for case in {(c.I, c.O): c for c in cases_}.values():
         x, dy = operands(LayerCase(case.model, case.I, case.O, 1024, case.tokens), device)
         dw = x.new_empty((case.O, case.I))
         configs = candidates(x.dtype, aligned=True)
         for config, seconds in zip(configs, _seconds_of_tiles(x, dy, dw, configs, device, rounds)):
             flop = 2 * x.shape[0] * x.shape[1] * case.I * case.O
-            tiles.append(
-                {
-                    "fused, T = 1024": f"{case.I}x{case.O}",
-                    "tile": str(config),
-                    "TFLOP/s": round(flop / seconds / 1e12, 1),
-                }
-            )
+            row: dict[str, Any] = {"fused, T = 1024": f"{case.I}x{case.O}", "tile": str(config)}
+            row["TFLOP/s"] = round(flop / seconds / 1e12, 1) if seconds else "too large"
+            tiles.append(row)
     return {"Crossover of the routes": crossover, "Tiles of the fused route": tiles}
 
 
 def _seconds_of_tiles(
     x: Tensor, dy: Tensor, dw: Tensor, configs: Any, device: str, rounds: int
-) -> Iterator[float]:
+) -> Iterator[float | None]:
+    """None for a tile that needs more shared memory or registers than the device has."""
+    from triton.runtime.errors import OutOfResources
+
     from gnsfast.triton_kernels import operators
 
     for config in configs:
         run = lambda: operators.fused_wgrad(x, dy, dw, config=config)  # noqa: B023
-        run()
+        try:
+            run()
+        except OutOfResources:
+            yield None
+            continue
         yield statistics.median(clock(device)(run) for _ in range(rounds))

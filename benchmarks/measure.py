@@ -9,6 +9,13 @@ from pathlib import Path
 
 import torch
 
+CYCLES = 2e9
+"""Of a GPU's clock in a second, at most: a longer pause does no harm."""
+
+
+Clock = Callable[[Callable[[], object]], float]
+"""Seconds of a call."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -31,28 +38,45 @@ def wall_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def cuda_seconds(run: Callable[[], object]) -> float:
-    """Device time, by events; the device is kept busy for about a millisecond first, so that it
-    does not wait for launches.
-    """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)
-    start.record()
+def cuda_wall_seconds(run: Callable[[], object]) -> float:
+    """Until the device is done: what a user waits for."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
     run()
-    end.record()
-    end.synchronize()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def cuda_seconds(run: Callable[[], object]) -> float:
+    """Device time, by events; the device is kept busy first, for about a millisecond or for as long
+    as the launches took the last time, so that it does not wait for them. A ``run`` that waits for
+    the device itself is timed with what it waits for.
+    """
+    busy = 1e-3
+    for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        torch.cuda._sleep(int(busy * CYCLES))
+        start.record()
+        run()
+        end.record()
+        launched = time.perf_counter() - began
+        end.synchronize()
+        if launched < busy:
+            break
+        busy = 1.5 * launched
     return start.elapsed_time(end) / 1e3
 
 
 def interleave(
     contestants: Mapping[str, Callable[[], object]],
     rounds: int,
-    seconds_of: Callable[[Callable[[], object]], float] = wall_seconds,
-    paired: bool = False,
+    seconds_of: Clock = wall_seconds,
 ) -> dict[str, Timing]:
     """Time all contestants in turn, round after round; the first one is what the others are
-    compared to, ``paired`` beside a run of it for each of them: where a round takes seconds, a
-    shared machine is another one at its end.
+    compared to. Where a round takes seconds, two at a time: a shared machine is another one at the
+    end of a longer round.
 
     The order turns round from one round to the next, so that none profits from what ran before it.
     """
@@ -60,18 +84,13 @@ def interleave(
         run()
     base, *others = contestants
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    ratios: dict[str, list[float]] = {name: [] for name in contestants}
-    groups = [[base, name] for name in others] if paired and others else [[base, *others]]
     for i in range(rounds):
-        for group in groups if i % 2 else groups[::-1]:
-            order = group if i % 2 else group[::-1]
-            took = {name: seconds_of(contestants[name]) for name in order}
-            for name in order:
-                seconds[name].append(took[name])
-                ratios[name].append(took[name] / took[base])
+        for name in contestants if i % 2 else (*others[::-1], base):
+            seconds[name].append(seconds_of(contestants[name]))
     timings = {}
     for name, own in seconds.items():
-        lower, middle, upper = statistics.quantiles(ratios[name], n=4)
+        ratios = [mine / plain for mine, plain in zip(own, seconds[base])]
+        lower, middle, upper = statistics.quantiles(ratios, n=4)
         timings[name] = Timing(1e3 * statistics.median(own), middle, lower, upper)
     return timings
 
