@@ -51,7 +51,8 @@ def steps(record: Record) -> list[Steps]:
     found: dict[str, Steps] = {}
     for row in _rows(record, STEP):
         lacks = [] if row["per sample"] == "yes" else [row["per sample"]]
-        lacks += [f"{row['covered']:.0%} of parameters"] if row["covered"] < 1 else []
+        share = math.floor(1e3 * row["covered"]) / 10  # 99.93 % are not all
+        lacks += [f"{share:g}% of parameters"] if row["covered"] < 1 else []
         each = found.setdefault(row["contestant"], Steps(row["contestant"], ", ".join(lacks)))
         each.time[row["threads"]] = row["ratio"]
         if row.get("memory") is not None:

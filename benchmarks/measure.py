@@ -47,13 +47,12 @@ def cuda_wall_seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def cuda_seconds(run: Callable[[], object]) -> float:
-    """Device time, by events; the device is kept busy first, for about a millisecond or for as long
-    as the launches took the last time, so that it does not wait for them. A ``run`` that waits for
-    the device itself is timed with what it waits for.
+def cuda_seconds(run: Callable[[], object], busy: float = 1e-3, tries: int = 3) -> float:
+    """Device time, by events; the device is kept busy for so many seconds first, so that it does
+    not wait for launches. Where these took longer it runs again after a longer pause, but for what
+    can run only once (``tries``). What waits for the device itself is timed with its waiting.
     """
-    busy = 1e-3
-    for _ in range(3):
+    for _ in range(tries):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         began = time.perf_counter()

@@ -104,14 +104,11 @@ def _strong(one: Steps, text: str) -> str:
 
 
 def origin(newest: Record, root: Path) -> str:
-    """Machine, versions, commit, command and record."""
+    """Machine, torch, commit, command and record, which has the peers' versions."""
     about = newest.machine
-    versions = [
-        f"{name} {about[name]}" for name in ("torch", *sorted(record.PEERS)) if name in about
-    ]
-    where = f"{about['processor']}, {about['cores']} cores, {', '.join(versions)}"
+    where = f"{about['processor']}, {about['cores']} cores, torch {about['torch']}"
     return (
-        f"Medians (quartiles) of interleaved rounds; {where}, commit {about['commit']}: "
+        f"Medians (quartiles) of interleaved rounds, {where}, commit {about['commit']}: "
         f"`{newest.command}` ([record]({_link(newest, root)}))."
     )
 
@@ -130,21 +127,15 @@ def gpu(newest: Record, root: Path) -> list[str]:
 
 def compiled() -> str:
     """What compilers made of the kernels, by the committed budgets."""
-    budgets = {path.stem: json.loads(path.read_text()) for path in sorted(BUDGETS.glob("*.json"))}
-    kernels = [
-        (name, row)
-        for name, budget in budgets.items()
-        for row in budget["rows"].values()
-        if "registers" in row
-    ]
+    budgets = [json.loads(path.read_text())["rows"] for path in sorted(BUDGETS.glob("*.json"))]
+    kernels = [row for rows in budgets for row in rows.values() if "registers" in row]
     if not kernels:
         return ""
-    names = ", ".join(dict.fromkeys(name for name, _ in kernels))
-    registers = max(row["registers"] for _, row in kernels)
-    spilling = sum(row["spilled"] > 0 for _, row in kernels)
+    registers = max(row["registers"] for row in kernels)
+    spilling = sum(row["spilled"] > 0 for row in kernels)
     return (
-        f"Compiled, not run (`python -m benchmarks budgets`: {names}): {len(kernels)} kernels, "
-        f"{registers} registers at most, {spilling or 'none'} with spills."
+        f"Compiled, not run (`python -m benchmarks budgets`): {len(kernels)} kernels, {registers} "
+        f"registers at most, {spilling or 'none'} with spills."
     )
 
 
@@ -158,8 +149,8 @@ def counted() -> str:
             ratios.append(f"{1 + counted.overhead:.2f} ({where})")
         said.append(f"{name}, T = {T:,}: {', '.join(ratios)}")
     return (
-        "Counted, not measured (`python -m benchmarks model`): an eager step, its optimizer left "
-        f"out, over plain on an H200, {'; '.join(said)}."
+        "Counted, not measured (`python -m benchmarks model`): an eager step, less its optimizer, "
+        f"over plain's on an H200: {'; '.join(said)}."
     )
 
 

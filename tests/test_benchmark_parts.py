@@ -123,6 +123,8 @@ def test_a_device_does_not_wait_for_launches(
     device = Device(monkeypatch, launch)
     assert measure.cuda_seconds(device.run) == 1e-3
     assert device.sleeps == pytest.approx(sleeps)
+    measure.cuda_seconds(device.run, tries=1)
+    assert device.sleeps[len(sleeps) :] == [1e-3]
 
 
 def test_budgets_on_the_command_line(

@@ -52,10 +52,11 @@ def test_routes_agree() -> None:
 def test_tiles(
     monkeypatch: pytest.MonkeyPatch, together: int, threads: int, dtype: torch.dtype
 ) -> None:
-    """Blocks of rows, the last one shorter, that threads share or that do not divide by them; rows
-    in pieces; sums of samples one by one, or of some at a time.
+    """Blocks of rows and of columns, the last one smaller, that threads share or that do not divide
+    by them; sums of samples one by one, or of some at a time; rows of norms in pieces.
     """
-    for name, value in (("TILE", 12 * 50), ("GROUP", together), ("PART", 2), ("PIECE", 20)):
+    sizes = {"TILE": 12 * 20, "COLUMNS": 20, "GROUP": together, "PART": 2, "PIECE": 20}
+    for name, value in sizes.items():
         monkeypatch.setattr(reference, name, value)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x_BTI, dy_BTO = torch.randn(5, 7, 50).to(dtype), torch.randn(5, 7, 34).to(dtype)
@@ -72,6 +73,8 @@ def test_route_is_chosen_by_cost() -> None:
     assert reference.linear_route(1, 768, 768) == "closed"
     assert reference.linear_route(4, 768, 768) == "gram"
     assert reference.linear_route(2048, 768, 768) == "fused"
+    assert reference.linear_route(256, 1024, 1024) == "fused"
+    assert reference.linear_route(256, 4096, 4096) == "gram"
 
 
 def test_summed_norm_and_counter() -> None:
@@ -93,7 +96,7 @@ def test_large_layer() -> None:
 
 
 def test_rows_longer_than_one_piece() -> None:
-    """20 000 inputs: a row's norm is summed in three pieces."""
+    """20 000 inputs: twenty blocks of columns."""
     assert_layer(gnsfast.Linear(20_000, 3), torch.randn(3, 90, 20_000), 3)
 
 
