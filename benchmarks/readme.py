@@ -20,8 +20,8 @@ from benchmarks.record import Record
 README = record.RESULTS.parents[1] / "README.md"
 BUDGETS = record.RESULTS.parent / "budgets"
 MARKED = re.compile(r"(<!-- benchmarks: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-WIDTH = 118
-ROWS = 4
+WIDTH = 120
+ROWS = 3
 """Of the table at most; the others are named below it."""
 
 
@@ -72,7 +72,8 @@ def block(newest: Record, root: Path) -> str:
     each = figures.steps(newest)
     rows, rest = table(each)
     lines = [*rows, "", f"![{figures.headline(each)}]({_link(newest, root, '.svg')})"]
-    return "\n".join([*lines, *_wrapped(rest + origin(newest, root)), *gpu(newest, root)])
+    said = f"{rest}{origin(newest, root)} {gpu(newest, root)}"
+    return "\n".join([*lines, *_wrapped(said)])
 
 
 def table(each: list[Steps]) -> tuple[list[str], str]:
@@ -92,7 +93,8 @@ def table(each: list[Steps]) -> tuple[list[str], str]:
             rows.append(row | {"norms": one.lacks or "every sample, all parameters"})
     left = [one for one in each if one not in chosen]
     rest = [f"{o.name}{f' ({o.lacks})' if o.lacks else ''} {figures.first(o):.2f}" for o in left]
-    return record.markdown(rows), f"Also: {'; '.join(rest)}. " if rest else ""
+    some = "1 thread" if threads[0] == 1 else f"{threads[0]} threads"
+    return record.markdown(rows), f"Also, {some}: {'; '.join(rest)}. " if rest else ""
 
 
 def _strong(one: Steps, text: str) -> str:
@@ -108,21 +110,21 @@ def origin(newest: Record, root: Path) -> str:
     about = newest.machine
     where = f"{about['processor']}, {about['cores']} cores, torch {about['torch']}"
     return (
-        f"Medians (quartiles) of interleaved rounds, {where}, commit {about['commit']}: "
-        f"`{newest.command}` ([record]({_link(newest, root)}))."
+        f"Medians (quartiles) of interleaved rounds, {where}, at {about['commit']}: "
+        f"[`{newest.command}`]({_link(newest, root)})."
     )
 
 
-def gpu(newest: Record, root: Path) -> list[str]:
+def gpu(newest: Record, root: Path) -> str:
     """The newest records of a GPU, or what is known without one."""
     results = newest.path.parent
     dated = sorted(results.glob("????-??-??-gpu*.json"))
     if not dated:
         known = [fact for fact in (compiled(), counted()) if fact]
-        return _wrapped(" ".join(["**GPU: not measured yet.**", *known]))
+        return " ".join(["**GPU: not measured yet.**", *known])
     found = [record.read(p) for p in dated if p.name[:10] == dated[-1].name[:10]]
     links = ", ".join(f"[{each.name[11:]}]({_link(each, root)})" for each in found)
-    return _wrapped(f"GPU: {found[-1].machine['gpu']}: {links}.")
+    return f"GPU: {found[-1].machine['gpu']}: {links}."
 
 
 def compiled() -> str:
@@ -131,12 +133,8 @@ def compiled() -> str:
     kernels = [row for rows in budgets for row in rows.values() if "registers" in row]
     if not kernels:
         return ""
-    registers = max(row["registers"] for row in kernels)
     spilling = sum(row["spilled"] > 0 for row in kernels)
-    return (
-        f"Compiled, not run (`python -m benchmarks budgets`): {len(kernels)} kernels, {registers} "
-        f"registers at most, {spilling or 'none'} with spills."
-    )
+    return f"Compiled, not run: {len(kernels)} kernels, {spilling or 'none'} with spills."
 
 
 def counted() -> str:
@@ -147,11 +145,8 @@ def counted() -> str:
         for kernel, where in (("sm90", "CUDA"), ("triton", "Triton")):
             counted = step(GPUS["H200"], MODELS[name], T, 16384 // T, kernel=kernel)
             ratios.append(f"{1 + counted.overhead:.2f} ({where})")
-        said.append(f"{name}, T = {T:,}: {', '.join(ratios)}")
-    return (
-        "Counted, not measured (`python -m benchmarks model`): an eager step, less its optimizer, "
-        f"over plain's on an H200: {'; '.join(said)}."
-    )
+        said.append(f"{name} {', '.join(ratios)}")
+    return f"Counted, not measured (`python -m benchmarks model`, H200, eager): {'; '.join(said)}."
 
 
 def _link(each: Record, root: Path, suffix: str = ".md") -> str:
