@@ -267,12 +267,14 @@ def _title(figure: "Figure", x: int, text: str, small: bool = False) -> None:
 
 
 def headline(each: list[Steps]) -> str:
-    """What the first panel shows, in the numbers of the fewest threads."""
+    """What the first panel shows, of all numbers of threads."""
     ours = next((one for one in each if one.name == OURS), None)
     if ours is None or not ours.time:
         return "A whole training step"
+    ratios = [f"{timing.ratio:.2f}" for timing in ours.time.values()]
+    time = " to ".join(dict.fromkeys((min(ratios), max(ratios))))
     memory = f", {next(iter(ours.memory.values())):.2f} x its memory" if ours.memory else ""
-    return f"A training step with {OURS}: {first(ours):.2f} x plain's time{memory}"
+    return f"A training step with {OURS}: {time} x plain's time{memory}"
 
 
 def _range_of(found: dict[str, list[tuple[int, Timing]]], over: str) -> str:
