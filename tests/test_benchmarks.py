@@ -159,15 +159,27 @@ def test_out_of_memory(few: None) -> None:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB\nmore")
             super().run()
 
+    class Crowded(contestants.Session):
+        """Alone there is room for it, and not beside plain."""
+
+        runs = 0
+
+        def run(self) -> None:
+            self.runs += 1
+            if self.B > most and self.runs > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().run()
+
     class Broken(contestants.Session):
         def run(self) -> None:
             raise ValueError("no such layer")
 
     most = 4
     hungry = replace(contestants.PLAIN, name="hungry", session=Hungry)
+    crowded = replace(contestants.PLAIN, name="crowded", session=Crowded)
     broken = replace(contestants.PLAIN, name="broken", session=Broken)
     problem = gpu_peers.linear(LayerCase("tiny", 8, 8, 2, 32), "cpu", torch.bfloat16)
-    run = partial(gpu_peers.timed, problem, [contestants.PLAIN, hungry, broken], 3, "cpu")
+    run = partial(gpu_peers.timed, problem, [contestants.PLAIN, hungry, crowded, broken], 3, "cpu")
     run = partial(run, measure.wall_seconds)
     rows = run()
     said = {(row["contestant"], row["B"]): row.get("failed") for row in rows}
@@ -176,6 +188,8 @@ def test_out_of_memory(few: None) -> None:
         ("broken", 16): "raises ValueError: no such layer",
         ("plain", 16): None,
         ("hungry", 4): None,
+        ("crowded", 16): "out of memory: CUDA out of memory",
+        ("crowded", 4): None,
     }
     assert all("ratio" in row for row in rows if "failed" not in row)
     most = 0
@@ -203,6 +217,19 @@ def test_back_ends_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu_step.forced("cuda"):
         seen.append(backends.chosen())
     assert [*seen, backends.chosen()] == ["reference", "triton", "cuda", None]
+
+
+def test_launches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the CUDA extension, which go on to it."""
+    launched = launch_nothing(monkeypatch)
+    x = torch.ones(2, 3, 4)
+
+    def run() -> None:
+        for _ in range(3):
+            extension.linear_wgrad(x, x, x, False, "sm90")
+
+    assert gpu_step.launches(run) == 3 and launched == 3 * [(2, "sm90")]
+    assert gpu_step.launches(lambda: None) == 0
 
 
 def test_synchronisations() -> None:
