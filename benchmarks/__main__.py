@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     if given and given[0] in alone:
         return alone[given[0]](given[1:])
     options = parser.parse_args(given)
+    if options.device == "cpu" and min(options.threads) < 1:
+        parser.error(f"--threads {' '.join(map(str, options.threads))}: 1 or more")
     if options.device == "cpu" and options.rounds < 5:
         parser.error(f"{options.rounds} rounds have no quartiles: --rounds 5 or more")
     run = {"cpu": run_cpu, "gpu": gpu.run, "batch-size": run_batch_size, "model": model.run}
@@ -68,8 +70,8 @@ def run_batch_size(options: argparse.Namespace) -> None:
 
 
 def run_cpu(options: argparse.Namespace) -> None:
-    """Part by part into one record: an interrupted run keeps what it has, and a part that raises
-    says so there.
+    """Part by part into a record of its own name until it is whole: an interrupted run keeps what
+    it has and replaces no whole one. A part that raises says so there.
     """
     some = options.only if set(options.only) != set(cpu.PARTS) else ()
     words = ["--threads", *options.threads, "--rounds", options.rounds]
@@ -77,10 +79,14 @@ def run_cpu(options: argparse.Namespace) -> None:
     command = " ".join(map(str, ["python -m benchmarks cpu", *words]))
     tables: dict[str, list[dict[str, Any]]] = {}
     broken: list[str] = []
+    name = "-".join(["cpu", *some])
+    if options.record:
+        options.record.mkdir(parents=True, exist_ok=True)
+    threads = list(dict.fromkeys(options.threads))
     for part in options.only:
         start = time.perf_counter()
         try:
-            found = cpu.PARTS[part](options.threads, options.rounds)
+            found = cpu.PARTS[part](threads, options.rounds)
         except Exception as error:  # the other parts do not need it
             traceback.print_exc()
             broken.append(part)
@@ -92,7 +98,11 @@ def run_cpu(options: argparse.Namespace) -> None:
             print("\n".join(record.markdown(rows)), flush=True)
         tables |= found
         if options.record:
-            record.write("-".join(["cpu", *some]), command, tables, options.record)
+            unfinished = record.write(f"{name}-unfinished", command, tables, options.record)
+    if options.record:
+        for suffix in (".json", ".md"):
+            unfinished.with_suffix(suffix).unlink()
+        print(f"\nwritten: {record.write(name, command, tables, options.record)}")
     if broken:
         raise SystemExit(f"without {', '.join(broken)}: see above")
 

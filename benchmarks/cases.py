@@ -142,6 +142,14 @@ def embedding(most: int | None = None) -> Problem:
     return layer_problem("small GPT words 4096x384", nn.Embedding(4096, 384), ids, (384,))
 
 
+def tiny(most: int | None = None) -> Problem:
+    """The README's first model: nothing but what a call costs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    x = torch.randn(min(16, most or 16), 1, 32)
+    return layer_problem("tiny 32-64-8", model, x, (8,))
+
+
 def attention_block(most: int | None = None) -> Problem:
     """A whole block of GPT-2: attention with its projections, norms and the layers after it."""
     torch.manual_seed(0)
@@ -158,6 +166,12 @@ def small_gpt(model: type[GPT] = GPT, most: int | None = None) -> Problem:
 def compiled_step(contestant: Contestant) -> Callable[[], None]:
     """A training step of a GPT of one layer, width 128, through ``torch.compile``."""
     return training_step(contestant, GPT(128, 2, 1), torch.compile(gpt_loss))
+
+
+def one_layer_gpt() -> Problem:
+    """The same, not compiled."""
+    torch.manual_seed(0)
+    return Problem("GPT of one layer", GPT.T, GPT(128, 2, 1), gpt_loss, gpt_batch())
 
 
 def training_step(
@@ -207,10 +221,14 @@ def estimated_step() -> tuple[Callable[[], None], Callable[[], float]]:
     return step, lambda: spent
 
 
+def operands(case: LayerCase) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(case.B, case.T, case.I), torch.randn(case.B, case.T, case.O)
+
+
 def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:
     """dW alone, dW with norms by gnsfast's operator, and by each way to write it by hand."""
-    torch.manual_seed(0)
-    x_BTI, dy_BTO = torch.randn(case.B, case.T, case.I), torch.randn(case.B, case.T, case.O)
+    x_BTI, dy_BTO = operands(case)
     f32 = torch.float32
 
     def plain() -> Tensor:
@@ -232,11 +250,9 @@ def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:
         g_BOI = torch.bmm(dy_BTO.mT, x_BTI)
         return g_BOI.sum(0), g_BOI.flatten(1).square().sum(1)
 
-    def ours() -> tuple[Tensor, ...]:
-        sqnorms: tuple[Tensor, ...] = torch.ops.gnsfast.linear_wgrad(
-            x_BTI, dy_BTO, True, False, False, f32
-        )
-        return sqnorms
+    def ours() -> tuple[Tensor, Tensor]:
+        dw, _, sqnorm_PB = torch.ops.gnsfast.linear_wgrad(x_BTI, dy_BTO, True, False, False, f32)
+        return dw, sqnorm_PB[0, : case.B]
 
     ways: dict[str, Callable[[], object]] = {"plain": plain, "gnsfast": ours}
     if case.T > 1:  # a loop over 4096 samples of one token takes a minute

@@ -16,7 +16,7 @@ from benchmarks.record import Record, Rows
 
 UNITS = {"ms", "s", "MiB", "GiB", "TFLOP/s", "%"}
 """A column that names one is measured, though its numbers be whole."""
-ATTRIBUTES = {"reason", "route", "version"}
+ATTRIBUTES = {"reason", "rounds", "route", "runs", "version"}
 """What a row has and may change, which is not what it is called."""
 MACHINE = {"processor", "cores", "OMP_NUM_THREADS", "gpu"}
 PASSING = {"date", "load at start", "clocks: SM, SM at most, memory"}

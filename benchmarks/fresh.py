@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ def ask(what: str, *arguments: str, **environment: str) -> Any:
         run, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment}
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(run)} failed:\n{done.stderr}")
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"{' '.join(run[1:])}: {last}\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -66,16 +67,24 @@ def start() -> dict[str, float]:
 
 
 def compiled(name: str, threads: str, rounds: str) -> dict[str, Any]:
-    """Seconds of a compiled step's first call, everything compiled anew; then beside plain's."""
+    """Seconds of a compiled step's first call, everything compiled anew; then beside plain's. What
+    it compiled is checked last: before, it would not have been the first call.
+    """
     import torch
 
-    from benchmarks import cases, contestants, measure
+    from benchmarks import cases, contestants, gate, measure
 
     torch.set_num_threads(int(threads))
-    step = cases.compiled_step(contestants.named(name))
+    contestant = contestants.named(name)
+    step = cases.compiled_step(contestant)
     seconds = measure.wall_seconds(step)
     plain = step if name == "plain" else cases.compiled_step(contestants.PLAIN)
     timings = measure.interleave({"plain": plain, name: step}, int(rounds))
+    problem = cases.one_layer_gpt()
+    truth = gate.single_samples(problem)
+    compiled = replace(problem, loss_of=torch.compile(problem.loss_of))
+    if complaint := gate.judge(contestant, compiled, truth, gate.OURS).complaint:
+        raise RuntimeError(f"compiled, {name} is wrong: {complaint}")
     return {"seconds": seconds, "timing": asdict(timings[name])}
 
 

@@ -5,7 +5,7 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,13 @@ FLOOR = 1e-6
 
 @dataclass(frozen=True)
 class Truth:
-    """Of each parameter, in float64: every sample's squared norm, and the gradient."""
+    """In float64: of each parameter every sample's squared norm, and the gradient; of each tensor
+    of the batch that wants one, by its place, the gradient.
+    """
 
     sqnorms: dict[str, Tensor]
     grads: dict[str, Tensor]
+    inputs: dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,18 +52,32 @@ class Verdict:
     samples: int = 0
 
 
-def single_samples(problem: Problem) -> Truth:
+def single_samples(problem: Problem, some: Iterable[int] | None = None) -> Truth:
+    """Of all samples, or of ``some``."""
     model = copy.deepcopy(problem.model).double()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     sqnorms: dict[str, list[Tensor]] = {name: [] for name in parameters}
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     batch = tuple(t.double() if t.is_floating_point() else t for t in problem.batch)
-    for b in range(problem.B):
-        loss = problem.loss_of(model, sample_of(batch, b))
-        for name, g in zip(parameters, torch.autograd.grad(loss, list(parameters.values()))):
-            sqnorms[name].append(g.div_(problem.B).square().sum())
-            total[name] += g
-    return Truth({name: torch.stack(norms) for name, norms in sqnorms.items()}, total)
+    moving = {i: t for i, t in enumerate(problem.batch) if t.requires_grad}
+    inputs: dict[int, list[Tensor]] = {i: [] for i in moving}
+    for b in range(problem.B) if some is None else some:
+        sample = sample_of(batch, b)
+        for i in moving:
+            sample[i].requires_grad_()
+        wanted = [*parameters.values(), *(sample[i] for i in moving)]
+        own = torch.autograd.grad(problem.loss_of(model, sample), wanted)
+        grads: dict[Any, Tensor] = dict(zip([*parameters, *moving], own))
+        for name, norms in sqnorms.items():
+            norms.append(grads[name].div_(problem.B).square().sum())
+            total[name] += grads[name]
+        for i, found in inputs.items():
+            found.append(grads[i].div_(problem.B))
+    return Truth(
+        {name: torch.stack(norms) for name, norms in sqnorms.items()},
+        total,
+        {i: torch.cat(found) for i, found in inputs.items()},
+    )
 
 
 def judged(
@@ -106,24 +123,36 @@ def coverage(found: dict[str, Verdict]) -> list[dict[str, Any]]:
 def judge(
     contestant: Contestant, problem: Problem, truth: Truth, tolerance: float = TOLERANCE
 ) -> Verdict:
-    """Two passes of a contestant, the first over the same samples in another order, the second
-    compared: what the first leaves behind counts too.
+    """Two passes of a contestant, the second compared: what the first, over the same samples in
+    another order and with other weights, leaves behind counts too.
     """
     if reason := contestant.missing():
         return Verdict(contestant, reason)
     try:
-        session = problem.prepare(contestant)
+        other = copy.deepcopy(problem.model)
+        scale_weights(other, 2.0)
+        session = replace(problem, model=other).prepare(contestant)
         session.batch = tuple(
             t.detach().roll(1, 0).requires_grad_(t.requires_grad) for t in problem.batch
         )
         session.once()
+        scale_weights(session.model, 0.5)
         session.batch = problem.batch
+        for t in session.batch:
+            t.grad = None
         start = time.perf_counter()
         session.run()
         seconds = time.perf_counter() - start
     except Exception as error:  # a package may refuse a model in any way: its words are reported
         return Verdict(contestant, f"raises {type(error).__name__}: {first_line(error)}")
     return compared(contestant, problem.model, session, truth, seconds, tolerance)
+
+
+def scale_weights(model: nn.Module, factor: float) -> None:
+    """In place, as an optimizer changes them; by a power of two, which rounds nothing."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(factor)
 
 
 def first_line(error: Exception) -> str:
@@ -144,14 +173,12 @@ def compared(
         if name not in truth.sqnorms or ours.shape != total_B.shape:
             complaints.append(f"{name}: norms of shape {list(ours.shape)}, B = {len(total_B)}")
             continue
-        theirs_B = truth.sqnorms[name]
-        scale_B = torch.maximum(theirs_B, FLOOR * total_B)
-        error_B = (ours.detach().double() - theirs_B).abs() / scale_B
-        errors[name] = error_B.nan_to_num(nan=float("inf")).max().item()
+        errors[name] = relative_error(ours, truth.sqnorms[name], total_B)
     wrong = max(errors, key=lambda name: errors[name], default="")
     if wrong and errors[wrong] > tolerance:
         complaints.append(f"{wrong}: a sample's squared norm is off by {errors[wrong]:.1e}")
     complaints += wrong_gradients(session, truth, tolerance)
+    complaints += wrong_input_gradients(session, truth, tolerance)
     sizes = {name: p.numel() for name, p in session.parameters.items()}
     return Verdict(
         contestant,
@@ -176,6 +203,46 @@ def wrong_gradients(session: Session, truth: Truth, tolerance: float) -> list[st
         if not error <= tolerance:
             return [f"{name}: .grad is off by {error:.1e}"]
     return []
+
+
+def wrong_input_gradients(session: Session, truth: Truth, tolerance: float) -> list[str]:
+    """What the layers below would get: one that is not computed would be time saved."""
+    for i, want in truth.inputs.items():
+        got = session.batch[i].grad
+        if got is None:
+            return [f"input {i}: no .grad"]
+        error = torch.linalg.vector_norm(got.double() - want) / torch.linalg.vector_norm(want)
+        if not error <= tolerance:
+            return [f"input {i}: .grad is off by {error:.1e}"]
+    return []
+
+
+def spots(B: int) -> list[int]:
+    """The first, a middle and the last of B samples."""
+    return sorted({0, B // 2, B - 1})
+
+
+def wrong_at_full_size(session: Session, truth: Truth, tolerance: float = TOLERANCE) -> str:
+    """Empty, or what is wrong with the norms of a whole batch, of which the gate saw a few samples
+    only; ``truth``: of its ``spots``. A pass that leaves nothing behind.
+    """
+    some = spots(session.B)
+    session.run()
+    sqnorms, total_B = session.sqnorms(), torch.stack(list(truth.sqnorms.values())).sum(0)
+    for name, want_B in truth.sqnorms.items():
+        if name in sqnorms:
+            error = relative_error(sqnorms[name][some], want_B, total_B)
+            if error > tolerance:
+                return f"{name}: at B = {session.B} a squared norm is off by {error:.1e}"
+    session.clear()
+    return ""
+
+
+def relative_error(sqnorm_B: Tensor, want_B: Tensor, total_B: Tensor) -> float:
+    """The largest of a parameter's samples, infinite for a NaN; ``total_B``: of all parameters."""
+    scale_B = torch.maximum(want_B, FLOOR * total_B)
+    error_B = (sqnorm_B.detach().double() - want_B).abs() / scale_B
+    return error_B.nan_to_num(nan=float("inf")).max().item()
 
 
 def listed(model: nn.Module, names: set[str]) -> str:

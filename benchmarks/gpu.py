@@ -56,7 +56,7 @@ SECONDS = {
 """Of each part, estimated before any GPU ran it."""
 
 ops, routes = gpu_ops.ops, gpu_ops.routes
-step, host = gpu_step.step, gpu_step.host
+step, host = gpu_peers.step, gpu_step.host
 curves, peers = gpu_peers.curves, gpu_peers.peers
 
 

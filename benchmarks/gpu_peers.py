@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import cases, contestants, gate, measure, model, model_linear
+from benchmarks import cases, contestants, gate, gpu_step, measure, model, model_linear
 from benchmarks.cases import LayerCase, Problem
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant
 from benchmarks.contestants.sessions import Gnsfast
+from benchmarks.gate import Verdict
 from benchmarks.gpu_backends import OURS, forced, kernel_of, launches, present
-from benchmarks.gpu_ops import TOKENS, clock, device_name, wall_clock
+from benchmarks.gpu_ops import TOKENS, clock, device_name, route, wall_clock
 from benchmarks.gpu_step import allocated, peak, release, reset_peak, warm_up
 from benchmarks.measure import Clock
 from benchmarks.models import GPT, GPT2, gpt_batch, gpt_loss
@@ -89,10 +90,7 @@ def peers(
     """Forward and backward that leave gradients and norms: every contestant that is right, in
     float32 and under autocast, which is timed.
     """
-    torch.manual_seed(0)
-    found = gate.judged(gpt_problem(checked_on, device), entered(device))
-    right = [v.contestant for v in found.values() if not v.complaint]
-    cast = gate.judged(gpt_problem(checked_on, device, autocast=True), right, HALF, HALF)
+    found, cast = checked(device, entered(device), checked_on)
     right = [v.contestant for v in cast.values() if not v.complaint]
     rows = timed(
         gpt_problem(timed_on, device, autocast=True), right, rounds, device, wall_clock(device)
@@ -103,6 +101,22 @@ def peers(
             row |= {"per sample": verdict.contestant.per_sample, "covered": verdict.covered}
     tables = {"Coverage": gate.coverage(found), "Coverage, autocast": gate.coverage(cast)}
     return {**tables, "Whole step, peers": rows}
+
+
+def checked(
+    device: str, those: list[Contestant], on: type[GPT] = SmallGPT
+) -> tuple[dict[str, Verdict], dict[str, Verdict]]:
+    """In float32, and those that are right there under autocast."""
+    torch.manual_seed(0)
+    found = gate.judged(gpt_problem(on, device), those)
+    right = [v.contestant for v in found.values() if not v.complaint]
+    return found, gate.judged(gpt_problem(on, device, autocast=True), right, HALF, HALF)
+
+
+def step(device: str, **options: Any) -> dict[str, Rows]:
+    """gnsfast's back-ends are right before their training steps are timed."""
+    checked(device, [c for c in entered(device) if c.name in OURS.values()])
+    return gpu_step.step(device, **options)
 
 
 def gpt_problem(kind: type[GPT], device: str, autocast: bool = False) -> Problem:
@@ -216,10 +230,12 @@ def curves(
 
 
 def curve(device: str, case: LayerCase, rounds: int) -> Rows:
-    few = LayerCase(case.model, case.I, case.O, case.T, case.T * min(case.B, 2))
-    # In the dtype that is timed: another takes other routes and kernels.
+    # In the dtype and by the route that are timed; more than two samples where that needs them.
+    few = replace(case, tokens=case.T * min(case.B, 2))
+    while few.B < case.B and route(few, device) != route(case, device):
+        few = replace(case, tokens=2 * few.tokens)
     checked = linear(few, device, torch.bfloat16)
-    found = gate.judged(checked, entered(device), HALF, HALF).values()
+    found = gate.judged(checked, entered(device), HALF, gate.TOLERANCE).values()
     right = [
         v.contestant for v in found if not v.complaint and (v.covered or v.contestant is PLAIN)
     ]

@@ -77,14 +77,18 @@ def interleave(
     compared to. Where a round takes seconds, two at a time: a shared machine is another one at the
     end of a longer round.
 
-    The order turns round from one round to the next, so that none profits from what ran before it.
+    Each round begins with the next one and every other runs backwards, so that none profits from
+    what runs before it.
     """
     for run in contestants.values():
         run()
-    base, *others = contestants
+    names = list(contestants)
+    base = names[0]
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for i in range(rounds):
-        for name in contestants if i % 2 else (*others[::-1], base):
+        first = i // 2 % len(names)
+        order = names[first:] + names[:first]
+        for name in order if i % 2 else order[::-1]:
             seconds[name].append(seconds_of(contestants[name]))
     timings = {}
     for name, own in seconds.items():

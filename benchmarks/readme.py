@@ -88,7 +88,7 @@ def table(each: list[Steps]) -> tuple[list[str], str]:
             for n in threads:
                 ratio = str(one.time.get(n, "-"))
                 row["1 thread" if n == 1 else f"{n} threads"] = _strong(one, ratio)
-            memory = [f"{one.memory[n]:.3f}" for n in sorted(one.memory)]
+            memory = [f"{one.memory[n]:.2f}" for n in sorted(one.memory)]
             row["peak memory"] = ", ".join(memory) or "-"
             rows.append(row | {"norms": one.lacks or "every sample, all parameters"})
     left = [one for one in each if one not in chosen]
@@ -134,7 +134,7 @@ def compiled() -> str:
     if not kernels:
         return ""
     spilling = sum(row["spilled"] > 0 for row in kernels)
-    return f"Compiled, not run: {len(kernels)} kernels, {spilling or 'none'} with spills."
+    return f"Compiled, not run: {len(kernels)} variants, {spilling or 'none'} with spills."
 
 
 def counted() -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of ``python -m benchmarks cpu`` that need processes of their own, and ``budgets``."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("benchmarks")  # a wheel has none
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import budget, cases, cpu, fresh, measure, record, regressions  # noqa: E402
 from benchmarks.budget import Budget  # noqa: E402
+from benchmarks.contestants.sessions import Gnsfast  # noqa: E402
 from benchmarks.models import GPT, gpt_batch  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("global_flags")
@@ -26,15 +28,19 @@ class TinyGPT(GPT):
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models as small as can be, nothing compiled, in this process, with its threads."""
     monkeypatch.setattr(cases, "GPT", TinyGPT)
-    monkeypatch.setattr(cases, "gpt_batch", lambda: gpt_batch(TinyGPT))
+    monkeypatch.setattr(cases, "gpt_batch", lambda model=None: gpt_batch(TinyGPT))
     monkeypatch.setattr(torch, "compile", lambda fn: fn)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(cases, "small_gpt", cases.one_layer_gpt)
+    cpu.verdicts.cache_clear()
     functions = {"memory": fresh.memory, "compiled": fresh.compiled}
     ask = lambda what, *arguments, **environment: functions[what](*arguments)
     monkeypatch.setattr(fresh, "ask", ask)
+    yield
+    cpu.verdicts.cache_clear()
 
 
 def test_the_estimators_share(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,13 +63,49 @@ def test_tables_of_single_processes(tiny: None) -> None:
     assert fresh.memory("gnsfast", "1") >= 0
 
 
+def test_what_was_compiled_is_checked(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what runs beside the estimator."""
+    run = Gnsfast.run
+
+    def doubled(self: Gnsfast) -> None:
+        run(self)
+        self._sqnorms = {name: 2 * sqnorm_B for name, sqnorm_B in self._sqnorms.items()}
+
+    monkeypatch.setattr(Gnsfast, "run", doubled)
+    with pytest.raises(RuntimeError, match="compiled, gnsfast is wrong: .*is off by 1.0e"):
+        cpu.compile([1], 5)
+    with pytest.raises(SystemExit, match="gnsfast is wrong on GPT of one layer"):
+        cpu.estimator([1], 3)
+
+
+def test_an_interrupted_run_replaces_no_whole_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(threads: list[int], rounds: int) -> Any:
+        raise KeyboardInterrupt
+
+    for part in cpu.PARTS:
+        monkeypatch.setitem(cpu.PARTS, part, lambda threads, rounds: {"Start-up time": [{"ms": 1}]})
+    run = ["cpu", "--threads", "1", "1", "--record", str(tmp_path / "new")]
+    command.main(run)
+    (whole,) = (tmp_path / "new").glob("*.json")
+    before = whole.read_text()
+    monkeypatch.setitem(cpu.PARTS, "layers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.main(run)
+    assert whole.read_text() == before
+    assert list((tmp_path / "new").glob("*-cpu-unfinished.json"))
+    with pytest.raises(SystemExit):
+        command.main(["cpu", "--threads", "0"])
+
+
 def test_a_process_answers_or_says_why_not() -> None:
     """What it prints last is its answer; a failed one's words are in the error."""
     seconds = fresh.ask("start")
     assert list(seconds) == ["import torch", "import gnsfast", "gnsfast.convert(small GPT)"]
     assert all(s > 0 for s in seconds.values())
     assert fresh.medians([seconds, seconds, {name: 1e3 for name in seconds}]) == seconds
-    with pytest.raises(RuntimeError, match=r"(?s)fresh nothing failed:.*KeyError: 'nothing'"):
+    with pytest.raises(RuntimeError, match=r"fresh nothing: KeyError: 'nothing'"):
         fresh.ask("nothing")
 
 

@@ -77,7 +77,7 @@ def test_parts_write_their_record(
         "ops": lambda device, run=gpu.ops: run("cpu", TINY, 2),
         "routes": lambda device, run=gpu.routes: run("cpu", TINY[1:2], 2),
         "cuda": lambda device, run=gpu.cuda: run("cpu", 3),
-        "step": lambda device, run=gpu.step: run("cpu", 2, ("gpt2",), (False,)),
+        "step": lambda device, run=gpu.step: run("cpu", rounds=2, names=("gpt2",), modes=(False,)),
         "host": lambda device, run=gpu.host: run("cpu", 1),
         "peers": lambda device, run=gpu.peers: run("cpu", 2, TinyGPT, TinyGPT),
         "curves": lambda device, run=gpu.curves: run("cpu", TINY[1:2], TINY[2:], 2),

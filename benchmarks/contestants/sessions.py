@@ -65,6 +65,8 @@ class SingleSamples(Session):
 
     def run(self) -> None:
         sqnorms: dict[str, list[Tensor]] = {name: [] for name in self.parameters}
+        moving = [t for t in self.batch if t.requires_grad]
+        grads_in: list[list[Tensor]] = [[] for _ in moving]
         for b in range(self.B):
             sample = sample_of(self.batch, b)
             wanted = [*self.parameters.values(), *(t for t in sample if t.requires_grad)]
@@ -75,6 +77,10 @@ class SingleSamples(Session):
                     p.grad = g.div_(self.B)
                 else:
                     p.grad.add_(g, alpha=1 / self.B)
+            for found, g in zip(grads_in, grads[len(self.parameters) :]):
+                found.append(g)
+        for t, found in zip(moving, grads_in):
+            t.grad = torch.cat(found).div_(self.B)
         self._sqnorms = {name: torch.cat(norms) for name, norms in sqnorms.items()}
 
 
