@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import batch_size, compare, cpu, gpu, model, readme, record, regressions
+from benchmarks import batch_size, compare, cpu, gate, gpu, model, readme, record, regressions
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -90,8 +90,7 @@ def run_cpu(options: argparse.Namespace) -> None:
         except Exception as error:  # the other parts do not need it
             traceback.print_exc()
             broken.append(part)
-            what = f"raises {type(error).__name__}: {error}".partition("\n")[0]
-            found = {part: [{"part": part, "result": what}]}
+            found = {part: [{"part": part, "result": gate.raised(error)}]}
         print(f"\n{part}: {time.perf_counter() - start:.0f} s", flush=True)
         for title, rows in found.items():
             print(f"\n{title}; ratios: median (quartiles) of interleaved rounds\n")

@@ -198,9 +198,9 @@ def check_operator(case: LayerCase, ways: dict[str, Callable[[], Any]]) -> None:
             off = torch.linalg.vector_norm(dw - plain) / torch.linalg.vector_norm(plain)
             if not off <= 1e-5:
                 raise SystemExit(f"{name}: dW of {case.name} is off by {off:.1e}")
-            torch.testing.assert_close(
-                sqnorm_B[some].double(), torch.stack(want), rtol=gate.TOLERANCE, atol=0.0
-            )
+            rtol = 1e-5 if name == GNSFAST.name else gate.TOLERANCE
+            got = sqnorm_B[some].double()
+            torch.testing.assert_close(got, torch.stack(want), rtol=rtol, atol=0.0)
 
 
 def estimator(threads: list[int], rounds: int) -> Tables:

@@ -144,7 +144,7 @@ def judge(
         session.run()
         seconds = time.perf_counter() - start
     except Exception as error:  # a package may refuse a model in any way: its words are reported
-        return Verdict(contestant, f"raises {type(error).__name__}: {first_line(error)}")
+        return Verdict(contestant, raised(error))
     return compared(contestant, problem.model, session, truth, seconds, tolerance)
 
 
@@ -153,6 +153,10 @@ def scale_weights(model: nn.Module, factor: float) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(factor)
+
+
+def raised(error: Exception) -> str:
+    return f"raises {type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks import attention as attention_with_sinks
-from benchmarks import cuda_kernels, gpu_ops, gpu_peers, gpu_step, record
+from benchmarks import cuda_kernels, gate, gpu_ops, gpu_peers, gpu_step, record
 from benchmarks.attention import CASES
 from benchmarks.cases import LayerCase
 from benchmarks.gpu_ops import TOKENS, clock
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> None:
                 keep(tables, options.record)
         except Exception as error:  # the other parts still have their time on the GPU
             traceback.print_exc()
-            what = f"raises {type(error).__name__}: {error}".partition("\n")[0]
-            tables |= {part: [{"check": part, "exit status": 1, "result": what}]}
+            result = gate.raised(error)
+            tables |= {part: [{"check": part, "exit status": 1, "result": result}]}
         print(f"\n{part}: {time.perf_counter() - start:.0f} s of {SECONDS[part]} estimated")
         for title, rows in tables.items():
             print(f"\n{title}\n")

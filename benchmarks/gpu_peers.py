@@ -174,7 +174,7 @@ def largest(contestant: Contestant, problem: Problem) -> tuple[int, str]:
         except torch.OutOfMemoryError as error:
             failed = failed or f"out of memory: {gate.first_line(error)}"
         except Exception as error:  # a package may refuse a model in any way: its words are kept
-            return 0, f"raises {type(error).__name__}: {gate.first_line(error)}"
+            return 0, gate.raised(error)
         else:
             return B, failed
         finally:
