@@ -84,6 +84,10 @@ class Experts(_Rows):
         B, (N, K) = num_samples(self._probe), expert_NK.shape
         E = len(self.down_proj)
         # An expert out of range is not on this rank: its rows come last and are nobody's.
+        batched = self.config._experts_implementation == "batched_mm"
+        if batched and not hasattr(self, "_is_expert_parallel"):
+            # transformers 5.17 lacks this flag: there the last expert takes them, at a weight of 0.
+            expert_NK = expert_NK.clamp(0, E - 1)
         key_S = (expert_NK * B + self._sample_of(x_NH)[:, None]).flatten()
         key_S, order_S = key_S.sort(stable=True)
         segments = torch.arange(E * B + 1, device=key_S.device, dtype=key_S.dtype)

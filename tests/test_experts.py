@@ -11,48 +11,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from experts import BLOCKS, EAGER, EXPERTS, ROUTER, F, H, config, loss_of_rows, make
 from oracle import assert_norms, loop_sqnorms, sample_of
 from tiny_models import B, loss_of, mixtral, scattered
 from torch import Tensor, nn
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
-from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.mixtral import modeling_mixtral as mixtral_code
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import gnsfast
-from gnsfast.functional import _experts as grouped
-
-H, F = 16, 12
-EXPERTS = 4
-EAGER = {"experts_implementation": "eager"}
-
-
-def config(cls: Any, K: int, **options: Any) -> Any:
-    names = "num_experts" if cls is hf.Qwen3MoeConfig else "num_local_experts"
-    width = "moe_intermediate_size" if cls is hf.Qwen3MoeConfig else "intermediate_size"
-    sizes = {"hidden_size": H, width: F, names: EXPERTS, "num_experts_per_tok": K}
-    return cls(**sizes, **{**EAGER, **options})
-
-
-BLOCKS: dict[str, Any] = {
-    "mixtral": lambda K, **o: mixtral_code.MixtralSparseMoeBlock(config(hf.MixtralConfig, K, **o)),
-    "qwen3_moe": lambda K, **o: qwen3_moe.Qwen3MoeSparseMoeBlock(config(hf.Qwen3MoeConfig, K, **o)),
-    "gpt_oss": lambda K, **o: gpt_oss.GptOssMLP(config(hf.GptOssConfig, K, **o)),
-}
-ROUTER = {"mixtral": "gate", "qwen3_moe": "gate", "gpt_oss": "router"}
-
-
-def make(name: str, K: int, **options: Any) -> nn.Module:
-    """Expert 3 gets no token, and expert 2 none of a sample whose second feature is large."""
-    block: nn.Module = BLOCKS[name](K, **options)
-    with torch.no_grad():
-        for p in block.parameters():
-            p.copy_(0.3 * torch.randn_like(p))
-        router = block.get_submodule(ROUTER[name])
-        router.weight[3, 0] = -20.0
-        router.weight[2, :2] = torch.tensor([0.0, -20.0])
-    return block
 
 
 def batch(B: int, T: int) -> tuple[Tensor, Tensor]:
@@ -188,51 +155,6 @@ def test_bfloat16() -> None:
     loop = loop_sqnorms(plain, loss, data, 3)
     assert_norms(norms, loop, rtol=0.05)
     assert all(p.grad.dtype == torch.bfloat16 for p in block.parameters())
-
-
-def loss_of_rows(experts: nn.Module, batch: Any) -> Tensor:
-    """Of experts by themselves; the index and the weights of every row are given."""
-    x, index, weights, r = (t.flatten(0, 1) for t in batch)
-    return (experts(x, index, weights) * r).sum()
-
-
-def rows_with_strangers() -> tuple[Tensor, ...]:
-    index = torch.tensor([[0, 4], [4, 4], [1, 2], [2, 0], [4, 1], [0, 1]]).view(3, 2, 2)
-    return torch.randn(3, 2, H), index, torch.rand(3, 2, 2), torch.randn(3, 2, H)
-
-
-def test_experts_of_other_ranks() -> None:
-    """An index of num_experts stands for an expert that is not here: its pairs count nowhere."""
-    plain = make("mixtral", 2).experts
-    data = rows_with_strangers()
-
-    block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
-    inputs = [data[i].requires_grad_() for i in (0, 2)]
-    wanted = torch.autograd.grad(loss_of_rows(plain, data), inputs)
-    with gnsfast.per_sample_sqnorms(block, 3) as norms:
-        loss_of_rows(block, data).backward()
-    for t, want in zip(inputs, wanted):
-        torch.testing.assert_close(t.grad, want)
-    assert_norms(norms, loop_sqnorms(plain, loss_of_rows, data, 3))
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_grouped_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's grouped product, which a GPU takes for bfloat16, leaves rows of nobody unwritten."""
-    plain = make(name, 2, experts_implementation="grouped_mm").experts
-    monkeypatch.setattr(grouped, "_fits_grouped_mm", lambda x, w: True)
-    data = rows_with_strangers()
-    block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
-    data[0].requires_grad_()
-    with gnsfast.per_sample_sqnorms(block, 3) as norms:
-        value = loss_of_rows(block, data)
-        value.backward()
-    plain._is_expert_parallel = True
-    plain.config._experts_implementation = "batched_mm"  # which has float64
-    torch.testing.assert_close(value, loss_of_rows(plain, data))
-    (want,) = torch.autograd.grad(loss_of_rows(plain, data), data[0])
-    torch.testing.assert_close(data[0].grad, want)
-    assert_norms(norms, loop_sqnorms(plain, loss_of_rows, data, 3))
 
 
 @pytest.mark.gpu
