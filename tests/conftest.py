@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test starts from one seed, and whatever nobody wrote is NaN."""
+"""Every test starts from one seed, computes in full float32, and whatever nobody wrote is NaN."""
 
 import gc
 import os
@@ -11,6 +11,7 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which deterministic cuBLAS asks for
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+torch.backends.cudnn.allow_tf32 = False  # torch leaves it on: convolutions have 10 bits then
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,6 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    """TF32 is off in cuDNN, and no test has left it on for its successors."""
+    assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cuda.matmul.fp32_precision != "tf32"
 
 
 @pytest.fixture(autouse=True)
