@@ -323,7 +323,11 @@ def test_tuned_configurations() -> None:
 )
 @pytest.mark.parametrize("padding", [0, 1], ids=["descriptors", "pointers"])
 def test_more_than_two_billion_elements(padding: int) -> None:
-    """Offsets beyond 2³¹ in x, and in the table of an embedding."""
+    """Offsets beyond 2³¹ in x, and in the table of an embedding.
+
+    Tensor cores truncate as they accumulate. Simulated in steps of 16 tokens, a squared norm is
+    low by 1.8e-4, and an element of dW, 300 in the mean, is off by up to 0.16.
+    """
     B, T, I, O = 2, 70_000, 16_384, 24
     x = torch.randn(B, T, I + padding, device="cuda", dtype=torch.bfloat16)[..., :I]
     dy = torch.randn(B, T, O, device="cuda", dtype=torch.bfloat16)
@@ -334,9 +338,9 @@ def test_more_than_two_billion_elements(padding: int) -> None:
         for tokens in torch.arange(T).split(10_000):
             part = slice(int(tokens[0]), int(tokens[-1]) + 1)
             g += dy[b, part].double().T @ x[b, part].double()
-        torch.testing.assert_close(rows[0, b].double(), g.square().sum(), rtol=1e-4, atol=0)
+        torch.testing.assert_close(rows[0, b].double(), g.square().sum(), rtol=5e-4, atol=0)
         total += g
-    torch.testing.assert_close(dw.double(), total, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(dw.double(), total, rtol=1e-3, atol=0.2)
 
 
 @pytest.mark.skipif(
