@@ -105,6 +105,7 @@ def correctness(device: str) -> dict[str, Rows]:
         "test_triton_layers.py",
         "test_segments.py",
         "test_experts.py",
+        "test_experts_other_ranks.py",
         "test_documents.py",
         "test_attention.py",
         "test_gpu.py",
