@@ -42,7 +42,7 @@ def run_sum(dy_ptr, order_ptr, key_ptr, first, key, N, D, offs_d, BLOCK_R: tl.co
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])  # of one token it would be a Python integer, without .to()
 def segment_sqnorms_kernel(
     dy_ptr,  # [N, D]
     order_ptr,  # [N] int64: the token at each sorted position
@@ -74,7 +74,7 @@ def segment_sqnorms_kernel(
             tl.store(at + N.to(tl.int64) * tl.num_programs(1), tl.sum(total * total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def run_sums_kernel(
     dy_ptr,  # [N, D]
     order_ptr,  # [N] int64

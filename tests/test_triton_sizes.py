@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton operators at sizes of one, which the compiler takes as constants of another type,
+beside plain PyTorch: in Triton's interpreter, on a GPU, and through the compiler (``fake_gpu.py``).
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is there on Linux alone")
+
+from gnsfast import (  # noqa: E402
+    reference,
+    reference_attention,
+    reference_metric,
+    reference_segments,
+)
+from gnsfast.triton_kernels import operators, operators_metric  # noqa: E402
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def compare(theirs: Any, ours: Any, op: str, *args: Any) -> None:
+    """Every result of an operator, on the same arguments."""
+    for want, got in zip(getattr(theirs, op)(*args), getattr(ours, op)(*args)):
+        assert got.shape == want.shape and got.dtype == want.dtype, op
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, msg=lambda m: f"{op}: {m}")
+
+
+LINEAR = [
+    (1, 2, 1, 1),
+    (1, 70, 1, 40),
+    (1, 70, 40, 1),
+    (2, 70, 1, 1),
+    (3, 1, 1, 1),
+    (1, 300, 16, 16),
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", LINEAR, ids=str)
+def test_linear(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+    B, T, I, O = shape
+    x, dy = (torch.randn(B, T, n, device=device).to(dtype) for n in (I, O))
+    ids = torch.zeros(B, 1, dtype=torch.long, device=device)
+    v, v_O = torch.rand(O, I, device=device), torch.rand(O, device=device)
+    constants = torch.ones(2, 2, dtype=torch.float64, device=device)
+    compare(reference, operators, "linear_wgrad", x, dy, True, True, False, F32)
+    compare(reference, operators, "linear_wgrad_tied", x, dy, ids, True, F32)
+    metric = (x, dy, v, v_O, constants, None, False, F32)
+    compare(reference_metric, operators_metric, "linear_wgrad_metric", *metric)
+    metric = (x, dy, v, None, constants[:1], ids, False, F32)
+    compare(reference_metric, operators_metric, "linear_wgrad_metric", *metric)
+    for bounds in ([0, T // 2, T], [0, T], [0, 0, T]):
+        starts = torch.tensor(bounds, device=device)
+        segments = (x[0], dy[0], starts, 1, True, True, False, F32)
+        compare(reference_segments, operators, "linear_wgrad_segments", *segments)
+
+
+@pytest.mark.parametrize("D", [1, 40, 600])
+@pytest.mark.parametrize(("B", "T"), [(1, 1), (1, 2), (2, 1)])
+def test_embedding(B: int, T: int, D: int, device: str) -> None:
+    ids = torch.zeros(B, T, dtype=torch.long, device=device)
+    dy, v = torch.randn(B, T, D, device=device), torch.rand(300, D, device=device)
+    constants = torch.ones(1, 2, dtype=torch.float64, device=device)
+    for padding_idx in (-1, 0, 1):
+        compare(reference, operators, "embedding_wgrad", dy, ids, 300, padding_idx, F32)
+    metric = (dy, ids, v, constants, -1, F32)
+    compare(reference_metric, operators_metric, "embedding_wgrad_metric", *metric)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 40), (1, 5, 1), (3, 1, 9000)], ids=str)
+def test_norms(shape: tuple[int, int, int], device: str) -> None:
+    x, dy = (torch.randn(shape, device=device) for _ in range(2))
+    w = torch.randn(shape[2], device=device)
+    _, mean, rstd = torch.native_layer_norm(x, [shape[2]], w, w, 1e-5)
+    compare(reference, operators, "rms_norm_backward", dy, x, w, 1e-3, 0.0)
+    compare(reference, operators, "layer_norm_backward", dy, x, mean, rstd, w, w, True, True)
+    compare(reference, operators, "layer_norm_backward", dy, x, mean, rstd, None, w, False, True)
+
+
+def patterns(T: int, S: int, device: str) -> Iterator[tuple[Any, ...]]:
+    """Mask, documents, causal, scale, window, longest document."""
+    boolean, added = torch.ones(T, S, dtype=torch.bool), torch.zeros(T, S)
+    for mask, causal, window in product((None, added, boolean), (False, True), (0, 1, 3)):
+        mask = mask if mask is None else mask.to(device)
+        yield mask, None, causal, 0.3, window, 0
+    for bounds in ([0, T], [0, 0, T]):
+        if T == S:
+            for causal, window in ((False, 0), (True, 3)):
+                yield None, torch.tensor(bounds, device=device), causal, 0.3, window, 0
+
+
+@pytest.mark.parametrize("all_learned", [True, False], ids=["all", "sinks"])
+@pytest.mark.parametrize(
+    ("H", "K", "T", "S", "D"), [(1, 1, 1, 1, 16), (2, 1, 1, 9, 16), (2, 2, 9, 1, 40)]
+)
+def test_attention(H: int, K: int, T: int, S: int, D: int, all_learned: bool, device: str) -> None:
+    q, k, v = (torch.randn(1, h, n, D, device=device) for h, n in ((H, T), (K, S), (K, S)))
+    learned: list[Tensor | None] = [torch.randn(n, device=device) for n in (H, H, D, D)]
+    if not all_learned:
+        learned[1:] = [None] * 3
+    wanted = [p is not None for p in learned]
+    for pattern in patterns(T, S, device):
+        compare(reference_attention, operators, "attention_forward", q, k, v, *learned, *pattern)
+        saved = reference_attention.attention_forward(q, k, v, *learned, *pattern)
+        samples = 1 if pattern[1] is None else len(pattern[1]) - 1
+        backward = (q, q, k, v, *saved, *learned, *pattern, samples, wanted)
+        compare(reference_attention, operators, "attention_backward", *backward)
