@@ -50,6 +50,17 @@ def sqnorm_rows(t_RN: Tensor) -> Tensor:
     return torch.stack(norms_PR).to(torch.float64).square_().sum(0)
 
 
+def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
+    """``t_RC.scatter_(1, column_RK, value_RK)`` of a contiguous tensor.
+
+    Where deterministic algorithms are asked for, torch sends the strides of a tensor of several
+    dimensions to the GPU and waits for it, which a graph capture forbids. With one dimension it
+    does not.
+    """
+    first_R1 = torch.arange(len(t_RC), device=t_RC.device)[:, None] * t_RC.shape[1]
+    t_RC.view(-1).scatter_(0, (first_R1 + column_RK).flatten(), value_RK.flatten())
+
+
 def probe_row(sqnorm_B1: Tensor) -> Tensor:
     """One row of ``sqnorm_PB``: the squared norms of B samples and of their sum, the counter."""
     row = torch.ones(len(sqnorm_B1) + 1, dtype=torch.float32, device=sqnorm_B1.device)

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from gnsfast import backends, extension, reference_attention, reference_conv
+from gnsfast.reference import set_columns
 from gnsfast.reference_attention import Parameters, Pattern
 from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
@@ -97,7 +98,7 @@ def tied_slots(ids_BS: Tensor, dy_BTO: Tensor, x_BTI: Tensor) -> Links:
     slots_BO = x_BTI.new_full((len(x_BTI), dy_BTO.shape[2]), -1, dtype=torch.int32)
     # Of ids that repeat one slot is kept, whichever: all of them read their row from it.
     position_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
-    slots_BO.scatter_(1, ids_BS.long(), position_BS.expand_as(ids_BS))
+    set_columns(slots_BO, ids_BS.long(), position_BS.expand_as(ids_BS))
     return slots_BO, rows_BSI
 
 

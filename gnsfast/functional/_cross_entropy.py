@@ -23,7 +23,7 @@ from gnsfast.functional._samples import (
     samples_first,
     without_autocast,
 )
-from gnsfast.reference import accumulate_dtype
+from gnsfast.reference import accumulate_dtype, set_columns
 
 CHUNK = 1 << 21
 """Logits in memory at a time, 8 MiB of float32: on a CPU their passes stay in its caches (0.79 to
@@ -73,7 +73,8 @@ class _Tokens(NamedTuple):
         dz = z.sub_(self.lse).exp_().mul_(self.share).sub_(self.flat)
         if isinstance(words, slice):
             column, inside = _within(self.label, words)
-            dz.scatter_(-1, column, dz.gather(-1, column) - torch.where(inside, self.hit, 0.0))
+            hit = dz.gather(-1, column) - torch.where(inside, self.hit, 0.0)
+            set_columns(dz.flatten(0, -2), column.flatten(0, -2), hit.flatten(0, -2))
         else:
             dz -= torch.where(self.label == words[..., None, :], self.hit, 0.0)
         return dz if slope is None else dz.mul_(slope)

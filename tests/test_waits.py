@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes the host wait for a GPU, seen on a CPU: the operators of a measured step are read."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gnsfast
+from gnsfast import backends
+from gnsfast.functional import _cross_entropy as cross_entropy
+
+aten = torch.ops.aten
+TO_THE_HOST = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero)
+"""Their result, or its size, is only known once the device is done."""
+
+
+class NoWaits(TorchDispatchMode):
+    """Raises at an operator that waits for the device of its tensors."""
+
+    def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        what = fn.overloadpacket
+        if what in TO_THE_HOST or what.__name__.startswith(("unique", "_unique")):
+            raise RuntimeError(f"{fn} waits for the device")
+        # torch sends the strides to the device and waits; of one dimension there are none to send.
+        if what in (aten.scatter, aten.scatter_) and args[0].ndim > 1:
+            raise RuntimeError(f"in deterministic mode {fn} of {list(args[0].shape)} waits")
+        if fn.namespace == "gnsfast":
+            with self:  # what it is made of is seen too
+                return backends.implementation(what.__name__, "cpu")(*args)
+        return fn(*args, **(kwargs or {}))
+
+
+class Tied(nn.Module):
+    """Embedding and head of one weight, both norms, biases."""
+
+    def __init__(self, V: int = 23, D: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+        self.head.weight = self.tokens.weight
+        self.norm_1, self.norm_2 = nn.LayerNorm(D), nn.RMSNorm(D)
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        x = x + self.down(torch.nn.functional.gelu(self.up(self.norm_1(x))))
+        return self.norm_2(x)
+
+
+def by_logits(model: Tied, ids: Tensor, y: Tensor) -> Tensor:
+    return (model.head(model(ids)).log_softmax(-1) * (y[..., None] == torch.arange(23))).sum()
+
+
+def by_parts(model: Tied, ids: Tensor, y: Tensor) -> Tensor:
+    return model.head.cross_entropy(model(ids), y, reduction="sum")
+
+
+@pytest.mark.parametrize("loss_of", [by_logits, by_parts])
+def test_a_step_never_waits(loss_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the Triton kernels, after a first step that looks for weights used as tensors."""
+    pytest.importorskip("triton", reason="triton is there on Linux alone")
+    monkeypatch.setenv("GNSFAST_BACKEND", "triton")
+    # Labels out of range are looked for on a CPU alone.
+    monkeypatch.setattr(cross_entropy, "_label", lambda label, *args: label)
+    model = gnsfast.convert(Tied())
+    gns = gnsfast.GradientNoiseScale(model)
+    ids, y = torch.randint(0, 23, (2, 3, 9))
+
+    def step() -> None:
+        with gns.microbatch(3):
+            (loss_of(model, ids, y) / 3).backward()
+        gns.update()
+        model.zero_grad()
+
+    step()
+    with NoWaits():
+        step()
+        step()
+    assert gns.compute().updates == 3
