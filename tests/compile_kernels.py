@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,39 +157,20 @@ def norm_cases(N: int, rms: bool) -> Iterator[Case]:
 
 
 def linear_cases(capability: int) -> Iterator[Case]:
-    tma = capability >= 90
-    for config in configs.HALF:
-        yield wgrad("bf16", config, tma=tma)
-    default = configs.HALF[0]
-    if tma:
-        yield wgrad("bf16", default)
-    yield wgrad("fp16", default, tma=tma)
-    for option in ("ADD", "SPLIT", "LINKS"):
-        yield wgrad("bf16", default, tma=tma, **{option: True})
-    for config in configs.HALF_METRIC:
-        yield wgrad("bf16", config, tma=tma, METRIC=True)
-    yield wgrad("bf16", configs.HALF_METRIC[0], tma=tma, METRIC=True, SPLIT=True)
-    yield wgrad("bf16", configs.LINKED_METRIC[0], tma=tma, METRIC=True, LINKS=True)
-    for config in configs.NARROW_METRIC:
-        yield wgrad("fp32", config, METRIC=True)
-        yield wgrad("fp32", config, aligned=False, METRIC=True)
-        yield wgrad("bf16", config, aligned=False, METRIC=True)
-        yield wgrad("fp32", config, aligned=False, PRECISION="tf32", METRIC=True)
-    for config in configs.TF32_METRIC:
-        yield wgrad("fp32", config, tma=tma, PRECISION="tf32", METRIC=True)
-    for config in configs.HALF_UNALIGNED:
-        yield wgrad("bf16", config, aligned=False)
-    for config in configs.SINGLE:
-        yield wgrad("fp32", config)
-        yield wgrad("fp32", config, aligned=False)
-    for config in configs.TF32:
-        yield wgrad("fp32", config, tma=tma, PRECISION="tf32")
-    for config in configs.TF32_UNALIGNED:
-        yield wgrad("fp32", config, aligned=False, PRECISION="tf32")
-    plain = configs.HALF + configs.TF32 + configs.SINGLE
-    weighed = configs.HALF_METRIC + configs.TF32_METRIC + configs.NARROW_METRIC
-    for metric, some in ((False, plain), (True, weighed)):
-        for height, width in sorted({(c.block_o, c.block_i) for c in some}):
+    for measured, kinds in configs.CANDIDATES.items():
+        for kind, tiles in kinds.items():
+            for config in tiles:
+                yield from wgrad_cases(measured, kind, config, capability)
+    yield wgrad("fp16", configs.HALF[0], tma=capability >= 90)
+    for metric in (False, True):
+        sizes = {
+            (c.block_o, c.block_i)
+            for measured, kinds in configs.CANDIDATES.items()
+            for tiles in kinds.values()
+            for c in tiles
+            if ("metric" in measured) is metric
+        }
+        for height, width in sorted(sizes):
             tile = dict(BLOCK_O=height, BLOCK_I=width, GROUP=configs.GROUP_O)
             yield Case(
                 f"merge_splits {height}x{width}{' metric' * metric}",
@@ -221,17 +203,42 @@ def linear_cases(capability: int) -> Iterator[Case]:
             )
 
 
+def wgrad_cases(
+    measured: str, kind: str, config: configs.Config, capability: int
+) -> Iterator[Case]:
+    """Everything that a tile of ``configs.CANDIDATES`` is launched as: dW whole, in the inputs'
+    dtype or in float32 (under autocast), split over programs, or added to; by descriptors and by
+    pointers; of float32 on the ordinary cores also with unaligned rows.
+    """
+    flags = {"LINKS": "links" in measured, "METRIC": "metric" in measured}
+    dtype = "bf16" if kind.startswith("half") else "fp32"
+    options: dict[str, Any] = dict(PRECISION="tf32") if kind.startswith("tf32") else {}
+    if kind == "float32":
+        ways = [dict(aligned=True), dict(aligned=False)]
+    elif "unaligned" in kind:
+        ways = [dict(aligned=False)]
+    else:
+        ways = [dict(tma=False), dict(tma=True)] if capability >= 90 else [dict(tma=False)]
+    for way in ways:
+        for dw in dict.fromkeys((dtype, "fp32")):
+            yield wgrad(dtype, config, dw=dw, **way, **options, **flags)
+        yield wgrad(dtype, config, dw="fp32", SPLIT=True, **way, **options, **flags)
+        if measured == "plain":
+            yield wgrad(dtype, config, dw="fp32", ADD=True, **way, **options)
+
+
 def absent_metric(metric: bool) -> dict[str, None]:
     return {} if metric else dict.fromkeys(("v_ptr", "constants_ptr"))
 
 
 def segments_cases() -> Iterator[Case]:
-    kinds = [(dtype, "ieee", aligned) for dtype in ("bf16", "fp32") for aligned in (True, False)]
-    for dtype, precision, aligned in [*kinds, ("fp32", "tf32", False)]:
-        config = segments.fixed_config(DTYPES[dtype], aligned)
-        if precision == "tf32":
-            config = configs.TF32[-1]
+    half = [("bf16", "ieee", aligned, dw) for aligned in (True, False) for dw in ("bf16", "fp32")]
+    single = [("fp32", p, aligned, "fp32") for p in ("ieee", "tf32") for aligned in (True, False)]
+    for dtype, precision, aligned, dw in half + single:
+        with tf32(precision == "tf32"):
+            config = segments.fixed_config(DTYPES[dtype], aligned)
         words = [precision] * (dtype == "fp32") + ["unaligned"] * (not aligned)
+        words += [f"to {dw}"] * (dw != dtype)
         yield Case(
             " ".join(["linear_wgrad_segments", str(config), *words]),
             segments.linear_wgrad_segments_kernel,
@@ -239,7 +246,7 @@ def segments_cases() -> Iterator[Case]:
             blocks(config) | dict(PRECISION=precision),
             config.num_warps,
             config.num_stages,
-            {"partial_ptr": "*fp32", "starts_ptr": "*i32"},
+            {"partial_ptr": "*fp32", "starts_ptr": "*i32", "dw_ptr": f"*{dw}"},
             tensor_cores=precision == "tf32" or dtype != "fp32",
             aligned=aligned,
         )
@@ -253,6 +260,15 @@ def segments_cases() -> Iterator[Case]:
     )
 
 
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """torch's own switch, inside of the block."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
 def blocks(config: configs.Config) -> dict[str, Any]:
     return {name: size for name, size in config.options().items() if name.isupper()}
 
@@ -262,9 +278,11 @@ def wgrad(
     config: configs.Config,
     tma: bool = False,
     aligned: bool = True,
+    dw: str = "",
     PRECISION: str = "ieee",
     **options: bool,
 ) -> Case:
+    dw = dw or dtype
     flags = {flag: options.get(flag, False) for flag in ("ADD", "SPLIT", "LINKS", "METRIC")}
     constants = blocks(config) | flags | dict(TMA=tma, PRECISION=PRECISION)
     absent = [] if flags["SPLIT"] else ["scratch_ptr"]
@@ -272,7 +290,7 @@ def wgrad(
     absent += absent_metric(flags["METRIC"])
     pointers = {name: "*fp32" for name in ("partial_ptr", "scratch_ptr", "rows_ptr", "v_ptr")}
     pointers["constants_ptr"] = "*fp64"
-    pointers |= {"slots_ptr": "*i32", "dw_ptr": "*fp32" if flags["ADD"] else f"*{dtype}"}
+    pointers |= {"slots_ptr": "*i32", "dw_ptr": f"*{dw}"}
     if tma:
         pointers["x"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_i}]>"
         pointers["dy"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_o}]>"
@@ -280,6 +298,7 @@ def wgrad(
         pointers |= {"x": f"*{dtype}", "dy": f"*{dtype}"}
     words = [flag.lower() for flag, on in flags.items() if on] + ["TMA"] * tma
     words += [PRECISION] * (dtype == "fp32") + ["unaligned"] * (not aligned)
+    words += [f"to {dw}"] * (dw != dtype and not (flags["SPLIT"] or flags["ADD"]))
     return Case(
         " ".join(["linear_wgrad", str(config), *words]),
         linear_wgrad.linear_wgrad_kernel,

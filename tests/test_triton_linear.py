@@ -249,3 +249,47 @@ def test_agrees_with_the_reference(device: str) -> None:
     theirs = reference.linear_wgrad(x, dy, True, True, True, F32)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("I", "T", "copied"), [(512, 9, True), (40, 9, False)], ids=["wide input", "narrow input"]
+)
+def test_unaligned_rows_are_copied_where_that_is_cheaper(
+    I: int, T: int, copied: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of 137 words: its rows of dy begin anywhere."""
+    x, dy = draw(3, T, I, 137, BF16, device)
+    read, fused = [], linear_wgrad.fused
+    run = lambda x, dy, *args, **kwargs: read.append(dy) or fused(x, dy, *args, **kwargs)
+    monkeypatch.setattr(linear_wgrad, "fused", run)
+    dw = torch.empty(137, I, device=device)
+    assert_wgrad(dw, operators.fused_wgrad(x, dy, dw), loop(x, dy))
+    assert [linear_wgrad.aligned(t) for t in read] == [copied]
+    assert (read[0] is dy) is not copied
+
+
+def test_tied_tiles_are_tuned_with_their_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that is fast without the rows may spill with them."""
+    x, dy = draw(3, 9, 40, 152, BF16, device)
+    tried: list[Config] = []
+    launched, fused = [], linear_wgrad.fused
+
+    def run(*args: object, **kwargs: object) -> Tensor:
+        launched.append(kwargs["links"] is not None)
+        return fused(*args, **kwargs)
+
+    def choose(key: object, configs: list[Config], run: object) -> Config:
+        tried.extend(configs)
+        for config in configs:
+            run(config)
+        return configs[-1]
+
+    monkeypatch.setattr(linear_wgrad, "fused", run)
+    monkeypatch.setattr(operators, "choose", choose)
+    ids = torch.randint(0, 152, (3, 9), device=device)
+    dw, _, rows, tied = operators.linear_wgrad_tied(x, dy, ids, False, F32)
+    assert tried == list(candidates(BF16, True, links=True)) and len(tried) > 1
+    assert launched == [True] * (len(tried) + 1)
+    assert_wgrad(dw, rows[0, :-1], loop(x, dy))
+    want = torch.stack([g.T[i] @ a for g, i, a in zip(dy.double(), ids, x.double())])
+    torch.testing.assert_close(tied.double(), want, rtol=1e-5, atol=1e-5)

@@ -91,7 +91,7 @@ def test_tiles(parts: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None
     x, dy = draw(7, 20, 200, 136, BF16, device)
     v, dw = moments(136, 200).to(device), torch.empty(136, 200, device=device)
     metric = v, constants(1)[0].to(device)
-    config = configs.HALF_METRIC[0]
+    config = configs.candidates(BF16, True, metric=True)[0]
     partial = linear_wgrad.fused(x, dy, dw, config, parts=parts, metric=metric)
     rows = torch.nn.functional.pad(partial.sum(1), (0, 1), value=1.0)
     g = dy.double().mT @ x.double()

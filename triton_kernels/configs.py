@@ -44,8 +44,9 @@ class Config:
 
 
 # Two float32 accumulators of 128 x 128 are half of the registers of eight warps; 128 x 256 spills.
-# No configuration here spills a register, on sm_80 to sm_100; tests/test_triton_compile.py compiles
-# them all and prints the table.
+# Under a metric √P is a third tile in registers, and the rows of a tied head take pointers of
+# their own. No tile here spills a register as it is launched, on sm_80 to sm_100, by Triton 3.6
+# and 3.7; tests/test_triton_compile.py compiles them all and prints the table.
 HALF = (
     Config(128, 128, 64, 8, 3),
     Config(128, 128, 64, 8, 4),
@@ -53,40 +54,54 @@ HALF = (
     Config(64, 128, 64, 4, 3, 2),
     Config(64, 64, 64, 4, 3, 2),
 )
-HALF_UNALIGNED = (Config(128, 64, 32, 8, 2),)
-"""For rows that are no multiple of 16 bytes: loads of single elements take many registers."""
-
+NARROWER = (Config(128, 64, 64, 8, 3), Config(64, 128, 64, 8, 3), Config(64, 64, 64, 4, 3, 2))
 TF32 = (Config(64, 128, 32, 8, 3), Config(128, 128, 32, 8, 2))
-TF32_UNALIGNED = TF32[:1]
-SINGLE = (Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2, 2))
-"""float32 on the ordinary cores."""
+NARROW = (Config(128, 64, 32, 8, 2),)
+SMALL = (Config(64, 64, 32, 8, 2),)
 
-# Under a metric √P is a third tile in registers: 128 x 128 spills up to 160 bytes, even where v is
-# read anew for each sample.
-HALF_METRIC = (Config(128, 64, 64, 8, 3), Config(64, 128, 64, 8, 3), Config(64, 64, 64, 4, 3, 2))
-LINKED_METRIC = (Config(128, 64, 64, 8, 2),)
-"""With the rows of a tied head: three stages spill 88 bytes on sm_100."""
-
-TF32_METRIC = (Config(128, 64, 32, 8, 2), Config(64, 128, 32, 8, 3))
-NARROW_METRIC = (Config(128, 64, 32, 8, 2),)
-"""For float32 on the ordinary cores, and for unaligned rows."""
+CANDIDATES = {
+    "plain": {
+        "half": HALF,
+        "half, unaligned": NARROW,  # loads of single elements take many registers
+        "tf32": TF32,
+        "tf32, unaligned": TF32[:1],
+        "float32": NARROW,
+    },
+    "links": {
+        "half": NARROWER,
+        "half, unaligned": NARROW,
+        "tf32": TF32[:1],
+        "tf32, unaligned": (Config(64, 64, 32, 8, 3),),
+        "float32": NARROW,
+    },
+    "metric": {
+        "half": NARROWER,
+        "half, unaligned": NARROW,
+        "tf32": (*NARROW, Config(64, 128, 32, 8, 2)),
+        "tf32, unaligned": NARROW,
+        "float32": NARROW,
+    },
+    "links and metric": {
+        "half": (Config(64, 64, 64, 8, 3), Config(64, 64, 64, 8, 2)),
+        "half, unaligned": SMALL,
+        "tf32": SMALL,
+        "tf32, unaligned": SMALL,
+        "float32": (Config(32, 64, 32, 8, 2),),
+    },
+}
+"""What is measured beside dW -> how blocks are multiplied -> the tiles that tuning chooses from, of
+which the first is the fixed one."""
 
 
 def candidates(
     dtype: torch.dtype, aligned: bool, metric: bool = False, links: bool = False
 ) -> tuple[Config, ...]:
-    """What tuning chooses from; the first is the fixed configuration."""
-    if metric:
-        if not aligned or (dtype == torch.float32 and not tf32_allowed()):
-            return NARROW_METRIC
-        if dtype == torch.float32:
-            return TF32_METRIC
-        return LINKED_METRIC if links else HALF_METRIC
-    if dtype != torch.float32:
-        return HALF if aligned else HALF_UNALIGNED
-    if tf32_allowed():
-        return TF32 if aligned else TF32_UNALIGNED
-    return SINGLE
+    """The row of ``CANDIDATES`` for inputs of this dtype."""
+    measured = ("plain", "links", "metric", "links and metric")[links + 2 * metric]
+    if dtype == torch.float32 and not tf32_allowed():
+        return CANDIDATES[measured]["float32"]
+    multiplied = "tf32" if dtype == torch.float32 else "half"
+    return CANDIDATES[measured][multiplied + ("" if aligned else ", unaligned")]
 
 
 def multiprocessors(device: torch.device) -> int:

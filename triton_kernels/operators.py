@@ -154,16 +154,17 @@ def fused_wgrad(
     if extended and extension.takes(x, dy, dw_OI, add):
         return extension.linear_wgrad(x, dy, dw_OI, add).sum(0, dtype=torch.float64)
     (_, T, I), O = x.shape, dy.shape[2]
+    x, dy = fused_kernel.padded(x, O), fused_kernel.padded(dy, I)
     if config is None:
         aligned = fused_kernel.aligned(x) and fused_kernel.aligned(dy)
         configs = candidates(x.dtype, aligned, metric is not None, links is not None)
         tma = fused_kernel.fits_tma(x) and fused_kernel.fits_tma(dy)
         key = ("linear_wgrad", I, O, triton.next_power_of_2(T), x.dtype, dw_OI.dtype, tma)
         key = key if metric is None else (*key, "metric", metric[0].dtype)
+        key = key if links is None else (*key, "links")
         scratch = functools.cache(lambda: torch.empty_like(dw_OI))  # dw itself may be added to
-        config = choose(
-            key, configs, lambda c: fused_kernel.fused(x, dy, scratch(), c, metric=metric)
-        )
+        measured = functools.partial(fused_kernel.fused, x, dy, links=links, metric=metric)
+        config = choose(key, configs, lambda c: measured(scratch(), c))
     partial = fused_kernel.fused(x, dy, dw_OI, config, add=add, links=links, metric=metric)
     return partial.sum(-2, dtype=torch.float64)
 
