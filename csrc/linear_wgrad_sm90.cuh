@@ -242,6 +242,9 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT CUtensorMap map_dy,
     }
     mbarrier_init_fence();
   }
+  // PTX wants all lanes of a warp to come to the barriers below, and to the hand-over of registers,
+  // together. After a branch that one lane takes nothing else says that they do.
+  warp_sync();
   if constexpr (kCluster > 1) {
     cluster_sync();
   } else {
@@ -257,7 +260,10 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT CUtensorMap map_dy,
     registers_grow<kConsumerRegisters>();
     consume<Element, Output, V>(dw, p, shared, ring, rank, warp, lane);
   }
-  if constexpr (kCluster > 1) cluster_sync();  // a CTA's memory outlives what others send to it
+  if constexpr (kCluster > 1) {
+    warp_sync();     // one lane produced, and lanes outside of the tile stored nothing
+    cluster_sync();  // a CTA's memory outlives what others send to it
+  }
 }
 
 // One CTA for each CTA's tile of the split ones: the parts in their order, then the norm of the sum.

@@ -26,6 +26,9 @@ GNSFAST_DEVICE bool elect_one() {
   return elected != 0;
 }
 
+// Brings the lanes of a warp together, as the instructions that are .aligned need them.
+GNSFAST_DEVICE void warp_sync() { __syncwarp(); }
+
 // Barriers in shared memory: a phase ends when all arrivals and all expected bytes are there.
 GNSFAST_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -114,6 +117,7 @@ GNSFAST_DEVICE void named_barrier_sync(int id, int threads) {
 GNSFAST_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The lanes of a warp must come to it together: ``warp_sync`` after a branch that some of them take.
 GNSFAST_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");

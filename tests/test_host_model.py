@@ -70,7 +70,9 @@ BUGS = {
     "last block left out": ("(p.T + kBlockT - 1) / kBlockT;", "p.T < kBlockT ? 1 : p.T / kBlockT;"),
     "rows eight below": ("(k % 4 == 2 ? 8 : 0)", "(k % 4 == 2 ? 4 : 0)"),
     "turns not primed": ("if (group == 1) named_barrier", "if (group == 3) named_barrier"),
-    "no barrier before leaving": ("  if constexpr (kCluster > 1) cluster_sync();  // a", "  // a"),
+    "no barrier before leaving": ("    cluster_sync();  // a", "    // a"),
+    "lanes leave one by one": ("    warp_sync();     // one", "    // one"),
+    "lanes come to the first barrier one by one": ("  warp_sync();\n  if", "  if"),
     "no cluster barrier at the start": (
         "    cluster_sync();\n  } else {",
         "    block_sync();\n  } else {",

@@ -64,6 +64,7 @@ struct Thread {
   Block* block = nullptr;
   int index = 0;
   bool done = false;
+  bool apart = false;               // from its warp: since elect_one, until they meet again
   bool fenced = false;              // wgmma.fence since the last commit
   std::vector<Product> products;    // all it ever issued
   std::vector<uint64_t> committed;  // how many of them at each commit

@@ -54,7 +54,17 @@ inline uint32_t thread_index() { return host_model::self().index; }
 inline uint32_t block_index() { return host_model::block().index; }
 inline uint32_t block_count() { return host_model::machine()->block_count; }
 inline uint32_t cluster_rank() { return host_model::block().rank; }
-inline bool elect_one() { return thread_index() % 32 == 0; }
+inline bool elect_one() {
+  host_model::self().apart = true;
+  return thread_index() % 32 == 0;
+}
+inline void warp_sync() {
+  host_model::named_sync(host_model::block().warps[thread_index() / 32], 32);
+  host_model::self().apart = false;
+}
+inline void must_be_together() {
+  if (host_model::self().apart) host_model::fail("the lanes of a warp may come one by one");
+}
 
 // Every lane shows ``count`` words and then looks at those of all, which ``look`` is given.
 template <class Look>
@@ -189,9 +199,13 @@ __attribute__((noinline)) void wgmma(float (&d)[kRegisters], uint64_t a, uint64_
 template <int kRegisters>
 void register_fence(float (&)[kRegisters]) {}
 template <int kRegisters>
-void registers_grow() {}
+void registers_grow() {
+  must_be_together();
+}
 template <int kRegisters>
-void registers_shrink() {}
+void registers_shrink() {
+  must_be_together();
+}
 
 inline void named_barrier_sync(int id, int threads) {
   host_model::named_sync(host_model::block().named[id], threads);
@@ -200,10 +214,12 @@ inline void named_barrier_arrive(int id, int threads) {
   host_model::named_arrive(host_model::block().named[id], threads);
 }
 inline void block_sync() {
+  must_be_together();
   auto& b = host_model::block();
   host_model::named_sync(b.named[0], b.threads.size());
 }
 inline void cluster_sync() {
+  must_be_together();
   auto& m = *host_model::machine();
   host_model::named_sync(m.cluster_barrier, m.cluster * m.blocks[0]->threads.size());
 }
