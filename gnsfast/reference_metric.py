@@ -33,7 +33,7 @@ def root_metric(
 def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:
     """Σ P g², a float64 scalar; a copy of a part of ``g`` is made at a time."""
     acc = accumulate_dtype(g.dtype)
-    g_RN, v_RN = (t.reshape(-1, t.shape[-1]) if t.ndim > 1 else t.reshape(1, -1) for t in (g, v))
+    g_RN, v_RN = (t.flatten(0, -2) if t.ndim > 1 else t.reshape(1, -1) for t in (g, v))
     rows = max(1, (WEIGHED_CUDA if g.is_cuda else WEIGHED) // max(1, g_RN.shape[1]))
     scratch = torch.empty_like(g_RN[:rows], dtype=acc)
     found = [

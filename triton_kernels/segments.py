@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gnsfast.reference import accumulate_dtype
 from gnsfast.triton_kernels.configs import SMALL, TF32, Config, candidates
 from gnsfast.triton_kernels.tiles import dot, precision, tf32_allowed, tile_position, unit_inner
 
@@ -73,7 +74,7 @@ def linear_wgrad_segments_kernel(
 @triton.jit
 def segment_sums_kernel(
     dy_ptr,
-    sums_ptr,  # [S, O] float32
+    sums_ptr,  # [S, O], of the dtype that is summed in
     starts_ptr,  # [S + 1]
     O,
     dy_stride,
@@ -84,7 +85,7 @@ def segment_sums_kernel(
     offs_o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     start = tl.load(starts_ptr + segment).to(tl.int64)
     end = tl.load(starts_ptr + segment + 1).to(tl.int64)
-    total = tl.zeros((BLOCK_O,), tl.float32)
+    total = tl.zeros((BLOCK_O,), sums_ptr.dtype.element_ty)
     for first in range(start, end, BLOCK_R):
         offs_r = first + tl.arange(0, BLOCK_R)
         dy_RO = tl.load(
@@ -92,7 +93,7 @@ def segment_sums_kernel(
             mask=(offs_r < end)[:, None] & (offs_o < O)[None, :],
             other=0.0,
         )
-        total += tl.sum(dy_RO.to(tl.float32), 0)
+        total += tl.sum(dy_RO.to(sums_ptr.dtype.element_ty), 0)
     tl.store(sums_ptr + segment * O + offs_o, total, mask=offs_o < O)
 
 
@@ -141,9 +142,11 @@ def outer_wgrad(
 
 
 def segment_sums(dy_NO: Tensor, starts: Tensor) -> Tensor:
-    """[S, O] float32: the sum of each segment's rows, without atomics."""
+    """[S, O]: the sum of each segment's rows, without atomics; of float64 rows, as the cross terms
+    of tied weights are, in float64.
+    """
     dy, S = unit_inner(dy_NO), len(starts) - 1
-    sums = dy.new_empty((S, dy.shape[1]), dtype=torch.float32)
+    sums = dy.new_empty((S, dy.shape[1]), dtype=accumulate_dtype(dy.dtype))
     if sums.numel():
         segment_sums_kernel[(S, triton.cdiv(dy.shape[1], SUMS["BLOCK_O"]))](
             dy, sums, starts.contiguous(), dy.shape[1], dy.stride(0), **SUMS
