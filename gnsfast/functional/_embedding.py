@@ -107,7 +107,8 @@ class _Embedding(torch.autograd.Function):
             for ids_BS in link_ids:
                 same_BST = (ids_BS[:, :, None] == ids_BT[:, None, :]).to(taught_BTD.dtype)
                 if starts is not None:
-                    of_N = torch.bucketize(torch.arange(ids.numel()), starts[1:-1], right=True)
+                    row_N = torch.arange(ids.numel(), dtype=starts.dtype, device=starts.device)
+                    of_N = torch.bucketize(row_N, starts[1:-1], right=True)
                     same_BST = same_BST * (of_N[:, None] == of_N)
                 link_grads += [None, same_BST @ taught_BTD, dw[ids_BS].to(taught_BTD.dtype)]
             if trusted is not None:
