@@ -3,6 +3,15 @@
 
 ``GNSFAST_CUDA=0`` never builds it, ``1`` fails without nvcc, ``auto`` (the default) says in one
 line which it is. An nvcc that fails is an error in any case.
+
+``GNSFAST_CUDA_ARCHS="80 90"`` builds it for these devices alone, which takes less time; commas and
+semicolons separate them too. Known are 80, 90, 100 and 120. Without the variable it is built for
+all that nvcc compiles for: 100 and 120 came with CUDA 12.8. On a newer device the driver compiles
+what was built for the newest of the list. Hopper's own kernel is built where 90 is in the list;
+without it, asking for that kernel is an error.
+
+The ``ninja`` of the installed package builds it, or where that has none (``pip install --target``)
+the one on the ``PATH``.
 """
 
 import os
@@ -18,24 +27,43 @@ from setuptools import setup
 
 CSRC = Path("csrc")
 OLDEST = (12, 5)  # of CUDA: cudaGetDriverEntryPointByVersion
-GENERIC = ("80", "90", "100", "120")
+# The CUDA that first compiles for each architecture; the oldest comes first.
+SINCE = {"80": OLDEST, "90": OLDEST, "100": (12, 8), "120": (12, 8)}
+# sm_90a has instructions that sm_90 alone does not.
 HOPPER = "-gencode=arch=compute_90a,code=sm_90a"
-PORTABLE = " ".join(
-    [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in GENERIC]
-    + [f"-gencode=arch=compute_{GENERIC[-1]},code=compute_{GENERIC[-1]}"]
-)
-# The architectures of each file: sm_90a has instructions that sm_90 alone does not; generic code
-# carries what the driver of a later device compiles.
-UNITS = {
-    "linear_wgrad_sm90.cu": HOPPER,
-    "variants_sm90.cu": HOPPER,
-    "linear_wgrad_sm80.cu": PORTABLE,
-    "token_sqnorms.cu": PORTABLE,
-}
+HOPPER_UNITS = ("linear_wgrad_sm90.cu", "variants_sm90.cu")
+GENERIC_UNITS = ("linear_wgrad_sm80.cu", "token_sqnorms.cu")
 
 
-def find_nvcc() -> str | None:
-    """The compiler of ``CUDACXX``, of ``CUDA_HOME``, of the path, or of /usr/local/cuda."""
+def architectures(release: tuple[int, int]) -> list[str]:
+    """What an nvcc of this CUDA compiles for: all that it can, or ``GNSFAST_CUDA_ARCHS``."""
+    asked = re.findall(r"[^\s,;]+", os.environ.get("GNSFAST_CUDA_ARCHS", ""))
+    if unknown := [arch for arch in asked if arch not in SINCE]:
+        raise SystemExit(
+            f"GNSFAST_CUDA_ARCHS has no architecture {unknown[0]}: it takes {', '.join(SINCE)}"
+        )
+    late = [arch for arch, since in SINCE.items() if since > release]
+    if refused := [arch for arch in asked if arch in late]:
+        raise SystemExit(
+            f"GNSFAST_CUDA_ARCHS names {refused[0]}, which nvcc of CUDA {release[0]}.{release[1]} "
+            f"cannot compile for: take CUDA 12.8 or later, or a list without {refused[0]}"
+        )
+    if late and not asked:
+        left_out = f"nvcc of CUDA {release[0]}.{release[1]} leaves out {' and '.join(late)}"
+        print(f"gnsfast: {left_out}, which need CUDA 12.8", file=sys.stderr)
+    return [arch for arch in SINCE if arch not in late and arch in (asked or SINCE)]
+
+
+def units(archs: list[str]) -> dict[str, str]:
+    """The flags of each file: generic code carries what the driver of a later device compiles."""
+    codes = [(arch, f"sm_{arch}") for arch in archs] + [(archs[-1], f"compute_{archs[-1]}")]
+    generic = " ".join(f"-gencode=arch=compute_{arch},code={code}" for arch, code in codes)
+    hopper = HOPPER_UNITS if "90" in archs else ()
+    return dict.fromkeys(GENERIC_UNITS, generic) | dict.fromkeys(hopper, HOPPER)
+
+
+def find_nvcc() -> tuple[str, tuple[int, int]] | None:
+    """The nvcc of ``CUDACXX``, of ``CUDA_HOME``, of the path, or of /usr/local/cuda; its CUDA."""
     wanted = os.environ.get("GNSFAST_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"GNSFAST_CUDA={wanted}: it must be 0, 1 or auto")
@@ -52,8 +80,9 @@ def find_nvcc() -> str | None:
         asked = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
         release = re.search(r"release (\d+)\.(\d+)", asked.stdout)
         if asked.returncode == 0 and release:
-            if (int(release[1]), int(release[2])) >= OLDEST:
-                return nvcc
+            of_cuda = int(release[1]), int(release[2])
+            if of_cuda >= OLDEST:
+                return nvcc, of_cuda
             why = f"{nvcc} is of CUDA {release[1]}.{release[2]}, older than 12.5"
     if wanted == "1" or (named and "older" not in why):
         raise SystemExit(f"gnsfast: {why}; GNSFAST_CUDA=0 installs without the CUDA extension")
@@ -74,8 +103,9 @@ def escaped(path: Path) -> str:
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
-def extension(nvcc: str) -> dict[str, Any]:
+def extension(nvcc: str, archs: list[str]) -> dict[str, Any]:
     """setup()'s arguments: ninja compiles the kernels, pybind11's helpers the bindings."""
+    kernels = units(archs)
     try:
         import ninja
         from pybind11.setup_helpers import Pybind11Extension, build_ext
@@ -84,6 +114,12 @@ def extension(nvcc: str) -> dict[str, Any]:
             f"gnsfast: {error}: pip install pybind11 ninja, or GNSFAST_CUDA=0 to install without "
             "the CUDA extension"
         ) from error
+    build = shutil.which("ninja", path=ninja.BIN_DIR) or shutil.which("ninja")
+    if build is None:
+        raise SystemExit(
+            f"gnsfast: there is no ninja in {ninja.BIN_DIR} or on the PATH: pip install ninja, or "
+            "GNSFAST_CUDA=0 to install without the CUDA extension"
+        )
 
     class BuildKernels(build_ext):  # type: ignore[misc]
         def build_extension(self, ext: Any) -> None:
@@ -96,13 +132,13 @@ def extension(nvcc: str) -> dict[str, Any]:
                 f"  command = {compiler} {flags} $arch -MD -MF $out.d -c $in -o $out",
             ]
             lines += ["  depfile = $out.d", "  deps = gcc"]
-            for name, arch in UNITS.items():
+            for name, arch in kernels.items():
                 source = (CSRC / name).resolve()
                 built, needed = (escaped(path) for path in (folder / f"{name}.o", source))
                 lines += [f"build {built}: cu {needed}", f"  arch = {arch}"]
             (folder / "build.ninja").write_text("\n".join(lines) + "\n")
-            subprocess.check_call([Path(ninja.BIN_DIR) / "ninja", "-C", folder])
-            ext.extra_objects = [str(folder / f"{name}.o") for name in UNITS]
+            subprocess.check_call([build, "-C", folder])
+            ext.extra_objects = [str(folder / f"{name}.o") for name in kernels]
             ext.depends = [*ext.depends, *ext.extra_objects]  # or a changed kernel is not linked
             super().build_extension(ext)
 
@@ -112,6 +148,7 @@ def extension(nvcc: str) -> dict[str, Any]:
         [str(CSRC / "bindings.cpp")],
         cxx_std=17,
         include_dirs=[str(CSRC)],
+        define_macros=[("GNSFAST_SM90", "1")] if "90" in archs else [],
         library_dirs=[str(top / "lib64"), str(top / "lib")],
         libraries=["cudart_static", "dl", "rt", "pthread"],  # torch has a runtime of its own
         extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,-s"],
@@ -120,5 +157,5 @@ def extension(nvcc: str) -> dict[str, Any]:
     return {"ext_modules": [module], "cmdclass": {"build_ext": BuildKernels}}
 
 
-nvcc = find_nvcc()
-setup(**(extension(nvcc) if nvcc else {}))
+found = find_nvcc()
+setup(**(extension(found[0], architectures(found[1])) if found else {}))

@@ -63,18 +63,28 @@ gnsfast::Rows rows(const char* name, uintptr_t data, const py::tuple& strides) {
 
 const gnsfast::Kernel& kernel_of(const std::string& name, int processors) {
   if (processors < 2) throw std::invalid_argument("processors must be two or more");
-  for (const auto* kernel : {&gnsfast::kSm80, &gnsfast::kSm90}) {
-    if (name == kernel->name) return *kernel;
-  }
+  if (name == gnsfast::kSm80.name) return gnsfast::kSm80;
+#ifdef GNSFAST_SM90
+  if (name == gnsfast::kSm90.name) return gnsfast::kSm90;
   for (const auto& kernel : gnsfast::kVariants) {
     if (name == kernel.name) return kernel;
   }
+#else
+  if (name.rfind("sm90", 0) == 0) {
+    throw std::invalid_argument(
+        "the kernel " + name +
+        " was not built, as 90 was not in GNSFAST_CUDA_ARCHS: GNSFAST_CUDA_ARCHS=90 pip install . "
+        "builds it");
+  }
+#endif
   throw std::invalid_argument("no kernel " + name + ": sm80 or sm90");
 }
 
 std::vector<std::string> variants() {
   std::vector<std::string> names;
+#ifdef GNSFAST_SM90
   for (const auto& kernel : gnsfast::kVariants) names.push_back(kernel.name);
+#endif
   return names;
 }
 

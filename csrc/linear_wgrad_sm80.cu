@@ -56,4 +56,11 @@ void launch_sm80(const LinearWgrad& call, const Plan& plan, int processors) {
 
 const Kernel kSm80{"sm80", plan_sm80, launch_sm80};
 
+const char* missing_device() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) return cudaGetErrorString(status);
+  return count ? "" : "no device";
+}
+
 }  // namespace gnsfast

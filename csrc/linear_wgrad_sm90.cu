@@ -16,11 +16,4 @@ void launch(const LinearWgrad& call, const Plan& plan, int processors) {
 
 const Kernel kSm90{"sm90", plan_sm90<Standard>, launch};
 
-const char* missing_device() {
-  int count = 0;
-  const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess) return cudaGetErrorString(status);
-  return count ? "" : "no device";
-}
-
 }  // namespace gnsfast

@@ -79,7 +79,8 @@ def linear_wgrad(
     sample's own dy_bᵀ x_b, and last of their sum.
 
     Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``; ``kernel`` is the device's, or for comparison
-    ``"sm80"`` or one of ``variants()``. Raises RuntimeError with what CUDA reports.
+    ``"sm80"`` or one of ``variants()``. Raises RuntimeError with what CUDA reports, and ValueError
+    for a kernel that was not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
     """
     module = _module()
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]

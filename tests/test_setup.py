@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``setup.py`` builds: with an nvcc, without, and with one that fails."""
+"""What ``setup.py`` builds: with an nvcc, without, with one that fails, and for which devices."""
 
 import os
+import re
+import runpy
+import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
 pytestmark = pytest.mark.source
 
@@ -56,14 +62,20 @@ def fake_nvcc(folder: Path, release: str) -> str:
     return str(nvcc)
 
 
+def build_into(folder: Path) -> list[str]:
+    return ["setup.py", "build_ext", "--build-temp", str(folder), "--build-lib", str(folder)]
+
+
 def test_nvcc_that_fails(tmp_path: Path) -> None:
     """Never a silent installation without the kernels that were to be built."""
     pytest.importorskip("pybind11")
     nvcc = fake_nvcc(tmp_path, "13.0")
-    built = ["setup.py", "build_ext", "--build-temp", str(tmp_path), "--build-lib", str(tmp_path)]
-    done = setup(built, CUDACXX=nvcc)
+    done = setup(build_into(tmp_path), CUDACXX=nvcc, GNSFAST_CUDA_ARCHS="80")
     assert done.returncode != 0 and "ninja" in done.stderr
     assert not list(tmp_path.rglob("_C*.so"))
+    asked = (tmp_path / "build.ninja").read_text()
+    assert set(re.findall(r",code=(\w+)", asked)) == {"sm_80", "compute_80"}
+    assert "sm90.cu" not in asked
 
 
 def test_nvcc_that_is_too_old(tmp_path: Path) -> None:
@@ -76,3 +88,106 @@ def test_nvcc_that_is_too_old(tmp_path: Path) -> None:
 def test_nvcc_that_is_not_there() -> None:
     done = setup(["setup.py", "--version"], CUDACXX="/nowhere/nvcc")
     assert done.returncode != 0 and "CUDACXX=/nowhere/nvcc does not run" in done.stderr
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Those of ``setup.py``, which installs nothing."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.setenv("GNSFAST_CUDA", "0")
+    return runpy.run_path("setup.py")
+
+
+@pytest.mark.parametrize(
+    ("release", "asked", "wanted"),
+    [
+        ((13, 0), "", "sm_80 sm_90 sm_100 sm_120 compute_120"),
+        ((12, 8), "", "sm_80 sm_90 sm_100 sm_120 compute_120"),
+        ((12, 7), "", "sm_80 sm_90 compute_90"),
+        ((12, 5), "90 80", "sm_80 sm_90 compute_90"),
+        ((13, 0), "100;80,120 ", "sm_80 sm_100 sm_120 compute_120"),
+        ((13, 0), "90", "sm_90 compute_90"),
+    ],
+)
+def test_architectures(
+    release: tuple[int, int],
+    asked: str,
+    wanted: str,
+    functions: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Hopper's own kernel is built with 90 and not without; what is left out is said."""
+    monkeypatch.setenv("GNSFAST_CUDA_ARCHS", asked)
+    units = functions["units"](functions["architectures"](release))
+    hopper = [units.pop(name, "") for name in ("linear_wgrad_sm90.cu", "variants_sm90.cu")]
+    assert hopper == [functions["HOPPER"] if "sm_90" in wanted else ""] * 2
+    assert list(units) == ["linear_wgrad_sm80.cu", "token_sqnorms.cu"]
+    for flags in units.values():
+        assert re.findall(r",code=(\w+)", flags) == wanted.split()
+    told = "nvcc of CUDA 12.7 leaves out 100 and 120, which need CUDA 12.8"
+    assert (told in capsys.readouterr().err) == (release == (12, 7))
+
+
+@pytest.mark.parametrize(
+    ("release", "asked", "line"),
+    [
+        ("13.0", "80 70", "has no architecture 70: it takes 80, 90, 100, 120"),
+        ("13.0", "9.0", "has no architecture 9.0: it takes 80, 90, 100, 120"),
+        ("12.6", "90 100", "names 100, which nvcc of CUDA 12.6 cannot compile for"),
+    ],
+)
+def test_architectures_that_are_refused(
+    release: str, asked: str, line: str, tmp_path: Path
+) -> None:
+    nvcc = fake_nvcc(tmp_path, release)
+    done = setup(["setup.py", "--version"], CUDACXX=nvcc, GNSFAST_CUDA_ARCHS=asked)
+    assert done.returncode != 0 and f"GNSFAST_CUDA_ARCHS {line}" in done.stderr
+
+
+def test_ninja_on_the_path(tmp_path: Path) -> None:
+    """``pip install --target`` puts the package's ninja where the package does not look."""
+    pytest.importorskip("pybind11")
+    nvcc = fake_nvcc(tmp_path, "13.0")
+    (tmp_path / "ninja.py").write_text("BIN_DIR = '/nowhere'\n")
+    nowhere = {"PYTHONPATH": str(tmp_path), "PATH": "/nowhere"}
+    done = setup(["setup.py", "--version"], CUDACXX=nvcc, **nowhere)
+    assert done.returncode != 0 and "no ninja in /nowhere or on the PATH" in done.stderr
+
+    ninja = tmp_path / "ninja"
+    ninja.write_text(f"#!/bin/sh\necho $* > {tmp_path}/called\nexit 1\n")
+    ninja.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = setup(build_into(tmp_path), CUDACXX=nvcc, PYTHONPATH=str(tmp_path), PATH=path)
+    assert done.returncode != 0 and (tmp_path / "called").read_text() == f"-C {tmp_path}\n"
+
+
+WITHOUT_HOPPER = """\
+#include "linear_wgrad.h"
+namespace gnsfast {
+Plan plan(int, int, int, int, int) { return {}; }
+void launch(const LinearWgrad&, const Plan&, int) {}
+const Kernel kSm80{"sm80", plan, launch};
+void token_sqnorms(const TokenSqnorms&) {}
+const char* missing_device() { return ""; }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_module_without_the_hopper_kernel(tmp_path: Path) -> None:
+    """It loads, and says what it has not; the kernels beside it need no nvcc here."""
+    pybind11 = pytest.importorskip("pybind11")
+    stub = tmp_path / "stub.cpp"
+    stub.write_text(WITHOUT_HOPPER)
+    built = ["g++", "-std=c++17", "-O0", "-shared", "-fPIC", f"-I{pybind11.get_include()}"]
+    built += [f"-I{sysconfig.get_path('include')}", f"-I{ROOT}/csrc", "-o", f"{tmp_path}/_C.so"]
+    subprocess.run([*built, ROOT / "csrc" / "bindings.cpp", stub], check=True)
+    code = "import _C; print(_C.variants()); _C.plan_linear_wgrad({!r}, (1, 1, 8, 8), 132)"
+    for name in ("sm90", "sm90 unsplit", "sm80"):
+        run = [sys.executable, "-c", code.format(name)]
+        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout == "[]\n", done.stderr
+        refused = f"the kernel {name} was not built, as 90 was not in GNSFAST_CUDA_ARCHS"
+        assert (refused in done.stderr) == (done.returncode != 0) == (name != "sm80")
