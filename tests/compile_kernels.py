@@ -354,6 +354,8 @@ def compile_case(case: Case, capability: int) -> dict[str, Any]:
         "instructions": instructions(sass),
         "in_flight": len(re.findall(r"DEPBAR\.LE gsb0, 0x1", sass)),
         **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
+        "cut off": case.constants.get("PRECISION") == "tf32"
+        and "cvt.rna.tf32" not in compiled.asm["ptx"],
     }
 
 

@@ -2,7 +2,7 @@
 """A GPU that is not there, as a pytest plugin: each launch of a Triton kernel goes through Triton's
 own compiler, specialised for the tensors of the test, and then nothing runs.
 
-    export TRITON_INTERPRET=0 GNSFAST_BACKEND=triton PYTHONPATH=tests PYTHONOPTIMIZE=1
+    export PYTHONPATH=tests PYTHONOPTIMIZE=1
     python -m pytest --assert=plain -p fake_gpu --gpu 90 tests/test_triton_linear.py
 
 The interpreter runs kernels as Python; here the compiler's front end checks their types, for the
@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,29 @@ def pytest_configure(config: pytest.Config) -> None:
     operators.choose = every_one
 
 
+launches: Counter[str] = Counter()
+"""Of this process, and of those that pytest-xdist started."""
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that launches nothing proves nothing."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["launches"] = launches.total()
+    elif not launches.total():
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """With pytest-xdist the workers launch."""
+    launches["workers"] += node.workeroutput["launches"]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"{launches.total()} launches through Triton's compiler")
+
+
 def every_one(key: object, configs: Sequence[Any], run: Callable[[Any], object]) -> Any:
     """In the place of ``tuning.choose``."""
     for config in configs:
@@ -108,6 +132,7 @@ def load_binary(
 
 
 def launch(x: int, y: int, z: int, *args: Any) -> None:
+    launches["here"] += 1
     if not (0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < z < 1 << 16):
         raise RuntimeError(f"no GPU takes a grid of {x} x {y} x {z} blocks")
 

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from proofs import proven
 
 CSRC = Path(__file__).parents[1] / "csrc"
 SEEDS = (1, 2, 3)
@@ -17,6 +18,7 @@ SOURCES["token_sqnorms"] = "token_sqnorms.cuh"
 
 pytestmark = [
     pytest.mark.source,
+    proven("host model"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
 ]
 

@@ -11,9 +11,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
+from proofs import proven  # noqa: E402
+
 from benchmarks import budget, kernel_tables  # noqa: E402
 
-pytestmark = pytest.mark.source
+pytestmark = [pytest.mark.source, proven("triton")]
 
 TENSOR_CORES = {80: ("HMMA",), 90: ("HGMMA", "HMMA"), 100: ("UTCHMMA", "HMMA")}
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -46,6 +48,7 @@ def test_compiled_kernels(capability: int) -> None:
             assert row["HGMMA"] and not row["HMMA"], f"{row['kernel']} is not on the fast path"
             if row["dtype"] != "fp32" and "unaligned" not in row["kernel"]:
                 assert row["in_flight"], f"{row['kernel']} waits for each product"
+        assert not row["cut off"], f"{row['kernel']} multiplies float32 that is not rounded"
         if "TMA" in row["kernel"]:
             assert row["UTMALDG"] and not row["LDGSTS"], f"{row['kernel']} reads by pointers"
     if why := budget.hold(f"triton-sm_{capability}", kernel_tables.triton_budget(rows)):

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU that is not there refuses what a GPU would."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is there on Linux alone")
+
+pytestmark = pytest.mark.source
+
+KERNELS = """
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def plain(x_ptr, N, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(x_ptr + N.to(tl.int64) + tl.arange(0, BLOCK), x)
+
+
+@triton.jit
+def greedy(x_ptr, BLOCK: tl.constexpr):
+    at = x_ptr + tl.arange(0, BLOCK)
+    a, b, c = tl.load(at), tl.load(at + BLOCK), tl.load(at + 2 * BLOCK)
+    for _ in range(9):
+        tl.store(at, tl.sort(a))
+        a, b, c = b + a, c * a, a - c
+    tl.store(at + BLOCK, a + b + c)
+
+
+def test_right():
+    plain[(1,)](torch.ones(9), 9, BLOCK=8)
+    assert False, "nothing is computed, so nothing is asserted"
+
+
+def test_size_of_one():
+    plain[(1,)](torch.ones(9), 1, BLOCK=8)
+
+
+def test_grid():
+    plain[(1, 65536)](torch.ones(9), 9, BLOCK=8)
+
+
+def test_spills():
+    greedy[(1,)](torch.ones(9), BLOCK=4096, num_warps=1)
+"""
+
+
+def test_what_fails(tmp_path: Path) -> None:
+    """Errors of the front end, spills, grids; a run without a launch."""
+    (tmp_path / "test_kernels.py").write_text(KERNELS)
+    (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONOPTIMIZE": "1"}
+    run = [sys.executable, "-m", "pytest", "-q", "--assert=plain", "-p", "fake_gpu", "--gpu", "90"]
+
+    def pytest_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*run, "-p", "no:xdist", "-p", "no:cacheprovider", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    said = pytest_of("--compile", "-rf", "test_kernels.py").stdout
+    assert "1 passed" in said and "3 failed" in said, said
+    assert "'int' object has no attribute 'to'" in said
+    assert "no GPU takes a grid of 1 x 65536 x 1 blocks" in said
+    assert "greedy spills" in said and "2 launches through" in said
+    assert pytest_of("test_nothing.py").returncode == pytest.ExitCode.NO_TESTS_COLLECTED
