@@ -13,7 +13,18 @@ from typing import Any
 
 import torch
 
-from benchmarks import batch_size, compare, cpu, gate, gpu, model, readme, record, regressions
+from benchmarks import (
+    batch_size,
+    compare,
+    cpu,
+    gate,
+    gpu,
+    model,
+    readme,
+    record,
+    regressions,
+    rehearsal,
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -27,6 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
     on_gpu = devices.add_parser("gpu", help="the kernels on this GPU: right, then fast")
     on_gpu.add_argument("--only", choices=gpu.SECONDS, nargs="+", default=list(gpu.SECONDS))
     on_gpu.add_argument("--record", type=Path, default=record.RESULTS, help="folder of the record")
+    on_gpu.add_argument("--rehearse", action="store_true", help="tiny cases, on this CPU")
+    on_gpu.add_argument("--summary", action="store_true", help="of the folder's records; runs none")
     sizes = devices.add_parser("batch-size", help="what a controlled batch size does; 30 minutes")
     sizes.add_argument("--steps", type=int, default=batch_size.STEPS, help="of the small batch")
     sizes.add_argument("--seeds", type=int, default=batch_size.SEEDS)
@@ -48,6 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{options.rounds} rounds have no quartiles: --rounds 5 or more")
     run = {"cpu": run_cpu, "gpu": gpu.run, "batch-size": run_batch_size, "model": model.run}
     run |= {"budgets": regressions.run}
+    if options.device == "gpu" and options.rehearse:
+        run["gpu"] = rehearsal.run
     run[options.device](options)
 
 
@@ -97,11 +112,9 @@ def run_cpu(options: argparse.Namespace) -> None:
             print("\n".join(record.markdown(rows)), flush=True)
         tables |= found
         if options.record:
-            unfinished = record.write(f"{name}-unfinished", command, tables, options.record)
+            record.write_unfinished(name, command, tables, options.record)
     if options.record:
-        for suffix in (".json", ".md"):
-            unfinished.with_suffix(suffix).unlink()
-        print(f"\nwritten: {record.write(name, command, tables, options.record)}")
+        print(f"\nwritten: {record.write_whole(name, command, tables, options.record)}")
     if broken:
         raise SystemExit(f"without {', '.join(broken)}: see above")
 

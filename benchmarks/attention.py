@@ -102,19 +102,11 @@ def ways(case: AttentionCase, device: str) -> dict[str, Callable[[], object]]:
     return passes
 
 
-def table(
-    device: str, cases: list[AttentionCase], rounds: int, clock: Callable[[Any], float]
+def row(
+    device: str, rounds: int, clock: Callable[[Any], float], case: AttentionCase
 ) -> list[dict[str, Any]]:
     """Ratios to ``F.scaled_dot_product_attention``, which has no sinks and no window."""
-    rows = []
-    for case in cases:
-        timings = measure.interleave(ways(case, device), rounds, clock)
-        rows.append(
-            {
-                "attention with sinks, bf16, forward and backward": case.name,
-                "B": case.B,
-                "sdpa ms": round(timings["sdpa"].milliseconds, 3),
-                **{f"{name} / sdpa": t for name, t in timings.items() if name != "sdpa"},
-            }
-        )
-    return rows
+    timings = measure.interleave(ways(case, device), rounds, clock)
+    about = {"attention with sinks, bf16, forward and backward": case.name, "B": case.B}
+    about["sdpa ms"] = round(timings["sdpa"].milliseconds, 3)
+    return [about | {f"{name} / sdpa": t for name, t in timings.items() if name != "sdpa"}]

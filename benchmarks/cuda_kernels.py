@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks import measure, model
 from benchmarks.cases import LayerCase
+from benchmarks.growing import Rows
 from gnsfast import extension
 
-Rows = list[dict[str, Any]]
 Ways = dict[str, Callable[[], object]]
 
 SIZE = 4096
@@ -32,52 +32,46 @@ cores' peak. Unsplit: 6 waves instead of 5 1/3. One sample: nothing ends and not
 of four waves of 128 x 256 are filled, and 86 % of six of 128 x 192."""
 
 
-def beside_triton(device: str, cases_: list[LayerCase], rounds: int) -> Rows:
+def beside_triton(device: str, rounds: int, case: LayerCase) -> Rows:
     """Ratios to plain dW, bf16 in and out."""
-    rows = []
     own = extension.kernel_for(torch.cuda.get_device_capability())
-    for case in cases_:
-        x, dy = operands(case, device)
-        dw = x.new_empty((case.O, case.I))
-        ways: Ways = {"plain": partial(plain_wgrad, x, dy), "triton": partial(_triton, x, dy, dw)}
-        for kernel in sorted({own, "sm80"}):
-            ways[kernel] = partial(_summed, x, dy, dw, kernel)
-        timings = measure.interleave(ways, rounds, measure.cuda_seconds)
-        flop = 2 * case.B * case.T * case.I * case.O
-        row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
-        row |= {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
-        row |= {f"{k} / plain": timings[k] for k in ways if k != "plain"}
-        name = torch.cuda.get_device_name()
-        for kernel in ("triton", "sm90") if own == "sm90" else ("triton",):
-            row[f"{kernel} predicted"] = model.predicted(case, name, kernel, route="fused")
-        rows.append(row)
-    return rows
+    x, dy = operands(case, device)
+    dw = x.new_empty((case.O, case.I))
+    ways: Ways = {"plain": partial(plain_wgrad, x, dy), "triton": partial(_triton, x, dy, dw)}
+    for kernel in sorted({own, "sm80"}):
+        ways[kernel] = partial(_summed, x, dy, dw, kernel)
+    timings = measure.interleave(ways, rounds, measure.cuda_seconds)
+    flop = 2 * case.B * case.T * case.I * case.O
+    row: dict[str, Any] = {"fused weight gradient, bf16": case.name, "B": case.B}
+    row |= {f"{k} TFLOP/s": round(flop / (1e9 * t.milliseconds), 1) for k, t in timings.items()}
+    row |= {f"{k} / plain": timings[k] for k in ways if k != "plain"}
+    name = torch.cuda.get_device_name()
+    for kernel in ("triton", "sm90") if own == "sm90" else ("triton",):
+        row[f"{kernel} predicted"] = model.predicted(case, name, kernel, route="fused")
+    return [row]
 
 
-def taken_apart(device: str, rounds: int, size: int = SIZE) -> Rows:
+def taken_apart(device: str, rounds: int, T: int, size: int = SIZE) -> Rows:
     """Times beside the Hopper kernel that ships, interleaved with it, and what was counted."""
-    rows = []
-    for T, counted in COUNTED.items():
-        case = LayerCase("square", size, size, T, max(COUNTED))
-        x, dy = operands(case, device)
-        dw = x.new_empty((size, size))
-        several = case.B > 1
-        names = [name for name in extension.variants() if several != name.endswith("one sample")]
-        ways: Ways = {n: partial(_summed, x, dy, dw, n) for n in ("sm90", *names)}
-        ways["plain"] = partial(plain_wgrad, x, dy)
-        timings = measure.interleave(ways, rounds, measure.cuda_seconds)
-        rows += [
-            {
-                "variant": name,
-                "T": T,
-                "B": case.B,
-                "ms": round(timing.milliseconds, 4),
-                "time / sm90": timing,
-                "counted": counted.get(name, ""),
-            }
-            for name, timing in timings.items()
-        ]
-    return rows
+    case = LayerCase("square", size, size, T, max(COUNTED))
+    x, dy = operands(case, device)
+    dw = x.new_empty((size, size))
+    several = case.B > 1
+    names = [name for name in extension.variants() if several != name.endswith("one sample")]
+    ways: Ways = {n: partial(_summed, x, dy, dw, n) for n in ("sm90", *names)}
+    ways["plain"] = partial(plain_wgrad, x, dy)
+    timings = measure.interleave(ways, rounds, measure.cuda_seconds)
+    return [
+        {
+            "variant": name,
+            "T": T,
+            "B": case.B,
+            "ms": round(timing.milliseconds, 4),
+            "time / sm90": timing,
+            "counted": COUNTED[T].get(name, ""),
+        }
+        for name, timing in timings.items()
+    ]
 
 
 def operands(case: LayerCase, device: str) -> tuple[Tensor, Tensor]:

@@ -155,11 +155,11 @@ def scale_weights(model: nn.Module, factor: float) -> None:
             p.mul_(factor)
 
 
-def raised(error: Exception) -> str:
+def raised(error: BaseException) -> str:
     return f"raises {type(error).__name__}: {first_line(error)}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of ``python -m benchmarks gpu``: first right, then fast. Each returns its tables.
+"""The parts of ``python -m benchmarks gpu``: first right, then fast. Each yields its tables as they
+grow case by case, and its record grows with them.
 
-On a fresh machine, from the checkout's root (``SECONDS`` says what each part is to take)::
+On a machine of one's own, from the checkout's root, with a torch that has CUDA::
 
-    pip install -c constraints.txt torch triton setuptools pybind11 ninja pytest numpy
+    pip install -c constraints.txt setuptools pybind11 ninja pytest pytest-xdist numpy transformers
     pip install -c constraints.txt opacus einops unfoldNd  # peers
     pip install --no-deps backpack-for-pytorch==1.7.1  # its torchvision would bring another torch
     GNSFAST_CUDA=1 pip install --no-build-isolation --no-deps -e .  # with nvcc; 0 without
-    python -m benchmarks gpu --only correctness --record out
-    python -m benchmarks gpu --only ops --record out
-    python -m benchmarks gpu --only routes attention cuda --record out
-    python -m benchmarks gpu --only step --record out
-    python -m benchmarks gpu --only curves --record out
-    python -m benchmarks gpu --only peers host --record out
+    python -m benchmarks gpu --record out
 
-The first torch must be one with CUDA. Or all of it: ``python -m benchmarks gpu --record out``. A
-record is written after each part.
+On a bare machine without a network, for a limited time: ``make gpu-wheels`` before and ``make gpu``
+there (``gpu_machine.py``), which runs the parts in processes of their own and resumes.
 """
 
 import argparse
@@ -24,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-import traceback
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,108 +28,144 @@ from typing import Any
 import torch
 
 from benchmarks import attention as attention_with_sinks
-from benchmarks import cuda_kernels, gate, gpu_ops, gpu_peers, gpu_step, record
-from benchmarks.attention import CASES
+from benchmarks import cuda_kernels, gpu_ops, gpu_peers, gpu_step, record
 from benchmarks.cases import LayerCase
+from benchmarks.gpu_machine import SECONDS, command_of
 from benchmarks.gpu_ops import TOKENS, clock
+from benchmarks.growing import FAILED, Growing, Rows, Tables, failure
 from benchmarks.measure import Timing
 from gnsfast import extension
 
-Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[1]
 
-SECONDS = {
-    "correctness": 300,
-    "ops": 180,
-    "routes": 60,
-    "attention": 90,
-    "cuda": 60,
-    "step": 240,
-    "curves": 300,
-    "peers": 150,
-    "host": 150,
-}
-"""Of each part, estimated before any GPU ran it."""
+SUITES = (
+    "test_triton_linear.py",
+    "test_triton_layers.py",
+    "test_triton_metric.py",
+    "test_segments.py",
+    "test_attention.py",
+    "test_attention_kernels.py",
+    "test_backends.py",
+    "test_extension.py",
+    "test_gpu.py",
+    "test_cross_entropy_models.py::test_triton",
+    "test_documents.py::test_on_gpu",
+    "test_experts.py::test_on_gpu",
+)
+"""What launches kernels on a device; of files that hold much else, that test."""
+PROCESSES = 12
+"""Of pytest, at most: the tests compile some 410 kernels, 7 to 9 minutes' work of one core."""
 
-ops, routes = gpu_ops.ops, gpu_ops.routes
-step, host = gpu_peers.step, gpu_step.host
-curves, peers = gpu_peers.curves, gpu_peers.peers
 
-
-def run(options: argparse.Namespace) -> None:
-    """Part by part, a record after each, and after each case of those whose tables come as they
-    grow: an interrupted run keeps what it has.
+def run(options: argparse.Namespace, device: str = "cuda") -> None:
+    """Part by part, a record after each case. What fails is a row of its part's record, and the
+    next part runs; the exit status and the summary say it.
     """
-    if not torch.cuda.is_available():
+    if options.summary:
+        return conclude(("extension", *SECONDS), options.record)
+    if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: torch.cuda.is_available() is False")
     parts: list[str] = options.only
     plan = [{"part": part, "estimated s": SECONDS[part]} for part in parts]
     total = {"part": "all", "estimated s": sum(SECONDS[part] for part in parts)}
     print("\n".join(record.markdown([*plan, total])), flush=True)
-    short, broken = [], False
     for part in parts:
         start = time.perf_counter()
-        keep = partial(record.write, f"gpu-{part}", f"python -m benchmarks gpu --only {part}")
-        tables: dict[str, Rows] = {}
-        try:
-            found = globals()[part]("cuda")
-            for tables in (found,) if isinstance(found, dict) else found:
-                keep(tables, options.record)
-        except Exception as error:  # the other parts still have their time on the GPU
-            traceback.print_exc()
-            result = gate.raised(error)
-            tables |= {part: [{"check": part, "exit status": 1, "result": result}]}
+        tables = measured(part, device, options)
         print(f"\n{part}: {time.perf_counter() - start:.0f} s of {SECONDS[part]} estimated")
         for title, rows in tables.items():
             print(f"\n{title}\n")
             print("\n".join(record.markdown(rows)), flush=True)
-        print(f"\nwritten: {keep(tables, options.record)}", flush=True)
+        if device == "cuda" and (why := lost()):
+            raise SystemExit(f"after {part} the device answers only new processes: {why}")
+    conclude(parts, options.record)
+
+
+def measured(part: str, device: str, options: argparse.Namespace) -> Tables:
+    """One part's tables; its record has another name until it is whole."""
+    about = f"gpu-{part}", " ".join(["python -m", *command_of([part], options.rehearse)])
+    keep = partial(record.write_unfinished, *about, folder=options.record)
+    tables: Tables = {}
+    keep(tables={})
+    try:
+        for tables in PARTS[part](device):
+            keep(tables=tables)
+    except (Exception, SystemExit) as error:  # the other parts still have their time on the GPU
+        tables = {**tables, FAILED: [*tables.get(FAILED, []), failure(part, error)]}
+    print(f"\nwritten: {record.write_whole(*about, tables, options.record)}", flush=True)
+    return tables
+
+
+def lost() -> str:
+    """Empty, or what CUDA says: after an illegal access it answers this process no more."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def conclude(parts: Sequence[str], folder: Path) -> None:
+    """A short table over the newest records of these parts; exits with 1 if something is wrong."""
+    short: Rows = []
+    wrong = False
+    for part in parts:
+        tables: Tables = {}
+        if whole := record.newest(f"gpu-{part}", folder):
+            tables = whole.tables
+        elif begun := record.newest(f"gpu-{part}-unfinished", folder):
+            said = f"unfinished: {sum(map(len, begun.tables.values()))} rows"
+            tables = {**begun.tables, "": [{"check": part, "exit status": 1, "result": said}]}
         short += summary(tables)
-        wrong = any(row.get("exit status") for rows in tables.values() for row in rows)
-        broken |= wrong
-        if part == "correctness" and wrong:
-            break  # what is wrong is not timed
-    print("\nIn short\n\n" + "\n".join(record.markdown(short)))
-    if broken:
+        wrong |= any(row.get("exit status") for rows in tables.values() for row in rows)
+    print("\nIn short\n\n" + "\n".join(record.markdown(short)), flush=True)
+    if wrong:
         raise SystemExit(1)
 
 
-def correctness(device: str) -> dict[str, Rows]:
-    """The kernels' tests against float64, then compute-sanitizer, where it is installed."""
-    suites = (
-        "test_triton_linear.py",
-        "test_triton_layers.py",
-        "test_segments.py",
-        "test_experts.py",
-        "test_experts_other_ranks.py",
-        "test_documents.py",
-        "test_attention.py",
-        "test_gpu.py",
-        "test_backends.py",
-    )
-    tests = [str(ROOT / "tests" / name) for name in suites]
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
-    return {
-        "Tests against float64": [_outcome("pytest", run)],
-        "compute-sanitizer": [_sanitized(tool) for tool in ("memcheck", "racecheck")],
-    }
+def correctness(
+    device: str, suites: Sequence[str] = SUITES, processes: int = PROCESSES
+) -> Iterator[Tables]:
+    """The kernels' tests against float64."""
+    processes = min(processes, len(os.sched_getaffinity(0)))
+    run = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    run += ["-n", str(processes), "--dist", "worksteal", *(f"tests/{name}" for name in suites)]
+    tests = lambda check: [outcome(check, run, "exit status", OMP_NUM_THREADS="1")]
+    return Growing().over("Tests against float64", ("pytest",), tests)
 
 
-def _sanitized(tool: str) -> dict[str, Any]:
+def sanitizers(device: str) -> Iterator[Tables]:
+    """What compute-sanitizer says of every kernel, where it is installed."""
+    return Growing().over("compute-sanitizer", ("memcheck", "racecheck"), sanitized)
+
+
+def sanitized(tool: str) -> Rows:
+    """Its status turns no exit status of ours: the kernels' tests do."""
     if shutil.which("compute-sanitizer") is None:
-        return {"check": tool, "result": "compute-sanitizer is not installed"}
+        return [{"check": tool, "result": "compute-sanitizer is not installed"}]
     run = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    run += [sys.executable, "-m", "benchmarks.small_shapes"]
-    return _outcome(tool, run, PYTORCH_NO_CUDA_MEMORY_CACHING="1", GNSFAST_AUTOTUNE="0")
+    run += ["--report-api-errors", "no", sys.executable, "-m", "benchmarks.small_shapes"]
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "GNSFAST_AUTOTUNE": "0"}
+    return [outcome(tool, run, "its status", **environment)]
 
 
-def _outcome(check: str, run: list[str], **environment: str) -> dict[str, Any]:
-    done = subprocess.run(
-        run, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment}
-    )
-    lines = (done.stdout + done.stderr).strip().splitlines() or ["no output"]
-    print("\n".join(lines[-40:] if done.returncode else lines[-1:]), flush=True)
-    return {"check": check, "exit status": done.returncode, "result": lines[-1]}
+def outcome(check: str, run: list[str], status: str, **environment: str) -> dict[str, Any]:
+    """A row with the last line of what a program prints, which is shown at once."""
+    last = "no output"
+    with subprocess.Popen(
+        run,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, **environment},
+    ) as process:
+        assert process.stdout
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip(" =\n") or last
+    return {"check": check, status: process.returncode, "result": last}
 
 
 CUDA = [
@@ -143,19 +175,37 @@ CUDA = [
 ]
 
 
-def cuda(device: str, rounds: int = 11) -> dict[str, Rows]:
+def cuda(device: str, rounds: int = 11) -> Iterator[Tables]:
     """The CUDA extension's kernels, bf16; on Hopper its kernel taken apart too."""
-    if extension.missing():
-        return {"The CUDA kernels": [{"check": "extension", "result": extension.missing()}]}
-    tables = {"The CUDA kernels": cuda_kernels.beside_triton(device, CUDA, rounds)}
+    found = Growing()
+    title = "The CUDA kernels"
+    if why := extension.missing():
+        yield {title: [{"check": "extension", "result": why}]}
+        return
+    yield from found.over(title, CUDA, partial(cuda_kernels.beside_triton, device, rounds))
     if extension.kernel_for(torch.cuda.get_device_capability()) == "sm90":
-        tables["The Hopper kernel taken apart"] = cuda_kernels.taken_apart(device, rounds)
-    return tables
+        apart = partial(cuda_kernels.taken_apart, device, rounds)
+        yield from found.over("The Hopper kernel taken apart", cuda_kernels.COUNTED, apart)
 
 
-def attention(device: str, rounds: int = 11) -> dict[str, Rows]:
+def attention(device: str, rounds: int = 11) -> Iterator[Tables]:
     """Attention with sinks and their norms, beside torch's."""
-    return {"Attention": attention_with_sinks.table(device, CASES, rounds, clock(device))}
+    row = partial(attention_with_sinks.row, device, rounds, clock(device))
+    return Growing().over("Attention", attention_with_sinks.CASES, row)
+
+
+PARTS: dict[str, Callable[[str], Iterator[Tables]]] = {
+    "correctness": correctness,
+    "ops": gpu_ops.ops,
+    "routes": gpu_ops.routes,
+    "attention": attention,
+    "cuda": cuda,
+    "step": gpu_peers.step,
+    "curves": gpu_peers.curves,
+    "peers": gpu_peers.peers,
+    "host": gpu_step.host,
+    "sanitizers": sanitizers,
+}
 
 
 STEP_TARGETS = {"gpt2": 1.02, "llama": 1.01}

@@ -5,6 +5,7 @@ tiles, other layers' backward.
 
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from benchmarks import measure, model
 from benchmarks.cases import LayerCase
 from benchmarks.cuda_kernels import operands, plain_wgrad
+from benchmarks.growing import Growing, Rows, Tables
 
-Rows = list[dict[str, Any]]
 TOKENS = 16384
 
 SIZES = (("GPT-2 out", 768, 768), ("GPT-2 up", 768, 3072), ("Llama-1B out", 2048, 2048))
@@ -27,6 +28,9 @@ ROUTES = [
     for model, I, O in (SIZES[0], SIZES[2], SIZES[3])
     for T in (2, 8, 16, 32, 64, 96, 128)
 ]
+BACKWARD = "backward, bf16"
+WIDTHS = (768, 4096, 8192)
+VOCABULARIES = ((50304, 768), (128256, 4096))
 
 
 def clock(device: str) -> measure.Clock:
@@ -43,30 +47,41 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "this CPU"
 
 
-def ops(device: str, cases_: list[LayerCase] = OPS, rounds: int = 11) -> dict[str, Rows]:
-    """The weight gradient with norms beside plain dW, bf16, and what was counted for it."""
-    rows: Rows = []
-    for case in cases_:
-        x, dy = operands(case, device)
-        plain = partial(plain_wgrad, x, dy)
-        ours = lambda: torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, x.dtype)  # noqa: B023
-        timing = measure.interleave({"plain": plain, "gnsfast": ours}, rounds, clock(device))
-        flop = 2 * case.B * case.T * case.I * case.O
-        rates = {name: flop / (1e9 * t.milliseconds) for name, t in timing.items()}
-        rows.append(
-            {
-                "weight gradient, bf16": case.name,
-                "T": case.T,
-                "B": case.B,
-                "route": route(case, device),
-                "plain ms": round(timing["plain"].milliseconds, 4),
-                "plain TFLOP/s": round(rates["plain"], 1),
-                "gnsfast TFLOP/s": round(rates["gnsfast"], 1),
-                "gnsfast / plain": timing["gnsfast"],
-                "predicted": model.predicted(case, device_name(device)),
-            }
-        )
-    return {"The weight gradient alone": rows, **other_ops(device, rounds)}
+def ops(
+    device: str, cases_: list[LayerCase] = OPS, rounds: int = 11, others: bool = True
+) -> Iterator[Tables]:
+    """The weight gradient with norms beside plain dW, bf16, and what was counted for it; then
+    norm layers and embeddings.
+    """
+    found = Growing()
+    alone = partial(weight_gradient, device, rounds)
+    yield from found.over("The weight gradient alone", cases_, alone)
+    if others:
+        tokens = (device, rounds, TOKENS)
+        title = "Other layers' backward"
+        yield from found.over(title, WIDTHS, partial(layer_norm, *tokens))
+        yield from found.over(title, VOCABULARIES, partial(embedding, *tokens))
+
+
+def weight_gradient(device: str, rounds: int, case: LayerCase) -> Rows:
+    x, dy = operands(case, device)
+    plain = partial(plain_wgrad, x, dy)
+    ours = lambda: torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, x.dtype)
+    timing = measure.interleave({"plain": plain, "gnsfast": ours}, rounds, clock(device))
+    flop = 2 * case.B * case.T * case.I * case.O
+    rates = {name: flop / (1e9 * t.milliseconds) for name, t in timing.items()}
+    row = {
+        "weight gradient, bf16": case.name,
+        "T": case.T,
+        "B": case.B,
+        "route": route(case, device),
+        "plain ms": round(timing["plain"].milliseconds, 4),
+        "plain TFLOP/s": round(rates["plain"], 1),
+        "gnsfast TFLOP/s": round(rates["gnsfast"], 1),
+        "gnsfast / plain": timing["gnsfast"],
+        "predicted": model.predicted(case, device_name(device)),
+    }
+    return [row]
 
 
 def route(case: LayerCase, device: str) -> str:
@@ -76,42 +91,35 @@ def route(case: LayerCase, device: str) -> str:
     return linear_route(case.B, case.T, case.I, case.O, x)
 
 
-def other_ops(
-    device: str,
-    rounds: int,
-    tokens: int = TOKENS,
-    widths: tuple[int, ...] = (768, 4096, 8192),
-    tables: tuple[tuple[int, int], ...] = ((50304, 768), (128256, 4096)),
-) -> dict[str, Rows]:
-    """Norm layers and embeddings beside torch's own backward; for norm layers the plain aten that
-    runs under ``torch.compile`` too.
-    """
+def layer_norm(device: str, rounds: int, tokens: int, N: int) -> Rows:
+    """Beside torch's own backward, and beside the plain aten that runs under ``torch.compile``."""
     from gnsfast.functional._norms import layer_norm_backward
 
-    rows, what = [], "backward, bf16"
     B, T = tokens // min(1024, tokens), min(1024, tokens)
-    for N in widths:
-        x, dy = (torch.randn(B, T, N, device=device, dtype=torch.bfloat16) for _ in range(2))
-        w, b = (torch.randn(N, device=device, dtype=torch.bfloat16) for _ in range(2))
-        _, mean, rstd = torch.native_layer_norm(x, [N], w, b, 1e-5)
-        args = (dy, x, mean, rstd, w, b, True, True)
-        aten = torch.ops.aten.native_layer_norm_backward
-        ways = {
-            "plain": lambda: aten(dy, x, [N], mean, rstd, w, b, [True, True, True]),  # noqa: B023
-            "gnsfast": lambda: torch.ops.gnsfast.layer_norm_backward(*args),  # noqa: B023
-            "gnsfast, compiled aten": _compiled(layer_norm_backward, args),
-        }
-        rows.append(_row(what, f"layer norm {N}", measure.interleave(ways, rounds, clock(device))))
-    for V, D in tables:
-        ids = torch.randint(0, V, (B, T), device=device)
-        dy = torch.randn(B, T, D, device=device, dtype=torch.bfloat16)
-        plain = lambda: torch.ops.aten.embedding_dense_backward(dy, ids, V, -1, False)  # noqa: B023
-        ours = lambda: torch.ops.gnsfast.embedding_wgrad(dy, ids, V, -1, dy.dtype)  # noqa: B023
-        ways = {"plain": plain, "gnsfast": ours}
-        rows.append(
-            _row(what, f"embedding {V} x {D}", measure.interleave(ways, rounds, clock(device)))
-        )
-    return {"Other layers' backward": rows}
+    x, dy = (torch.randn(B, T, N, device=device, dtype=torch.bfloat16) for _ in range(2))
+    w, b = (torch.randn(N, device=device, dtype=torch.bfloat16) for _ in range(2))
+    _, mean, rstd = torch.native_layer_norm(x, [N], w, b, 1e-5)
+    args = (dy, x, mean, rstd, w, b, True, True)
+    aten = torch.ops.aten.native_layer_norm_backward
+    ways = {
+        "plain": lambda: aten(dy, x, [N], mean, rstd, w, b, [True, True, True]),
+        "gnsfast": lambda: torch.ops.gnsfast.layer_norm_backward(*args),
+        "gnsfast, compiled aten": _compiled(layer_norm_backward, args),
+    }
+    return [_row(BACKWARD, f"layer norm {N}", measure.interleave(ways, rounds, clock(device)))]
+
+
+def embedding(device: str, rounds: int, tokens: int, table: tuple[int, int]) -> Rows:
+    """Beside torch's own backward."""
+    B, T = tokens // min(1024, tokens), min(1024, tokens)
+    V, D = table
+    ids = torch.randint(0, V, (B, T), device=device)
+    dy = torch.randn(B, T, D, device=device, dtype=torch.bfloat16)
+    ways = {
+        "plain": lambda: torch.ops.aten.embedding_dense_backward(dy, ids, V, -1, False),
+        "gnsfast": lambda: torch.ops.gnsfast.embedding_wgrad(dy, ids, V, -1, dy.dtype),
+    }
+    return [_row(BACKWARD, f"embedding {V} x {D}", measure.interleave(ways, rounds, clock(device)))]
 
 
 def _compiled(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], object]:
@@ -124,39 +132,47 @@ def _row(what: str, name: str, timings: dict[str, measure.Timing]) -> dict[str, 
     return row | {f"{k} / plain": t for k, t in timings.items() if k != "plain"}
 
 
-def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> dict[str, Rows]:
+def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> Iterator[Tables]:
     """Gram against fused, each as the whole weight gradient, and every tile of the fused route."""
+    found = Growing()
+    yield from found.over("Crossover of the routes", cases_, partial(crossover, device, rounds))
+    sizes = {(case.I, case.O): case for case in cases_}.values()
+    yield from found.over("Tiles of the fused route", sizes, partial(tiles, device, rounds))
+
+
+def crossover(device: str, rounds: int, case: LayerCase) -> Rows:
     from gnsfast.triton_kernels import gram, operators
+
+    x, dy = operands(case, device)
+
+    def gram_route() -> Tensor:
+        dw = x.new_empty((dy.shape[2], x.shape[2]))
+        operators.dense_wgrad(x, dy, dw)
+        return operators.with_sum(gram.gram(x, dy), dw)
+
+    def fused_route() -> Tensor:
+        dw = x.new_empty((dy.shape[2], x.shape[2]))
+        return operators.fused_wgrad(x, dy, dw)
+
+    plain = partial(plain_wgrad, x, dy)
+    ways = {"plain": plain, "gram": gram_route, "fused": fused_route}
+    timings = measure.interleave(ways, rounds, clock(device))
+    return [_row("weight gradient", case.name, timings) | {"counted rule": route(case, device)}]
+
+
+def tiles(device: str, rounds: int, case: LayerCase) -> Rows:
     from gnsfast.triton_kernels.configs import candidates
 
-    crossover, tiles = [], []
-    for case in cases_:
-        x, dy = operands(case, device)
-
-        def gram_route(x: Tensor = x, dy: Tensor = dy) -> Tensor:
-            dw = x.new_empty((dy.shape[2], x.shape[2]))
-            operators.dense_wgrad(x, dy, dw)
-            return operators.with_sum(gram.gram(x, dy), dw)
-
-        def fused_route(x: Tensor = x, dy: Tensor = dy) -> Tensor:
-            dw = x.new_empty((dy.shape[2], x.shape[2]))
-            return operators.fused_wgrad(x, dy, dw)
-
-        plain = partial(plain_wgrad, x, dy)
-        ways = {"plain": plain, "gram": gram_route, "fused": fused_route}
-        timings = measure.interleave(ways, rounds, clock(device))
-        crossed = _row("weight gradient", case.name, timings)
-        crossover.append(crossed | {"counted rule": route(case, device)})
-    for case in {(c.I, c.O): c for c in cases_}.values():
-        x, dy = operands(LayerCase(case.model, case.I, case.O, 1024, case.tokens), device)
-        dw = x.new_empty((case.O, case.I))
-        configs = candidates(x.dtype, aligned=True)
-        for config, seconds in zip(configs, _seconds_of_tiles(x, dy, dw, configs, device, rounds)):
-            flop = 2 * x.shape[0] * x.shape[1] * case.I * case.O
-            row: dict[str, Any] = {"fused, T = 1024": f"{case.I}x{case.O}", "tile": str(config)}
-            row["TFLOP/s"] = round(flop / seconds / 1e12, 1) if seconds else "too large"
-            tiles.append(row)
-    return {"Crossover of the routes": crossover, "Tiles of the fused route": tiles}
+    x, dy = operands(replace(case, T=1024), device)
+    dw = x.new_empty((case.O, case.I))
+    configs = candidates(x.dtype, aligned=True)
+    rows: Rows = []
+    for config, seconds in zip(configs, _seconds_of_tiles(x, dy, dw, configs, device, rounds)):
+        flop = 2 * x.shape[0] * x.shape[1] * case.I * case.O
+        row: dict[str, Any] = {"fused, T = 1024": f"{case.I}x{case.O}", "tile": str(config)}
+        row["TFLOP/s"] = round(flop / seconds / 1e12, 1) if seconds else "too large"
+        rows.append(row)
+    return rows
 
 
 def _seconds_of_tiles(

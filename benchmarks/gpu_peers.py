@@ -4,8 +4,11 @@ step of GPT-2, and single linear layers in bfloat16 as T and B grow.
 """
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +17,14 @@ from torch import Tensor, nn
 from benchmarks import cases, contestants, gate, gpu_step, measure, model, model_linear
 from benchmarks.cases import LayerCase, Problem
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant
-from benchmarks.contestants.sessions import Gnsfast
+from benchmarks.contestants.sessions import Gnsfast, Loss
 from benchmarks.gate import Verdict
 from benchmarks.gpu_backends import OURS, forced, kernel_of, launches, present
 from benchmarks.gpu_ops import TOKENS, clock, device_name, route, wall_clock
 from benchmarks.gpu_step import allocated, peak, release, reset_peak, warm_up
+from benchmarks.growing import Growing, Rows, Tables
 from benchmarks.measure import Clock
-from benchmarks.models import GPT, GPT2, gpt_batch, gpt_loss
-
-Rows = list[dict[str, Any]]
+from benchmarks.models import GPT, GPT2, LlamaBlock, gpt_batch, gpt_loss
 
 LAYERS = (
     ("GPT-2 up", 768, 3072),
@@ -86,46 +88,91 @@ class SmallGPT(GPT):
 
 def peers(
     device: str, rounds: int = 9, timed_on: type[GPT] = UntiedGPT2, checked_on: type[GPT] = SmallGPT
-) -> dict[str, Rows]:
+) -> Iterator[Tables]:
     """Forward and backward that leave gradients and norms: every contestant that is right, in
     float32 and under autocast, which is timed.
     """
-    found, cast = checked(device, entered(device), checked_on)
+    growing = Growing()
+    found, cast = checked(device, entered(device), partial(gpt_problem, checked_on, device))
+    growing.tables["Coverage"] = gate.coverage(found)
+    growing.tables["Coverage, autocast"] = gate.coverage(cast)
+    yield growing.tables
+    problem = gpt_problem(timed_on, device, autocast=True)
+
+    def rows_of(contestant: Contestant) -> Rows:
+        rows = timed(problem, [contestant], rounds, device, wall_clock(device))
+        if contestant is not PLAIN:
+            about = {"per sample": contestant.per_sample}
+            about["covered"] = found[contestant.name].covered
+            rows = [row | about for row in rows]
+        return rows
+
     right = [v.contestant for v in cast.values() if not v.complaint]
-    rows = timed(
-        gpt_problem(timed_on, device, autocast=True), right, rounds, device, wall_clock(device)
-    )
-    for row in rows:
-        if row["contestant"] != PLAIN.name:
-            verdict = found[row["contestant"]]
-            row |= {"per sample": verdict.contestant.per_sample, "covered": verdict.covered}
-    tables = {"Coverage": gate.coverage(found), "Coverage, autocast": gate.coverage(cast)}
-    return {**tables, "Whole step, peers": rows}
+    yield from growing.over("Whole step, peers", right, rows_of)
 
 
 def checked(
-    device: str, those: list[Contestant], on: type[GPT] = SmallGPT
+    device: str, those: list[Contestant], problem_of: Callable[[bool], Problem]
 ) -> tuple[dict[str, Verdict], dict[str, Verdict]]:
-    """In float32, and those that are right there under autocast."""
+    """In float32, and those that are right there under autocast; ``problem_of``: whether that."""
     torch.manual_seed(0)
-    found = gate.judged(gpt_problem(on, device), those)
+    found = gate.judged(problem_of(False), those)
     right = [v.contestant for v in found.values() if not v.complaint]
-    return found, gate.judged(gpt_problem(on, device, autocast=True), right, HALF, HALF)
+    return found, gate.judged(problem_of(True), right, HALF, HALF)
 
 
-def step(device: str, **options: Any) -> dict[str, Rows]:
-    """gnsfast's back-ends are right before their training steps are timed."""
-    checked(device, [c for c in entered(device) if c.name in OURS.values()])
-    return gpu_step.step(device, **options)
+def step(
+    device: str,
+    rounds: int = 11,
+    names: tuple[str, ...] = gpu_step.MODELS,
+    modes: tuple[bool, ...] = (False, True),
+) -> Iterator[Tables]:
+    """Whole training steps, plain and converted, eager and compiled: bf16 autocast, AdamW. On a
+    small model of the same layers gnsfast's back-ends are right before a model's steps are timed.
+    """
+
+    @functools.cache
+    def right(name: str) -> None:
+        those = [c for c in entered(device) if c.name in OURS.values()]
+        checked(device, those, partial(SMALL[name], device))
+
+    def rows_of(case: tuple[str, bool]) -> Rows:
+        right(case[0])
+        try:
+            return gpu_step.beside_plain(*case, device, rounds)
+        finally:
+            torch._dynamo.reset()
+            release(device)
+
+    cases_ = itertools.product(names, modes)
+    yield from Growing().over("Whole training step", cases_, rows_of)
 
 
 def gpt_problem(kind: type[GPT], device: str, autocast: bool = False) -> Problem:
-    def loss_of(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            return gpt_loss(model, batch)
-
     batch = tuple(t.to(device) for t in gpt_batch(kind))
+    loss_of = partial(cast_loss, gpt_loss, device, autocast)
     return Problem(kind.__name__, kind.T, kind().to(device), loss_of, batch)
+
+
+def llama_problem(device: str, autocast: bool = False, B: int = 4, T: int = 64) -> Problem:
+    """A block, with the loss of the one that is timed."""
+    batch = tuple(torch.randn(B, T, 64, device=device) for _ in range(2))
+    loss_of = partial(cast_loss, gpu_step.llama_loss, device, autocast)
+    return Problem("SmallLlama", T, LlamaBlock(64, 2, 128).to(device), loss_of, batch)
+
+
+def cast_loss(
+    loss_of: Loss, device: str, autocast: bool, model: nn.Module, batch: tuple[Tensor, ...]
+) -> Tensor:
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        return loss_of(model, batch)
+
+
+SMALL: dict[str, Callable[..., Problem]] = {
+    "gpt2": partial(gpt_problem, SmallGPT),
+    "llama": llama_problem,
+}
+"""What is checked before a model's steps are timed: functions of device and autocast."""
 
 
 def timed(
@@ -218,18 +265,14 @@ def curves(
     over_t: list[LayerCase] = OVER_T,
     over_b: list[LayerCase] = OVER_B,
     rounds: int = 7,
-) -> Iterator[dict[str, Rows]]:
-    """Single linear layers, forward and backward with the input's gradient: the tables as they grow
-    case by case.
-    """
-    tables: dict[str, Rows] = {"Overhead against T": [], "Cost against B": []}
-    for rows, cases_ in zip(tables.values(), (over_t, over_b)):
-        for case in cases_:
-            rows += curve(device, case, rounds)
-            yield tables
+) -> Iterator[Tables]:
+    """Single linear layers, forward and backward with the input's gradient."""
+    found = Growing()
+    yield from found.over("Overhead against T", over_t, partial(curve, device, rounds))
+    yield from found.over("Cost against B", over_b, partial(curve, device, rounds))
 
 
-def curve(device: str, case: LayerCase, rounds: int) -> Rows:
+def curve(device: str, rounds: int, case: LayerCase) -> Rows:
     # In the dtype and by the route that are timed; more than two samples where that needs them.
     few = replace(case, tokens=case.T * min(case.B, 2))
     while few.B < case.B and route(few, device) != route(case, device):

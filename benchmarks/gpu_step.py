@@ -4,6 +4,7 @@ for, the estimator's own share, and the first steps of fresh processes.
 """
 
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,23 +26,10 @@ import gnsfast
 from benchmarks import measure, model_linear, model_step, models
 from benchmarks.gpu_backends import OURS, forced, kernel_of, launches, present
 from benchmarks.gpu_ops import device_name, wall_clock
+from benchmarks.growing import Growing, Rows, Tables
 
-Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[1]
 MODELS = ("gpt2", "llama")
-
-
-def step(
-    device: str, rounds: int = 11, names: tuple[str, ...] = MODELS, modes: tuple[bool, ...] = ()
-) -> dict[str, Rows]:
-    """Whole training steps, plain and converted, eager and compiled: bf16 autocast, AdamW."""
-    rows: Rows = []
-    for name in names:
-        for compiled in modes or (False, True):
-            rows += beside_plain(name, compiled, device, rounds)
-            torch._dynamo.reset()
-            release(device)
-    return {"Whole training step": rows}
 
 
 def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
@@ -119,26 +107,32 @@ def _llama(
     device: str, B: int = 8, T: int = 2048, width: int = 2048, blocks: int = 4
 ) -> tuple[nn.Module, Callable[[nn.Module], Tensor], int]:
     """Four blocks over random activations: what a 1B Llama is made of, without its head."""
-    x, y = (torch.randn(B, T, width, device=device) for _ in range(2))
+    batch = tuple(torch.randn(B, T, width, device=device) for _ in range(2))
     model = nn.Sequential(*(models.LlamaBlock() for _ in range(blocks))).to(device)
-    return model, lambda model: F.mse_loss(model(x).float(), y), B
+    return model, lambda model: llama_loss(model, batch), B
 
 
-def host(device: str, rounds: int = 11) -> dict[str, Rows]:
+def llama_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    x, y = batch
+    return F.mse_loss(model(x).float(), y)
+
+
+def host(device: str, rounds: int = 11) -> Iterator[Tables]:
     """What the host waits for and does: synchronisations of a step, the estimator's own calls, and
     the first steps of fresh processes, which compile everything.
     """
-    return {
-        "Host synchronisations": [
-            {"step of GPT-2": key, "in 5 steps": synchronisations(training, device)}
-            for key, training in (
-                ("plain", training_step("gpt2", "", False, device)),
-                ("gnsfast", training_step("gpt2", "triton", False, device)),
-            )
-        ],
-        "Estimator": [estimator(device, rounds)],
-        "Start-up time": start_up(device),
-    }
+    found = Growing()
+    counted = partial(synchronising, device)
+    yield from found.over("Host synchronisations", ("plain", "gnsfast"), counted)
+    yield from found.over("Estimator", ("GPT-2",), lambda _: [estimator(device, rounds)])
+    processes = itertools.product(("eager", "compiled"), ("", "triton"))
+    yield from found.over("Start-up time", processes, partial(start_up, device))
+
+
+def synchronising(device: str, contestant: str) -> Rows:
+    backend = "" if contestant == "plain" else "triton"
+    training = training_step("gpt2", backend, False, device)
+    return [{"step of GPT-2": contestant, "in 5 steps": synchronisations(training, device)}]
 
 
 def synchronisations(run: Callable[[], object], device: str, steps: int = 5) -> int:
@@ -206,23 +200,19 @@ def estimator(device: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def start_up(device: str) -> Rows:
-    """Seconds in processes of their own, of which each finds empty caches."""
-    rows = []
-    for mode in ("eager", "compiled"):
-        for backend in ("", "triton"):
-            with tempfile.TemporaryDirectory() as caches:
-                environment = {"TRITON_CACHE_DIR": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
-                run = [sys.executable, "-m", "benchmarks.gpu_step", device, mode, backend]
-                done = subprocess.run(
-                    run, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
-                )
-            if done.returncode:
-                raise SystemExit(f"{' '.join(run)} failed:\n{done.stderr}")
-            seconds = json.loads(done.stdout.splitlines()[-1])
-            rows.append({"model": "GPT-2", "mode": mode, "contestant": OURS.get(backend, "plain")})
-            rows[-1] |= seconds
-    return rows
+def start_up(device: str, how: tuple[str, str]) -> Rows:
+    """Seconds in a process of its own, which finds empty caches; ``how``: mode and back-end."""
+    mode, backend = how
+    with tempfile.TemporaryDirectory() as caches:
+        environment = {"TRITON_CACHE_DIR": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
+        run = [sys.executable, "-m", "benchmarks.gpu_step", device, mode, backend]
+        done = subprocess.run(
+            run, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment
+        )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(run)} failed:\n{done.stderr}")
+    row = {"model": "GPT-2", "mode": mode, "contestant": OURS.get(backend, "plain")}
+    return [row | json.loads(done.stdout.splitlines()[-1])]
 
 
 def first_steps(device: str, mode: str, backend: str) -> dict[str, float]:

@@ -4,6 +4,7 @@ people. A cell is a word, a number, None or a ``Timing``.
 """
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
@@ -79,8 +80,11 @@ def _gpu() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _line(*command: str) -> str:
-    """The first line that a program prints; empty where it is missing or fails."""
+    """The first line that a program prints; empty where it is missing or fails. Asked once: a
+    record that grows is written after each case.
+    """
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
@@ -88,18 +92,40 @@ def _line(*command: str) -> str:
 
 
 def write(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Path:
-    """Write ``<date>-<name>.json`` and ``.md``; returns the Markdown file's path."""
+    """Write ``<date>-<name>.json`` and ``.md``, each whole or not at all; returns the Markdown
+    file's path.
+    """
     about = machine()
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{about['date']}-{name}"
     data = {"command": command, "machine": about, "tables": tables}
-    stem.with_suffix(".json").write_text(json.dumps(data, indent=1, default=_numbers) + "\n")
+    _replace(stem.with_suffix(".json"), json.dumps(data, indent=1, default=_numbers) + "\n")
     lines = [f"# {stem.name}", "", f"`{command}`", ""]
     lines += [f"- {key}: {value}" for key, value in about.items()]
     for title, rows in tables.items():
         lines += ["", f"## {title}", "", *markdown(rows)]
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
-    return stem.with_suffix(".md")
+    return _replace(stem.with_suffix(".md"), "\n".join(lines) + "\n")
+
+
+def _replace(path: Path, text: str) -> Path:
+    """Whoever reads ``path``, or is left with it after a kill, has the former text or this one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    return partial.replace(path)
+
+
+def write_unfinished(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Path:
+    """A record that still grows, by another name: it replaces no whole one."""
+    return write(f"{name}-unfinished", command, tables, folder)
+
+
+def write_whole(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Path:
+    """Instead of the unfinished one; the GPU's clocks are those at the end."""
+    _line.cache_clear()
+    written = write(name, command, tables, folder)
+    for unfinished in folder.glob(f"????-??-??-{name}-unfinished.*"):
+        unfinished.unlink()
+    return written
 
 
 def read(path: Path) -> Record:

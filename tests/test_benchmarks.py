@@ -5,7 +5,7 @@ import importlib.util
 import json
 import subprocess
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,13 @@ from benchmarks import (  # noqa: E402
     contestants,
     cuda_kernels,
     gpu,
+    gpu_machine,
     gpu_ops,
     gpu_peers,
     gpu_step,
     measure,
     model,
-    models,
-    record,
+    rehearsal,
     small_shapes,
 )
 from benchmarks.cases import LayerCase  # noqa: E402
@@ -47,84 +47,25 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2 as small as can be."""
-    monkeypatch.setattr(models.GPT2, "__init__", lambda self: models.GPT.__init__(self, 16, 2, 1))
-    for name, value in (("B", 2), ("T", 9), ("vocabulary", 50)):
-        monkeypatch.setattr(models.GPT2, name, value)
+def tiny() -> Iterator[None]:
+    with rehearsal.tiny():
+        yield
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch, frozen: None) -> None:
-    """Contestants that need torch alone, and one back-end."""
-    names = ("plain", "gnsfast", "loop of single samples", "torch.func vmap")
-    monkeypatch.setattr(contestants, "ALL", tuple(map(contestants.named, names)))
-    monkeypatch.setattr(gpu_peers, "present", lambda device, *names: ["triton"])
-
-
-def test_parts_write_their_record(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, tiny: None, few: None
-) -> None:
-    """All parts on tiny cases; files for programs and for people; a short table last."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(record, "_gpu", lambda: {"gpu": "a device"})
-    monkeypatch.setattr(extension, "missing", lambda: "no device")
-    monkeypatch.setattr(gpu_ops, "other_ops", lambda device, rounds: {})
-    monkeypatch.setattr(gpu_step, "start_up", lambda device: [{"model": "GPT-2"}])
-    outcome = {"check": "pytest", "exit status": 0, "result": "3 passed"}
-    parts: dict[str, Callable[[str], Any]] = {
-        "correctness": lambda device: {"Tests against float64": [outcome]},
-        "ops": lambda device, run=gpu.ops: run("cpu", TINY, 2),
-        "routes": lambda device, run=gpu.routes: run("cpu", TINY[1:2], 2),
-        "cuda": lambda device, run=gpu.cuda: run("cpu", 3),
-        "step": lambda device, run=gpu.step: run("cpu", rounds=2, names=("gpt2",), modes=(False,)),
-        "host": lambda device, run=gpu.host: run("cpu", 1),
-        "peers": lambda device, run=gpu.peers: run("cpu", 2, TinyGPT, TinyGPT),
-        "curves": lambda device, run=gpu.curves: run("cpu", TINY[1:2], TINY[2:], 2),
-    }
-    for name, part in parts.items():
-        monkeypatch.setattr(gpu, name, part)
-    command.main(["gpu", "--only", *parts, "--record", str(tmp_path)])
-    out = capsys.readouterr().out
-    assert f"| all | {sum(gpu.SECONDS[name] for name in parts)} |" in out
-    last = out.rpartition("In short")[2]
-    for said in ("3 passed", "weight gradient / plain, T=70", "step / plain, gpt2, eager, gnsfast"):
-        assert said in last
-    assert "torch.func vmap / plain" in last and "| 0 |" in last
-    written = {}
-    for name in parts:
-        (path,) = tmp_path.glob(f"*-gpu-{name}.json")
-        data = written[name] = json.loads(path.read_text())
-        assert data["command"] == f"python -m benchmarks gpu --only {name}"
-        assert data["machine"]["gpu"] == "a device" and data["tables"]
-        assert path.with_suffix(".md").exists()
-    (row, *_) = written["ops"]["tables"]["The weight gradient alone"]
-    assert row["gnsfast / plain"]["ratio"] > 0 and row["predicted"] == "-"
-    steps = written["step"]["tables"]["Whole training step"]
-    assert [row["contestant"] for row in steps] == ["plain", "gnsfast, Triton"]
-    coverage, cast, times = written["peers"]["tables"].values()
-    assert all(row["verdict"] == "right" and row["covered"] == 1 for row in coverage + cast)
-    assert [row["contestant"] for row in times] == [
-        *("plain", "gnsfast, Triton", "loop of single samples", "torch.func vmap")
-    ]
-    for title, (T, B) in {"Overhead against T": (8, 17), "Cost against B": (70, 2)}.items():
-        rows = written["curves"]["tables"][title]
-        assert {(row["layer"], row["T"], row["B"]) for row in rows} == {("tiny 40x24", T, B)}
-        assert {row["contestant"] for row in rows} >= {"plain", "gnsfast, Triton"}
-        assert all(row["ratio"]["lower"] <= row["ratio"]["upper"] for row in rows)
-
-
-class TinyGPT(models.GPT):
-    B, T, vocabulary = 2, 5, 20
-
-    def __init__(self) -> None:
-        super().__init__(16, 2, 1)
+def few(frozen: None) -> Iterator[None]:
+    with rehearsal.few():
+        yield
 
 
 def test_every_part_is_there() -> None:
-    """Each has an estimate, and together they take less than half an hour."""
-    assert all(callable(getattr(gpu, part)) for part in gpu.SECONDS)
-    assert sum(gpu.SECONDS.values()) < 1800 and max(gpu.SECONDS.values()) < 600
+    """Each has an estimate and a stage, and together they take less than half an hour."""
+    staged = [part for stage in gpu_machine.STAGES for part in stage]
+    assert list(gpu.PARTS) == list(gpu.SECONDS) and sorted(staged) == sorted(gpu.SECONDS)
+    assert sum(gpu.SECONDS.values()) < 1800
+    assert all(sum(gpu.SECONDS[p] for p in stage) < 600 for stage in gpu_machine.STAGES)
+    with rehearsal.arranged():
+        assert list(gpu.PARTS) == list(gpu.SECONDS)
 
 
 def test_summary_has_targets() -> None:
@@ -204,7 +145,34 @@ def test_wrong_norms_stop_the_run(monkeypatch: pytest.MonkeyPatch, few: None) ->
 
     monkeypatch.setattr(gpu_peers.Gnsfast, "sqnorms", doubled)
     with pytest.raises(SystemExit, match="gnsfast, Triton is wrong"):
-        gpu_peers.curve("cpu", TINY[0], 3)
+        gpu_peers.curve("cpu", 3, TINY[0])
+
+
+def test_a_wrong_model_does_not_cost_the_other(monkeypatch: pytest.MonkeyPatch, few: None) -> None:
+    def checked(device: str, those: Any, problem_of: Any) -> None:
+        if problem_of is wrong:
+            raise SystemExit("gnsfast, Triton is wrong")
+
+    wrong, right = (lambda *_: None for _ in range(2))
+    monkeypatch.setattr(gpu_peers, "checked", checked)
+    monkeypatch.setattr(gpu_peers, "partial", lambda problem_of, device: problem_of)
+    monkeypatch.setattr(gpu_peers, "SMALL", {"gpt2": wrong, "llama": right})
+    timed = lambda name, compiled, *_: [{"training step": name, "compiled": compiled}]
+    monkeypatch.setattr(gpu_step, "beside_plain", timed)
+    *_, tables = gpu_peers.step("cpu")
+    assert [row["training step"] for row in tables["Whole training step"]] == 2 * ["llama"]
+    assert len(tables["Failed"]) == 2
+    assert all("gpt2" in row["check"] and row["exit status"] for row in tables["Failed"])
+
+
+@pytest.mark.parametrize("name", gpu_step.MODELS)
+def test_small_models_that_are_checked(name: str, few: None) -> None:
+    """Of the layers of those that are timed; gnsfast is right on them."""
+    problem = partial(gpu_peers.llama_problem, B=2, T=5)
+    if name == "gpt2":
+        problem = partial(gpu_peers.gpt_problem, rehearsal.TinyGPT)
+    found, cast = gpu_peers.checked("cpu", gpu_peers.entered("cpu")[:2], partial(problem, "cpu"))
+    assert [v.complaint for v in (*found.values(), *cast.values())] == 4 * [""]
 
 
 def test_back_ends_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,15 +224,21 @@ def test_start_up(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
         return subprocess.CompletedProcess(run, 0, json.dumps(seconds), "")
 
     monkeypatch.setattr(gpu_step.subprocess, "run", process)
-    rows = gpu_step.start_up("cpu")
+    monkeypatch.setattr(gpu_step, "synchronising", lambda *_: [{}])
+    monkeypatch.setattr(gpu_step, "estimator", lambda *_: {})
+    *_, tables = gpu_step.host("cpu")
     assert ran == [("cpu", m, b) for m in ("eager", "compiled") for b in ("", "triton")]
-    assert [row["contestant"] for row in rows] == 2 * ["plain", "gnsfast, Triton"]
+    contestants_ = [row["contestant"] for row in tables["Start-up time"]]
+    assert contestants_ == 2 * ["plain", "gnsfast, Triton"]
 
 
 def test_other_operators_and_small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed and what is watched runs; the kernels' own tests interpret them."""
     monkeypatch.setattr(gpu_ops, "_compiled", lambda fn, args: lambda: fn(*args))
-    tables = gpu_ops.other_ops("cpu", 3, tokens=40, widths=(40,), tables=((50, 24),))
+    monkeypatch.setattr(gpu_ops, "TOKENS", 40)
+    monkeypatch.setattr(gpu_ops, "WIDTHS", (40,))
+    monkeypatch.setattr(gpu_ops, "VOCABULARIES", ((50, 24),))
+    *_, tables = gpu_ops.ops("cpu", [], 3)
     (rows,) = tables.values()
     assert len(rows) == 2 and all("gnsfast / plain" in row for row in rows)
     monkeypatch.setenv("GNSFAST_BACKEND", "reference")
@@ -272,10 +246,8 @@ def test_other_operators_and_small_shapes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("backend", ["", "triton"], ids=["plain", "gnsfast"])
-def test_training_steps(monkeypatch: pytest.MonkeyPatch, backend: str, tiny: None) -> None:
+def test_training_steps(backend: str, tiny: None) -> None:
     """The steps that are timed run, on models that are small enough for it."""
-    monkeypatch.setattr(models.LlamaBlock.__init__, "__defaults__", (16, 2, 24))
-    monkeypatch.setattr(gpu_step._llama, "__defaults__", (2, 9, 16, 1))
     for name in gpu_step.MODELS:
         run = gpu_step.training_step(name, backend, False, "cpu")
         run()
@@ -302,7 +274,7 @@ def test_attention_beside_torchs() -> None:
         )
         assert run["sdpa"](*inputs).shape == inputs[0].shape
     narrow = attention.AttentionCase("tiny", 1, 2, 2, 9, 16, window=4)
-    (row,) = attention.table("cpu", [narrow], 3, measure.wall_seconds)
+    (row,) = attention.row("cpu", 3, measure.wall_seconds, narrow)
     assert row["gnsfast / sdpa"].ratio > 0 and "window 4" in str(row)
 
 
@@ -328,7 +300,7 @@ def test_hopper_kernel_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         assert extension.variants() == names
     monkeypatch.setattr(extension, "variants", lambda: names)
     launched = launch_nothing(monkeypatch)
-    rows = cuda_kernels.taken_apart("cpu", 3, size=8)
+    rows = [r for T in cuda_kernels.COUNTED for r in cuda_kernels.taken_apart("cpu", 3, T, size=8)]
     timed = {(row["T"], row["variant"]) for row in rows}
     assert {(T, name) for T, counted in cuda_kernels.COUNTED.items() for name in counted} <= timed
     assert all(B == 1 for B, name in launched if name.endswith("one sample"))
@@ -338,37 +310,13 @@ def test_hopper_kernel_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_kernels_beside_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels of a Hopper, each beside plain and what was counted for it."""
     launched = launch_nothing(monkeypatch)
-    (row,) = cuda_kernels.beside_triton("cpu", TINY[1:2], 3)
+    (row,) = cuda_kernels.beside_triton("cpu", 3, TINY[1])
     assert {name for _, name in launched} == {"sm80", "sm90"}
     assert row["sm90 / plain"].ratio > 0 and row["triton / plain"].ratio > 0
     assert row["sm90 predicted"] > 1 and row["triton predicted"] > 1
     short = LayerCase("short", 4096, 4096, 64, 16384)  # the fused kernels are timed there too
     assert model.predicted(short, "NVIDIA H200") < 1.2  # by the Gram route
     assert model.predicted(short, "NVIDIA H200", route="fused") > 1.5
-
-
-def test_parts_after_one_that_raises_or_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
-) -> None:
-    """A part that raises leaves its record and the others run; what is wrong is not timed."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(record, "_gpu", lambda: {"gpu": "a device"})
-    ran = []
-
-    def raises(device: str) -> Any:
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(gpu, "ops", raises)
-    monkeypatch.setattr(gpu, "cuda", lambda device: ran.append(device) or {})
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["gpu", "--only", "ops", "cuda", "--record", str(tmp_path)])
-    assert stopped.value.code == 1 and ran == ["cuda"]
-    assert "raises RuntimeError: no such kernel" in next(tmp_path.glob("*ops.md")).read_text()
-    failed = {"check": "pytest", "exit status": 1, "result": "1 failed"}
-    monkeypatch.setattr(gpu, "correctness", lambda device: {"Tests against float64": [failed]})
-    with pytest.raises(SystemExit):
-        command.main(["gpu", "--only", "correctness", "cuda", "--record", str(tmp_path)])
-    assert ran == ["cuda"] and "1 failed" in capsys.readouterr().out
 
 
 def test_without_a_device() -> None:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of ``gpu_machine.py``: programs whose output is shown and logged, until a limit, and the
+packed results, which are whole at any moment. Needs the standard library alone.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+LOOK = 0.1
+"""Seconds between two looks at a program's output and records."""
+MOST = 16 << 20
+"""Bytes of a file that comes back from such a machine."""
+TIMED_OUT = 124
+KEPT = ("records/*.json", "records/*.md", "extension/*/*.so", "logs/*.log")
+"""Of the folder of results, in the archive."""
+
+
+class Job:
+    """``results``: an unpacked archive of former calls, to which this one adds."""
+
+    def __init__(self, out: Path, results: Path, limit: float, root: Path) -> None:
+        self.end = time.monotonic() + limit
+        self.root, self.results, self.records = root, results, results / "records"
+        for folder in (out, self.records, results / "logs", results / "extension"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.archive, self.log = out / "gpu.tar.gz", out / "gpu.log"
+        now = datetime.datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
+        self.own_log = results / "logs" / f"{now}-{os.getpid()}.log"
+        self.log.write_bytes(b"")
+        self.shown, self.packed, self.warned = 0, {}, set()  # type: ignore[var-annotated]
+        self.environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        self.pack()
+
+    def left(self) -> float:
+        """Seconds until the limit."""
+        return self.end - time.monotonic()
+
+    def say(self, text: str) -> None:
+        with self.log.open("ab") as log:
+            log.write(f"== {text}\n".encode())
+        self.show()
+
+    def show(self) -> None:
+        """What is new in the log."""
+        with self.log.open("rb") as log:
+            log.seek(self.shown)
+            new = log.read()
+        self.shown += len(new)
+        sys.stdout.buffer.write(new)
+        sys.stdout.buffer.flush()
+
+    def run(self, command: list[str], seconds: float, **environment: str) -> int:
+        """The program's exit status. Its output goes to the log; what it finishes is packed while
+        it runs. After so many seconds its process group is killed.
+        """
+        end = time.monotonic() + seconds
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=self.environment | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lead_and_follow,
+            )
+        while (status := process.poll()) is None:
+            time.sleep(LOOK)
+            self.show()
+            self.pack_changes()
+            if time.monotonic() > end:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                self.say(f"stopped after {seconds:.0f} s: {' '.join(command)}")
+                status = TIMED_OUT
+                break
+        self.show()
+        self.pack()
+        return status
+
+    def pack_changes(self) -> None:
+        """Where a record changed. One that is replaced at this very moment is seen next time."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.stamps() != self.packed:
+                self.pack()
+
+    def stamps(self) -> dict[Path, int]:
+        files = (p for pattern in KEPT[:-1] for p in self.results.glob(pattern))
+        return {path: path.stat().st_mtime_ns for path in files}
+
+    def pack(self) -> None:
+        """Replace the archive by a new one."""
+        shutil.copyfile(self.log, self.own_log)
+        stamps = self.stamps()
+        packed = self.tarred(KEPT)
+        if len(packed) > MOST:
+            self.warn("gpu.tar.gz would be too large: it is packed without the built extension")
+            packed = self.tarred(tuple(each for each in KEPT if not each.startswith("extension")))
+        partial = self.archive.with_name("gpu.tar.gz.partial")
+        partial.write_bytes(packed)
+        partial.replace(self.archive)
+        self.packed = stamps
+        for path in (self.archive, self.log):
+            if path.stat().st_size > MOST:
+                self.warn(f"{path.name} is larger than {MOST >> 20} MiB, which may not come back")
+
+    def tarred(self, patterns: tuple[str, ...]) -> bytes:
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
+            for pattern in patterns:
+                for path in sorted(self.results.glob(pattern)):
+                    archive.add(path, str(path.relative_to(self.results)))
+        return packed.getvalue()
+
+    def warn(self, text: str) -> None:
+        """Once."""
+        if text not in self.warned:
+            self.warned.add(text)
+            self.say(text)
+
+
+def lead_and_follow() -> None:
+    """A process group of its own, which is gone when the driver is: a kill leaves the device to
+    nobody.
+    """
+    os.setpgrp()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make gpu``: ``python -m benchmarks gpu`` on a bare machine without a network, for a while.
+
+Needs the standard library alone.
+It makes ready what such a machine lacks (``gpu_prepare.py``), then runs the parts in the order of
+what one would miss most, each stage a process group of its own. Whatever is finished lies in
+``OUT/gpu.tar.gz`` at once: unpacked into ``.gpu/``, no later call runs it again.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":  # started by its path
+    sys.path[0] = str(ROOT)
+
+from benchmarks import gpu_prepare  # noqa: E402
+from benchmarks.gpu_job import Job  # noqa: E402
+
+SECONDS = {
+    "correctness": 150,
+    "ops": 180,
+    "routes": 60,
+    "attention": 90,
+    "cuda": 60,
+    "step": 240,
+    "curves": 300,
+    "peers": 150,
+    "host": 150,
+    "sanitizers": 240,
+}
+"""Of each part, estimated before any GPU ran it."""
+
+STAGES = (
+    ("correctness",),
+    ("ops", "routes", "attention", "cuda"),
+    ("step",),
+    ("curves",),
+    ("peers", "host"),
+    ("sanitizers",),
+)
+STAGE_SECONDS = 600
+"""A stage that takes longer is stopped."""
+END = 30
+"""Seconds that are kept for the summary."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu_machine.py", description=__doc__)
+    parser.add_argument("--out", type=Path, help="gpu.tar.gz and gpu.log; default: .gpu")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds of this call")
+    parser.add_argument("--resume", type=Path, help="an unpacked gpu.tar.gz; default: .gpu")
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".whl", help="to be installed first")
+    parser.add_argument("--again", nargs="+", choices=SECONDS, default=[], metavar="PART")
+    parser.add_argument("--rehearse", action="store_true", help="tiny cases, on this CPU")
+    parser.add_argument("--python", nargs="+", default=[sys.executable], help="runs the parts")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="gnsfast-gpu-") as scratch:
+        # What a rehearsal measures is never taken for a result, nor for a part that is finished.
+        usual = Path(scratch) / "results" if options.rehearse else ROOT / ".gpu"
+        out = options.out or ROOT / (".gpu-rehearsal" if options.rehearse else ".gpu")
+        job = Job(out.resolve(), (options.resume or usual).resolve(), options.limit, ROOT)
+        gpu_prepare.install(job, options.wheels.resolve(), Path(scratch) / "site")
+        gpu_prepare.link(job)
+        if not options.rehearse:
+            gpu_prepare.build(job)
+        for part in options.again:
+            set_aside(job.records, part)
+        failed = stages(job, options.python, options.rehearse)
+        end = ["-m", "benchmarks", "gpu", "--summary", "--record", str(job.records)]
+        failed |= job.run([*options.python, *end], job.left()) != 0
+        left = [part for part in SECONDS if not finished(job.records, part)]
+        job.say(f"not finished: {', '.join(left)}" if left else "every part is finished")
+        job.pack()
+    raise SystemExit(1 if failed else 0)
+
+
+def stages(job: Job, python: list[str], rehearse: bool) -> bool:
+    """Whether a process failed. A part that ends its process costs no other one."""
+    failed, ran = False, False
+    for stage in STAGES:
+        parts = [part for part in stage if not finished(job.records, part)]
+        if kept := [part for part in stage if part not in parts]:
+            job.say(f"finished by a former call: {', '.join(kept)}")
+        while parts:
+            estimated, left = sum(SECONDS[part] for part in parts), job.left() - END
+            if left <= 0 or (ran and estimated > left):
+                said = f"{estimated} s estimated, {max(left, 0):.0f} s left"
+                job.say(f"not started: {' '.join(parts)}: {said}")
+                break
+            for part in parts:
+                set_aside(job.records, part)
+            job.say(f"{' '.join(parts)}: {estimated} s estimated, {left:.0f} s left")
+            run = [*python, "-m", *command_of(parts, rehearse), "--record", str(job.records)]
+            status, ran = job.run(run, min(STAGE_SECONDS, left)), True
+            failed |= status != 0
+            rest = [part for part in parts if not records(job.records, part)]
+            if rest == parts:
+                job.say(f"not finished: {' '.join(parts)}: the process began none of them")
+                break
+            parts = rest
+    return failed
+
+
+def command_of(parts: list[str], rehearse: bool) -> list[str]:
+    """What runs them, after ``python -m``."""
+    return ["benchmarks", "gpu", "--only", *parts, *(["--rehearse"] if rehearse else [])]
+
+
+def finished(folder: Path, part: str) -> bool:
+    """Whether its record is whole."""
+    return any(folder.glob(f"????-??-??-gpu-{part}.json"))
+
+
+def records(folder: Path, part: str) -> list[Path]:
+    """The files of its record, whole or not: a part that has begun has one."""
+    name = re.compile(rf"\d{{4}}-\d\d-\d\d-gpu-{part}(-unfinished)?\.(json|md)")
+    return [path for path in folder.iterdir() if name.fullmatch(path.name)]
+
+
+def set_aside(folder: Path, part: str) -> None:
+    """Give its record another name, so that a new one does not replace what was measured."""
+    for path in records(folder, part):
+        names = (f"{path.stem}-former-{n}{path.suffix}" for n in range(1, 1000))
+        path.rename(next(folder / name for name in names if not (folder / name).exists()))
+
+
+if __name__ == "__main__":
+    main()

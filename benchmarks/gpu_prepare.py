@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a bare GPU machine lacks, for ``gpu_machine.py``: packages, the kernels' folder, the CUDA
+extension. Needs the standard library alone.
+"""
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_job import TIMED_OUT, Job
+
+NEEDED = ("torch", "triton", "pytest", "xdist")
+"""Without them no test runs; all else that is missing is a row of the record."""
+MISSING = (
+    "import sys, importlib.util as util;"
+    "print(*[n for n in sys.argv[1:] if not util.find_spec(n)], sep='\\n')"
+)
+BUILD = ("setup.py", "build_ext", "--inplace")
+BUILD_SECONDS = 150
+DEVICE = (
+    "import torch; p = torch.cuda.get_device_properties(0);"
+    "print(p.major, p.minor, p.name, sep='\\n')"
+)
+
+
+def install(job: Job, wheels: Path, site: Path) -> None:
+    """The wheels into ``site``, which goes before what is installed."""
+    found = sorted(map(str, wheels.glob("*.whl")))
+    path = os.environ.get("PYTHONPATH")
+    job.environment["PYTHONPATH"] = os.pathsep.join([str(site), *([path] if path else [])])
+    job.environment["PATH"] = f"{site / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    if found:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+        pip += ["--no-compile", "--no-cache-dir", "--target", str(site), *found]
+        if job.run(pip, 120):
+            raise SystemExit(f"pip did not install the wheels of {wheels}: see above")
+    if missing := asked(job, [sys.executable, "-c", MISSING, *NEEDED]):
+        made = "`make gpu-wheels` on a machine with a network fills .whl, which goes along"
+        raise SystemExit(f"missing here: {', '.join(missing)}; {made}")
+
+
+def asked(job: Job, command: list[str]) -> list[str]:
+    """The lines that a program prints; what it complains of goes to the log."""
+    where: dict[str, Any] = {"cwd": job.root, "env": job.environment}
+    with job.log.open("ab") as log:
+        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, **where)
+    job.show()
+    if said.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit status {said.returncode}")
+    return said.stdout.strip().splitlines()
+
+
+def link(job: Job) -> None:
+    """``gnsfast.triton_kernels``, which an installation would map to the folder beside."""
+    try:
+        importlib.metadata.distribution("gnsfast")
+    except importlib.metadata.PackageNotFoundError:
+        folder = job.root / "gnsfast" / "triton_kernels"
+        if not folder.exists():
+            folder.symlink_to("../triton_kernels")
+            job.say("gnsfast/triton_kernels is linked to ../triton_kernels")
+
+
+def build(job: Job) -> None:
+    """``gnsfast._C`` in the checkout, for this device alone, unless a former call built it from the
+    same files with the same compiler; a row of the record says which, or why there is none.
+    """
+    try:
+        major, minor, gpu = asked(job, [sys.executable, "-c", DEVICE])
+    except SystemExit as error:
+        raise SystemExit(f"torch finds no CUDA device: {error}; --rehearse runs on a CPU") from None
+    for stale in (job.root / "gnsfast").glob("_C*.so"):
+        stale.unlink()
+    start = time.monotonic()
+    status, result = built(job, major + minor)
+    row = {"check": "CUDA extension", "exit status": status, "result": result}
+    row["s"] = round(time.monotonic() - start)
+    job.say(f"CUDA extension: {result}")
+    today = datetime.date.today().isoformat()
+    data = {"command": " ".join(["python", *BUILD]), "machine": {"gpu": gpu, "date": today}}
+    data["tables"] = {"The CUDA extension": [row]}
+    path = job.records / f"{today}-gpu-extension.json"
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def built(job: Job, arch: str) -> tuple[int, str]:
+    """Exit status and what to say of it."""
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if shutil.which(nvcc) is None:
+        return 1, f"there is no nvcc at {nvcc}: CUDACXX names another"
+    compiler = "\n".join(asked(job, [nvcc, "--version"]))
+    folder = job.results / "extension" / key(job.root, arch, compiler)
+    package = job.root / "gnsfast"
+    if kept := sorted(folder.glob("_C*.so")):
+        shutil.copy2(kept[0], package)
+        return 0, "built by a former call"
+    environment = {"GNSFAST_CUDA": "1", "GNSFAST_CUDA_ARCHS": arch, "CUDACXX": nvcc}
+    status = job.run([sys.executable, *BUILD], min(BUILD_SECONDS, job.left()), **environment)
+    made = sorted(package.glob("_C*.so"))
+    if status or not made:
+        why = "took too long" if status == TIMED_OUT else "failed"
+        return status or 1, f"the build {why}: see the log; all else runs without it"
+    for other in folder.parent.iterdir():
+        shutil.rmtree(other)
+    folder.mkdir()
+    partial = folder / "partial"
+    shutil.copy2(made[0], partial)
+    partial.replace(folder / made[0].name)
+    job.pack()
+    return 0, "built"
+
+
+def key(root: Path, arch: str, compiler: str) -> str:
+    """Of all that a built file comes from."""
+    sources = [path for path in sorted((root / "csrc").rglob("*")) if path.is_file()]
+    said = hashlib.sha256()
+    for path in (*sources, root / "setup.py"):
+        said.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    said.update(f"{arch}\n{sys.version}\n{compiler}".encode())
+    return said.hexdigest()[:16]

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of ``python -m benchmarks gpu`` in which parts fail, end or are not there; its records."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is there on Linux alone")
+pytest.importorskip("benchmarks")  # a wheel has none
+
+from benchmarks import __main__ as command  # noqa: E402
+from benchmarks import gpu, growing, record  # noqa: E402
+
+
+def test_every_test_of_a_kernel_is_run() -> None:
+    """Those that the mark or the fixture sends to a device; this file's benchmarks are parts."""
+    suites = {name for name in gpu.SUITES}
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        source = path.read_text()
+        marked = re.findall(r"@pytest.mark.gpu\n(?:@.*\n)*def (\w+)", source)
+        given = re.findall(r"^def (test_\w+)\([^)]*\bdevice: str", source, re.MULTILINE)
+        for name in {*marked, *given}:
+            assert {path.name, f"{path.name}::{name}"} & suites, f"{path.name}::{name}"
+        if re.search(r"^pytestmark = pytest.mark.gpu$", source, re.MULTILINE):
+            assert path.name in suites, path.name
+    for name in gpu.SUITES:
+        file, _, test = name.partition("::")
+        assert f"def {test}(" in (Path(__file__).parent / file).read_text() or not test, name
+
+
+def parts(monkeypatch: pytest.MonkeyPatch, **those: Any) -> None:
+    for name, part in those.items():
+        monkeypatch.setitem(gpu.PARTS, name, part)
+
+
+@pytest.fixture
+def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(record, "_gpu", lambda: {"gpu": "a device"})
+
+
+def test_parts_after_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, a_device: None
+) -> None:
+    """A gate that exits, an exception and a failed test are rows; what came before stays."""
+
+    def exits(device: str) -> Any:
+        yield {"Cases": [{"n": 1}]}
+        raise SystemExit("gnsfast, Triton is wrong on GPT")
+
+    def raises(device: str) -> Any:
+        raise RuntimeError("no such kernel")
+
+    failed = {"check": "pytest", "exit status": 1, "result": "1 failed"}
+    tests = lambda device: [{"Tests against float64": [failed]}]
+    right = lambda device: [{"Cases": [{"n": 2}]}]
+    parts(monkeypatch, correctness=tests, ops=exits, routes=raises, cuda=right)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(
+            ["gpu", "--only", "correctness", "ops", "routes", "cuda", "--record", str(tmp_path)]
+        )
+    assert stopped.value.code == 1
+    of = lambda part: record.newest(f"gpu-{part}", tmp_path).tables
+    assert of("ops")["Cases"] == [{"n": 1}] and of("cuda") == {"Cases": [{"n": 2}]}
+    assert "gnsfast, Triton is wrong on GPT" in of("ops")["Failed"][0]["result"]
+    assert of("routes")["Failed"][0]["result"] == "raises RuntimeError: no such kernel"
+    last = capsys.readouterr().out.rpartition("In short")[2]
+    assert "1 failed" in last and "no such kernel" in last and "is wrong on GPT" in last
+
+
+def test_a_case_that_raises_does_not_cost_the_others() -> None:
+    def rows_of(n: int) -> list[dict[str, Any]]:
+        return [{"n": 6 // n}]
+
+    *_, tables = growing.Growing().over("Cases", (1, 0, 3), rows_of)
+    assert tables["Cases"] == [{"n": 6}, {"n": 2}]
+    (row,) = tables["Failed"]
+    assert row["check"] == "Cases: 0" and "ZeroDivisionError" in row["result"]
+
+
+def test_a_record_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, a_device: None) -> None:
+    """It has each finished case, and no name of a whole one before it is whole."""
+    seen = []
+
+    def part(device: str) -> Any:
+        found = growing.Growing()
+        for tables in found.over("Cases", range(3), lambda n: [{"n": n}]):
+            yield tables
+            begun = record.newest("gpu-ops-unfinished", tmp_path)
+            seen.append([row["n"] for row in begun.tables["Cases"]])
+            assert record.newest("gpu-ops", tmp_path) is None
+
+    parts(monkeypatch, ops=part)
+    command.main(["gpu", "--only", "ops", "--record", str(tmp_path)])
+    assert seen == [[0], [0, 1], [0, 1, 2]]
+    assert len(record.newest("gpu-ops", tmp_path).tables["Cases"]) == 3
+    assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name]
+
+
+def test_a_lost_device_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, a_device: None
+) -> None:
+    """After its record is whole: CUDA answers the process no more, so no other part begins."""
+
+    def raises() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    ran = []
+    parts(monkeypatch, ops=lambda device: [{}], cuda=lambda device: ran.append(device) or [{}])
+    monkeypatch.setattr(torch.cuda, "synchronize", raises)
+    with pytest.raises(SystemExit, match="after ops the device answers only new processes"):
+        command.main(["gpu", "--only", "ops", "cuda", "--record", str(tmp_path)])
+    assert not ran and record.newest("gpu-ops", tmp_path)
+
+
+def test_summary_of_a_folder(tmp_path: Path, capsys: Any) -> None:
+    """What is unfinished, or failed, is said and turns the exit status; sanitizers do not."""
+    said = {"compute-sanitizer": [{"check": "memcheck", "its status": 9, "result": "3 errors"}]}
+    record.write("gpu-sanitizers", "", said, tmp_path)
+    summary = ["gpu", "--summary", "--record", str(tmp_path)]
+    command.main(summary)
+    assert "3 errors" in capsys.readouterr().out
+    record.write_unfinished("gpu-curves", "", {"Cost against B": [{"layer": "a"}]}, tmp_path)
+    with pytest.raises(SystemExit):
+        command.main(summary)
+    assert "| curves | unfinished: 1 rows |" in capsys.readouterr().out
+
+
+def test_tests_and_sanitizers_show_what_they_print(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At once: this one ends when its line was shown, which is its result."""
+    waits = f"for i in $(seq 100); do [ -e {tmp_path}/shown ] && exit 3; sleep 0.1; done; exit 4"
+    shown = lambda line, **_: (tmp_path / "shown").touch()
+    monkeypatch.setattr(gpu, "print", shown, raising=False)
+    row = gpu.outcome("tests", ["sh", "-c", f"echo '= 2 passed ='; echo; {waits}"], "rc")
+    assert row == {"check": "tests", "rc": 3, "result": "2 passed"}
+    ran = []
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: name)
+    monkeypatch.setattr(gpu, "outcome", lambda check, run, *_, **__: ran.append(run) or {})
+    assert len(list(gpu.sanitizers("cuda"))) == 2
+    assert all(run[5:7] == ["--report-api-errors", "no"] for run in ran)
