@@ -4,6 +4,7 @@ compute-sanitizer watches.
 """
 
 import torch
+from torch import Tensor
 
 import gnsfast  # noqa: F401  (registers the operators)
 from gnsfast import extension
@@ -29,6 +30,9 @@ def main(device: str = "cuda") -> None:
             w = x[0, 0].clone()
             _, mean, rstd = torch.native_layer_norm(x, [I], w, w, 1e-5)
             ops.layer_norm_backward(x, x, mean, rstd, w, w, True, True)
+            ops.segment_sums(rows[0], starts)
+            ops.in_projection_wgrad([x, x[:, :1]], [dy, dy[:, :1]], True, True, f32)
+            run_metric(x, dy, ids, mean, rstd)
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (
             torch.randn(2, h, 70, 40, device=device, dtype=dtype).requires_grad_()
@@ -51,6 +55,20 @@ def main(device: str = "cuda") -> None:
     if device == "cuda":
         torch.cuda.synchronize()
         print(extension.missing() or f"{run_extension()} launches of the CUDA extension ran")
+
+
+def run_metric(x: Tensor, dy: Tensor, ids: Tensor, mean: Tensor, rstd: Tensor) -> None:
+    """The operators with norms under a metric, tied ones too."""
+    ops, f32, (I, O) = torch.ops.gnsfast, torch.float32, (x.shape[2], dy.shape[2])
+    v, v_O, v_I = (torch.rand(*shape, device=x.device) for shape in ((O, I), (O,), (I,)))
+    constants = torch.tensor([[1.5, 1e-3]] * 2, dtype=torch.float64, device=x.device)
+    w = x[0, 0].clone()
+    for tied in (None, ids):
+        ops.linear_wgrad_metric(x, dy, v, v_O, constants, tied, False, f32)
+    ops.linear_wgrad_metric(x, dy, v.mT.contiguous(), None, constants[:1], None, True, f32)
+    ops.embedding_wgrad_metric(x, ids, v, constants[:1], 3, f32)
+    ops.norm_backward_metric(x, x, mean, rstd, w, w, v_I, v_I, constants, 0.0, 0.0)
+    ops.norm_backward_metric(x, x, None, None, w, None, v_I, None, constants[:1], 1e-5, 1.0)
 
 
 def run_extension() -> int:

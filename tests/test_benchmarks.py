@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
@@ -242,7 +243,23 @@ def test_other_operators_and_small_shapes(monkeypatch: pytest.MonkeyPatch) -> No
     (rows,) = tables.values()
     assert len(rows) == 2 and all("gnsfast / plain" in row for row in rows)
     monkeypatch.setenv("GNSFAST_BACKEND", "reference")
-    small_shapes.main("cpu")
+    with Called() as called:
+        small_shapes.main("cpu")
+    defined = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gnsfast::")}
+    assert called.names == defined
+
+
+class Called(TorchDispatchMode):
+    """The operators of gnsfast that ran, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "gnsfast":
+            self.names.add(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("backend", ["", "triton"], ids=["plain", "gnsfast"])
