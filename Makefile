@@ -7,6 +7,11 @@ LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py con
 # What packaging can break: every module and its examples, the kernels' folder, the command.
 WHEEL_TESTS := $(addprefix ../../tests/test_,promises.py docs.py setup.py linear_wgrad.py convert.py triton_linear.py cli.py \
 	integrations_trackers.py examples.py)
+OUT ?= .gpu
+LIMIT ?= 3600
+# What a machine with torch, Triton and transformers may lack, and all that it needs in turn.
+GPU_WHEELS := pytest pytest-xdist execnet iniconfig pluggy pygments packaging pybind11 ninja setuptools \
+	opacus opt-einsum einops unfoldNd backpack-for-pytorch
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 help:  ## list the targets
@@ -48,6 +53,15 @@ format: $(DEV)  ## let ruff rewrite what it can
 bench: $(PEERS)  ## gnsfast beside plain torch and its peers on this CPU; half an hour on two quiet cores
 	$(BIN)/python -m benchmarks cpu
 
+gpu-wheels:  ## for a GPU machine without a network: downloads into .whl what it may lack
+	rm -rf .whl
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		--constraint constraints.txt --dest .whl $(GPU_WHEELS)
+
+gpu:  ## on a GPU: tests, then measurements, packed in OUT/gpu.tar.gz; stops after LIMIT seconds, resumes from .gpu
+	$(PYTHON) benchmarks/gpu_machine.py --out $(OUT) --limit $(LIMIT) $(if $(AGAIN),--again $(AGAIN))
+
 clean:  ## remove everything that make made
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
@@ -65,4 +79,4 @@ $(PEERS): $(DEV)
 	$(INSTALL) --no-deps backpack-for-pytorch  # only its examples need the torchvision that it asks for
 	touch $(PEERS)
 
-.PHONY: help demo test triton-test wheel-test kernels lint format bench clean
+.PHONY: help demo test triton-test wheel-test kernels lint format bench gpu-wheels gpu clean

@@ -43,7 +43,10 @@ def install(job: Job, wheels: Path, site: Path) -> None:
         if job.run(pip, 120):
             raise SystemExit(f"pip did not install the wheels of {wheels}: see above")
     if missing := asked(job, [sys.executable, "-c", MISSING, *NEEDED]):
-        made = "`make gpu-wheels` on a machine with a network fills .whl, which goes along"
+        made = (
+            "torch and Triton are the machine's own; `make gpu-wheels`, where there is a network, "
+        )
+        made += "fills .whl with all else, and .whl goes along"
         raise SystemExit(f"missing here: {', '.join(missing)}; {made}")
 
 
