@@ -115,7 +115,8 @@ def conclude(parts: Sequence[str], folder: Path) -> None:
             tables = whole.tables
         elif begun := record.newest(f"gpu-{part}-unfinished", folder):
             said = f"unfinished: {sum(map(len, begun.tables.values()))} rows"
-            tables = {**begun.tables, "": [{"check": part, "exit status": 1, "result": said}]}
+            row = {"check": part, "exit status": 1, "result": said}
+            tables = {**begun.tables, FAILED: [*begun.tables.get(FAILED, []), row]}
         short += summary(tables)
         wrong |= any(row.get("exit status") for rows in tables.values() for row in rows)
     print("\nIn short\n\n" + "\n".join(record.markdown(short)), flush=True)

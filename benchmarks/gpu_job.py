@@ -37,7 +37,9 @@ class Job:
         now = datetime.datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
         self.own_log = results / "logs" / f"{now}-{os.getpid()}.log"
         self.log.write_bytes(b"")
-        self.shown, self.packed, self.warned = 0, {}, set()  # type: ignore[var-annotated]
+        self.shown = 0  # bytes of the log
+        self.packed: dict[Path, int] = {}
+        self.warned: set[str] = set()
         self.environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         self.pack()
 

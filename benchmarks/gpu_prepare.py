@@ -43,11 +43,10 @@ def install(job: Job, wheels: Path, site: Path) -> None:
         if job.run(pip, 120):
             raise SystemExit(f"pip did not install the wheels of {wheels}: see above")
     if missing := asked(job, [sys.executable, "-c", MISSING, *NEEDED]):
-        made = (
-            "torch and Triton are the machine's own; `make gpu-wheels`, where there is a network, "
+        remedy = "`make gpu-wheels`, where there is a network, fills .whl, which goes along"
+        raise SystemExit(
+            f"missing here: {', '.join(missing)}; {remedy} (torch and Triton are the machine's own)"
         )
-        made += "fills .whl with all else, and .whl goes along"
-        raise SystemExit(f"missing here: {', '.join(missing)}; {made}")
 
 
 def asked(job: Job, command: list[str]) -> list[str]:

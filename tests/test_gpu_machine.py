@@ -41,7 +41,7 @@ for part in given[given.index("--only") + 1 : given.index("--rehearse")]:
         partial.replace(growing)
     print("began", part, os.getpid())
     if behaviour.get(part) == "hangs":
-        time.sleep(60)
+        time.sleep(20)
     if behaviour.get(part) == "crashes":
         os._exit(5)
     growing.replace(path)
@@ -220,6 +220,16 @@ def test_limit(limit: int, ran: list[str], said: str, stub: list[str], tmp_path:
     text = (tmp_path / "out" / "gpu.log").read_text()
     assert began(text) == ran
     assert said in text.replace("29 s left", "30 s left")
+
+
+def test_a_rehearsal_is_no_result(stub: list[str], tmp_path: Path) -> None:
+    """Its records are in no folder that a later call takes for one of finished parts."""
+    where = stub.index("--resume")
+    usual = [*stub[:where], *stub[where + 2 :]]
+    for _ in range(2):
+        assert drive(usual) == 0
+        assert began((tmp_path / "out" / "gpu.log").read_text()) == PARTS
+        assert len(packed(tmp_path / "out")) == len(PARTS) + 1
 
 
 def test_something_wrong_in_a_record(stub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,14 @@ def test_wheels(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found == [str(tmp_path / "site/setuptools.py"), str(tmp_path / "site/bin/ninja")]
 
 
+def test_wheels_that_are_downloaded_are_pinned() -> None:
+    root = Path(__file__).parents[1]
+    listed = (root / "Makefile").read_text().partition("GPU_WHEELS :=")[2].partition("\nINSTALL")[0]
+    pins = {line.partition("==")[0] for line in (root / "constraints.txt").read_text().split()}
+    plain = lambda name: name.lower().replace("_", "-")
+    assert {plain(n) for n in listed.split() if n != "\\"} <= {plain(pin) for pin in pins}
+
+
 def test_what_is_missing_is_named(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
