@@ -21,7 +21,7 @@ LOOK = 0.1
 MOST = 16 << 20
 """Bytes of a file that comes back from such a machine."""
 TIMED_OUT = 124
-KEPT = ("records/*.json", "records/*.md", "extension/*/*.so", "logs/*.log")
+KEPT = ("records/*.json", "records/*.md", "extension/*/*", "logs/*.log")
 """Of the folder of results, in the archive."""
 
 

@@ -104,16 +104,23 @@ def built(job: Job, arch: str) -> tuple[int, str]:
     if kept := sorted(folder.glob("_C*.so")):
         shutil.copy2(kept[0], package)
         return 0, "built by a former call"
+    failed = folder / "failed"
+    if failed.exists():
+        return (
+            1,
+            f"failed in a former call; without {failed.relative_to(job.results)} it is retried",
+        )
     environment = {"GNSFAST_CUDA": "1", "GNSFAST_CUDA_ARCHS": arch, "CUDACXX": nvcc}
     status = job.run([sys.executable, *BUILD], min(BUILD_SECONDS, job.left()), **environment)
     made = sorted(package.glob("_C*.so"))
-    if status or not made:
-        why = "took too long" if status == TIMED_OUT else "failed"
-        return status or 1, f"the build {why}: see the log; all else runs without it"
     for other in folder.parent.iterdir():
         shutil.rmtree(other)
     folder.mkdir()
-    partial = folder / "partial"
+    if status or not made:
+        failed.touch()  # or every call would lose these seconds
+        why = "took too long" if status == TIMED_OUT else "failed"
+        return status or 1, f"the build {why}: see the log; all else runs without it"
+    partial = folder.with_suffix(".partial")
     shutil.copy2(made[0], partial)
     partial.replace(folder / made[0].name)
     job.pack()

@@ -144,6 +144,8 @@ def test_an_extension_that_is_not_built(
     gpu_prepare.build(job)
     assert not (job.root / "gnsfast/_C.so").exists()
     assert row(job)["exit status"] == 3 and "the build failed" in str(row(job)["result"])
+    gpu_prepare.build(job)
+    assert row(job)["exit status"] == 1 and "failed in a former call" in str(row(job)["result"])
     (job.root / "setup.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(gpu_prepare, "BUILD_SECONDS", 0.1)
     gpu_prepare.build(job)
