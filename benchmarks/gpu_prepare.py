@@ -106,21 +106,20 @@ def built(job: Job, arch: str) -> tuple[int, str]:
         return 0, "built by a former call"
     failed = folder / "failed"
     if failed.exists():
-        return (
-            1,
-            f"failed in a former call; without {failed.relative_to(job.results)} it is retried",
-        )
+        return 1, f"the build failed in a former call: without {failed} it is tried again"
     environment = {"GNSFAST_CUDA": "1", "GNSFAST_CUDA_ARCHS": arch, "CUDACXX": nvcc}
-    status = job.run([sys.executable, *BUILD], min(BUILD_SECONDS, job.left()), **environment)
+    seconds = min(BUILD_SECONDS, job.left())
+    status = job.run([sys.executable, *BUILD], seconds, **environment)
     made = sorted(package.glob("_C*.so"))
     for other in folder.parent.iterdir():
         shutil.rmtree(other)
     folder.mkdir()
     if status or not made:
-        failed.touch()  # or every call would lose these seconds
+        if status != TIMED_OUT or seconds == BUILD_SECONDS:
+            failed.touch()  # or every call would lose these seconds
         why = "took too long" if status == TIMED_OUT else "failed"
         return status or 1, f"the build {why}: see the log; all else runs without it"
-    partial = folder.with_suffix(".partial")
+    partial = job.results / "extension.partial"
     shutil.copy2(made[0], partial)
     partial.replace(folder / made[0].name)
     job.pack()

@@ -74,12 +74,15 @@ def test_parts_after_one_that_fails(
 
 def test_a_case_that_raises_does_not_cost_the_others() -> None:
     def rows_of(n: int) -> list[dict[str, Any]]:
+        if n == 4:
+            raise SystemExit("gnsfast, Triton is wrong")
         return [{"n": 6 // n}]
 
-    *_, tables = growing.Growing().over("Cases", (1, 0, 3), rows_of)
+    *_, tables = growing.Growing().over("Cases", (1, 0, 4, 3), rows_of)
     assert tables["Cases"] == [{"n": 6}, {"n": 2}]
-    (row,) = tables["Failed"]
-    assert row["check"] == "Cases: 0" and "ZeroDivisionError" in row["result"]
+    raised, wrong = tables["Failed"]
+    assert raised["check"] == "Cases: 0" and "ZeroDivisionError" in raised["result"]
+    assert wrong["check"] == "Cases: 4" and "Triton is wrong" in wrong["result"]
 
 
 def test_a_record_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, a_device: None) -> None:
