@@ -114,7 +114,7 @@ def peers(
 def checked(
     device: str, those: list[Contestant], problem_of: Callable[[bool], Problem]
 ) -> tuple[dict[str, Verdict], dict[str, Verdict]]:
-    """In float32, and those that are right there under autocast; ``problem_of``: whether that."""
+    """In float32, and those that are right there under autocast, which ``problem_of`` is told."""
     torch.manual_seed(0)
     found = gate.judged(problem_of(False), those)
     right = [v.contestant for v in found.values() if not v.complaint]
