@@ -5,7 +5,6 @@ import copy
 import json
 import math
 import re
-import subprocess
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -82,38 +81,6 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     raw = json.loads(read.path.read_text())["tables"]["Steps"][0]["time"]
     assert raw == {"milliseconds": 840.0, "ratio": 1.05, "lower": 1.04, "upper": 1.07}
     assert "| a | 3 | 1235 | 1.050 (1.040 to 1.070) | - |" in for_people.read_text()
-
-
-def test_a_record_is_replaced_whole_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A kill before the new one takes the name leaves the former one."""
-
-    def killed(path: Path, target: Path) -> Path:
-        raise KeyboardInterrupt
-
-    path = record.write("x", "", {"a": [{"n": 1}]}, tmp_path).with_suffix(".json")
-    monkeypatch.setattr(Path, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        record.write("x", "", {"a": [{"n": 2}]}, tmp_path)
-    assert record.read(path).tables == {"a": [{"n": 1}]}
-
-
-def test_a_growing_record_asks_the_machine_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """And again when it is whole, as a GPU's clocks are those at the end."""
-    asked = []
-    done = subprocess.CompletedProcess([], 0, "abc", "")
-    monkeypatch.setattr(record.subprocess, "run", lambda *a, **_: asked.append(a) or done)
-    record._line.cache_clear()
-    for _ in range(3):
-        record.write_unfinished("x", "", {}, tmp_path)
-    once = len(asked)
-    record.write_whole("x", "", {}, tmp_path)
-    record._line.cache_clear()
-    assert 0 < once < 3 and len(asked) == 2 * once
-    assert not list(tmp_path.glob("*unfinished*"))
 
 
 def test_installed_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

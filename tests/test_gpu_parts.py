@@ -2,6 +2,7 @@
 """A run of ``python -m benchmarks gpu`` in which parts fail, end or are not there; its records."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,38 @@ def test_a_record_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, a_devic
     assert seen == [[0], [0, 1], [0, 1, 2]]
     assert len(record.newest("gpu-ops", tmp_path).tables["Cases"]) == 3
     assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name]
+
+
+def test_a_record_is_replaced_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A kill before the new one takes the name leaves the former one."""
+
+    def killed(path: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    path = record.write("x", "", {"a": [{"n": 1}]}, tmp_path).with_suffix(".json")
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        record.write("x", "", {"a": [{"n": 2}]}, tmp_path)
+    assert record.read(path).tables == {"a": [{"n": 1}]}
+
+
+def test_a_growing_record_asks_the_machine_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And again when it is whole, as a GPU's clocks are those at the end."""
+    asked = []
+    done = subprocess.CompletedProcess([], 0, "abc", "")
+    monkeypatch.setattr(record.subprocess, "run", lambda *a, **_: asked.append(a) or done)
+    record._line.cache_clear()
+    for _ in range(3):
+        record.write_unfinished("x", "", {}, tmp_path)
+    once = len(asked)
+    record.write_whole("x", "", {}, tmp_path)
+    record._line.cache_clear()
+    assert 0 < once < 3 and len(asked) == 2 * once
+    assert not list(tmp_path.glob("*unfinished*"))
 
 
 def test_a_lost_device_ends_the_process(
