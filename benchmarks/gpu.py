@@ -42,6 +42,8 @@ SUITES = (
     "test_triton_linear.py",
     "test_triton_layers.py",
     "test_triton_metric.py",
+    "test_triton_sizes.py",
+    "test_operator_results.py",
     "test_segments.py",
     "test_attention.py",
     "test_attention_kernels.py",

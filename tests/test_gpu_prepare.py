@@ -94,7 +94,7 @@ def nvcc(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text("#!/bin/sh\necho release 13.0\n")
     path.chmod(0o755)
     monkeypatch.setenv("CUDACXX", str(path))
-    monkeypatch.setattr(gpu_prepare, "DEVICE", "print('9\\n0\\na device')")
+    monkeypatch.setattr(gpu_prepare, "DEVICE", "print('9\\na device')")
     return path
 
 
