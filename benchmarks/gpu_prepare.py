@@ -125,7 +125,8 @@ def built(job: Job, arch: str) -> tuple[int, str]:
 
 def key(root: Path, arch: str, compiler: str) -> str:
     """Of all that a built file comes from."""
-    sources = [path for path in sorted((root / "csrc").rglob("*")) if path.is_file()]
+    files = (path for path in sorted((root / "csrc").rglob("*")) if path.is_file())
+    sources = [path for path in files if path.suffix != ".pyc"]
     said = hashlib.sha256()
     for path in (*sources, root / "setup.py"):
         said.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())

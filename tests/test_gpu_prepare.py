@@ -125,6 +125,7 @@ def test_the_extension_is_built_once(job: Job, nvcc: Path) -> None:
     extension.write_text("stale")
     (kept,) = job.results.glob("extension/*/_C.so")
     kept.write_text("kept")
+    (job.root / "csrc/a.pyc").write_text("what Python leaves there")
     gpu_prepare.build(job)
     assert extension.read_text() == "kept" and row(job)["result"] == "built by a former call"
     for change in (job.root / "csrc/host_model/b.h", nvcc):
