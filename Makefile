@@ -7,6 +7,8 @@ LAYER_TESTS := $(addprefix tests/test_,linear_wgrad.py embedding.py norms.py con
 # What packaging can break: every module and its examples, the kernels' folder, the command.
 WHEEL_TESTS := $(addprefix ../../tests/test_,promises.py docs.py setup.py linear_wgrad.py convert.py triton_linear.py cli.py \
 	integrations_trackers.py examples.py)
+JIT_TESTS := $(addprefix tests/test_,triton_linear.py triton_layers.py triton_metric.py triton_sizes.py segments.py \
+	attention_kernels.py)
 OUT ?= .gpu
 LIMIT ?= 3600
 # What a machine with torch, Triton and transformers may lack, and all that it needs in turn.
@@ -22,14 +24,25 @@ demo: $(RUN)  ## train a small GPT on real text, its noise scale on the screen a
 
 test: $(PEERS)  ## all tests in the checkout, the layers' through Triton, and some against the built wheel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	$(MAKE) --no-print-directory triton-test wheel-test
+	$(MAKE) --no-print-directory triton-test jit-test wheel-test
 
 triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(BIN)/python -m pytest -n 2 \
 		--dist worksteal -k "not float64 and not torch_inputs" $(LAYER_TESTS)
 
-kernels: $(DEV)  ## compile every Triton kernel for sm_80, sm_90, sm_100; print registers and instructions
-	$(BIN)/python -m pytest -q -rP tests/test_triton_compile.py
+jit-test: $(DEV)  ## the kernels' tests through Triton's compiler, for sm_80, sm_90, sm_100, none of which is there
+	for gpu in 80 90 100; do \
+		PYTHONPATH=tests PYTHONOPTIMIZE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --assert=plain -p no:warnings \
+			-p fake_gpu --gpu $$gpu $(JIT) -n 2 --dist worksteal $(JIT_TESTS) || exit 1; \
+	done
+
+proof: $(DEV)  ## what takes minutes and only some files change: kernels compiled and read, CUDA on its host model
+	GNSFAST_PROVE=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_triton_compile.py tests/test_host_model.py
+	$(BIN)/python tests/proofs.py
+
+kernels: $(DEV)  ## compile every Triton kernel, then every launch of the tests; print registers and instructions
+	GNSFAST_PROVE=1 $(BIN)/python -m pytest -q -rP tests/test_triton_compile.py
+	$(MAKE) --no-print-directory jit-test JIT=--compile
 
 wheel-test: $(DEV)  ## what packaging can break, against the wheel in a clean environment
 	rm -rf build
@@ -79,4 +92,4 @@ $(PEERS): $(DEV)
 	$(INSTALL) --no-deps backpack-for-pytorch  # only its examples need the torchvision that it asks for
 	touch $(PEERS)
 
-.PHONY: help demo test triton-test wheel-test kernels lint format bench gpu-wheels gpu clean
+.PHONY: help demo test triton-test jit-test wheel-test proof kernels lint format bench gpu-wheels gpu clean

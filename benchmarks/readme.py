@@ -130,11 +130,14 @@ def gpu(newest: Record, root: Path) -> str:
 def compiled() -> str:
     """What compilers made of the kernels, by the committed budgets."""
     budgets = [json.loads(path.read_text())["rows"] for path in sorted(BUDGETS.glob("*.json"))]
-    kernels = [row for rows in budgets for row in rows.values() if "registers" in row]
+    kernels = [row for rows in budgets for row in rows.items() if "registers" in row[1]]
     if not kernels:
         return ""
-    spilling = sum(row["spilled"] > 0 for row in kernels)
-    return f"Compiled, not run: {len(kernels)} variants, {spilling or 'none'} with spills."
+    spilling = [name for name, row in kernels if row["spilled"]]
+    said = f"{len(spilling)} with spills ({os.path.commonprefix(spilling).strip()})"
+    return (
+        f"Compiled, not run: {len(kernels)} variants, {said if spilling else 'none with spills'}."
+    )
 
 
 def counted() -> str:

@@ -62,7 +62,9 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         **{d.name: d.version for d in importlib.metadata.distributions() if d.name in PEERS},
         **(_gpu() if torch.cuda.is_available() else {}),
-        "commit": _line("git", "describe", "--always", "--dirty", "--abbrev=10") or "unknown",
+        "commit": os.environ.get("GNSFAST_COMMIT")  # where a checkout travels without its history
+        or _line("git", "describe", "--always", "--dirty", "--abbrev=10")
+        or "unknown",
         "date": datetime.date.today().isoformat(),
     }
 

@@ -56,6 +56,7 @@ class Case:
     pointers: dict[str, str] = field(default_factory=dict)
     tensor_cores: bool = False
     aligned: bool = True
+    maxnreg: int | None = None
 
 
 def cases(capability: int) -> Iterator[Case]:
@@ -98,8 +99,10 @@ def attention_cases() -> Iterator[Case]:
         "sinks": ("logit_scale", "q_gain", "k_gain", "mask", "starts"),
         "documents": ("mask", *learned[1:]),
     }
-    runs = [("bf16", 32, "all, masked"), ("fp32", 64, "sinks"), ("bf16", 128, "documents")]
+    runs = [("bf16", 32, "all, masked"), ("bf16", 128, "documents"), ("fp32", 64, "documents")]
     runs += [("bf16", D, what) for D in (64, 128, 256) for what in ("sinks", "all, masked")]
+    runs += [("fp32", D, what) for D in (32, 64, 128, 256) for what in ("all", "sinks")]
+    runs += [("fp32", D, "all, masked") for D in (32, 64, 128, 256)]
     for dtype, D, what in runs:
         tensors = {n: torch.empty(0) for n in (*learned, "mask") if n not in absent_ones[what]}
         parameters = Parameters(*(tensors.get(n) for n in learned))
@@ -108,6 +111,7 @@ def attention_cases() -> Iterator[Case]:
         for name, options in attention_tiles.config(parameters, pattern, q).items():
             fn, options = kernels[name], dict(options)
             warps, stages = options.pop("num_warps"), options.pop("num_stages")
+            most = options.pop("maxnreg", None)
             absent = [f"{p}_ptr" for p in absent_ones[what]]
             absent += [f"d{p}" for p in absent if p.split("_ptr")[0] in learned]
             names = fn.arg_names
@@ -126,6 +130,7 @@ def attention_cases() -> Iterator[Case]:
                 stages,
                 dict.fromkeys([n for n in fp32 if n in names], "*fp32") | {"starts_ptr": "*i32"},
                 tensor_cores=dtype != "fp32",
+                maxnreg=most,
             )
 
 
@@ -334,7 +339,7 @@ def compile_case(case: Case, capability: int) -> dict[str, Any]:
         k: v for k, v in attributes.items() if "desc" not in list(signature.values())[k[0]]
     }
     source = ASTSource(case.fn, signature, constexprs=case.constants, attrs=attributes)
-    options = dict(num_warps=case.num_warps, num_stages=case.num_stages)
+    options = dict(num_warps=case.num_warps, num_stages=case.num_stages, maxnreg=case.maxnreg)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

