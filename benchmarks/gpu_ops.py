@@ -23,6 +23,8 @@ SIZES = (("GPT-2 out", 768, 768), ("GPT-2 up", 768, 3072), ("Llama-1B out", 2048
 SIZES += (("Llama-7B out", 4096, 4096), ("Llama-8B up", 4096, 14336), ("down", 14336, 4096))
 LENGTHS = (1, 16, 64, 128, 256, 512, 1024, 2048, 8192)
 OPS = [LayerCase(model, I, O, T, TOKENS) for model, I, O in SIZES for T in LENGTHS]
+# Rows of dy that any load takes, and rows that are copied first.
+OPS += [LayerCase("GPT-2 head", 768, V, 1024, TOKENS) for V in (50304, 50257)]
 ROUTES = [
     LayerCase(model, I, O, T, TOKENS)
     for model, I, O in (SIZES[0], SIZES[2], SIZES[3])
