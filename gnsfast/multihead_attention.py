@@ -88,6 +88,11 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         batched = F._mha_shape_check(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
+        if opened._documents is not None:  # of its output projection, where that alone is trained
+            raise ValueError(
+                f"{opened._probe_name}: attention has no norms for documents of packed rows "
+                f"(cu_seqlens). Leave it out: convert(model, exclude=[{opened._probe_name!r}])."
+            )
         self._check_shapes(query, key, value, opened)
         self._check_samples(query, batched, opened)
         batch_dim = 0 if self.batch_first else 1

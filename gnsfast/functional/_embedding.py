@@ -185,7 +185,7 @@ def embedding(
         trusted = ((step == 1) | (step == 0)).all() if shared else (step != 1).any()
     out: tuple[Tensor, ...] = _Embedding.apply(
         *(ids, weight, probe, padding_idx, batch_dim, tied, shared, trusted, starts),
-        *metric_inputs(metric, weight),
+        *metric_inputs(metric, starts, weight),
         *group_inputs(groups, probe, metric, starts is not None, tied, links),
         *flat,
     )

@@ -167,7 +167,7 @@ def linear(
             from ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``); all rows
             are some document's.
         links: earlier embeddings that share ``weight``.
-        metric: a second probe, for norms under a metric; not with ``input_blocks``.
+        metric: a second probe, for norms under a metric; not with ``input_blocks`` or ``starts``.
         groups: a second probe, for norms of groups of samples; not with ``links``.
 
     The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
@@ -190,7 +190,7 @@ def linear(
     flat = [t for link in links for t in link]
     y: Tensor = _Linear.apply(
         *(x, weight, bias, probe, dtype, batch_dim, transposed, input_blocks, starts),
-        *metric_inputs(metric, weight, bias),
+        *metric_inputs(metric, starts, weight, bias),
         *group_inputs(groups, probe, metric, starts is not None, links, input_blocks > 1),
         *flat,
     )

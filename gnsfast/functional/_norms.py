@@ -160,7 +160,7 @@ def layer_norm(
         x = x.float()  # as torch's own autocast does there
     y: Tensor = _LayerNorm.apply(
         *(x, weight, bias, probe, list(normalized_shape), eps, batch_dim, starts),
-        *metric_inputs(metric, weight, bias),
+        *metric_inputs(metric, starts, weight, bias),
         *group_inputs(groups, probe, metric, starts is not None),
     )
     return y
@@ -267,7 +267,7 @@ def rms_norm(
         eps = torch.finfo(reference.accumulate_dtype(x.dtype)).eps  # as F.rms_norm does
     y: Tensor = _RMSNorm.apply(
         *(x, weight, probe, eps, variant, batch_dim, starts),
-        *metric_inputs(metric, weight),
+        *metric_inputs(metric, starts, weight),
         *group_inputs(groups, probe, metric, starts is not None),
     )
     return y

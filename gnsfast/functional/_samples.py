@@ -38,10 +38,17 @@ class Metric(NamedTuple):
         return self.probe, self.constants, *(next(moments) if t else None for t in trained)
 
 
-def metric_inputs(metric: Metric | None, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What a layer takes for its ``metric``; as many times None without one."""
+def metric_inputs(
+    metric: Metric | None, starts: Tensor | None, *parameters: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """What a layer takes for its ``metric``; as many times None without one.
+
+    Raises ValueError with ``starts``.
+    """
     if metric is None:
         return (None,) * (2 + len(parameters))
+    if starts is not None:
+        raise ValueError("documents of packed rows (starts) have no norms under a metric")
     return metric.inputs(*parameters)
 
 
