@@ -79,7 +79,7 @@ MODELS = {
 BIAS_LAUNCHES = 11
 NORM_LAUNCHES = {False: 12, True: 24}  # RMS norm; layer norm with its bias
 EMBEDDING_LAUNCHES = 14
-TIED_LAUNCHES = 6
+TIED_LAUNCHES = 10
 """Kernels beside those of plain PyTorch, eager: compiled, norm layers are plain operations that the
 compiler joins."""
 

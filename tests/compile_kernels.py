@@ -74,7 +74,8 @@ def cases(capability: int) -> Iterator[Case]:
             for metric in (False, True):
                 constants = meta | {"METRIC": metric} | absent_metric(metric)
                 name = fn.__name__ + " metric" * metric
-                yield Case(name, fn, dtype, constants, 4, pointers=pointers)
+                most = embedding.config(4096)["maxnreg"]
+                yield Case(name, fn, dtype, constants, 4, pointers=pointers, maxnreg=most)
         fp32 = {"product_ptr": "*fp32", "dy_sqnorm_ptr": "*fp32"}
         yield Case(
             "token_sqnorms",
@@ -152,6 +153,7 @@ def norm_cases(N: int, rms: bool) -> Iterator[Case]:
         options["num_warps"],
         pointers=pointers,
         aligned=N % 16 == 0,
+        maxnreg=options["maxnreg"],
     )
     if wide:
         constants = variant | dict(BLOCK_N=norms.MEANS_CONFIG["BLOCK_N"])
@@ -182,7 +184,7 @@ def linear_cases(capability: int) -> Iterator[Case]:
                 linear_wgrad.merge_splits_kernel,
                 "bf16",
                 dict(ADD=False, METRIC=metric) | tile | absent_metric(metric),
-                8,
+                linear_wgrad.MERGE_WARPS,
                 pointers=dict.fromkeys(("scratch_ptr", "partial_ptr", "v_ptr"), "*fp32")
                 | {"constants_ptr": "*fp64"},
             )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gnsfast.reference_attention import MAX_HEAD_DIM, Parameters, Pattern
-from gnsfast.triton_kernels.tiles import dot
+from gnsfast.triton_kernels.tiles import dot, most_registers
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -135,14 +135,11 @@ def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, in
         kernel: dict(zip(names, size), BLOCK_D=block_d)
         for kernel, size in zip(("forward", "queries", "keys"), sizes)
     }
-    if table is SINGLE:  # else ptxas spills up to 48 bytes to fit more blocks on a multiprocessor
+    if table is SINGLE:
         for tile in tiles.values():
-            tile["maxnreg"] = min(255, REGISTERS // (32 * tile["num_warps"]))
+            tile["maxnreg"] = most_registers(tile["num_warps"])
     return tiles
 
-
-REGISTERS = 65536
-"""Of a multiprocessor."""
 
 # By head dim: (queries, keys, warps, stages) of forward, of the queries' gradient, of the keys'.
 # None spills on sm_80, 90 or 100 where strides are multiples of 16 elements, but one: the queries'

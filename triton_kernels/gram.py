@@ -94,16 +94,25 @@ def gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
         BLOCK_T=block_t,
         TILE=TILE,
         CANCELLED=CANCELLED,
-        **config(block_t, x_BTI.dtype),
+        **config(block_t, x_BTI.dtype, aligned(x_BTI) and aligned(dy_BTO)),
     )
     return sqnorm_B
 
 
-def config(block_t: int, dtype: torch.dtype) -> dict[str, int]:
+def aligned(t_BTN: Tensor) -> bool:
+    """Whether Triton knows that rows can be loaded in wide pieces."""
+    return t_BTN.data_ptr() % 16 == 0 and all(
+        n % 16 == 0 for n in (*t_BTN.stride()[:2], *t_BTN.shape[2:])
+    )
+
+
+def config(block_t: int, dtype: torch.dtype, aligned: bool = True) -> dict[str, int]:
     """Wide loads for few rows; the two products of 128 rows take eight warps, and those of 64 in
-    tf32, which spill 16 bytes of four on sm_80.
+    tf32, which spill 16 bytes of four on sm_80. Single elements of 128 rows take registers of
+    their own: 64 columns of them spill 336 bytes.
     """
     block_k = 32 if dtype == torch.float32 else 128 if block_t == 16 else 64
+    block_k = block_k if aligned or block_t < MAX_TOKENS else 32
     many = MAX_TOKENS // 2 if dtype == torch.float32 else MAX_TOKENS
     return {"BLOCK_K": block_k, "num_warps": 8 if block_t >= many else 4, "num_stages": 3}
 

@@ -211,6 +211,10 @@ def merge_splits_kernel(
     tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
+MERGE_WARPS = 16
+"""A part of a tile, its sum and its place in dW: eight warps spill up to 56 bytes with them."""
+
+
 def fused(
     x_BTI: Tensor,
     dy_BTO: Tensor,
@@ -276,7 +280,7 @@ def fused(
             BLOCK_O=config.block_o,
             BLOCK_I=config.block_i,
             GROUP=GROUP_O,
-            num_warps=8,
+            num_warps=MERGE_WARPS,
         )
     return partial
 

@@ -12,12 +12,15 @@ than ``ROW`` do not fit into the registers: a first kernel then takes the two me
 and a second one goes through the columns block by block.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gnsfast.triton_kernels.configs import multiprocessors
+from gnsfast.triton_kernels.tiles import most_registers
 
 ROW = 1 << 13
 """The widest row that is held in registers, if its length is a multiple of 16; else half of it."""
@@ -161,18 +164,21 @@ def norm_means_kernel(
     tl.store(mean_g_ptr + b * T + t, tl.sum(g) / N)
 
 
-def config(N: int) -> dict[str, int]:
+def config(N: int) -> dict[str, Any]:
     """Several short rows at a time, or a long one over more warps: 16 numbers a thread of each of
     seven arrays.
     """
     in_registers = N <= (ROW if N % 16 == 0 else ROW // 2)
     block_n = max(16, triton.next_power_of_2(N)) if in_registers else COLUMN_BLOCK
     block_t = min(16, max(1, 2048 // block_n))
+    num_warps = max(4, block_t * block_n // 512)
     return {
         "BLOCK_T": block_t,
         "BLOCK_N": block_n,
-        "num_warps": max(4, block_t * block_n // 512),
+        "num_warps": num_warps,
         "NUM_STAGES": 2,
+        # Only where a spill was seen: the other widths would lose a block or two.
+        "maxnreg": most_registers(num_warps) if N % 16 else None,
     }
 
 

@@ -156,7 +156,8 @@ def fused_wgrad(
     (_, T, I), O = x.shape, dy.shape[2]
     x, dy = fused_kernel.padded(x, O), fused_kernel.padded(dy, I)
     if config is None:
-        aligned = fused_kernel.aligned(x) and fused_kernel.aligned(dy)
+        # Rows of dW that no wide store takes need registers as unaligned loads do.
+        aligned = fused_kernel.aligned(x) and fused_kernel.aligned(dy) and I % 16 == 0
         configs = candidates(x.dtype, aligned, metric is not None, links is not None)
         tma = fused_kernel.fits_tma(x) and fused_kernel.fits_tma(dy)
         key = ("linear_wgrad", I, O, triton.next_power_of_2(T), x.dtype, dw_OI.dtype, tma)

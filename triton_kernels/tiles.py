@@ -53,6 +53,13 @@ def root_metric(v, constants_ptr):
     return tl.rsqrt(tl.sqrt(v.to(tl.float32)) * s + eps)
 
 
+def most_registers(num_warps: int) -> int:
+    """``maxnreg`` of a kernel that one block fills a multiprocessor with: else ptxas spills up to
+    48 bytes to fit one more block there.
+    """
+    return min(255, 65536 // (32 * num_warps))
+
+
 def precision(dtype: torch.dtype) -> str:
     """How blocks are multiplied: float32 as tf32 only where PyTorch's own switch allows it."""
     if INTERPRETED:
