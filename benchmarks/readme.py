@@ -134,10 +134,9 @@ def compiled() -> str:
     if not kernels:
         return ""
     spilling = [name for name, row in kernels if row["spilled"]]
-    said = f"{len(spilling)} with spills ({os.path.commonprefix(spilling).strip()})"
-    return (
-        f"Compiled, not run: {len(kernels)} variants, {said if spilling else 'none with spills'}."
-    )
+    which = f" ({os.path.commonprefix(spilling).strip()})" if spilling else ""
+    said = f"{len(spilling) or 'none'} of them spill registers{which}"
+    return f"Compiled, not run: {len(kernels)} variants; {said}."
 
 
 def counted() -> str:

@@ -51,7 +51,8 @@ def sqnorm_rows(t_RN: Tensor) -> Tensor:
 
 
 def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
-    """``t_RC.scatter_(1, column_RK, value_RK)`` of a contiguous tensor.
+    """``t_RC.scatter_(1, column_RK, value_RK)`` of a contiguous tensor and columns within it: one
+    beyond its row would go to the next.
 
     Where deterministic algorithms are asked for, torch sends the strides of a tensor of several
     dimensions to the GPU and waits for it, which a graph capture forbids. With one dimension it

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,10 @@ def linear_cases(capability: int) -> Iterator[Case]:
             )
     yield from segments_cases()
     for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32")):
-        for block_t in (16, 32, 64, gram.MAX_TOKENS):
-            options = gram.config(block_t, DTYPES[dtype])
+        for block_t, aligned in product((16, 32, 64, gram.MAX_TOKENS), (True, False)):
+            options = gram.config(block_t, DTYPES[dtype], aligned)
             yield Case(
-                f"gram {block_t}",
+                f"gram {block_t}{'' if aligned else ' unaligned'}",
                 gram.gram_kernel,
                 dtype,
                 dict(
@@ -207,6 +208,7 @@ def linear_cases(capability: int) -> Iterator[Case]:
                 options["num_stages"],
                 {"sqnorm_ptr": "*fp32"},
                 tensor_cores=True,
+                aligned=aligned,
             )
 
 
@@ -361,9 +363,15 @@ def compile_case(case: Case, capability: int) -> dict[str, Any]:
         "instructions": instructions(sass),
         "in_flight": len(re.findall(r"DEPBAR\.LE gsb0, 0x1", sass)),
         **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
-        "cut off": case.constants.get("PRECISION") == "tf32"
-        and "cvt.rna.tf32" not in compiled.asm["ptx"],
+        "cut off": case.constants.get("PRECISION") == "tf32" and cut_off(compiled.asm["ttir"]),
     }
+
+
+def cut_off(ttir: str) -> bool:
+    """Whether a product has an operand that was not rounded to tf32 right before."""
+    rounded = set(re.findall(r'(%\S+) = tt\.elementwise_inline_asm "cvt\.rna\.tf32\.f32', ttir))
+    products = re.findall(r"tt\.dot (%\w+), (%\w+),", ttir)
+    return not products or any(not set(operands) <= rounded for operands in products)
 
 
 def resident(capability: int, warps: int, registers: int, shared: int) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that take minutes and whose outcome hangs on a few files and a compiler alone: ``make
-proof`` runs them and notes in ``proven.json`` what they were run on. Until one of those files or
-versions is another one, the rest of the time they are skipped.
+"""Tests that take minutes, and whose outcome hangs on a few files and a compiler alone: ``make
+proof`` runs them and notes in ``proven.json`` what they ran on. They are skipped until one of those
+files, or the compiler, changes.
 
-``python tests/proofs.py`` writes the note; ``GNSFAST_PROVE=1`` runs the tests in any case.
+``python tests/proofs.py`` prints the note; ``GNSFAST_PROVE=1`` runs the tests in any case.
 """
 
 import hashlib
@@ -31,10 +31,15 @@ def gcc() -> str:
 PROOFS: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "triton": (
         ("triton_kernels/*.py", "gnsfast/reference_attention.py", "tests/compile_*.py")
-        + ("tests/test_triton_compile.py", "benchmarks/budgets/triton-*.json"),
+        + ("tests/test_triton_compile.py", "tests/proofs.py", "benchmarks/budgets/triton-*.json")
+        + ("benchmarks/budget.py", "benchmarks/kernel_tables.py"),
         lambda: importlib.metadata.version("triton"),
     ),
-    "host model": (("csrc/*.*", "csrc/host_model/*", "tests/test_host_model.py"), gcc),
+    "host model": (
+        ("csrc/*.cuh", "csrc/*.h", "csrc/host_model/*.cpp", "csrc/host_model/*.h")
+        + ("tests/test_host_model.py", "tests/proofs.py"),
+        gcc,
+    ),
 }
 """Files that an outcome hangs on, and the compiler's version."""
 
@@ -58,4 +63,4 @@ def proven(name: str) -> pytest.MarkDecorator:
 
 
 if __name__ == "__main__":
-    NOTE.write_text(json.dumps({name: digest(name) for name in PROOFS}, indent=1) + "\n")
+    print(json.dumps({name: digest(name) for name in PROOFS}, indent=1))

@@ -35,6 +35,14 @@ def greedy(x_ptr, BLOCK: tl.constexpr):
     tl.store(at + BLOCK, a + b + c)
 
 
+@triton.jit
+def wide(x_ptr, K: tl.constexpr):
+    rows, columns = tl.arange(0, 128), tl.arange(0, K)
+    a = tl.load(x_ptr + rows[:, None] * K + columns[None, :])
+    product = tl.dot(a, a.T)
+    tl.store(x_ptr + rows[:, None] * 128 + rows[None, :], product.to(tl.bfloat16))
+
+
 def test_right():
     plain[(1,)](torch.ones(9), 9, BLOCK=8)
     assert False, "nothing is computed, so nothing is asserted"
@@ -46,6 +54,10 @@ def test_size_of_one():
 
 def test_grid():
     plain[(1, 65536)](torch.ones(9), 9, BLOCK=8)
+
+
+def test_shared_memory():
+    wide[(1,)](torch.ones(128, 1024, dtype=torch.bfloat16), K=1024, num_warps=8)
 
 
 def test_spills():
@@ -67,8 +79,9 @@ def test_what_fails(tmp_path: Path) -> None:
         )
 
     said = pytest_of("--compile", "-rf", "test_kernels.py").stdout
-    assert "1 passed" in said and "3 failed" in said, said
+    assert "1 passed" in said and "4 failed" in said, said
     assert "'int' object has no attribute 'to'" in said
     assert "no GPU takes a grid of 1 x 65536 x 1 blocks" in said
+    assert "out of resource: shared memory, Required: " in said
     assert "greedy spills" in said and "2 launches through" in said
     assert pytest_of("test_nothing.py").returncode == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -130,6 +130,16 @@ def test_architectures(
     assert (told in capsys.readouterr().err) == (release == (12, 7))
 
 
+@pytest.mark.parametrize("archs", [["80"], ["80", "90"]])
+def test_bindings_name_what_is_built(
+    archs: list[str], functions: dict[str, Any], tmp_path: Path
+) -> None:
+    """A Hopper kernel that is built and not bound would never run."""
+    pytest.importorskip("pybind11")
+    module = functions["extension"](fake_nvcc(tmp_path, "13.0"), archs)["ext_modules"][0]
+    assert ("GNSFAST_SM90" in dict(module.define_macros)) is ("90" in archs)
+
+
 @pytest.mark.parametrize(
     ("release", "asked", "line"),
     [

@@ -304,8 +304,9 @@ def test_unaligned_rows_are_copied_where_that_is_cheaper(
 
 def test_tied_tiles_are_tuned_with_their_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile that is fast without the rows may spill with them."""
-    x, dy = draw(3, 9, 40, 152, BF16, device)
+    x, dy = draw(3, 9, 48, 152, BF16, device)
     tried: list[Config] = []
+    keys: list[object] = []
     launched, fused = [], linear_wgrad.fused
 
     def run(*args: object, **kwargs: object) -> Tensor:
@@ -313,6 +314,7 @@ def test_tied_tiles_are_tuned_with_their_rows(device: str, monkeypatch: pytest.M
         return fused(*args, **kwargs)
 
     def choose(key: object, configs: list[Config], run: object) -> Config:
+        keys.append(key)
         tried.extend(configs)
         for config in configs:
             run(config)
@@ -327,3 +329,5 @@ def test_tied_tiles_are_tuned_with_their_rows(device: str, monkeypatch: pytest.M
     assert_wgrad(dw, rows[0, :-1], loop(x, dy))
     want = torch.stack([g.T[i] @ a for g, i, a in zip(dy.double(), ids, x.double())])
     torch.testing.assert_close(tied.double(), want, rtol=1e-5, atol=1e-5)
+    operators.fused_wgrad(x, dy, torch.empty(152, 48, device=device))
+    assert keys[0] != keys[1], "a head that is not tied would take a tied one's tile"

@@ -22,7 +22,7 @@ from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, gram, norms
 from gnsfast.triton_kernels import linear_wgrad as fused_kernel
-from gnsfast.triton_kernels.configs import Config, candidates
+from gnsfast.triton_kernels.configs import NARROW, Config, candidates
 from gnsfast.triton_kernels.routes import linear_route
 from gnsfast.triton_kernels.segment_operators import (
     embedding_wgrad_segments as embedding_wgrad_segments,
@@ -154,7 +154,8 @@ def fused_wgrad(
     if extended and extension.takes(x, dy, dw_OI, add):
         return extension.linear_wgrad(x, dy, dw_OI, add).sum(0, dtype=torch.float64)
     (_, T, I), O = x.shape, dy.shape[2]
-    x, dy = fused_kernel.padded(x, O), fused_kernel.padded(dy, I)
+    tile = NARROW[0]  # of unaligned rows: each block of the other operand's features loads them
+    x, dy = fused_kernel.padded(x, O / tile.block_o), fused_kernel.padded(dy, I / tile.block_i)
     if config is None:
         # Rows of dW that no wide store takes need registers as unaligned loads do.
         aligned = fused_kernel.aligned(x) and fused_kernel.aligned(dy) and I % 16 == 0

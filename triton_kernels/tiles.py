@@ -37,8 +37,8 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def round_tf32(t):
-    """To the nearest tf32: the tensor cores ignore the 13 bits that it lacks. Squared norms would
-    be 0.14 % low, where cuBLAS, which rounds, is off by 4e-6 (simulated, T = 256).
+    """To the nearest tf32. The tensor cores ignore the 13 bits that it lacks: squared norms would
+    be 0.14 % low, and rounded they are off by 4e-6 (both simulated, T = 256).
     """
     return tl.inline_asm_elementwise(
         "cvt.rna.tf32.f32 $0, $1;", "=r,r", [t], dtype=tl.float32, is_pure=True, pack=1
