@@ -88,8 +88,8 @@ def test_linear(
 def test_tiles(parts: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and split by samples; a program has several tiles."""
     monkeypatch.setattr(linear_wgrad, "multiprocessors", lambda device: 3)
-    x, dy = draw(7, 20, 200, 136, BF16, device)
-    v, dw = moments(136, 200).to(device), torch.empty(136, 200, device=device)
+    x, dy = draw(7, 20, 208, 136, BF16, device)
+    v, dw = moments(136, 208).to(device), torch.empty(136, 208, device=device)
     metric = v, constants(1)[0].to(device)
     config = configs.candidates(BF16, True, metric=True)[0]
     partial = linear_wgrad.fused(x, dy, dw, config, parts=parts, metric=metric)
