@@ -57,6 +57,8 @@ SUITES = (
 """What launches kernels on a device; of files that hold much else, that test."""
 PROCESSES = 12
 """Of pytest, at most: the tests compile some 410 kernels, 7 to 9 minutes' work of one core."""
+TEST_SECONDS = 60
+"""Of one test: a kernel that hangs then costs its own test and one process, which is replaced."""
 
 
 def run(options: argparse.Namespace, device: str = "cuda") -> None:
@@ -99,7 +101,8 @@ def measured(part: str, device: str, options: argparse.Namespace) -> Tables:
 
 
 def lost() -> str:
-    """Empty, or what CUDA says: after an illegal access it answers this process no more."""
+    """Empty, or what CUDA says: after an illegal access this process cannot use the device any more.
+    """
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -132,6 +135,7 @@ def correctness(
     """The kernels' tests against float64."""
     processes = min(processes, len(os.sched_getaffinity(0)))
     run = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    run += ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
     run += ["-n", str(processes), "--dist", "worksteal", *(f"tests/{name}" for name in suites)]
     tests = lambda check: [outcome(check, run, "exit status", OMP_NUM_THREADS="1")]
     return Growing().over("Tests against float64", ("pytest",), tests)
@@ -143,7 +147,7 @@ def sanitizers(device: str) -> Iterator[Tables]:
 
 
 def sanitized(tool: str) -> Rows:
-    """Its status turns no exit status of ours: the kernels' tests do."""
+    """Its exit status does not fail the run; that of the tests does."""
     if shutil.which("compute-sanitizer") is None:
         return [{"check": tool, "result": "compute-sanitizer is not installed"}]
     run = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]

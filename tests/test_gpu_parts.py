@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run of ``python -m benchmarks gpu`` in which parts fail, end or are not there; its records."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -180,3 +181,14 @@ def test_tests_and_sanitizers_show_what_they_print(
     monkeypatch.setattr(gpu, "outcome", lambda check, run, *_, **__: ran.append(run) or {})
     assert len(list(gpu.sanitizers("cuda"))) == 2
     assert all(run[5:7] == ["--report-api-errors", "no"] for run in ran)
+
+
+def test_a_test_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It fails, and the tests after it run, in a process that takes the place of its own."""
+    path = tmp_path / "test_kernels.py"
+    path.write_text("import time\ndef test_a(): time.sleep(30)\ndef test_b(): pass\n")
+    monkeypatch.setattr(gpu, "TEST_SECONDS", 0.5)
+    suite = os.path.relpath(path, Path(gpu.ROOT) / "tests")
+    *_, tables = gpu.correctness("cuda", [suite], 1)
+    (row,) = tables["Tests against float64"]
+    assert row["exit status"] == 1 and "1 failed, 1 passed" in row["result"]
