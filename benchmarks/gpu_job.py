@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of ``gpu_machine.py``: programs whose output is shown and logged, until a limit, and the
-packed results, which are whole at any moment. Needs the standard library alone.
+"""One call of ``gpu_machine.py``: runs programs up to a time limit, shows and logs what they
+print, and packs the results, which are whole at any moment. Needs the standard library alone.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ class Job:
         return packed.getvalue()
 
     def warn(self, text: str) -> None:
-        """Once."""
+        """Says it the first time only."""
         if text not in self.warned:
             self.warned.add(text)
             self.say(text)

@@ -2,8 +2,8 @@
 """``make gpu``: ``python -m benchmarks gpu`` on a bare machine without a network, for a while.
 
 Needs the standard library alone.
-It makes ready what such a machine lacks (``gpu_prepare.py``), then runs the parts in the order of
-what one would miss most, each stage a process group of its own. Whatever is finished lies in
+It makes ready what such a machine lacks (``gpu_prepare.py``), then runs the parts, the most
+valuable first, each stage a process group of its own. Whatever is finished lies in
 ``OUT/gpu.tar.gz`` at once: unpacked into ``.gpu/``, no later call runs it again.
 """
 
@@ -81,28 +81,48 @@ def main(arguments: list[str] | None = None) -> None:
 def stages(job: Job, python: list[str], rehearse: bool) -> bool:
     """Whether a process failed. A part that ends its process costs no other one."""
     failed, ran = False, False
-    for stage in STAGES:
-        parts = [part for part in stage if not finished(job.records, part)]
-        if kept := [part for part in stage if part not in parts]:
-            job.say(f"finished by a former call: {', '.join(kept)}")
+    if kept := [part for part in SECONDS if finished(job.records, part)]:
+        job.say(f"finished by a former call: {', '.join(kept)}")
+    for parts in order(job.records):
         while parts:
-            estimated, left = sum(SECONDS[part] for part in parts), job.left() - END
-            if left <= 0 or (ran and estimated > left):
-                said = f"{estimated} s estimated, {max(left, 0):.0f} s left"
+            left = job.left() - END
+            chosen = fitting(parts, left, 0 if ran else 1)
+            if left <= 0 or not chosen:
+                said = f"{seconds(parts)} s estimated, {max(left, 0):.0f} s left"
                 job.say(f"not started: {' '.join(parts)}: {said}")
                 break
-            for part in parts:
+            for part in chosen:
                 set_aside(job.records, part)
-            job.say(f"{' '.join(parts)}: {estimated} s estimated, {left:.0f} s left")
-            run = [*python, "-m", *command_of(parts, rehearse), "--record", str(job.records)]
+            job.say(f"{' '.join(chosen)}: {seconds(chosen)} s estimated, {left:.0f} s left")
+            run = [*python, "-m", *command_of(chosen, rehearse), "--record", str(job.records)]
             status, ran = job.run(run, min(STAGE_SECONDS, left)), True
             failed |= status != 0
-            rest = [part for part in parts if not records(job.records, part)]
-            if rest == parts:
+            begun = [part for part in chosen if records(job.records, part)]
+            if not begun:
                 job.say(f"not finished: {' '.join(parts)}: the process began none of them")
                 break
-            parts = rest
+            parts = [part for part in parts if part not in begun]
     return failed
+
+
+def order(folder: Path) -> list[list[str]]:
+    """What is not finished, by stages. A part that a former call was stopped in may hang, so it
+    comes after those that were never tried, in a stage of its own.
+    """
+    tried = [part for part in SECONDS if records(folder, part)]
+    never = [[part for part in stage if part not in tried] for stage in STAGES]
+    return [*never, *([part] for part in tried if not finished(folder, part))]
+
+
+def fitting(parts: list[str], left: float, least: int) -> list[str]:
+    """As many of them, from the first on, as are estimated to take no longer, or ``least``."""
+    counts = range(len(parts), least, -1)
+    return parts[: next((n for n in counts if seconds(parts[:n]) <= left), least)]
+
+
+def seconds(parts: list[str]) -> int:
+    """Estimated, of all of them."""
+    return sum(SECONDS[part] for part in parts)
 
 
 def command_of(parts: list[str], rehearse: bool) -> list[str]:

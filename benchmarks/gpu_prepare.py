@@ -124,7 +124,7 @@ def built(job: Job, arch: str) -> tuple[int, str]:
 
 
 def key(root: Path, arch: str, compiler: str) -> str:
-    """Of all that a built file comes from."""
+    """A hash of everything that goes into the built file."""
     files = (path for path in sorted((root / "csrc").rglob("*")) if path.is_file())
     sources = [path for path in files if path.suffix != ".pyc"]
     said = hashlib.sha256()

@@ -37,6 +37,6 @@ class Growing:
 
 
 def failure(what: str, error: BaseException) -> dict[str, Any]:
-    """A row that turns a run's exit status; the traceback is printed."""
+    """A row that makes the run exit with 1; the traceback is printed."""
     traceback.print_exception(error)
     return {"check": what, "exit status": 1, "result": gate.raised(error)}
