@@ -22,6 +22,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.hookimpl(trylast=True)  # xdist has passed the report on by then
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """After an illegal access a process cannot use the device any more. It would fail its tests at
+    once and take over those of the other processes: it ends, and xdist starts another.
+    """
+    worker = "PYTEST_XDIST_WORKER" in os.environ
+    if worker and report.failed and torch.cuda.is_available() and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

@@ -4,9 +4,11 @@
 import os
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import conftest
 import pytest
 import torch
 
@@ -152,6 +154,32 @@ def test_a_lost_device_ends_the_process(
     with pytest.raises(SystemExit, match="after ops the device answers only new processes"):
         command.main(["gpu", "--only", "ops", "cuda", "--record", str(tmp_path)])
     assert not ran and record.newest("gpu-ops", tmp_path)
+
+
+def test_a_lost_device_ends_a_process_of_tests(
+    monkeypatch: pytest.MonkeyPatch, a_device: None
+) -> None:
+    """After a failed test, where there are others: this one would fail at once all that it took."""
+
+    def raises() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    ended: list[int] = []
+    monkeypatch.setattr(conftest.os, "_exit", ended.append)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    report = partial(pytest.TestReport, "test_a", ("test_a.py", 1, "test_a"), {})
+    failed = report("failed", "AssertionError", "call")
+    conftest.pytest_runtest_logreport(failed)
+    monkeypatch.setattr(torch.cuda, "synchronize", raises)
+    conftest.pytest_runtest_logreport(failed)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    conftest.pytest_runtest_logreport(report("passed", None, "call"))
+    assert not ended
+    conftest.pytest_runtest_logreport(failed)
+    assert ended == [1]
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    conftest.pytest_runtest_logreport(failed)
+    assert ended == [1]
 
 
 def test_summary_of_a_folder(tmp_path: Path, capsys: Any) -> None:
