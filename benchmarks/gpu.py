@@ -101,7 +101,8 @@ def measured(part: str, device: str, options: argparse.Namespace) -> Tables:
 
 
 def lost() -> str:
-    """Empty, or what CUDA says: after an illegal access this process cannot use the device any more.
+    """Empty, or what CUDA says: after an illegal access this process cannot use the device any
+    more.
     """
     try:
         torch.cuda.synchronize()
