@@ -6,18 +6,22 @@ print, and packs the results, which are whole at any moment. Needs the standard 
 import contextlib
 import ctypes
 import datetime
+import fcntl
 import io
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 LOOK = 0.1
 """Seconds between two looks at a program's output and records."""
+LOG_SECONDS = 5
+"""Between two archives where the log alone grows."""
 MOST = 16 << 20
 """Bytes of a file that comes back from such a machine."""
 TIMED_OUT = 124
@@ -33,15 +37,29 @@ class Job:
         self.root, self.results, self.records = root, results, results / "records"
         for folder in (out, self.records, results / "logs", results / "extension"):
             folder.mkdir(parents=True, exist_ok=True)
-        self.archive, self.log = out / "gpu.tar.gz", out / "gpu.log"
+        self.archive, self.copy = out / "gpu.tar.gz", out / "gpu.log"
         now = datetime.datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
-        self.own_log = results / "logs" / f"{now}-{os.getpid()}.log"
-        self.log.write_bytes(b"")
+        self.log = results / "logs" / f"{now}-{os.getpid()}.log"
+        for log in (self.log, self.copy):
+            log.write_bytes(b"")
         self.shown = 0  # bytes of the log
         self.packed: dict[Path, int] = {}
+        self.packed_at, self.packed_log = time.monotonic(), 0
         self.warned: set[str] = set()
         self.environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        self.pack()
+
+    def take_up(self) -> None:
+        """The archive of a former call in ``out``, where the results have no record: packing them
+        would overwrite it.
+        """
+        if not self.archive.exists() or any(self.records.glob("*.json")):
+            return
+        try:
+            with tarfile.open(self.archive, "r:gz") as archive:
+                archive.extractall(self.results, filter="data")
+        except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+            raise SystemExit(f"{self.archive}: {error}: move it away") from None
+        self.say(f"taken up: {self.archive}")
 
     def left(self) -> float:
         """Seconds until the limit."""
@@ -53,11 +71,13 @@ class Job:
         self.show()
 
     def show(self) -> None:
-        """What is new in the log."""
+        """What is new in the log, also in its copy."""
         with self.log.open("rb") as log:
             log.seek(self.shown)
             new = log.read()
         self.shown += len(new)
+        with self.copy.open("ab") as copy:
+            copy.write(new)
         sys.stdout.buffer.write(new)
         sys.stdout.buffer.flush()
 
@@ -91,9 +111,12 @@ class Job:
         return status
 
     def pack_changes(self) -> None:
-        """Where a record changed. One that is replaced at this very moment is seen next time."""
+        """Where a record changed, or after a while the log. A record that is replaced at this very
+        moment is seen next time.
+        """
+        due = self.shown > self.packed_log and time.monotonic() > self.packed_at + LOG_SECONDS
         with contextlib.suppress(FileNotFoundError):
-            if self.stamps() != self.packed:
+            if due or self.stamps() != self.packed:
                 self.pack()
 
     def stamps(self) -> dict[Path, int]:
@@ -102,8 +125,7 @@ class Job:
 
     def pack(self) -> None:
         """Replace the archive by a new one."""
-        shutil.copyfile(self.log, self.own_log)
-        stamps = self.stamps()
+        stamps, self.packed_log = self.stamps(), self.shown
         packed = self.tarred(KEPT)
         if len(packed) > MOST:
             self.warn("gpu.tar.gz would be too large: it is packed without the built extension")
@@ -111,8 +133,8 @@ class Job:
         partial = self.archive.with_name("gpu.tar.gz.partial")
         partial.write_bytes(packed)
         partial.replace(self.archive)
-        self.packed = stamps
-        for path in (self.archive, self.log):
+        self.packed, self.packed_at = stamps, time.monotonic()
+        for path in (self.archive, self.copy):
             if path.stat().st_size > MOST:
                 self.warn(f"{path.name} is larger than {MOST >> 20} MiB, which may not come back")
 
@@ -121,7 +143,10 @@ class Job:
         with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
             for pattern in patterns:
                 for path in sorted(self.results.glob(pattern)):
-                    archive.add(path, str(path.relative_to(self.results)))
+                    member = archive.gettarinfo(path, str(path.relative_to(self.results)))
+                    content = path.read_bytes()  # of a file that may have been replaced since
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
         return packed.getvalue()
 
     def warn(self, text: str) -> None:
@@ -129,6 +154,19 @@ class Job:
         if text not in self.warned:
             self.warned.add(text)
             self.say(text)
+
+
+@contextlib.contextmanager
+def alone(results: Path) -> Iterator[None]:
+    """No other call works in this folder meanwhile. A kill of the caller's shell leaves one."""
+    results.mkdir(parents=True, exist_ok=True)
+    with (results / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            remedy = "wait for its end, or stop it"
+            raise SystemExit(f"another call works in {results}: {remedy}") from None
+        yield
 
 
 def lead_and_follow() -> None:

@@ -18,7 +18,7 @@ if __name__ == "__main__":  # started by its path
     sys.path[0] = str(ROOT)
 
 from benchmarks import gpu_prepare  # noqa: E402
-from benchmarks.gpu_job import Job  # noqa: E402
+from benchmarks.gpu_job import Job, alone  # noqa: E402
 
 SECONDS = {
     "correctness": 150,
@@ -60,22 +60,33 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="gnsfast-gpu-") as scratch:
         # What a rehearsal measures is never taken for a result, nor for a part that is finished.
-        usual = Path(scratch) / "results" if options.rehearse else ROOT / ".gpu"
+        throw_away = options.rehearse and not options.resume
+        usual = Path(scratch) / "results" if throw_away else ROOT / ".gpu"
+        results = (options.resume or usual).resolve()
         out = options.out or ROOT / (".gpu-rehearsal" if options.rehearse else ".gpu")
-        job = Job(out.resolve(), (options.resume or usual).resolve(), options.limit, ROOT)
-        gpu_prepare.install(job, options.wheels.resolve(), Path(scratch) / "site")
-        gpu_prepare.link(job)
-        if not options.rehearse:
-            gpu_prepare.build(job)
-        for part in options.again:
-            set_aside(job.records, part)
-        failed = stages(job, options.python, options.rehearse)
-        end = ["-m", "benchmarks", "gpu", "--summary", "--record", str(job.records)]
-        failed |= job.run([*options.python, *end], job.left()) != 0
-        left = [part for part in SECONDS if not finished(job.records, part)]
-        job.say(f"not finished: {', '.join(left)}" if left else "every part is finished")
-        job.pack()
+        with alone(results):
+            job = Job(out.resolve(), results, options.limit, ROOT)
+            if not throw_away:
+                job.take_up()
+            failed = work(job, options, Path(scratch))
     raise SystemExit(1 if failed else 0)
+
+
+def work(job: Job, options: argparse.Namespace, scratch: Path) -> bool:
+    """All of it; whether something failed."""
+    gpu_prepare.install(job, options.wheels.resolve(), scratch / "site")
+    gpu_prepare.link(job)
+    if not options.rehearse:
+        gpu_prepare.build(job)
+    for part in options.again:
+        set_aside(job.records, part)
+    failed = stages(job, options.python, options.rehearse)
+    end = ["-m", "benchmarks", "gpu", "--summary", "--record", str(job.records)]
+    failed |= job.run([*options.python, *end], job.left()) != 0
+    left = [part for part in SECONDS if not finished(job.records, part)]
+    job.say(f"not finished: {', '.join(left)}" if left else "every part is finished")
+    job.pack()
+    return failed
 
 
 def stages(job: Job, python: list[str], rehearse: bool) -> bool:
