@@ -16,6 +16,7 @@ there (``gpu_machine.py``), which runs the parts in processes of their own and r
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from benchmarks import cuda_kernels, gpu_ops, gpu_peers, gpu_step, record
 from benchmarks.cases import LayerCase
 from benchmarks.gpu_machine import SECONDS, command_of
 from benchmarks.gpu_ops import TOKENS, clock
+from benchmarks.gpu_processes import following
 from benchmarks.growing import FAILED, Growing, Rows, Tables, failure
 from benchmarks.measure import Timing
 from gnsfast import extension
@@ -59,6 +61,9 @@ PROCESSES = 12
 """Of pytest, at most: the tests compile some 410 kernels, 7 to 9 minutes' work of one core."""
 TEST_SECONDS = 60
 """Of one test: a kernel that hangs then costs its own test and one process, which is replaced."""
+
+FAILED_TEST = re.compile(r"(?:FAILED|ERROR) (\S+::.+?)(?: - (.*))?")
+"""A line of pytest's summary."""
 
 
 def run(options: argparse.Namespace, device: str = "cuda") -> None:
@@ -133,13 +138,21 @@ def conclude(parts: Sequence[str], folder: Path) -> None:
 def correctness(
     device: str, suites: Sequence[str] = SUITES, processes: int = PROCESSES
 ) -> Iterator[Tables]:
-    """The kernels' tests against float64."""
+    """The kernels' tests against float64, and which of them failed."""
     processes = min(processes, len(os.sched_getaffinity(0)))
-    run = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    run = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider"]
     run += ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
     run += ["-n", str(processes), "--dist", "worksteal", *(f"tests/{name}" for name in suites)]
-    tests = lambda check: [outcome(check, run, "exit status", OMP_NUM_THREADS="1")]
-    return Growing().over("Tests against float64", ("pytest",), tests)
+    failed: Rows = []
+
+    def heard(line: str) -> None:
+        if said := FAILED_TEST.fullmatch(line.strip()):
+            failed.append({"test": said[1], "why": said[2] or "see the log"})
+
+    environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}  # of 80 a test's name takes most
+    tests = lambda check: [outcome(check, run, "exit status", heard, **environment)]
+    for tables in Growing().over("Tests against float64", ("pytest",), tests):
+        yield {**tables, "Tests that failed": failed} if failed else tables
 
 
 def sanitizers(device: str) -> Iterator[Tables]:
@@ -157,8 +170,14 @@ def sanitized(tool: str) -> Rows:
     return [outcome(tool, run, "its status", **environment)]
 
 
-def outcome(check: str, run: list[str], status: str, **environment: str) -> dict[str, Any]:
-    """A row with the last line of what a program prints, which is shown at once."""
+def outcome(
+    check: str,
+    run: list[str],
+    status: str,
+    heard: Callable[[str], object] = lambda line: None,
+    **environment: str,
+) -> dict[str, Any]:
+    """A row with the last line of what a program prints. Each is shown, and ``heard``, at once."""
     last = "no output"
     with subprocess.Popen(
         run,
@@ -167,11 +186,13 @@ def outcome(check: str, run: list[str], status: str, **environment: str) -> dict
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        preexec_fn=following(),
         env={**os.environ, **environment},
     ) as process:
         assert process.stdout
         for line in process.stdout:
             print(line, end="", flush=True)
+            heard(line)
             last = line.strip(" =\n") or last
     return {"check": check, status: process.returncode, "result": last}
 

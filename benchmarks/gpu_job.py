@@ -4,7 +4,6 @@ print, and packs the results, which are whole at any moment. Needs the standard 
 """
 
 import contextlib
-import ctypes
 import datetime
 import fcntl
 import io
@@ -17,6 +16,8 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+
+from benchmarks.gpu_processes import following, none_left
 
 LOOK = 0.1
 """Seconds between two looks at a program's output and records."""
@@ -83,9 +84,17 @@ class Job:
 
     def run(self, command: list[str], seconds: float, **environment: str) -> int:
         """The program's exit status. Its output goes to the log; what it finishes is packed while
-        it runs. After so many seconds its process group is killed.
+        it runs. After so many seconds its process group is killed,
+        and at its end whatever it left behind.
         """
-        end = time.monotonic() + seconds
+        with none_left(self.say):
+            status = self.ran(command, seconds, environment)
+        self.show()
+        self.pack()
+        return status
+
+    def ran(self, command: list[str], seconds: float, environment: dict[str, str]) -> int:
+        end, follow = time.monotonic() + seconds, following()
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 command,
@@ -94,7 +103,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=lead_and_follow,
+                preexec_fn=lambda: (os.setpgrp(), follow()),
             )
         while (status := process.poll()) is None:
             time.sleep(LOOK)
@@ -104,10 +113,7 @@ class Job:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 self.say(f"stopped after {seconds:.0f} s: {' '.join(command)}")
-                status = TIMED_OUT
-                break
-        self.show()
-        self.pack()
+                return TIMED_OUT
         return status
 
     def pack_changes(self) -> None:
@@ -167,11 +173,3 @@ def alone(results: Path) -> Iterator[None]:
             remedy = "wait for its end, or stop it"
             raise SystemExit(f"another call works in {results}: {remedy}") from None
         yield
-
-
-def lead_and_follow() -> None:
-    """A process group of its own, which is gone when the driver is: a kill leaves the device to
-    nobody.
-    """
-    os.setpgrp()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -212,7 +212,7 @@ def test_tests_and_sanitizers_show_what_they_print(
 
 
 def test_a_test_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It fails, and the tests after it run, in a process that takes the place of its own."""
+    """It fails, and is named; the tests after it run in a process that takes its one's place."""
     path = tmp_path / "test_kernels.py"
     path.write_text("import time\ndef test_a(): time.sleep(30)\ndef test_b(): pass\n")
     monkeypatch.setattr(gpu, "TEST_SECONDS", 0.5)
@@ -220,3 +220,5 @@ def test_a_test_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     *_, tables = gpu.correctness("cuda", [suite], 1)
     (row,) = tables["Tests against float64"]
     assert row["exit status"] == 1 and "1 failed, 1 passed" in row["result"]
+    (failed,) = tables["Tests that failed"]
+    assert failed["test"].endswith("test_kernels.py::test_a") and "crashed" in failed["why"]
