@@ -11,7 +11,8 @@ JIT_TESTS := $(addprefix tests/test_,triton_linear.py triton_layers.py triton_me
 	attention_kernels.py)
 OUT ?= .gpu
 LIMIT ?= 3600
-# What a machine with torch, Triton and transformers may lack, and all that it needs in turn.
+# What a machine with torch, Triton, transformers, NumPy and SciPy may lack, and all that it needs in turn.
+# Opacus imports SciPy, which is no wheel here for its 35 MB.
 GPU_WHEELS := pytest pytest-xdist execnet iniconfig pluggy pygments packaging pybind11 ninja setuptools \
 	opacus opt-einsum einops unfoldNd backpack-for-pytorch
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt

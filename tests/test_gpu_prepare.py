@@ -25,11 +25,14 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path / "out", tmp_path / "results", 60, tmp_path / "root")
 
 
-def test_wheels(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go before what is installed, and their programs are found."""
+@pytest.mark.parametrize("pip", ["pip", "no_pip_here"])
+def test_wheels(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: str) -> None:
+    """They go before what is installed, but after the checkout; their programs are found."""
     about = "tiny_gpu-1.0.dist-info"
     files = {
         "setuptools.py": "",
+        "triton_kernels/__init__.py": "",
+        "tiny_gpu-1.0.data/platlib/in_platlib.py": "",
         "tiny_gpu-1.0.data/scripts/ninja": "#!/bin/sh\n",
         f"{about}/METADATA": "Metadata-Version: 2.1\nName: tiny-gpu\nVersion: 1.0\n",
         f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
@@ -41,10 +44,22 @@ def test_wheels(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             member.external_attr = 0o100755 << 16
             wheel.writestr(member, text)
     monkeypatch.setattr(gpu_prepare, "NEEDED", ("json",))
+    monkeypatch.setattr(gpu_prepare, "PIP", pip)
+    (job.root / "triton_kernels/__init__.py").touch()
     gpu_prepare.install(job, tmp_path, tmp_path / "site")
-    code = "import setuptools, shutil; print(setuptools.__file__, shutil.which('ninja'), sep='\\n')"
-    found = gpu_prepare.asked(job, [sys.executable, "-c", code])
-    assert found == [str(tmp_path / "site/setuptools.py"), str(tmp_path / "site/bin/ninja")]
+    asks = tmp_path / "asks.py"
+    asks.write_text(
+        "import setuptools, triton_kernels, in_platlib, shutil\n"
+        "for module in (setuptools, triton_kernels, in_platlib): print(module.__file__)\n"
+        "print(shutil.which('ninja'))\n"
+    )
+    assert gpu_prepare.asked(job, [sys.executable, str(asks)]) == [
+        str(tmp_path / "site/setuptools.py"),
+        str(job.root / "triton_kernels/__init__.py"),
+        str(tmp_path / "site/in_platlib.py"),
+        str(tmp_path / "site/bin/ninja"),
+    ]
+    assert ("there is no pip here" in job.log.read_text()) == (pip != "pip")
 
 
 def test_wheels_that_are_downloaded_are_pinned() -> None:
@@ -61,6 +76,21 @@ def test_what_is_missing_is_named(
     monkeypatch.setattr(gpu_prepare, "NEEDED", ("json", "no_such_package"))
     with pytest.raises(SystemExit, match="missing here: no_such_package; .*`make gpu-wheels`"):
         gpu_prepare.install(job, tmp_path, tmp_path / "site")
+
+
+def test_peers_that_cannot_be_imported(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is named with its reason; nothing else ends by it."""
+    (job.root / "broken.py").write_text("import no_such_dependency")
+    (job.root / "dies.py").write_text("import os; os._exit(3)")
+    monkeypatch.setattr(gpu_prepare, "PEERS", ("json", "broken", "dies"))
+    gpu_prepare.peers(job)
+    said = job.log.read_text().splitlines()
+    assert said == [
+        "== cannot be imported: broken: ModuleNotFoundError: No module named 'no_such_dependency'",
+        "== cannot be imported: dies: its import ends the process with 3",
+    ]
 
 
 def test_kernels_are_linked_where_nothing_is_installed(
