@@ -84,8 +84,8 @@ class Job:
 
     def run(self, command: list[str], seconds: float, **environment: str) -> int:
         """The program's exit status. Its output goes to the log; what it finishes is packed while
-        it runs. After so many seconds its process group is killed,
-        and at its end whatever it left behind.
+        it runs. After so many seconds its process group is killed, and what it left behind at its
+        end.
         """
         with none_left(self.say):
             status = self.ran(command, seconds, environment)
@@ -94,6 +94,7 @@ class Job:
         return status
 
     def ran(self, command: list[str], seconds: float, environment: dict[str, str]) -> int:
+        """As ``run``, but nothing looks for what is left behind."""
         end, follow = time.monotonic() + seconds, following()
         with self.log.open("ab") as log:
             process = subprocess.Popen(

@@ -4,7 +4,8 @@
 Needs the standard library alone.
 It makes ready what such a machine lacks (``gpu_prepare.py``), then runs the parts, the most
 valuable first, each stage a process group of its own. Whatever is finished lies in
-``OUT/gpu.tar.gz`` at once: unpacked into ``.gpu/``, no later call runs it again.
+``OUT/gpu.tar.gz`` at once: no later call that finds it there, or unpacked in ``.gpu/``, runs it
+again.
 """
 
 import argparse
