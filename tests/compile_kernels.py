@@ -192,7 +192,9 @@ def linear_cases(capability: int) -> Iterator[Case]:
     yield from segments_cases()
     for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32")):
         for block_t, aligned in product((16, 32, 64, gram.MAX_TOKENS), (True, False)):
-            options = gram.config(block_t, DTYPES[dtype], aligned)
+            if block_t == gram.MAX_TOKENS and not aligned:
+                continue  # such rows are widened first
+            options = gram.config(block_t, DTYPES[dtype])
             yield Case(
                 f"gram {block_t}{'' if aligned else ' unaligned'}",
                 gram.gram_kernel,

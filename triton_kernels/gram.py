@@ -84,9 +84,12 @@ def gram_kernel(
 
 def gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
     """[B]: ``torch.bmm(dy.mT, x).square().sum((1, 2))`` for samples of at most ``MAX_TOKENS``."""
-    (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
-    sqnorm_B = x_BTI.new_empty(B, dtype=torch.float32)
+    B, T, _ = x_BTI.shape
     block_t = max(16, triton.next_power_of_2(T))
+    if block_t == MAX_TOKENS:
+        x_BTI, dy_BTO = widened(x_BTI), widened(dy_BTO)
+    I, O = x_BTI.shape[2], dy_BTO.shape[2]
+    sqnorm_B = x_BTI.new_empty(B, dtype=torch.float32)
     gram_kernel[(B,)](
         *(x_BTI, dy_BTO, sqnorm_B, T, I, O),
         *(x_BTI.stride(0), x_BTI.stride(1), dy_BTO.stride(0), dy_BTO.stride(1)),
@@ -94,25 +97,28 @@ def gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
         BLOCK_T=block_t,
         TILE=TILE,
         CANCELLED=CANCELLED,
-        **config(block_t, x_BTI.dtype, aligned(x_BTI) and aligned(dy_BTO)),
+        **config(block_t, x_BTI.dtype),
     )
     return sqnorm_B
 
 
-def aligned(t_BTN: Tensor) -> bool:
-    """Whether Triton knows that rows can be loaded in wide pieces."""
-    return t_BTN.data_ptr() % 16 == 0 and all(
-        n % 16 == 0 for n in (*t_BTN.stride()[:2], *t_BTN.shape[2:])
-    )
+def widened(t_BTN: Tensor) -> Tensor:
+    """``t_BTN`` with zeros up to rows that are loaded in wide pieces: single elements of 128 rows
+    take so many registers that up to 816 bytes are spilled.
+    """
+    (B, T, N), strides = t_BTN.shape, t_BTN.stride()[:2]
+    if t_BTN.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in (*strides, N)):
+        return t_BTN
+    rows = t_BTN.new_zeros((B, T, triton.cdiv(N, 16) * 16))
+    rows[..., :N] = t_BTN
+    return rows
 
 
-def config(block_t: int, dtype: torch.dtype, aligned: bool = True) -> dict[str, int]:
+def config(block_t: int, dtype: torch.dtype) -> dict[str, int]:
     """Wide loads for few rows; the two products of 128 rows take eight warps, and those of 64 in
-    tf32, which spill 16 bytes of four on sm_80. Single elements of 128 rows take registers of
-    their own: 64 columns of them spill 336 bytes.
+    tf32, which spill 16 bytes of four on sm_80.
     """
     block_k = 32 if dtype == torch.float32 else 128 if block_t == 16 else 64
-    block_k = block_k if aligned or block_t < MAX_TOKENS else 32
     many = MAX_TOKENS // 2 if dtype == torch.float32 else MAX_TOKENS
     return {"BLOCK_K": block_k, "num_warps": 8 if block_t >= many else 4, "num_stages": 3}
 
