@@ -135,7 +135,7 @@ def compiled() -> str:
         return ""
     spilling = [name for name, row in kernels if row["spilled"]]
     which = f" ({os.path.commonprefix(spilling).strip()})" if spilling else ""
-    said = f"{len(spilling) or 'none'} of them spill registers{which}"
+    said = f"{len(spilling) or 'none'} spill{which}"
     return f"Compiled, not run: {len(kernels)} variants; {said}."
 
 

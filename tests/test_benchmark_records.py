@@ -333,7 +333,7 @@ def test_compiled_kernels_are_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     budgets["triton-80"] = {n: {"registers": 200, "spilled": s} for n, s in spilled.items()}
     for name, rows in budgets.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
-    said = "4 variants; 2 of them spill registers (keys 256)."
+    said = "4 variants; 2 spill (keys 256)."
     assert readme.compiled() == f"Compiled, not run: {said}"
 
 
