@@ -64,3 +64,22 @@ def loop_errors_at_dtype(layer: nn.Module, batch: Any, B: int, loop: dict[str, T
             error = (g.double().square().sum() - loop[n][b]).abs() / loop[n][b]
             worst = max(worst, error.item())
     return worst
+
+
+class Tied(nn.Module):
+    """A tied language model of one block, biases and both norms."""
+
+    def __init__(self, V: int = 23, D: int = 16) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+        self.head.weight = self.tokens.weight
+        self.norm_1, self.norm_2 = nn.LayerNorm(D), nn.RMSNorm(D)
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        x = x + self.down(torch.nn.functional.gelu(self.up(self.norm_1(x))))
+        return self.norm_2(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.hidden(ids))

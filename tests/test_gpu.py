@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import assert_layer
+from layers import Tied, assert_layer
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -35,22 +35,6 @@ def test_layers(make: Any) -> None:
     assert_layer(layer.cuda(), x.cuda(), 3)
 
 
-class Block(nn.Module):
-    """A tied language model of one block, biases and both norms."""
-
-    def __init__(self, V: int = 23, D: int = 16) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
-        self.head.weight = self.tokens.weight
-        self.norm_1, self.norm_2 = nn.LayerNorm(D), nn.RMSNorm(D)
-        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        x = x + self.down(torch.nn.functional.gelu(self.up(self.norm_1(x))))
-        return self.head(self.norm_2(x))
-
-
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """A sum over samples of each sample's mean."""
     logits = model(batch[0]).float()
@@ -65,7 +49,7 @@ def draw(B: int = 3, T: int = 9) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("T", [9, 80])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_model(compiled: bool, T: int) -> None:
-    model, batch = Block().cuda(), draw(T=T)
+    model, batch = Tied().cuda(), draw(T=T)
     loop = loop_sqnorms(model, loss_of, batch, 3)
     gnsfast.convert(model)
     run = torch.compile(loss_of, fullgraph=True) if compiled else loss_of
@@ -96,7 +80,7 @@ def test_transformer_layer(compiled: bool) -> None:
 
 def test_autocast() -> None:
     """No worse than twice torch's own error, one sample at a time."""
-    model, batch = Block().cuda(), draw(T=80)
+    model, batch = Tied().cuda(), draw(T=80)
     loop, twin = loop_sqnorms(model, loss_of, batch, 3), copy.deepcopy(model)
 
     def narrow(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -265,7 +249,7 @@ def test_tf32() -> None:
 
 def test_no_synchronisation() -> None:
     """A measured step never waits for the device."""
-    model = gnsfast.convert(Block().cuda())
+    model = gnsfast.convert(Tied().cuda())
     gns = gnsfast.GradientNoiseScale(model)
     batches = [draw() for _ in range(3)]
 
