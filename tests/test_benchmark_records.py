@@ -83,6 +83,11 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     assert "| a | 3 | 1235 | 1.050 (1.040 to 1.070) | - |" in for_people.read_text()
 
 
+def test_the_commit_of_a_checkout_without_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GNSFAST_COMMIT", "0123abc")
+    assert record.machine()["commit"] == "0123abc"
+
+
 def test_installed_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Distribution:
         def __init__(self, name: str) -> None:
