@@ -7,6 +7,7 @@ import math
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,19 +163,31 @@ def leveldb_records(log: bytes) -> Iterator[bytes]:
     """Of W&B's log: 7 bytes of its own, then checksum, length, kind and data of each."""
     assert len(log) < 32768  # one block, so no record is split
     start = 7
-    while start < len(log):
+    while start + 7 <= len(log):
         length, kind = struct.unpack_from("<HB", log, start + 4)
         assert kind == 1
+        if start + 7 + length > len(log):
+            return  # it is being written
         yield log[start + 7 : start + 7 + length]
         start += 7 + length
+
+
+def finished_run(path: Path) -> list[Any]:
+    """W&B's records once its process has written the last: ``finish`` may return before."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for _ in range(600):
+        records = [Record.FromString(data) for data in leveldb_records(path.read_bytes())]
+        if records and records[-1].HasField("exit"):
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"W&B has not finished {path.name} in a minute")
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_X_SERVICE_WAIT", "300")  # W&B gives its process 30 s to start
-    from wandb.proto.wandb_internal_pb2 import Record
-
     tracker = WandbTracker(project="gns", dir=str(tmp_path))
     assert isinstance(tracker, Tracker)
     tracker.log(SEEN, 10)
@@ -183,9 +196,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker.close()
     [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows, axes = [], {}
-    for data in leveldb_records(path.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
+    for record in finished_run(path):
         if items := record.history.item:
             values = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
             rows.append({k: v for k, v in values.items() if not k.startswith("_")})
