@@ -13,14 +13,15 @@ import torch
 
 import gnsfast
 from gnsfast.cli import tiny_gpt
-from gnsfast.critical_batch.branches import measure_critical_batch
-from gnsfast.critical_batch.controller import BatchSizeController
+from gnsfast.critical_batch.branches import (
+    CriticalBatch,
+    TorchRun,
+    averaged,
+    measure_critical_batch,
+    pooled_factor,
+)
+from gnsfast.critical_batch.control import BatchSizeController, SampleStream, cosine
 from gnsfast.critical_batch.factor import CriticalBatchFactor
-from gnsfast.critical_batch.measurement import CriticalBatch, pooled_factor
-from gnsfast.critical_batch.repeats import averaged
-from gnsfast.critical_batch.samples import SampleStream
-from gnsfast.critical_batch.token_schedules import cosine
-from gnsfast.critical_batch.torch_run import TorchRun
 from gnsfast.integrations.trackers import JSONLTracker, metrics
 
 SMALL, LARGE = 8, 64

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import measure, model
 from benchmarks.cases import LayerCase
 from benchmarks.growing import Rows
-from gnsfast import extension
+from gnsfast.ops import extension
 
 Ways = dict[str, Callable[[], object]]
 

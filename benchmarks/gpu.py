@@ -36,7 +36,7 @@ from benchmarks.gpu_ops import TOKENS, clock
 from benchmarks.gpu_processes import following
 from benchmarks.growing import FAILED, Growing, Rows, Tables, failure
 from benchmarks.measure import Timing
-from gnsfast import extension
+from gnsfast.ops import extension
 
 ROOT = Path(__file__).parents[1]
 

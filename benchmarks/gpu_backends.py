@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from benchmarks.model_linear import GPU
-from gnsfast import backends, extension
+from gnsfast.ops import backends, extension
 
 OURS = {"triton": "gnsfast, Triton", "cuda": "gnsfast, CUDA", "reference": "gnsfast, plain PyTorch"}
 """``GNSFAST_BACKEND`` -> the contestant's name."""

@@ -21,7 +21,7 @@ from benchmarks import (
 )
 from benchmarks.cases import LayerCase
 from benchmarks.growing import Tables
-from gnsfast import backends, extension
+from gnsfast.ops import backends, extension
 
 CASES = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
 ATTENTION = [attention.AttentionCase("tiny", 1, 2, 2, 9, 16, window=4)]

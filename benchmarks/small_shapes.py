@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import gnsfast  # noqa: F401  (registers the operators)
-from gnsfast import extension
 from gnsfast.functional import attention
+from gnsfast.ops import extension
 
 
 def main(device: str = "cuda") -> None:

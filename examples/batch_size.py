@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gnsfast
-from gnsfast.critical_batch.controller import BatchSizeController
-from gnsfast.critical_batch.samples import SampleStream
-from gnsfast.critical_batch.token_schedules import cosine
+from gnsfast.critical_batch.control import BatchSizeController, SampleStream, cosine
 from gnsfast.integrations.trackers import JSONLTracker, metrics
 
 CONTEXT, MICROBATCH, FACTOR = 64, 8, 4.0  # CBS / noise scale: a guess, until branches measure it

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import gnsfast
-from gnsfast.critical_batch.branches import measure_critical_batch
-from gnsfast.critical_batch.torch_run import TorchRun
+from gnsfast.critical_batch.branches import TorchRun, measure_critical_batch
 
 CONTEXT = 64
 

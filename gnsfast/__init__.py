@@ -2,22 +2,19 @@
 """Per-sample gradient norms, and the gradient noise scale, from inside the backward pass."""
 
 from gnsfast import functional
-from gnsfast.brute_force import brute_force_noise_scale
-from gnsfast.convert import convert
-from gnsfast.coverage import Coverage, CoverageRow, coverage
-from gnsfast.documents import cu_seqlens
+from gnsfast.conversion import Coverage, CoverageRow, convert, coverage
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale
-from gnsfast.modules import Conv1d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm
-from gnsfast.multihead_attention import MultiheadAttention
+from gnsfast.functional import cu_seqlens
+from gnsfast.layers import Conv1d, Conv2d, Embedding, LayerNorm, Linear, MultiheadAttention, RMSNorm
 from gnsfast.noise_scale import (
     AdamNoiseScale,
     GroupNoiseScale,
     ModuleNoiseScale,
     NoiseScale,
+    brute_force_noise_scale,
 )
-from gnsfast.probes import SampleNorms, per_sample_sqnorms
-from gnsfast.verify import Verification, VerifiedParameter, verify
+from gnsfast.probing import SampleNorms, Verification, VerifiedParameter, per_sample_sqnorms, verify
 
 __version__ = "0.1.0.dev0"
 

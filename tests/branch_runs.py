@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 import gnsfast
-from gnsfast.critical_batch.branch_protocol import BranchStep
-from gnsfast.critical_batch.torch_run import TorchRun
+from gnsfast.critical_batch.branches import BranchStep, TorchRun
 from gnsfast.noise_scale import AdamNoiseScale, NoiseScale
 
 LEVELS = {4: 2.0, 8: 2.0, 16: 2.005, 32: 2.3}

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from gnsfast import AdamNoiseScale, NoiseScale
-from gnsfast.critical_batch.controller import BatchSizeController
-from gnsfast.critical_batch.decision import Decision
+from gnsfast.critical_batch.control import BatchSizeController, Decision
 
 CHECK, TOTAL = 1000, 100_000
 

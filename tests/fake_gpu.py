@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
     torch.testing.assert_close = lambda *args, **kwargs: None
 
-    from gnsfast import backends
+    from gnsfast.ops import backends
     from gnsfast.triton_kernels import operators
 
     backends.missing = lambda name, device: ""  # though the tensors are on the CPU

@@ -11,7 +11,7 @@ from layers import weighted_loss
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast import reference, reference_metric
+from gnsfast.reference import linear, metric
 
 
 def measured_norms(model: nn.Module, gns: gnsfast.GradientNoiseScale) -> dict[str, Tensor]:
@@ -83,8 +83,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_norms_of_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "TILE", 400)  # 40 x 30: tiles of ten rows
-    monkeypatch.setattr(reference, "GROUP", 2000)  # five samples together
+    monkeypatch.setattr(linear, "TILE", 400)  # 40 x 30: tiles of ten rows
+    monkeypatch.setattr(linear, "GROUP", 2000)  # five samples together
     layer, x = LAYERS[name]
     model = gnsfast.convert(layer())
     assert_norms(model, x(), len(x()))
@@ -109,9 +109,9 @@ def test_norms_of_float64_and_sequence_first() -> None:
 
 def test_q_of_long_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient is weighed piece by piece, laid out as v or not."""
-    monkeypatch.setattr(reference_metric, "WEIGHED", 40)
+    monkeypatch.setattr(metric, "WEIGHED", 40)
     g, v, constants = torch.randn(7, 30), torch.rand(30, 7).T, torch.tensor([1.5, EPS])
     want = (g.double().square() / (v.double().sqrt() * 1.5 + EPS)).sum()
     for shape in ((7, 30), (210,), (7, 5, 6)):
-        found = reference_metric.metric_sqnorm(g.view(shape), v.reshape(shape), constants)
+        found = metric.metric_sqnorm(g.view(shape), v.reshape(shape), constants)
         torch.testing.assert_close(found, want, rtol=1e-5, atol=0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from gnsfast import reference_attention  # noqa: E402
+from gnsfast import reference
 from gnsfast.triton_kernels import operators  # noqa: E402
 
 H, K = 4, 2
@@ -57,7 +57,7 @@ def test_blocks(T: int, S: int, D: int, options: dict[str, Any], gains: bool, de
     causal, window = options.get("is_causal", False), options.get("window", 0)
     pattern = (mask, starts, causal, D**-0.5, window, 0)
     samples = len(cu) - 1 if cu else 2
-    exact = run(reference_attention, [t.float() for t in inputs], learned, pattern, samples)
+    exact = run(reference, [t.float() for t in inputs], learned, pattern, samples)
     for ours, theirs in zip(run(operators, inputs, learned, pattern, samples), exact):
         scale = theirs.abs().max().item() if theirs.numel() else 1.0
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.05, atol=0.02 * scale)
@@ -77,7 +77,7 @@ def test_documents_longer_than_said(device: str) -> None:
     o, *_ = operators.attention_forward(q, k, v, *(None,) * 4, *pattern)
     assert bool(o[:, :, 20].isnan().all()) and bool(o[:, :, :20].isfinite().all())
     with pytest.raises(ValueError, match="a document has 70 tokens, max_seqlen is 20"):
-        reference_attention.attention_forward(q, k, v, *(None,) * 4, *pattern)
+        reference.attention_forward(q, k, v, *(None,) * 4, *pattern)
 
 
 def test_documents_beyond_the_row_and_strided_starts(device: str) -> None:
@@ -98,7 +98,7 @@ def test_large_logit_scales_in_half_precision(device: str) -> None:
     pattern = (None, None, False, 1.0, 0, 0)
     _, _, dk, *_ = run(operators, [q, k, v, 1000 * do], learned, pattern, 1)
     wide = [t.float() for t in (q, k, v, 1000 * do)]
-    _, _, exact, *_ = run(reference_attention, wide, learned, pattern, 1)
+    _, _, exact, *_ = run(reference, wide, learned, pattern, 1)
     if bool((exact.abs() < 60000).all()):
         assert bool(dk.isfinite().all())
         scale = exact.abs().max().item()

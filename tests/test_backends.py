@@ -11,7 +11,7 @@ import torch
 from layers import assert_layer
 
 import gnsfast
-from gnsfast import backends
+from gnsfast.ops import backends
 
 BACKEND = backends.VARIABLE
 

@@ -34,7 +34,7 @@ from benchmarks import (  # noqa: E402
     small_shapes,
 )
 from benchmarks.cases import LayerCase  # noqa: E402
-from gnsfast import backends, extension  # noqa: E402
+from gnsfast.ops import backends, extension
 
 TINY = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from branch_runs import MeasuredRun, small_run
 
-from gnsfast.critical_batch.branch_folder import BranchFolder
-from gnsfast.critical_batch.branches import measure_critical_batch
+from gnsfast.critical_batch.branches import BranchFolder, measure_critical_batch
 from gnsfast.errors import BranchError
 
 GRID = {"k": (0.5, 1, 2), "delta_tokens": 960}

@@ -7,13 +7,7 @@ import statistics
 import pytest
 import torch
 
-from gnsfast.critical_batch.branch_rule import (
-    LR_FACTORS,
-    check_grid,
-    matching,
-    smoothed,
-    smoothed_std,
-)
+from gnsfast.critical_batch.branches import LR_FACTORS, check_grid, matching, smoothed, smoothed_std
 from gnsfast.errors import BranchError
 
 

@@ -13,12 +13,15 @@ import branch_runs
 import pytest
 from branch_runs import LEVELS, MeasuredRun, ScriptedRun
 
-from gnsfast.critical_batch import branch_process
-from gnsfast.critical_batch.branch_folder import BranchFolder
-from gnsfast.critical_batch.branch_process import Job
-from gnsfast.critical_batch.branch_protocol import BranchStep
-from gnsfast.critical_batch.branches import measure_critical_batch
-from gnsfast.critical_batch.measurement import Branch, CriticalBatch
+from gnsfast.critical_batch.branches import (
+    Branch,
+    BranchFolder,
+    BranchStep,
+    CriticalBatch,
+    Job,
+    branch_process,
+    measure_critical_batch,
+)
 from gnsfast.errors import BranchError
 
 GRID = {"k": (0.5, 1, 2, 4), "delta_tokens": 960}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from gnsfast.cli.app import app
 from gnsfast.cli.branch import Target, grid
-from gnsfast.critical_batch.measurement import CriticalBatch
+from gnsfast.critical_batch.branches import CriticalBatch
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from controller_cases import CHECK, TOTAL, UNKNOWN, at_least, feed, make, noise, warm
 
-from gnsfast.critical_batch.controller import BatchSizeController
+from gnsfast.critical_batch.control import BatchSizeController
 from gnsfast.critical_batch.factor import CriticalBatchFactor
 
 # Growth, a warning that ends and comes again, drift both ways, no measurement, the cap.

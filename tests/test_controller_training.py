@@ -11,9 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import gnsfast
-from gnsfast.critical_batch.controller import BatchSizeController
-from gnsfast.critical_batch.samples import SampleStream
-from gnsfast.critical_batch.token_schedules import wsd
+from gnsfast.critical_batch.control import BatchSizeController, SampleStream, wsd
 
 MICRO, LENGTH, TOTAL = 4, 5, 6000
 [(X, Y)] = draw(1, 100)  # so that an epoch ends in the middle of a step

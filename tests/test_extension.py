@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gnsfast import extension
+from gnsfast.ops import extension
 
 _C = pytest.importorskip("gnsfast._C", reason="built without nvcc")
 

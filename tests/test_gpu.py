@@ -115,7 +115,7 @@ EXTENSION = {
 
 def extension_kernels() -> list[str]:
     """Those of the extension that this device runs; the test is skipped where it is not built."""
-    from gnsfast import extension
+    from gnsfast.ops import extension
 
     if extension.missing():
         pytest.skip(extension.missing())
@@ -126,7 +126,7 @@ def assert_extension(
     x: Tensor, dy: Tensor, out: torch.dtype, add: bool, kernel: str, rtol: float = 1e-5
 ) -> None:
     """Every sample's norm and dW against float64; twice the same bits."""
-    from gnsfast import extension
+    from gnsfast.ops import extension
 
     (B, _, I), O = x.shape, dy.shape[2]
     dw = torch.full((O, I), 1.0 if add else torch.nan, device="cuda", dtype=out)
@@ -164,7 +164,7 @@ def test_variants(T: int) -> None:
     """What the benchmarks hold against the Hopper kernel is right too."""
     if "sm90" not in extension_kernels():
         pytest.skip("no Hopper device")
-    from gnsfast import extension
+    from gnsfast.ops import extension
 
     for name in extension.variants():
         B = 1 if name.endswith("one sample") else 5
@@ -174,7 +174,7 @@ def test_variants(T: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_extension_token_sqnorms(dtype: torch.dtype) -> None:
-    from gnsfast import extension
+    from gnsfast.ops import extension
 
     extension_kernels()
     x = torch.randn(1003, 3, 4104, device="cuda").to(dtype)[:, 1]

@@ -26,7 +26,7 @@ from trainer_cases import (
 
 import gnsfast
 from gnsfast import NoiseScale
-from gnsfast.critical_batch.controller import BatchSizeController
+from gnsfast.critical_batch.control import BatchSizeController
 from gnsfast.integrations.trackers import JSONLTracker
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_batch_size import BatchSizeCallback

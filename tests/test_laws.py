@@ -6,15 +6,17 @@ import math
 import pytest
 import torch
 
-from gnsfast.critical_batch import laws
-from gnsfast.critical_batch.costs import (
+from gnsfast.critical_batch.laws import (
+    Interval,
+    fit_power_law,
     from_twenty_percent,
+    laws,
     steps_share,
+    student_t,
     tokens_share,
     trade_off,
     twenty_percent,
 )
-from gnsfast.critical_batch.power_law import Interval, fit_power_law, student_t
 
 
 @pytest.mark.parametrize(

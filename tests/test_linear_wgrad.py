@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import gnsfast
 from gnsfast import reference
+from gnsfast.reference import linear, rows
 
 SHAPES = {
     "two dimensions": (6, 5),
@@ -39,8 +40,8 @@ def test_routes_agree() -> None:
     x_BTI, dy_BTO = torch.randn(4, 6, 33), torch.randn(4, 6, 21)
     g_BOI = torch.einsum("bto,bti->boi", dy_BTO.double(), x_BTI.double())
     want = g_BOI.square().sum((1, 2))
-    torch.testing.assert_close(reference._gram(x_BTI, dy_BTO), want, rtol=1e-5, atol=0)
-    dw, fused = reference._fused(x_BTI, dy_BTO, torch.float32)
+    torch.testing.assert_close(linear.gram_sqnorms(x_BTI, dy_BTO), want, rtol=1e-5, atol=0)
+    dw, fused = linear._fused(x_BTI, dy_BTO, torch.float32)
     torch.testing.assert_close(fused[:-1], want, rtol=1e-5, atol=0)
     torch.testing.assert_close(fused[-1], g_BOI.sum(0).square().sum(), rtol=1e-5, atol=0)
     torch.testing.assert_close(dw.double(), g_BOI.sum(0), rtol=1e-5, atol=1e-5)
@@ -55,17 +56,18 @@ def test_tiles(
     """Blocks of rows and of columns, the last one smaller, that threads share or that do not divide
     by them; sums of samples one by one, or of some at a time; rows of norms in pieces.
     """
-    sizes = {"TILE": 12 * 20, "COLUMNS": 20, "GROUP": together, "PART": 2, "PIECE": 20}
+    sizes = {"TILE": 12 * 20, "COLUMNS": 20, "GROUP": together, "PART": 2}
     for name, value in sizes.items():
-        monkeypatch.setattr(reference, name, value)
+        monkeypatch.setattr(linear, name, value)
+    monkeypatch.setattr(rows, "PIECE", 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x_BTI, dy_BTO = torch.randn(5, 7, 50).to(dtype), torch.randn(5, 7, 34).to(dtype)
     g_BOI = torch.einsum("bto,bti->boi", dy_BTO.double(), x_BTI.double())
-    dw, sqnorm_B1 = reference._fused(x_BTI, dy_BTO, torch.float32)
+    dw, sqnorm_B1 = linear._fused(x_BTI, dy_BTO, torch.float32)
     want_B1 = torch.cat([g_BOI, g_BOI.sum(0, keepdim=True)]).square().sum((1, 2))
     torch.testing.assert_close(sqnorm_B1, want_B1, rtol=1e-5, atol=0)
     torch.testing.assert_close(dw.double(), g_BOI.sum(0), rtol=1e-5, atol=1e-5)
-    none, zero = reference._fused(x_BTI[:0], dy_BTO[:0], torch.float32)
+    none, zero = linear._fused(x_BTI[:0], dy_BTO[:0], torch.float32)
     assert none.shape == (34, 50) and not none.any() and zero.tolist() == [0.0]
 
 

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 from branch_runs import MeasuredRun, ScriptedRun
 
-from gnsfast.critical_batch.branches import measure_critical_batch
+from gnsfast.critical_batch.branches import (
+    Branch,
+    CriticalBatch,
+    averaged,
+    measure_critical_batch,
+    pooled_factor,
+)
 from gnsfast.critical_batch.factor import CriticalBatchFactor
-from gnsfast.critical_batch.measurement import Branch, CriticalBatch, pooled_factor
-from gnsfast.critical_batch.repeats import averaged
 from gnsfast.errors import BranchError
 from gnsfast.noise_scale import ModuleNoiseScale
 

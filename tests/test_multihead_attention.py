@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gnsfast
-from gnsfast.loop import Looped
+from gnsfast.layers import Looped
 
 
 def test_packed_gradients_are_not_joined() -> None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from gnsfast import ops  # noqa: E402
+from gnsfast import ops
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 BOTH = [(True, True), (True, False), (False, True)]

@@ -21,7 +21,7 @@ pytest.importorskip("benchmarks")  # a wheel has none
 import gnsfast  # noqa: E402
 from benchmarks import cases, model, model_linear, model_step, models  # noqa: E402
 from benchmarks.model_linear import ASSUMED, GPUS, KERNELS, Layer, weight_gradient  # noqa: E402
-from gnsfast import extension  # noqa: E402
+from gnsfast.ops import extension
 
 H200 = GPUS["H200"]
 SQUARE = Layer("square", 4096, 4096)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from gnsfast.critical_batch.samples import ResizableBatchSampler, SampleStream
+from gnsfast.critical_batch.control import ResizableBatchSampler, SampleStream
 
 N = 11
 ROWS = torch.arange(N)

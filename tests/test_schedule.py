@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gnsfast.cli.app import app
-from gnsfast.critical_batch import exports
 from gnsfast.critical_batch.counts import exact_count, parse_count, short_count
-from gnsfast.critical_batch.schedule import BatchSizeSchedule
+from gnsfast.critical_batch.laws import BatchSizeSchedule, exports
 
 OLMO = [(0, 1024), (168e9, 2048), (503e9, 4096)]
 

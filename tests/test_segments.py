@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnsfast import functional, ops, reference_segments
+from gnsfast import functional, ops, reference
+from gnsfast.reference import segments
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[int, int, int, list[int]]] = {
 def backend(request: pytest.FixtureRequest, device: str) -> tuple[Any, str]:
     """The module of the operators, and where it runs."""
     if request.param == "reference":
-        return reference_segments, "cpu"
+        return reference, "cpu"
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is there on Linux alone")
     from gnsfast.triton_kernels import operators
@@ -142,7 +143,7 @@ def test_short_and_long_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """The formula's two ways side by side, in float64, with several groups of short segments, one
     of which cancels.
     """
-    monkeypatch.setattr(reference_segments, "PADDED", 600)
+    monkeypatch.setattr(segments, "PADDED", 600)
     lengths = [3, 0, 5, 90, 2, 1, 4, 4, 4]
     CASES["both"] = (3, 64, 48, lengths)
     x, dy, starts = draw("both", F64, "cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnsfast import statistics as st
+from gnsfast.noise_scale import statistics as st
 
 N, D, WINDOW = 32, 1000, 64
 

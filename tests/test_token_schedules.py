@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gnsfast.critical_batch.token_schedules import by_tokens, constant, cosine, linear, wsd
+from gnsfast.critical_batch.control import by_tokens, constant, cosine, linear, wsd
 
 WARM, SPAN, DECAY = 8, 24, 10
 

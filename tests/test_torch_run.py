@@ -12,7 +12,7 @@ import torch
 from branch_runs import small_run
 
 import gnsfast
-from gnsfast.critical_batch.torch_run import TorchRun
+from gnsfast.critical_batch.branches import TorchRun
 
 
 def everything(run: TorchRun) -> dict[str, Any]:

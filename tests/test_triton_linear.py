@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from gnsfast import reference  # noqa: E402
+from gnsfast import reference
 from gnsfast.triton_kernels import configs, gram, linear_wgrad, operators, routes  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, candidates, splits  # noqa: E402
 

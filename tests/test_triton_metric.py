@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from gnsfast import backends, extension  # noqa: E402
+from gnsfast.ops import backends, extension
 from gnsfast.triton_kernels import configs, linear_wgrad, operators, operators_metric  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -13,12 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from gnsfast import (  # noqa: E402
-    reference,
-    reference_attention,
-    reference_metric,
-    reference_segments,
-)
+from gnsfast import reference
 from gnsfast.triton_kernels import operators, operators_metric  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -52,13 +47,13 @@ def test_linear(shape: tuple[int, int, int, int], dtype: torch.dtype, device: st
     compare(reference, operators, "linear_wgrad", x, dy, True, True, False, F32)
     compare(reference, operators, "linear_wgrad_tied", x, dy, ids, True, F32)
     metric = (x, dy, v, v_O, constants, None, False, F32)
-    compare(reference_metric, operators_metric, "linear_wgrad_metric", *metric)
+    compare(reference, operators_metric, "linear_wgrad_metric", *metric)
     metric = (x, dy, v, None, constants[:1], ids, False, F32)
-    compare(reference_metric, operators_metric, "linear_wgrad_metric", *metric)
+    compare(reference, operators_metric, "linear_wgrad_metric", *metric)
     for bounds in ([0, T // 2, T], [0, T], [0, 0, T]):
         starts = torch.tensor(bounds, device=device)
         segments = (x[0], dy[0], starts, 1, True, True, False, F32)
-        compare(reference_segments, operators, "linear_wgrad_segments", *segments)
+        compare(reference, operators, "linear_wgrad_segments", *segments)
 
 
 @pytest.mark.parametrize("D", [1, 40, 600])
@@ -70,7 +65,7 @@ def test_embedding(B: int, T: int, D: int, device: str) -> None:
     for padding_idx in (-1, 0, 1):
         compare(reference, operators, "embedding_wgrad", dy, ids, 300, padding_idx, F32)
     metric = (dy, ids, v, constants, -1, F32)
-    compare(reference_metric, operators_metric, "embedding_wgrad_metric", *metric)
+    compare(reference, operators_metric, "embedding_wgrad_metric", *metric)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 40), (1, 5, 1), (3, 1, 9000)], ids=str)
@@ -106,8 +101,8 @@ def test_attention(H: int, K: int, T: int, S: int, D: int, all_learned: bool, de
         learned[1:] = [None] * 3
     wanted = [p is not None for p in learned]
     for pattern in patterns(T, S, device):
-        compare(reference_attention, operators, "attention_forward", q, k, v, *learned, *pattern)
-        saved = reference_attention.attention_forward(q, k, v, *learned, *pattern)
+        compare(reference, operators, "attention_forward", q, k, v, *learned, *pattern)
+        saved = reference.attention_forward(q, k, v, *learned, *pattern)
         samples = 1 if pattern[1] is None else len(pattern[1]) - 1
         backward = (q, q, k, v, *saved, *learned, *pattern, samples, wanted)
-        compare(reference_attention, operators, "attention_backward", *backward)
+        compare(reference, operators, "attention_backward", *backward)

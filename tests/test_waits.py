@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gnsfast
-from gnsfast import backends
 from gnsfast.functional import _cross_entropy as cross_entropy
+from gnsfast.ops import backends
 
 aten = torch.ops.aten
 TO_THE_HOST = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero)

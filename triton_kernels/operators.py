@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from gnsfast import backends, extension, reference_attention, reference_conv
-from gnsfast.reference import set_columns
-from gnsfast.reference_attention import Parameters, Pattern
+from gnsfast.ops import backends, extension
+from gnsfast.reference import Parameters, Pattern, attention, conv
+from gnsfast.tensors import set_columns
 from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, gram, norms
@@ -301,7 +301,7 @@ def conv_wgrad(
         parts = []
         for first in range(0, samples, together):
             rows = slice(first * rows_a_sample, (first + together) * rows_a_sample)
-            cols_nLK = reference_conv.unfold(x[rows], kernel, stride, padding, dilation)
+            cols_nLK = conv.unfold(x[rows], kernel, stride, padding, dilation)
             cols_BTGK = cols_nLK.reshape(-1, positions, groups, K)
             dy_BTO = dy[rows].flatten(2).mT.reshape(-1, positions, O)
             parts.append(_add_groups(cols_BTGK, dy_BTO, dw_GOK))
@@ -332,7 +332,7 @@ def attention_forward(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     if nothing_to_do(q_BHTD, k_BKSD, *arguments):
-        return reference_attention.attention_forward(q_BHTD, k_BKSD, v_BKSD, *arguments)
+        return attention.attention_forward(q_BHTD, k_BKSD, v_BKSD, *arguments)
     q, k, v = (unit_inner(t) for t in (q_BHTD, k_BKSD, v_BKSD))
     return attention_kernel.attention_forward(q, k, v, *attention_arguments(q, k, arguments))
 
@@ -348,7 +348,7 @@ def attention_backward(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     if nothing_to_do(q_BHTD, k_BKSD, *arguments):
-        return reference_attention.attention_backward(
+        return attention.attention_backward(
             do_BHTD, q_BHTD, k_BKSD, v_BKSD, o_BHTD, highest_BHT, inverse_BHT, *arguments
         )
     *flat, samples, wanted = arguments

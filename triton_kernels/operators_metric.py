@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of ``reference_metric.py`` on a GPU: those of ``operators.py`` with norms under a
+"""The operators of ``metric.py`` on a GPU: those of ``operators.py`` with norms under a
 metric beside the Euclidean ones, from the same tiles. The CUDA extension has none.
 """
 
 import torch
 from torch import Tensor
 
-from gnsfast import reference_metric
-from gnsfast.reference import probe_row
+from gnsfast.reference import metric, probe_row
 from gnsfast.triton_kernels import embedding, norms, operators
 from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner
 
@@ -37,7 +36,7 @@ def linear_wgrad_metric(
             rows_BSI = operators.tied_rows(ids_BS, *slots)
     if v_O is not None:
         sums_BO = dy_BTO.sum(1, dtype=torch.float32)
-        db, row, row_of_metric = reference_metric.sum_wgrad(sums_BO, v_O, constants_P2[-1], dtype)
+        db, row, row_of_metric = metric.sum_wgrad(sums_BO, v_O, constants_P2[-1], dtype)
         plain.append(row)
         weighed.append(row_of_metric)
     return dw, db, torch.stack(plain + weighed), rows_BSI
@@ -62,9 +61,9 @@ def outer_wgrad(
     if T > 1 or links is not None:
         return dw_OI, operators.fused_wgrad(x_BTI, dy_BTO, dw_OI, links=links, metric=metric)
     operators.dense_wgrad(x_BTI, dy_BTO, dw_OI)
-    root_OI = reference_metric.root_metric(*metric, torch.float32)
+    root_OI = metric.root_metric(*metric, torch.float32)
     x_BI, dy_BO = x_BTI[:, 0], dy_BTO[:, 0]
-    weighed_B = reference_metric.one_token_metric(x_BI.float(), dy_BO.float(), root_OI)
+    weighed_B = metric.one_token_metric(x_BI.float(), dy_BO.float(), root_OI)
     plain_B1 = operators.with_sum(operators.token_sqnorms(x_BI, dy_BO)[0], dw_OI)
     return dw_OI, torch.stack([plain_B1, operators.with_sum(weighed_B, root_OI.mul_(dw_OI))])
 
@@ -108,4 +107,4 @@ def norm_backward_metric(
         *(w_N if w_N is None else unit_inner(w_N), v_w is not None, v_b is not None, eps, offset),
     )
     grads: list[Tensor | None] = [dw_BN, db_BN]
-    return dx, *reference_metric.affine_wgrad(grads, [w_N, b_N], [v_w, v_b], constants_P2)
+    return dx, *metric.affine_wgrad(grads, [w_N, b_N], [v_w, v_b], constants_P2)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gnsfast.reference import accumulate_dtype
+from gnsfast.tensors import accumulate_dtype
 from gnsfast.triton_kernels.configs import SMALL, TF32, Config, candidates
 from gnsfast.triton_kernels.tiles import dot, precision, tf32_allowed, tile_position, unit_inner
 

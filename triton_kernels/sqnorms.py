@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from gnsfast import reference
+from gnsfast import reference, tensors
 
 
 def probe_rows(sqnorms: list[Tensor], like: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def probe_rows(sqnorms: list[Tensor], like: Tensor) -> Tensor:
 
 def row_sqnorms(t_RN: Tensor) -> Tensor:
     """The squared norm of each row, float64; narrow types are widened as they are read."""
-    wide = reference.accumulate_dtype(t_RN.dtype)
+    wide = tensors.accumulate_dtype(t_RN.dtype)
     norms_R: Tensor = torch.linalg.vector_norm(t_RN, dim=1, dtype=wide)
     return norms_R.double().square()
 

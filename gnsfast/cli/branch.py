@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from gnsfast.critical_batch.branch_protocol import BranchRun
-from gnsfast.critical_batch.measurement import Branch
+from gnsfast.critical_batch.branches import Branch, BranchRun
 
 OFFERS = ("batch_size", "tokens_per_sample", "tokens", "save", "restore", "train")
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gnsfast
-from gnsfast import backends
+from gnsfast.ops import backends
 
 PACKAGES = ("torch", "triton", "numpy", "typer", "rich", "plotly", "transformers", "peft")
 

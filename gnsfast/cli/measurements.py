@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gnsfast.critical_batch.branches import RESULT
 from gnsfast.critical_batch.counts import parse_number
-from gnsfast.critical_batch.measurement import RESULT
-from gnsfast.critical_batch.run_records import read_records
+from gnsfast.critical_batch.laws import read_records
 
 
 class Measured(NamedTuple):

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gnsfast.arguments import finite, whole
 from gnsfast.cli.measurements import Measurements, read_measurements
 from gnsfast.critical_batch import laws
-from gnsfast.critical_batch.arguments import finite, whole
-from gnsfast.critical_batch.costs import trade_off
 from gnsfast.critical_batch.counts import parse_count, parse_number
-from gnsfast.critical_batch.power_law import Interval, PowerLaw, fit_power_law
+from gnsfast.critical_batch.laws import Interval, PowerLaw, fit_power_law, trade_off
 
 DOUBLINGS = range(-3, 4)
 LEAST_POINTS = 3

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gnsfast.critical_batch import exports
 from gnsfast.critical_batch.counts import exact_count, parse_count, parse_number, short_count
-from gnsfast.critical_batch.schedule import SAME_COMPUTE, BatchSizeSchedule, Saved, headline
+from gnsfast.critical_batch.laws import SAME_COMPUTE, BatchSizeSchedule, Saved, exports, headline
 
 FRAMEWORKS = ("megatron", "olmo-core", "lightning", "huggingface")
 

@@ -7,19 +7,33 @@
 ``gnsfast plan`` prints.
 """
 
-from gnsfast.critical_batch import exports, laws, token_schedules
-from gnsfast.critical_batch.branch_protocol import BranchRun, BranchStep
-from gnsfast.critical_batch.branches import measure_critical_batch
-from gnsfast.critical_batch.controller import BatchSizeController
-from gnsfast.critical_batch.costs import Cost, trade_off
-from gnsfast.critical_batch.decision import Decision
+from gnsfast.critical_batch import laws
+from gnsfast.critical_batch.branches import (
+    Branch,
+    BranchRun,
+    BranchStep,
+    CriticalBatch,
+    TorchRun,
+    averaged,
+    measure_critical_batch,
+    pooled_factor,
+)
+from gnsfast.critical_batch.control import (
+    BatchSizeController,
+    Decision,
+    ResizableBatchSampler,
+    SampleStream,
+    token_schedules,
+)
 from gnsfast.critical_batch.factor import CriticalBatchFactor
-from gnsfast.critical_batch.measurement import Branch, CriticalBatch, pooled_factor
-from gnsfast.critical_batch.power_law import PowerLaw, fit_power_law
-from gnsfast.critical_batch.repeats import averaged
-from gnsfast.critical_batch.samples import ResizableBatchSampler, SampleStream
-from gnsfast.critical_batch.schedule import BatchSizeSchedule
-from gnsfast.critical_batch.torch_run import TorchRun
+from gnsfast.critical_batch.laws import (
+    BatchSizeSchedule,
+    Cost,
+    PowerLaw,
+    exports,
+    fit_power_law,
+    trade_off,
+)
 
 __all__ = [
     "BatchSizeController",

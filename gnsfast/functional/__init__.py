@@ -16,8 +16,15 @@ from gnsfast.functional._experts import grouped_linear
 from gnsfast.functional._groups import Groups
 from gnsfast.functional._in_projection import in_projection, repeated
 from gnsfast.functional._linear import linear
+from gnsfast.functional._norms import RMS_NORM_VARIANTS as RMS_NORM_VARIANTS
 from gnsfast.functional._norms import layer_norm, rms_norm
+from gnsfast.functional._samples import Link as Link
 from gnsfast.functional._samples import Metric
+from gnsfast.functional._samples import autocast_dtype as autocast_dtype
+from gnsfast.functional._samples import num_samples as num_samples
+from gnsfast.functional.documents import Documents as Documents
+from gnsfast.functional.documents import cu_seqlens as cu_seqlens
+from gnsfast.functional.documents import document_slots as document_slots
 
 __all__ = [
     "Groups",

@@ -9,12 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._samples import (
-    autocast_dtype,
-    check_probe,
-    num_samples,
-    without_autocast,
-)
+from gnsfast.functional._samples import autocast_dtype, check_probe, num_samples, without_autocast
 
 
 class _Conv(torch.autograd.Function):

@@ -23,7 +23,7 @@ from gnsfast.functional._samples import (
     samples_first,
     without_autocast,
 )
-from gnsfast.reference import accumulate_dtype, set_columns
+from gnsfast.tensors import accumulate_dtype, set_columns
 
 CHUNK = 1 << 21
 """Logits in memory at a time, 8 MiB of float32: on a CPU their passes stay in its caches (0.79 to

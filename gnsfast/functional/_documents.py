@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gnsfast import ops, reference
-from gnsfast.sharding import is_dtensor
+from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def refuse_sharded(dy: Tensor) -> None:
 
 def tied_rows(x_NI: Tensor, dy_NO: Tensor, ids_N: Tensor, starts: Tensor) -> Tensor:
     """[N, I]: for each row the one of its document's head gradient dy_bᵀ x_b at ``ids_N``."""
-    acc = reference.accumulate_dtype(x_NI.dtype)
+    acc = accumulate_dtype(x_NI.dtype)
     rows = x_NI.new_zeros(x_NI.shape, dtype=acc)
     bounds = starts.tolist()
     for start, end in zip(bounds, bounds[1:]):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnsfast import ops, reference, reference_metric, sharding
+from gnsfast import ops
 from gnsfast.functional import _documents as documents
 from gnsfast.functional._groups import Groups, by_group, group_inputs
 from gnsfast.functional._samples import (
@@ -20,6 +20,9 @@ from gnsfast.functional._samples import (
     samples_first,
     without_autocast,
 )
+from gnsfast.ops import dtensor
+from gnsfast.reference import metric
+from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 
 class _Embedding(torch.autograd.Function):
@@ -47,7 +50,7 @@ class _Embedding(torch.autograd.Function):
             check_probe(metric_probe, 1)
         ctx.members = members
         ctx.set_materialize_grads(False)
-        ctx.sharded = w if sharding.is_dtensor(w) else None
+        ctx.sharded = w if is_dtensor(w) else None
         ctx.save_for_backward(ids, trusted, starts, constants, v, *links[::3])
         ctx.num_samples, ctx.batch_dim, ctx.shared = _samples(probe, starts), batch_dim, shared
         ctx.num_embeddings, ctx.parameter_dtype = w.shape[0], w.dtype
@@ -56,7 +59,7 @@ class _Embedding(torch.autograd.Function):
         if not tied:
             return (y,)
         B, T, D = samples_first(y, ctx.num_samples, batch_dim).shape
-        zero = w.new_zeros((), dtype=reference.accumulate_dtype(w.dtype))
+        zero = w.new_zeros((), dtype=accumulate_dtype(w.dtype))
         return y, zero.expand(B, T, D), zero.clone().expand(B, T, D)
 
     @staticmethod
@@ -78,7 +81,7 @@ class _Embedding(torch.autograd.Function):
                     dy_BTD[0], ids_BT[0], starts, ctx.num_embeddings, *last
                 )
             elif ctx.members is not None:
-                acc = reference.accumulate_dtype(dy.dtype)
+                acc = accumulate_dtype(dy.dtype)
                 flags = ctx.num_embeddings, ctx.padding_idx, acc
                 [dw], sqnorm_PB, group_PG = by_group(
                     lambda b: ops.embedding_wgrad(dy_BTD[b], ids_BT[b], *flags),
@@ -91,15 +94,15 @@ class _Embedding(torch.autograd.Function):
             elif ctx.sharded is None:
                 dw, sqnorm_PB = ops.embedding_wgrad(dy_BTD, ids_BT, ctx.num_embeddings, *last)
             else:
-                dw, sqnorm_PB = sharding.embedding_wgrad(dy_BTD, ids_BT, ctx.sharded, *last)
+                dw, sqnorm_PB = dtensor.embedding_wgrad(dy_BTD, ids_BT, ctx.sharded, *last)
             tied = any(d is not None for d in dlinks)
             if tied or link_ids:
-                taught_BTD = dy_BTD.to(reference.accumulate_dtype(dy.dtype))
+                taught_BTD = dy_BTD.to(accumulate_dtype(dy.dtype))
                 taught_BTD = taught_BTD.masked_fill((ids_BT == ctx.padding_idx)[..., None], 0.0)
             if tied:
                 sqnorm_PB = _add_cross_terms(sqnorm_PB, taught_BTD, starts, *dlinks)
                 if v is not None:
-                    root_BTD = reference_metric.root_metric(
+                    root_BTD = metric.root_metric(
                         F.embedding(ids_BT, v), constants[0], taught_BTD.dtype
                     )
                     weighed_BTD = taught_BTD * root_BTD.square()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gnsfast.functional._samples import num_samples
-from gnsfast.reference import accumulate_dtype, sqnorm
-from gnsfast.sharding import is_dtensor
+from gnsfast.reference import sqnorm
+from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 
 class Groups(NamedTuple):

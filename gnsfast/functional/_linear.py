@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnsfast import ops, sharding
+from gnsfast import ops
 from gnsfast.functional import _documents as documents
 from gnsfast.functional._groups import Groups, by_group, group_inputs
 from gnsfast.functional._samples import (
@@ -21,7 +21,8 @@ from gnsfast.functional._samples import (
     samples_first,
     without_autocast,
 )
-from gnsfast.reference import accumulate_dtype
+from gnsfast.ops import dtensor
+from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 
 class _Linear(torch.autograd.Function):
@@ -115,7 +116,7 @@ class _Linear(torch.autograd.Function):
                 )
                 sqnorm_PB = torch.cat([sqnorm_PB, row])
             else:
-                wgrad = sharding.linear_wgrad if sharding.is_dtensor(dy) else ops.linear_wgrad
+                wgrad = dtensor.linear_wgrad if is_dtensor(dy) else ops.linear_wgrad
                 dw, db, sqnorm_PB = wgrad(
                     x_BTI, dy_BTO, need_w, need_b, ctx.transposed, ctx.parameter_dtype
                 )

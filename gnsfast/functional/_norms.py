@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnsfast import ops, reference, sharding
+from gnsfast import ops, reference
 from gnsfast.functional import _documents as documents
 from gnsfast.functional._groups import Groups, by_group, group_inputs
 from gnsfast.functional._samples import (
@@ -21,6 +21,8 @@ from gnsfast.functional._samples import (
     samples_first,
     without_autocast,
 )
+from gnsfast.ops import dtensor
+from gnsfast.tensors import accumulate_dtype
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -89,7 +91,7 @@ class _LayerNorm(torch.autograd.Function):
                 )
                 dw, db = (g if p is None else g.to(p.dtype) for g, p in ((dw, w), (db, b)))
             elif constants is None:
-                dx, dw, db, sqnorm_PB = sharding.replicated(backward)(*taken, need_w, need_b, *more)
+                dx, dw, db, sqnorm_PB = dtensor.replicated(backward)(*taken, need_w, need_b, *more)
             else:
                 dx, dw, db, norms = ops.norm_backward_metric(*taken, v_w, v_b, constants, 0.0, 0.0)
                 sqnorm_PB, metric_PB = norms.chunk(2)
@@ -120,7 +122,7 @@ def layer_norm_backward(
     dx, _, _ = torch.ops.aten.native_layer_norm_backward(
         dy_BTN, x_BTN, [x_BTN.shape[-1]], mean_BT1, rstd_BT1, w_N, b_N, [True, False, False]
     )
-    acc = reference.accumulate_dtype(x_BTN.dtype)
+    acc = accumulate_dtype(x_BTN.dtype)
 
     def of_samples(t: Tensor) -> Tensor:
         return t.sum(1, dtype=acc) if starts is None else ops.segment_sums(t, starts)
@@ -223,7 +225,7 @@ class _RMSNorm(torch.autograd.Function):
                 [dw], sqnorm_PB, group_PG = by_group(run, ctx.members, dy_BTN, (True,))
                 dw = dw.to(w.dtype)
             elif constants is None:
-                dx, dw, sqnorm_PB = sharding.replicated(backward)(
+                dx, dw, sqnorm_PB = dtensor.replicated(backward)(
                     rows(dy), rows(x), w.flatten(), *last, *more
                 )
             else:
@@ -264,7 +266,7 @@ def rms_norm(
     True
     """
     if eps is None:
-        eps = torch.finfo(reference.accumulate_dtype(x.dtype)).eps  # as F.rms_norm does
+        eps = torch.finfo(accumulate_dtype(x.dtype)).eps  # as F.rms_norm does
     y: Tensor = _RMSNorm.apply(
         *(x, weight, probe, eps, variant, batch_dim, starts),
         *metric_inputs(metric, starts, weight),

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnsfast import scales
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.integrations.token_losses import LOSSES, Rule, RuleSearch
 from gnsfast.integrations.trackers import Tracker, metrics
-from gnsfast.noise_scale import NoiseScale
+from gnsfast.noise_scale import NoiseScale, loss_factors
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -244,7 +243,7 @@ class GNSCallback(TrainerCallback):
 
         def weigh(grad: Tensor) -> None:
             factor = grad.detach().double().reshape(())
-            if (s := scales.loss_scale(scaler)) is not None:
+            if (s := loss_factors.loss_scale(scaler)) is not None:
                 factor = factor / s  # which the estimator takes off by itself
             this.scale.copy_(factor.to(this.scale.device) * (each * copies))
             this.weighed = True

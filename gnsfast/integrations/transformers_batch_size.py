@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from gnsfast.critical_batch.controller import BatchSizeController
-from gnsfast.critical_batch.decision import Decision
-from gnsfast.critical_batch.run_state import set_lr
+from gnsfast.critical_batch.branches import set_lr
+from gnsfast.critical_batch.control import BatchSizeController, Decision
 from gnsfast.integrations.transformers import GNSCallback, _calling_trainer
 from gnsfast.integrations.transformers_start import refuse_undivided
 
@@ -57,7 +56,7 @@ class BatchSizeCallback(TrainerCallback):
             without a length, ``auto_find_batch_size``, ``ignore_data_skip``, batches of unequal
             sizes, schedules that are no ``LambdaLR`` (transformers' are).
 
-    >>> from gnsfast.critical_batch.controller import BatchSizeController
+    >>> from gnsfast.critical_batch import BatchSizeController
     >>> from gnsfast.integrations.transformers import GNSCallback
     >>> from gnsfast.integrations.transformers_batch_size import BatchSizeCallback
     >>> controller = BatchSizeController(

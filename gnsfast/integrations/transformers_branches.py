@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnsfast.critical_batch.branch_protocol import BranchStep
-from gnsfast.critical_batch.random_state import random_state, set_random_state
-from gnsfast.critical_batch.run_state import other_buffers, set_lr
+from gnsfast.arguments import count
+from gnsfast.critical_batch.branches import (
+    BranchStep,
+    other_buffers,
+    random_state,
+    set_lr,
+    set_random_state,
+)
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import TrainerBatches
 from gnsfast.integrations.transformers_start import begin, refuse_undivided
-from gnsfast.kept import kept_buffers
+from gnsfast.layers import Probed
 from gnsfast.noise_scale import NoiseScale
-from gnsfast.probed import Probed
-from gnsfast.probes import count
+from gnsfast.probing import kept_buffers
 
 FILE, FORMAT = "trainer_run.pt", 1
 

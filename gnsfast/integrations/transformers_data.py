@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from gnsfast.critical_batch.random_state import random_state, set_random_state
+from gnsfast.critical_batch.branches import random_state, set_random_state
 
 try:
     from accelerate.data_loader import (  # type: ignore[import-untyped]

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import RandomSampler
 
-from gnsfast.critical_batch.random_state import random_state, set_random_state
+from gnsfast.critical_batch.branches import random_state, set_random_state
 
 try:
     from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]

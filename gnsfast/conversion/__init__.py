@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which route each module of a model has, and why the others have none."""
+
+from gnsfast.conversion.converter import convert
+from gnsfast.conversion.coverage_table import Coverage, CoverageRow, coverage
+from gnsfast.conversion.fused_losses import fused_loss_of, project_of
+from gnsfast.conversion.routes import rms_norm_variant
+
+__all__ = [
+    "Coverage",
+    "CoverageRow",
+    "convert",
+    "coverage",
+    "fused_loss_of",
+    "project_of",
+    "rms_norm_variant",
+]

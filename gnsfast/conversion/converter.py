@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turning the modules of a model, in place, into their gnsfast twins."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from torch import nn
+
+from gnsfast.conversion.routes import (
+    CONTAINERS,
+    LISTS,
+    looped,
+    original_class,
+    own_parameters,
+    route_of,
+    uses_children_as_tensors,
+)
+from gnsfast.conversion.ties import link_ties
+from gnsfast.layers import (
+    Experts,
+    Linear,
+    Looped,
+    MultiheadAttention,
+    Probed,
+    Router,
+    SampleLayout,
+    rows_in_order,
+)
+
+WRAPPERS = {
+    "FSDPModule": "convert the model before fully_shard",
+    "FullyShardedDataParallel": "FSDP1 flattens parameters; use fully_shard, and convert before it",
+    "DataParallel": "its replicas are copies; use DistributedDataParallel",
+}
+SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+# Submodules whose output has lost the batch dimension: norms of theirs would be those of rows, not
+# samples.
+NO_BATCH = {"relative_attention_bias": "its output does not carry the batch dimension"}
+
+
+def convert(
+    model: nn.Module,
+    *,
+    batch_dim: int = 0,
+    fold: Iterable[str] | None = None,
+    broadcast: Iterable[str] | None = None,
+    replay: Iterable[str] | None = None,
+    per_head: Iterable[str] | None = None,
+    exclude: Iterable[str] | None = None,
+) -> nn.Module:
+    """Make the layers of ``model`` able to yield per-sample gradient norms; returns ``model``,
+    changed in place.
+
+    Only the classes of modules change: parameters, buffers, hooks, dtype, device, training state,
+    tied weights, ``state_dict`` and outputs stay what they were. Until
+    ``gnsfast.per_sample_sqnorms`` opens them, the modules run their torch code. Calling it again
+    applies the new options.
+
+    Args:
+        batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models.
+        fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
+        broadcast: patterns of embeddings that are given a bare index [T] which all samples share.
+        replay: patterns of modules to run once more for each sample in backward, with all that is
+            below them: exact for what no layer sees (a weight used as a tensor, a layer called
+            twice), but slow.
+        per_head: patterns of ``torch.nn`` attention layers whose heads get noise scales of their
+            own (``per_module``: ``.q.0``, ``.out_proj.0``, ...), for a product a head in backward.
+        exclude: patterns of module names to leave out, with all that is below them; their
+            parameters have no norms.
+
+    Patterns are those of ``fnmatch`` over the names of ``named_modules``; one that matches nothing
+    is an error.
+
+    Raises:
+        ValueError: an option that matches nothing, a sequence-first model with ``batch_dim=0``, a
+            model that is already wrapped by FSDP or DataParallel.
+
+    >>> model = gnsfast.convert(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.LayerNorm(8)))
+    >>> type(model[0]).__module__
+    'gnsfast.layers.linear'
+    """
+    if batch_dim not in (0, 1):
+        raise ValueError(f"batch_dim is 0 or 1, not {batch_dim!r}")
+    named = dict(model.named_modules())
+    _refuse(named, batch_dim)
+    folded = _matching("fold", fold, named)
+    shared = _matching("broadcast", broadcast, named)
+    replayed = _matching("replay", replay, named)
+    by_head = _matching("per_head", per_head, named)
+    if odd := [n for n in sorted(by_head) if not isinstance(named[n], nn.MultiheadAttention)]:
+        raise ValueError(
+            f"per_head: {odd[0]!r} is a {type(named[odd[0]]).__name__}, not a MultiheadAttention"
+        )
+    excluded = _matching("exclude", exclude, named)
+    if odd := [n for n in sorted(shared) if not isinstance(named[n], nn.Embedding)]:
+        raise ValueError(
+            f"broadcast: {odd[0]!r} is a {type(named[odd[0]]).__name__}, not an embedding"
+        )
+
+    whole = {n for n, m in named.items() if uses_children_as_tensors(m)} | replayed
+    held = _held(named)
+    claims_of = {
+        n: () if n in held or _inside(n, whole) else _claims(m, n in whole)
+        for n, m in named.items()
+    }
+    _refuse_empty("fold", fold, claims_of)
+    _refuse_empty("exclude", exclude, claims_of)
+    routes = _routes(named, claims_of, whole)
+    if odd := [n for n in sorted(folded & routes.keys()) if issubclass(routes[n], Looped)]:
+        raise ValueError(
+            f"fold: {odd[0]!r} has no kernel and is replayed sample by sample, which folded rows "
+            "do not allow: replay a module around it, or exclude it"
+        )
+    flattened = {n for n, cls in routes.items() if _flattened(n, cls, named)}
+    for name, module in named.items():
+        if name not in routes:
+            if isinstance(module, Probed):
+                module._claims = ()
+            continue
+        claims = claims_of[name]
+        if type(module) is not routes[name]:
+            module.__class__ = routes[name]
+        assert isinstance(module, Probed)
+        module._claims = claims
+        module._samples = SampleLayout(batch_dim, name in folded, name in shared, name in flattened)
+        reason = NO_BATCH.get(name.rpartition(".")[2], "")
+        if name in excluded or _inside(name, excluded):
+            reason = "excluded by convert"
+        module._uncovered = dict.fromkeys(claims, reason) if reason else {}
+        module._audited, module._calls, module._tie = False, None, None
+        if isinstance(module, MultiheadAttention):
+            module._blocks = module.num_heads if name in by_head else 1
+            cast(Linear, module.out_proj)._blocks = module._blocks
+    link_ties(named, claims_of)
+    return model
+
+
+def _routes(
+    named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]], whole: set[str]
+) -> dict[str, type]:
+    """The class that each module becomes, found from what it was before any ``convert``."""
+    before = {name: type(module) for name, module in named.items()}
+    routes: dict[str, type] = {}
+    try:
+        for module in named.values():
+            if (original := original_class(type(module))) is not type(module):
+                module.__class__ = original
+        for name, module in named.items():
+            if claims_of[name]:
+                route = looped(module) if name in whole else route_of(module)
+                if route.cls is not None:
+                    routes[name] = route.cls
+    finally:
+        for name, module in named.items():
+            if type(module) is not before[name]:
+                module.__class__ = before[name]
+    return routes
+
+
+def _flattened(name: str, cls: type, named: dict[str, nn.Module]) -> bool:
+    """Whether a module of a mixture of experts is known to be given the rows of a whole batch."""
+    if not name or not issubclass(cls, (Experts, Router)):
+        return False
+    block = named[name.rpartition(".")[0]]
+    cls_of_block: Any = original_class(type(block))
+    return "forward" not in vars(block) and rows_in_order(block, cls_of_block.forward, named[name])
+
+
+def _refuse_empty(
+    option: str, patterns: Iterable[str] | None, claims_of: dict[str, tuple[str, ...]]
+) -> None:
+    """An option that reaches no parameter would be ignored in silence."""
+    for pattern in patterns or ():
+        names = {n for n in claims_of if fnmatchcase(n, pattern)}
+        reached = any(claims_of[n] for n in names)
+        if option == "exclude":
+            reached |= any(claims_of[n] for n in claims_of if _inside(n, names))
+        if not reached:
+            raise ValueError(
+                f"{option}: what {pattern!r} matches has no parameters of its own (a container, or "
+                "inside of a replayed module): name the layers themselves"
+            )
+
+
+def _inside(name: str, paths: set[str]) -> bool:
+    return any(name != path and (not path or name.startswith(f"{path}.")) for path in paths)
+
+
+def _claims(module: nn.Module, whole: bool) -> tuple[str, ...]:
+    """The parameters that a module answers for: its own, or all below it if it is replayed whole.
+
+    One that it shares with a submodule is the submodule's (BERT's head lists its decoder's bias as
+    its own). Those of a bare container are the module's that holds it.
+    """
+    if whole:
+        return tuple(n for n, _ in module.named_parameters())
+    children = [c for c in module.children() if not isinstance(c, CONTAINERS)]
+    below = {id(p) for child in children for p in child.parameters()}
+    return tuple(n for n, p in own_parameters(module).items() if id(p) not in below)
+
+
+def _held(named: dict[str, nn.Module]) -> set[str]:
+    """Names of the bare containers that a module with a forward holds."""
+    return {
+        f"{name}.{child}" if name else child
+        for name, module in named.items()
+        for child, container in module.named_children()
+        if isinstance(container, CONTAINERS) and not isinstance(module, LISTS)
+    }
+
+
+def _refuse(named: dict[str, nn.Module], batch_dim: int) -> None:
+    for name, module in named.items():
+        for cls in type(module).__mro__:
+            if cls.__name__ in WRAPPERS and cls.__module__.startswith("torch."):
+                raise ValueError(
+                    f"{name or 'the model'} is a {cls.__name__}: {WRAPPERS[cls.__name__]}"
+                )
+        forward = vars(module).get("forward")
+        if getattr(forward, "__module__", "").startswith("transformers.distributed."):
+            raise ValueError(
+                f"{name or 'the model'} has a forward of transformers' own model parallelism, "
+                "which goes around gnsfast's: convert, then use torch's parallelize_module"
+            )
+        if isinstance(module, SEQUENCE_FIRST) and module.self_attn.batch_first == bool(batch_dim):
+            first, say = ("batch", 0) if batch_dim else ("sequence", 1)
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) is {first}-first: say "
+                f"convert(model, batch_dim={say})"
+            )
+
+
+def _matching(option: str, patterns: Iterable[str] | None, named: dict[str, nn.Module]) -> set[str]:
+    if isinstance(patterns, str):
+        raise ValueError(f"{option} takes a list of patterns, not the string {patterns!r}")
+    found = set()
+    for pattern in patterns or ():
+        names = {n for n in named if fnmatchcase(n, pattern)}
+        if not names:
+            raise ValueError(f"{option}: no module's name matches {pattern!r}")
+        found |= names
+    return found

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters have per-sample norms, by which route, and why the others have none."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from gnsfast.conversion import fused_losses
+from gnsfast.conversion.routes import route_of, uses_children_as_tensors
+from gnsfast.layers import Probed
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """One parameter. ``observed`` is None before a first pass, then whether its module's backward
+    ran.
+    """
+
+    parameter: str
+    elements: int
+    route: str
+    static: bool
+    observed: bool | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The rows of ``gnsfast.coverage``; prints as a table."""
+
+    rows: tuple[CoverageRow, ...]
+
+    @property
+    def covered_fraction(self) -> float:
+        """Elements of covered trainable parameters over elements of all trainable parameters."""
+        trainable = [r for r in self.rows if r.route != "frozen"]
+        total = sum(r.elements for r in trainable)
+        return sum(r.elements for r in trainable if r.static) / total if total else 1.0
+
+    def __str__(self) -> str:
+        head = ("parameter", "elements", "route", "static", "observed", "reason")
+        said = {True: "yes", False: "no", None: "-"}
+        table = [head] + [
+            (
+                r.parameter,
+                f"{r.elements:,}",
+                r.route or "-",
+                said[r.static],
+                said[r.observed],
+                r.reason,
+            )
+            for r in self.rows
+        ]
+        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+        lines = []
+        for row in table:
+            cells = [
+                c.rjust(w) if i == 1 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
+        return "\n".join(lines)
+
+
+def coverage(model: nn.Module) -> Coverage:
+    """Say for each parameter of ``model`` how its per-sample norms are found, or why they are not.
+
+    ``static``: a route exists; a reason beside it says that the model's forward goes around it, as
+    those of Liger-Kernel and Cut Cross-Entropy do. ``observed``: in the last ``per_sample_sqnorms``
+    block its backward ran.
+
+    >>> model = gnsfast.convert(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8)))
+    >>> gnsfast.coverage(model).rows[2].reason
+    'batch statistics tie samples together: no per-sample gradient exists'
+    """
+    claimed: dict[int, list[tuple[Probed, str]]] = {}
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, Probed):
+            for name, p in module.claimed_parameters().items():
+                claimed.setdefault(id(p), []).append((module, name))
+        for parameter in module._parameters.values():
+            owners[id(parameter)] = module
+    for module in reversed(list(model.modules())):  # the outermost answers
+        if uses_children_as_tensors(module):
+            owners |= {id(p): module for p in module.parameters()}
+    fused = fused_losses.notes(model)
+    return Coverage(
+        tuple(
+            _row(name, p, claimed.get(id(p), []), owners.get(id(p), model), fused.get(id(p), ""))
+            for name, p in model.named_parameters()
+        )
+    )
+
+
+def _row(
+    name: str, p: nn.Parameter, claims: list[tuple[Probed, str]], owner: nn.Module, note: str
+) -> CoverageRow:
+    if nn.parameter.is_lazy(p):
+        return CoverageRow(name, 0, "", False, None, route_of(owner).reason)
+    if not p.requires_grad:
+        return CoverageRow(name, p.numel(), "frozen", False, None, "")
+    reasons = [m._uncovered[own] for m, own in claims if own in m._uncovered]
+    if not claims:
+        reasons = [route_of(owner).reason or "not converted: call gnsfast.convert(model)"]
+    if reasons:
+        return CoverageRow(name, p.numel(), "", False, None, reasons[0])
+    calls = [m._calls for m, _ in claims if m._calls is not None]
+    routes = " + ".join(dict.fromkeys(m.route for m, _ in claims))
+    return CoverageRow(name, p.numel(), routes, True, any(calls) if calls else None, note)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which route leads to the norms of a module's own parameters, or why there is none."""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
+
+from gnsfast import layers
+from gnsfast.functional import RMS_NORM_VARIANTS
+from gnsfast.layers import (
+    Experts,
+    Looped,
+    MultiheadAttention,
+    Probed,
+    Router,
+    SinkAttention,
+    combine,
+    experts_reason,
+    owns_router,
+    owns_sinks,
+)
+
+
+class Route(NamedTuple):
+    """The class a module becomes; None leaves it as it is, for a reason."""
+
+    cls: type | None
+    reason: str = ""
+
+
+KERNELS: dict[type[nn.Module], type[Probed]] = {
+    nn.Linear: layers.Linear,
+    nn.Embedding: layers.Embedding,
+    nn.LayerNorm: layers.LayerNorm,
+    nn.RMSNorm: layers.RMSNorm,
+    nn.Conv1d: layers.Conv1d,
+    nn.Conv2d: layers.Conv2d,
+    nn.MultiheadAttention: MultiheadAttention,
+}
+ATTENTION = {*MultiheadAttention._claims}
+
+
+def original_class(cls: type) -> type:
+    """What a module's class was before ``convert``."""
+    recipe = cls.__dict__.get("_recipe")
+    if recipe is not None:
+        original: type = recipe[0]
+        return original
+    return next((base for base, probed in KERNELS.items() if probed is cls), cls)
+
+
+MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
+CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+LISTS = (nn.ModuleList, nn.ModuleDict, *CONTAINERS)
+RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+def uses_children_as_tensors(module: nn.Module) -> bool:
+    """Whether the module is known to use its children's parameters without calling the children."""
+    mamba = "A_log" in module._parameters and hasattr(module, "conv1d")
+    attention = isinstance(module, nn.MultiheadAttention)
+    other = attention and _attention_route(module).cls is None
+    return mamba or other or _rebuilt_by_peft(module)
+
+
+def _rebuilt_by_peft(module: nn.Module) -> bool:
+    cls = type(module)
+    return cls.__module__.startswith("peft.") and cls.__name__ == "MultiheadAttention"
+
+
+def _attention_route(module: nn.Module) -> Route:
+    """A kernel for attention that is torch's own inside, output projection included."""
+    attention: Any = nn.MultiheadAttention
+    out: Any = module.out_proj
+    cls = original_class(type(module))
+    plain = original_class(type(out)) in (nn.Linear, NonDynamicallyQuantizableLinear)
+    if not plain or not own_parameters(module).keys() <= ATTENTION:
+        return Route(None)
+    if parametrize.is_parametrized(module) or parametrize.is_parametrized(out):
+        return Route(None)
+    if cls is attention:
+        return Route(MultiheadAttention)
+    if _reaches_super(cls, attention):
+        return Route(combine(cls, MultiheadAttention, over=False))
+    return Route(None)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters, with those of bare containers it holds (LoRA embeddings)."""
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    for child_name, child in module.named_children():
+        if isinstance(child, CONTAINERS) and not isinstance(module, LISTS):
+            own |= {f"{child_name}.{n}": p for n, p in child.named_parameters()}
+    return own
+
+
+def route_of(module: nn.Module) -> Route:
+    """The route of a module that owns parameters."""
+    if isinstance(module, Probed):
+        return Route(type(module))
+    own = module._parameters
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        return Route(None, "a lazy module without a shape yet: run a forward pass before convert")
+    if any(p is not None and p.is_complex() for p in own.values()):
+        return Route(None, "complex parameters")
+    if _computed(module):
+        return COMPUTED
+    for base, probed in KERNELS.items():
+        if isinstance(module, base):
+            return _drop_in(module, base, probed)
+    if (
+        type(module).__module__ == "transformers.pytorch_utils"
+        and type(module).__name__ == "Conv1D"
+    ):
+        return Route(combine(type(module), layers.TransposedLinear, over=True))
+    if owns_sinks(module):
+        return Route(combine(type(module), SinkAttention, over=True))
+    if (reason := experts_reason(module)) is not None:
+        return Route(None if reason else combine(type(module), Experts, over=True), reason)
+    if owns_router(module):
+        return Route(combine(type(module), Router, over=True))
+    if (variant := rms_norm_variant(module)) is not None:
+        return Route(combine(type(module), RMS_NORMS[variant], over=True))
+    return looped(module)
+
+
+COMPUTED = Route(None, "its weight is computed from other parameters (parametrization)")
+
+
+def _computed(module: nn.Module) -> bool:
+    own = module._parameters
+    computed = isinstance(module, parametrize.ParametrizationList)
+    # prune, and the weight_norm and spectral_norm of old, leave a plain tensor under the name.
+    computed |= "weight_g" in own or any(n.endswith("_orig") for n in own)
+    return computed or parametrize.is_parametrized(module)
+
+
+def _drop_in(module: nn.Module, base: type[nn.Module], probed: type[Probed]) -> Route:
+    if base is nn.MultiheadAttention:
+        route = _attention_route(module)
+        return looped(module) if route.cls is None else route
+    own = own_parameters(module).keys()
+    if isinstance(module, nn.Embedding) and (module.sparse or module.scale_grad_by_freq):
+        return Route(None, "an embedding with sparse or frequency-scaled gradients")
+    if not own <= {"weight", "bias"} or "weight" not in own:
+        return looped(module)
+    if type(module) is base:
+        return Route(probed)
+    if _reaches_super(type(module), base):
+        return Route(combine(type(module), probed, over=False))
+    return looped(module)
+
+
+def _reaches_super(cls: type, base: type) -> bool:
+    """Whether every forward between ``cls`` and torch's class calls the next one, judged by its
+    code.
+    """
+    for c in cls.__mro__[: cls.__mro__.index(base)]:
+        for name in ("forward", "_conv_forward"):
+            code = getattr(c.__dict__.get(name), "__code__", None)
+            if name in c.__dict__ and (code is None or not _calls_next(code)):
+                return False
+    return True
+
+
+def _calls_next(code: Any) -> bool:
+    names = code.co_names
+    return "_conv_forward" in names or ("__class__" in code.co_freevars and "forward" in names)
+
+
+def rms_norm_variant(module: nn.Module) -> str | None:
+    """Which RMS norm of the Hugging Face family this is, told by its name and by its own results;
+    or None.
+    """
+    if (
+        not type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
+        or "weight" not in module._parameters
+    ):
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    arguments = inspect.signature(module.forward).parameters.values()
+    needed = [p for p in arguments if p.default is p.empty]
+    weight = module._parameters["weight"]
+    if not isinstance(eps, float) or len(needed) != 1 or len(module._parameters) != 1:
+        return None
+    if weight is None or weight.ndim != 1:
+        return None
+    candidates = list(RMS_NORMS)
+    for x_dtype, w_dtype in RMS_DTYPES:
+        generator = torch.Generator("cpu").manual_seed(0)
+        x, w = (
+            torch.randn(*shape, len(weight), generator=generator, device="cpu").to(dtype)
+            for shape, dtype in (((2, 3), x_dtype), ((), w_dtype))
+        )
+        theirs = _result(module, w, x)
+        ours = {v: RMS_NORM_VARIANTS[v][0](x, w, eps) for v in candidates}
+        candidates = [v for v, y in ours.items() if theirs is not None and _identical(y, theirs)]
+    return candidates[0] if candidates else None
+
+
+RMS_NORMS: dict[str, type[Probed]] = {
+    "llama": layers.LlamaRMSNorm,
+    "olmo": layers.OlmoRMSNorm,
+    "t5": layers.T5RMSNorm,
+    "gemma": layers.GemmaRMSNorm,
+}
+RMS_DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+]
+
+
+def _result(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor | None:
+    """What the module's own forward makes of ``x`` with another weight; None where it cannot."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = {**module.__dict__, "_parameters": {"weight": weight}}
+    try:
+        with torch.no_grad():
+            y = type(module).forward(twin, x)
+    except Exception:  # a class that only bears the name: it goes the way of unknown modules
+        return None
+    return y if isinstance(y, Tensor) else None
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def looped(module: nn.Module) -> Route:
+    """The route for anything else: a replay, unless it would give other outputs."""
+    if isinstance(module, CONTAINERS):
+        return Route(None, "a bare container of parameters that no module holds")
+    if isinstance(module, nn.RNNBase):
+        return Route(None, "recurrent weights have no route")
+    if isinstance(module, torch.jit.ScriptModule):
+        return Route(None, "a scripted module, whose forward cannot be replayed")
+    if isinstance(module, nn.EmbeddingBag):
+        return Route(None, "an embedding bag has no route")
+    parts = list(module.modules())
+    if isinstance(module, nn.MultiheadAttention) and any(map(_computed, parts)):
+        return COMPUTED
+    if _rebuilt_by_peft(module):
+        return Route(None, "peft puts other weights into this attention in every forward pass")
+    if any(isinstance(m, MIXES_SAMPLES) for m in parts):
+        return Route(None, "batch statistics tie samples together: no per-sample gradient exists")
+    if any(isinstance(m, RANDOM) and getattr(m, "p", 1.0) > 0 for m in parts) or (
+        isinstance(module, nn.MultiheadAttention) and module.dropout > 0
+    ):
+        return Route(None, "dropout inside: a replay would draw other masks")
+    return Route(combine(type(module), Looped, over=True))

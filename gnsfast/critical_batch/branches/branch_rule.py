@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merrill et al.'s rule: the critical batch size from the losses of branches (arXiv 2505.23971).
+
+Branch k trains Δ tokens from a checkpoint with the batch size kB and the learning rate f(k)η.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from gnsfast.errors import BranchError
+
+LR_FACTORS: dict[str, Callable[[float], float]] = {
+    "sqrt": math.sqrt,
+    "linear": float,
+    "none": lambda k: 1.0,
+}
+"""f(k) by name: √k for Adam, k for SGD, or a learning rate that is kept."""
+
+LAST_STEPS = 64
+"""So many of a branch's newest steps tell how noisy its loss is."""
+
+
+class Matching(NamedTuple):
+    """The rule's result, as multiples of the base batch size.
+
+    Args:
+        largest: k*, the largest k that matches every smaller one.
+        lower: k*, or 0 where it is the smallest that was tested: nothing was there to match.
+        upper: the next larger k that was tested; infinite where there is none.
+        uneven: the k below ``largest`` that do not match every smaller one themselves.
+    """
+
+    largest: float
+    lower: float
+    upper: float
+    uneven: tuple[float, ...] = ()
+
+
+def check_grid(grid: Iterable[float], batch_size: int, multiple: int = 1) -> tuple[float, ...]:
+    """The grid in ascending order, where its batches k · ``batch_size`` are multiples of
+    ``multiple``.
+
+    Raises:
+        ValueError: for a grid without 1 or with a single k, a k that is not positive or comes
+            twice, a batch that is not whole or not such a multiple.
+
+    >>> from gnsfast.critical_batch.branches import check_grid
+    >>> check_grid((1, 4, 0.5, 2), batch_size=32, multiple=8)
+    (0.5, 1.0, 2.0, 4.0)
+    """
+    ks = sorted(float(k) for k in grid)
+    said = ", ".join(f"{k:g}" for k in ks)
+    if not all(math.isfinite(k) and k > 0 for k in ks):
+        raise ValueError(f"every k must be positive and finite: {said}")
+    if len(set(ks)) < len(ks):
+        raise ValueError(f"a k comes twice: {said}")
+    if 1.0 not in ks or len(ks) < 2:
+        raise ValueError(f"the grid of k must hold 1, the base, and at least one other: {said}")
+    for k in ks:
+        size = round(k * batch_size)
+        if not math.isclose(size, k * batch_size, rel_tol=1e-9) or size % multiple:
+            raise ValueError(
+                f"k = {k:g} makes batches of {k * batch_size:g} samples: with a batch size of "
+                f"{batch_size} that must be a whole multiple of {multiple}"
+            )
+    return tuple(ks)
+
+
+def smoothed(losses: Sequence[float], alpha: float = 0.5) -> float:
+    """L_k: the exponential moving average of a branch's losses after its last step.
+
+    Equals ``L = losses[0]; for x in losses[1:]: L = alpha * x + (1 - alpha) * L``: ``alpha`` is the
+    weight of the newest step, and the first step is the initial value.
+
+    Raises:
+        ValueError: without a loss, or for an alpha outside of (0, 1].
+
+    >>> from gnsfast.critical_batch.branches import smoothed
+    >>> smoothed([4.0, 2.0, 1.0])
+    2.0
+    """
+    return math.fsum(w * x for w, x in zip(_weights(len(losses), alpha), losses))
+
+
+def smoothed_std(losses: Sequence[float], alpha: float = 0.5) -> float:
+    """The standard deviation of ``smoothed(losses)`` that the noise of single steps gives it.
+
+    A step's noise σ² is the mean of (x[t-1] - 2 x[t] + x[t+1])² / 6 over the ``LAST_STEPS`` newest
+    steps: second differences, in which a falling loss is no noise (Gasser et al. 1986). With
+    independent steps the average has σ² Σ w², with its weights w: after many steps σ² α / (2 - α),
+    a third of σ² at α = 0.5. It is the noise of the batches, not that of the weights reached. NaN
+    with fewer than three steps.
+
+    >>> from gnsfast.critical_batch.branches import smoothed_std
+    >>> smoothed_std([5.0, 4.0, 3.0, 2.0])
+    0.0
+    """
+    last = losses[-LAST_STEPS:]
+    if len(last) < 3:
+        return math.nan
+    second = [a - 2 * b + c for a, b, c in zip(last, last[1:], last[2:])]
+    variance = math.fsum(d * d for d in second) / (6 * len(second))
+    return math.sqrt(variance * math.fsum(w * w for w in _weights(len(losses), alpha)))
+
+
+def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching:
+    """The largest k whose L_k is at most ``tolerance`` above the L of *every* smaller k.
+
+    The critical batch size lies between ``lower`` and ``upper`` times the base batch size.
+
+    Args:
+        losses: L_k by k; NaN or infinite where a branch diverged: for k > 1 it matches nothing.
+        tolerance: ε, in the units of the loss.
+
+    Raises:
+        ValueError: for a negative tolerance.
+        BranchError: without a loss for k = 1; where a branch with k <= 1 diverged.
+
+    Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
+
+    >>> from gnsfast.critical_batch.branches import matching
+    >>> matching({0.5: 2.000, 1: 2.004, 2: 2.009, 4: 2.011})
+    Matching(largest=2, lower=2, upper=4, uneven=())
+    """
+    if not tolerance >= 0 or math.isinf(tolerance):
+        raise ValueError(f"tolerance must be a number that is not negative, not {tolerance!r}")
+    ks = sorted(losses)
+    if 1 not in losses:
+        raise BranchError("there is no branch with k = 1, which is what all others stand beside")
+    for k in ks:
+        if k <= 1 and not math.isfinite(losses[k]):
+            raise BranchError(
+                f"the branch with k = {k:g} diverged: a batch and a learning rate that are not "
+                "above the run's own must train, so the run itself is not stable at this checkpoint"
+            )
+    least, matched = math.inf, []
+    for k in ks:
+        loss = losses[k] if math.isfinite(losses[k]) else math.inf
+        if loss <= least + tolerance:
+            matched.append(k)
+        least = min(least, loss)
+    largest = matched[-1]
+    return Matching(
+        largest,
+        lower=0.0 if largest == ks[0] else largest,
+        upper=next((k for k in ks if k > largest), math.inf),
+        uneven=tuple(k for k in ks if k < largest and k not in matched),
+    )
+
+
+def _weights(steps: int, alpha: float) -> list[float]:
+    """Of each step in the moving average, the oldest first; their sum is 1."""
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha must lie in (0, 1], not {alpha!r}")
+    if not steps:
+        raise ValueError("a branch without a step has no loss")
+    newer = [alpha * (1 - alpha) ** age for age in range(steps - 1)]
+    return [(1 - alpha) ** (steps - 1), *reversed(newer)]

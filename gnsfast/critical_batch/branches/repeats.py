@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One measurement of several that differ in the data alone: what its losses are certain to."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gnsfast.critical_batch.branches.measurement import Branch, CriticalBatch
+
+SAME = ("tokens", "batch_size", "tokens_per_sample", "delta_tokens", "tolerance", "alpha", "lr")
+
+
+def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
+    """The rule applied to mean losses, with their noise from measurement to measurement.
+
+    Each of them starts from the same checkpoint with other data: the same folder restored, then a
+    stream of another seed, and a folder of its own. ``loss_std`` is then the standard error of the
+    mean, ``statistics.stdev(losses) / sqrt(len(losses))``, which holds what a single measurement
+    cannot know: how much the weights depend on the data that a branch trained on. It takes the k
+    that all have trained; where one diverged, the mean has.
+
+    Args:
+        measurements: at least two of the same checkpoint and settings.
+
+    Raises:
+        ValueError: for fewer, or for measurements of other settings, by name.
+        BranchError: where they share no k = 1.
+
+    >>> import math
+    >>> from dataclasses import replace
+    >>> from gnsfast.critical_batch import Branch, CriticalBatch
+    >>> from gnsfast.critical_batch import averaged
+    >>> one = CriticalBatch(
+    ...     5000, 32, 10, 9000, 0.01, 0.5, "sqrt", "evaluate",
+    ...     branches=(Branch(1.0, 32, 1.0, 2.0, math.nan, 28, 9000),
+    ...               Branch(2.0, 64, 1.4, 2.1, math.nan, 14, 9000)),
+    ... )
+    >>> other = replace(one, branches=tuple(replace(b, loss=b.loss + 0.004) for b in one.branches))
+    >>> [f"{b.loss:.3f} ± {b.loss_std:.3f}" for b in averaged([one, other]).branches]
+    ['2.002 ± 0.002', '2.102 ± 0.002']
+    """
+    if len(measurements) < 2:
+        raise ValueError("an average takes at least two measurements of one checkpoint")
+    first = measurements[0]
+    for other in measurements[1:]:
+        for name in (*SAME, "loss"):
+            if (theirs := getattr(other, name)) != (ours := getattr(first, name)):
+                raise ValueError(f"the measurements have {name}={ours!r} and {name}={theirs!r}")
+    by_k = [{b.k: b for b in m.branches} for m in measurements]
+    shared = [k for k in by_k[0] if all(k in each for each in by_k)]
+    missing = {k: "not trained in every measurement" for each in by_k for k in each}
+    return replace(
+        first,
+        branches=tuple(_mean([each[k] for each in by_k]) for k in shared),
+        missing={k: why for k, why in sorted(missing.items()) if k not in shared},
+    )
+
+
+def _mean(branches: Sequence[Branch]) -> Branch:
+    losses = [b.loss for b in branches]
+    if not all(map(math.isfinite, losses)):
+        return replace(branches[0], loss=math.inf, loss_std=math.nan, state="diverged")
+    error = statistics.stdev(losses) / math.sqrt(len(losses))
+    return replace(branches[0], loss=statistics.fmean(losses), loss_std=error)

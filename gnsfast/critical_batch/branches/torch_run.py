@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``TorchRun``: a plain torch training loop whose branches can be trained."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gnsfast.arguments import count
+from gnsfast.critical_batch.branches.branch_protocol import BranchStep
+from gnsfast.critical_batch.branches.random_state import random_state, set_random_state
+from gnsfast.critical_batch.branches.run_state import other_buffers, set_lr
+from gnsfast.estimator import GradientNoiseScale
+from gnsfast.layers import Probed
+from gnsfast.noise_scale import NoiseScale
+from gnsfast.probing import kept
+
+FILE = "run.pt"
+
+
+class Stream(Protocol):
+    """Training samples, one after another, from a position that can be saved."""
+
+    def draw(self, n: int, /) -> Any:
+        """The next ``n`` samples as one batch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as numbers, strings and tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+class TorchRun:
+    """A model, its optimizer and its data as a ``BranchRun`` in one process.
+
+    ``step()`` is the loop of ordinary training as well, so that a branch and the run that was never
+    branched are one code: after ``restore`` the same steps follow, bit for bit.
+
+    Args:
+        model, optimizer: in the state that they train in. Modes are never changed for a step.
+        loss_fn: ``loss_fn(model, batch)``, a mean over the samples of the batch.
+        stream: ``draw(n)``, ``state_dict()``, ``load_state_dict(state)``.
+        batch_size: samples of an optimizer step; ``run.batch_size`` may be set between steps.
+        tokens_per_sample: what progress is counted in.
+        micro_batch: at most so many samples a forward pass; a step accumulates as many as it needs.
+        lr: a schedule: the tokens trained before a step -> factor of the initial learning rate
+            (``group["initial_lr"]``, where a group has one, else its ``lr`` at the first step). It
+            goes on inside of branches. None leaves the groups' ``lr`` alone: a scheduler of your
+            own moves it between steps, and it stands still inside of branches.
+        clip: the largest 2-norm of a gradient.
+        evaluate: ``evaluate(model)``, a mean loss on samples that are always the same; called in
+            evaluation mode, without gradients.
+        beta2: ``"keep"``, or ``"tokens"``: in branches Adam's beta2 becomes beta2^k, the same
+            memory in tokens.
+        gns: measures every step, those of branches too; its window is saved with the run.
+        device: where the tensors of a batch are moved to.
+        tokens: that the model was trained with before.
+
+    Random numbers may come from torch's, Python's and NumPy's global generators, and from what
+    ``stream.state_dict()`` holds. Gradient scalers (fp16) are not known to it.
+
+    Raises:
+        ValueError: for a setting that cannot be.
+
+    >>> from gnsfast.critical_batch import TorchRun
+    >>> class Noise:
+    ...     def draw(self, n): return torch.randn(n, 5)
+    ...     def state_dict(self): return {}
+    ...     def load_state_dict(self, state): pass
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> loss = lambda model, x: model(x).square().sum(1).mean()
+    >>> run = TorchRun(model, optimizer, loss, Noise(), batch_size=16, tokens_per_sample=1)
+    >>> steps = [run.step() for _ in range(4)]
+    >>> run.tokens
+    64
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[nn.Module, Any], Tensor],
+        stream: Stream,
+        *,
+        batch_size: int,
+        tokens_per_sample: int,
+        micro_batch: int | None = None,
+        lr: Callable[[int], float] | None = None,
+        clip: float | None = None,
+        evaluate: Callable[[nn.Module], float] | None = None,
+        beta2: str = "keep",
+        gns: GradientNoiseScale | None = None,
+        device: torch.device | str | None = None,
+        tokens: int = 0,
+    ) -> None:
+        if beta2 not in ("keep", "tokens"):
+            raise ValueError(f"beta2 must be 'keep' or 'tokens', not {beta2!r}")
+        if beta2 == "tokens" and not all("betas" in g for g in optimizer.param_groups):
+            raise ValueError(f"beta2='tokens' needs Adam's betas, not {type(optimizer).__name__}")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be positive, not {clip!r}")
+        self.model, self.optimizer, self.loss_fn, self.stream = model, optimizer, loss_fn, stream
+        self.batch_size = count("batch_size", batch_size, 1)
+        self.tokens_per_sample = count("tokens_per_sample", tokens_per_sample, 1)
+        self.micro_batch = None if micro_batch is None else count("micro_batch", micro_batch, 1)
+        self.lr, self.clip, self.beta2, self.gns, self.device = lr, clip, beta2, gns, device
+        self.evaluate = None if evaluate is None else lambda: self._evaluate(evaluate)
+        self.noise_scale_reason = ""
+        self._tokens = count("tokens", tokens, 0)
+        self._rates: list[float] = []  # as the schedule has set them; before its first step none
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained so far."""
+        return self._tokens
+
+    def step(self) -> BranchStep:
+        """An optimizer step of the run itself."""
+        return self._step(self.batch_size, 1.0)
+
+    def train(
+        self, tokens: int, *, batch_size: int | None = None, lr_factor: float = 1.0
+    ) -> Iterator[BranchStep]:
+        """Steps until at least ``tokens`` tokens are trained; by itself the run's own."""
+        size = self.batch_size if batch_size is None else count("batch_size", batch_size, 1)
+        done = 0
+        while done < tokens:
+            step = self._step(size, lr_factor)
+            done += step.tokens
+            yield step
+
+    def _step(self, batch_size: int, lr_factor: float) -> BranchStep:
+        self._schedule()
+        loss = self._backward(batch_size, self.gns)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        with self._branched(batch_size / self.batch_size, lr_factor):
+            self.optimizer.step()
+        self._zero_grad()
+        tokens = batch_size * self.tokens_per_sample
+        self._tokens += tokens
+        return BranchStep(tokens, loss)
+
+    def _zero_grad(self) -> None:
+        """Of the model too: what the optimizer does not train would count in ``clip``."""
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+
+    def _schedule(self) -> None:
+        """Set the learning rates that the schedule has for this step."""
+        if self.lr is None:
+            return
+        groups = self.optimizer.param_groups
+        if self._rates not in ([], [float(g["lr"]) for g in groups]):
+            raise ValueError(
+                "a learning rate was set from outside, and TorchRun(lr=...) would set it back: put "
+                "the factor into lr, or say lr=None"
+            )
+        factor = self.lr(self._tokens)
+        for group in groups:
+            set_lr(group, group.setdefault("initial_lr", float(group["lr"])) * factor)
+        self._rates = [float(g["lr"]) for g in groups]
+
+    def _backward(self, batch_size: int, gns: GradientNoiseScale | None) -> float:
+        """The gradient of a batch, by micro-batches, and its mean loss."""
+        largest = self.micro_batch or batch_size
+        parts = []
+        for start in range(0, batch_size, largest):
+            n = min(largest, batch_size - start)
+            batch, share = self._draw(n), n / batch_size
+            with nullcontext() if gns is None else gns.microbatch(n, scale=share):
+                loss = self.loss_fn(self.model, batch) * share
+                loss.backward()
+            parts.append(loss.detach())
+        if gns is not None:
+            gns.update()
+        return float(torch.stack(parts).sum())
+
+    def _draw(self, n: int) -> Any:
+        batch = self.stream.draw(n)
+        if self.device is None:
+            return batch
+        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), batch)
+
+    @contextmanager
+    def _branched(self, k: float, lr_factor: float) -> Iterator[None]:
+        """The step's learning rates and beta2; afterwards those of the run are back."""
+        groups = self.optimizer.param_groups
+        kept: list[dict[str, Any]] = [{n: g[n] for n in ("lr", "betas") if n in g} for g in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * lr_factor
+            if self.beta2 == "tokens":
+                beta1, beta2 = group["betas"]
+                group["betas"] = (beta1, beta2**k)
+        try:
+            yield
+        finally:
+            for group, own in zip(groups, kept):
+                group.update(own)
+
+    def branch_settings(self) -> dict[str, Any]:
+        """What ``measure_critical_batch`` compares with a folder of branches."""
+        lr, optimizer = None if self.lr is None else "scheduled", type(self.optimizer).__name__
+        return {"optimizer": optimizer, "lr": lr, "clip": self.clip, "beta2": self.beta2}
+
+    def save(self, folder: Path) -> None:
+        """Write model, optimizer, random number generators, data position and progress: tensors
+        and plain values, which ``torch.load(weights_only=True)`` reads.
+        """
+        torch.save(
+            {
+                "tokens": self._tokens,
+                "batch_size": self.batch_size,
+                "tokens_per_sample": self.tokens_per_sample,
+                "model": self.model.state_dict(),
+                "buffers": other_buffers(self.model),
+                "optimizer": self.optimizer.state_dict(),
+                "random": random_state(self._devices()),
+                "stream": self.stream.state_dict(),
+                "gns": None if self.gns is None else self.gns.state_dict(),
+            },
+            Path(folder) / FILE,
+        )
+
+    def restore(self, folder: Path) -> None:
+        """Take back what ``save`` wrote.
+
+        Raises:
+            ValueError: for a run of other settings.
+        """
+        state = torch.load(Path(folder) / FILE, map_location="cpu", weights_only=True)
+        if state["tokens_per_sample"] != self.tokens_per_sample:
+            raise ValueError(
+                f"{folder} was saved with tokens_per_sample={state['tokens_per_sample']}, and this "
+                f"run has {self.tokens_per_sample}"
+            )
+        if (state["gns"] is None) != (self.gns is None):
+            raise ValueError(
+                f"{folder} was saved by a run {'with' if state['gns'] else 'without'} gns=..."
+            )
+        self.model.load_state_dict(state["model"])
+        with torch.no_grad():
+            for name, buffer in other_buffers(self.model).items():
+                buffer.copy_(state["buffers"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._zero_grad()
+        self.stream.load_state_dict(state["stream"])
+        if self.gns is not None:
+            self.gns.load_state_dict(state["gns"])
+        self._tokens, self.batch_size, self._rates = state["tokens"], state["batch_size"], []
+        set_random_state(state["random"], self._devices())  # last: loading may draw numbers
+
+    def _devices(self) -> set[torch.device]:
+        return {p.device for p in self.model.parameters()}
+
+    def noise_scale(self, batches: int = 40) -> NoiseScale | None:
+        """The noise scale at the present weights, from the next ``batches`` batches of the stream.
+
+        Under Adam's metric too, where the optimizer is ``torch.optim.Adam`` or ``AdamW`` and has
+        stepped. Afterwards weights, gradients, buffers, random numbers and data position are what
+        they were. None where the model has no gnsfast layer; ``noise_scale_reason`` says so.
+        """
+        count("batches", batches, 2)
+        self.noise_scale_reason = ""
+        if not any(isinstance(m, Probed) for m in self.model.modules()):
+            self.noise_scale_reason = "the model has no gnsfast layer: call gnsfast.convert(model)"
+            return None
+        adam: dict[str, Any] = {}
+        if isinstance(self.optimizer, torch.optim.Adam) and self.optimizer.state:
+            adam = {"metric": "adam", "optimizer": self.optimizer}
+        gns = GradientNoiseScale(self.model, window=batches, **adam)
+        with self._untouched():
+            for _ in range(batches):
+                self._backward(self.batch_size, gns)
+                for p in self.model.parameters():
+                    p.grad = None
+        return gns.compute()
+
+    def _evaluate(self, evaluate: Callable[[nn.Module], float]) -> float:
+        with self._untouched(), torch.no_grad():
+            self.model.eval()
+            return float(evaluate(self.model))
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Afterwards everything but the block's result is as it was."""
+        stream, random = copy.deepcopy(self.stream.state_dict()), random_state(self._devices())
+        try:
+            with kept(self.model):
+                yield
+        finally:
+            self.stream.load_state_dict(stream)
+            set_random_state(random, self._devices())

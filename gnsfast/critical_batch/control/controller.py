@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``BatchSizeController``: a batch size that follows the critical batch size."""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnsfast.arguments import plain, whole
+from gnsfast.critical_batch.branches import LR_FACTORS
+from gnsfast.critical_batch.control.decision import Decision, Estimate, estimate
+from gnsfast.critical_batch.control.settings import make_settings
+from gnsfast.critical_batch.control.token_schedules import Shape, by_tokens
+from gnsfast.critical_batch.factor import CriticalBatchFactor
+from gnsfast.noise_scale import NoiseScale
+
+KIND, FORMAT = "batch size controller", 1
+PHASES = ("calibrate", "warm up", "monitor")
+
+
+class BatchSizeController:
+    """Grow the batch size when the noise scale times a factor says that training can use it.
+
+    In "calibrate" it only observes: the noise scale of the first steps is small and moves. In "warm
+    up" the batch size grows from B to ``growth`` * B once the lower end of the estimate has been at
+    least that at ``patience`` checks in a row, and with it the learning rate. In "monitor" it only
+    warns. The estimate is one of the critical batch size (CBS): the noise scale times ``factor``.
+    The noise scale alone is no CBS (Merrill et al. 2025 find it off by orders of magnitude), so the
+    factor has no default; ``factor=1.0`` says that they are taken for equal.
+
+    Args:
+        batch_size: samples of the first optimizer steps, over all processes, in the samples that
+            ``gns.microbatch`` counts; ``tokens_per_sample`` of each.
+        factor: CBS / noise scale, as a number or measured by branches. Of a measured one its own
+            lower end is what must allow a growth.
+        total_tokens: of the whole run.
+        max_batch_size: never exceeded. A growth beyond it is refused once, and ends the warm-up.
+        metric: ``"adam"`` takes ``noise_scale.adam``, and a factor measured with it.
+        calibrate, warm_up_until: shares of ``total_tokens`` at which these phases end.
+        growth: a whole factor, at least 2.
+        lr: ``"sqrt"`` multiplies the learning rate with √growth (Adam), ``"linear"`` with growth
+            (SGD).
+        beta2: ``"tokens"`` keeps the half-life of Adam's second moments in tokens: beta2 ** growth.
+        patience: checks in a row, for growth and for warnings. Checks closer together than the
+            noise scale's window see the same updates again.
+        check_every: tokens between two checks; by default 1/400 of ``total_tokens``.
+        over: warn where the batch size exceeds the estimate times this, once until it has
+            recovered. Only a noise scale with a bounded interval has a value to warn by.
+        data_parallel, micro_batch: processes, and samples of a micro-batch on each, by default the
+            first batch in one piece. Every batch size is a multiple of their product.
+
+    A check without a measurement (NaN) breaks every row; "at least X" is evidence for growth; a
+    drifting window counts for growth only while its estimate does not fall, for a warning only
+    while it does not rise, since its mean lags behind. The batch size never shrinks.
+
+    All processes decide alike, since ``gns.compute()`` is the same on all of them.
+
+    Raises:
+        ValueError: for a setting that cannot be, by name.
+
+    Source: Merrill et al. 2025, batch size warm-up ("Critical Batch Size Revisited"), with an
+    interval and hysteresis in place of thresholds by hand; arXiv 2507.07101 for ``beta2``.
+
+    >>> from gnsfast.critical_batch import BatchSizeController
+    >>> gns = gnsfast.GradientNoiseScale(gnsfast.convert(torch.nn.Linear(5, 2)))
+    >>> controller = BatchSizeController(
+    ...     32, factor=8.0, tokens_per_sample=512, total_tokens=10**9, max_batch_size=512,
+    ...     micro_batch=8,
+    ... )
+    >>> controller.accumulation  # micro-batches of a step
+    4
+    >>> decision = controller.update(10_000_000, gns.compute)
+    >>> decision.phase, decision.reason
+    ('warm up', 'calibration ends at 1 % of the tokens: from here the batch size may grow')
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        factor: float | CriticalBatchFactor,
+        tokens_per_sample: int,
+        total_tokens: int,
+        max_batch_size: int,
+        metric: str = "euclidean",
+        calibrate: float = 0.01,
+        warm_up_until: float = 1.0,
+        growth: int = 2,
+        lr: str = "sqrt",
+        beta2: str = "keep",
+        patience: int = 3,
+        check_every: int | None = None,
+        over: float = 1.2,
+        data_parallel: int = 1,
+        micro_batch: int | None = None,
+    ) -> None:
+        self.settings = make_settings(
+            batch_size=batch_size,
+            factor=factor,
+            metric=metric,
+            tokens_per_sample=tokens_per_sample,
+            total_tokens=total_tokens,
+            max_batch_size=max_batch_size,
+            calibrate=calibrate,
+            warm_up_until=warm_up_until,
+            growth=growth,
+            lr=lr,
+            beta2=beta2,
+            patience=patience,
+            check_every=check_every,
+            over=over,
+            data_parallel=data_parallel,
+            micro_batch=micro_batch,
+        )
+        self.batch_size = self.settings.batch_size
+        self.tokens = 0
+        self.decisions: list[Decision] = []
+        self._estimate = Estimate()
+        self._rows = {"grow": 0, "over": 0, "recovered": 0}
+        self._warned = self._capped = self._scheduled = False
+        self.phase = self._phase_at(0)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of an optimizer step on each process."""
+        return self.batch_size // self.settings.samples_at_once
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of an optimizer step, over all processes."""
+        return self.batch_size * self.settings.tokens_per_sample
+
+    @property
+    def lr_factor(self) -> float:
+        """What all growth so far has multiplied the learning rate with."""
+        return self._lr_factor(self.batch_size / self.settings.batch_size)
+
+    def _lr_factor(self, ratio: float) -> float:
+        return LR_FACTORS[self.settings.lr](ratio)
+
+    def update(
+        self, tokens: int, noise_scale: NoiseScale | Callable[[], NoiseScale]
+    ) -> Decision | None:
+        """Look at the noise scale between two optimizer steps; call it after each or after any.
+
+        Args:
+            tokens: trained so far.
+            noise_scale: ``gns.compute()``, or ``gns.compute`` itself, which then waits for the
+                device only when a check is due.
+
+        Returns:
+            At most one decision, in force from the next step on. A change of phase comes before a
+            growth.
+
+        Raises:
+            ValueError: for tokens that go back, or without the noise scale that ``metric`` names.
+        """
+        tokens = whole("tokens", tokens, 0)
+        risen, length = tokens - self.tokens, self.settings.tokens_per_sample
+        if 0 < risen < length and 10 * risen < self.batch_tokens:
+            raise ValueError(
+                f"tokens rose by {risen:,} to {tokens:,}, and a step has about "
+                f"{self.batch_tokens:,}: progress is counted in tokens, not in steps or samples"
+            )
+        if tokens < self.tokens:
+            raise ValueError(
+                f"tokens went back from {self.tokens:,} to {tokens:,}: a run that starts again from"
+                " a checkpoint loads the controller's state too"
+            )
+        every = self.settings.check_every
+        if due := tokens // every > self.tokens // every:
+            found = noise_scale() if callable(noise_scale) else noise_scale
+            self._estimate = estimate(found, self.settings.factor, self._estimate.value)
+        self.tokens = tokens
+        if (phase := self._phase_at(tokens)) != self.phase:
+            return self._enter(phase)
+        return self._judge() if due and phase != "calibrate" else None
+
+    def _phase_at(self, tokens: int) -> str:
+        s = self.settings
+        if self._capped or tokens >= s.warm_up_until * s.total_tokens:
+            return "monitor"
+        return "warm up" if tokens >= s.calibrate * s.total_tokens else "calibrate"
+
+    def _enter(self, phase: str) -> Decision:
+        share, B = f"{100 * self.tokens / self.settings.total_tokens:.3g} %", self.batch_size
+        reasons = {
+            "calibrate": f"{share} of the tokens are calibration again: the batch size stays at "
+            f"{B:,}",
+            "warm up": f"calibration ends at {share} of the tokens: from here the batch size may "
+            "grow"
+            if self.phase == "calibrate"
+            else f"from {share} of the tokens on the batch size may grow again",
+            "monitor": f"the warm-up ends at {share} of the tokens: the batch size stays at {B:,}",
+        }
+        self.phase, reason = phase, reasons[phase]
+        return self._decide(reason)
+
+    def _judge(self) -> Decision | None:
+        e, s, B = self._estimate, self.settings, self.batch_size
+        wanted = s.growth * B
+        over = e.warns and B > s.over * e.value
+        growing = self.phase == "warm up" and e.grows and e.lower >= wanted
+        recovered = e.lower >= B or (e.warns and not over)
+        for row, counts in (("grow", growing), ("over", over), ("recovered", recovered)):
+            self._rows[row] = self._rows[row] + 1 if counts else 0
+        if self._rows["recovered"] >= s.patience:
+            self._warned = False
+        if self._rows["grow"] >= s.patience:
+            return self._grow(wanted)
+        if self._rows["over"] >= s.patience and not self._warned:
+            self._warned = True
+            return self._decide(
+                f"the batch size of {B:,} is more than {s.over:g} times the estimated critical "
+                f"batch size of {_samples(e.value)}",
+                warning=True,
+            )
+        return None
+
+    def _grow(self, new: int) -> Decision:
+        s, old = self.settings, self.batch_size
+        allows = (
+            f"the critical batch size is at least {_samples(self._estimate.lower)} at {s.patience} "
+            f"checks in a row, which allows {new:,}"
+        )
+        self._rows = dict.fromkeys(self._rows, 0)
+        if new > s.max_batch_size:
+            self._capped, self.phase = True, "monitor"
+            return self._decide(
+                f"{allows}, but max_batch_size={s.max_batch_size:,} does not: the batch size stays "
+                f"at {old:,}"
+            )
+        self.batch_size = new
+        return self._decide(allows, old=old)
+
+    def _decide(self, reason: str, *, old: int | None = None, warning: bool = False) -> Decision:
+        new, e = self.batch_size, self._estimate
+        old = new if old is None else old
+        decision = Decision(
+            self.tokens,
+            self.phase,
+            old,
+            new,
+            self._lr_factor(new / old),
+            new / old if self.settings.beta2 == "tokens" else 1.0,
+            *(e.value, e.lower, e.upper, reason, warning),
+        )
+        self.decisions.append(decision)
+        return decision
+
+    def apply(
+        self, decision: Decision, optimizer: torch.optim.Optimizer, *, lr: bool = True
+    ) -> None:
+        """Do to the optimizer what a decision says: every group's learning rate, and beta2.
+
+        Args:
+            lr: False leaves the learning rate to the caller, and so does ``lr_lambda``.
+
+        Raises:
+            ValueError: where beta2 is to change and a group has no ``betas``; where the learning
+                rate is to change and a scheduler sets it, which would undo that at its next step.
+        """
+        groups = optimizer.param_groups
+        lr = lr and not self._scheduled and decision.lr_factor != 1
+        if lr and any("initial_lr" in group for group in groups):
+            raise ValueError(
+                "a scheduler sets the learning rates (its initial_lr is in the parameter groups), "
+                "and would undo this one: give LambdaLR controller.lr_lambda(shape), or take "
+                "lr='none'"
+            )
+        if decision.beta2_power != 1 and not all("betas" in group for group in groups):
+            raise ValueError(
+                f"{type(optimizer).__name__} has no beta2 to keep constant in tokens: "
+                "say beta2='keep'"
+            )
+        for group in groups:
+            if decision.beta2_power != 1:
+                beta1, beta2 = group["betas"]
+                group["betas"] = (beta1, beta2**decision.beta2_power)
+            if not lr:
+                continue
+            if isinstance(group["lr"], Tensor):  # a captured or compiled step reads this tensor
+                group["lr"].mul_(decision.lr_factor)
+            else:
+                group["lr"] *= decision.lr_factor
+
+    def lr_lambda(self, shape: Shape) -> Callable[[int], float]:
+        """``shape`` at the controller's tokens times ``lr_factor``, for ``LambdaLR``.
+
+        The scheduler steps after ``update``, once an optimizer step; its step number is not looked
+        at. ``apply`` leaves the learning rate alone from now on.
+
+        >>> from gnsfast.critical_batch import BatchSizeController
+        >>> from gnsfast.critical_batch.control import cosine
+        >>> controller = BatchSizeController(
+        ...     8, factor=4.0, tokens_per_sample=64, total_tokens=10**6, max_batch_size=64
+        ... )
+        >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-3)
+        >>> rate = controller.lr_lambda(cosine(10**6, warm_up=10**4))
+        >>> scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        """
+        self._scheduled = True
+        return by_tokens(lambda tokens: shape(tokens) * self.lr_factor, lambda: self.tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a tracker, under flat names; what is not finite is left out.
+
+        ``cbs/estimate`` with ``_lo`` and ``_hi``; ``cbs/ratio``, the batch size over it;
+        ``batch/size``; ``batch/phase``: 0 calibrate, 1 warm up, 2 monitor.
+        """
+        e = self._estimate
+        found = {
+            "batch/size": float(self.batch_size),
+            "batch/phase": float(PHASES.index(self.phase)),
+        }
+        if math.isnan(e.value):
+            return found
+        cbs = {"cbs/estimate": e.value, "cbs/estimate_lo": e.lower, "cbs/estimate_hi": e.upper}
+        found |= {name: value for name, value in cbs.items() if math.isfinite(value)}
+        if math.isfinite(e.value) and e.value > 0:
+            found["cbs/ratio"] = self.batch_size / e.value
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later decisions rest on, as plain types that strict JSON holds."""
+        e = self._estimate
+        return {
+            "kind": KIND,
+            "format": FORMAT,
+            "settings": self.settings.plain(),
+            "tokens": self.tokens,
+            "batch_size": self.batch_size,
+            "phase": self.phase,
+            "capped": self._capped,
+            "warned": self._warned,
+            "rows": dict(self._rows),
+            "estimate": [plain(e.value), plain(e.lower), plain(e.upper)],
+            "decisions": [decision.plain() for decision in self.decisions],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, change: Collection[str] = ()) -> None:
+        """Go on from ``state_dict()`` with the same batch size, rows and phase.
+
+        Args:
+            change: names of settings that may differ from the saved ones, such as ``"factor"`` once
+                it was measured anew. ``data_parallel`` and ``micro_batch`` may always: they are the
+                machine's, which has to divide the first batch size too.
+
+        Raises:
+            ValueError: for a state of other settings, naming the first, of another format, or with
+                a batch size that this machine cannot divide.
+        """
+        if state.get("kind") != KIND or state.get("format") != FORMAT:
+            raise ValueError(
+                f"the state is a {state.get('kind')!r} of format {state.get('format')!r}; this "
+                f"version of gnsfast reads a {KIND!r} of format {FORMAT}"
+            )
+        self.settings.refuse_other(state["settings"], change)
+        self.settings.check_batch(state["batch_size"])
+        if state["batch_size"] > self.settings.max_batch_size:
+            raise ValueError(
+                f"the state's batch size of {state['batch_size']} is beyond "
+                f"max_batch_size={self.settings.max_batch_size}, and a batch size never shrinks"
+            )
+        self.batch_size, self.tokens = state["batch_size"], state["tokens"]
+        self.phase, self._warned, self._rows = state["phase"], state["warned"], dict(state["rows"])
+        beyond = self.settings.growth * self.batch_size > self.settings.max_batch_size
+        self._capped = state["capped"] and beyond  # a larger maximum lifts the cap
+        ours = self.settings.plain()
+        if any(state["settings"][name] != ours[name] for name in ("factor", "growth", "over")):
+            self._rows = dict.fromkeys(self._rows, 0)  # of checks that were judged by the others
+        value, lower, upper = map(float, state["estimate"])
+        self._estimate = Estimate(value, lower, upper)
+        self.decisions = [Decision.of(fields) for fields in state["decisions"]]
+
+
+def _samples(estimate: float) -> str:
+    """Four digits of an estimate, all of them from 1,000 on."""
+    return f"{estimate:.4g}" if estimate < 1000 else f"{estimate:,.0f}"

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A power law through measurements, with intervals."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Interval(NamedTuple):
+    """A value with its lower and upper bound."""
+
+    value: float
+    lower: float
+    upper: float
+
+
+def student_t(confidence: float, freedom: int) -> float:
+    """Two-sided quantile of Student's t for whole degrees of freedom, to float64.
+
+    Source: Abramowitz & Stegun 1964, 26.7.3 and 26.7.4: the finite series of the distribution in
+    θ = arctan(t / √ν), solved by bisection.
+
+    >>> from gnsfast.critical_batch.laws import student_t
+    >>> f"{student_t(0.95, 1):.3f} {student_t(0.95, 10):.3f}"
+    '12.706 2.228'
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(theta: float, freedom: int) -> float:
+    """P(|T| < t) with θ = arctan(t / √ν)."""
+    odd = freedom % 2
+    sine, cosine = math.sin(theta), math.cos(theta)
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= (k - 1) / k * cosine * cosine
+    return 2 / math.pi * (theta + sine * total) if odd else sine * total
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """y = ``prefactor`` · x ** ``exponent``, fitted to ``points`` measurements.
+
+    ``residual`` is the standard deviation of ln y about the line; ``least`` and ``largest`` are the
+    ends of the measured x.
+    """
+
+    exponent: Interval
+    prefactor: Interval
+    points: int
+    confidence: float
+    residual: float
+    least: float
+    largest: float
+    _mean: float
+    _square: float
+
+    def predict(self, x: float) -> Interval:
+        """y at ``x``, with the interval that a new measurement there falls into.
+
+        It counts the scatter of one measurement and the errors of both coefficients, but not that
+        the law may end outside of ``least`` to ``largest``.
+        """
+        if not 0 < x < math.inf:
+            raise ValueError(f"x is {x}, but must be positive and finite")
+        value = math.log(self.prefactor.value) + self.exponent.value * math.log(x)
+        distance = (math.log(x) - self._mean) ** 2 / self._square
+        spread = self.residual * math.sqrt(1 + 1 / self.points + distance)
+        return _exp(value, student_t(self.confidence, self.points - 2) * spread)
+
+    def extrapolated(self, x: float) -> float:
+        """How many times ``x`` is beyond the measured range; 1 inside."""
+        return max(1.0, x / self.largest, self.least / x)
+
+    def __str__(self) -> str:
+        e, p = self.exponent, self.prefactor
+        return (
+            f"{p.value:.4g} · x^{e.value:.3f} ({self.confidence:.0%}: exponent {e.lower:.3f} to "
+            f"{e.upper:.3f}, prefactor {p.lower:.3g} to {p.upper:.3g}), {self.points} points"
+        ).replace("%", " %")
+
+
+def fit_power_law(x: Sequence[float], y: Sequence[float], *, confidence: float = 0.95) -> PowerLaw:
+    """Fit y = a · x ** b by least squares of ln y on ln x.
+
+    Equals the line through (ln x, ln y) with Student's t on n - 2 degrees of freedom, for errors
+    of y that are independent, relative and of one size. Three points leave one degree of freedom:
+    the intervals are then wide, and say so.
+
+    Raises:
+        ValueError: for fewer than three points, lengths that differ, a value that is not positive
+            and finite (named), and x that are all equal.
+
+    Source: Draper & Smith, Applied Regression Analysis, 3rd edition (1998), chapters 1 and 3.
+
+    >>> from gnsfast.critical_batch import fit_power_law
+    >>> law = fit_power_law([1e9, 4e9, 16e9, 64e9], [105, 195, 410, 790])
+    >>> print(law)
+    0.003978 · x^0.490 (95 %: exponent 0.441 to 0.540, prefactor 0.00127 to 0.0124), 4 points
+    >>> f"{law.predict(128e9).value:.0f}"
+    '1111'
+    """
+    if len(x) != len(y):
+        raise ValueError(f"{len(x)} x, but {len(y)} y")
+    if len(x) < 3:
+        raise ValueError(f"a power law needs at least 3 measurements, here are {len(x)}")
+    for name, values in (("x", x), ("y", y)):
+        wrong = [v for v in values if not 0 < v < math.inf]
+        if wrong:
+            raise ValueError(f"{name} holds {wrong[0]}: a power law takes positive, finite values")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}, but must be between 0 and 1")
+    if max(x) == min(x):
+        raise ValueError(f"all x are {x[0]}: an exponent takes measurements at different x")
+    log_x, log_y = (torch.tensor(v, dtype=torch.float64).log() for v in (x, y))
+    points, mean = len(x), log_x.mean()
+    square = (log_x - mean).square().sum()
+    exponent = ((log_x - mean) * log_y).sum() / square
+    origin = log_y.mean() - exponent * mean
+    rest = log_y - origin - exponent * log_x
+    residual = (rest.square().sum() / (points - 2)).sqrt()
+    t = student_t(confidence, points - 2)
+    of_exponent = (t * residual / square.sqrt()).item()
+    of_origin = (t * residual * (1 / points + mean.square() / square).sqrt()).item()
+    b = exponent.item()
+    return PowerLaw(
+        exponent=Interval(b, b - of_exponent, b + of_exponent),
+        prefactor=_exp(origin.item(), of_origin),
+        points=points,
+        confidence=confidence,
+        residual=residual.item(),
+        least=min(x),
+        largest=max(x),
+        _mean=mean.item(),
+        _square=square.item(),
+    )
+
+
+def _exp(value: float, half: float) -> Interval:
+    """exp of value ± half; what no float64 holds is infinite."""
+    return Interval(*(_safe_exp(v) for v in (value, value - half, value + half)))
+
+
+def _safe_exp(value: float) -> float:
+    return math.exp(value) if value < 709 else math.inf

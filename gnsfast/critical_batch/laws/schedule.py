@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``BatchSizeSchedule``: which batch size from which token on, and the steps that it saves."""
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gnsfast.arguments import whole
+from gnsfast.critical_batch.counts import exact_count, parse_count
+from gnsfast.critical_batch.laws.run_records import read_records
+
+SAME_COMPUTE = "same tokens, same FLOPs: fewer steps, not less compute"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``steps`` steps of ``batch_size`` samples, the first of them step ``step`` (from 0), which
+    begins when ``tokens`` are trained. No steps: the stage is never reached."""
+
+    threshold: int
+    tokens: int
+    step: int
+    batch_size: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a schedule takes and what a fixed batch size ``against`` takes: steps or seconds."""
+
+    scheduled: float
+    fixed: float
+    against: int
+
+    @property
+    def saved(self) -> float:
+        return self.fixed - self.scheduled
+
+    @property
+    def share(self) -> float:
+        return 1 - self.scheduled / self.fixed
+
+
+@dataclass(frozen=True)
+class BatchSizeSchedule:
+    """A batch size in samples for every point of a run of ``total_tokens``.
+
+    Equals, for the step that begins when ``tokens`` are trained, the batch size of the last
+    threshold that is not above ``tokens``: a step that straddles a threshold keeps its size, and
+    the change comes with the next step. The last step is whole, so up to one batch more than
+    ``total_tokens`` is trained.
+
+    Args:
+        thresholds: pairs (tokens, batch size in samples), the first at 0 tokens, rising.
+        total_tokens: of the whole run.
+        tokens_per_sample: tokens of a sample, the sequence length.
+
+    Raises:
+        ValueError: for no thresholds, a first one that is not 0, others that do not rise, and
+            numbers that are negative or not whole; names the number.
+
+    Source: the thresholds of the example are those of Merrill et al. 2025 (arXiv 2505.23971):
+    608B tokens of pretraining and 50B of annealing.
+
+    >>> from gnsfast.critical_batch import BatchSizeSchedule
+    >>> olmo = [(0, 1024), (168e9, 2048), (503e9, 4096)]
+    >>> schedule = BatchSizeSchedule(olmo, total_tokens=658e9, tokens_per_sample=4096)
+    >>> print(schedule)
+    89,229 steps, 43.1 % fewer than the 156,880 of 1,024 samples each
+    (same tokens, same FLOPs: fewer steps, not less compute)
+    from 0 tokens: 1,024 samples, 40,055 steps
+    from 168B tokens: 2,048 samples, 39,935 steps
+    from 503B tokens: 4,096 samples, 9,239 steps
+    """
+
+    thresholds: Sequence[tuple[float, int]]
+    total_tokens: float
+    tokens_per_sample: int
+
+    def __post_init__(self) -> None:
+        if not self.thresholds:
+            raise ValueError("a schedule needs at least one threshold, (0, batch size)")
+        clean: list[tuple[int, int]] = []
+        for tokens, batch_size in self.thresholds:
+            at = whole("a threshold", tokens, 0)
+            if not clean and at:
+                raise ValueError(f"the first threshold is {at:,} tokens, but must be 0")
+            if clean and at <= clean[-1][0]:
+                raise ValueError(f"threshold {at:,} follows {clean[-1][0]:,}, but must be above it")
+            clean.append((at, whole("a batch size", batch_size)))
+        object.__setattr__(self, "thresholds", tuple(clean))
+        object.__setattr__(self, "total_tokens", whole("total_tokens", self.total_tokens))
+        object.__setattr__(
+            self, "tokens_per_sample", whole("tokens_per_sample", self.tokens_per_sample)
+        )
+
+    @staticmethod
+    def parse(text: str, *, total_tokens: float, tokens_per_sample: int) -> "BatchSizeSchedule":
+        """From "0:1024 168B:2048", as Megatron-LM writes schedules; thresholds in tokens.
+
+        >>> from gnsfast.critical_batch import BatchSizeSchedule
+        >>> text = "0:32 1M:64"
+        >>> BatchSizeSchedule.parse(text, total_tokens=2e6, tokens_per_sample=100).steps
+        469
+        """
+        pairs = []
+        for entry in text.split():
+            tokens, colon, batch_size = entry.partition(":")
+            if not colon:
+                raise ValueError(f"{entry!r} is not tokens:batch size, such as 168B:2048")
+            pairs.append(
+                (parse_count(tokens, "a threshold"), parse_count(batch_size, "a batch size"))
+            )
+        return BatchSizeSchedule(pairs, total_tokens, tokens_per_sample)
+
+    @staticmethod
+    def from_decisions(
+        decisions: Iterable[Any], *, total_tokens: float, tokens_per_sample: int
+    ) -> "BatchSizeSchedule":
+        """From a controller's decisions, or their records; a change of phase changes nothing.
+
+        Where the tokens step back, a run was resumed: what it decided anew replaces what it had
+        decided from there on.
+
+        Raises:
+            ValueError: for no decisions, and for one that does not start from the batch size that
+                the ones before it left.
+
+        >>> from gnsfast.critical_batch import BatchSizeSchedule
+        >>> doubled = {"kind": "decision", "tokens": 1_000_000, "old": 32, "new": 64}
+        >>> BatchSizeSchedule.from_decisions(
+        ...     [doubled], total_tokens=2e6, tokens_per_sample=100
+        ... ).thresholds
+        ((0, 32), (1000000, 64))
+        """
+        kept = _replayed([_change(decision) for decision in decisions])
+        pairs = {0: kept[0][1]}
+        for tokens, old, new in kept:
+            if new != old:
+                pairs[tokens] = new
+        return BatchSizeSchedule(sorted(pairs.items()), total_tokens, tokens_per_sample)
+
+    @staticmethod
+    def from_log(
+        path: str | os.PathLike[str], *, total_tokens: float, tokens_per_sample: int
+    ) -> "BatchSizeSchedule":
+        """``from_decisions`` of the decisions in a JSONL file or a run folder; other records are
+        left alone.
+
+        Raises:
+            ValueError: where there is no decision, or a line is not JSON.
+        """
+        decisions = [r for r in read_records(path) if r.get("kind") == "decision"]
+        if not decisions:
+            raise ValueError(f"{path} holds no decision of a controller")
+        return BatchSizeSchedule.from_decisions(
+            decisions, total_tokens=total_tokens, tokens_per_sample=tokens_per_sample
+        )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Each threshold's steps; a threshold that a step jumps over, or beyond the end, has 0."""
+        ends = [int(tokens) for tokens, _ in self.thresholds[1:]] + [int(self.total_tokens)]
+        stages, trained, step = [], 0, 0
+        for (threshold, batch_size), end in zip(self.thresholds, ends):
+            of_a_step = batch_size * self.tokens_per_sample
+            left = min(end, int(self.total_tokens)) - trained
+            steps = max(0, -(-left // of_a_step))
+            stages.append(Stage(int(threshold), trained, step, batch_size, steps))
+            trained += steps * of_a_step
+            step += steps
+        return stages
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return sum(stage.steps for stage in self.stages)
+
+    def batch_size_at(self, tokens: float) -> int:
+        """Samples of the step that token ``tokens`` (from 0) belongs to; beyond the end, the last.
+
+        >>> from gnsfast.critical_batch import BatchSizeSchedule
+        >>> schedule = BatchSizeSchedule([(0, 4), (50, 8)], total_tokens=200, tokens_per_sample=10)
+        >>> [schedule.batch_size_at(t) for t in (0, 50, 79, 80)]  # the second step ends at 80
+        [4, 4, 4, 8]
+        """
+        at = whole("tokens", tokens, 0)
+        return [s.batch_size for s in self.stages if s.steps and s.tokens <= at][-1]
+
+    def steps_saved(self, against: int | None = None) -> Saved:
+        """Steps beside those of a fixed batch size, ``against`` (else the first of the schedule).
+
+        >>> from gnsfast.critical_batch import BatchSizeSchedule
+        >>> schedule = BatchSizeSchedule([(0, 4), (80, 8)], total_tokens=240, tokens_per_sample=10)
+        >>> schedule.steps_saved(against=4)
+        Saved(scheduled=4, fixed=6, against=4)
+        """
+        against = whole("against", self.thresholds[0][1] if against is None else against)
+        return Saved(self.steps, self._fixed(against).steps, against)
+
+    def seconds(self, step_seconds: Mapping[int, float]) -> float:
+        """Time of the run from the measured time of a step at each of its batch sizes.
+
+        Raises:
+            ValueError: for a batch size that was not measured. Nothing is interpolated: the time
+                of a step is not linear in its samples.
+        """
+        used = [stage for stage in self.stages if stage.steps]
+        for batch_size in sorted({stage.batch_size for stage in used}):
+            took = step_seconds.get(batch_size)
+            if took is None:
+                raise ValueError(f"step_seconds has no time for {batch_size} samples: measure it")
+            if not 0 < took < math.inf:
+                raise ValueError(f"a step of {batch_size} samples takes {took} seconds?")
+        return sum(stage.steps * step_seconds[stage.batch_size] for stage in used)
+
+    def seconds_saved(self, step_seconds: Mapping[int, float], against: int | None = None) -> Saved:
+        """Time beside that of a fixed batch size, by measured step times alone.
+
+        >>> from gnsfast.critical_batch import BatchSizeSchedule
+        >>> schedule = BatchSizeSchedule([(0, 4), (80, 8)], total_tokens=240, tokens_per_sample=10)
+        >>> schedule.seconds_saved({4: 1.0, 8: 1.5}, against=4)
+        Saved(scheduled=5.0, fixed=6.0, against=4)
+        """
+        against = whole("against", self.thresholds[0][1] if against is None else against)
+        fixed = self._fixed(against).seconds(step_seconds)
+        return Saved(self.seconds(step_seconds), fixed, against)
+
+    def _fixed(self, batch_size: int) -> "BatchSizeSchedule":
+        return BatchSizeSchedule([(0, batch_size)], self.total_tokens, self.tokens_per_sample)
+
+    def __str__(self) -> str:
+        lines = [headline(self.steps_saved()), f"({SAME_COMPUTE})"]
+        for stage in self.stages:
+            lines.append(
+                f"from {exact_count(stage.threshold)} tokens: {stage.batch_size:,} samples, "
+                + (f"{stage.steps:,} steps" if stage.steps else "never reached")
+            )
+        return "\n".join(lines)
+
+
+def headline(saved: Saved) -> str:
+    """Steps, and how many fewer or more than those of the fixed batch size."""
+    much = f"{abs(saved.share):.1%}".replace("%", " %")
+    return (
+        f"{saved.scheduled:,} steps, {much} {'fewer' if saved.saved >= 0 else 'more'} than the "
+        f"{saved.fixed:,} of {saved.against:,} samples each"
+    )
+
+
+def _change(decision: Any) -> tuple[int, int, int]:
+    """Tokens, old and new batch size of a ``Decision`` or its record."""
+    if isinstance(decision, Mapping):
+        if decision.get("kind", "decision") != "decision":
+            raise ValueError(f"a record of kind {decision['kind']!r} is not a decision")
+        values = [decision.get(name) for name in ("tokens", "old", "new")]
+    else:
+        values = [getattr(decision, name, None) for name in ("tokens", "old", "new")]
+    tokens, old, new = values
+    if tokens is None or old is None or new is None:
+        raise ValueError(f"{decision!r} has no tokens, old and new: it is not a decision")
+    return whole("tokens of a decision", tokens, 0), whole("old", old), whole("new", new)
+
+
+def _replayed(changes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Changes in the order of tokens, without those that a resumed run made anew."""
+    if not changes:
+        raise ValueError("there are no decisions to make a schedule of")
+    kept: list[tuple[int, int, int]] = []
+    for tokens, old, new in changes:
+        last = kept[-1] if kept else (0, changes[0][1], changes[0][1])
+        if tokens < last[0] or (tokens == last[0] and old != last[2]):
+            kept = [k for k in kept if k[0] < tokens]
+            while kept and kept[-1][2] != old:
+                kept.pop()
+        before = kept[-1][2] if kept else changes[0][1]
+        if before != old:
+            raise ValueError(
+                f"the decision at {tokens:,} tokens starts from {old:,} samples, but the batch "
+                f"size was {before:,}: decisions are missing, or several runs share the log"
+            )
+        kept.append((tokens, old, new))
+    return kept

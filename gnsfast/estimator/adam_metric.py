@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""p and q of an update under Adam's metric: the diagonal P = 1 / (√(v / (1 - beta2^t)) + eps) that
+the optimizer's last step has left.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnsfast.arguments import one_of
+from gnsfast.errors import ObservationError
+from gnsfast.estimator.settings import Settings
+from gnsfast.layers import MultiheadAttention, Probed
+from gnsfast.noise_scale import NoiseScale, summarize_adam
+from gnsfast.parallel import Processes
+from gnsfast.probing import MetricRows, ProbeSlab
+from gnsfast.reference import metric_sqnorm
+from gnsfast.tensors import is_dtensor
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class NoMetric:
+    """An update without a metric: nothing is measured, and nothing is in its vector."""
+
+    width = 0
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def probes(self) -> list[Tensor]:
+        """Those of the open micro-batch."""
+        return []
+
+    def open(self, slab: ProbeSlab, first: bool) -> None:
+        """Let the next pass fill the rows of the metric too; ``first`` of an update."""
+
+    def add(self, slab: ProbeSlab, without_scale: Callable[[Tensor], Tensor]) -> None:
+        """Take what the pass left."""
+
+    def finish(
+        self, by_probe: bool, unscale: Callable[[Tensor], Tensor], touched: set[str]
+    ) -> list[Tensor]:
+        """This process's share of p and q, [2]: q out of the probes, or read from ``.grad``."""
+        return []
+
+    def refuse_norm(self) -> None:
+        """Raise where a ``grad_norm`` says too little."""
+
+    def added(
+        self, result: NoiseScale, metric: Tensor, scalars: Tensor, decay: float | None
+    ) -> NoiseScale:
+        """The result with what the window [U, 2] says under the metric."""
+        return result
+
+
+class AdamMetric(NoMetric):
+    """Σ_b ‖g_b‖²_P and ‖Σ_b g_b‖²_P, over the parameters whose layers take a metric.
+
+    v is that of the beginning of the update. Where a parameter has none (before the optimizer's
+    first step) and gets a gradient, the update has no measurement: NaN.
+    """
+
+    width = 2
+
+    def __init__(
+        self,
+        model: nn.Module,
+        slab: ProbeSlab,
+        settings: Settings,
+        processes: Processes,
+        device: torch.device,
+    ) -> None:
+        self._optimizer, self._local = settings.optimizer, settings.local
+        self._processes = processes
+        if processes.tensor > 1:
+            raise NotImplementedError(
+                "metric='adam' has no noise scale in a tensor parallel model: leave it out (it "
+                "works under DistributedDataParallel)"
+            )
+        self._modules = taking(model, slab)
+        self.left_out = tuple(
+            name
+            for name, rows in slab.rows.items()
+            if not {path for path, _, _ in rows} <= self._modules.keys()
+        )
+        if not self._modules:
+            raise ValueError(
+                f"no layer of {type(model).__name__} has norms under a metric (Linear, Embedding, "
+                "LayerNorm, RMSNorm and their like do): leave metric='adam' out"
+            )
+        self._own = {path: [*m.probed_parameters().values()] for path, m in self._modules.items()}
+        taken = {p for own in self._own.values() for p in own}
+        self._names = {p: name for name, p in model.named_parameters() if p in taken}
+        self._groups = _groups(self._optimizer, self._names)
+        self._rows: MetricRows | None = None
+        self._moments: dict[nn.Parameter, Tensor] = {}
+        self._marks: list[Any] = []
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        slab: ProbeSlab,
+        settings: Settings,
+        processes: Processes,
+        device: torch.device,
+    ) -> NoMetric:
+        """The metric that the settings ask for; its numbers are on ``device``."""
+        if settings.optimizer is None:
+            return NoMetric()
+        return AdamMetric(model, slab, settings, processes, device)
+
+    @property
+    def probes(self) -> list[Tensor]:
+        return [] if self._rows is None else self._rows.probes
+
+    def open(self, slab: ProbeSlab, first: bool) -> None:
+        found = {p: self._moment(p, name) for p, name in self._names.items()}
+        moments = {p: v for p, v in found.items() if v is not None}
+        if first:
+            self._moments, self._marks = moments, self._mark(moments)
+            self._sums = torch.zeros_like(self._sums)
+        self._refuse_step(moments)
+        rows = self._rows = slab.metric = slab.metric or MetricRows(self._modules, slab.num_samples)
+        for device, parameters in rows.parameters.items():
+            self._fill(rows.constants[device], parameters)
+        known = {path: own for path, own in self._own.items() if moments.keys() >= {*own}}
+        rows.open({path: [moments[p] for p in own] for path, own in known.items()})
+
+    def add(self, slab: ProbeSlab, without_scale: Callable[[Tensor], Tensor]) -> None:
+        assert slab.metric is not None
+        self._sums = self._sums + without_scale(slab.metric.sums(self._sums.device))
+
+    def finish(
+        self, by_probe: bool, unscale: Callable[[Tensor], Tensor], touched: set[str]
+    ) -> list[Tensor]:
+        if any(name in touched and p not in self._moments for p, name in self._names.items()):
+            return [torch.full_like(self._sums, torch.nan)]
+        if by_probe:
+            return [self._sums]
+        self._refuse_step(self._moments)
+        assert self._rows is not None
+        q = torch.zeros_like(self._sums[0])
+        left = dict(self._moments)
+        for device, parameters in self._rows.parameters.items():
+            for p, constants_2 in zip(parameters, self._rows.constants[device].unbind()):
+                v = left.pop(p, None)  # a tied weight has several rows
+                if v is not None and p.grad is not None:
+                    found = metric_sqnorm(p.grad.detach(), v, constants_2)
+                    q += (found / self._processes.copies(p.grad)).to(q.device)
+        return [torch.stack([self._sums[0], unscale(q) * self._processes.data**2])]
+
+    def refuse_norm(self) -> None:
+        raise ValueError(
+            "metric='adam' needs the gradients, not their norm: call gns.update() without it, "
+            "before clipping"
+        )
+
+    def added(
+        self, result: NoiseScale, metric: Tensor, scalars: Tensor, decay: float | None
+    ) -> NoiseScale:
+        found = summarize_adam(metric, scalars, self._local, self.left_out, decay)
+        return replace(result, adam=found)
+
+    def _moment(self, p: nn.Parameter, name: str) -> Tensor | None:
+        """v of a parameter; None before the optimizer's first step."""
+        state = self._optimizer.state.get(p)
+        if not state:
+            return None
+        key = "max_exp_avg_sq" if self._groups[p]["amsgrad"] else "exp_avg_sq"
+        v = state.get(key)
+        if not isinstance(v, Tensor) or "step" not in state:
+            raise ValueError(
+                f"the optimizer's state of {name} has no {key} and step, but {sorted(state)}: "
+                "metric='adam' reads the state of torch.optim.Adam and AdamW"
+            )
+        plain = type(v) is Tensor and v.dtype in FLOATS
+        if not plain or v.shape != p.shape or v.device != p.device:
+            raise ValueError(
+                f"the optimizer's {key} of {name} is a {type(v).__name__} of {v.dtype} "
+                f"{list(v.shape)} on {v.device}: metric='adam' takes plain floating-point tensors "
+                "that lie as the parameter does (no 8-bit, sharded or offloaded ones)"
+            )
+        return v
+
+    def _fill(self, constants_R2: Tensor, parameters: list[nn.Parameter]) -> None:
+        """s and eps of each row whose parameter has a v; where its step lies, nothing waits."""
+        by_device: dict[torch.device, list[tuple[int, Tensor, Any, float]]] = {}
+        for row, p in enumerate(parameters):
+            if p in self._moments:
+                step, group = torch.as_tensor(self._step(p)), self._groups[p]
+                of_row = row, step, group["betas"][1], group["eps"]
+                by_device.setdefault(step.device, []).append(of_row)
+        for where, found in by_device.items():
+            rows, steps, betas, eps = zip(*found)
+            t, beta2 = torch.stack(steps).double().flatten(), _numbers(betas, where)
+            values = torch.stack([(1 - beta2**t).rsqrt(), _numbers(eps, where)], 1)
+            to = constants_R2.device
+            index = torch.tensor(rows).to(to, non_blocking=True)
+            constants_R2.index_copy_(0, index, values.to(to, non_blocking=True))
+
+    def _step(self, p: nn.Parameter) -> Any:
+        return self._optimizer.state[p]["step"]
+
+    def _mark(self, moments: Mapping[nn.Parameter, Tensor]) -> list[Any]:
+        steps = [self._step(p) for p in moments]
+        counts = [t._version if isinstance(t, Tensor) else t for t in steps]
+        return [(id(v), v._version, count) for v, count in zip(moments.values(), counts)]
+
+    def _refuse_step(self, moments: Mapping[nn.Parameter, Tensor]) -> None:
+        """All of an update is measured with one v. Alone a ``local`` pass never looks back."""
+        if not self._local and self._mark(moments) != self._marks:
+            raise ObservationError(
+                "the optimizer has stepped since the first micro-batch of the update, so its v is "
+                "no longer that of the norms: call gns.update() before optimizer.step()"
+            )
+
+
+def check_settings(metric: str | None, optimizer: Any, stages: Any) -> None:
+    """One clear error for settings that do not go together."""
+    if metric is not None:
+        one_of("metric", metric, ("adam",))
+    if (metric is None) != (optimizer is None):
+        raise ValueError("metric='adam' and optimizer=... go together: give both or neither")
+    if metric is not None and stages is not None:
+        raise ValueError("metric='adam' has no noise scale over pipeline stages: leave it out")
+
+
+def taking(model: nn.Module, slab: ProbeSlab) -> dict[str, Probed]:
+    """The modules that take a metric, where all that share a parameter do."""
+    attentions = (m for m in model.modules() if isinstance(m, MultiheadAttention))
+    inside = {id(m.out_proj) for m in attentions}  # attention calls no forward of it
+    taking = {
+        path: m
+        for path, m in slab.modules.items()
+        if m.takes_metric
+        and id(m) not in inside
+        and not m._uncovered.keys() & m.probed_parameters().keys()
+    }
+    while True:
+        apart = {
+            path
+            for rows in slab.rows.values()
+            if not (paths := {path for path, _, _ in rows}) <= taking.keys()
+            for path in paths & taking.keys()
+        }
+        if not apart:
+            return taking
+        taking = {path: m for path, m in taking.items() if path not in apart}
+
+
+def _groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:
+    """The parameter group of each parameter, where it is one of Adam's."""
+    kind = type(optimizer).__name__
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise ValueError(
+            f"{kind} spreads the second moments over processes: metric='adam' needs all of them on "
+            "each, as DistributedDataParallel with torch.optim.AdamW has them"
+        )
+    held = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for p, name in names.items():
+        if is_dtensor(p):
+            raise NotImplementedError(
+                f"{name} is sharded (FSDP2 or tensor parallel), and so are its second moments: "
+                "metric='adam' has no norms for it. Use DistributedDataParallel, or leave the "
+                "metric out"
+            )
+        if p not in held:
+            raise ValueError(
+                f"{name} is not among the optimizer's parameters: give GradientNoiseScale the "
+                "optimizer that trains the model, or freeze the parameter"
+            )
+        if not {"betas", "eps", "amsgrad"} <= held[p].keys():
+            raise ValueError(
+                f"metric='adam' is that of torch.optim.Adam and AdamW (betas, eps, amsgrad), and "
+                f"{name} is trained by {kind}"
+            )
+    return {p: held[p] for p in names}
+
+
+def _numbers(values: Sequence[Any], where: torch.device) -> Tensor:
+    """float64 on a device, from numbers or scalar tensors."""
+    if not any(isinstance(v, Tensor) for v in values):
+        return torch.tensor(values, dtype=torch.float64).to(where, non_blocking=True)
+    scalars = (torch.as_tensor(v, dtype=torch.float64).to(where).flatten() for v in values)
+    return torch.cat([*scalars])

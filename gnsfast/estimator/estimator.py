@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``GradientNoiseScale``: the noise scale of a training run, from the backward passes it runs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.utils import _pytree as pytree
+
+from gnsfast.arguments import count
+from gnsfast.conversion import coverage
+from gnsfast.errors import ObservationError
+from gnsfast.estimator.adam_metric import check_settings
+from gnsfast.estimator.attachment import Attachment
+from gnsfast.estimator.observer import Observer
+from gnsfast.estimator.saved_state import identity, refuse_other
+from gnsfast.estimator.settings import Settings, ordered_names
+from gnsfast.layers import Probed
+from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
+from gnsfast.parallel import PipelinePasses
+from gnsfast.probing import AUDIT_EVERY
+
+
+class GradientNoiseScale:
+    """Measure the gradient noise scale tr Σ / |G|² while training.
+
+    Equals, for the per-sample gradients g_b of all samples of the window at fixed weights,
+    ``g.var(0).sum() / (g.mean(0).square().sum() - g.var(0).sum() / len(g))``, but needs neither
+    the gradients nor fixed weights: each update measures tr Σ and |G|² without bias, the window
+    averages the two, and the ratio is taken last.
+
+    Args:
+        model: a model made of gnsfast's layers, usually through ``gnsfast.convert``. Parameters
+            that no layer covers are left out of both tr Σ and |G|².
+        source: where |G|² comes from. ``"global"``: all micro-batches and processes of an update,
+            with the summed gradient read from ``.grad`` at ``update()``, or from its
+            ``grad_norm``. ``"auto"``: the same, but out of the probes, without reading a gradient,
+            where one micro-batch on one process makes the update. ``"local"``: each micro-batch by
+            itself; noisier, needs two samples in each, and never looks at ``.grad``.
+        window: the number of newest measured updates that ``compute()`` averages.
+        decay: the weight of an update relative to the next newer one, within the window.
+        every: measure every so many updates; the others are plain torch.
+        loss_reduction: ``"mean"`` over the micro-batch's samples (or tokens), or ``"sum"``.
+        grad_scaler: the ``torch.amp.GradScaler`` that scales the loss.
+        process_group: the processes that train this model together, data and model parallel; the
+            default group where there is one.
+        stages: the processes among them that hold the pipeline stages of one model; ``model`` is
+            then this process's stage, or a ``ModuleList`` of several. All stages say the same
+            ``tokens``, ``scale`` and ``grad_norm`` (that over all stages), and save a state each.
+        metric, optimizer: ``"adam"`` and the ``torch.optim.Adam`` or ``AdamW`` in use: also the
+            noise scale in its geometry, ``compute().adam``.
+        groups: names of groups of samples (data domains), each with a noise scale of its own in
+            ``compute().per_group``; ``microbatch(groups=...)`` says who is in them.
+
+    Gradients over several processes are taken to be averaged, as DDP and FSDP2 do, and ``update()``
+    is then called on all of them: it sums one small vector over the group. Tensor parallel layers
+    (``parallelize_module``) are seen by themselves, also under FSDP2. Where q is read from
+    ``.grad``, nothing of the user's may rewrite a gradient as it arrives (a hook after
+    accumulation is not seen).
+
+    Raises:
+        ValueError: for a model without gnsfast layers, or a setting that cannot be.
+        ObservationError: where a pass, a gradient or a micro-batch is missing or counted twice,
+            with the remedy.
+
+    Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, with B_small = 1.
+
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> gns = gnsfast.GradientNoiseScale(model)
+    >>> for x in torch.randn(8, 16, 5):
+    ...     with gns.microbatch(16):
+    ...         model(x).square().sum(1).mean().backward()
+    ...     gns.update()
+    ...     model.zero_grad()
+    >>> gns.compute().updates
+    8
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        source: str = "auto",
+        window: int = 64,
+        decay: float | None = None,
+        every: int = 1,
+        loss_reduction: str = "mean",
+        grad_scaler: GradScaler | None = None,
+        process_group: "dist.ProcessGroup | None" = None,
+        stages: "dist.ProcessGroup | None" = None,
+        metric: str | None = None,
+        optimizer: Any = None,
+        groups: Sequence[str] = (),
+    ) -> None:
+        if decay is not None and not 0 < decay <= 1:
+            raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
+        if stages is None and not any(isinstance(m, Probed) for m in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} has no gnsfast layer: call gnsfast.convert(model) first"
+            )
+        self.model, self.decay = model, decay
+        self.window, self.every = count("window", window, 1), count("every", every, 1)
+        check_settings(metric, optimizer, stages)
+        self._settings = Settings(
+            *(source, loss_reduction, grad_scaler, process_group, stages, optimizer),
+            ordered_names(groups),
+        )
+        self._attached: int | None = None
+        self._attachment: Attachment | None = None
+        self._forward_ended = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all measurements, and look at the model's parameters anew."""
+        self.discard()
+        self._observer: Observer | None = None
+        self._seen = self._measured = 0
+
+    def discard(self) -> None:
+        """Forget the update under way, also inside of its micro-batch: a batch that is not used.
+
+        ``optimizer.zero_grad()`` is the caller's. Measurements of earlier updates stay.
+        """
+        if (observer := getattr(self, "_observer", None)) is not None:
+            observer.discard()
+        self._inside, self._attached = False, None
+
+    def _start(self) -> Observer:
+        """Bound at the first micro-batch: by then the model is moved, wrapped and sharded."""
+        if self._observer is None:
+            o = self._observer = Observer(self.model, self._settings)
+            width, flags = o.exchange.width, o.exchange.flags
+            self._ring = torch.zeros(self.window, width, dtype=torch.float64, device=o.device)
+            self._flags = torch.zeros(flags, dtype=torch.float64, device=o.device)
+            self._touched = [0] * len(o.names)
+        return self._observer
+
+    @contextmanager
+    def microbatch(
+        self,
+        num_samples: int,
+        *,
+        tokens: int | Tensor | None = None,
+        scale: float | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        groups: Sequence[Any] | Tensor | None = None,
+        schedule: Any = None,
+    ) -> Iterator[None]:
+        """One forward and one backward pass over ``num_samples`` samples.
+
+        Args:
+            num_samples: the samples on this process.
+            tokens: for a loss that is a mean (or sum) over tokens, with samples of unequal length:
+                the number of tokens that the loss counts, in all or for each sample [num_samples].
+            scale: what the loss was multiplied with after its reduction, such as 1 / A for A
+                micro-batches; a ``grad_scaler`` is known by itself. A tensor of one number, as
+                those of ``tokens``, is read when the block ends. Where it is the same for all
+                micro-batches it does not change the noise scale, but tr Σ and |G|².
+            cu_seqlens: where samples are documents packed into rows: integers [documents + 1], the
+                first row of each in all rows of the batch as one list, and the end of the last
+                (``gnsfast.cu_seqlens`` makes them of position ids), on the CPU. Documents
+                beyond ``num_samples`` are padding. They must not attend to each other (to
+                transformers say ``use_cache=False``, or it leaves their mask out). ``tokens``
+                has to say what the loss counts of each: ``cu_seqlens.diff() - 1`` for next-token
+                losses, 0 for padding.
+            groups: of each sample the group it is in, by name.
+            schedule: the ``torch.distributed.pipelining`` schedule whose one ``step`` the block
+                holds; it divides ``num_samples`` into its own micro-batches.
+
+        Raises:
+            ValueError: for counts that are zero or negative, one sample where ``source`` is
+                ``"local"``, samples that do not divide into a schedule's micro-batches.
+            ObservationError: where the block holds no backward pass, or ``.grad`` was written to
+                between two blocks.
+        """
+        num_samples = count("num_samples", num_samples, least=1)
+        loss_factors.check_factors(num_samples, tokens, scale)
+        self._settings.check_block(tokens, cu_seqlens, groups, schedule)
+        if self._inside or self._attached is not None:
+            raise ObservationError(
+                "a micro-batch is open already (an outer gns.microbatch block, or gns.attach()): "
+                "one forward and one backward pass belong to one micro-batch"
+            )
+        if not self._due:
+            yield
+            return
+        pipeline, passed = None, num_samples
+        if schedule is not None:
+            pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
+            passed = pipeline.num_samples
+        observer = self._open(passed, cu_seqlens, groups)
+        self._inside = True
+        try:
+            with (
+                nullcontext()
+                if pipeline is None
+                else pipeline.open(observer.probes, observer.pass_over)
+            ):
+                yield
+        except BaseException:
+            self.discard()
+            raise
+        if self._inside:  # no discard() and no reset() inside
+            self._inside = False
+            observer.close(num_samples, tokens, scale, pipeline)
+
+    def _open(
+        self, num_samples: int, cu_seqlens: Tensor | None = None, groups: Any = None
+    ) -> Observer:
+        if self._settings.local and num_samples < 2:
+            raise ValueError(
+                "source='local' measures each micro-batch by itself and needs two samples in it: "
+                "with one sample per micro-batch use source='global'"
+            )
+        observer = self._start()
+        observer.open(num_samples, cu_seqlens, groups)
+        return observer
+
+    @property
+    def _due(self) -> bool:
+        return self._seen % self.every == 0
+
+    def attach(self) -> Attachment:
+        """Make every training forward of the model a micro-batch: ``microbatch`` is not needed.
+
+        The batch size is read off the first tensor among the model's arguments; losses must be
+        means (or sums, as ``loss_reduction`` says) over samples. Forward passes without grad mode
+        are not looked at. With A micro-batches whose losses are divided by A, tr Σ and |G|² are
+        those of the divided losses; the noise scale is the same. Give the constructor the model
+        that is called: the compiled or wrapped one. ``remove()`` on what is returned ends it.
+        """
+        if self._attachment is not None:
+            raise ObservationError("gns.attach() was called before: remove() the first attachment")
+        if self._settings.groups:
+            raise ValueError("gns.attach() knows no groups: use gns.microbatch(n, groups=...)")
+        hooks = self._before_forward, self._after_forward, self._after_removal
+        self._attachment = Attachment(self.model, *hooks)
+        return self._attachment
+
+    def _after_removal(self, attachment: Attachment) -> None:
+        if self._attachment is not attachment:
+            return
+        self._attachment = None
+        if self._pass_done():
+            self._close_attached()
+        elif self._attached is not None:
+            self.discard()
+
+    def _before_forward(self, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() or not self._due or self._inside:
+            return
+        if self._attached is not None and not self._forward_ended:
+            self.discard()  # the last forward pass ended by an error
+        self._close_attached()
+        leaves = pytree.tree_leaves((args, kwargs))
+        x = next((t for t in leaves if isinstance(t, Tensor) and t.ndim), None)
+        if x is None:
+            raise ObservationError(
+                "gns.attach() found no tensor among the model's arguments to read the batch size "
+                "off: use gns.microbatch(num_samples)"
+            )
+        layout = next(m._samples for m in self.model.modules() if isinstance(m, Probed))
+        num_samples = x.shape[layout.batch_dim if x.ndim > layout.batch_dim else 0]
+        self._open(count("num_samples", num_samples, least=1))
+        self._attached, self._forward_ended = num_samples, False
+
+    def _pass_done(self) -> bool:
+        """Whether the attached micro-batch has had its backward pass."""
+        observer = self._observer
+        return self._attached is not None and observer is not None and observer.reached()
+
+    def _after_forward(self) -> None:
+        self._forward_ended = True
+
+    def _close_attached(self) -> None:
+        if self._attached is None:
+            return
+        num_samples, self._attached = self._attached, None
+        observer = self._start()
+        if not observer.reached():
+            observer.discard()
+            raise ObservationError(
+                "a forward pass of the attached model had no backward pass before the next one or "
+                "before gns.update(): run evaluation under torch.no_grad(), or use "
+                "gns.microbatch(num_samples) around the passes to measure"
+            )
+        observer.close(num_samples, None, None)
+
+    def update(self, grad_norm: float | Tensor | None = None) -> None:
+        """End an optimizer update: after its last backward pass, before clipping and ``step()``.
+
+        Args:
+            grad_norm: the 2-norm of the whole gradient before clipping, as ``clip_grad_norm_``
+                returns it. No gradient is read then, and there are no noise scales by module. It
+                has the accuracy that it was computed with: on the CPU torch's norm is 1e-3 low for
+                tensors of 16M elements, which ``update()`` by itself is not.
+
+        Nothing waits for the device. With several processes it is a collective: where one of them
+        raises, the others wait for it.
+
+        Raises:
+            ObservationError: without a micro-batch; where gradients are gone or were written to.
+            ValueError: with ``grad_norm`` where parameters are not covered, since it holds them.
+        """
+        if self._inside:
+            raise ObservationError(
+                "gns.update() inside of a gns.microbatch block: call it after the last block"
+            )
+        due, self._seen = self._due, self._seen + 1
+        if not due:
+            return
+        self._close_attached()
+        observer = self._start()
+        if grad_norm is not None:
+            self._refuse_partial_norm()
+        self._ring[self._measured % self.window], flags, touched = observer.finish(grad_norm)
+        self._flags += flags
+        self._touched = [a + b for a, b in zip(self._touched, touched)]
+        self._measured += 1
+        if self._measured % AUDIT_EVERY == 0:
+            observer.audit.again()
+
+    def _refuse_partial_norm(self) -> None:
+        if self._settings.local:
+            raise ValueError("update(grad_norm=...) has no use where source='local'")
+        self._start().metric.refuse_norm()
+        rows = coverage(self.model).rows
+        if open_rows := [r.parameter for r in rows if not r.static and r.route != "frozen"]:
+            raise ValueError(
+                f"grad_norm holds {', '.join(open_rows[:5])}, which no per-sample norm covers "
+                "(gnsfast.coverage(model)): call gns.update() without it"
+            )
+
+    def compute(self) -> NoiseScale:
+        """The noise scale over the window, with its 95 % interval.
+
+        The one place that waits for the device. On several processes each may call it by itself.
+
+        ``adam``, where ``metric="adam"``, is tr(PΣ) / GᵀPG with the diagonal P = 1 / (√(v / (1 -
+        beta2^t)) + eps) of the optimizer as it was before the step: the batch size at which noise
+        and gradient are as large *in the lengths that Adam measures steps with*. It counts the
+        updates that have a v, from the second on, and never mixes with the Euclidean numbers.
+        Learning rates of groups are not in P. It is no measured critical batch size either: that P
+        is a frozen one, momentum is not in it, and v, smoothed noise itself, is small where a
+        gradient was rare (weights that never had one count 1 / eps).
+
+        Raises:
+            ObservationError: with the module's name, where backward did not go through a module
+                once per micro-batch, or a weight was used outside of its module.
+        """
+        if self._observer is None:
+            return NoiseScale(
+                **vars(NOT_MEASURED), drift=False, updates=0, skipped=0, samples=0, per_module={}
+            )
+        observer = self._observer
+        first = max(0, self._measured - self.window)
+        order = [k % self.window for k in range(first, self._measured)]
+        observer.check(self._flags.cpu(), self._touched)
+        p, q, whole_q, scalars, more = observer.exchange.split(self._ring.cpu()[order])
+        metric, groups = more.split([observer.metric.width, observer.groups.width], 1)
+        local, modules = self._settings.local, [unit.module for unit in observer.units]
+        found = summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
+        found = observer.groups.added(found, groups, self.decay)
+        return observer.metric.added(found, metric, scalars, self.decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All measurements, on the CPU; the same on every process of a stage, as
+        ``torch.distributed.checkpoint`` takes them. Call it between updates.
+        """
+        observer = self._start()
+        if observer.slab is not None or observer.pending is not None:
+            raise ObservationError(
+                "state_dict in the middle of an update: call it after gns.update()"
+            )
+        return {
+            **self._identity(observer),
+            "seen": self._seen,
+            "measured": self._measured,
+            "ring": self._ring.cpu().clone(),
+            "flags": self._flags.cpu().clone(),
+            "touched": dict(zip(observer.names, self._touched)),
+        }
+
+    def _identity(self, observer: Observer) -> dict[str, Any]:
+        return {**identity(observer), "window": self.window, "every": self.every}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict()``: the same bits as without the interruption.
+
+        Raises:
+            ValueError: for a state of another model or of other settings, naming the difference.
+        """
+        refuse_other(state, self._identity(Observer(self.model, self._settings)))
+        self.reset()
+        self._start()
+        self._seen, self._measured = state["seen"], state["measured"]
+        self._ring.copy_(state["ring"])
+        self._flags.copy_(state["flags"])
+        self._touched = [state["touched"].get(name, 0) for name in self._start().names]

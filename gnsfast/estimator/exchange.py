@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of an update tell each other: one vector, added up over all of them.
+
+Beside p and q it carries what must agree, so that a disagreement is seen: the weights of the
+samples on all pipeline stages, a norm that was handed over, and the gradients of data-parallel
+replicas.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gnsfast.estimator.stages import Stages
+from gnsfast.noise_scale import loss_factors
+from gnsfast.parallel import Processes
+
+FLAGS = 8
+"""Flags of an update besides the calls of its probe rows: whether gradients were written to after
+backward, whether they were not zero before the first micro-batch, whether a ``grad_norm`` was
+another one, whether samples without tokens have gradients, whether samples with tokens have none,
+whether processes have different gradients, different ``grad_norm``, and different weights of the
+same samples."""
+
+
+class Exchange:
+    """The vector of one model's processes."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        stages: Stages,
+        group: "dist.ProcessGroup | None",
+        device: torch.device,
+        metric: int,
+    ) -> None:
+        self.metric = metric
+        self.on, self.stages, self.group, self.device = processes, stages, group, device
+        self._slot = stages.rank * processes.tensor + processes.coordinate
+
+    @property
+    def width(self) -> int:
+        """Numbers of an update: p and q of all K units, the whole q, the weights' scalars, and
+        ``metric`` more, p and q under a metric.
+        """
+        return 2 * len(self.stages.units) + 1 + loss_factors.SCALARS + self.metric
+
+    @property
+    def flags(self) -> int:
+        """Calls and surplus calls of each probe row, then ``FLAGS``."""
+        return 2 * len(self.stages.labels) + FLAGS
+
+    def split(self, vectors_UW: Tensor) -> list[Tensor]:
+        """Of U updates: p [U, K], q [U, K], the whole q [U, 1], the scalars [U, SCALARS], and under
+        a metric p and q [U, 2].
+        """
+        K = len(self.stages.units)
+        return list(vectors_UW.split([K, K, 1, loss_factors.SCALARS, self.metric], 1))
+
+    def __call__(
+        self,
+        sums_2K: Tensor,
+        whole: Tensor,
+        scalars: Tensor,
+        calls_2R: Tensor,
+        flags: list[Tensor],
+        norm: Tensor,
+        replica: Tensor,
+        metric: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """The update's numbers [width] and flags, from this process's shares of them.
+
+        ``flags`` are the first five of ``FLAGS``, ``norm`` the one handed over (or zero),
+        ``replica`` the norm of gradients that data-parallel replicas share (or zero), ``metric``
+        p and q under a metric.
+        """
+        on = self.on
+        weights = scalars.new_zeros(on.stages, loss_factors.SCALARS)
+        weights[self.stages.rank] = scalars / on.tensor
+        shared = scalars.new_zeros(on.stages * on.tensor, 3)
+        shared[self._slot] = torch.stack([torch.ones_like(replica), replica, replica.square()])
+        parts = [
+            self.stages.of_units(sums_2K).flatten(),
+            whole[None],
+            weights.flatten(),
+            self.stages.of_rows(calls_2R).flatten(),
+            torch.stack(flags),
+            torch.stack([norm, norm.square()]),
+            shared.flatten(),
+            torch.cat([*metric, whole.new_zeros(0)]),
+        ]
+        vector = torch.cat(parts)
+        if on.world > 1:
+            dist.all_reduce(vector, group=self.group)
+        p_q, whole, weights, calls, told, norms, shared, under = vector.split(
+            [len(t.view(-1)) for t in parts]
+        )
+        weights = weights.view(on.stages, -1)
+        unlike = (weights - weights[0]).abs() > 1e-6 * weights[0].abs()
+        shared = shared.view(-1, 3).T
+        found = [
+            _differ(*shared).any(),
+            _differ(norms.new_tensor(on.world), *norms),
+            unlike.any(),
+        ]
+        return (
+            torch.cat([p_q, whole, weights[0], under]),
+            torch.cat([calls, told, torch.stack(found).double()]),
+        )
+
+
+def _differ(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
+    """Whether ``count`` numbers are not all the same, from their sum and that of their squares."""
+    return count * squares - total.square() > 1e-5 * total.square()

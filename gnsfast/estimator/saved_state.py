@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a saved state must have in common with the estimator that goes on from it."""
+
+from typing import Any
+
+from gnsfast.estimator.observer import Observer
+
+
+def identity(observer: Observer) -> dict[str, Any]:
+    """The model and the settings that measurements belong to."""
+    s = observer.settings
+    return {
+        "parameters": list(dict.fromkeys(unit.parameter for unit in observer.units)),
+        "rows": observer.all_labels,
+        "units": [(unit.parameter, unit.module) for unit in observer.units],
+        "local": s.local,
+        "loss_reduction": s.loss_reduction,
+        "metric": None if s.optimizer is None else "adam",
+        "groups": list(s.groups),
+    }
+
+
+def refuse_other(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raise ValueError for a state of another model or of other settings."""
+    for key, ours in identity.items():
+        theirs = state.get(key)
+        if theirs == ours:
+            continue
+        if isinstance(ours, list) and isinstance(theirs, list):
+            differ = sorted(map(str, set(ours) ^ set(theirs)))[:5]
+            how = f"differ in {differ}" if differ else "are in another order"
+            raise ValueError(f"the state is of another model: {key} {how}")
+        raise ValueError(f"the state has {key}={theirs!r}, this estimator {key}={ours!r}")

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an update under way is made of."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from gnsfast.arguments import one_of
+
+Mark = tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What stays the same over all updates."""
+
+    source: str
+    loss_reduction: str
+    grad_scaler: GradScaler | None
+    group: "dist.ProcessGroup | None"
+    stages: "dist.ProcessGroup | None"
+    optimizer: Any = None  # of which the metric is; None without one
+    groups: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        one_of("source", self.source, ("auto", "local", "global"))
+        one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        if self.local and self.stages is not None:
+            raise ValueError("source='local' has no use for pipeline stages: use source='global'")
+        if self.groups and (self.optimizer is not None or self.stages is not None):
+            raise ValueError("groups do not go with metric='adam' or stages: leave one out")
+
+    def check_block(self, tokens: Any, cu_seqlens: Any, groups: Any, schedule: Any) -> None:
+        """One clear error for what a micro-batch cannot be told together."""
+        if schedule is not None:
+            if self.local:
+                raise ValueError("source='local' has no use for a schedule: use source='global'")
+            if self.optimizer is not None or cu_seqlens is not None or groups is not None:
+                raise ValueError(
+                    "a pipeline's schedule does not go with metric='adam', documents (cu_seqlens) "
+                    "or groups: leave these out"
+                )
+        if groups is not None and tokens is not None and getattr(tokens, "ndim", 0) != 1:
+            raise ValueError("with groups tokens must be one count for each sample")
+        if cu_seqlens is not None:
+            if self.optimizer is not None or groups is not None:
+                raise ValueError(
+                    "documents (cu_seqlens) do not go with metric='adam' or groups: leave these out"
+                )
+            if tokens is None:
+                raise ValueError(
+                    "with cu_seqlens say tokens=..., the tokens of each document that the loss "
+                    "counts (cu_seqlens.diff() - 1 for next-token losses, 0 for padding), or 1 for "
+                    "each where it is a mean over documents"
+                )
+
+    @property
+    def local(self) -> bool:
+        return self.source == "local"
+
+
+@dataclass(frozen=True)
+class EndOfPass:
+    """The gradients as a backward pass left them: their versions, and the norm of a few."""
+
+    marks: list[Mark]
+    witness: Tensor | None
+
+
+@dataclass
+class Pending:
+    """The micro-batches of the update under way."""
+
+    sums: Tensor
+    calls: Tensor
+    scalars: Tensor
+    end: EndOfPass
+    stale: Tensor
+    lengths: bool
+    microbatches: int = 0
+    touched: list[int] = field(default_factory=list)
+    lost: list[Tensor] = field(default_factory=list)
+
+
+def ordered_names(names: Any) -> tuple[str, ...]:
+    """Names of groups: the same in the same order on all processes, so no set."""
+    if isinstance(names, (str, set, frozenset)) or len(set(names)) < len(tuple(names)):
+        raise ValueError(f"groups must be a list of different names, in one order, not {names!r}")
+    return tuple(names)

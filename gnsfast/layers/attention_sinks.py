@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention modules of transformers that own sinks (gpt-oss)."""
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from gnsfast import functional
+from gnsfast.errors import ObservationError
+from gnsfast.layers.drop_in import Probed
+from gnsfast.reference import MAX_HEAD_DIM
+from gnsfast.tensors import is_dtensor
+
+NAME = "gnsfast_sinks"
+"""What our function is called among transformers' attention functions."""
+
+
+class SinkAttention(Probed):
+    """Over an attention module whose ``sinks`` [H] take part in its softmax.
+
+    While a probe is open its attention goes through ``functional.attention``, which takes the place
+    of transformers' ``"eager"``; other implementations do not hand their mask over as a tensor.
+    It refuses to return attention weights then.
+    """
+
+    route = "attention"
+    _claims = ("sinks",)
+    sinks: Tensor
+    config: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._open():
+            return super().forward(*args, **kwargs)
+        used = self.config._attn_implementation
+        if used not in ("eager", None):
+            raise ObservationError(
+                f"{self._probe_name}: sinks have norms with attn_implementation='eager', in the "
+                f"place of which a fused kernel runs, not with {used!r}: "
+                "model.set_attn_implementation('eager'), or leave them out: convert(model, "
+                f"exclude=[{self._probe_name!r}])"
+            )
+        _register()
+        config = self.config
+        self.config = _Redirected(config)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.config = config
+
+
+class _Redirected:
+    """A configuration that names our function."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _register() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    asked = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    refused = {
+        f"attention dropout ({dropout})": dropout,
+        "attention weights to return (output_attentions)": asked,
+        "a softcap": kwargs.get("softcap"),
+        "sinks that are not its parameter": s_aux is not None and s_aux is not module.sinks,
+        "tensor parallelism": is_dtensor(module.sinks) or is_dtensor(query),
+    }
+    if reasons := [reason for reason, found in refused.items() if found]:
+        raise ObservationError(
+            f"{module._probe_name}: sinks have no norms with {reasons[0]}. Leave them out: "
+            f"convert(model, exclude=[{module._probe_name!r}])."
+        )
+    module._batch_dim(query, features=3)
+    # The mask says all of it; where it is known to be causal, blocks beyond need not be looked at.
+    causal = type(module).__name__ in CAUSAL and query.shape[2] == key.shape[2]
+    try:
+        o = functional.attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=causal,
+            window=sliding_window if causal else None,
+            scale=scaling,
+            sinks=module.sinks,
+            probe=module._probe,
+        )
+    except (NotImplementedError, ValueError) as error:
+        raise ObservationError(
+            f"{module._probe_name}: {error} Leave it out: convert(model, "
+            f"exclude=[{module._probe_name!r}])."
+        ) from error
+    return o.transpose(1, 2).contiguous(), None
+
+
+CAUSAL = ("GptOssAttention",)
+
+
+def owns_sinks(module: nn.Module) -> bool:
+    """Whether this is such a module: sinks alone, and a forward that asks transformers for its
+    attention function.
+    """
+    own = {n for n, p in module._parameters.items() if p is not None}
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = code.co_names if code else ()
+    width = getattr(module, "head_dim", 0)
+    one_width = getattr(module, "v_head_dim", width) == width and width <= MAX_HEAD_DIM
+    dispatched = "ALL_ATTENTION_FUNCTIONS" in names and hasattr(module, "config")
+    return own == {"sinks"} and dispatched and one_width

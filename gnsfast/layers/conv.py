@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drop-ins for ``torch.nn.Conv1d`` and ``torch.nn.Conv2d``."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gnsfast import functional
+from gnsfast.layers.drop_in import Probed
+from gnsfast.tensors import is_dtensor
+
+
+class _Conv(Probed):
+    """The convolutions; ``torch.nn`` routes their forward through ``_conv_forward``."""
+
+    route = "conv"
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any
+    dilation: tuple[int, ...]
+    groups: int
+    _reversed_padding_repeated_twice: list[int]
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self._open():
+            y: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
+            return y
+        assert self._probe is not None
+        if is_dtensor(weight):
+            raise NotImplementedError(
+                f"{self._probe_name}: a tensor-parallel convolution has no per-sample norms. "
+                f"Leave it out: convert(model, exclude=[{self._probe_name!r}])."
+            )
+        if unbatched := input.ndim == weight.ndim - 1:
+            input = input[None]
+        self._batch_dim(input, features=input.ndim - 1)
+        input, padding = self._pad(input)
+        y = functional.conv(
+            input,
+            weight,
+            bias,
+            self._probe,
+            stride=self.stride,
+            padding=padding,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+        return y[0] if unbatched else y
+
+    def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """What convolution itself cannot pad, padded here; the rest as numbers."""
+        none = (0,) * len(self.kernel_size)
+        mode: Any = self.padding_mode
+        if mode != "zeros":
+            return F.pad(input, self._reversed_padding_repeated_twice, mode), none
+        if not isinstance(self.padding, str):
+            return input, self.padding
+        if self.padding == "valid":
+            return input, none
+        span = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size)]
+        if all(s % 2 == 0 for s in span):
+            return input, tuple(s // 2 for s in span)
+        return F.pad(input, [p for s in reversed(span) for p in (s // 2, s - s // 2)]), none
+
+
+class Conv1d(_Conv, nn.Conv1d):
+    """``torch.nn.Conv1d`` whose backward can also yield per-sample squared gradient norms.
+
+    >>> layer = gnsfast.Conv1d(2, 4, kernel_size=3, padding="same")
+    >>> with gnsfast.per_sample_sqnorms(layer, 3) as norms:
+    ...     layer(torch.randn(3, 2, 8)).sum().backward()
+    >>> norms["bias"]
+    tensor([256., 256., 256.])
+    """
+
+
+class Conv2d(_Conv, nn.Conv2d):
+    """``torch.nn.Conv2d`` whose backward can also yield per-sample squared gradient norms.
+
+    >>> layer = gnsfast.Conv2d(2, 4, kernel_size=2, stride=2)
+    >>> with gnsfast.per_sample_sqnorms(layer, 3) as norms:
+    ...     layer(torch.randn(3, 2, 8, 8)).sum().backward()
+    >>> norms["bias"]
+    tensor([1024., 1024., 1024.])
+    """

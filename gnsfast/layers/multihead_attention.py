@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drop-in for ``torch.nn.MultiheadAttention``."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gnsfast import functional
+from gnsfast.functional import num_samples
+from gnsfast.layers.drop_in import Probed, ProbeRow, combine
+from gnsfast.layers.linear import Linear
+from gnsfast.tensors import is_dtensor
+
+
+class MultiheadAttention(Probed, nn.MultiheadAttention):
+    """``torch.nn.MultiheadAttention`` whose backward can also yield per-sample squared gradient
+    norms.
+
+    Arguments and results are those of ``torch.nn.MultiheadAttention``. Its samples lie where
+    ``batch_first`` says, whatever the rest of the model does; the output projection is a
+    ``gnsfast.Linear`` of its own.
+
+    Raises:
+        SampleShapeError: for a batch of another size, or an unbatched input of several samples.
+
+    >>> layer = gnsfast.MultiheadAttention(8, 2, batch_first=True)
+    >>> x = torch.randn(3, 7, 8)
+    >>> with gnsfast.per_sample_sqnorms(layer, 3) as norms:
+    ...     layer(x, x, x)[0].sum().backward()
+    >>> list(norms)
+    ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']
+    """
+
+    route = "in_projection"
+    _blocks = 1  # heads of query, key and value that have a row of their own
+    _claims = (
+        *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
+        *("in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.out_proj.__class__ = combine(type(self.out_proj), Linear, over=False)
+
+    def probe_rows(self) -> list[ProbeRow]:
+        """Query, key and value by themselves; their heads too, where ``convert`` was told so."""
+        blocks = self._blocks
+        size = self.embed_dim // blocks
+        rows = []
+        for name in self.probed_parameters():
+            packed = name in ("in_proj_weight", "in_proj_bias")
+            if name in ("bias_k", "bias_v"):
+                rows.append(ProbeRow(name, name[-1]))
+                continue
+            for i, part in enumerate("qkv" if packed else name[0]):
+                for head in range(blocks):
+                    first = i * self.embed_dim + head * size
+                    rows.append(
+                        ProbeRow(
+                            name,
+                            part if blocks == 1 else f"{part}.{head}",
+                            (slice(first, first + size),),
+                        )
+                    )
+        return rows
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        opened: Any = self if self._probe is not None else self.out_proj
+        probe = getattr(opened, "_probe", None)
+        if probe is None or not torch.is_grad_enabled() or query.is_nested:
+            return super().forward(
+                *(query, key, value, key_padding_mask, need_weights),
+                *(attn_mask, average_attn_weights, is_causal),
+            )
+        batched = F._mha_shape_check(  # type: ignore[attr-defined]
+            query, key, value, key_padding_mask, attn_mask, self.num_heads
+        )
+        if opened._documents is not None:  # of its output projection, where that alone is trained
+            raise ValueError(
+                f"{opened._probe_name}: attention has no norms for documents of packed rows "
+                f"(cu_seqlens). Leave it out: convert(model, exclude=[{opened._probe_name!r}])."
+            )
+        self._check_shapes(query, key, value, opened)
+        self._check_samples(query, batched, opened)
+        batch_dim = 0 if self.batch_first else 1
+        if not batched:
+            added = {id(t): t.unsqueeze(batch_dim) for t in (query, key, value)}
+            query, key, value = (added[id(t)] for t in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        if is_causal and attn_mask is None:
+            raise RuntimeError(
+                "is_causal says that attn_mask is causal, and needs one: "
+                "nn.Transformer.generate_square_subsequent_mask makes it"
+            )
+        masked = need_weights or key_padding_mask is not None
+        bias_NHLS = self._attention_bias(
+            query, key, key_padding_mask, attn_mask if masked or not is_causal else None
+        )
+        q, k, v = self._project(query, key, value, batch_dim)
+        if self.add_zero_attn:
+            k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            o_NHLD, weights = _weighted(q, k, v, bias_NHLS, dropout)
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
+        else:
+            causal = is_causal and not masked
+            o_NHLD = F.scaled_dot_product_attention(q, k, v, bias_NHLS, dropout, causal)
+        # As in torch the output lies token by token: a dropout behind it draws by memory order.
+        y = self._project_out(o_NHLD.permute(2, 0, 1, 3).flatten(2))
+        y = y.transpose(0, 1) if self.batch_first else y
+        return (y if batched else y.squeeze(batch_dim)), weights
+
+    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor, opened: Probed) -> None:
+        dim = 0 if self.batch_first else 1
+        widths = tuple(t.shape[-1] for t in (query, key, value))
+        same = key.shape[:-1] == value.shape[:-1]
+        if query.ndim == 3:
+            same &= key.shape[dim] == query.shape[dim]
+        if not same or widths != (self.embed_dim, self.kdim, self.vdim):
+            raise ValueError(
+                f"{opened._probe_name}: query {list(query.shape)}, key {list(key.shape)} and value "
+                f"{list(value.shape)} do not fit together: embed_dim {self.embed_dim}, kdim "
+                f"{self.kdim}, vdim {self.vdim}, batch_first={self.batch_first}"
+            )
+
+    def _check_samples(self, query: Tensor, batched: bool, opened: Probed) -> None:
+        """``batch_first`` says which dimension holds the samples of the probe that is open."""
+        assert opened._probe is not None
+        name, B = opened._probe_name, num_samples(opened._probe)
+        if is_dtensor(query) or is_dtensor(self.out_proj.weight):
+            raise NotImplementedError(
+                f"{name}: torch.nn's attention has no per-sample norms under tensor parallelism. "
+                f"Leave it out: convert(model, exclude=[{name!r}])."
+            )
+        if not batched:
+            if B != 1:
+                raise opened._shape_error(query, "it has no batch dimension.")
+            return
+        dim = 0 if self.batch_first else 1
+        rows = query.shape[dim]
+        several = bool(B) and rows % B == 0
+        if rows != B and not (several and self._samples.fold):
+            found = f"batch_first={self.batch_first} says that dimension {dim} holds {rows}."
+            if several:
+                found += (
+                    f" If every {rows // B} consecutive ones are one sample, say convert(model, "
+                    f"fold=[{name!r}])."
+                )
+            raise opened._shape_error(query, found)
+
+    def _attention_bias(
+        self,
+        query: Tensor,
+        key: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+    ) -> Tensor | None:
+        """Both masks as one that is added to the logits: [N or 1, H or 1, L or 1, S]."""
+        dims = (0, 1) if self.batch_first else (1, 0)
+        (N, L), S = (query.shape[d] for d in dims), key.shape[dims[1]]
+        other = F._none_or_dtype(attn_mask)
+        padding = F._canonical_mask(
+            key_padding_mask, "key_padding_mask", other, "attn_mask", query.dtype
+        )
+        bias = F._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, check_other=False)
+        if bias is not None:
+            wanted = (L, S) if bias.ndim == 2 else (N * self.num_heads, L, S)
+            if bias.shape != wanted:
+                raise RuntimeError(f"attn_mask must be {list(wanted)}, not {list(bias.shape)}")
+            bias = bias.view(-1, self.num_heads if bias.ndim == 3 else 1, L, S)
+        if padding is not None:
+            if padding.shape != (N, S):
+                raise RuntimeError(f"key_padding_mask must be {[N, S]}, not {list(padding.shape)}")
+            padding = padding.view(N, 1, 1, S)
+            bias = padding if bias is None else bias + padding
+        appended = (self.bias_k is not None) + self.add_zero_attn
+        return bias if bias is None else F.pad(bias, (0, appended))
+
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int
+    ) -> tuple[Tensor, ...]:
+        """Queries [N, H, L, D], keys and values [N, H, S, D], with the rows of ``bias_k`` and
+        ``bias_v``.
+        """
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        named = [row.parameter for row in self.probe_rows()]
+        own = [name for name in named if name not in ("bias_k", "bias_v")]
+        if self._probe is None or not own:
+            blocks = weights if packed is None else packed.chunk(3)
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            projected = zip((query, key, value), blocks, biases)
+            q, k, v = (F.linear(t, w, b) for t, w, b in projected)
+        else:
+            q, k, v = functional.in_projection(
+                *(query, key, value, weights if packed is None else packed, bias),
+                self._probe[: len(own)],
+                batch_dim=batch_dim,
+                blocks=self._blocks,
+            )
+        if self.bias_k is not None:
+            rows = query.shape[batch_dim]
+            k, v = (
+                torch.cat([t, self._appended(name, named, rows, batch_dim)], dim=1 - batch_dim)
+                for name, t in (("bias_k", k), ("bias_v", v))
+            )
+        order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
+        heads = (self.num_heads, self.head_dim)
+        return tuple(t.unflatten(-1, heads).permute(order) for t in (q, k, v))
+
+    def _appended(self, name: str, named: list[str], rows: int, batch_dim: int) -> Tensor:
+        """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch; ``named`` are the
+        parameters of the probe's rows.
+        """
+        parameter: Tensor = getattr(self, name)
+        if self._probe is None or name not in named:
+            return parameter.expand((1, rows, -1) if batch_dim else (rows, 1, -1))
+        row = named.index(name)
+        return functional.repeated(parameter, self._probe[row : row + 1], rows, batch_dim=batch_dim)
+
+    def _project_out(self, o_LNE: Tensor) -> Tensor:
+        probe = getattr(self.out_proj, "_probe", None)
+        weight, bias = self.out_proj.weight, self.out_proj.bias
+        if probe is None:
+            return F.linear(o_LNE, weight, bias)
+        return functional.linear(o_LNE, weight, bias, probe, batch_dim=1, input_blocks=self._blocks)
+
+
+def _weighted(
+    q_NHLD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, bias: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """The attention's output and its weights [N, H, L, S], by the very products that torch takes
+    where weights are asked for.
+    """
+    (N, H, L, D), S = q_NHLD.shape, k_NHSD.shape[2]
+    q, k, v = (t.flatten(0, 1) for t in (q_NHLD, k_NHSD, v_NHSD))
+    q = q * math.sqrt(1.0 / D)
+    if bias is None:
+        logits = torch.bmm(q, k.mT)
+    else:
+        logits = torch.baddbmm(bias.expand(N, H, L, S).reshape(N * H, L, S), q, k.mT)
+    weights = F.softmax(logits, dim=-1)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    return torch.bmm(weights, v).view(N, H, L, D), weights.view(N, H, L, S)

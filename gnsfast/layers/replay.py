@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The route for layers that no kernel knows: their forward is replayed in backward, one sample at a
+time.
+
+Slower and exact. The layer's own gradient is not touched; only the norms of its own parameters come
+from the replay, whose outputs must be those of the forward pass: if they are not (dropout, state,
+an argument whose samples were not found), the call counter becomes NaN and the module is named.
+Buffers are put back after each replay; hooks on modules below it run once more for each sample.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from gnsfast import reference
+from gnsfast.errors import ObservationError
+from gnsfast.functional import Documents, num_samples
+from gnsfast.layers.drop_in import Probed
+from gnsfast.tensors import accumulate_dtype, is_dtensor
+
+_PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
+
+
+class Looped(Probed):
+    """Over a module whose parameters no kernel reaches: replays its forward for each sample."""
+
+    route = "loop"
+
+    def open_probe(self, probe: Tensor, name: str, documents: Documents | None = None) -> None:
+        super().open_probe(probe, name, documents)
+        # The compiler cannot trace a replay; importing it to say so takes a second.
+        if "torch._dynamo" in sys.modules and not hasattr(Looped._watch, "_torchdynamo_disable"):
+            Looped._watch = torch.compiler.disable(Looped._watch)  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        return self._watch(output, args, kwargs) if self._open() else output
+
+    def _watch(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._probe is not None
+        if any(is_dtensor(p) for p in self.claimed_parameters().values()):
+            raise self._replay_error("its parameters are tensor parallel")
+        leaves, spec = pytree.tree_flatten(output)
+        inputs = pytree.tree_leaves((args, kwargs))
+        if odd := [type(a).__name__ for a in inputs if not isinstance(a, _PLAIN)]:
+            raise self._replay_error(
+                f"its argument of type {odd[0]} may be changed by a second call"
+                + (" (say use_cache=False to the model)" if odd[0].endswith("Cache") else "")
+            )
+        B = num_samples(self._probe)
+        seen = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad]
+        if odd := [type(t).__name__ for t in leaves if not isinstance(t, _PLAIN)]:
+            raise self._replay_error(
+                f"its output of type {odd[0]} is not made of tensors, tuples, lists and dicts"
+            )
+        dims = []
+        for i in seen:
+            dim = self._dim(leaves[i], B)
+            if dim is None and leaves[i].ndim > 2 and leaves[i].shape[0] == 1:
+                leaves[i] = leaves[i].expand(B, *leaves[i].shape[1:])  # a table that samples share
+                dims.append(-1)
+                continue
+            if dim is None:
+                shape = list(leaves[i].shape)
+                raise self._replay_error(
+                    f"its output of shape {shape} has no dimension of {B} samples"
+                )
+            dims.append(dim)
+        replay = _Replay(self, args, kwargs, seen, dims, B)
+        watched = _Loop.apply(
+            self._probe, replay, len(seen), *(leaves[i] for i in seen), *replay.tensors
+        )
+        for i, t in zip(seen, watched):
+            leaves[i] = t
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _dim(self, t: Tensor, B: int) -> int | None:
+        """The dimension of an argument or output that holds the samples, or None."""
+        batch_dim = self._samples.batch_dim
+        if isinstance(self, nn.MultiheadAttention):
+            batch_dim = 0 if self.batch_first else 1
+        if t.ndim > 2 and t.shape[batch_dim] == B:
+            return batch_dim
+        return 0 if t.ndim and t.shape[0] == B else None
+
+    def _replay_error(self, reason: str) -> ObservationError:
+        return ObservationError(
+            f"{self._probe_name} ({type(self).__name__}): its parameters have no kernel, and it "
+            f"cannot be replayed sample by sample: {reason}. Leave it out: convert(model, "
+            f"exclude=[{self._probe_name!r}])."
+        )
+
+
+class _Replay:
+    """One module call, kept to be repeated for each sample."""
+
+    def __init__(
+        self,
+        module: Looped,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seen: list[int],
+        dims: list[int],
+        B: int,
+    ) -> None:
+        self.module, self.seen, self.dims, self.B = module, seen, dims, B
+        self.names = list(module.probed_parameters())
+        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.places = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
+        self.tensors = [leaves[i].detach() for i in self.places]  # autograd saves and checks them
+        self.plain = [None if isinstance(t, Tensor) else t for t in leaves]
+        kind = next((t.device.type for t in leaves if isinstance(t, Tensor)), "cpu")
+        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def __call__(
+        self, b: int, parameters: dict[str, Tensor], tensors: tuple[Tensor, ...]
+    ) -> list[Tensor]:
+        """The outputs that the loss depends on, for sample b of the arguments ``tensors`` alone."""
+
+        def only_b(t: Any) -> Any:
+            dim = self.module._dim(t, self.B) if isinstance(t, Tensor) else None
+            return t if dim is None else t.narrow(dim, b, 1)
+
+        leaves = list(self.plain)
+        for i, t in zip(self.places, tensors):
+            leaves[i] = only_b(t)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        kind, dtype, enabled = self.autocast
+        with _closed(self.module), _swapped(self.module, parameters), _same_buffers(self.module):
+            with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
+                try:
+                    output = self.module.forward(*args, **kwargs)
+                except Exception as e:
+                    raise self.module._replay_error(f"{type(e).__name__}: {e}") from e
+        outputs = pytree.tree_leaves(output)
+        return [outputs[i] for i in self.seen]
+
+
+@contextmanager
+def _same_buffers(module: nn.Module) -> Iterator[None]:
+    """Buffers are afterwards what they were: a running mean counts the forward pass alone."""
+    kept = [(b, b._version, b.detach().clone()) for b in module.buffers()]
+    names = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
+    try:
+        yield
+    finally:
+        for m, buffers in names:
+            m._buffers.update(buffers)
+        with torch.no_grad():
+            for b, version, value in kept:
+                if b._version != version:
+                    b.copy_(value)
+
+
+@contextmanager
+def _closed(module: nn.Module) -> Iterator[None]:
+    """No probe of the module or of its children sees the replay."""
+    open_ones = [
+        (m, m._probe) for m in module.modules() if isinstance(m, Probed) and m._probe is not None
+    ]
+    for m, _ in open_ones:
+        m._probe = None
+    try:
+        yield
+    finally:
+        for m, probe in open_ones:
+            m._probe = probe
+
+
+@contextmanager
+def _swapped(module: Looped, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """The module with other tensors for its parameters, wherever below it they appear; its hooks do
+    not run.
+    """
+    claimed = module.claimed_parameters()
+    new = {id(claimed[name]): tensor for name, tensor in tensors.items()}
+    saved = [
+        (m, name, p) for m in module.modules() for name, p in m._parameters.items() if id(p) in new
+    ]
+    for m, name, p in saved:
+        m._parameters[name] = new[id(p)]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for m, name, p in saved:
+            m._parameters[name] = p
+
+
+class _Loop(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, probe: Tensor, replay: _Replay, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.replay, ctx.count = replay, count
+        replay.tensors = []
+        outputs = tensors[:count]
+        ctx.save_for_backward(*tensors)
+        # Clones: an in-place operation may follow, and the replay is compared with what was.
+        return tuple(t.clone() for t in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
+        replay: _Replay = ctx.replay
+        saved = ctx.saved_tensors
+        sqnorm_PB = _sqnorms(replay, saved[: ctx.count], saved[ctx.count :], douts)
+        return sqnorm_PB, None, None, *douts, *(None for _ in saved[ctx.count :])
+
+
+def _sqnorms(
+    replay: _Replay,
+    outputs: tuple[Tensor, ...],
+    tensors: tuple[Tensor, ...],
+    douts: tuple[Tensor | None, ...],
+) -> Tensor:
+    used = [i for i, d in enumerate(douts) if d is not None]
+    own = replay.module.claimed_parameters()
+    parameters = {n: own[n].detach().requires_grad_() for n in replay.names}
+    totals = {
+        n: torch.zeros_like(p, dtype=accumulate_dtype(p.dtype)) for n, p in parameters.items()
+    }
+    parts: list[list[Tensor]] = [[] for _ in parameters]
+    same: list[Tensor] = []
+    reached: set[str] = set()
+
+    def sample(b: int, t: Tensor, i: int) -> Tensor:
+        return t.narrow(max(replay.dims[i], 0), b, 1)
+
+    for b in range(replay.B):
+        replayed = replay(b, parameters, tensors)
+        for i in used:
+            output = sample(b, outputs[i], i)
+            if replayed[i].shape != output.shape:
+                shape = list(replayed[i].shape)
+                raise replay.module._replay_error(
+                    f"a single sample gave an output of shape {shape}"
+                )
+            same.append(_close(replayed[i].detach(), output))
+        grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
+        if own_outputs := [i for i in used if replayed[i].requires_grad]:
+            grads = torch.autograd.grad(
+                [replayed[i] for i in own_outputs],
+                list(parameters.values()),
+                [sample(b, d, i) for i in own_outputs if (d := douts[i]) is not None],
+                allow_unused=True,
+            )
+        for k, (n, g) in enumerate(zip(parameters, grads)):
+            if g is not None:
+                totals[n] += g
+                reached.add(n)
+            parts[k].append(
+                totals[n].new_zeros((), dtype=torch.float64) if g is None else reference.sqnorm(g)
+            )
+    rows = []
+    for k, n in enumerate(parameters):
+        sqnorm_B = torch.stack(parts[k]) if parts[k] else totals[n].new_zeros(0)
+        rows.append(reference.probe_row(reference.with_sum(sqnorm_B, totals[n])))
+    sqnorm_PB = torch.stack(rows)
+    for i in used:
+        if replay.dims[i] < 0 and (d := douts[i]) is not None:  # a table: do all samples use it?
+            same.append(~((d[:1] != 0).any() & ~(d[1:] != 0).any()))
+    if same:
+        sqnorm_PB[:, -1] = torch.where(torch.stack(same).all(), 1.0, torch.nan)
+    for k, n in enumerate(parameters):
+        if n not in reached:  # its forward does not use it: what gradient it has is not seen here
+            sqnorm_PB[k, -1] *= 0.0
+    return sqnorm_PB
+
+
+OUT_OF_RANGE = 1e5
+"""Outputs larger than this many times the first decile are constants of a mask."""
+
+
+def _close(replayed: Tensor, output: Tensor) -> Tensor:
+    """Whether a replay gave what the forward pass gave, up to rounding.
+
+    Measured by the largest output that is not far out of the others' range: a mask's -1e9 must not
+    excuse them.
+    """
+    tolerance = max(1e-4, 4 * torch.finfo(output.dtype).eps)
+    size, finite = output.abs(), output.isfinite()
+    plain = size[finite & (size > 0)]
+    scale = size.new_zeros(())
+    if plain.numel():
+        small = plain.kthvalue(1 + plain.numel() // 10).values
+        scale = plain[plain <= OUT_OF_RANGE * small].amax()
+    close = (replayed - output).abs() <= tolerance * torch.maximum(size, scale)
+    equal = (replayed == output) | (replayed.isnan() & output.isnan())
+    return torch.where(finite, close, equal).all()

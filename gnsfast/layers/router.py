@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of mixtures of experts."""
+
+import inspect
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gnsfast import functional
+from gnsfast.functional import num_samples
+from gnsfast.layers.batch_rows import BatchRows
+from gnsfast.tensors import is_dtensor
+
+
+class Router(BatchRows):
+    """Over a router that owns its weight: its one ``F.linear`` with this weight becomes ours, the
+    rest of its code stays.
+    """
+
+    route = "linear"
+    weight: Tensor
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._open():
+            return super().forward(hidden_states, *args, **kwargs)
+        if is_dtensor(self.weight) or is_dtensor(hidden_states):
+            raise self._refuse("a tensor-parallel router has no norms yet")
+        interleaved = self._interleaved()
+        if hidden_states.ndim == 2:
+            self._sample_of(hidden_states)
+        else:
+            interleaved = self._batch_dim(hidden_states, features=1) == 1
+        mode = _OwnLinear(self, hidden_states.shape[:-1].numel(), interleaved)
+        with mode:
+            output = super().forward(hidden_states, *args, **kwargs)
+        if mode.calls != 1:
+            raise self._refuse(f"its weight went into {mode.calls} calls of F.linear, not into one")
+        return output
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, interleaved: bool) -> Tensor:
+        """``F.linear`` on its rows, in whatever shape its code gave them."""
+        assert self._probe is not None
+        if not interleaved:
+            return functional.linear(x, weight, bias, self._probe)
+        x_TBH = x.reshape(-1, num_samples(self._probe), x.shape[-1])
+        y_TBE = functional.linear(x_TBH, weight, bias, self._probe, batch_dim=1)
+        return y_TBE.reshape(*x.shape[:-1], len(weight))
+
+
+CASTS = (Tensor.to, Tensor.type, Tensor.float)
+
+
+class _OwnLinear(TorchFunctionMode):
+    """Sends ``F.linear`` with a router's weight, as it is or in another dtype, through
+    ``functional.linear``.
+    """
+
+    def __init__(self, router: Router, rows: int, interleaved: bool) -> None:
+        super().__init__()
+        self.router, self.rows, self.interleaved, self.calls = router, rows, interleaved, 0
+        self.weights = [router.weight]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not F.linear:
+            result = func(*args, **(kwargs or {}))
+            if func in CASTS and self._own(args[0]):
+                self.weights.append(result)
+            return result
+        x, weight, bias = _operands(*args, **(kwargs or {}))
+        if not self._own(weight):
+            return F.linear(x, weight, bias)
+        self.calls += 1
+        if x.shape[:-1].numel() != self.rows or (bias is None) == ("bias" in self.router._claims):
+            raise self.router._refuse(
+                f"its F.linear has an input of shape {list(x.shape)} and "
+                f"{'no' if bias is None else 'a'} bias, which are not those of its {self.rows} rows"
+            )
+        return self.router._linear(x, weight, bias, self.interleaved)
+
+    def _own(self, t: Tensor) -> bool:
+        return any(t is w for w in self.weights)
+
+
+def _operands(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+def owns_router(module: nn.Module) -> bool:
+    """Whether this is a router of transformers: a weight [E, H] and perhaps a bias, a forward that
+    multiplies and picks the largest.
+    """
+    if isinstance(module, Router):
+        return True
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = code.co_names if code else ()
+    return (
+        type(module).__module__.startswith("transformers.models.")
+        and list(own) in (["weight"], ["weight", "bias"])
+        and own["weight"].ndim == 2
+        and not list(module.children())
+        and "linear" in names
+        and "topk" in names
+    )

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mathematics of a noise scale: statistics, loss factors, the result, brute force."""
+
+from gnsfast.noise_scale import loss_factors, statistics
+from gnsfast.noise_scale.brute_force import brute_force_noise_scale
+from gnsfast.noise_scale.result import (
+    NOT_MEASURED,
+    AdamNoiseScale,
+    GroupNoiseScale,
+    ModuleNoiseScale,
+    NoiseScale,
+    summarize,
+    summarize_adam,
+    summarize_group,
+)
+
+__all__ = [
+    "AdamNoiseScale",
+    "GroupNoiseScale",
+    "ModuleNoiseScale",
+    "NOT_MEASURED",
+    "NoiseScale",
+    "brute_force_noise_scale",
+    "loss_factors",
+    "statistics",
+    "summarize",
+    "summarize_adam",
+    "summarize_group",
+]

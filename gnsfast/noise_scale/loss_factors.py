@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What backward and the optimizer's libraries multiply gradients with: one table, in one place.
+
+A norm means nothing without its factor. The per-sample norms carry the factor of the *local*
+backward pass; ``.grad`` at ``update()`` carries that of the *final* gradient.
+
+====================================  =======================  ================================
+who                                   per-sample norms (p)     ``.grad``, read for q
+====================================  =======================  ================================
+mean loss over n samples              1/n                      1/n
+mean loss over N tokens               L_b/N                    L_b/N
+sum loss                              1 (L_b per token)        same
+``scale=s`` (s = 1/A, 1/num_items)    s                        s, summed over micro-batches
+DDP, FSDP2 on R processes             1                        1/R: they average
+DDP under ``no_sync``, FSDP2 without  1                        1/R at the last micro-batch
+gradient sync
+tensor parallel processes             1: each finds all of it  1: their shards add
+pipeline stages, A passes             1, later 1/A             1/A where the schedule divides
+``GradScaler`` with scale s           s                        s, and 1 after ``unscale_``
+====================================  =======================  ================================
+
+All of them enter squared. Whatever a table row does not name (a clipped gradient, a manual
+division) is refused by ``update()``, which sees that ``.grad`` was written to.
+"""
+
+import functools
+import math
+import numbers
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from gnsfast.errors import ObservationError
+from gnsfast.noise_scale.statistics import length_variance
+
+SCALARS = 8
+"""Numbers of an update that ``microbatch_scalars`` returns and ``coefficients`` takes."""
+
+
+def microbatch_scalars(
+    num_samples: int,
+    tokens: int | Tensor | None,
+    scale: float | Tensor,
+    loss_reduction: str,
+    local: bool,
+    device: torch.device,
+) -> Tensor:
+    """What one micro-batch says about its samples' weights u_b = a L_b; sums of these over
+    micro-batches and processes describe an update. float64 [SCALARS].
+
+    In order: n, N = Σ L_b, 1, N² / n, Σ u_b (squared when ``local``), a² n, and Σ u_b² as a known
+    part and as a factor of Var L, which a bare total of tokens leaves to the window.
+    """
+    n: float | Tensor = float(num_samples)
+    total: float | Tensor
+    squares: float | Tensor
+    unknown: float | Tensor
+    if tokens is None:
+        total, squares, unknown = n, n, 0.0
+    elif isinstance(tokens, Tensor) and tokens.ndim == 1:
+        lengths = tokens.to(device, torch.float64, non_blocking=True)
+        n = (lengths > 0).sum().double()  # one without tokens is padding, no sample
+        total, squares, unknown = lengths.sum(), lengths.square().sum(), 0.0
+    else:
+        total = (
+            tokens.to(device, torch.float64, non_blocking=True)
+            if isinstance(tokens, Tensor)
+            else float(tokens)
+        )
+        squares, unknown = total * total / n, n - 1.0
+    if isinstance(scale, Tensor):
+        scale = scale.to(device, torch.float64, non_blocking=True)
+    a = scale / total if loss_reduction == "mean" else scale
+    u = a * total
+    parts = (
+        n,
+        total,
+        1.0,
+        total * total / n,
+        u * u if local else u,
+        a * a * n,
+        a * a * squares,
+        a * a * unknown,
+    )
+    if isinstance(total, Tensor) or isinstance(a, Tensor):
+        return torch.stack(
+            [torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts]
+        )
+    return torch.tensor(parts, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def block_scalars(
+    num_samples: int,
+    passes: int,
+    tokens: int | Tensor | None,
+    scale: float | Tensor,
+    loss_reduction: str,
+    local: bool,
+    device: torch.device,
+) -> Tensor:
+    """``microbatch_scalars`` summed over the ``passes`` equal micro-batches of a block."""
+    n = num_samples // passes
+    if passes == 1 or tokens is None:
+        return passes * microbatch_scalars(n, tokens, scale, loss_reduction, local, device)
+    if not isinstance(tokens, Tensor) or tokens.ndim != 1:
+        raise ValueError(
+            "the passes of a pipeline have losses of their own: tokens must be one count per "
+            f"sample [{num_samples}]"
+        )
+    parts = [
+        microbatch_scalars(n, each, scale, loss_reduction, local, device)
+        for each in tokens.split(n)
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def misplaced(sqnorm_B: Tensor, tokens: Tensor) -> list[Tensor]:
+    """1.0 where samples without tokens have a gradient, and where samples with tokens have none."""
+    lengths = torch.zeros_like(sqnorm_B)
+    lengths[: len(tokens)] = tokens.to(sqnorm_B.device, torch.float64, non_blocking=True)
+    padded, empty = (lengths == 0) & (sqnorm_B > 0), (lengths > 0) & (sqnorm_B == 0)
+    return [padded.any().double(), empty.any().double()]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """V, U₂ and the weight of tr Σ of K updates (gnsfast.statistics), float64 [K]."""
+
+    v: Tensor
+    u2: Tensor
+    weight: Tensor
+    samples: Tensor
+
+
+def coefficients(scalars: Tensor, local: bool) -> Coefficients:
+    """From [K, SCALARS] sums, one row an update."""
+    samples, tokens, microbatches, ratio, u, square, known, unknown = scalars.unbind(1)
+    mean_length = tokens.sum() / samples.sum()
+    variance = length_variance(samples.sum(), tokens.sum(), microbatches.sum(), ratio.sum())
+    return Coefficients(
+        v=u if local else u.square(),
+        u2=known + unknown * variance,
+        weight=square * mean_length.square(),
+        samples=samples,
+    )
+
+
+def loss_scale(scaler: GradScaler | None) -> Tensor | None:
+    """The factor that ``scaler.scale(loss)`` put on this micro-batch, on its device.
+
+    ``get_scale()`` would wait for the device, so the tensor behind it is read.
+    """
+    return None if scaler is None or not scaler.is_enabled() else scaler._scale
+
+
+def unscaled(scaler: GradScaler | None) -> bool:
+    """Whether ``unscale_`` or ``step`` of the scaler has divided the gradients already."""
+    states = () if scaler is None else scaler._per_optimizer_states.values()
+    done = {state["stage"] is not OptState.READY for state in states}
+    if len(done) > 1:
+        raise ObservationError(
+            "the grad_scaler has unscaled the gradients of one optimizer and not of another: call "
+            "gns.update() before scaler.unscale_"
+        )
+    return done == {True}
+
+
+@functools.cache
+def unscale_writes(device: torch.device) -> int:
+    """How often ``unscale_`` writes to a gradient there, as its version counts it: once or twice.
+
+    More writes than that are someone else's.
+    """
+    t, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    before = t._version
+    torch._amp_foreach_non_finite_check_and_unscale_([t], torch.zeros(1, device=device), one)
+    return t._version - before
+
+
+def check_factors(
+    num_samples: int, tokens: int | Tensor | None, scale: float | Tensor | None
+) -> None:
+    """One clear error for counts of tokens and factors that cannot be."""
+    if isinstance(tokens, Tensor):
+        if tokens.shape not in ((), (num_samples,)):
+            raise ValueError(
+                f"tokens must be the micro-batch's total or one count per sample [{num_samples}], "
+                f"not a tensor of shape {list(tokens.shape)}"
+            )
+    elif tokens is not None and (
+        isinstance(tokens, bool) or not isinstance(tokens, numbers.Integral) or int(tokens) < 1
+    ):
+        raise ValueError(
+            f"tokens must be a positive count, or a tensor of one count per sample, not {tokens!r}"
+        )
+    if isinstance(scale, Tensor):
+        if scale.ndim:
+            raise ValueError(f"scale must be one number, not a tensor of shape {list(scale.shape)}")
+    elif scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale must be a positive number, not {scale!r}")

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result of a measurement: a noise scale with its interval."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gnsfast.errors import ObservationError
+from gnsfast.noise_scale import loss_factors, statistics
+from gnsfast.noise_scale.loss_factors import Coefficients
+
+
+@dataclass(frozen=True)
+class ModuleNoiseScale:
+    """A noise scale with its 95 % interval, and the two means that it is the ratio of.
+
+    ``noise_scale`` is ``trace / grad_sqnorm`` in samples, infinite where the mean |G|² is not
+    positive and NaN before a first measurement. ``upper`` is infinite where the window only says
+    "at least ``lower``"; ``resolved`` says that it is finite.
+    """
+
+    noise_scale: float
+    lower: float
+    upper: float
+    trace: float
+    grad_sqnorm: float
+
+    @property
+    def resolved(self) -> bool:
+        return math.isfinite(self.upper)
+
+    def __str__(self) -> str:
+        if math.isnan(self.noise_scale):
+            return "noise scale not measured yet"
+        if self.resolved:
+            span = f"95 %: {self.lower:,.4g} to {self.upper:,.4g}"
+            return f"noise scale {self.noise_scale:,.4g} samples ({span})"
+        if self.lower > 0:
+            return f"noise scale at least {self.lower:,.4g} samples (95 %)"
+        return "noise scale not resolved: any is possible"
+
+
+@dataclass(frozen=True)
+class AdamNoiseScale(ModuleNoiseScale):
+    """The noise scale under Adam's metric: ``trace`` is tr(PΣ) and ``grad_sqnorm`` GᵀPG.
+
+    ``updates`` were used: the optimizer's first one has no second moments yet. ``left_out`` names
+    the parameters that the Euclidean noise scale has and this one has not.
+
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    >>> for x in torch.randn(8, 16, 5):
+    ...     with gns.microbatch(16):
+    ...         model(x).square().sum(1).mean().backward()
+    ...     gns.update()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> gns.compute().adam.updates
+    7
+    """
+
+    updates: int
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
+        return f"under Adam's metric: {super().__str__()}, {self.updates} updates{left_out}"
+
+
+@dataclass(frozen=True)
+class GroupNoiseScale(ModuleNoiseScale):
+    """The noise scale of the samples of one group: tr Σ and |G|² of these samples alone, from pairs
+    inside of each micro-batch.
+
+    ``updates`` had at least two of its samples in a micro-batch, ``samples`` in all; they may be
+    more than those of the whole, which skips an update for a NaN in another group. ``left_out``:
+    parameters whose layers know no groups, in neither number. With groups gradients of gains in
+    bfloat16 are rounded once for each group.
+
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> gns = gnsfast.GradientNoiseScale(model, groups=["web", "code"])
+    >>> for x in torch.randn(8, 4, 5):
+    ...     with gns.microbatch(4, groups=["web", "code", "web", "code"]):
+    ...         model(x).square().sum(1).mean().backward()
+    ...     gns.update()
+    ...     model.zero_grad()
+    >>> gns.compute().per_group["code"].samples
+    16
+    """
+
+    updates: int
+    samples: int
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NoiseScale(ModuleNoiseScale):
+    """The noise scale of all covered parameters together, over the window.
+
+    ``trace`` is tr Σ and ``grad_sqnorm`` |G|², in the units of the loss before ``scale``.
+    ``updates`` were used, of ``samples`` samples in all; ``skipped`` had a NaN, an infinity or one
+    sample alone.
+    ``drift``: the older half of the window differs from the newer one, so the interval is that of
+    a mean over something that moves. ``per_module``: the same by module path, for attention with
+    ``.q``, ``.k`` and ``.v`` behind it; empty where q came as one ``grad_norm``. ``adam``: the one
+    under Adam's metric, where the estimator was asked for it; never part of the others.
+    ``per_group``: those of groups of samples, where they were named.
+    """
+
+    drift: bool
+    updates: int
+    skipped: int
+    samples: int
+    per_module: Mapping[str, ModuleNoiseScale]
+    adam: AdamNoiseScale | None = None
+    per_group: Mapping[str, GroupNoiseScale] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        drift = ", drifting" if self.drift else ""
+        skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
+        used = f"{self.updates} updates of {self.samples:,} samples"
+        adam = "" if self.adam is None else f"\n{self.adam}"
+        groups = "".join(f"\n{name}: {each}" for name, each in self.per_group.items())
+        return f"{super().__str__()}, {used}{skipped}{drift}{adam}{groups}"
+
+
+NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)
+
+
+def summarize(
+    p: Tensor,
+    q: Tensor,
+    whole_q: Tensor,
+    scalars: Tensor,
+    local: bool,
+    modules: list[str],
+    decay: float | None,
+) -> NoiseScale:
+    """The result from a window, oldest update first: p and q [U, K] by unit, and the module each of
+    these belongs to; the whole q [U] and the scalars of the weights [U, SCALARS]. An update weighs
+    as its samples do.
+
+    An update with a NaN or an infinity, as a gradient scaler's overflow gives, is skipped, and so
+    is one of a single sample.
+
+    Raises:
+        ObservationError: where q is larger than any samples of these norms can sum to.
+    """
+    good = torch.cat([p, whole_q[:, None], scalars], 1).isfinite().all(1)
+    known = loss_factors.coefficients(scalars[good], local)
+    good[good.clone()] = known.v - known.u2 > 1e-9 * known.v
+    of = loss_factors.coefficients(scalars[good], local)
+    weights = statistics.decay_weights(len(p), decay)[good] * of.samples
+    p, q, whole_q = p[good], q[good], whole_q[good]
+    trace, grad_sqnorm = estimates(p.sum(1, keepdim=True), whole_q[:, None], of)
+    # By Cauchy and Schwarz tr Σ of an update is not negative, where its samples weigh the same.
+    equal = (of.v - of.samples * of.u2).abs() <= 1e-9 * of.v
+    if bool((equal & (trace[:, 0] * of.weight < -1e-3 * p.sum(1))).any()):
+        raise ObservationError(
+            "the summed gradient is larger than the samples' norms allow: the grad_norm or a scale "
+            "handed over is not that of these gradients (a norm of another kind, a gradient scaler "
+            "that the estimator was not given)"
+        )
+    per_module: dict[str, ModuleNoiseScale] = {}
+    total = NOT_MEASURED
+    if len(p):
+        total = noise_scale_of(statistics.moments(trace, grad_sqnorm, weights)[0])
+        if q.isfinite().all():
+            paths = list(dict.fromkeys(modules))
+            members = torch.zeros(len(modules), len(paths), dtype=torch.float64)
+            for k, path in enumerate(modules):
+                members[k, paths.index(path)] = 1.0
+            found = statistics.moments(*estimates(p @ members, q @ members, of), weights)
+            per_module = dict(zip(paths, map(noise_scale_of, found)))
+    return NoiseScale(
+        **vars(total),
+        drift=len(p) > 0 and statistics.drifted(trace[:, 0], grad_sqnorm[:, 0], weights),
+        updates=len(p),
+        skipped=int((~good).sum()),
+        samples=int(of.samples.sum()),
+        per_module=per_module,
+    )
+
+
+def summarize_adam(
+    metric: Tensor,
+    scalars: Tensor,
+    local: bool,
+    left_out: tuple[str, ...],
+    decay: float | None,
+) -> AdamNoiseScale:
+    """The same under Adam's metric, from p and q [U, 2]; an update without them is not counted."""
+    found, of = _summarize_pair(metric, scalars, local, decay)
+    return AdamNoiseScale(**vars(found), updates=len(of.samples), left_out=left_out)
+
+
+def summarize_group(
+    told: Tensor, left_out: tuple[str, ...], decay: float | None
+) -> GroupNoiseScale:
+    """The same of a group of samples, from p, q and the scalars of their weights, [U, 2 + SCALARS];
+    an update without two of them in a micro-batch is not counted.
+    """
+    found, of = _summarize_pair(told[:, :2], told[:, 2:], True, decay)
+    samples = int(of.samples.sum())
+    return GroupNoiseScale(
+        **vars(found), updates=len(of.samples), samples=samples, left_out=left_out
+    )
+
+
+def _summarize_pair(
+    pair: Tensor, scalars: Tensor, local: bool, decay: float | None
+) -> tuple[ModuleNoiseScale, Coefficients]:
+    """The ratio of a window's p and q [U, 2], and the weights of the updates that count."""
+    good = torch.cat([pair, scalars], 1).isfinite().all(1)
+    known = loss_factors.coefficients(scalars[good], local)
+    good[good.clone()] = known.v - known.u2 > 1e-9 * known.v
+    of = loss_factors.coefficients(scalars[good], local)
+    weights = statistics.decay_weights(len(pair), decay)[good] * of.samples
+    found = NOT_MEASURED
+    if len(weights):
+        p, q = pair[good].split(1, 1)
+        found = noise_scale_of(statistics.moments(*estimates(p, q, of), weights)[0])
+    return found, of
+
+
+def estimates(p: Tensor, q: Tensor, of: Coefficients) -> tuple[Tensor, Tensor]:
+    """tr Σ and |G|², [U, M], of each update."""
+    v, u2, weight = (each[:, None] for each in (of.v, of.u2, of.weight))
+    grad_sqnorm = statistics.grad_sqnorm_estimate(p, q, v, u2)
+    return statistics.trace_estimate(p, grad_sqnorm, u2, weight), grad_sqnorm
+
+
+def noise_scale_of(m: statistics.Moments) -> ModuleNoiseScale:
+    """The ratio of two means, with its 95 % interval."""
+    return ModuleNoiseScale(m.ratio, *statistics.fieller_interval(m), m.trace, m.grad_sqnorm)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation an operator runs: plain PyTorch (``reference``) for CPU tensors, the Triton
+kernels for CUDA ones, or what ``GNSFAST_BACKEND`` says, for debugging. ``cuda`` is Triton with the
+CUDA extension in front, where that takes a tensor (``extension.py``).
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnsfast import reference
+from gnsfast.ops import extension
+from gnsfast.reference import attention, conv, metric, segments
+
+VARIABLE = "GNSFAST_BACKEND"
+NAMES = ("reference", "triton", "cuda")
+REFERENCES = (
+    reference,
+    attention,
+    conv,
+    metric,
+    segments,
+)
+
+
+def chosen() -> str | None:
+    """The back-end that ``GNSFAST_BACKEND`` names; None where it is not set.
+
+    Raises ValueError for a name that is none.
+    """
+    name = os.environ.get(VARIABLE) or None
+    if name is not None and name not in NAMES:
+        raise ValueError(f"{VARIABLE}={name}: it must be one of {', '.join(NAMES)}, or not set")
+    return name
+
+
+def backend(device: str) -> str:
+    """The back-end in force for tensors of a device type, ``cpu`` or ``cuda``."""
+    default = "cuda" if extension.PREFERRED and not extension.missing() else "triton"
+    return chosen() or ("reference" if device == "cpu" else default)
+
+
+def missing(name: str, device: str) -> str:
+    """Why a back-end cannot run tensors of this device type; empty where it can."""
+    if name == "reference":
+        return ""
+    if name == "cuda" and extension.missing():
+        return extension.missing()
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on CPU tensors Triton only interprets: TRITON_INTERPRET=1, set before Python starts"
+    return ""
+
+
+def implementation(op: str, device: str) -> Callable[..., Any]:
+    """The function that runs operator ``op`` on tensors of a device type: it takes the operator's
+    arguments, and its results are those of ``reference.py``.
+    """
+    get = getattr(_reference(op), op) if device == "cpu" else None
+
+    def run(*args: Any) -> Any:
+        name = backend(device)
+        if get is not None and name == "reference":
+            return get(*args)
+        # Triton launches on the current device, whatever device its tensors are on.
+        tensors = (t for a in args for t in (a if isinstance(a, list) else [a]))
+        with torch.cuda.device_of(next(t for t in tensors if isinstance(t, Tensor))):
+            return getattr(_module(name, op, device), op)(*args)
+
+    return run
+
+
+def _reference(op: str) -> ModuleType:
+    return next(m for m in REFERENCES if hasattr(m, op))
+
+
+@functools.cache  # looking for an installed package at every call would be on the hot path
+def _module(name: str, op: str, device: str) -> ModuleType:
+    if name == "reference":
+        return _reference(op)
+    why = missing(name, device)
+    if why:
+        raise RuntimeError(
+            f"gnsfast::{op} has no kernel for this {device} tensor: {why}. "
+            f"{VARIABLE}=reference runs plain PyTorch instead."
+        )
+    suffix = "_metric" if op.endswith("_metric") else ""
+    return importlib.import_module(f"gnsfast.triton_kernels.operators{suffix}")

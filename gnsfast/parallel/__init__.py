@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who shares an update: processes and pipelines."""
+
+from gnsfast.parallel.pipeline import PipelinePasses
+from gnsfast.parallel.processes import (
+    Processes,
+    find_processes,
+    fsdp_degrees,
+    gathered,
+    in_context_parallel,
+    parameter_groups,
+    refuse_context_parallel,
+)
+
+__all__ = [
+    "PipelinePasses",
+    "Processes",
+    "find_processes",
+    "fsdp_degrees",
+    "gathered",
+    "in_context_parallel",
+    "parameter_groups",
+    "refuse_context_parallel",
+]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline parallelism: stages measured side by side, and a schedule's many passes as one block.
+
+Squared norms of the stages' parameters add up, as those of layers do. A schedule runs the passes of
+its A micro-batches in an order of its own, so one block holds A passes: per-sample norms of passes
+over different samples may share a probe, since only their sum is wanted.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from gnsfast.errors import ObservationError
+
+
+class PipelinePasses:
+    """One step of a ``torch.distributed.pipelining`` schedule over ``num_samples`` samples."""
+
+    def __init__(self, schedule: Any, num_samples: int, alone: bool) -> None:
+        self.passes: int = schedule._n_microbatches
+        if num_samples % self.passes:
+            raise ValueError(
+                f"{num_samples} samples do not divide into the schedule's {self.passes} "
+                "micro-batches: passes of unequal size have no norms"
+            )
+        self._schedule = schedule
+        self._stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        if alone and any(stage.group_size > 1 for stage in self._stages):
+            raise ValueError(
+                "the schedule's stages lie on several processes: say GradientNoiseScale(model, "
+                "stages=group), the group of the pipeline"
+            )
+        self.num_samples = num_samples // self.passes
+        # After the last pass the schedule divides gradients by the number of passes.
+        self.factor = 1 / self.passes if schedule.scale_grads else 1.0
+
+    @contextmanager
+    def open(self, probes: list[Tensor], after_step: Callable[[], None]) -> Iterator[None]:
+        """Let a split backward pass fill the probes: zero-bubble schedules ask autograd for the
+        gradients of the stage's parameters alone, some time after those of its inputs.
+        ``after_step`` runs when the schedule has divided the gradients.
+        """
+        step, steps = self._schedule.step, 0
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            result = step(*args, **kwargs)
+            after_step()
+            steps += 1
+            return result
+
+        with ExitStack() as stack:
+            for stage in self._stages:
+                stack.enter_context(_with_probes(stage, probes))
+            stack.enter_context(_replaced(self._schedule, "step", watched))
+            yield
+        if steps != 1:
+            raise ObservationError(f"schedule.step ran {steps} times in a block, which holds one")
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of this one object, put back afterwards."""
+    own = vars(owner)
+    had, old = name in own, own.get(name)
+    own[name] = value
+    try:
+        yield
+    finally:
+        if had:
+            own[name] = old
+        else:
+            del own[name]
+
+
+@contextmanager
+def _with_probes(stage: Any, probes: list[Tensor]) -> Iterator[None]:
+    submodule: nn.Module = stage.submod
+    backward, parameters = stage.backward_maybe_with_nosync, submodule.parameters
+
+    def more(*args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        return chain(parameters(*args, **kwargs), probes)
+
+    def with_probes(kind: str, *args: Any, **kwargs: Any) -> Any:
+        if kind == "full":
+            return backward(kind, *args, **kwargs)
+        with _replaced(submodule, "parameters", more):
+            return backward(kind, *args, **kwargs)
+
+    with _replaced(stage, "backward_maybe_with_nosync", with_probes):
+        yield

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probes of a model: opened, read, checked."""
+
+from gnsfast.probing import checks
+from gnsfast.probing.checks import NO_BACKWARD
+from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
+from gnsfast.probing.metric_rows import MetricRows
+from gnsfast.probing.restore import kept, kept_buffers
+from gnsfast.probing.sample_norms import SampleNorms, per_sample_sqnorms
+from gnsfast.probing.slab import ProbeSlab, Unit
+from gnsfast.probing.verification import Verification, VerifiedParameter, verify
+from gnsfast.probing.wrappers import unwrapped
+
+__all__ = [
+    "AUDIT_EVERY",
+    "Audit",
+    "GradientWatch",
+    "MetricRows",
+    "NO_BACKWARD",
+    "ProbeSlab",
+    "SampleNorms",
+    "Unit",
+    "Verification",
+    "VerifiedParameter",
+    "checks",
+    "kept",
+    "kept_buffers",
+    "per_sample_sqnorms",
+    "unwrapped",
+    "verify",
+]

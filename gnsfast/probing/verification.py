@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer to "can I trust it here?": the one-sample loop on the user's own model, parameter by
+parameter.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gnsfast import reference
+from gnsfast.conversion import coverage
+from gnsfast.layers import Probed
+from gnsfast.probing.restore import kept
+from gnsfast.probing.sample_norms import per_sample_sqnorms
+
+
+@dataclass(frozen=True)
+class VerifiedParameter:
+    """``verdict``: "ok", "wrong", "too small" to tell, "uncovered" or "frozen"; ``error``: the
+    worst sample's relative error.
+    """
+
+    parameter: str
+    verdict: str
+    error: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The rows of ``gnsfast.verify``; prints as a table, and ``ok`` says whether every covered norm
+    is right.
+    """
+
+    rows: tuple[VerifiedParameter, ...]
+    loss_splits: bool
+
+    @property
+    def ok(self) -> bool:
+        return self.loss_splits and all(r.verdict != "wrong" for r in self.rows)
+
+    def __str__(self) -> str:
+        width = max((len(r.parameter) for r in self.rows), default=0)
+        lines = []
+        for r in self.rows:
+            error = "" if r.error is None else f"{r.error:.1e}"
+            lines.append(
+                f"{r.parameter.ljust(width)}  {r.verdict:9}  {error:8}  {r.reason}".rstrip()
+            )
+        if not self.loss_splits:
+            lines.append(
+                "The batch's gradient is not the weighted sum of the single samples' gradients: "
+                "the loss (or a layer) ties samples together, or loss_reduction is another one."
+            )
+        lines.append("per-sample norms verified" if self.ok else "per-sample norms NOT verified")
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    *,
+    loss_reduction: str = "mean",
+    weights: Tensor | None = None,
+    batch_dim: int = 0,
+    rtol: float | None = None,
+) -> Verification:
+    """Compare the norms of one backward pass with a loop of single samples, for every parameter.
+
+    Equals, for sample b, ``autograd.grad(w_b * loss_fn(model, batch[b:b+1]), p)`` with its norm
+    summed in float64. The model runs in eval mode (dropout would draw other masks); its gradients,
+    modes and random state are restored.
+
+    Args:
+        loss_fn: takes the model and a batch, returns a scalar loss.
+        batch: a tensor, or tuples, lists and dicts of them; a tensor with B entries along
+            ``batch_dim`` (1-d ones: along 0) is cut into samples, anything else is passed whole.
+        loss_reduction: "mean" (w_b = 1 / B) or "sum" (w_b = 1) over the samples.
+        weights: [B], w_b instead, for example tokens of the sample over tokens of the batch.
+        rtol: largest relative error that counts as right: 1e-3, or 5e-2 with half-precision
+            parameters.
+
+    Raises:
+        ValueError: a batch without tensors, an unknown reduction. Whatever ``per_sample_sqnorms``
+            raises.
+
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> gnsfast.verify(model, lambda m, x: m(x).square().mean(), torch.randn(3, 5)).ok
+    True
+    """
+    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim]
+    if not tensors:
+        raise ValueError("verify needs a batch with at least one tensor to cut into samples")
+    B = tensors[0].shape[_dim(tensors[0], batch_dim)]
+    if B == 0:
+        raise ValueError("verify needs at least one sample")
+    if weights is None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}; else pass weights"
+            )
+        weights = torch.full((B,), 1.0 / B if loss_reduction == "mean" else 1.0)
+    with _left_as_found(model), torch.enable_grad():
+        model.eval()
+        with per_sample_sqnorms(model, B) as norms:
+            loss_fn(model, batch).backward()
+        trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        summed = {n: p.grad for n, p in trainable.items()}
+        loop = {n: torch.zeros(B, dtype=torch.float64) for n in trainable}
+        total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in trainable.items()}
+        for b in range(B):
+            one = pytree.tree_map(lambda t: _sample(t, b, B, batch_dim), batch)  # noqa: B023
+            loss = float(weights[b]) * loss_fn(model, one)
+            grads = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+            for n, g in zip(trainable, grads):
+                if g is not None:
+                    g = g.to_dense() if g.is_sparse else g
+                    loop[n][b] = reference.sqnorm(g)
+                    total[n] += g
+    if rtol is None:
+        coarse = max(torch.finfo(p.dtype).eps for p in trainable.values()) > 1e-5
+        rtol = 5e-2 if coarse else 1e-3
+    total_B = torch.stack(list(loop.values())).sum(0)
+    splits = _splits(summed, total, rtol)
+    rows = []
+    for row in coverage(model).rows:
+        if row.parameter not in norms:
+            verdict = "frozen" if row.route == "frozen" else "uncovered"
+            rows.append(VerifiedParameter(row.parameter, verdict, None, row.reason))
+            continue
+        ours_B, loop_B = norms[row.parameter].cpu().double(), loop[row.parameter]
+        difference_B = (ours_B - loop_B).abs()
+        # A gradient that is zero in exact arithmetic (a key bias) is rounding noise on both sides.
+        noise_B = (8 * torch.finfo(trainable[row.parameter].dtype).eps) ** 2 * total_B
+        error = (difference_B / loop_B.clamp_min(1e-300)).max().item()
+        verdict, reason = "ok", ""
+        if error > rtol and bool((difference_B <= noise_B).all()):
+            verdict, reason = "too small", "its norm is within the rounding of the whole gradient"
+        elif error > rtol:
+            verdict = "wrong"
+        rows.append(VerifiedParameter(row.parameter, verdict, error, reason))
+    return Verification(tuple(rows), splits)
+
+
+def _dim(t: Tensor, batch_dim: int) -> int:
+    return batch_dim if t.ndim > 1 else 0
+
+
+def _sample(t: Any, b: int, B: int, batch_dim: int) -> Any:
+    if not isinstance(t, Tensor) or not t.ndim or t.shape[_dim(t, batch_dim)] != B:
+        return t
+    return t.narrow(_dim(t, batch_dim), b, 1)
+
+
+def _splits(summed: dict[str, Tensor | None], total: dict[str, Tensor], rtol: float) -> bool:
+    """Whether the batch's gradient is the sum of the samples'."""
+    difference = scale = 0.0
+    for name, grad in summed.items():
+        batch = torch.zeros_like(total[name]) if grad is None else grad.to_dense().double()
+        difference += reference.sqnorm(batch - total[name]).item()
+        scale += max(reference.sqnorm(batch).item(), reference.sqnorm(total[name]).item())
+    return difference <= rtol**2 * scale
+
+
+@contextmanager
+def _left_as_found(model: nn.Module) -> Iterator[None]:
+    """Gradients, buffers, training flags and random state are afterwards what they were."""
+    audited = [(m, m._audited) for m in model.modules() if isinstance(m, Probed)]
+    try:
+        with kept(model), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for probed, was in audited:  # what eval mode runs is not what training runs
+            probed._audited = was

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's model inside of torch's wrappers."""
+
+from torch import nn
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel and torch.compile, whose names are the user's."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model

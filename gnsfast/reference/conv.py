@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formula of convolutions in plain PyTorch.
+
+Legend: n rows of B samples, C channels, O output channels, L positions, G groups, K elements of a
+patch.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gnsfast.reference.rows import probe_row, sqnorm, sum_wgrad, with_sum
+from gnsfast.tensors import accumulate_dtype
+
+
+def unfold(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """The patches [n, L, C·K] that a 1-d or 2-d convolution multiplies with its kernel."""
+    if len(kernel) == 1:
+        x = x[:, :, None]
+        kernel, stride, padding, dilation = (
+            [1, *kernel],
+            [1, *stride],
+            [0, *padding],
+            [1, *dilation],
+        )
+    if stride != kernel or any(padding) or any(d > 1 for d in dilation):
+        return F.unfold(x, *map(tuple, (kernel, dilation, padding, stride))).mT
+    (n, C, H, W), (h, w) = x.shape, kernel  # patches side by side are one permutation
+    x = x[:, :, : H // h * h, : W // w * w].reshape(n, C, H // h, h, W // w, w)
+    return x.permute(0, 2, 4, 1, 3, 5).reshape(n, (H // h) * (W // w), C * h * w)
+
+
+def conv_wgrad(
+    x: Tensor,
+    dy: Tensor,
+    samples: int,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    weight: bool,
+    bias: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW [O, C / groups, *kernel], db and ``sqnorm_PB`` of a convolution, sample by sample.
+
+    ``x`` is [n, C, *size] and ``dy`` [n, O, *out_size]; n is a multiple of B = ``samples``, a
+    sample being n / B rows.
+    """
+    n, C, O = *x.shape[:2], dy.shape[1]
+    rows_a_sample = n // max(samples, 1)
+    acc = accumulate_dtype(x.dtype)
+    dw_GOK = x.new_zeros((groups, O // groups, C // groups * math.prod(kernel)), dtype=acc)
+    dw = db = x.new_empty(0, dtype=dtype)
+    parts, rows = [], []
+    if weight:
+        for b in range(samples):
+            x_b, dy_b = (t.narrow(0, b * rows_a_sample, rows_a_sample) for t in (x, dy))
+            cols_nLK = unfold(x_b.to(acc), kernel, stride, padding, dilation)
+            cols_GLK = cols_nLK.unflatten(2, (groups, -1)).permute(2, 0, 1, 3).flatten(1, 2)
+            dy_GOL = dy_b.to(acc).flatten(2).transpose(0, 1).unflatten(0, (groups, -1)).flatten(2)
+            g_GOK = torch.bmm(dy_GOL, cols_GLK)
+            parts.append(sqnorm(g_GOK))
+            dw_GOK += g_GOK
+        sqnorm_B = torch.stack(parts) if parts else x.new_zeros(0, dtype=torch.float64)
+        rows.append(probe_row(with_sum(sqnorm_B, dw_GOK)))
+        dw = dw_GOK.reshape(O, C // groups, *kernel).to(dtype)
+    if bias:
+        sum_nO = dy.flatten(2).sum(2, dtype=acc)
+        db, row = sum_wgrad(sum_nO.reshape(samples, rows_a_sample, O).sum(1), dtype)
+        rows.append(row)
+    return dw, db, torch.stack(rows)

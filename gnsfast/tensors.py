@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all rooms ask of a tensor."""
+
+import torch
+from torch import Tensor
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that gradients are summed in: float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
+    """``t_RC.scatter_(1, column_RK, value_RK)`` of a contiguous tensor and columns within it: one
+    beyond its row would go to the next.
+
+    Where deterministic algorithms are asked for, torch sends the strides of a tensor of several
+    dimensions to the GPU and waits for it, which a graph capture forbids. With one dimension it
+    does not.
+    """
+    first_R1 = torch.arange(len(t_RC), device=t_RC.device)[:, None] * t_RC.shape[1]
+    t_RC.view(-1).scatter_(0, (first_R1 + column_RK).flatten(), value_RK.flatten())
+
+
+def is_dtensor(t: object) -> bool:
+    """Whether ``t`` is a DTensor, without importing torch.distributed to ask."""
+    return type(t) is not Tensor and hasattr(t, "placements")
