@@ -16,8 +16,10 @@ from torch.autograd import Function
 import gnsfast
 from benchmarks.contestants import Contestant, Loss, Session
 from benchmarks.models import GPT, gpt_batch, gpt_loss
-from gnsfast import reference
 from gnsfast.cli.tiny_gpt import Block
+from gnsfast.ops import operators
+from gnsfast.reference.outer import linear_route
+from gnsfast.signatures import LinearWgrad
 
 TOKENS = 4096
 """Tokens of a batch in the cases of single layers; a sample has T of them."""
@@ -251,7 +253,9 @@ def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:
         return g_BOI.sum(0), g_BOI.flatten(1).square().sum(1)
 
     def ours() -> tuple[Tensor, Tensor]:
-        dw, _, sqnorm_PB = torch.ops.gnsfast.linear_wgrad(x_BTI, dy_BTO, True, False, False, f32)
+        dw, _, sqnorm_PB, _ = operators.linear_wgrad(
+            LinearWgrad(x_BTI, dy_BTO, True, False, False, f32)
+        )
         return dw, sqnorm_PB[0, : case.B]
 
     ways: dict[str, Callable[[], object]] = {"plain": plain, "gnsfast": ours}
@@ -264,4 +268,4 @@ def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:
 
 def route(case: LayerCase) -> str:
     """Which route gnsfast takes there."""
-    return reference.linear_route(case.T, case.I, case.O)
+    return linear_route(case.T, case.I, case.O)

@@ -88,10 +88,10 @@ def plain_wgrad(x: Tensor, dy: Tensor) -> Tensor:
 
 def _triton(x: Tensor, dy: Tensor, dw: Tensor) -> Tensor:
     """The fixed tile, which is never the extension."""
-    from gnsfast.triton_kernels import configs, operators
+    from gnsfast.triton_kernels import configs, outer
 
     config = configs.candidates(x.dtype, aligned=True)[0]
-    return operators.fused_wgrad(x, dy, dw, config=config)
+    return outer.fused_wgrad(x, dy, dw, config=config)
 
 
 def _summed(x: Tensor, dy: Tensor, dw: Tensor, kernel: str) -> Tensor:

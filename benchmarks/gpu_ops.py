@@ -16,6 +16,8 @@ from benchmarks import measure, model
 from benchmarks.cases import LayerCase
 from benchmarks.cuda_kernels import operands, plain_wgrad
 from benchmarks.growing import Growing, Rows, Tables
+from benchmarks.signed import Signed
+from gnsfast.ops import operators
 
 TOKENS = 16384
 
@@ -68,7 +70,7 @@ def ops(
 def weight_gradient(device: str, rounds: int, case: LayerCase) -> Rows:
     x, dy = operands(case, device)
     plain = partial(plain_wgrad, x, dy)
-    ours = lambda: torch.ops.gnsfast.linear_wgrad(x, dy, True, False, False, x.dtype)
+    ours = lambda: Signed(operators).linear_wgrad(x, dy, True, False, False, x.dtype)
     timing = measure.interleave({"plain": plain, "gnsfast": ours}, rounds, clock(device))
     flop = 2 * case.B * case.T * case.I * case.O
     rates = {name: flop / (1e9 * t.milliseconds) for name, t in timing.items()}
@@ -95,8 +97,6 @@ def route(case: LayerCase, device: str) -> str:
 
 def layer_norm(device: str, rounds: int, tokens: int, N: int) -> Rows:
     """Beside torch's own backward, and beside the plain aten that runs under ``torch.compile``."""
-    from gnsfast.functional._norms import layer_norm_backward
-
     B, T = tokens // min(1024, tokens), min(1024, tokens)
     x, dy = (torch.randn(B, T, N, device=device, dtype=torch.bfloat16) for _ in range(2))
     w, b = (torch.randn(N, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -105,8 +105,8 @@ def layer_norm(device: str, rounds: int, tokens: int, N: int) -> Rows:
     aten = torch.ops.aten.native_layer_norm_backward
     ways = {
         "plain": lambda: aten(dy, x, [N], mean, rstd, w, b, [True, True, True]),
-        "gnsfast": lambda: torch.ops.gnsfast.layer_norm_backward(*args),
-        "gnsfast, compiled aten": _compiled(layer_norm_backward, args),
+        "gnsfast": lambda: Signed(operators).norm_backward(*args),
+        "gnsfast, compiled aten": _compiled(Signed(operators).norm_backward, args),
     }
     return [_row(BACKWARD, f"layer norm {N}", measure.interleave(ways, rounds, clock(device)))]
 
@@ -119,7 +119,7 @@ def embedding(device: str, rounds: int, tokens: int, table: tuple[int, int]) -> 
     dy = torch.randn(B, T, D, device=device, dtype=torch.bfloat16)
     ways = {
         "plain": lambda: torch.ops.aten.embedding_dense_backward(dy, ids, V, -1, False),
-        "gnsfast": lambda: torch.ops.gnsfast.embedding_wgrad(dy, ids, V, -1, dy.dtype),
+        "gnsfast": lambda: Signed(operators).embedding_wgrad(dy, ids, V, -1, dy.dtype),
     }
     return [_row(BACKWARD, f"embedding {V} x {D}", measure.interleave(ways, rounds, clock(device)))]
 
@@ -143,18 +143,18 @@ def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> I
 
 
 def crossover(device: str, rounds: int, case: LayerCase) -> Rows:
-    from gnsfast.triton_kernels import gram, operators
+    from gnsfast.triton_kernels import gram, outer, sqnorms
 
     x, dy = operands(case, device)
 
     def gram_route() -> Tensor:
         dw = x.new_empty((dy.shape[2], x.shape[2]))
-        operators.dense_wgrad(x, dy, dw)
-        return operators.with_sum(gram.gram(x, dy), dw)
+        outer.dense_wgrad(x, dy, dw)
+        return sqnorms.with_sum(gram.gram(x, dy), dw)
 
     def fused_route() -> Tensor:
         dw = x.new_empty((dy.shape[2], x.shape[2]))
-        return operators.fused_wgrad(x, dy, dw)
+        return outer.fused_wgrad(x, dy, dw)
 
     plain = partial(plain_wgrad, x, dy)
     ways = {"plain": plain, "gram": gram_route, "fused": fused_route}
@@ -183,10 +183,10 @@ def _seconds_of_tiles(
     """None for a tile that needs more shared memory or registers than the device has."""
     from triton.runtime.errors import OutOfResources
 
-    from gnsfast.triton_kernels import operators
+    from gnsfast.triton_kernels import outer
 
     for config in configs:
-        run = lambda: operators.fused_wgrad(x, dy, dw, config=config)  # noqa: B023
+        run = lambda: outer.fused_wgrad(x, dy, dw, config=config)  # noqa: B023
         try:
             run()
         except OutOfResources:

@@ -95,7 +95,7 @@ KERNELS = {
     for kernel in (Kernel("triton", 128, 128, 1, False), Kernel("sm90", 128, 192, 2, True))
 }
 
-LAUNCHES = {"closed": 10, "gram": 10, "fused": 4}
+LAUNCHES = {"closed": 9, "gram": 9, "fused": 3}
 """Kernels of a weight gradient with norms beside the plain product, each route: those that make,
 sum and widen partials, and lay them into the probe's row."""
 

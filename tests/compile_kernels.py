@@ -21,7 +21,7 @@ from compile_cuda import instructions
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gnsfast.reference import Parameters, Pattern
+from gnsfast.signatures import Parameters, Pattern
 from gnsfast.triton_kernels import (
     attention_backward,
     attention_forward,

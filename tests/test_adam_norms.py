@@ -11,17 +11,16 @@ from layers import weighted_loss
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast.reference import linear, metric
+from gnsfast.reference import outer, rows
 
 
 def measured_norms(model: nn.Module, gns: gnsfast.GradientNoiseScale) -> dict[str, Tensor]:
     """Parameter name -> [B + 1] that the probes hold."""
-    rows = gns._start().metric._rows
-    assert rows is not None
+    [slab] = gns._start().slabs.values()
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, Tensor] = {}
-    for path, module in rows.modules.items():
-        for p, row in zip(module.probed_parameters().values(), rows.rows(path)):
+    for path in slab.sides.metric:
+        for p, row in zip(slab.modules[path].probed_parameters().values(), slab.weighed_rows(path)):
             assert row[-1] == 1.0
             name = names[id(p)]
             found[name] = found.get(name, 0.0) + row[:-1].double()  # a tie has several rows
@@ -83,8 +82,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_norms_of_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "TILE", 400)  # 40 x 30: tiles of ten rows
-    monkeypatch.setattr(linear, "GROUP", 2000)  # five samples together
+    monkeypatch.setattr(outer, "TILE", 400)  # 40 x 30: tiles of ten rows
+    monkeypatch.setattr(outer, "GROUP", 2000)  # five samples together
     layer, x = LAYERS[name]
     model = gnsfast.convert(layer())
     assert_norms(model, x(), len(x()))
@@ -109,9 +108,9 @@ def test_norms_of_float64_and_sequence_first() -> None:
 
 def test_q_of_long_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient is weighed piece by piece, laid out as v or not."""
-    monkeypatch.setattr(metric, "WEIGHED", 40)
+    monkeypatch.setattr(rows, "WEIGHED", 40)
     g, v, constants = torch.randn(7, 30), torch.rand(30, 7).T, torch.tensor([1.5, EPS])
     want = (g.double().square() / (v.double().sqrt() * 1.5 + EPS)).sum()
     for shape in ((7, 30), (210,), (7, 5, 6)):
-        found = metric.metric_sqnorm(g.view(shape), v.reshape(shape), constants)
+        found = rows.metric_sqnorm(g.view(shape), v.reshape(shape), constants)
         torch.testing.assert_close(found, want, rtol=1e-5, atol=0)

@@ -9,19 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.signed import Signed
+
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast import reference
 from gnsfast.triton_kernels import operators  # noqa: E402
 
 H, K = 4, 2
+KERNELS, REFERENCE = Signed(operators), Signed(reference)
 
 
-def run(module: Any, inputs: list[Tensor], learned: list[Any], pattern: Any, samples: int) -> Any:
+def run(ops: Signed, inputs: list[Tensor], learned: list[Any], pattern: Any, samples: int) -> Any:
     q, k, v, do = inputs
-    o, highest, inverse = module.attention_forward(q, k, v, *learned, *pattern)
+    o, highest, inverse = ops.attention_forward(q, k, v, *learned, *pattern)
     wanted = [p is not None for p in learned]
-    grads = module.attention_backward(
+    grads = ops.attention_backward(
         do, q, k, v, o, highest, inverse, *learned, *pattern, samples, wanted
     )
     return o, *grads
@@ -57,8 +60,8 @@ def test_blocks(T: int, S: int, D: int, options: dict[str, Any], gains: bool, de
     causal, window = options.get("is_causal", False), options.get("window", 0)
     pattern = (mask, starts, causal, D**-0.5, window, 0)
     samples = len(cu) - 1 if cu else 2
-    exact = run(reference, [t.float() for t in inputs], learned, pattern, samples)
-    for ours, theirs in zip(run(operators, inputs, learned, pattern, samples), exact):
+    exact = run(REFERENCE, [t.float() for t in inputs], learned, pattern, samples)
+    for ours, theirs in zip(run(KERNELS, inputs, learned, pattern, samples), exact):
         scale = theirs.abs().max().item() if theirs.numel() else 1.0
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.05, atol=0.02 * scale)
 
@@ -67,26 +70,26 @@ def test_heads_that_are_too_wide(device: str) -> None:
     inputs = draw(1, 4, 4, 264, device, torch.float32)
     pattern = (None, None, False, 1.0, 2, 0)
     with pytest.raises(NotImplementedError, match=r"at most 256, not for q \[1, 4, 4, 264\]"):
-        operators.attention_forward(*inputs[:3], *(None,) * 4, *pattern)
+        KERNELS.attention_forward(*inputs[:3], *(None,) * 4, *pattern)
 
 
 def test_documents_longer_than_said(device: str) -> None:
     """Not cut off in silence: an error, or NaN where nobody waits for the lengths."""
     q, k, v, _ = draw(1, 90, 90, 16, device, torch.float32)
     pattern = (None, torch.tensor([0, 20, 90], device=device), False, 1.0, 0, 20)
-    o, *_ = operators.attention_forward(q, k, v, *(None,) * 4, *pattern)
+    o, *_ = KERNELS.attention_forward(q, k, v, *(None,) * 4, *pattern)
     assert bool(o[:, :, 20].isnan().all()) and bool(o[:, :, :20].isfinite().all())
     with pytest.raises(ValueError, match="a document has 70 tokens, max_seqlen is 20"):
-        reference.attention_forward(q, k, v, *(None,) * 4, *pattern)
+        REFERENCE.attention_forward(q, k, v, *(None,) * 4, *pattern)
 
 
 def test_documents_beyond_the_row_and_strided_starts(device: str) -> None:
     q, k, v, _ = draw(1, 20, 20, 16, device, torch.float32)
-    want, *_ = operators.attention_forward(
+    want, *_ = KERNELS.attention_forward(
         q, k, v, *(None,) * 4, None, torch.tensor([0, 9, 20], device=device), False, 1.0, 0, 0
     )
     starts = torch.tensor([0, 5, 9, 5, 40, 5], device=device)[::2]
-    found, *_ = operators.attention_forward(q, k, v, *(None,) * 4, None, starts, False, 1.0, 0, 0)
+    found, *_ = KERNELS.attention_forward(q, k, v, *(None,) * 4, None, starts, False, 1.0, 0, 0)
     assert torch.equal(found, want)
 
 
@@ -96,9 +99,9 @@ def test_large_logit_scales_in_half_precision(device: str) -> None:
     q, k = (torch.nn.functional.normalize(t, dim=3) for t in (q, k))
     learned = [None, torch.tensor([100.0, 1.0, 0.5, 90.0], device=device), None, None]
     pattern = (None, None, False, 1.0, 0, 0)
-    _, _, dk, *_ = run(operators, [q, k, v, 1000 * do], learned, pattern, 1)
+    _, _, dk, *_ = run(KERNELS, [q, k, v, 1000 * do], learned, pattern, 1)
     wide = [t.float() for t in (q, k, v, 1000 * do)]
-    _, _, exact, *_ = run(reference, wide, learned, pattern, 1)
+    _, _, exact, *_ = run(REFERENCE, wide, learned, pattern, 1)
     if bool((exact.abs() < 60000).all()):
         assert bool(dk.isfinite().all())
         scale = exact.abs().max().item()

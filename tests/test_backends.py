@@ -24,7 +24,7 @@ def triton_ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setenv(BACKEND, "triton")
     seen: list[str] = []
-    for name in ("linear_wgrad", "embedding_wgrad", "layer_norm_backward", "rms_norm_backward"):
+    for name in ("linear_wgrad", "embedding_wgrad", "norm_backward"):
         kernel = getattr(operators, name)
 
         def spy(*args: Any, name: str = name, kernel: Any = kernel) -> Any:
@@ -36,16 +36,21 @@ def triton_ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 LAYERS = {
-    "linear_wgrad": lambda: (gnsfast.Linear(40, 24), torch.randn(3, 70, 40)),
-    "embedding_wgrad": lambda: (gnsfast.Embedding(9, 24), torch.randint(0, 9, (3, 70))),
-    "layer_norm_backward": lambda: (gnsfast.LayerNorm(24), torch.randn(3, 70, 24)),
-    "rms_norm_backward": lambda: (gnsfast.RMSNorm(24), torch.randn(3, 70, 24)),
+    "Linear": ("linear_wgrad", lambda: (gnsfast.Linear(40, 24), torch.randn(3, 70, 40))),
+    "Embedding": (
+        "embedding_wgrad",
+        lambda: (gnsfast.Embedding(9, 24), torch.randint(0, 9, (3, 70))),
+    ),
+    "LayerNorm": ("norm_backward", lambda: (gnsfast.LayerNorm(24), torch.randn(3, 70, 24))),
+    "RMSNorm": ("norm_backward", lambda: (gnsfast.RMSNorm(24), torch.randn(3, 70, 24))),
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_public_modules_through_triton(name: str, triton_ran: list[str], device: str) -> None:
-    layer, x = LAYERS[name]()
+@pytest.mark.parametrize(("name", "make"), LAYERS.values(), ids=LAYERS.keys())
+def test_public_modules_through_triton(
+    name: str, make: Any, triton_ran: list[str], device: str
+) -> None:
+    layer, x = make()
     assert_layer(layer.to(device), x.to(device), 3)
     assert triton_ran == [name]
 

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import gnsfast
+from gnsfast.signatures import OPERATORS
 
 B, T, V = 3, 6, 11
 
@@ -155,20 +156,29 @@ def ops_and_arguments() -> list[tuple[str, tuple[Any, ...]]]:
     x, dy, ids = torch.randn(3, 4, 5), torch.randn(3, 4, 6), torch.randint(0, 6, (3, 4))
     mean, rstd, w, b = torch.randn(3, 4, 1), torch.rand(3, 4, 1), torch.randn(5), torch.randn(5)
     f32, image, square = torch.float32, torch.randn(4, 2, 5, 5), [1, 1]
+    v, constants, starts = torch.rand(6, 5), torch.ones(2, 2), torch.tensor([0, 1, 3, 3, 4])
+    narrow, plain = (x.bfloat16(), x.bfloat16()), (0.0, 0.0, None)
     calls: list[tuple[str, tuple[Any, ...]]] = [
         ("linear_wgrad", (x, dy, True, True, False, f32)),
         ("linear_wgrad", (x, dy, True, False, True, f32)),
         ("linear_wgrad", (x.bfloat16(), dy.bfloat16(), False, True, False, torch.bfloat16)),
         ("linear_wgrad", (x[:, :1], dy[:, :1], True, True, False, f32)),
         ("linear_wgrad", (x[:0], dy[:0], True, True, False, f32)),
-        ("linear_wgrad_tied", (x, dy, ids, True, torch.float32)),
+        ("linear_wgrad", (x, dy, True, True, False, f32, None, 0, ids)),
+        ("linear_wgrad", (x, dy, True, True, False, f32, None, 0, ids, [v, v[:, 0]], constants)),
+        ("linear_wgrad", (x[0], dy[0], True, True, False, f32, starts, 2)),
         ("embedding_wgrad", (dy, ids, 6, -1, f32)),
         ("embedding_wgrad", (dy, ids, 6, 2, f32)),
-        ("layer_norm_backward", (x, x, mean, rstd, w, b, True, True)),
-        ("layer_norm_backward", (x, x, mean, rstd, w, None, True, False)),
-        ("layer_norm_backward", (x, x, mean, rstd, w, b, False, True)),
-        ("rms_norm_backward", (x, x, w, 1e-6, 0.0)),
-        ("rms_norm_backward", (x.bfloat16(), x.bfloat16(), w.bfloat16(), 1e-6, 1.0)),
+        ("embedding_wgrad", (dy, ids, 6, 2, f32, None, [torch.rand(6, 6)], constants[:1])),
+        ("norm_backward", (x, x, mean, rstd, w, b, True, True)),
+        ("norm_backward", (x, x, mean, rstd, w, None, True, False)),
+        ("norm_backward", (x, x, mean, rstd, w, b, False, True)),
+        ("norm_backward", (x, x, None, None, w, None, True, False, 1e-6, 0.0)),
+        (
+            "norm_backward",
+            (x, x, mean, rstd, w, b, True, True, 0.0, 0.0, None, [v[0]] * 2, constants),
+        ),
+        ("norm_backward", (*narrow, None, None, w.bfloat16(), None, True, False, 1e-6, 1.0)),
     ]
     for samples, groups in ((4, 1), (2, 2)):
         dy_image = torch.randn(4, 4, 3, 3)
@@ -181,7 +191,8 @@ def ops_and_arguments() -> list[tuple[str, tuple[Any, ...]]]:
     ("name", "arguments"), ops_and_arguments(), ids=lambda v: v if isinstance(v, str) else ""
 )
 def test_operators_are_registered_right(name: str, arguments: tuple[Any, ...]) -> None:
-    torch.library.opcheck(getattr(torch.ops.gnsfast, name).default, arguments)
+    fields = tuple(OPERATORS[name](*arguments))
+    torch.library.opcheck(getattr(torch.ops.gnsfast, name).default, fields)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def assert_head(
     head: gnsfast.Linear, batch: Batch, samples: int, rtol: float = 1e-5, **options: Any
 ) -> None:
     """Open and closed: torch's loss and gradients; open: the loop's norms for every sample."""
-    twin, dim = plain(head), head._samples.batch_dim
+    twin, dim = plain(head), head.gnsfast.layout.batch_dim
     x, labels = batch
     r = torch.rand(labels.shape, dtype=x.dtype) if options.get("reduction") == "none" else 1.0
     leaves = [x.detach().requires_grad_() for _ in range(3)]

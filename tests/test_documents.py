@@ -13,7 +13,6 @@ from tiny_models import SMALL, scattered
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast import functional
 
 V, D = 23, 8
 LENGTHS = [5, 1, 9, 3, 6]
@@ -126,7 +125,7 @@ def test_chunked_cross_entropy(reduction: str) -> None:
         return m.head.cross_entropy(m.hidden(ids, places), labels, reduction=reduction).sum()
 
     assert_norms(norms_of(model, loss, batch, gnsfast.cu_seqlens(batch[1])), truth)
-    with pytest.raises(NotImplementedError, match="compute the loss from its output"):
+    with pytest.raises(NotImplementedError, match="Compute the loss from the head's output"):
         norms_of(Packed(tied=True), loss, batch, gnsfast.cu_seqlens(batch[1]))
 
 
@@ -240,7 +239,7 @@ class TestErrors:
 
     def test_layers_that_take_none(self) -> None:
         model = nn.Sequential(nn.Conv1d(2, 2, 1))
-        with pytest.raises(ValueError, match="'0': Conv1d has no norms for documents|0: Conv1d"):
+        with pytest.raises(NotImplementedError, match="^0: conv has no norms for documents"):
             norms_of(model, packed_loss, draw(), torch.tensor([0, 1, 2, 3, 4, 5]))
 
     def test_attention_whose_output_alone_is_trained(self) -> None:
@@ -250,27 +249,9 @@ class TestErrors:
         model.in_proj_bias.requires_grad_(False)
         loss_of = lambda m, x: m(x, x, x)[0].square().sum()
         starts = torch.tensor([0, 3, 8])
-        with pytest.raises(ValueError, match="out_proj.* no norms for documents"):
+        with pytest.raises(NotImplementedError, match="^out_proj: .* no norms for documents"):
             with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 2, cu_seqlens=starts):
                 loss_of(model, torch.randn(2, 4, 8)).backward()
-
-    @pytest.mark.parametrize("layer", ["linear", "embedding", "layer_norm", "rms_norm"])
-    def test_metric(self, layer: str) -> None:
-        """Their norms under a metric would be left out without a word."""
-        x, w = torch.randn(8, 5), torch.ones(5, requires_grad=True)
-        table = torch.randn(6, 5, requires_grad=True)
-        probe, weighed = (torch.zeros(1, 2 + 2, requires_grad=True) for _ in range(2))
-        v = w if "norm" in layer else table
-        metric = functional.Metric(weighed, torch.ones(1, 2), (v.detach().square(),))
-        options = {"starts": torch.tensor([0, 3, 8]), "metric": metric}
-        calls = {
-            "linear": lambda: functional.linear(x, table, None, probe, **options),
-            "embedding": lambda: functional.embedding(torch.arange(8) % 6, table, probe, **options),
-            "layer_norm": lambda: functional.layer_norm(x, (5,), w, None, probe, **options),
-            "rms_norm": lambda: functional.rms_norm(x, w, probe, **options),
-        }
-        with pytest.raises(ValueError, match="documents .* no norms under a metric"):
-            calls[layer]()
 
     def test_tokens_are_needed(self) -> None:
         gns = gnsfast.GradientNoiseScale(gnsfast.convert(Packed(tied=False)))

@@ -36,7 +36,7 @@ def make() -> nn.Module:
     torch.manual_seed(1)
     block = nn.Sequential(nn.Linear(I, 8), Attend(), nn.Tanh(), nn.LayerNorm(8))
     model = nn.Sequential(block, nn.Linear(8, CLASSES))
-    return gnsfast.convert(model, per_head=["0.1.attention"])
+    return gnsfast.convert(model)
 
 
 def batches_of(ranks: int, microbatches: int, n: int) -> list[list[list[tuple[Tensor, Tensor]]]]:

@@ -132,7 +132,7 @@ class TestErrors:
             with self.gns.microbatch(N):
                 self.loss().backward()
                 raise KeyError
-        assert self.model[0]._probe is None
+        assert not self.model[0].is_open
         with pytest.raises(ObservationError, match="without a micro-batch"):
             self.gns.update()
         self.goes_on()

@@ -154,7 +154,7 @@ def test_clipping_inside_of_the_block_and_when_attached() -> None:
     model.zero_grad()
     model(x)
     attachment.remove()
-    assert model[0]._probe is None
+    assert not model[0].is_open
 
 
 def test_attachment_removed_after_backward() -> None:

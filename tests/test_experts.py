@@ -73,7 +73,7 @@ def test_implementations(name: str, used: str) -> None:
     converted = assert_block(block, data, 3)
     rows = {r.parameter: r for r in gnsfast.coverage(converted).rows}
     routes = {n.partition(".")[0]: r.route for n, r in rows.items()}
-    assert routes == {ROUTER[name]: "linear", "experts": "experts"}
+    assert routes == {ROUTER[name]: "router", "experts": "experts"}
     assert all(r.static and r.observed for r in rows.values())
 
 

@@ -8,8 +8,7 @@ from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast import reference
-from gnsfast.reference import linear, rows
+from gnsfast.reference import outer, rows
 
 SHAPES = {
     "two dimensions": (6, 5),
@@ -40,8 +39,8 @@ def test_routes_agree() -> None:
     x_BTI, dy_BTO = torch.randn(4, 6, 33), torch.randn(4, 6, 21)
     g_BOI = torch.einsum("bto,bti->boi", dy_BTO.double(), x_BTI.double())
     want = g_BOI.square().sum((1, 2))
-    torch.testing.assert_close(linear.gram_sqnorms(x_BTI, dy_BTO), want, rtol=1e-5, atol=0)
-    dw, fused = linear._fused(x_BTI, dy_BTO, torch.float32)
+    torch.testing.assert_close(outer.gram_sqnorms(x_BTI, dy_BTO), want, rtol=1e-5, atol=0)
+    dw, [fused] = outer.fused_wgrad(x_BTI, dy_BTO, torch.float32)
     torch.testing.assert_close(fused[:-1], want, rtol=1e-5, atol=0)
     torch.testing.assert_close(fused[-1], g_BOI.sum(0).square().sum(), rtol=1e-5, atol=0)
     torch.testing.assert_close(dw.double(), g_BOI.sum(0), rtol=1e-5, atol=1e-5)
@@ -58,25 +57,25 @@ def test_tiles(
     """
     sizes = {"TILE": 12 * 20, "COLUMNS": 20, "GROUP": together, "PART": 2}
     for name, value in sizes.items():
-        monkeypatch.setattr(linear, name, value)
+        monkeypatch.setattr(outer, name, value)
     monkeypatch.setattr(rows, "PIECE", 20)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x_BTI, dy_BTO = torch.randn(5, 7, 50).to(dtype), torch.randn(5, 7, 34).to(dtype)
     g_BOI = torch.einsum("bto,bti->boi", dy_BTO.double(), x_BTI.double())
-    dw, sqnorm_B1 = linear._fused(x_BTI, dy_BTO, torch.float32)
+    dw, [sqnorm_B1] = outer.fused_wgrad(x_BTI, dy_BTO, torch.float32)
     want_B1 = torch.cat([g_BOI, g_BOI.sum(0, keepdim=True)]).square().sum((1, 2))
     torch.testing.assert_close(sqnorm_B1, want_B1, rtol=1e-5, atol=0)
     torch.testing.assert_close(dw.double(), g_BOI.sum(0), rtol=1e-5, atol=1e-5)
-    none, zero = linear._fused(x_BTI[:0], dy_BTO[:0], torch.float32)
+    none, [zero] = outer.fused_wgrad(x_BTI[:0], dy_BTO[:0], torch.float32)
     assert none.shape == (34, 50) and not none.any() and zero.tolist() == [0.0]
 
 
 def test_route_is_chosen_by_cost() -> None:
-    assert reference.linear_route(1, 768, 768) == "closed"
-    assert reference.linear_route(4, 768, 768) == "gram"
-    assert reference.linear_route(2048, 768, 768) == "fused"
-    assert reference.linear_route(256, 1024, 1024) == "fused"
-    assert reference.linear_route(256, 4096, 4096) == "gram"
+    assert outer.linear_route(1, 768, 768) == "closed"
+    assert outer.linear_route(4, 768, 768) == "gram"
+    assert outer.linear_route(2048, 768, 768) == "fused"
+    assert outer.linear_route(256, 1024, 1024) == "fused"
+    assert outer.linear_route(256, 4096, 4096) == "gram"
 
 
 def test_summed_norm_and_counter() -> None:
@@ -154,7 +153,7 @@ def test_frozen(frozen: str) -> None:
 def test_all_frozen_costs_nothing() -> None:
     layer = nn.Sequential(gnsfast.Linear(5, 3).requires_grad_(False), gnsfast.Linear(3, 3))
     with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        assert layer[0]._probe is None
+        assert not layer[0].is_open
         layer(torch.randn(4, 5)).sum().backward()
     assert set(norms) == {"1.weight", "1.bias"}
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gnsfast
-from gnsfast.layers import Looped
+from gnsfast.layers import Replayed
 
 
 def test_packed_gradients_are_not_joined() -> None:
@@ -262,7 +262,7 @@ def test_subclasses() -> None:
     scaled = assert_as_in_torch(Scaled(E, H, batch_first=True), (x, x, x), {}, dim=0)
     assert isinstance(scaled, gnsfast.MultiheadAttention) and isinstance(scaled, Scaled)
     layer = gnsfast.convert(Rewritten(E, H, bias=False, batch_first=True))
-    assert isinstance(layer, Looped)
+    assert isinstance(layer, Replayed)
     assert gnsfast.coverage(layer).covered_fraction == 1.0
 
 
@@ -307,26 +307,20 @@ def test_without_gradients_it_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert called == ["fast"]
 
 
-def parts_of(E: int, blocks: int) -> dict[str, list[tuple[str, tuple[slice, ...]]]]:
+def parts_of(E: int) -> dict[str, list[tuple[str, tuple[slice, ...]]]]:
     """Where each noise scale's parameters lie, written out."""
-    size, parts = E // blocks, {}
+    parts = {}
     for i, name in enumerate("qkv"):
-        for h in range(blocks):
-            rows = slice(i * E + h * size, i * E + (h + 1) * size)
-            label = name if blocks == 1 else f"{name}.{h}"
-            parts[label] = [("in_proj_weight", (rows,)), ("in_proj_bias", (rows,))]
-    for h in range(blocks) if blocks > 1 else ():
-        columns = slice(h * size, (h + 1) * size)
-        parts[f"out_proj.{h}"] = [("out_proj.weight", (slice(None), columns))]
-    whole = [("out_proj.bias", (slice(None),))]
-    parts["out_proj"] = whole + [("out_proj.weight", (slice(None),))] * (blocks == 1)
+        rows = slice(i * E, (i + 1) * E)
+        parts[name] = [("in_proj_weight", (rows,)), ("in_proj_bias", (rows,))]
+    whole = (slice(None),)
+    parts["out_proj"] = [("out_proj.bias", whole), ("out_proj.weight", whole)]
     return parts
 
 
 @pytest.mark.parametrize("source", ["auto", "global", "local"])
-@pytest.mark.parametrize("per_head", [False, True], ids=["projections", "heads"])
-def test_noise_scales_of_parts(per_head: bool, source: str) -> None:
-    """Query, key, value and output apart, or their heads: tr Σ and |G|² of single samples."""
+def test_noise_scales_of_parts(source: str) -> None:
+    """Query, key, value and output apart: tr Σ and |G|² of single samples."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(E, E), nn.TransformerEncoderLayer(E, H, 16, 0.0, batch_first=True)
@@ -340,13 +334,13 @@ def test_noise_scales_of_parts(per_head: bool, source: str) -> None:
         grads = torch.autograd.grad((model(x)[b] * r[b]).sum(), list(attention.parameters()))
         for n, grad in zip(named, grads):
             g[n].append(grad.double())
-    gnsfast.convert(model, per_head=["1.self_attn"] if per_head else None)
+    gnsfast.convert(model)
     gns = gnsfast.GradientNoiseScale(model, source=source, loss_reduction="sum")
     with gns.microbatch(B):
         (model(x) * r).sum().backward()
     gns.update()
     found = gns.compute().per_module
-    parts = parts_of(E, H if per_head else 1)
+    parts = parts_of(E)
     assert {f"1.self_attn.{part}" for part in parts} == {p for p in found if "self_attn" in p}
     for part, where in parts.items():
         trace = sum(torch.stack([t[block] for t in g[n]]).var(0).sum() for n, block in where)
@@ -356,27 +350,6 @@ def test_noise_scales_of_parts(per_head: bool, source: str) -> None:
         ours = found[f"1.self_attn.{part}"]
         assert ours.trace == pytest.approx(float(trace), rel=1e-4)
         assert ours.grad_sqnorm == pytest.approx(float(mean - trace / B), rel=1e-3, abs=1e-4)
-
-
-def test_per_head_names_what_is_no_attention() -> None:
-    with pytest.raises(ValueError, match="per_head: '0' is a Linear, not a MultiheadAttention"):
-        gnsfast.convert(nn.Sequential(nn.Linear(2, 2)), per_head=["0"])
-
-
-@pytest.mark.parametrize(
-    "options", [{}, dict(kdim=6, vdim=10, add_bias_kv=True)], ids=["one", "three"]
-)
-def test_heads_add_up(options: dict[str, int]) -> None:
-    torch.manual_seed(0)
-    layer = nn.MultiheadAttention(E, H, batch_first=True, **options)
-    plain, args = copy.deepcopy(layer), inputs_for("three", layer, True)
-    gnsfast.convert(layer, per_head=[""])
-    with gnsfast.per_sample_sqnorms(layer, B) as norms:
-        terms(outputs_of(layer, args, {}), 0).sum().backward()
-    assert_terms(norms, plain, args, {}, 0)
-    terms(outputs_of(plain, args, {}), 0).sum().backward()
-    for p, q in zip(layer.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_noise_scale() -> None:

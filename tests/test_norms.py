@@ -137,7 +137,7 @@ class GatedRMSNorm(LlamaRMSNorm):
     [
         (LlamaRMSNorm(16), "rms_norm"),
         (GemmaRMSNorm(16), "rms_norm"),
-        (CenteredRMSNorm(16), "loop"),
+        (CenteredRMSNorm(16), "replay"),
     ],
     ids=lambda v: type(v).__name__,
 )

@@ -16,7 +16,9 @@ from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from gnsfast import ops
+from benchmarks.signed import Signed
+from gnsfast.ops import operators
+from gnsfast.signatures import OPERATORS
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 BOTH = [(True, True), (True, False), (False, True)]
@@ -45,50 +47,55 @@ class Draw:
 
 
 Arguments = list[tuple[Any, ...]]
-CASES: dict[str, Callable[[Draw, int, int, int], Arguments]] = {}
+Case = Callable[[Draw, int, int, int], Arguments]
+CASES: dict[str, tuple[str, Case]] = {}
 
 
-def case(function: Callable[[Draw, int, int, int], Arguments]) -> None:
-    CASES[function.__name__] = function
+def case(operator: str) -> Callable[[Case], None]:
+    """Fields of an operator's signature, by the name of the function that draws them."""
+
+    def keep(function: Case) -> None:
+        CASES[function.__name__] = operator, function
+
+    return keep
 
 
-@case
+@case("linear_wgrad")
 def linear_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
     x, dy = d.x(B, T, N), d.x(B, T, 8)
     return [(x, dy, *wanted, wanted[1], d.dtype) for wanted in [*BOTH, (False, False)]]
 
 
-@case
+@case("in_projection_wgrad")
 def in_projection_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
     x, dy = d.x(B, T, N), d.x(B, T, 8)
     return [([x, x], [dy, dy], *wanted, d.dtype) for wanted in [*BOTH, (False, False)]]
 
 
-@case
+@case("linear_wgrad")
 def linear_wgrad_tied(d: Draw, B: int, T: int, N: int) -> Arguments:
-    x, dy = d.x(B, T, N), d.x(B, T, 8)
-    return [(x, dy, d.ids(B, T), bias, d.dtype) for bias in (True, False)]
+    x, dy, ids = d.x(B, T, N), d.x(B, T, 8), d.ids(B, T)
+    return [(x, dy, True, bias, False, d.dtype, None, 0, ids) for bias in (True, False)]
 
 
-@case
+@case("linear_wgrad")
 def linear_wgrad_segments(d: Draw, B: int, T: int, N: int) -> Arguments:
     x, dy, starts = d.x(2 * B * T, N), d.x(2 * B * T, 8), d.starts(2 * B, T)
-    return [(x, dy, starts, 2, *w, w[1], d.dtype) for w in [*BOTH, (False, False)]]
+    return [
+        (x, dy, *w, w[1], d.dtype, starts, experts)
+        for w in [*BOTH, (False, False)]
+        for experts in (2, 0)
+    ]
 
 
-@case
+@case("embedding_wgrad")
 def embedding_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
     return [(d.x(B, T, N), d.ids(B, T), V, -1, d.dtype) for V in (5, 300)]
 
 
-@case
+@case("embedding_wgrad")
 def embedding_wgrad_segments(d: Draw, B: int, T: int, N: int) -> Arguments:
-    return [(d.x(B * T, N), d.ids(B * T), d.starts(B, T), 5, -1, d.dtype)]
-
-
-@case
-def segment_sums(d: Draw, B: int, T: int, N: int) -> Arguments:
-    return [(d.x(B * T, N), d.starts(B, T))]
+    return [(d.x(B * T, N), d.ids(B * T), 5, -1, d.dtype, d.starts(B, T))]
 
 
 def with_statistics(d: Draw, B: int, T: int, N: int) -> list[Tensor]:
@@ -101,14 +108,23 @@ def with_statistics(d: Draw, B: int, T: int, N: int) -> list[Tensor]:
     return [dy, x, *torch.native_layer_norm(x, [N], w, b, 1e-5)[1:], w, b]
 
 
-@case
-def layer_norm_backward(d: Draw, B: int, T: int, N: int) -> Arguments:
+@case("norm_backward")
+def layer_norm(d: Draw, B: int, T: int, N: int) -> Arguments:
     return [(*with_statistics(d, B, T, N), *wanted) for wanted in BOTH]
 
 
-@case
-def rms_norm_backward(d: Draw, B: int, T: int, N: int) -> Arguments:
-    return [(d.x(B, T, N), d.x(B, T, N), d.p(N), 1e-5, 0.0)]
+@case("norm_backward")
+def rms_norm(d: Draw, B: int, T: int, N: int) -> Arguments:
+    return [(d.x(B, T, N), d.x(B, T, N), None, None, d.p(N), None, True, False, 1e-5, 0.0)]
+
+
+@case("norm_backward")
+def norm_backward_of_documents(d: Draw, B: int, T: int, N: int) -> Arguments:
+    *of_rows, w, b = with_statistics(d, B, T, N)
+    rows = [t.flatten(0, 1) for t in of_rows]
+    last = 1e-5, 0.0, d.starts(B, T)
+    rms = *rows[:2], None, None, w, None, True, False, *last
+    return [rms, *((*rows, w, b, *wanted, *last) for wanted in BOTH)]
 
 
 def attention(d: Draw, B: int, T: int, N: int, backward: bool) -> Arguments:
@@ -123,17 +139,17 @@ def attention(d: Draw, B: int, T: int, N: int, backward: bool) -> Arguments:
     return found
 
 
-@case
+@case("attention_forward")
 def attention_forward(d: Draw, B: int, T: int, N: int) -> Arguments:
     return attention(d, B, T, N, backward=False)
 
 
-@case
+@case("attention_backward")
 def attention_backward(d: Draw, B: int, T: int, N: int) -> Arguments:
     return attention(d, B, T, N, backward=True)
 
 
-@case
+@case("conv_wgrad")
 def conv_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
     x, dy = d.x(B, 4, max(T, 1) + 2), d.x(B, 6, max(T, 1))  # torch has none without an output
     last = [3], [1], [0], [1]
@@ -141,29 +157,31 @@ def conv_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
     return [grouped, *((x, dy, B, *last, 1, *wanted, d.dtype) for wanted in BOTH)]
 
 
-@case
+@case("linear_wgrad")
 def linear_wgrad_metric(d: Draw, B: int, T: int, N: int) -> Arguments:
-    x, dy = d.x(B, T, N), d.x(B, T, 8)
+    x, dy, ids = d.x(B, T, N), d.x(B, T, 8), d.ids(B, T)
     return [
-        (x, dy, d.p(8, N), d.p(8), d.constants(2), d.ids(B, T), False, d.dtype),
-        (x, dy, d.p(N, 8), None, d.constants(1), None, True, d.dtype),
-        (x, dy, None, d.p(8), d.constants(1), None, False, d.dtype),
+        (x, dy, True, True, False, d.dtype, None, 0, ids, [d.p(8, N), d.p(8)], d.constants(2)),
+        (x, dy, True, False, True, d.dtype, None, 0, None, [d.p(N, 8)], d.constants(1)),
+        (x, dy, False, True, False, d.dtype, None, 0, None, [d.p(8)], d.constants(1)),
     ]
 
 
-@case
+@case("embedding_wgrad")
 def embedding_wgrad_metric(d: Draw, B: int, T: int, N: int) -> Arguments:
-    one = d.constants(1)
-    return [(d.x(B, T, N), d.ids(B, T), d.p(V, N), one, -1, d.dtype) for V in (5, 300)]
+    dy, ids, one = d.x(B, T, N), d.ids(B, T), d.constants(1)
+    return [(dy, ids, V, -1, d.dtype, None, [d.p(V, N)], one) for V in (5, 300)]
 
 
-@case
+@case("norm_backward")
 def norm_backward_metric(d: Draw, B: int, T: int, N: int) -> Arguments:
     *first, w, b = with_statistics(d, B, T, N)
-    found: Arguments = [(*first[:2], None, None, w, None, w, None, d.constants(1), 1e-5, 0.0)]
+    last = 1e-5, 0.0, None
+    rms = *first[:2], None, None, w, None, True, False
+    found: Arguments = [(*rms, *last, [w], d.constants(1))]
     for weight, bias in BOTH:
-        v = w if weight else None, b if bias else None
-        found.append((*first, w, b, *v, d.constants(weight + bias), 1e-5, 0.0))
+        v = [w] * weight + [b] * bias
+        found.append((*first, w, b, weight, bias, *last, v, d.constants(len(v))))
     return found
 
 
@@ -190,11 +208,12 @@ def test_results(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels take no float64 inputs, but sum what is float64 already."""
-    operator, draw = getattr(ops, name), Draw(inputs, parameter, device)
-    triton = inputs != F64 or name == "segment_sums"
+    """Kernels take no float64 inputs."""
+    (of, make), draw = CASES[name], Draw(inputs, parameter, device)
+    operator = getattr(Signed(operators), of)
+    triton = inputs != F64
     for size, shape in SIZES.items():
-        for arguments in CASES[name](draw, *shape):
+        for arguments in make(draw, *shape):
             with FakeTensorMode() as mode:
                 promised = described(
                     operator(*pytree.tree_map_only(Tensor, mode.from_tensor, arguments))
@@ -205,4 +224,4 @@ def test_results(
 
 
 def test_every_operator_has_a_case() -> None:
-    assert {name for name, of in vars(ops).items() if hasattr(of, "_schema")} == set(CASES)
+    assert {operator for operator, _ in CASES.values()} == set(OPERATORS)

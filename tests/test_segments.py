@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers whose samples are segments of one list of rows (experts, documents): the formula
-and the Triton kernels, per sample against a float64 loop over segments.
+"""Layers whose samples are segments of one list of rows (experts, documents): the formula and the
+Triton kernels, per sample against a float64 loop over segments.
 """
 
 import importlib.util
@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnsfast import functional, ops, reference
+from benchmarks.signed import Signed
+from gnsfast import functional, reference
+from gnsfast.ops import operators
 from gnsfast.reference import segments
+from gnsfast.signatures import OPERATORS
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
@@ -32,20 +35,28 @@ CASES: dict[str, tuple[int, int, int, list[int]]] = {
 
 
 @pytest.fixture(params=["reference", "triton"])
-def backend(request: pytest.FixtureRequest, device: str) -> tuple[Any, str]:
-    """The module of the operators, and where it runs."""
+def backend(request: pytest.FixtureRequest, device: str) -> tuple[Signed, Any, str]:
+    """The operators, the module of the sums over segments, and where they run."""
     if request.param == "reference":
-        return reference, "cpu"
+        return Signed(reference), segments, "cpu"
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is there on Linux alone")
-    from gnsfast.triton_kernels import operators
+    from gnsfast.triton_kernels import operators as kernels
+    from gnsfast.triton_kernels import segments as kernels_of_segments
 
-    return operators, device
+    return Signed(kernels), kernels_of_segments, device
 
 
 @pytest.fixture
-def operator(backend: tuple[Any, str]) -> tuple[Callable[..., Any], str]:
-    return backend[0].linear_wgrad_segments, backend[1]
+def operator(backend: tuple[Signed, Any, str]) -> tuple[Callable[..., Any], str]:
+    """Called with rows, ``starts``, experts, what is wanted, layout and dtype."""
+
+    def run(x: Tensor, dy: Tensor, starts: Tensor, experts: int, *last: Any) -> tuple[Any, ...]:
+        *found, linked = backend[0].linear_wgrad(x, dy, *last, starts, experts)
+        assert not linked.numel()
+        return tuple(found)
+
+    return run, backend[2]
 
 
 def draw(case: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,6 +107,17 @@ def test_wgrad(
     assert rows.dtype == dw.dtype == db.dtype == F32
     assert_wgrad(dw.mT if transposed else dw, rows[0], weight)
     assert_wgrad(db, rows[1], bias)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] == 1])
+def test_one_weight(case: str, operator: tuple[Callable[..., Any], str]) -> None:
+    """Without experts: what one expert has, without its dimension."""
+    run, device = operator
+    x, dy, starts = draw(case, F32, device)
+    dw, db, rows = run(x, dy, starts, 0, True, True, False, F32)
+    weight, bias = loop(case, x, dy)
+    assert_wgrad(dw[None], rows[0], weight)
+    assert_wgrad(db[None], rows[1], bias)
 
 
 def test_wanted(operator: tuple[Callable[..., Any], str]) -> None:
@@ -150,7 +172,7 @@ def test_short_and_long_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     del CASES["both"]
     own = slice(int(starts[6]), int(starts[7]))
     x[own], dy[own] = x[own][:1], torch.tensor([[1.0], [-1.0], [1.0], [-1.0]])
-    dw, db, rows = ops.linear_wgrad_segments(x, dy, starts, 3, True, True, False, F64)
+    dw, db, rows, _ = Signed(operators).linear_wgrad(x, dy, True, True, False, F64, starts, 3)
     g = torch.stack([dy[a:b].T @ x[a:b] for a, b in itertools.pairwise(starts.tolist())]).unflatten(
         0, (3, 3)
     )
@@ -161,26 +183,43 @@ def test_short_and_long_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("lengths", [[3, 70, 1, 0, 9], [0, 5, 0], [83]])
-def test_embedding(lengths: list[int], dtype: torch.dtype, backend: tuple[Any, str]) -> None:
+def test_embedding(
+    lengths: list[int], dtype: torch.dtype, backend: tuple[Signed, Any, str]
+) -> None:
     """Rows of one id are added within a document, not beyond it."""
-    run, device = backend
+    run, kernels, device = backend
     V, D, N = 7, 20, sum(lengths)
     dy, ids = torch.randn(N, D).to(device, dtype), torch.randint(0, V, (N,)).to(device)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    dw, [row] = run.embedding_wgrad_segments(dy, ids, starts, V, 2, F32)
+    dw, [row] = run.embedding_wgrad(dy, ids, V, 2, F32, starts)
     onehot = torch.nn.functional.one_hot(ids, V).double()
     onehot[:, 2] = 0.0
     pairs = zip(onehot.split(lengths), dy.double().split(lengths))
     assert_wgrad(dw[None], row, torch.stack([a.T @ b for a, b in pairs])[None])
     sums = torch.stack([t.sum(0) for t in dy.double().split(lengths)])
-    torch.testing.assert_close(run.segment_sums(dy, starts).double(), sums, rtol=1e-5, atol=1e-5)
+    found = kernels.segment_sums(dy, starts)
+    torch.testing.assert_close(found.double(), sums, rtol=1e-5, atol=1e-5)
 
 
-def test_float64_sums(backend: tuple[Any, str]) -> None:
-    """Cross terms of tied weights come in float64: what cancels there would be lost in float32."""
-    run, device = backend
+def test_float64_sums(backend: tuple[Signed, Any, str]) -> None:
+    """What cancels would be lost in float32."""
+    _, kernels, device = backend
     rows, starts = torch.tensor([[1e9], [1.0], [-1e9]], dtype=F64), torch.tensor([0, 3])
-    assert run.segment_sums(rows.to(device), starts.to(device)).tolist() == [[1.0]]
+    assert kernels.segment_sums(rows.to(device), starts.to(device)).tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize(("S", "T", "F"), [(2, 3, 16), (0, 3, 16), (2, 0, 16), (2, 3, 0)])
+def test_sums_of_any_size(
+    S: int, T: int, F: int, dtype: torch.dtype, backend: tuple[Signed, Any, str]
+) -> None:
+    """Also without a segment, a row or a feature."""
+    _, kernels, device = backend
+    rows = torch.randn(S * T, F).to(device, dtype)
+    sums = kernels.segment_sums(rows, torch.arange(S + 1, device=device) * T)
+    assert sums.shape == (S, F) and sums.dtype == (F64 if dtype == F64 else F32)
+    want = rows.double().view(S, T, F).sum(1)
+    torch.testing.assert_close(sums.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_opcheck() -> None:
@@ -191,13 +230,18 @@ def test_opcheck() -> None:
         (False, True, False),
         (True, False, False),
     ):
-        arguments = (x, dy, starts, 2, weight, bias, transposed, BF16)
-        torch.library.opcheck(torch.ops.gnsfast.linear_wgrad_segments.default, arguments)
+        for experts in (2, 0):
+            arguments = (x, dy, weight, bias, transposed, BF16, starts, experts)
+            check("linear_wgrad", *arguments)
     ids = torch.arange(len(dy)) % 5
     whole = torch.tensor([0, 4, len(dy)])
-    embedding = torch.ops.gnsfast.embedding_wgrad_segments.default
-    torch.library.opcheck(embedding, (dy.nan_to_num(), ids, whole, 5, -1, BF16))
-    torch.library.opcheck(torch.ops.gnsfast.segment_sums.default, (dy.nan_to_num(), whole))
+    check("embedding_wgrad", dy.nan_to_num(), ids, 5, -1, BF16, whole)
+
+
+def check(name: str, *fields: Any) -> None:
+    """An operator by torch's own checks, with the fields of its signature."""
+    overload = getattr(torch.ops.gnsfast, name).default
+    torch.library.opcheck(overload, tuple(OPERATORS[name](*fields)))
 
 
 def test_probe_and_starts_of_other_shapes() -> None:

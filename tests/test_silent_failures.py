@@ -231,7 +231,7 @@ def test_open_twice() -> None:
     with pytest.raises(ObservationError, match="first: a probe is open"):
         with gnsfast.per_sample_sqnorms(model, 4), gnsfast.per_sample_sqnorms(model, 4):
             pass
-    assert all(getattr(m, "_probe", None) is None for m in model.modules())
+    assert all(not getattr(m, "is_open", False) for m in model.modules())
 
 
 def test_norms_before_the_end() -> None:
@@ -248,14 +248,16 @@ def test_user_error_passes_through_and_closes() -> None:
     with pytest.raises(ZeroDivisionError):
         with gnsfast.per_sample_sqnorms(model, 4):
             raise ZeroDivisionError
-    assert all(getattr(m, "_probe", None) is None for m in model.modules())
+    assert all(not getattr(m, "is_open", False) for m in model.modules())
 
 
 def test_cuda_without_a_kernel_is_named() -> None:
     """The dispatcher finds the refusal, not the CPU's code."""
     x = torch.empty(2, 3, 5, device="meta")
     assert torch._C._dispatch_has_kernel_for_dispatch_key("gnsfast::linear_wgrad", "CUDA")
-    dw, _, sqnorm_PB = torch.ops.gnsfast.linear_wgrad(x, x, True, True, False, torch.float32)
+    dw, _, sqnorm_PB, _ = gnsfast.ops.linear_wgrad(
+        x, x, weight=True, bias=True, transposed=False, dtype=torch.float32
+    )
     assert dw.shape == (5, 5) and sqnorm_PB.shape == (2, 4)
 
 

@@ -10,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.signed import Signed
+
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from gnsfast.reference import conv
-from gnsfast.triton_kernels import norms, operators  # noqa: E402
+from gnsfast import reference
+from gnsfast.triton_kernels import conv, norms, operators  # noqa: E402
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+KERNELS, REFERENCE = Signed(operators), Signed(reference)
 DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 
 
@@ -43,7 +46,7 @@ def test_in_projection_wgrad(weight: bool, bias: bool, T: int, device: str) -> N
     x, memory = (torch.randn(3, T + n, 20, device=device) for n in (0, 2))
     inputs, heights = [x, memory, memory], (24, 8, 8)
     dys = [torch.randn(*t.shape[:2], O, device=device) for t, O in zip(inputs, heights)]
-    dw, db, rows = operators.in_projection_wgrad(inputs, dys, weight, bias, F32)
+    dw, db, rows = KERNELS.in_projection_wgrad(inputs, dys, weight, bias, F32)
     blocks = [dy.double().mT @ t.double() for t, dy in zip(inputs, dys)]
     sums = [dy.double().sum(1) for dy in dys]
     if weight:
@@ -84,7 +87,7 @@ def test_embedding_wgrad(
     ids = make().to(device)
     dy = torch.randn(*ids.shape, 20, device=device)
     g = embedding_gradients(dy, ids, 6, padding_idx)
-    dw, rows = operators.embedding_wgrad(dy, ids, 6, padding_idx, F32)
+    dw, rows = KERNELS.embedding_wgrad(dy, ids, 6, padding_idx, F32)
     assert_gradient(dw, g)
     assert_rows(rows, [g])
 
@@ -99,9 +102,14 @@ def test_embedding_widths(
     ids = torch.randint(0, 9, (3, 11), device=device)
     dy = torch.randn(11, 3, D, device=device).to(dtype).transpose(0, 1)
     g = embedding_gradients(dy, ids, 9, -1)
-    dw, rows = operators.embedding_wgrad(dy, ids, 9, -1, F32)
+    dw, rows = KERNELS.embedding_wgrad(dy, ids, 9, -1, F32)
     assert_gradient(dw, g)
     assert_rows(rows, [g])
+
+
+def rms(w: Tensor) -> tuple[Any, ...]:
+    """Of an RMS norm: no statistics, its gain, which is wanted, and no bias."""
+    return None, None, w, None, True, False
 
 
 WIDTHS = {"a few rows at a time": 50, "one row at a time": 2500, "in columns": norms.ROW // 2 + 300}
@@ -128,7 +136,7 @@ def test_layer_norm_backward(N: int, affine: str, device: str) -> None:
     w, b = torch.randn(N, device=device), torch.randn(N, device=device)
     weight, bias = "weight" in affine, "bias" in affine
     _, mean, rstd = torch.native_layer_norm(x, [N], w, b, 1e-5)
-    dx, dw, db, rows = operators.layer_norm_backward(dy, x, mean, rstd, w, b, weight, bias)
+    dx, dw, db, rows = KERNELS.norm_backward(dy, x, mean, rstd, w, b, weight, bias)
     want_dx, dw_BN, db_BN = norm_gradients(x, dy, w, b, 1e-5, 0.0, rms=False)
     torch.testing.assert_close(dx.double(), want_dx, rtol=1e-4, atol=1e-5)
     for grad, g, wanted in ((dw, dw_BN, weight), (db, db_BN, bias)):
@@ -145,7 +153,7 @@ def test_layer_norm_backward(N: int, affine: str, device: str) -> None:
 def test_rms_norm_backward(N: int, offset: float, device: str) -> None:
     x, dy = torch.randn(3, 11, N, device=device), torch.randn(3, 11, N, device=device)
     w = torch.randn(N, device=device)
-    dx, dw, rows = operators.rms_norm_backward(dy, x, w, 1e-3, offset)
+    dx, dw, _, rows = KERNELS.norm_backward(dy, x, *rms(w), 1e-3, offset)
     want_dx, dw_BN, _ = norm_gradients(x, dy, w, None, 1e-3, offset, rms=True)
     torch.testing.assert_close(dx.double(), want_dx, rtol=1e-4, atol=1e-5)
     assert_gradient(dw, dw_BN)
@@ -165,7 +173,7 @@ NORM_SHAPES = {
 @pytest.mark.parametrize("shape", NORM_SHAPES.values(), ids=NORM_SHAPES.keys())
 def test_norm_shapes(shape: tuple[int, int, int], device: str) -> None:
     x, dy, w = (torch.randn(n, device=device) for n in (shape, shape, shape[2:]))
-    dx, dw, rows = operators.rms_norm_backward(dy, x, w, 1e-3, 0.0)
+    dx, dw, _, rows = KERNELS.norm_backward(dy, x, *rms(w), 1e-3, 0.0)
     want_dx, dw_BN, _ = norm_gradients(x, dy, w, None, 1e-3, 0.0, rms=True)
     torch.testing.assert_close(dx.double(), want_dx, rtol=1e-4, atol=1e-5)
     assert_gradient(dw, dw_BN)
@@ -175,7 +183,7 @@ def test_norm_shapes(shape: tuple[int, int, int], device: str) -> None:
 def test_rms_norm_without_eps(device: str) -> None:
     """Eleven rows in blocks of 32: the missing ones must not divide by zero."""
     x, dy, w = (torch.randn(*n, device=device) for n in ((3, 11, 50), (3, 11, 50), (50,)))
-    _, dw, rows = operators.rms_norm_backward(dy, x, w, 0.0, 0.0)
+    _, dw, _, rows = KERNELS.norm_backward(dy, x, *rms(w), 0.0, 0.0)
     dw_BN = norm_gradients(x, dy, w, None, 0.0, 0.0, rms=True)[1]
     assert_gradient(dw, dw_BN)
     assert_rows(rows, [dw_BN])
@@ -184,7 +192,7 @@ def test_rms_norm_without_eps(device: str) -> None:
 def test_strided_gain(device: str) -> None:
     x, dy = (torch.randn(3, 11, 50, device=device) for _ in range(2))
     for w in (torch.randn(100, device=device)[::2], torch.randn(1, device=device).expand(50)):
-        dx = operators.rms_norm_backward(dy, x, w, 1e-3, 0.0)[0]
+        dx = KERNELS.norm_backward(dy, x, *rms(w), 1e-3, 0.0)[0]
         want_dx = norm_gradients(x, dy, w, None, 1e-3, 0.0, rms=True)[0]
         torch.testing.assert_close(dx.double(), want_dx, rtol=1e-4, atol=1e-5)
 
@@ -195,7 +203,7 @@ def test_narrow_norms(dtype: torch.dtype, device: str) -> None:
     x = torch.randn(30, 3, 40, device=device).to(dtype).transpose(0, 1)
     dy = torch.randn(3, 30, 80, device=device).to(dtype)[..., ::2]
     w = torch.randn(40, device=device).to(dtype)
-    dx, dw, rows = operators.rms_norm_backward(dy, x, w, 1e-3, 0.0)
+    dx, dw, _, rows = KERNELS.norm_backward(dy, x, *rms(w), 1e-3, 0.0)
     want_dx, dw_BN, _ = norm_gradients(x, dy, w, None, 1e-3, 0.0, rms=True)
     assert dx.dtype == dw.dtype == dtype and dx.is_contiguous()
     torch.testing.assert_close(dx.double(), want_dx, rtol=2**-6, atol=1e-3)
@@ -231,13 +239,14 @@ def test_conv_wgrad(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(operators, "PATCHES", columns)
+    monkeypatch.setattr(conv, "PATCHES", columns)
     x, dy = torch.randn(case["x"], device=device), torch.randn(case["dy"], device=device)
     geometry = (case["kernel"], case["stride"], case["padding"], case["dilation"], groups)
-    dw, db, rows = operators.conv_wgrad(x, dy, samples, *geometry, True, True, F32)
+    dw, db, rows = KERNELS.conv_wgrad(x, dy, samples, *geometry, True, True, F32)
     grads = []
     for x_b, dy_b in zip(x.double().chunk(samples), dy.double().chunk(samples)):
-        grads.append(conv.conv_wgrad(x_b, dy_b, 1, *geometry, True, True, torch.float64)[:2])
+        alone = REFERENCE.conv_wgrad(x_b, dy_b, 1, *geometry, True, True, torch.float64)
+        grads.append(alone[:2])
     g_w, g_b = (torch.stack(list(g)) for g in zip(*grads))
     assert_gradient(dw, g_w)
     assert_gradient(db, g_b)

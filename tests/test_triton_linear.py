@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.signed import Signed
+
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast import reference
-from gnsfast.triton_kernels import configs, gram, linear_wgrad, operators, routes  # noqa: E402
+from gnsfast.triton_kernels import configs, gram, linear_wgrad, operators, outer, routes  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, candidates, splits  # noqa: E402
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+KERNELS = Signed(operators)
 DTYPES = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 
 # B, T, I, O: the tiles of the default configurations are 128 x 128, the blocks 64 tokens.
@@ -62,11 +65,11 @@ def test_linear_wgrad(
     shape: tuple[int, int, int, int], transposed: bool, dtype: torch.dtype, device: str
 ) -> None:
     x, dy = draw(*shape, dtype, device)
-    dw, db, rows = operators.linear_wgrad(x, dy, True, True, transposed, F32)
+    dw, db, rows, _ = KERNELS.linear_wgrad(x, dy, True, True, transposed, F32)
     weight, bias = loop(x, dy), loop(torch.ones_like(x[..., :1]), dy)
     if shape[2] == 1:  # a sum over one feature must not be taken for the bias
         x = torch.randn_like(x)
-        dw, db, rows = operators.linear_wgrad(x, dy, True, True, transposed, F32)
+        dw, db, rows, _ = KERNELS.linear_wgrad(x, dy, True, True, transposed, F32)
         weight = loop(x, dy)
     assert_wgrad(dw.T if transposed else dw, rows[0, :-1], weight)
     assert_wgrad(db[:, None], rows[1, :-1], bias)
@@ -106,7 +109,7 @@ def test_fused_tiles(
 def test_dw_in_the_dtype_of_the_weight(out: torch.dtype, device: str) -> None:
     """Rounded once, from the float32 sum (by the interpreter: to bfloat16 towards zero)."""
     x, dy = draw(3, 70, 40, 24, BF16, device)
-    dw, _, rows = operators.linear_wgrad(x, dy, True, False, False, out)
+    dw, _, rows, _ = KERNELS.linear_wgrad(x, dy, True, False, False, out)
     want = loop(x, dy)
     assert dw.dtype == out
     error = (dw.double() - want[0]).abs().max() / want[0].abs().max()
@@ -132,7 +135,7 @@ def test_tied_rows(dtype: torch.dtype, device: str) -> None:
     x, dy = draw(3, 70, 40, 152, dtype, device)
     ids = torch.randint(0, 152, (3, 9), device=device)
     ids[0] = 7
-    dw, db, rows, tied = operators.linear_wgrad_tied(x, dy, ids, True, F32)
+    dw, db, rows, tied = KERNELS.linear_wgrad(x, dy, True, True, False, F32, ids_BS=ids)
     assert_wgrad(dw, rows[0, :-1], loop(x, dy))
     for b in range(3):
         want = dy[b].double().T[ids[b]] @ x[b].double()
@@ -157,7 +160,7 @@ def test_strides(make: object, dtype: torch.dtype, device: str) -> None:
     x = make(torch.randn(8400).to(device, dtype))
     dy = torch.randn(3, 70, 24, device=device).to(dtype)
     for left, right in ((x, dy), (dy, x)):
-        dw, _, rows = operators.linear_wgrad(left, right, True, False, False, F32)
+        dw, _, rows, _ = KERNELS.linear_wgrad(left, right, True, False, False, F32)
         assert_wgrad(dw, rows[0, :-1], loop(left, right))
 
 
@@ -176,7 +179,7 @@ def test_samples_do_not_mix(device: str, three_processors: None) -> None:
         x, dy = draw(3, T, width, width, BF16, device)
         assert routes.linear_route(3, T, width, width, x) == route
         x[1, -1, 0] = torch.inf
-        _, _, rows = operators.linear_wgrad(x, dy, True, False, False, F32)
+        _, _, rows, _ = KERNELS.linear_wgrad(x, dy, True, False, False, F32)
         assert rows[0, :3].isfinite().tolist() == [True, False, True]
 
 
@@ -228,7 +231,7 @@ def test_rows(device: str) -> None:
 
 def test_same_bits_twice(device: str) -> None:
     x, dy = draw(5, 130, 264, 136, BF16, device)
-    first, second = (operators.linear_wgrad(x, dy, True, True, False, F32) for _ in range(2))
+    first, second = (KERNELS.linear_wgrad(x, dy, True, True, False, F32) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
@@ -264,14 +267,14 @@ def test_splits_fill_the_device(I: int, O: int, B: int) -> None:
 def test_dtype_without_a_kernel(x_dtype: torch.dtype, dy_dtype: torch.dtype, device: str) -> None:
     x, dy = (torch.ones(2, 3, 4, device=device).to(dtype) for dtype in (x_dtype, dy_dtype))
     with pytest.raises(NotImplementedError, match=r"shapes \[2, 3, 4\].*GNSFAST_BACKEND=reference"):
-        operators.linear_wgrad(x, dy, True, False, False, F32)
+        KERNELS.linear_wgrad(x, dy, True, False, False, F32)
 
 
 @pytest.mark.parametrize("T", [1, 9, 70])
 def test_float64_parameter(T: int, device: str) -> None:
     """Under autocast the weight may be wider than what it multiplies."""
     x, dy = draw(3, T, 512, 512, BF16, device)
-    dw, db, rows = operators.linear_wgrad(x, dy, True, True, False, torch.float64)
+    dw, db, rows, _ = KERNELS.linear_wgrad(x, dy, True, True, False, torch.float64)
     assert dw.dtype == db.dtype == torch.float64
     assert_wgrad(dw, rows[0, :-1], loop(x, dy))
 
@@ -279,8 +282,8 @@ def test_float64_parameter(T: int, device: str) -> None:
 def test_agrees_with_the_reference(device: str) -> None:
     """Same shapes, dtypes and meaning of every result."""
     x, dy = draw(3, 70, 40, 24, F32, device)
-    ours = operators.linear_wgrad(x, dy, True, True, True, F32)
-    theirs = reference.linear_wgrad(x, dy, True, True, True, F32)
+    ours = KERNELS.linear_wgrad(x, dy, True, True, True, F32)
+    theirs = Signed(reference).linear_wgrad(x, dy, True, True, True, F32)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -297,7 +300,8 @@ def test_unaligned_rows_are_copied_where_that_is_cheaper(
     run = lambda x, dy, *args, **kwargs: read.append(dy) or fused(x, dy, *args, **kwargs)
     monkeypatch.setattr(linear_wgrad, "fused", run)
     dw = torch.empty(137, I, device=device)
-    assert_wgrad(dw, operators.fused_wgrad(x, dy, dw), loop(x, dy))
+    [sqnorm_B1] = outer.fused_wgrad(x, dy, dw)
+    assert_wgrad(dw, sqnorm_B1, loop(x, dy))
     assert [linear_wgrad.aligned(t) for t in read] == [copied]
     assert (read[0] is dy) is not copied
 
@@ -321,13 +325,13 @@ def test_tied_tiles_are_tuned_with_their_rows(device: str, monkeypatch: pytest.M
         return configs[-1]
 
     monkeypatch.setattr(linear_wgrad, "fused", run)
-    monkeypatch.setattr(operators, "choose", choose)
+    monkeypatch.setattr(outer, "choose", choose)
     ids = torch.randint(0, 152, (3, 9), device=device)
-    dw, _, rows, tied = operators.linear_wgrad_tied(x, dy, ids, False, F32)
+    dw, _, rows, tied = KERNELS.linear_wgrad(x, dy, True, False, False, F32, ids_BS=ids)
     assert tried == list(candidates(BF16, True, links=True)) and len(tried) > 1
     assert launched == [True] * (len(tried) + 1)
     assert_wgrad(dw, rows[0, :-1], loop(x, dy))
     want = torch.stack([g.T[i] @ a for g, i, a in zip(dy.double(), ids, x.double())])
     torch.testing.assert_close(tied.double(), want, rtol=1e-5, atol=1e-5)
-    operators.fused_wgrad(x, dy, torch.empty(152, 48, device=device))
+    outer.fused_wgrad(x, dy, torch.empty(152, 48, device=device))
     assert keys[0] != keys[1], "a head that is not tied would take a tied one's tile"

@@ -8,12 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.signed import Signed
+
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast.ops import backends, extension
-from gnsfast.triton_kernels import configs, linear_wgrad, operators, operators_metric  # noqa: E402
+from gnsfast.triton_kernels import configs, linear_wgrad, operators  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
+KERNELS = Signed(operators)
 S, EPS = 1.5, 1e-3
 
 
@@ -73,9 +76,8 @@ def test_linear(
     x, dy = draw(*shape, device)
     I, O = shape[2:4]
     v, v_O = moments(*((I, O) if transposed else (O, I))).to(device), moments(O).to(device)
-    dw, db, rows, _ = operators_metric.linear_wgrad_metric(
-        x, dy, v, v_O, constants(2).to(device), None, transposed, F32
-    )
+    metric = dict(moments=[v, v_O], constants_P2=constants(2).to(device))
+    dw, db, rows, _ = KERNELS.linear_wgrad(x, dy, True, True, transposed, F32, **metric)
     g = dy.double().mT @ x.double()
     g = g.mT if transposed else g
     bias = dy.double().sum(1)
@@ -105,9 +107,8 @@ def test_the_extension_is_not_asked(device: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(extension, "takes", lambda *args: True)
     x, dy = draw(2, 9, 40, 24, BF16, device)
     v = moments(24, 40).to(device)
-    _, _, rows, _ = operators_metric.linear_wgrad_metric(
-        x, dy, v, None, constants(1).to(device), None, False, F32
-    )
+    metric = dict(moments=[v], constants_P2=constants(1).to(device))
+    _, _, rows, _ = KERNELS.linear_wgrad(x, dy, True, False, False, F32, **metric)
     assert_rows(rows, [dy.double().mT @ x.double()], [v])
 
 
@@ -115,9 +116,8 @@ def test_tied_rows(device: str) -> None:
     x, dy = draw(2, 9, 40, 152, BF16, device)
     ids = torch.randint(0, 152, (2, 9), device=device)
     v, v_O = moments(152, 40).to(device), moments(152).to(device)
-    dw, _, rows, tied = operators_metric.linear_wgrad_metric(
-        x, dy, v, v_O, constants(2).to(device), ids, False, F32
-    )
+    metric = dict(moments=[v, v_O], constants_P2=constants(2).to(device))
+    dw, _, rows, tied = KERNELS.linear_wgrad(x, dy, True, True, False, F32, ids_BS=ids, **metric)
     g = dy.double().mT @ x.double()
     assert_gradient(dw, g)
     assert_rows(rows, [g, dy.double().sum(1)], [v, v_O])
@@ -128,9 +128,8 @@ def test_tied_rows(device: str) -> None:
 def test_second_moments_of_another_layout_and_dtype(device: str) -> None:
     x, dy = draw(3, 9, 24, 40, BF16, device)
     v = moments(24, 40).T.to(device, BF16)
-    _, _, rows, _ = operators_metric.linear_wgrad_metric(
-        x, dy, v, None, constants(1).to(device), None, False, BF16
-    )
+    metric = dict(moments=[v], constants_P2=constants(1).to(device))
+    _, _, rows, _ = KERNELS.linear_wgrad(x, dy, True, False, False, BF16, **metric)
     assert_rows(rows, [dy.double().mT @ x.double()], [v])
 
 
@@ -147,9 +146,8 @@ def test_embedding(
     if padding_idx >= 0:
         onehot[..., padding_idx] = 0.0
     g = onehot.mT @ dy.double()
-    dw, rows = operators_metric.embedding_wgrad_metric(
-        dy, ids, v, constants(1).to(device), padding_idx, F32
-    )
+    metric = dict(moments=[v], constants_P2=constants(1).to(device))
+    dw, rows = KERNELS.embedding_wgrad(dy, ids, 6, padding_idx, F32, **metric)
     assert_gradient(dw, g)
     assert_rows(rows, [g], [v])
 
@@ -168,9 +166,9 @@ def test_norms(kind: str, device: str) -> None:
         _, mean, rstd = torch.native_layer_norm(x, [50], w, b, 1e-5)
         normed = F.layer_norm(wide, (50,), eps=1e-5)
     g = [(normed * dy.double()).sum(1), dy.double().sum(1)][: 1 + bias]
-    dx, dw, db, rows = operators_metric.norm_backward_metric(
-        *(dy, x, mean, rstd, w, None if rms else b, v_w, v_b if bias else None),
-        *(constants(1 + bias).to(device), 1e-5, 0.0),
+    metric = dict(moments=[v_w, v_b][: 1 + bias], constants_P2=constants(1 + bias).to(device))
+    dx, dw, db, rows = KERNELS.norm_backward(
+        *(dy, x, mean, rstd, w, None if rms else b, True, bias, 1e-5, 0.0), **metric
     )
     assert_gradient(dw, g[0])
     assert_rows(rows, g, [v_w, v_b][: 1 + bias])

@@ -11,17 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.signed import Signed
+
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast import reference
-from gnsfast.triton_kernels import operators, operators_metric  # noqa: E402
+from gnsfast.triton_kernels import operators  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def compare(theirs: Any, ours: Any, op: str, *args: Any) -> None:
+def compare(op: str, *args: Any, **more: Any) -> None:
     """Every result of an operator, on the same arguments."""
-    for want, got in zip(getattr(theirs, op)(*args), getattr(ours, op)(*args)):
+    theirs, ours = (getattr(Signed(m), op)(*args, **more) for m in (reference, operators))
+    for want, got in zip(theirs, ours, strict=True):
         assert got.shape == want.shape and got.dtype == want.dtype, op
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, msg=lambda m: f"{op}: {m}")
 
@@ -44,16 +47,17 @@ def test_linear(shape: tuple[int, int, int, int], dtype: torch.dtype, device: st
     ids = torch.zeros(B, 1, dtype=torch.long, device=device)
     v, v_O = torch.rand(O, I, device=device), torch.rand(O, device=device)
     constants = torch.ones(2, 2, dtype=torch.float64, device=device)
-    compare(reference, operators, "linear_wgrad", x, dy, True, True, False, F32)
-    compare(reference, operators, "linear_wgrad_tied", x, dy, ids, True, F32)
-    metric = (x, dy, v, v_O, constants, None, False, F32)
-    compare(reference, operators_metric, "linear_wgrad_metric", *metric)
-    metric = (x, dy, v, None, constants[:1], ids, False, F32)
-    compare(reference, operators_metric, "linear_wgrad_metric", *metric)
+    compare("linear_wgrad", x, dy, True, True, False, F32)
+    compare("linear_wgrad", x, dy, True, True, False, F32, ids_BS=ids)
+    metric = dict(moments=[v, v_O], constants_P2=constants)
+    compare("linear_wgrad", x, dy, True, True, False, F32, **metric)
+    metric = dict(ids_BS=ids, moments=[v], constants_P2=constants[:1])
+    compare("linear_wgrad", x, dy, True, False, False, F32, **metric)
     for bounds in ([0, T // 2, T], [0, T], [0, 0, T]):
         starts = torch.tensor(bounds, device=device)
-        segments = (x[0], dy[0], starts, 1, True, True, False, F32)
-        compare(reference, operators, "linear_wgrad_segments", *segments)
+        for experts in (0, 1):
+            segments = (x[0], dy[0], True, True, False, F32, starts, experts)
+            compare("linear_wgrad", *segments)
 
 
 @pytest.mark.parametrize("D", [1, 40, 600])
@@ -63,9 +67,9 @@ def test_embedding(B: int, T: int, D: int, device: str) -> None:
     dy, v = torch.randn(B, T, D, device=device), torch.rand(300, D, device=device)
     constants = torch.ones(1, 2, dtype=torch.float64, device=device)
     for padding_idx in (-1, 0, 1):
-        compare(reference, operators, "embedding_wgrad", dy, ids, 300, padding_idx, F32)
-    metric = (dy, ids, v, constants, -1, F32)
-    compare(reference, operators_metric, "embedding_wgrad_metric", *metric)
+        compare("embedding_wgrad", dy, ids, 300, padding_idx, F32)
+    metric = dict(moments=[v], constants_P2=constants)
+    compare("embedding_wgrad", dy, ids, 300, -1, F32, **metric)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 40), (1, 5, 1), (3, 1, 9000)], ids=str)
@@ -73,9 +77,9 @@ def test_norms(shape: tuple[int, int, int], device: str) -> None:
     x, dy = (torch.randn(shape, device=device) for _ in range(2))
     w = torch.randn(shape[2], device=device)
     _, mean, rstd = torch.native_layer_norm(x, [shape[2]], w, w, 1e-5)
-    compare(reference, operators, "rms_norm_backward", dy, x, w, 1e-3, 0.0)
-    compare(reference, operators, "layer_norm_backward", dy, x, mean, rstd, w, w, True, True)
-    compare(reference, operators, "layer_norm_backward", dy, x, mean, rstd, None, w, False, True)
+    compare("norm_backward", dy, x, None, None, w, None, True, False, 1e-3, 0.0)
+    compare("norm_backward", dy, x, mean, rstd, w, w, True, True)
+    compare("norm_backward", dy, x, mean, rstd, None, w, False, True)
 
 
 def patterns(T: int, S: int, device: str) -> Iterator[tuple[Any, ...]]:
@@ -101,8 +105,8 @@ def test_attention(H: int, K: int, T: int, S: int, D: int, all_learned: bool, de
         learned[1:] = [None] * 3
     wanted = [p is not None for p in learned]
     for pattern in patterns(T, S, device):
-        compare(reference, operators, "attention_forward", q, k, v, *learned, *pattern)
-        saved = reference.attention_forward(q, k, v, *learned, *pattern)
+        compare("attention_forward", q, k, v, *learned, *pattern)
+        saved = Signed(reference).attention_forward(q, k, v, *learned, *pattern)
         samples = 1 if pattern[1] is None else len(pattern[1]) - 1
         backward = (q, q, k, v, *saved, *learned, *pattern, samples, wanted)
-        compare(reference, operators, "attention_backward", *backward)
+        compare("attention_backward", *backward)

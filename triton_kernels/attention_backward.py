@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gnsfast.reference import Parameters, Pattern, new_token_major
+from gnsfast.signatures import Parameters, Pattern, new_token_major
 from gnsfast.triton_kernels.attention_tiles import (
     allowed,
     config,

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gnsfast.reference import MAX_HEAD_DIM, Parameters, Pattern
+from gnsfast.reference import MAX_HEAD_DIM
+from gnsfast.signatures import Parameters, Pattern
 from gnsfast.triton_kernels.tiles import dot, most_registers
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Squared norms of rows, and the rows of a probe, by torch's own reductions."""
+"""Squared norms of rows and of their sums, by torch's own reductions.
+
+Norms of a parameter are float64 [M, B + 1]: those of the samples' gradients and of their sum, then
+the same under a metric.
+"""
 
 import torch
 from torch import Tensor
 
-from gnsfast import reference, tensors
-
-
-def probe_rows(sqnorms: list[Tensor], like: Tensor) -> Tensor:
-    """``sqnorm_PB`` [P, B + 2] from the [B + 1] squared norms of each parameter."""
-    if not sqnorms:
-        return like.new_empty((0, len(like) + 2), dtype=torch.float32)
-    return torch.stack([reference.probe_row(sqnorm_B1) for sqnorm_B1 in sqnorms])
+from gnsfast import tensors
+from gnsfast.reference import root_metric
+from gnsfast.signatures import Metric
 
 
 def row_sqnorms(t_RN: Tensor) -> Tensor:
@@ -22,5 +21,18 @@ def row_sqnorms(t_RN: Tensor) -> Tensor:
 
 
 def with_sum(sqnorm_B: Tensor, total_ON: Tensor) -> Tensor:
-    """[B + 1]: the samples' squared norms and that of their sum."""
-    return torch.cat([sqnorm_B.double(), row_sqnorms(total_ON).sum()[None]])
+    """[1, B + 1]: the samples' squared norms and that of their sum."""
+    return torch.cat([sqnorm_B.double(), row_sqnorms(total_ON).sum()[None]])[None]
+
+
+def sums_wgrad(
+    g_BN: Tensor, dtype: torch.dtype, metric: Metric | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a parameter, and its norms, from its samples' gradients."""
+    total_N = g_BN.sum(0)
+    norms = with_sum(row_sqnorms(g_BN), total_N[None])
+    if metric is not None:
+        root_N = root_metric(*metric, torch.float32).flatten()
+        weighed = with_sum(row_sqnorms(g_BN * root_N), (total_N * root_N)[None])
+        norms = torch.cat([norms, weighed])
+    return total_N.to(dtype), norms

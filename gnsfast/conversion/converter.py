@@ -3,28 +3,30 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from gnsfast.conversion.routes import (
     CONTAINERS,
     LISTS,
-    looped,
     original_class,
     own_parameters,
+    replayed,
     route_of,
     uses_children_as_tensors,
 )
 from gnsfast.conversion.ties import link_ties
 from gnsfast.layers import (
+    Converted,
+    DropIn,
     Experts,
-    Linear,
-    Looped,
     MultiheadAttention,
-    Probed,
+    OutProjection,
+    Replayed,
     Router,
     SampleLayout,
+    combine,
     rows_in_order,
 )
 
@@ -46,7 +48,6 @@ def convert(
     fold: Iterable[str] | None = None,
     broadcast: Iterable[str] | None = None,
     replay: Iterable[str] | None = None,
-    per_head: Iterable[str] | None = None,
     exclude: Iterable[str] | None = None,
 ) -> nn.Module:
     """Make the layers of ``model`` able to yield per-sample gradient norms; returns ``model``,
@@ -64,8 +65,6 @@ def convert(
         replay: patterns of modules to run once more for each sample in backward, with all that is
             below them: exact for what no layer sees (a weight used as a tensor, a layer called
             twice), but slow.
-        per_head: patterns of ``torch.nn`` attention layers whose heads get noise scales of their
-            own (``per_module``: ``.q.0``, ``.out_proj.0``, ...), for a product a head in backward.
         exclude: patterns of module names to leave out, with all that is below them; their
             parameters have no norms.
 
@@ -87,11 +86,6 @@ def convert(
     folded = _matching("fold", fold, named)
     shared = _matching("broadcast", broadcast, named)
     replayed = _matching("replay", replay, named)
-    by_head = _matching("per_head", per_head, named)
-    if odd := [n for n in sorted(by_head) if not isinstance(named[n], nn.MultiheadAttention)]:
-        raise ValueError(
-            f"per_head: {odd[0]!r} is a {type(named[odd[0]]).__name__}, not a MultiheadAttention"
-        )
     excluded = _matching("exclude", exclude, named)
     if odd := [n for n in sorted(shared) if not isinstance(named[n], nn.Embedding)]:
         raise ValueError(
@@ -107,7 +101,7 @@ def convert(
     _refuse_empty("fold", fold, claims_of)
     _refuse_empty("exclude", exclude, claims_of)
     routes = _routes(named, claims_of, whole)
-    if odd := [n for n in sorted(folded & routes.keys()) if issubclass(routes[n], Looped)]:
+    if odd := [n for n in sorted(folded & routes.keys()) if issubclass(routes[n], Replayed)]:
         raise ValueError(
             f"fold: {odd[0]!r} has no kernel and is replayed sample by sample, which folded rows "
             "do not allow: replay a module around it, or exclude it"
@@ -115,23 +109,19 @@ def convert(
     flattened = {n for n, cls in routes.items() if _flattened(n, cls, named)}
     for name, module in named.items():
         if name not in routes:
-            if isinstance(module, Probed):
-                module._claims = ()
+            if isinstance(module, DropIn):
+                module.know(claims=())
             continue
         claims = claims_of[name]
         if type(module) is not routes[name]:
             module.__class__ = routes[name]
-        assert isinstance(module, Probed)
-        module._claims = claims
-        module._samples = SampleLayout(batch_dim, name in folded, name in shared, name in flattened)
+        assert isinstance(module, DropIn)
+        layout = SampleLayout(batch_dim, name in folded, name in shared, name in flattened)
         reason = NO_BATCH.get(name.rpartition(".")[2], "")
         if name in excluded or _inside(name, excluded):
             reason = "excluded by convert"
-        module._uncovered = dict.fromkeys(claims, reason) if reason else {}
-        module._audited, module._calls, module._tie = False, None, None
-        if isinstance(module, MultiheadAttention):
-            module._blocks = module.num_heads if name in by_head else 1
-            cast(Linear, module.out_proj)._blocks = module._blocks
+        uncovered = dict.fromkeys(claims, reason) if reason else {}
+        module.gnsfast = Converted(claims, layout, uncovered)
     link_ties(named, claims_of)
     return model
 
@@ -148,9 +138,14 @@ def _routes(
                 module.__class__ = original
         for name, module in named.items():
             if claims_of[name]:
-                route = looped(module) if name in whole else route_of(module)
+                route = replayed(module) if name in whole else route_of(module)
                 if route.cls is not None:
                     routes[name] = route.cls
+        for name in [n for n, cls in routes.items() if issubclass(cls, MultiheadAttention)]:
+            child = f"{name}.out_proj" if name else "out_proj"
+            if child in routes:
+                own = type(named[child])
+                routes[child] = combine(own, OutProjection, over=own is nn.Linear)
     finally:
         for name, module in named.items():
             if type(module) is not before[name]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from gnsfast.conversion import fused_losses
 from gnsfast.conversion.routes import route_of, uses_children_as_tensors
-from gnsfast.layers import Probed
+from gnsfast.layers import DropIn
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ def coverage(model: nn.Module) -> Coverage:
     >>> gnsfast.coverage(model).rows[2].reason
     'batch statistics tie samples together: no per-sample gradient exists'
     """
-    claimed: dict[int, list[tuple[Probed, str]]] = {}
+    claimed: dict[int, list[tuple[DropIn, str]]] = {}
     owners: dict[int, nn.Module] = {}
     for module in model.modules():
-        if isinstance(module, Probed):
+        if isinstance(module, DropIn):
             for name, p in module.claimed_parameters().items():
                 claimed.setdefault(id(p), []).append((module, name))
         for parameter in module._parameters.values():
@@ -94,17 +94,17 @@ def coverage(model: nn.Module) -> Coverage:
 
 
 def _row(
-    name: str, p: nn.Parameter, claims: list[tuple[Probed, str]], owner: nn.Module, note: str
+    name: str, p: nn.Parameter, claims: list[tuple[DropIn, str]], owner: nn.Module, note: str
 ) -> CoverageRow:
     if nn.parameter.is_lazy(p):
         return CoverageRow(name, 0, "", False, None, route_of(owner).reason)
     if not p.requires_grad:
         return CoverageRow(name, p.numel(), "frozen", False, None, "")
-    reasons = [m._uncovered[own] for m, own in claims if own in m._uncovered]
+    reasons = [m.gnsfast.uncovered[own] for m, own in claims if own in m.gnsfast.uncovered]
     if not claims:
         reasons = [route_of(owner).reason or "not converted: call gnsfast.convert(model)"]
     if reasons:
         return CoverageRow(name, p.numel(), "", False, None, reasons[0])
-    calls = [m._calls for m, _ in claims if m._calls is not None]
+    calls = [m.gnsfast.calls for m, _ in claims if m.gnsfast.calls is not None]
     routes = " + ".join(dict.fromkeys(m.route for m, _ in claims))
     return CoverageRow(name, p.numel(), routes, True, any(calls) if calls else None, note)

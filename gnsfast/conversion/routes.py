@@ -12,16 +12,18 @@ from torch.nn.utils import parametrize
 from gnsfast import layers
 from gnsfast.functional import RMS_NORM_VARIANTS
 from gnsfast.layers import (
+    ATTENTION,
+    DropIn,
     Experts,
-    Looped,
     MultiheadAttention,
-    Probed,
+    Replayed,
     Router,
     SinkAttention,
     combine,
     experts_reason,
     owns_router,
     owns_sinks,
+    user_class,
 )
 
 
@@ -32,7 +34,7 @@ class Route(NamedTuple):
     reason: str = ""
 
 
-KERNELS: dict[type[nn.Module], type[Probed]] = {
+KERNELS: dict[type[nn.Module], type[DropIn]] = {
     nn.Linear: layers.Linear,
     nn.Embedding: layers.Embedding,
     nn.LayerNorm: layers.LayerNorm,
@@ -41,16 +43,13 @@ KERNELS: dict[type[nn.Module], type[Probed]] = {
     nn.Conv2d: layers.Conv2d,
     nn.MultiheadAttention: MultiheadAttention,
 }
-ATTENTION = {*MultiheadAttention._claims}
 
 
 def original_class(cls: type) -> type:
     """What a module's class was before ``convert``."""
-    recipe = cls.__dict__.get("_recipe")
-    if recipe is not None:
-        original: type = recipe[0]
+    if (original := user_class(cls)) is not cls:
         return original
-    return next((base for base, probed in KERNELS.items() if probed is cls), cls)
+    return next((base for base, drop_in in KERNELS.items() if drop_in is cls), cls)
 
 
 MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
@@ -78,7 +77,7 @@ def _attention_route(module: nn.Module) -> Route:
     out: Any = module.out_proj
     cls = original_class(type(module))
     plain = original_class(type(out)) in (nn.Linear, NonDynamicallyQuantizableLinear)
-    if not plain or not own_parameters(module).keys() <= ATTENTION:
+    if not plain or not own_parameters(module).keys() <= {*ATTENTION}:
         return Route(None)
     if parametrize.is_parametrized(module) or parametrize.is_parametrized(out):
         return Route(None)
@@ -100,7 +99,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def route_of(module: nn.Module) -> Route:
     """The route of a module that owns parameters."""
-    if isinstance(module, Probed):
+    if isinstance(module, DropIn):
         return Route(type(module))
     own = module._parameters
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
@@ -109,9 +108,9 @@ def route_of(module: nn.Module) -> Route:
         return Route(None, "complex parameters")
     if _computed(module):
         return COMPUTED
-    for base, probed in KERNELS.items():
+    for base, drop_in in KERNELS.items():
         if isinstance(module, base):
-            return _drop_in(module, base, probed)
+            return _drop_in(module, base, drop_in)
     if (
         type(module).__module__ == "transformers.pytorch_utils"
         and type(module).__name__ == "Conv1D"
@@ -125,7 +124,7 @@ def route_of(module: nn.Module) -> Route:
         return Route(combine(type(module), Router, over=True))
     if (variant := rms_norm_variant(module)) is not None:
         return Route(combine(type(module), RMS_NORMS[variant], over=True))
-    return looped(module)
+    return replayed(module)
 
 
 COMPUTED = Route(None, "its weight is computed from other parameters (parametrization)")
@@ -139,20 +138,20 @@ def _computed(module: nn.Module) -> bool:
     return computed or parametrize.is_parametrized(module)
 
 
-def _drop_in(module: nn.Module, base: type[nn.Module], probed: type[Probed]) -> Route:
+def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) -> Route:
     if base is nn.MultiheadAttention:
         route = _attention_route(module)
-        return looped(module) if route.cls is None else route
+        return replayed(module) if route.cls is None else route
     own = own_parameters(module).keys()
     if isinstance(module, nn.Embedding) and (module.sparse or module.scale_grad_by_freq):
         return Route(None, "an embedding with sparse or frequency-scaled gradients")
     if not own <= {"weight", "bias"} or "weight" not in own:
-        return looped(module)
+        return replayed(module)
     if type(module) is base:
-        return Route(probed)
+        return Route(drop_in)
     if _reaches_super(type(module), base):
-        return Route(combine(type(module), probed, over=False))
-    return looped(module)
+        return Route(combine(type(module), drop_in, over=False))
+    return replayed(module)
 
 
 def _reaches_super(cls: type, base: type) -> bool:
@@ -202,7 +201,7 @@ def rms_norm_variant(module: nn.Module) -> str | None:
     return candidates[0] if candidates else None
 
 
-RMS_NORMS: dict[str, type[Probed]] = {
+RMS_NORMS: dict[str, type[DropIn]] = {
     "llama": layers.LlamaRMSNorm,
     "olmo": layers.OlmoRMSNorm,
     "t5": layers.T5RMSNorm,
@@ -231,7 +230,7 @@ def _identical(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def looped(module: nn.Module) -> Route:
+def replayed(module: nn.Module) -> Route:
     """The route for anything else: a replay, unless it would give other outputs."""
     if isinstance(module, CONTAINERS):
         return Route(None, "a bare container of parameters that no module holds")
@@ -252,4 +251,4 @@ def looped(module: nn.Module) -> Route:
         isinstance(module, nn.MultiheadAttention) and module.dropout > 0
     ):
         return Route(None, "dropout inside: a replay would draw other masks")
-    return Route(combine(type(module), Looped, over=True))
+    return Route(combine(type(module), Replayed, over=True))

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.arguments import one_of
+from gnsfast.combinations import METRIC, PIPELINE, TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Settings
-from gnsfast.layers import MultiheadAttention, Probed
 from gnsfast.noise_scale import NoiseScale, summarize_adam
 from gnsfast.parallel import Processes
-from gnsfast.probing import MetricRows, ProbeSlab
+from gnsfast.probing import ProbeSlab
 from gnsfast.reference import metric_sqnorm
 from gnsfast.tensors import is_dtensor
 
@@ -27,18 +27,14 @@ class NoMetric:
     """An update without a metric: nothing is measured, and nothing is in its vector."""
 
     width = 0
-    left_out: tuple[str, ...] = ()
+    modules: frozenset[str] = frozenset()
 
-    @property
-    def probes(self) -> list[Tensor]:
-        """Those of the open micro-batch."""
-        return []
+    def open(self, slab: ProbeSlab, first: bool) -> dict[str, list[Tensor]]:
+        """v of the parameters of each module whose metric is known; ``first`` of an update."""
+        return {}
 
-    def open(self, slab: ProbeSlab, first: bool) -> None:
-        """Let the next pass fill the rows of the metric too; ``first`` of an update."""
-
-    def add(self, slab: ProbeSlab, without_scale: Callable[[Tensor], Tensor]) -> None:
-        """Take what the pass left."""
+    def add(self, metric_2: Tensor) -> None:
+        """Take what a pass left under the metric, without a gradient scaler's factor."""
 
     def finish(
         self, by_probe: bool, unscale: Callable[[Tensor], Tensor], touched: set[str]
@@ -76,26 +72,20 @@ class AdamMetric(NoMetric):
         self._optimizer, self._local = settings.optimizer, settings.local
         self._processes = processes
         if processes.tensor > 1:
-            raise NotImplementedError(
-                "metric='adam' has no noise scale in a tensor parallel model: leave it out (it "
-                "works under DistributedDataParallel)"
-            )
-        self._modules = taking(model, slab)
-        self.left_out = tuple(
-            name
-            for name, rows in slab.rows.items()
-            if not {path for path, _, _ in rows} <= self._modules.keys()
-        )
-        if not self._modules:
+            refuse(None, [METRIC, TENSOR_PARALLEL])
+        self.modules = slab.taking(METRIC)
+        self.left_out = slab.left_out(self.modules)
+        if not self.modules:
             raise ValueError(
                 f"no layer of {type(model).__name__} has norms under a metric (Linear, Embedding, "
                 "LayerNorm, RMSNorm and their like do): leave metric='adam' out"
             )
-        self._own = {path: [*m.probed_parameters().values()] for path, m in self._modules.items()}
+        of = slab.modules
+        self._own = {path: [*of[path].probed_parameters().values()] for path in self.modules}
         taken = {p for own in self._own.values() for p in own}
         self._names = {p: name for name, p in model.named_parameters() if p in taken}
         self._groups = _groups(self._optimizer, self._names)
-        self._rows: MetricRows | None = None
+        self._slab: ProbeSlab | None = None
         self._moments: dict[nn.Parameter, Tensor] = {}
         self._marks: list[Any] = []
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -113,26 +103,24 @@ class AdamMetric(NoMetric):
             return NoMetric()
         return AdamMetric(model, slab, settings, processes, device)
 
-    @property
-    def probes(self) -> list[Tensor]:
-        return [] if self._rows is None else self._rows.probes
-
-    def open(self, slab: ProbeSlab, first: bool) -> None:
+    def open(self, slab: ProbeSlab, first: bool) -> dict[str, list[Tensor]]:
         found = {p: self._moment(p, name) for p, name in self._names.items()}
         moments = {p: v for p, v in found.items() if v is not None}
         if first:
             self._moments, self._marks = moments, self._mark(moments)
             self._sums = torch.zeros_like(self._sums)
         self._refuse_step(moments)
-        rows = self._rows = slab.metric = slab.metric or MetricRows(self._modules, slab.num_samples)
-        for device, parameters in rows.parameters.items():
-            self._fill(rows.constants[device], parameters)
-        known = {path: own for path, own in self._own.items() if moments.keys() >= {*own}}
-        rows.open({path: [moments[p] for p in own] for path, own in known.items()})
+        self._slab = slab
+        for device, rows in slab.weighed.items():
+            self._fill(slab.constants[device], rows)
+        return {
+            path: [moments[p] for p in own]
+            for path, own in self._own.items()
+            if moments.keys() >= {*own}
+        }
 
-    def add(self, slab: ProbeSlab, without_scale: Callable[[Tensor], Tensor]) -> None:
-        assert slab.metric is not None
-        self._sums = self._sums + without_scale(slab.metric.sums(self._sums.device))
+    def add(self, metric_2: Tensor) -> None:
+        self._sums = self._sums + metric_2
 
     def finish(
         self, by_probe: bool, unscale: Callable[[Tensor], Tensor], touched: set[str]
@@ -142,11 +130,12 @@ class AdamMetric(NoMetric):
         if by_probe:
             return [self._sums]
         self._refuse_step(self._moments)
-        assert self._rows is not None
+        assert self._slab is not None
         q = torch.zeros_like(self._sums[0])
         left = dict(self._moments)
-        for device, parameters in self._rows.parameters.items():
-            for p, constants_2 in zip(parameters, self._rows.constants[device].unbind()):
+        for device, rows in self._slab.weighed.items():
+            constants = self._slab.constants[device].unbind()
+            for constants_2, p in ((constants[row], p) for row, p in rows):
                 v = left.pop(p, None)  # a tied weight has several rows
                 if v is not None and p.grad is not None:
                     found = metric_sqnorm(p.grad.detach(), v, constants_2)
@@ -186,10 +175,10 @@ class AdamMetric(NoMetric):
             )
         return v
 
-    def _fill(self, constants_R2: Tensor, parameters: list[nn.Parameter]) -> None:
+    def _fill(self, constants_R2: Tensor, weighed: list[tuple[int, nn.Parameter]]) -> None:
         """s and eps of each row whose parameter has a v; where its step lies, nothing waits."""
         by_device: dict[torch.device, list[tuple[int, Tensor, Any, float]]] = {}
-        for row, p in enumerate(parameters):
+        for row, p in weighed:
             if p in self._moments:
                 step, group = torch.as_tensor(self._step(p)), self._groups[p]
                 of_row = row, step, group["betas"][1], group["eps"]
@@ -226,30 +215,7 @@ def check_settings(metric: str | None, optimizer: Any, stages: Any) -> None:
     if (metric is None) != (optimizer is None):
         raise ValueError("metric='adam' and optimizer=... go together: give both or neither")
     if metric is not None and stages is not None:
-        raise ValueError("metric='adam' has no noise scale over pipeline stages: leave it out")
-
-
-def taking(model: nn.Module, slab: ProbeSlab) -> dict[str, Probed]:
-    """The modules that take a metric, where all that share a parameter do."""
-    attentions = (m for m in model.modules() if isinstance(m, MultiheadAttention))
-    inside = {id(m.out_proj) for m in attentions}  # attention calls no forward of it
-    taking = {
-        path: m
-        for path, m in slab.modules.items()
-        if m.takes_metric
-        and id(m) not in inside
-        and not m._uncovered.keys() & m.probed_parameters().keys()
-    }
-    while True:
-        apart = {
-            path
-            for rows in slab.rows.values()
-            if not (paths := {path for path, _, _ in rows}) <= taking.keys()
-            for path in paths & taking.keys()
-        }
-        if not apart:
-            return taking
-        taking = {path: m for path, m in taking.items() if path not in apart}
+        refuse(None, [METRIC, PIPELINE])
 
 
 def _groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:

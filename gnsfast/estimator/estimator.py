@@ -19,7 +19,7 @@ from gnsfast.estimator.attachment import Attachment
 from gnsfast.estimator.observer import Observer
 from gnsfast.estimator.saved_state import identity, refuse_other
 from gnsfast.estimator.settings import Settings, ordered_names
-from gnsfast.layers import Probed
+from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.parallel import PipelinePasses
 from gnsfast.probing import AUDIT_EVERY
@@ -98,7 +98,7 @@ class GradientNoiseScale:
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
-        if stages is None and not any(isinstance(m, Probed) for m in model.modules()):
+        if stages is None and not any(isinstance(m, DropIn) for m in model.modules()):
             raise ValueError(
                 f"{type(model).__name__} has no gnsfast layer: call gnsfast.convert(model) first"
             )
@@ -263,7 +263,7 @@ class GradientNoiseScale:
                 "gns.attach() found no tensor among the model's arguments to read the batch size "
                 "off: use gns.microbatch(num_samples)"
             )
-        layout = next(m._samples for m in self.model.modules() if isinstance(m, Probed))
+        layout = next(m.gnsfast.layout for m in self.model.modules() if isinstance(m, DropIn))
         num_samples = x.shape[layout.batch_dim if x.ndim > layout.batch_dim else 0]
         self._open(count("num_samples", num_samples, least=1))
         self._attached, self._forward_ended = num_samples, False
@@ -377,7 +377,7 @@ class GradientNoiseScale:
                 "state_dict in the middle of an update: call it after gns.update()"
             )
         return {
-            **self._identity(observer),
+            **identity(observer, self.window, self.every),
             "seen": self._seen,
             "measured": self._measured,
             "ring": self._ring.cpu().clone(),
@@ -385,16 +385,14 @@ class GradientNoiseScale:
             "touched": dict(zip(observer.names, self._touched)),
         }
 
-    def _identity(self, observer: Observer) -> dict[str, Any]:
-        return {**identity(observer), "window": self.window, "every": self.every}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict()``: the same bits as without the interruption.
 
         Raises:
             ValueError: for a state of another model or of other settings, naming the difference.
         """
-        refuse_other(state, self._identity(Observer(self.model, self._settings)))
+        fresh = Observer(self.model, self._settings)
+        refuse_other(state, identity(fresh, self.window, self.every))
         self.reset()
         self._start()
         self._seen, self._measured = state["seen"], state["measured"]

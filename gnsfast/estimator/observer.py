@@ -14,7 +14,6 @@ from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import EndOfPass, Mark, Pending, Settings
 from gnsfast.estimator.stages import Stages
 from gnsfast.functional import document_slots
-from gnsfast.layers import Probed
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import (
     PipelinePasses,
@@ -23,7 +22,7 @@ from gnsfast.parallel import (
     in_context_parallel,
     refuse_context_parallel,
 )
-from gnsfast.probing import NO_BACKWARD, Audit, GradientWatch, ProbeSlab, checks, unwrapped
+from gnsfast.probing import NO_BACKWARD, Audit, GradientWatch, ProbeSlab, Sides, checks, unwrapped
 from gnsfast.tensors import is_dtensor
 
 
@@ -66,7 +65,8 @@ class Observer:
         self.device = torch.device("cpu") if first is None else first.device
         self._of = torch.tensor(self._of_host, dtype=torch.int64, device=self.device)
         self.metric = AdamMetric.of(self.model, slab, s, self.processes, self.device)
-        self.groups = GroupMeasure(s, self.model, slab, self.processes, self.device)
+        self.groups = GroupMeasure(s, slab, self.processes, self.device)
+        self._sides = Sides(self.metric.modules, self.groups.modules, len(s.groups))
         width = self.metric.width + self.groups.width
         self.exchange = Exchange(self.processes, self._stages, s.group, self.device, width)
         spread = fsdp_degrees(self.model)
@@ -92,9 +92,7 @@ class Observer:
     @property
     def probes(self) -> list[Tensor]:
         """The probes of the open micro-batch."""
-        return (
-            [] if self.slab is None else self.slab.probes + self.metric.probes + self.groups.probes
-        )
+        return [] if self.slab is None else self.slab.probes
 
     @property
     def all_labels(self) -> list[tuple[str, str]]:
@@ -121,14 +119,12 @@ class Observer:
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
             documents = document_slots(cu_seqlens, num_samples, slots)
-        slab = self.slabs.pop(slots, None) or ProbeSlab(self.model, slots)
+        slab = self.slabs.pop(slots, None) or ProbeSlab(self.model, slots, self._sides)
         self.slabs[slots] = slab  # the newest comes last
         if len(self.slabs) > SLABS:
             del self.slabs[next(iter(self.slabs))]
-        self.metric.open(slab, first=self.pending is None)
-        members = self.groups.members_of(groups, num_samples)
-        slab.open(documents)
-        self.groups.open(members)
+        moments = self.metric.open(slab, first=self.pending is None)
+        slab.open(documents, self.groups.open(groups, num_samples), moments)
         self.slab, self._version = slab, slab.version
         self._before = self._marks()
         self._stale = self._leftover()
@@ -220,7 +216,7 @@ class Observer:
         if self._end is None:
             self.pass_over()
         assert self._end is not None
-        sums, calls = slab.collect(self.device)
+        sums, metric, calls = slab.read(self.device)
         arrived, watched = self._watch.arrived, set(self._watch.watched)
         touched = [
             min(arrived[name], passes) if name in watched else int(old != new)
@@ -229,7 +225,7 @@ class Observer:
         whole = sums.new_zeros(2, len(self.names)).index_add_(1, self._of, sums)
         self.audit.add(whole, self._watch)
         sums = self._without_scale(sums) * factor**2
-        self.metric.add(slab, self._without_scale)
+        self.metric.add(self._without_scale(metric))
         weight = 1.0 if scale is None else scale
         self.groups.add(slab, num_samples, tokens, weight, s.loss_reduction, self._without_scale)
         surplus = (calls - passes).clamp(min=0) * self._single
@@ -373,8 +369,8 @@ class Observer:
         for (path, name), count, more in zip(self.labels, *calls_2R.tolist()):
             if not name:
                 continue
-            module: Probed = self.modules[path]
-            module._calls = None if count != count else int(count)
+            module = self.modules[path]
+            module.know(calls=None if count != count else int(count))
             if more != 0:  # NaN too
                 raise ObservationError(checks.explain_calls(path, module, more + 1))
             if (path, name) not in counted:

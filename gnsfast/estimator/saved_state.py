@@ -6,7 +6,7 @@ from typing import Any
 from gnsfast.estimator.observer import Observer
 
 
-def identity(observer: Observer) -> dict[str, Any]:
+def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
     """The model and the settings that measurements belong to."""
     s = observer.settings
     return {
@@ -17,6 +17,8 @@ def identity(observer: Observer) -> dict[str, Any]:
         "loss_reduction": s.loss_reduction,
         "metric": None if s.optimizer is None else "adam",
         "groups": list(s.groups),
+        "window": window,
+        "every": every,
     }
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from gnsfast.arguments import one_of
+from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, PIPELINE, refuse
 
 Mark = tuple[int, int] | None
 
@@ -30,32 +31,31 @@ class Settings:
         one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         if self.local and self.stages is not None:
             raise ValueError("source='local' has no use for pipeline stages: use source='global'")
-        if self.groups and (self.optimizer is not None or self.stages is not None):
-            raise ValueError("groups do not go with metric='adam' or stages: leave one out")
+        refuse(None, self.features())
+
+    def features(self, documents: bool = False, schedule: bool = False) -> list[str]:
+        """What the table of ``combinations`` is asked for, also in one block."""
+        asked = {
+            DOCUMENTS: documents,
+            METRIC: self.optimizer is not None,
+            GROUPS: bool(self.groups),
+            PIPELINE: schedule or self.stages is not None,
+        }
+        return [feature for feature, is_asked in asked.items() if is_asked]
 
     def check_block(self, tokens: Any, cu_seqlens: Any, groups: Any, schedule: Any) -> None:
         """One clear error for what a micro-batch cannot be told together."""
-        if schedule is not None:
-            if self.local:
-                raise ValueError("source='local' has no use for a schedule: use source='global'")
-            if self.optimizer is not None or cu_seqlens is not None or groups is not None:
-                raise ValueError(
-                    "a pipeline's schedule does not go with metric='adam', documents (cu_seqlens) "
-                    "or groups: leave these out"
-                )
+        if schedule is not None and self.local:
+            raise ValueError("source='local' has no use for a schedule: use source='global'")
+        refuse(None, self.features(cu_seqlens is not None, schedule is not None))
         if groups is not None and tokens is not None and getattr(tokens, "ndim", 0) != 1:
             raise ValueError("with groups tokens must be one count for each sample")
-        if cu_seqlens is not None:
-            if self.optimizer is not None or groups is not None:
-                raise ValueError(
-                    "documents (cu_seqlens) do not go with metric='adam' or groups: leave these out"
-                )
-            if tokens is None:
-                raise ValueError(
-                    "with cu_seqlens say tokens=..., the tokens of each document that the loss "
-                    "counts (cu_seqlens.diff() - 1 for next-token losses, 0 for padding), or 1 for "
-                    "each where it is a mean over documents"
-                )
+        if cu_seqlens is not None and tokens is None:
+            raise ValueError(
+                "with cu_seqlens say tokens=..., the tokens of each document that the loss "
+                "counts (cu_seqlens.diff() - 1 for next-token losses, 0 for padding), or 1 for "
+                "each where it is a mean over documents"
+            )
 
     @property
     def local(self) -> bool:

@@ -4,31 +4,28 @@
 
 A probe is a float32 leaf of zeros, [P, B + 2], with a row for each trainable parameter of the layer
 in the order weight, bias. After backward ``probe.grad`` holds B per-sample squared norms, the
-squared norm of the batch's gradient, and 1.0, which counts the calls. Forward results are those of
-``torch.nn.functional``.
+squared norm of the batch's gradient, and 1.0, which counts the calls. A ``Plan`` says where the
+samples lie and what else is measured. Forward results are those of ``torch.nn.functional``.
 """
 
 from gnsfast.functional._attention import attention
+from gnsfast.functional._autocast import autocast_dtype as autocast_dtype
 from gnsfast.functional._conv import conv
 from gnsfast.functional._cross_entropy import linear_cross_entropy
 from gnsfast.functional._embedding import embedding
 from gnsfast.functional._experts import grouped_linear
-from gnsfast.functional._groups import Groups
-from gnsfast.functional._in_projection import in_projection, repeated
+from gnsfast.functional._in_projection import in_projection
 from gnsfast.functional._linear import linear
+from gnsfast.functional._links import Link as Link
 from gnsfast.functional._norms import RMS_NORM_VARIANTS as RMS_NORM_VARIANTS
 from gnsfast.functional._norms import layer_norm, rms_norm
-from gnsfast.functional._samples import Link as Link
-from gnsfast.functional._samples import Metric
-from gnsfast.functional._samples import autocast_dtype as autocast_dtype
-from gnsfast.functional._samples import num_samples as num_samples
 from gnsfast.functional.documents import Documents as Documents
 from gnsfast.functional.documents import cu_seqlens as cu_seqlens
 from gnsfast.functional.documents import document_slots as document_slots
+from gnsfast.functional.plan import Plan
 
 __all__ = [
-    "Groups",
-    "Metric",
+    "Plan",
     "attention",
     "conv",
     "embedding",
@@ -37,6 +34,5 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
-    "repeated",
     "rms_norm",
 ]

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._samples import autocast_dtype, check_probe, num_samples, without_autocast
+from gnsfast.functional._autocast import autocast_dtype, without_autocast
+from gnsfast.functional.plan import PLAIN
+from gnsfast.signatures import AttentionBackward, AttentionForward
 
 
 class _Attention(torch.autograd.Function):
@@ -32,16 +34,15 @@ class _Attention(torch.autograd.Function):
         ctx.wanted = list(ctx.needs_input_grad[3:7])
         ctx.samples = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
         if probe is not None:
-            check_probe(probe, sum(ctx.wanted))
-            rows, ctx.samples = ctx.samples, num_samples(probe)
+            PLAIN.check("attention", probe, sum(ctx.wanted))
+            rows, ctx.samples = ctx.samples, PLAIN.samples(probe)
             folded = cu_seqlens is None and ctx.samples and rows % ctx.samples == 0
             if rows != ctx.samples and not folded:
                 raise ValueError(f"probe is for {ctx.samples} samples, but there are {rows}")
         parameters = (sinks, logit_scale, q_gain, k_gain)
         o: Tensor
-        o, highest, inverse = ops.attention_forward(
-            q, k, v, *parameters, mask, cu_seqlens, *pattern
-        )
+        a = AttentionForward(q, k, v, *parameters, mask, cu_seqlens, *pattern)
+        o, highest, inverse = ops.attention_forward(a)
         ctx.save_for_backward(q, k, v, o, highest, inverse, *parameters, mask, cu_seqlens)
         ctx.pattern = pattern
         return o
@@ -50,9 +51,9 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         with without_autocast(do):
-            dq, dk, dv, *grads, rows = ops.attention_backward(
-                do, *ctx.saved_tensors, *ctx.pattern, ctx.samples, ctx.wanted
-            )
+            fields: Any = *ctx.saved_tensors, *ctx.pattern, ctx.samples, ctx.wanted
+            found = ops.attention_backward(AttentionBackward(do, *fields))
+        dq, dk, dv, *grads, rows = found
         wanted = [g if want else None for g, want in zip(grads, ctx.wanted)]
         rows = rows if ctx.needs_input_grad[7] else None
         return dq, dk, dv, *wanted, rows, *(None,) * (2 + len(ctx.pattern))
@@ -118,7 +119,7 @@ def attention(
         raise ValueError("max_seqlen is the length of the longest document: it needs cu_seqlens")
     if not window and cu_seqlens is None and all(p is None for p in parameters):
         if probe is not None:
-            check_probe(probe, 0)
+            PLAIN.check("attention", probe, 0)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )

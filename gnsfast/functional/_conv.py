@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._samples import autocast_dtype, check_probe, num_samples, without_autocast
+from gnsfast.functional._autocast import autocast_dtype, cast_like, without_autocast
+from gnsfast.functional.plan import PLAIN, Plan
+from gnsfast.signatures import ConvWgrad
 
 
 class _Conv(torch.autograd.Function):
@@ -20,20 +22,16 @@ class _Conv(torch.autograd.Function):
         w: Tensor,
         b: Tensor | None,
         probe: Tensor,
-        dtype: torch.dtype | None,
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        groups: int,
+        plan: Plan,
+        *geometry: Any,
     ) -> Tensor:
+        plan.check("conv", probe, sum(ctx.needs_input_grad[1:3]), w)
         ctx.parameter_dtype = w.dtype
-        if dtype is not None:
-            w, b = w.to(dtype), b if b is None else b.to(dtype)
-        check_probe(probe, sum(ctx.needs_input_grad[1:3]))
+        w, b = cast_like(x, w, b)
         ctx.save_for_backward(x, w)
-        ctx.num_samples, ctx.geometry = num_samples(probe), (stride, padding, dilation, groups)
+        ctx.samples, ctx.geometry = plan.samples(probe), geometry
         conv = F.conv1d if w.ndim == 3 else F.conv2d
-        y: Tensor = conv(x, w, b, stride, padding, dilation, groups)
+        y: Tensor = conv(x, w, b, *geometry)
         return y
 
     @staticmethod
@@ -49,11 +47,10 @@ class _Conv(torch.autograd.Function):
                     *(dy, x, w, None, stride, padding, dilation, False),
                     *([0] * len(stride), groups, [True, False, False]),
                 )
-            dw, db, sqnorm_PB = ops.conv_wgrad(
-                *(x, dy, ctx.num_samples, list(w.shape[2:]), stride, padding, dilation, groups),
-                *(need_w, need_b, ctx.parameter_dtype),
-            )
-        return dx, dw if need_w else None, db if need_b else None, sqnorm_PB, *(None,) * 5
+            last: Any = *ctx.geometry, need_w, need_b, ctx.parameter_dtype
+            a = ConvWgrad(x, dy, ctx.samples, list(w.shape[2:]), *last)
+            dw, db, rows = ops.conv_wgrad(a)
+        return dx, dw if need_w else None, db if need_b else None, rows, *(None,) * 5
 
 
 def conv(
@@ -61,6 +58,7 @@ def conv(
     weight: Tensor,
     bias: Tensor | None,
     probe: Tensor,
+    plan: Plan = PLAIN,
     *,
     stride: tuple[int, ...],
     padding: tuple[int, ...],
@@ -77,10 +75,8 @@ def conv(
     >>> torch.allclose(probe.grad[0, :3], 4 * x.unfold(2, 3, 1).sum(2).square().sum((1, 2)))
     True
     """
-    dtype = autocast_dtype(x)
-    if dtype is not None:
+    if (dtype := autocast_dtype(x)) is not None:
         x = x.to(dtype)
-    y: Tensor = _Conv.apply(
-        x, weight, bias, probe, dtype, list(stride), list(padding), list(dilation), groups
-    )
+    geometry = list(stride), list(padding), list(dilation), groups
+    y: Tensor = _Conv.apply(x, weight, bias, probe, plan, *geometry)
     return y

@@ -6,6 +6,7 @@ each part is a linear layer of its own, and the norms of the parts add up to tho
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._samples import (
-    Link,
-    autocast_dtype,
-    check_probe,
-    num_samples,
-    samples_back,
-    samples_first,
-    without_autocast,
-)
+from gnsfast.functional._autocast import autocast_dtype, without_autocast
+from gnsfast.functional._links import Link, link_grads
+from gnsfast.functional.plan import PLAIN, Plan, samples_first
 from gnsfast.tensors import accumulate_dtype, set_columns
 
 CHUNK = 1 << 21
@@ -90,17 +85,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w_VD: Tensor,
         b_V: Tensor | None,
         probe: Tensor | None,
+        plan: Plan,
         label_N1: Tensor,
         softcap: float | None,
         smoothing: float,
         z_loss: float,
-        starts: Tensor | None,
         *links: Tensor,
     ) -> Tensor:
         _, need_w, need_b, *_ = ctx.needs_input_grad
         if probe is not None:
-            check_probe(probe, need_w + need_b)
-        ctx.num_samples = None if probe is None else num_samples(probe)
+            plan.check("linear_cross_entropy", probe, need_w + need_b, w_VD, bool(links))
+        ctx.samples = None if probe is None else plan.samples(probe)
+        ctx.plan = plan.without_tensors()
         ctx.softcap, ctx.smoothing, ctx.z_loss = softcap, smoothing, z_loss
         head = _Head(w_VD, b_V, x_ND.dtype, softcap)
         lse_N1 = x_ND.new_full(label_N1.shape, -torch.inf, dtype=accumulate_dtype(x_ND.dtype))
@@ -112,7 +108,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if smoothing:
                 sum_N1 += z_NC.sum(1, keepdim=True)
             lse_N1 = torch.logaddexp(lse_N1, z_NC.logsumexp(1, keepdim=True))
-        ctx.save_for_backward(x_ND, w_VD, b_V, label_N1, lse_N1, starts, *links[::3])
+        ctx.save_for_backward(x_ND, w_VD, b_V, label_N1, lse_N1, *links[::3], *plan.tensors())
+        ctx.links = len(links) // 3
         loss_N1 = lse_N1 - (1 - smoothing) * hit_N1 - smoothing / len(w_VD) * sum_N1
         loss_N1 = (loss_N1 + z_loss * lse_N1.square()).masked_fill(label_N1 < 0, 0.0)
         return loss_N1.masked_fill(label_N1 >= len(w_VD), torch.nan)
@@ -120,7 +117,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss_N1: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, w_VD, b_V, label_N1, lse_N1, starts, *link_ids = ctx.saved_tensors
+        x_ND, w_VD, b_V, label_N1, lse_N1, *saved = ctx.saved_tensors
+        link_ids, plan = saved[: ctx.links], ctx.plan.restored(saved[ctx.links :])
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         head = _Head(w_VD, b_V, x_ND.dtype, ctx.softcap)
         dloss_N1 = dloss_N1.masked_fill(label_N1 < 0, 0.0)
@@ -131,8 +129,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.zeros_like(x_ND, dtype=lse_N1.dtype) if need_x else None
         dw = torch.empty_like(w_VD) if need_w else None
         db = torch.empty_like(b_V) if need_b else None
-        B: int | None = ctx.num_samples
-        sqnorm_PB, link_grads = None, []
+        B: int | None = ctx.samples
+        sqnorm_PB, to_links = None, []
         if B is not None:
             sqnorm_PB = x_ND.new_zeros((need_w + need_b, B + 2), dtype=torch.float64)
         with without_autocast(dloss_N1):
@@ -144,21 +142,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         dx.addmm_(dz_NC, w_CD)
                     else:
                         dx += dz_NC @ w_CD
-                dw_CD, db_C, row_PB = _wgrad(x_ND, dz_NC, B, need_w, need_b, w_VD.dtype, starts)
+                dw_CD, db_C, row_PB = _wgrad(x_ND, dz_NC, plan, B, need_w, need_b, w_VD.dtype)
                 for whole, piece in ((dw, dw_CD), (db, db_C)):
                     if whole is not None:
                         whole[part] = piece
                 if sqnorm_PB is not None:
                     sqnorm_PB += row_PB
-            for ids_BS in link_ids:
+            if link_ids:
                 assert dw is not None
-                rows_BSD = _link_rows(head, tokens, x_ND, ids_BS)
-                link_grads += [None, rows_BSD, dw[ids_BS].to(rows_BSD.dtype)]
+                linked = torch.cat([_link_rows(head, tokens, x_ND, ids) for ids in link_ids], 1)
+                to_links = link_grads(link_ids, linked, dw)
         if sqnorm_PB is not None:
             sqnorm_PB[:, -1] = 1.0  # one call, whatever its parts
             sqnorm_PB = sqnorm_PB.to(torch.float32)
         dx = dx if dx is None else dx.to(x_ND.dtype)
-        return dx, dw, db, sqnorm_PB, *(None,) * 5, *link_grads
+        return dx, dw, db, sqnorm_PB, *(None,) * 5, *to_links
 
 
 def _room(like: Tensor) -> int:
@@ -181,13 +179,13 @@ def _within(label_N1: Tensor, part: slice) -> tuple[Tensor, Tensor]:
 def _wgrad(
     x_ND: Tensor,
     dz_NC: Tensor,
+    plan: Plan,
     B: int | None,
     weight: bool,
     bias: bool,
     dtype: torch.dtype,
-    starts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dW, db and ``sqnorm_PB`` of a part; an unwanted one comes back empty, as the last does
+) -> tuple[Tensor, ...]:
+    """dW, db and the probe's rows of a part; an unwanted one comes back empty, as the last does
     without ``B``.
     """
     none = x_ND.new_empty(0)
@@ -196,15 +194,8 @@ def _wgrad(
         return dw_CD, dz_NC.sum(0, dtype=accumulate_dtype(dz_NC.dtype)) if bias else none, none
     if not (weight or bias):
         return none, none, none.new_empty((0, B + 2))
-    if starts is not None:
-        dw, db, row_PB = ops.linear_wgrad_segments(
-            x_ND, dz_NC, starts, 1, weight, bias, False, dtype
-        )
-        return dw.flatten(0, 1), db.flatten(), row_PB
-    T = len(x_ND) // B if B else 0
-    x_BTD, dz_BTC = (t.view(B, T, t.shape[1]) for t in (x_ND, dz_NC))
-    out: tuple[Tensor, Tensor, Tensor] = ops.linear_wgrad(x_BTD, dz_BTC, weight, bias, False, dtype)
-    return out
+    a = plan.linear_wgrad(plan.rows(x_ND, B), plan.rows(dz_NC, B), (weight, bias), dtype)
+    return plan.run(ops.linear_wgrad, a, (weight, bias))[:3]
 
 
 def _link_rows(head: _Head, tokens: _Tokens, x_ND: Tensor, ids_BS: Tensor) -> Tensor:
@@ -232,15 +223,14 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     probe: Tensor | None = None,
+    plan: Plan = PLAIN,
+    links: tuple[Link, ...] = (),
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     z_loss: float = 0.0,
     shift: bool = False,
-    batch_dim: int = 0,
-    starts: Tensor | None = None,
-    links: tuple[Link, ...] = (),
 ) -> Tensor:
     """The cross entropy of a linear head, its logits never in memory as a whole; with a ``probe``
     its backward fills that.
@@ -249,12 +239,13 @@ def linear_cross_entropy(
     ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)``.
 
     Args:
-        x: [B, ..., D], or [T, B, D] with ``batch_dim=1``. Rows may be k · B: then k consecutive
-            rows are one sample.
+        x: [B, ..., D], or [T, B, D] with ``plan.batch_dim`` 1. Rows may be k · B: then k
+            consecutive rows are one sample.
         weight: [V, D].
         labels: integers of the shape of ``x`` without its last dimension.
         bias: [V] or None.
         probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
+        plan, links: as for ``linear``, documents or links, not both.
         ignore_index: labels of tokens without a loss.
         reduction: ``"mean"`` over the tokens of all samples that have a loss (NaN where none has),
             ``"sum"``, or ``"none"``: the shape of ``labels``, 0 for ignored tokens.
@@ -262,8 +253,6 @@ def linear_cross_entropy(
         z_loss: adds z_loss · logsumexp² to each token's loss.
         shift: a position predicts the next one's label: ``labels`` are those of the input itself,
             [B, ..., T], as transformers' causal models take them.
-        starts: samples are documents, as for ``linear``; not with ``links``.
-        links: earlier embeddings that share ``weight``.
 
     The loss is float32, float64 for float64. The squared norms carry its scale: a mean over n
     tokens scales them by 1 / n². Raises ValueError for labels of another shape, dtype or range (on
@@ -284,8 +273,6 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
-    if starts is not None and links:
-        raise ValueError("documents of packed rows (starts) have no links to a tied embedding here")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing is between 0 and 1, not {label_smoothing}")
     if softcap is not None and not softcap > 0:
@@ -297,21 +284,23 @@ def linear_cross_entropy(
         raise ValueError(f"x is {x.dtype} and weight {weight.dtype}: outside of autocast, cast one")
     label = _label(labels, x, len(weight), ignore_index)[..., None]
     if shift:
-        label = _shifted(label, batch_dim)
+        label = _shifted(label, plan.batch_dim)
     rows = [t.reshape(-1, t.shape[-1]) for t in (x, label)]
-    laid_out = probe is not None and starts is None
+    laid_out = probe is not None and plan.starts is None
     if probe is not None and laid_out:
-        B = num_samples(probe)
-        rows = [samples_first(t, B, batch_dim).flatten(0, 1) for t in (x, label)]
+        B = plan.samples(probe)
+        rows = [samples_first(t, B, plan.batch_dim).flatten(0, 1) for t in (x, label)]
     x_ND, label_N1 = (t.contiguous() for t in rows)
-    flat = [t for link in links for t in link]
+    # From here on the rows are a list, sample by sample.
+    listed = plan._replace(batch_dim=0)
     loss: Tensor = _LinearCrossEntropy.apply(
-        x_ND, weight, bias, probe, label_N1, softcap, label_smoothing, z_loss, starts, *flat
+        *(x_ND, weight, bias, probe, listed, label_N1, softcap, label_smoothing, z_loss),
+        *chain(*links),
     )
     if reduction == "none" and not laid_out:
         return loss.view(labels.shape)
     if reduction == "none":
-        return samples_back(loss.view(B, len(loss) // max(B, 1), 1), label.shape, batch_dim)[..., 0]
+        return plan.rows_back(loss.view(B, len(loss) // max(B, 1), 1), label.shape)[..., 0]
     total = loss.sum()
     return total if reduction == "sum" else total / (label_N1 >= 0).sum()
 

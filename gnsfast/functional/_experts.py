@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._samples import check_probe, num_samples, without_autocast
+from gnsfast.functional._autocast import without_autocast
+from gnsfast.functional.plan import PLAIN, Plan
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -20,34 +21,34 @@ class _GroupedLinear(torch.autograd.Function):
         w: Tensor,
         b: Tensor | None,
         probe: Tensor,
-        starts: Tensor,
+        plan: Plan,
         dtype: torch.dtype,
-        transposed: bool,
     ) -> Tensor:
-        ctx.parameter_dtype = w.dtype
+        _, *need = ctx.needs_input_grad[:3]
+        assert plan.starts is not None
+        plan.check("experts", probe, sum(need))
+        ctx.parameter_dtype, ctx.samples = w.dtype, plan.samples(probe)
         w, b = w.to(dtype), b if b is None else b.to(dtype)
-        _, need_w, need_b, *_ = ctx.needs_input_grad
-        check_probe(probe, need_w + need_b)
-        ctx.save_for_backward(x if need_w else None, w, starts)
-        ctx.num_samples, ctx.transposed = num_samples(probe), transposed
+        ctx.save_for_backward(x if need[0] else None, w, *plan.tensors())
+        ctx.plan = plan.without_tensors()
         with without_autocast(x):
-            return _grouped_mm(x, w if transposed else w.mT, b, starts, ctx.num_samples)
+            w_EIO = w if plan.transposed else w.mT
+            return _grouped_mm(x, w_EIO, b, plan.starts, ctx.samples)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, starts = ctx.saved_tensors
-        need_x, need_w, need_b, *_ = ctx.needs_input_grad
+        x, w, *saved = ctx.saved_tensors
+        plan = ctx.plan.restored(saved)
+        need_x, *need = ctx.needs_input_grad[:3]
         dx = None
         with without_autocast(dy):
             if need_x:
-                w_EOI = w.mT if ctx.transposed else w
-                dx = _grouped_mm(dy, w_EOI, None, starts, ctx.num_samples)
-            dw, db, sqnorm_PB = ops.linear_wgrad_segments(
-                *(dy if x is None else x, dy, starts, len(w), need_w, need_b),
-                *(ctx.transposed, ctx.parameter_dtype),
-            )
-        return dx, dw if need_w else None, db if need_b else None, sqnorm_PB, None, None, None
+                w_EOI = w.mT if plan.transposed else w
+                dx = _grouped_mm(dy, w_EOI, None, plan.starts, ctx.samples)
+            a = plan.linear_wgrad(dy if x is None else x, dy, need, ctx.parameter_dtype)
+            dw, db, rows, _ = plan.run(ops.linear_wgrad, a, need)
+        return dx, dw if need[0] else None, db if need[1] else None, rows, None, None
 
 
 def _grouped_mm(x_NI: Tensor, w_EIO: Tensor, b_EO: Tensor | None, starts: Tensor, B: int) -> Tensor:
@@ -119,12 +120,13 @@ def grouped_linear(
     >>> torch.allclose(probe.grad[0, 1], 4 * x[2].square().sum())
     True
     """
-    E, B = len(weight), num_samples(probe)
+    E, B = len(weight), PLAIN.samples(probe)
     if starts.shape != (E * B + 1,):
         raise ValueError(
             f"starts must be [{E * B + 1}], for {E} experts and the {B} samples of the probe and "
             f"the end, not {list(starts.shape)}"
         )
     dtype = dtype or weight.dtype
-    y: Tensor = _GroupedLinear.apply(x.to(dtype), weight, bias, probe, starts, dtype, transposed)
+    plan = Plan(transposed=transposed, starts=starts, experts=E)
+    y: Tensor = _GroupedLinear.apply(x.to(dtype), weight, bias, probe, plan, dtype)
     return y

@@ -9,23 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnsfast import ops, reference
-from gnsfast.functional import _documents as documents
-from gnsfast.functional._groups import Groups, by_group, group_inputs
-from gnsfast.functional._samples import (
-    Metric,
-    check_probe,
-    metric_inputs,
-    num_samples,
-    samples_back,
-    samples_first,
-    without_autocast,
-)
-from gnsfast.ops import dtensor
+from gnsfast import ops
+from gnsfast.functional._autocast import without_autocast
+from gnsfast.functional.plan import PLAIN, Plan
+from gnsfast.signatures import NormBackward
 from gnsfast.tensors import accumulate_dtype
 
 
-class _LayerNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
+    """Layer norm, or the RMS norm of a ``variant``, over the last dimensions of ``shape``."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -33,106 +26,44 @@ class _LayerNorm(torch.autograd.Function):
         w: Tensor | None,
         b: Tensor | None,
         probe: Tensor,
+        plan: Plan,
         shape: list[int],
         eps: float,
-        batch_dim: int,
-        starts: Tensor | None,
-        metric_probe: Tensor | None,
-        constants: Tensor | None,
-        v_w: Tensor | None,
-        v_b: Tensor | None,
-        group_probe: Tensor | None,
-        members: tuple[Tensor, ...] | None,
+        variant: str | None,
     ) -> Tensor:
-        for rows in (probe,) if metric_probe is None else (probe, metric_probe):
-            check_probe(rows, sum(ctx.needs_input_grad[1:3]))
-        y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
-        ctx.save_for_backward(x, w, b, mean, rstd, starts, constants, v_w, v_b)
-        ctx.members = members
-        ctx.num_samples, ctx.batch_dim, ctx.shape = num_samples(probe), batch_dim, shape
+        layer = "layer_norm" if variant is None else "rms_norm"
+        plan.check(layer, probe, sum(ctx.needs_input_grad[1:3]), w)
+        ctx.offset, mean, rstd = 0.0, None, None
+        if variant is None:
+            y, mean, rstd = torch.native_layer_norm(x, shape, w, b, eps)
+        else:
+            assert w is not None
+            forward, ctx.offset = RMS_NORM_VARIANTS[variant]
+            y = forward(x, w, eps)
+        ctx.save_for_backward(x, w, b, mean, rstd, *plan.tensors())
+        ctx.samples, ctx.plan = plan.samples(probe), plan.without_tensors()
+        ctx.shape, ctx.eps = shape, eps
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, b, mean, rstd, starts, constants, v_w, v_b = ctx.saved_tensors
-        _, need_w, need_b, *_ = ctx.needs_input_grad
+        x, w, b, mean, rstd, *saved = ctx.saved_tensors
+        plan, need = ctx.plan.restored(saved), ctx.needs_input_grad[1:3]
 
-        def rows(t: Tensor) -> Tensor:
-            t = t.flatten(-len(ctx.shape))
-            if starts is not None:
-                return documents.rows_of(t)
-            return samples_first(t, ctx.num_samples, ctx.batch_dim)
+        def rows(t: Tensor) -> Any:
+            return plan.rows(t.flatten(-len(ctx.shape)), ctx.samples)
 
-        backward = layer_norm_backward if torch.compiler.is_compiling() else ops.layer_norm_backward
-        more: tuple[Tensor, ...] = ()
-        if starts is not None:
-            documents.refuse_sharded(dy)
-            backward, more = layer_norm_backward, (starts,)
+        # torch's kernel takes it for granted that the statistics are contiguous.
+        statistics: Any = (None if t is None else rows(t).contiguous() for t in (mean, rstd))
+        flat: Any = (None if p is None else p.flatten() for p in (w, b))
+        last: Any = *need, ctx.eps, ctx.offset, plan.starts, *plan.metric
         with without_autocast(dy):
-            flat_w, flat_b = (t if t is None else t.flatten() for t in (w, b))
-            taken = (
-                rows(dy),
-                rows(x),
-                *(rows(mean).contiguous(), rows(rstd).contiguous()),  # torch's kernel assumes it
-                *(flat_w, flat_b),
-            )
-            metric_PB = group_PG = None
-            if ctx.members is not None:
-                dx = taken[1].new_empty(taken[1].shape)
-
-                def run(b: Tensor) -> tuple[Tensor, ...]:
-                    own = (t[b] for t in taken[:4])
-                    dx[b], *rest = ops.layer_norm_backward(*own, *taken[4:], need_w, need_b)
-                    return tuple(rest)
-
-                (dw, db), sqnorm_PB, group_PG = by_group(
-                    run, ctx.members, taken[0], (need_w, need_b)
-                )
-                dw, db = (g if p is None else g.to(p.dtype) for g, p in ((dw, w), (db, b)))
-            elif constants is None:
-                dx, dw, db, sqnorm_PB = dtensor.replicated(backward)(*taken, need_w, need_b, *more)
-            else:
-                dx, dw, db, norms = ops.norm_backward_metric(*taken, v_w, v_b, constants, 0.0, 0.0)
-                sqnorm_PB, metric_PB = norms.chunk(2)
-        flat_shape = x.flatten(-len(ctx.shape)).shape
-        return (
-            samples_back(dx, flat_shape, ctx.batch_dim).reshape(x.shape),
-            dw.reshape(ctx.shape) if need_w else None,
-            db.reshape(ctx.shape) if need_b else None,
-            sqnorm_PB,
-            *(None, None, None, None, metric_PB, None, None, None, group_PG, None),
-        )
-
-
-def layer_norm_backward(
-    dy_BTN: Tensor,
-    x_BTN: Tensor,
-    mean_BT1: Tensor,
-    rstd_BT1: Tensor,
-    w_N: Tensor | None,
-    b_N: Tensor | None,
-    weight: bool,
-    bias: bool,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``ops.layer_norm_backward`` as plain aten, which Inductor can fuse; with ``starts`` of
-    documents, whose rows are [rows, N].
-    """
-    dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-        dy_BTN, x_BTN, [x_BTN.shape[-1]], mean_BT1, rstd_BT1, w_N, b_N, [True, False, False]
-    )
-    acc = accumulate_dtype(x_BTN.dtype)
-
-    def of_samples(t: Tensor) -> Tensor:
-        return t.sum(1, dtype=acc) if starts is None else ops.segment_sums(t, starts)
-
-    dw_BN = db_BN = None
-    if weight:
-        dw_BN = of_samples((x_BTN.to(acc) - mean_BT1) * rstd_BT1 * dy_BTN)
-    if bias:
-        db_BN = of_samples(dy_BTN)
-    return dx, *reference.affine_wgrad(dw_BN, db_BN, w_N, b_N)
+            a = NormBackward(rows(dy), rows(x), *statistics, *flat, *last)
+            dx, dw, db, probe_rows = plan.run(ops.norm_backward, a, need)
+        dx = plan.rows_back(dx, x.flatten(-len(ctx.shape)).shape).reshape(x.shape)
+        dw, db = (t.reshape(ctx.shape) if wanted else None for t, wanted in zip((dw, db), need))
+        return dx, dw, db, probe_rows, *(None,) * 4
 
 
 def layer_norm(
@@ -141,15 +72,12 @@ def layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     probe: Tensor,
+    plan: Plan = PLAIN,
     *,
     eps: float = 1e-5,
-    batch_dim: int = 0,
-    starts: Tensor | None = None,
-    metric: Metric | None = None,
-    groups: Groups | None = None,
 ) -> Tensor:
     """``torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)`` whose backward
-    fills ``probe``; ``starts``: samples are documents, as for ``linear``.
+    fills ``probe``; ``plan`` as for ``linear``.
 
     >>> x, w = torch.randn(3, 7, 5), torch.ones(5, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
@@ -160,98 +88,22 @@ def layer_norm(
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         x = x.float()  # as torch's own autocast does there
-    y: Tensor = _LayerNorm.apply(
-        *(x, weight, bias, probe, list(normalized_shape), eps, batch_dim, starts),
-        *metric_inputs(metric, starts, weight, bias),
-        *group_inputs(groups, probe, metric, starts is not None),
-    )
+    shape = list(normalized_shape)
+    y: Tensor = _Norm.apply(x, weight, bias, probe, plan, shape, eps, None)
     return y
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        probe: Tensor,
-        eps: float,
-        variant: str,
-        batch_dim: int,
-        starts: Tensor | None,
-        metric_probe: Tensor | None,
-        constants: Tensor | None,
-        v: Tensor | None,
-        group_probe: Tensor | None,
-        members: tuple[Tensor, ...] | None,
-    ) -> Tensor:
-        for rows in (probe,) if metric_probe is None else (probe, metric_probe):
-            check_probe(rows, 1)
-        ctx.save_for_backward(x, w, starts, constants, v)
-        ctx.members = members
-        ctx.num_samples, ctx.batch_dim = num_samples(probe), batch_dim
-        forward, ctx.offset = RMS_NORM_VARIANTS[variant]
-        ctx.eps = eps
-        return forward(x, w, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, starts, constants, v = ctx.saved_tensors
-
-        def rows(t: Tensor) -> Tensor:
-            t = t.flatten(-w.ndim)
-            if starts is not None:
-                return documents.rows_of(t)
-            return samples_first(t, ctx.num_samples, ctx.batch_dim)
-
-        compiling = torch.compiler.is_compiling()
-        backward = reference.rms_norm_backward if compiling else ops.rms_norm_backward
-        more: tuple[Tensor, ...] = ()
-        if starts is not None:
-            documents.refuse_sharded(dy)
-            backward, more = documents.rms_norm_backward, (starts,)
-        with without_autocast(dy):
-            last = ctx.eps, ctx.offset
-            metric_PB = group_PG = None
-            if ctx.members is not None:
-                dy_BTN, x_BTN, w_N = rows(dy), rows(x), w.flatten()
-                dx = x_BTN.new_empty(x_BTN.shape)
-
-                def run(b: Tensor) -> tuple[Tensor, ...]:
-                    dx[b], *rest = ops.rms_norm_backward(dy_BTN[b], x_BTN[b], w_N, *last)
-                    return tuple(rest)
-
-                [dw], sqnorm_PB, group_PG = by_group(run, ctx.members, dy_BTN, (True,))
-                dw = dw.to(w.dtype)
-            elif constants is None:
-                dx, dw, sqnorm_PB = dtensor.replicated(backward)(
-                    rows(dy), rows(x), w.flatten(), *last, *more
-                )
-            else:
-                dx, dw, _, norms = ops.norm_backward_metric(
-                    *(rows(dy), rows(x), None, None, w.flatten(), None, v, None, constants, *last)
-                )
-                sqnorm_PB, metric_PB = norms.chunk(2)
-        dx = samples_back(dx, x.flatten(-w.ndim).shape, ctx.batch_dim).reshape(x.shape)
-        no = (None,) * 4
-        return dx, dw.reshape(w.shape), sqnorm_PB, *no, metric_PB, None, None, group_PG, None
 
 
 def rms_norm(
     x: Tensor,
     weight: Tensor,
     probe: Tensor,
+    plan: Plan = PLAIN,
     *,
     eps: float | None = None,
     variant: str = "torch",
-    batch_dim: int = 0,
-    starts: Tensor | None = None,
-    metric: Metric | None = None,
-    groups: Groups | None = None,
 ) -> Tensor:
     """``torch.nn.functional.rms_norm(x, weight.shape, weight, eps)`` whose backward fills
-    ``probe``; ``starts``: samples are documents, as for ``linear``.
+    ``probe``; ``plan`` as for ``linear``.
 
     ``variant`` names whose rounding and gain the forward follows: ``"torch"``, ``"llama"``
     (normalised in float32, rounded, then times the weight), ``"olmo"`` (times the weight, then
@@ -267,11 +119,7 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(accumulate_dtype(x.dtype)).eps  # as F.rms_norm does
-    y: Tensor = _RMSNorm.apply(
-        *(x, weight, probe, eps, variant, batch_dim, starts),
-        *metric_inputs(metric, starts, weight),
-        *group_inputs(groups, probe, metric, starts is not None),
-    )
+    y: Tensor = _Norm.apply(x, weight, None, probe, plan, list(weight.shape), eps, variant)
     return y
 
 

@@ -23,7 +23,7 @@ from gnsfast.critical_batch.branches import (
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import TrainerBatches
 from gnsfast.integrations.transformers_start import begin, refuse_undivided
-from gnsfast.layers import Probed
+from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.probing import kept_buffers
 
@@ -178,7 +178,7 @@ class TrainerRun:
     @property
     def noise_scale_reason(self) -> str | None:
         """Why ``noise_scale()`` is None."""
-        if any(isinstance(m, Probed) for m in self.trainer.model.modules()):
+        if any(isinstance(m, DropIn) for m in self.trainer.model.modules()):
             return None
         return "the model has no gnsfast layer: call gnsfast.convert(model) before its Trainer"
 

@@ -3,11 +3,11 @@
 
 from gnsfast.layers.attention_sinks import SinkAttention, owns_sinks
 from gnsfast.layers.conv import Conv1d, Conv2d
-from gnsfast.layers.drop_in import Probed, SampleLayout, Tie, combine
+from gnsfast.layers.drop_in import Converted, DropIn, Opened, SampleLayout, combine, user_class
 from gnsfast.layers.embedding import Embedding
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
-from gnsfast.layers.linear import Linear, TransposedLinear
-from gnsfast.layers.multihead_attention import MultiheadAttention
+from gnsfast.layers.linear import Linear, OutProjection, TransposedLinear
+from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
 from gnsfast.layers.norms import (
     GemmaRMSNorm,
     LayerNorm,
@@ -16,23 +16,28 @@ from gnsfast.layers.norms import (
     RMSNorm,
     T5RMSNorm,
 )
-from gnsfast.layers.replay import Looped
+from gnsfast.layers.replay import Replayed
 from gnsfast.layers.router import Router, owns_router
+from gnsfast.layers.tie import Tie
 
 __all__ = [
+    "ATTENTION",
     "Conv1d",
     "Conv2d",
+    "Converted",
+    "DropIn",
     "Embedding",
     "Experts",
     "GemmaRMSNorm",
     "LayerNorm",
     "Linear",
     "LlamaRMSNorm",
-    "Looped",
     "MultiheadAttention",
     "OlmoRMSNorm",
-    "Probed",
+    "Opened",
+    "OutProjection",
     "RMSNorm",
+    "Replayed",
     "Router",
     "SampleLayout",
     "SinkAttention",
@@ -44,4 +49,5 @@ __all__ = [
     "owns_router",
     "owns_sinks",
     "rows_in_order",
+    "user_class",
 ]

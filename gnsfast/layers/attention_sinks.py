@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gnsfast import functional
 from gnsfast.errors import ObservationError
-from gnsfast.layers.drop_in import Probed
+from gnsfast.layers.drop_in import Converted, DropIn
 from gnsfast.reference import MAX_HEAD_DIM
 from gnsfast.tensors import is_dtensor
 
@@ -16,7 +16,7 @@ NAME = "gnsfast_sinks"
 """What our function is called among transformers' attention functions."""
 
 
-class SinkAttention(Probed):
+class SinkAttention(DropIn):
     """Over an attention module whose ``sinks`` [H] take part in its softmax.
 
     While a probe is open its attention goes through ``functional.attention``, which takes the place
@@ -25,20 +25,20 @@ class SinkAttention(Probed):
     """
 
     route = "attention"
-    _claims = ("sinks",)
+    gnsfast = Converted(claims=("sinks",))
     sinks: Tensor
     config: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._open():
+        if (opened := self._measuring()) is None:
             return super().forward(*args, **kwargs)
         used = self.config._attn_implementation
         if used not in ("eager", None):
             raise ObservationError(
-                f"{self._probe_name}: sinks have norms with attn_implementation='eager', in the "
+                f"{opened.name}: sinks have norms with attn_implementation='eager', in the "
                 f"place of which a fused kernel runs, not with {used!r}: "
                 "model.set_attn_implementation('eager'), or leave them out: convert(model, "
-                f"exclude=[{self._probe_name!r}])"
+                f"exclude=[{opened.name!r}])"
             )
         _register()
         config = self.config
@@ -90,8 +90,8 @@ def _attend(
     }
     if reasons := [reason for reason, found in refused.items() if found]:
         raise ObservationError(
-            f"{module._probe_name}: sinks have no norms with {reasons[0]}. Leave them out: "
-            f"convert(model, exclude=[{module._probe_name!r}])."
+            f"{module._measured.name}: sinks have no norms with {reasons[0]}. Leave them out: "
+            f"convert(model, exclude=[{module._measured.name!r}])."
         )
     module._batch_dim(query, features=3)
     # The mask says all of it; where it is known to be causal, blocks beyond need not be looked at.
@@ -106,12 +106,12 @@ def _attend(
             window=sliding_window if causal else None,
             scale=scaling,
             sinks=module.sinks,
-            probe=module._probe,
+            probe=module._measured.probe,
         )
     except (NotImplementedError, ValueError) as error:
         raise ObservationError(
-            f"{module._probe_name}: {error} Leave it out: convert(model, "
-            f"exclude=[{module._probe_name!r}])."
+            f"{module._measured.name}: {error} Leave it out: convert(model, "
+            f"exclude=[{module._measured.name!r}])."
         ) from error
     return o.transpose(1, 2).contiguous(), None
 

@@ -7,11 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gnsfast import functional
-from gnsfast.layers.drop_in import Probed
-from gnsfast.tensors import is_dtensor
+from gnsfast.layers.drop_in import DropIn
 
 
-class _Conv(Probed):
+class _Conv(DropIn):
     """The convolutions; ``torch.nn`` routes their forward through ``_conv_forward``."""
 
     route = "conv"
@@ -23,24 +22,19 @@ class _Conv(Probed):
     _reversed_padding_repeated_twice: list[int]
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self._open():
+        if (opened := self._measuring()) is None:
             y: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
             return y
-        assert self._probe is not None
-        if is_dtensor(weight):
-            raise NotImplementedError(
-                f"{self._probe_name}: a tensor-parallel convolution has no per-sample norms. "
-                f"Leave it out: convert(model, exclude=[{self._probe_name!r}])."
-            )
         if unbatched := input.ndim == weight.ndim - 1:
             input = input[None]
-        self._batch_dim(input, features=input.ndim - 1)
+        plan = self._plan(input, features=input.ndim - 1)
         input, padding = self._pad(input)
         y = functional.conv(
             input,
             weight,
             bias,
-            self._probe,
+            opened.probe,
+            plan,
             stride=self.stride,
             padding=padding,
             dilation=self.dilation,

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every drop-in module has: a slot for a probe, a sample layout, pickling, ties."""
+"""What every drop-in has: a slot for a probe, the layout of its samples, pickling."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.functional import Documents, Groups, Link, Metric, num_samples
+from gnsfast.errors import SampleShapeError
+from gnsfast.functional import Documents, Plan
+from gnsfast.layers.tie import Tie
 
 
-@dataclass(frozen=True)
-class SampleLayout:
+class SampleLayout(NamedTuple):
     """Where a module finds its samples.
 
     ``batch_dim`` is the dimension that holds them; ``fold`` declares that k · B rows are B samples
@@ -27,6 +26,38 @@ class SampleLayout:
     flattened: bool = False
 
 
+class Converted(NamedTuple):
+    """What ``convert`` has decided about a module, and what passes have shown of it since.
+
+    ``claims`` are the parameters that it answers for, ``uncovered`` the reasons why some of them
+    have no norms. ``calls`` is how often the last pass ran its backward, and ``audited`` whether
+    its gradients have been compared with what arrived at the parameters.
+    """
+
+    claims: tuple[str, ...] = ("weight", "bias")
+    layout: SampleLayout = SampleLayout()
+    uncovered: dict[str, str] = {}
+    tie: Tie | None = None
+    calls: int | None = None
+    audited: bool = False
+
+
+class Opened(NamedTuple):
+    """What a module measures until its probe is closed; ``name`` is the module's in messages."""
+
+    probe: Tensor
+    name: str
+    documents: Documents | None = None
+    members: tuple[Tensor, ...] = ()
+    moments: tuple[Tensor, ...] = ()
+    constants_P2: Tensor | None = None
+
+    @property
+    def samples(self) -> int:
+        """B."""
+        return self.probe.shape[1] - 2 - len(self.members)
+
+
 class ProbeRow(NamedTuple):
     """A row of a module's probe: a parameter, or a block of one that is looked at by itself.
 
@@ -38,69 +69,25 @@ class ProbeRow(NamedTuple):
     block: tuple[slice, ...] = ()
 
 
-class Tie:
-    """A weight shared by embeddings and at most one linear head; carries the links between its
-    uses.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the uses of a forward pass that is over."""
-        self.uses: tuple[Link, ...] = ()
-        self.crossed = False
-
-    def take(self, name: str) -> tuple[Link, ...]:
-        """The links to the embeddings used so far; the head, which comes last, takes them away."""
-        links, self.uses = self.uses, ()
-        if links:
-            self.crossed = True
-        elif self.crossed and not torch.compiler.is_compiling() and _in_backward():
-            raise ObservationError(
-                f"{name}: this tied head is recomputed in backward (activation checkpointing) "
-                "without its embedding, so the two cannot be told apart from each other. "
-                "Checkpoint both or neither, or leave the pair out: convert(model, "
-                f"exclude=[{name!r}, ...])."
-            )
-        return links
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.reset()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-class Probed(nn.Module):
+class DropIn(nn.Module):
     """Mixin of a drop-in module: plain ``torch.nn`` until a probe is opened on it.
 
-    Nothing here is a parameter or a buffer, so ``state_dict`` stays that of the torch class.
+    Nothing here is a parameter or a buffer, so ``state_dict`` stays that of the torch class. A
+    user's class may lie below it, so it keeps all that it knows in two attributes.
     """
 
     route = ""
-    _probe: Tensor | None = None
-    _probe_name = ""
-    _metric: Metric | None = None
-    _groups: Groups | None = None
-    takes_metric = False  # whether its forward hands a metric, and groups, on
-    _samples = SampleLayout()
-    _documents: Documents | None = None
-    _takes_documents = False
-    _tie: Tie | None = None
-    _claims: tuple[str, ...] = ("weight", "bias")
-    _uncovered: dict[str, str] = {}
-    _calls: int | None = None
-    _audited = False
+    gnsfast = Converted()
+    _opened: Opened | None = None
+
+    def know(self, **facts: Any) -> None:
+        """Replace fields of ``Converted``."""
+        self.gnsfast = self.gnsfast._replace(**facts)
 
     def claimed_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this module answers for, by their names below it."""
         own = dict(self.named_parameters())
-        return {n: own[n] for n in self._claims if n in own}
+        return {n: own[n] for n in self.gnsfast.claims if n in own}
 
     def probed_parameters(self) -> dict[str, nn.Parameter]:
         """The trainable ones of them: each has a probe row, in this order."""
@@ -110,33 +97,51 @@ class Probed(nn.Module):
         """The rows of a probe: the trainable parameters, or their blocks."""
         return [ProbeRow(name) for name in self.probed_parameters()]
 
-    def open_probe(self, probe: Tensor, name: str, documents: Documents | None = None) -> None:
-        """Let the next forward pass fill ``probe``; ``name`` is the module's in error messages."""
-        self._probe, self._probe_name, self._documents = probe, name, documents
-        if self._tie is not None:
-            self._tie.reset()
+    def open_probe(self, opened: Opened) -> None:
+        """Let the next forward pass fill the probe."""
+        self._opened = opened
+        if self.gnsfast.tie is not None:
+            self.gnsfast.tie.reset()
 
     def close_probe(self) -> None:
         """Be a plain torch module again."""
-        self._probe = None
-        if self._metric is not None:
-            self._metric = None
-        if self._groups is not None:
-            self._groups = None
-        if self._tie is not None:
-            self._tie.reset()
+        self._opened = None
+        if self.gnsfast.tie is not None:
+            self.gnsfast.tie.reset()
 
-    def _starts(self, x: Tensor, features: int) -> Tensor | None:
-        """Where documents begin in the rows of ``x``, if they are the samples. Dimensions after
-        those of the tokens (heads) make several rows of each.
+    @property
+    def is_open(self) -> bool:
+        """Whether a probe is open on it."""
+        return self._opened is not None
+
+    @property
+    def _measured(self) -> Opened:
+        """What it measures; only while a probe is open."""
+        assert self._opened is not None
+        return self._opened
+
+    def _measuring(self) -> Opened | None:
+        """What this forward pass measures; nothing without grad mode."""
+        return self._opened if torch.is_grad_enabled() else None
+
+    def _plan(self, x: Tensor, features: int, transposed: bool = False) -> Plan:
+        """How the rows of ``x`` are samples; its last ``features`` dimensions hold none."""
+        opened = self._measured
+        starts = None if opened.documents is None else self._starts(x, features)
+        side = opened.members, opened.moments, opened.constants_P2
+        return Plan(self._batch_dim(x, features), transposed, starts, 0, *side, opened.name)
+
+    def _starts(self, x: Tensor, features: int) -> Tensor:
+        """Where documents begin in the rows of ``x``. Dimensions after those of the tokens (heads)
+        make several rows of each.
         """
-        if self._documents is None:
-            return None
-        starts, tokens = self._documents
+        opened = self._measured
+        assert opened.documents is not None
+        starts, tokens = opened.documents
         leading = x.shape[: x.ndim - features]
-        if self._samples.batch_dim == 1 and len(leading) > 1 and leading[1] != 1:
+        if self.gnsfast.layout.batch_dim == 1 and len(leading) > 1 and leading[1] != 1:
             raise SampleShapeError(
-                f"{self._probe_name} ({type(self).__name__}): an input of shape {list(x.shape)}, "
+                f"{opened.name} ({type(self).__name__}): an input of shape {list(x.shape)}, "
                 "sequence first, has the tokens of its rows interleaved: documents (cu_seqlens) "
                 "need one row there"
             )
@@ -144,23 +149,18 @@ class Probed(nn.Module):
             if leading[:k].numel() == tokens:
                 return starts * leading[k:].numel()
         raise SampleShapeError(
-            f"{self._probe_name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but "
+            f"{opened.name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but "
             f"an input of shape {list(x.shape)} has no leading dimensions of that size. Where "
             "padding follows, say so by a last document; else leave the module out: "
-            f"convert(model, exclude=[{self._probe_name!r}])."
+            f"convert(model, exclude=[{opened.name!r}])."
         )
 
-    def _open(self) -> bool:
-        return self._probe is not None and torch.is_grad_enabled()
-
     def _batch_dim(self, x: Tensor, features: int) -> int:
-        """The dimension of ``x`` that holds the samples, checked; its last ``features`` dimensions
-        hold none.
-        """
-        assert self._probe is not None
-        B, layout = num_samples(self._probe), self._samples
+        """The dimension of ``x`` that holds the samples, checked."""
+        opened = self._measured
+        B, layout = opened.samples, self.gnsfast.layout
         leading = x.shape[: x.ndim - features]
-        if self._documents is not None:
+        if opened.documents is not None:
             return 0
         if not leading:
             if B == 1:
@@ -169,7 +169,7 @@ class Probed(nn.Module):
             if isinstance(self, nn.Embedding):
                 hint = (
                     " If all samples share this index, say convert(model, "
-                    f"broadcast=[{self._probe_name!r}])."
+                    f"broadcast=[{opened.name!r}])."
                 )
             raise self._shape_error(x, f"it has no batch dimension.{hint}")
         dim = layout.batch_dim if len(leading) > layout.batch_dim else 0
@@ -180,7 +180,7 @@ class Probed(nn.Module):
         if B and rows % B == 0 and dim == 0:
             hint = (
                 f" If every {rows // B} consecutive rows are one sample, say convert(model, "
-                f"fold=[{self._probe_name!r}])."
+                f"fold=[{opened.name!r}])."
             )
         elif B in leading:
             found = leading.index(B)
@@ -191,11 +191,11 @@ class Probed(nn.Module):
         raise self._shape_error(x, f"dimension {dim} has {rows} rows.{hint}")
 
     def _shape_error(self, x: Tensor, found: str) -> SampleShapeError:
-        assert self._probe is not None
+        opened = self._measured
         return SampleShapeError(
-            f"{self._probe_name} ({type(self).__name__}): expected {num_samples(self._probe)} "
+            f"{opened.name} ({type(self).__name__}): expected {opened.samples} "
             f"samples in an input of shape {list(x.shape)}, but {found} Check num_samples, or "
-            f"leave the module out: convert(model, exclude=[{self._probe_name!r}])."
+            f"leave the module out: convert(model, exclude=[{opened.name!r}])."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -204,13 +204,7 @@ class Probed(nn.Module):
         # object has a __getstate__ of its own from Python 3.11 on: only a user's counts.
         own = any("__getstate__" in vars(c) for c in type(self).__mro__ if c is not object)
         state = self.__getstate__() if own else self.__dict__  # type: ignore[no-untyped-call]
-        return (
-            make,
-            args,
-            {**state, "_probe": None, "_documents": None, "_metric": None, "_groups": None}
-            if isinstance(state, dict)
-            else state,
-        )
+        return make, args, {**state, "_opened": None} if isinstance(state, dict) else state
 
 
 def _new(cls: Any) -> Any:
@@ -220,15 +214,15 @@ def _new(cls: Any) -> Any:
 _combined: dict[tuple[type, type, bool], type] = {}
 
 
-def combine(cls: type, probed: type, over: bool) -> type:
-    """A subclass of the user's ``cls`` with the forward of ``probed``.
+def combine(cls: type, drop_in: type, over: bool) -> type:
+    """A subclass of the user's ``cls`` with the forward of ``drop_in``.
 
     ``over``: it replaces the forward of ``cls``; otherwise it stands below, where
     ``super().forward`` arrives.
     """
-    key = (cls, probed, over)
+    key = (cls, drop_in, over)
     if key not in _combined:
-        bases = (probed, cls) if over else (cls, probed)
+        bases = (drop_in, cls) if over else (cls, drop_in)
         body = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
@@ -239,5 +233,11 @@ def combine(cls: type, probed: type, over: bool) -> type:
     return _combined[key]
 
 
-def _new_combined(cls: type, probed: type, over: bool) -> Any:
-    return _new(combine(cls, probed, over))
+def user_class(cls: type) -> type:
+    """The class that ``combine`` was given; ``cls`` itself where it is not a combined one."""
+    recipe: tuple[type, type, bool] | None = cls.__dict__.get("_recipe")
+    return cls if recipe is None else recipe[0]
+
+
+def _new_combined(cls: type, drop_in: type, over: bool) -> Any:
+    return _new(combine(cls, drop_in, over))

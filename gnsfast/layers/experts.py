@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast import functional
-from gnsfast.functional import autocast_dtype, num_samples
+from gnsfast.combinations import refuse, tensor_parallel
+from gnsfast.functional import autocast_dtype
 from gnsfast.layers.batch_rows import BatchRows
 from gnsfast.layers.router import owns_router
-from gnsfast.tensors import is_dtensor
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
 """transformers' own ones, which compute the same; others are kernels for quantized weights."""
@@ -41,7 +41,7 @@ class Experts(BatchRows):
     _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._open():
+        if self._measuring() is None:
             return super().forward(*args, **kwargs)
         if kwargs:
             bound = inspect.signature(super().forward).bind(*args, **kwargs)
@@ -50,8 +50,7 @@ class Experts(BatchRows):
 
     def _sorted(self, x_NH: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
         self._refuse_others(x_NH, expert_NK, weight_NK)
-        assert self._probe is not None
-        B, (N, K) = num_samples(self._probe), expert_NK.shape
+        B, (N, K) = self._measured.samples, expert_NK.shape
         E = len(self.down_proj)
         # An expert out of range is not on this rank: its rows come last and are nobody's.
         batched = self.config._experts_implementation == "batched_mm"
@@ -74,8 +73,7 @@ class Experts(BatchRows):
         """Every row through its expert's part of parameter ``name``, whose rows of the probe it
         fills.
         """
-        assert self._probe is not None
-        bias = f"{name}_bias"
+        bias, probe = f"{name}_bias", self._measured.probe
         own = list(self.probed_parameters())
         rows = [own.index(n) for n in (name, bias) if n in own]
         # torch's grouped product is not cast by autocast, the others are.
@@ -85,7 +83,7 @@ class Experts(BatchRows):
             getattr(self, name),
             self._parameters.get(bias),
             starts,
-            self._probe[rows[0] : rows[-1] + 1] if rows else self._probe[:0],
+            probe[rows[0] : rows[-1] + 1] if rows else probe[:0],
             transposed=self.is_transposed,
             dtype=autocast_dtype(x_SI) if cast else None,
         )
@@ -97,8 +95,8 @@ class Experts(BatchRows):
                 f"experts have norms in the place of {', '.join(map(repr, IMPLEMENTATIONS[1:]))}, "
                 f"not of experts_implementation={used!r}"
             )
-        if any(is_dtensor(p) for p in self._parameters.values()) or is_dtensor(x_NH):
-            raise self._refuse("tensor-parallel experts have no norms yet")
+        sharded = tensor_parallel(x_NH, *self._parameters.values())
+        refuse(self.route, sharded, self._measured.name)
         if getattr(self.config, "output_router_logits", False) and getattr(
             self.config, "router_aux_loss_coef", 0.0
         ):

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drop-ins over ``torch.nn``: same constructor, same state_dict, same outputs.
-
-While a probe is open (see ``gnsfast.per_sample_sqnorms``) the backward pass of each also yields
-every sample's squared gradient norm; otherwise they run the very code of their torch class.
-"""
+"""The drop-ins for ``torch.nn.Linear`` and for linear layers with a transposed weight."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
 from gnsfast import functional
-from gnsfast.layers.drop_in import Probed, ProbeRow
+from gnsfast.functional import Plan
+from gnsfast.layers.drop_in import DropIn, Opened
 from gnsfast.tensors import is_dtensor
 
 
-class Linear(Probed, nn.Linear):
+class Linear(DropIn, nn.Linear):
     """``torch.nn.Linear`` whose backward can also yield per-sample squared gradient norms.
 
     Equals ``torch.nn.Linear(in_features, out_features, bias)`` in everything else.
@@ -27,39 +24,18 @@ class Linear(Probed, nn.Linear):
     """
 
     route = "linear"
-    _takes_documents = True
-    takes_metric = True
-    _blocks = 1  # heads along its input that have a row of their own
-
-    def probe_rows(self) -> list[ProbeRow]:
-        """Of an attention's output projection each head's columns, where ``convert`` was told."""
-        rows = super().probe_rows()
-        if self._blocks == 1 or not rows or rows[0].parameter != "weight":
-            return rows
-        O, I = self.weight.shape
-        size = I // self._blocks
-        heads = [
-            ProbeRow("weight", str(h), (slice(0, O), slice(h * size, (h + 1) * size)))
-            for h in range(self._blocks)
-        ]
-        return [*heads, *rows[1:]]
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self._open():
+        if (opened := self._measuring()) is None:
             return super().forward(input)
-        assert self._probe is not None
-        links = () if self._tie is None else self._tie.take(self._probe_name)
+        plan = self._plan(input, features=1)
         return functional.linear(
-            input,
-            self.weight,
-            self.bias,
-            self._probe,
-            batch_dim=self._batch_dim(input, features=1),
-            starts=self._starts(input, features=1),
-            links=links,
-            metric=self._metric,
-            groups=self._groups,
+            input, self.weight, self.bias, opened.probe, plan, self._links(opened)
         )
+
+    def _links(self, opened: Opened) -> tuple[functional.Link, ...]:
+        tie = self.gnsfast.tie
+        return () if tie is None else tie.take(opened.name)
 
     def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """The cross entropy of this head's outputs, without them in memory as a whole.
@@ -78,7 +54,8 @@ class Linear(Probed, nn.Linear):
         >>> norms["weight"].shape
         torch.Size([3])
         """
-        where = self._probe_name or type(self).__name__
+        opened = self._measuring()
+        where = type(self).__name__ if opened is None else opened.name
         if type(self).forward is not Linear.forward or "forward" in vars(self):
             raise NotImplementedError(
                 f"{where}: {type(self).__name__} has a forward of its own, which cross_entropy "
@@ -91,50 +68,30 @@ class Linear(Probed, nn.Linear):
                 "its own, torch.distributed.fsdp.register_fsdp_forward_method(head, "
                 "'cross_entropy') after that"
             )
-        layout: dict[str, Any] = dict(bias=self.bias, batch_dim=self._samples.batch_dim)
-        if self._open():
-            links = () if self._tie is None else self._tie.take(self._probe_name)
-            if self._metric is not None or self._groups is not None:
-                raise NotImplementedError(
-                    f"{where}: cross_entropy has no norms under a metric, and none of groups: "
-                    "compute the loss from its output"
-                )
-            if links and self._documents is not None:
-                raise NotImplementedError(
-                    f"{where}: a tied head's cross_entropy has no norms for documents of packed "
-                    "rows (cu_seqlens): compute the loss from its output"
-                )
-            layout |= dict(
-                probe=self._probe,
-                batch_dim=self._batch_dim(input, features=1),
-                starts=self._starts(input, features=1),
-                links=links,
-            )
-        return functional.linear_cross_entropy(input, self.weight, labels, **layout, **options)
+        plan = Plan(batch_dim=self.gnsfast.layout.batch_dim)
+        options |= dict(bias=self.bias, plan=plan)
+        if opened is not None:
+            plan = self._plan(input, features=1)
+            options |= dict(plan=plan, probe=opened.probe, links=self._links(opened))
+        return functional.linear_cross_entropy(input, self.weight, labels, **options)
 
 
-class TransposedLinear(Probed):
+class OutProjection(Linear):
+    """The output projection of an attention layer, which uses its parameters by itself."""
+
+    route = "out_projection"
+
+
+class TransposedLinear(DropIn):
     """Over Hugging Face's ``Conv1D``: a linear layer, its weight [in_features, out_features]."""
 
     route = "linear"
-    _takes_documents = True
-    takes_metric = True
     weight: Tensor
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._open():
+        if (opened := self._measuring()) is None:
             y: Tensor = super().forward(x)
             return y
-        assert self._probe is not None
-        return functional.linear(
-            x,
-            self.weight,
-            self.bias,
-            self._probe,
-            batch_dim=self._batch_dim(x, features=1),
-            transposed=True,
-            starts=self._starts(x, features=1),
-            metric=self._metric,
-            groups=self._groups,
-        )
+        plan = self._plan(x, features=1, transposed=True)
+        return functional.linear(x, self.weight, self.bias, opened.probe, plan)

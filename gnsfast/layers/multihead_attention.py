@@ -9,13 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gnsfast import functional
-from gnsfast.functional import num_samples
-from gnsfast.layers.drop_in import Probed, ProbeRow, combine
-from gnsfast.layers.linear import Linear
-from gnsfast.tensors import is_dtensor
+from gnsfast.combinations import DOCUMENTS, refuse, tensor_parallel
+from gnsfast.layers.drop_in import Converted, DropIn, ProbeRow, combine
+from gnsfast.layers.linear import OutProjection
+
+ATTENTION = (
+    *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    *("in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
+)
 
 
-class MultiheadAttention(Probed, nn.MultiheadAttention):
+class MultiheadAttention(DropIn, nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` whose backward can also yield per-sample squared gradient
     norms.
 
@@ -35,36 +39,24 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
     """
 
     route = "in_projection"
-    _blocks = 1  # heads of query, key and value that have a row of their own
-    _claims = (
-        *("q_proj_weight", "k_proj_weight", "v_proj_weight"),
-        *("in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
-    )
+    gnsfast = Converted(claims=ATTENTION)
+    out_proj: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.out_proj.__class__ = combine(type(self.out_proj), Linear, over=False)
+        self.out_proj.__class__ = combine(type(self.out_proj), OutProjection, over=False)
 
     def probe_rows(self) -> list[ProbeRow]:
-        """Query, key and value by themselves; their heads too, where ``convert`` was told so."""
-        blocks = self._blocks
-        size = self.embed_dim // blocks
+        """Query, key and value by themselves."""
         rows = []
         for name in self.probed_parameters():
-            packed = name in ("in_proj_weight", "in_proj_bias")
-            if name in ("bias_k", "bias_v"):
-                rows.append(ProbeRow(name, name[-1]))
+            if name not in ("in_proj_weight", "in_proj_bias"):
+                part = name[-1] if name in ("bias_k", "bias_v") else name[0]
+                rows.append(ProbeRow(name, part))
                 continue
-            for i, part in enumerate("qkv" if packed else name[0]):
-                for head in range(blocks):
-                    first = i * self.embed_dim + head * size
-                    rows.append(
-                        ProbeRow(
-                            name,
-                            part if blocks == 1 else f"{part}.{head}",
-                            (slice(first, first + size),),
-                        )
-                    )
+            for i, part in enumerate("qkv"):
+                block = slice(i * self.embed_dim, (i + 1) * self.embed_dim)
+                rows.append(ProbeRow(name, part, (block,)))
         return rows
 
     def forward(
@@ -78,9 +70,10 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        opened: Any = self if self._probe is not None else self.out_proj
-        probe = getattr(opened, "_probe", None)
-        if probe is None or not torch.is_grad_enabled() or query.is_nested:
+        # Its output projection may be measured alone.
+        module: DropIn = self if self.is_open else self.out_proj
+        measured = isinstance(module, DropIn) and module._measuring() is not None
+        if not measured or query.is_nested:
             return super().forward(
                 *(query, key, value, key_padding_mask, need_weights),
                 *(attn_mask, average_attn_weights, is_causal),
@@ -88,13 +81,8 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         batched = F._mha_shape_check(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
-        if opened._documents is not None:  # of its output projection, where that alone is trained
-            raise ValueError(
-                f"{opened._probe_name}: attention has no norms for documents of packed rows "
-                f"(cu_seqlens). Leave it out: convert(model, exclude=[{opened._probe_name!r}])."
-            )
-        self._check_shapes(query, key, value, opened)
-        self._check_samples(query, batched, opened)
+        self._check_shapes(query, key, value, module)
+        self._check_samples(query, batched, module)
         batch_dim = 0 if self.batch_first else 1
         if not batched:
             added = {id(t): t.unsqueeze(batch_dim) for t in (query, key, value)}
@@ -126,7 +114,7 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         y = y.transpose(0, 1) if self.batch_first else y
         return (y if batched else y.squeeze(batch_dim)), weights
 
-    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor, opened: Probed) -> None:
+    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor, module: DropIn) -> None:
         dim = 0 if self.batch_first else 1
         widths = tuple(t.shape[-1] for t in (query, key, value))
         same = key.shape[:-1] == value.shape[:-1]
@@ -134,35 +122,34 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
             same &= key.shape[dim] == query.shape[dim]
         if not same or widths != (self.embed_dim, self.kdim, self.vdim):
             raise ValueError(
-                f"{opened._probe_name}: query {list(query.shape)}, key {list(key.shape)} and value "
-                f"{list(value.shape)} do not fit together: embed_dim {self.embed_dim}, kdim "
+                f"{module._measured.name}: query {list(query.shape)}, key {list(key.shape)} and "
+                f"value {list(value.shape)} do not fit together: embed_dim {self.embed_dim}, kdim "
                 f"{self.kdim}, vdim {self.vdim}, batch_first={self.batch_first}"
             )
 
-    def _check_samples(self, query: Tensor, batched: bool, opened: Probed) -> None:
+    def _check_samples(self, query: Tensor, batched: bool, module: DropIn) -> None:
         """``batch_first`` says which dimension holds the samples of the probe that is open."""
-        assert opened._probe is not None
-        name, B = opened._probe_name, num_samples(opened._probe)
-        if is_dtensor(query) or is_dtensor(self.out_proj.weight):
-            raise NotImplementedError(
-                f"{name}: torch.nn's attention has no per-sample norms under tensor parallelism. "
-                f"Leave it out: convert(model, exclude=[{name!r}])."
-            )
+        opened = module._measured
+        name, B = opened.name, opened.samples
+        asked = [*tensor_parallel(query, self.out_proj.weight)]
+        if opened.documents is not None:
+            asked.append(DOCUMENTS)
+        refuse(module.route, asked, name)
         if not batched:
             if B != 1:
-                raise opened._shape_error(query, "it has no batch dimension.")
+                raise module._shape_error(query, "it has no batch dimension.")
             return
         dim = 0 if self.batch_first else 1
         rows = query.shape[dim]
         several = bool(B) and rows % B == 0
-        if rows != B and not (several and self._samples.fold):
+        if rows != B and not (several and self.gnsfast.layout.fold):
             found = f"batch_first={self.batch_first} says that dimension {dim} holds {rows}."
             if several:
                 found += (
                     f" If every {rows // B} consecutive ones are one sample, say convert(model, "
                     f"fold=[{name!r}])."
                 )
-            raise opened._shape_error(query, found)
+            raise module._shape_error(query, found)
 
     def _attention_bias(
         self,
@@ -202,7 +189,7 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         named = [row.parameter for row in self.probe_rows()]
         own = [name for name in named if name not in ("bias_k", "bias_v")]
-        if self._probe is None or not own:
+        if self._opened is None or not own:
             blocks = weights if packed is None else packed.chunk(3)
             biases = (None, None, None) if bias is None else bias.chunk(3)
             projected = zip((query, key, value), blocks, biases)
@@ -210,9 +197,8 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         else:
             q, k, v = functional.in_projection(
                 *(query, key, value, weights if packed is None else packed, bias),
-                self._probe[: len(own)],
-                batch_dim=batch_dim,
-                blocks=self._blocks,
+                self._opened.probe[: len(own)],
+                functional.Plan(batch_dim=batch_dim),
             )
         if self.bias_k is not None:
             rows = query.shape[batch_dim]
@@ -229,17 +215,20 @@ class MultiheadAttention(Probed, nn.MultiheadAttention):
         parameters of the probe's rows.
         """
         parameter: Tensor = getattr(self, name)
-        if self._probe is None or name not in named:
+        if self._opened is None or name not in named:
             return parameter.expand((1, rows, -1) if batch_dim else (rows, 1, -1))
         row = named.index(name)
-        return functional.repeated(parameter, self._probe[row : row + 1], rows, batch_dim=batch_dim)
+        # A table of one word, looked up once for each row.
+        ids = parameter.new_zeros((1, rows) if batch_dim else (rows, 1), dtype=torch.int64)
+        probe, plan = self._opened.probe[row : row + 1], functional.Plan(batch_dim=batch_dim)
+        return functional.embedding(ids, parameter[0], probe, plan)[0]
 
     def _project_out(self, o_LNE: Tensor) -> Tensor:
-        probe = getattr(self.out_proj, "_probe", None)
         weight, bias = self.out_proj.weight, self.out_proj.bias
-        if probe is None:
+        opened = getattr(self.out_proj, "_opened", None)
+        if opened is None:
             return F.linear(o_LNE, weight, bias)
-        return functional.linear(o_LNE, weight, bias, probe, batch_dim=1, input_blocks=self._blocks)
+        return functional.linear(o_LNE, weight, bias, opened.probe, functional.Plan(batch_dim=1))
 
 
 def _weighted(

@@ -4,10 +4,10 @@
 from torch import Tensor, nn
 
 from gnsfast import functional
-from gnsfast.layers.drop_in import Probed
+from gnsfast.layers.drop_in import DropIn
 
 
-class LayerNorm(Probed, nn.LayerNorm):
+class LayerNorm(DropIn, nn.LayerNorm):
     """``torch.nn.LayerNorm`` whose backward can also yield per-sample squared gradient norms.
 
     >>> layer = gnsfast.LayerNorm(5)
@@ -18,28 +18,18 @@ class LayerNorm(Probed, nn.LayerNorm):
     """
 
     route = "layer_norm"
-    _takes_documents = True
-    takes_metric = True
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self._open():
+        if (opened := self._measuring()) is None:
             return super().forward(input)
-        assert self._probe is not None
+        shape = self.normalized_shape
+        plan = self._plan(input, features=len(shape))
         return functional.layer_norm(
-            input,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self._probe,
-            eps=self.eps,
-            batch_dim=self._batch_dim(input, features=len(self.normalized_shape)),
-            starts=self._starts(input, features=len(self.normalized_shape)),
-            metric=self._metric,
-            groups=self._groups,
+            input, shape, self.weight, self.bias, opened.probe, plan, eps=self.eps
         )
 
 
-class RMSNorm(Probed, nn.RMSNorm):
+class RMSNorm(DropIn, nn.RMSNorm):
     """``torch.nn.RMSNorm`` whose backward can also yield per-sample squared gradient norms.
 
     >>> layer = gnsfast.RMSNorm(5)
@@ -50,51 +40,34 @@ class RMSNorm(Probed, nn.RMSNorm):
     """
 
     route = "rms_norm"
-    _takes_documents = True
-    takes_metric = True
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self._open():
+        if (opened := self._measuring()) is None:
             return super().forward(x)
-        assert self._probe is not None
-        return functional.rms_norm(
-            x,
-            self.weight,
-            self._probe,
-            eps=self.eps,
-            batch_dim=self._batch_dim(x, features=len(self.normalized_shape)),
-            starts=self._starts(x, features=len(self.normalized_shape)),
-            metric=self._metric,
-            groups=self._groups,
-        )
+        plan = self._plan(x, features=len(self.normalized_shape))
+        return functional.rms_norm(x, self.weight, opened.probe, plan, eps=self.eps)
 
 
-class _ForeignRMSNorm(Probed):
+class _ForeignRMSNorm(DropIn):
     """Over the RMS norms that models bring along; ``variant`` says how theirs applies its gain."""
 
     route = "rms_norm"
-    _takes_documents = True
-    takes_metric = True
     variant = ""
     weight: Tensor
     eps: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not self._open():
+        if (opened := self._measuring()) is None:
             y: Tensor = super().forward(hidden_states)
             return y
-        assert self._probe is not None
         eps = getattr(self, "variance_epsilon", None)
         return functional.rms_norm(
             hidden_states,
             self.weight,
-            self._probe,
+            opened.probe,
+            self._plan(hidden_states, features=1),
             eps=self.eps if eps is None else eps,
             variant=self.variant,
-            batch_dim=self._batch_dim(hidden_states, features=1),
-            starts=self._starts(hidden_states, features=1),
-            metric=self._metric,
-            groups=self._groups,
         )
 
 

@@ -19,33 +19,32 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from gnsfast import reference
+from gnsfast.combinations import refuse, tensor_parallel
 from gnsfast.errors import ObservationError
-from gnsfast.functional import Documents, num_samples
-from gnsfast.layers.drop_in import Probed
-from gnsfast.tensors import accumulate_dtype, is_dtensor
+from gnsfast.layers.drop_in import DropIn, Opened
+from gnsfast.tensors import accumulate_dtype
 
 _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
 
-class Looped(Probed):
+class Replayed(DropIn):
     """Over a module whose parameters no kernel reaches: replays its forward for each sample."""
 
-    route = "loop"
+    route = "replay"
 
-    def open_probe(self, probe: Tensor, name: str, documents: Documents | None = None) -> None:
-        super().open_probe(probe, name, documents)
+    def open_probe(self, opened: Opened) -> None:
+        super().open_probe(opened)
         # The compiler cannot trace a replay; importing it to say so takes a second.
-        if "torch._dynamo" in sys.modules and not hasattr(Looped._watch, "_torchdynamo_disable"):
-            Looped._watch = torch.compiler.disable(Looped._watch)  # type: ignore[method-assign]
+        if "torch._dynamo" in sys.modules and not hasattr(Replayed._watch, "_torchdynamo_disable"):
+            Replayed._watch = torch.compiler.disable(Replayed._watch)  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        return self._watch(output, args, kwargs) if self._open() else output
+        return output if self._measuring() is None else self._watch(output, args, kwargs)
 
     def _watch(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._probe is not None
-        if any(is_dtensor(p) for p in self.claimed_parameters().values()):
-            raise self._replay_error("its parameters are tensor parallel")
+        opened = self._measured
+        refuse(self.route, tensor_parallel(*self.claimed_parameters().values()), opened.name)
         leaves, spec = pytree.tree_flatten(output)
         inputs = pytree.tree_leaves((args, kwargs))
         if odd := [type(a).__name__ for a in inputs if not isinstance(a, _PLAIN)]:
@@ -53,7 +52,7 @@ class Looped(Probed):
                 f"its argument of type {odd[0]} may be changed by a second call"
                 + (" (say use_cache=False to the model)" if odd[0].endswith("Cache") else "")
             )
-        B = num_samples(self._probe)
+        B = opened.samples
         seen = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad]
         if odd := [type(t).__name__ for t in leaves if not isinstance(t, _PLAIN)]:
             raise self._replay_error(
@@ -73,8 +72,8 @@ class Looped(Probed):
                 )
             dims.append(dim)
         replay = _Replay(self, args, kwargs, seen, dims, B)
-        watched = _Loop.apply(
-            self._probe, replay, len(seen), *(leaves[i] for i in seen), *replay.tensors
+        watched = _ReplayFunction.apply(
+            opened.probe, replay, len(seen), *(leaves[i] for i in seen), *replay.tensors
         )
         for i, t in zip(seen, watched):
             leaves[i] = t
@@ -82,7 +81,7 @@ class Looped(Probed):
 
     def _dim(self, t: Tensor, B: int) -> int | None:
         """The dimension of an argument or output that holds the samples, or None."""
-        batch_dim = self._samples.batch_dim
+        batch_dim = self.gnsfast.layout.batch_dim
         if isinstance(self, nn.MultiheadAttention):
             batch_dim = 0 if self.batch_first else 1
         if t.ndim > 2 and t.shape[batch_dim] == B:
@@ -91,9 +90,9 @@ class Looped(Probed):
 
     def _replay_error(self, reason: str) -> ObservationError:
         return ObservationError(
-            f"{self._probe_name} ({type(self).__name__}): its parameters have no kernel, and it "
+            f"{self._measured.name} ({type(self).__name__}): its parameters have no kernel, and it "
             f"cannot be replayed sample by sample: {reason}. Leave it out: convert(model, "
-            f"exclude=[{self._probe_name!r}])."
+            f"exclude=[{self._measured.name!r}])."
         )
 
 
@@ -102,7 +101,7 @@ class _Replay:
 
     def __init__(
         self,
-        module: Looped,
+        module: Replayed,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         seen: list[int],
@@ -161,20 +160,18 @@ def _same_buffers(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _closed(module: nn.Module) -> Iterator[None]:
     """No probe of the module or of its children sees the replay."""
-    open_ones = [
-        (m, m._probe) for m in module.modules() if isinstance(m, Probed) and m._probe is not None
-    ]
+    open_ones = [(m, m._opened) for m in module.modules() if isinstance(m, DropIn) and m.is_open]
     for m, _ in open_ones:
-        m._probe = None
+        m._opened = None
     try:
         yield
     finally:
-        for m, probe in open_ones:
-            m._probe = probe
+        for m, opened in open_ones:
+            m._opened = opened
 
 
 @contextmanager
-def _swapped(module: Looped, tensors: dict[str, Tensor]) -> Iterator[None]:
+def _swapped(module: Replayed, tensors: dict[str, Tensor]) -> Iterator[None]:
     """The module with other tensors for its parameters, wherever below it they appear; its hooks do
     not run.
     """
@@ -192,7 +189,7 @@ def _swapped(module: Looped, tensors: dict[str, Tensor]) -> Iterator[None]:
             m._parameters[name] = p
 
 
-class _Loop(torch.autograd.Function):
+class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, probe: Tensor, replay: _Replay, count: int, *tensors: Tensor
@@ -258,11 +255,11 @@ def _sqnorms(
             parts[k].append(
                 totals[n].new_zeros((), dtype=torch.float64) if g is None else reference.sqnorm(g)
             )
-    rows = []
+    norms = []
     for k, n in enumerate(parameters):
         sqnorm_B = torch.stack(parts[k]) if parts[k] else totals[n].new_zeros(0)
-        rows.append(reference.probe_row(reference.with_sum(sqnorm_B, totals[n])))
-    sqnorm_PB = torch.stack(rows)
+        norms.append(torch.cat([sqnorm_B, reference.sqnorm(totals[n])[None]])[None])
+    sqnorm_PB = reference.probe_rows(norms, replay.B, norms[0])
     for i in used:
         if replay.dims[i] < 0 and (d := douts[i]) is not None:  # a table: do all samples use it?
             same.append(~((d[:1] != 0).any() & ~(d[1:] != 0).any()))

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gnsfast import functional
-from gnsfast.functional import num_samples
+from gnsfast.combinations import refuse, tensor_parallel
 from gnsfast.layers.batch_rows import BatchRows
-from gnsfast.tensors import is_dtensor
 
 
 class Router(BatchRows):
@@ -19,14 +18,14 @@ class Router(BatchRows):
     rest of its code stays.
     """
 
-    route = "linear"
+    route = "router"
     weight: Tensor
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self._open():
+        if self._measuring() is None:
             return super().forward(hidden_states, *args, **kwargs)
-        if is_dtensor(self.weight) or is_dtensor(hidden_states):
-            raise self._refuse("a tensor-parallel router has no norms yet")
+        sharded = tensor_parallel(self.weight, hidden_states)
+        refuse(self.route, sharded, self._measured.name)
         interleaved = self._interleaved()
         if hidden_states.ndim == 2:
             self._sample_of(hidden_states)
@@ -41,11 +40,11 @@ class Router(BatchRows):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, interleaved: bool) -> Tensor:
         """``F.linear`` on its rows, in whatever shape its code gave them."""
-        assert self._probe is not None
+        probe = self._measured.probe
         if not interleaved:
-            return functional.linear(x, weight, bias, self._probe)
-        x_TBH = x.reshape(-1, num_samples(self._probe), x.shape[-1])
-        y_TBE = functional.linear(x_TBH, weight, bias, self._probe, batch_dim=1)
+            return functional.linear(x, weight, bias, probe)
+        x_TBH = x.reshape(-1, self._measured.samples, x.shape[-1])
+        y_TBE = functional.linear(x_TBH, weight, bias, probe, functional.Plan(batch_dim=1))
         return y_TBE.reshape(*x.shape[:-1], len(weight))
 
 
@@ -74,7 +73,9 @@ class _OwnLinear(TorchFunctionMode):
         if not self._own(weight):
             return F.linear(x, weight, bias)
         self.calls += 1
-        if x.shape[:-1].numel() != self.rows or (bias is None) == ("bias" in self.router._claims):
+        if x.shape[:-1].numel() != self.rows or (bias is None) == (
+            "bias" in self.router.gnsfast.claims
+        ):
             raise self.router._refuse(
                 f"its F.linear has an input of shape {list(x.shape)} and "
                 f"{'no' if bias is None else 'a'} bias, which are not those of its {self.rows} rows"

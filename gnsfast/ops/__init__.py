@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each operator's signature, and which implementation a device runs."""
+"""Each operator, also of DTensors, and which implementation a device runs."""
 
-from gnsfast.ops import backends, dtensor, extension
+from gnsfast.ops import backends, extension
+from gnsfast.ops.dtensor import embedding_wgrad as sharded_embedding_wgrad
+from gnsfast.ops.dtensor import linear_wgrad, norm_backward
 from gnsfast.ops.operators import (
     attention_backward,
     attention_forward,
     conv_wgrad,
     embedding_wgrad,
-    embedding_wgrad_metric,
-    embedding_wgrad_segments,
     in_projection_wgrad,
-    layer_norm_backward,
-    linear_wgrad,
-    linear_wgrad_metric,
-    linear_wgrad_segments,
-    linear_wgrad_tied,
-    norm_backward_metric,
-    rms_norm_backward,
-    segment_sums,
 )
 
 __all__ = [
@@ -25,18 +17,10 @@ __all__ = [
     "attention_forward",
     "backends",
     "conv_wgrad",
-    "dtensor",
     "embedding_wgrad",
-    "embedding_wgrad_metric",
-    "embedding_wgrad_segments",
     "extension",
     "in_projection_wgrad",
-    "layer_norm_backward",
     "linear_wgrad",
-    "linear_wgrad_metric",
-    "linear_wgrad_segments",
-    "linear_wgrad_tied",
-    "norm_backward_metric",
-    "rms_norm_backward",
-    "segment_sums",
+    "norm_backward",
+    "sharded_embedding_wgrad",
 ]

@@ -13,21 +13,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gnsfast import reference
 from gnsfast.ops import extension
-from gnsfast.reference import attention, conv, metric, segments
+from gnsfast.signatures import OPERATORS
 
 VARIABLE = "GNSFAST_BACKEND"
 NAMES = ("reference", "triton", "cuda")
-REFERENCES = (
-    reference,
-    attention,
-    conv,
-    metric,
-    segments,
-)
 
 
 def chosen() -> str | None:
@@ -61,36 +53,32 @@ def missing(name: str, device: str) -> str:
 
 
 def implementation(op: str, device: str) -> Callable[..., Any]:
-    """The function that runs operator ``op`` on tensors of a device type: it takes the operator's
-    arguments, and its results are those of ``reference.py``.
+    """The function that runs operator ``op`` on tensors of a device type; it takes the fields of
+    the operator's signature.
     """
-    get = getattr(_reference(op), op) if device == "cpu" else None
+    on_cpu = getattr(reference, op) if device == "cpu" else None
+    signature: Any = OPERATORS[op]
 
-    def run(*args: Any) -> Any:
+    def run(*fields: Any) -> Any:
         name = backend(device)
-        if get is not None and name == "reference":
-            return get(*args)
+        if on_cpu is not None and name == "reference":
+            return on_cpu(signature._make(fields))
+        first = fields[0][0] if isinstance(fields[0], list) else fields[0]
         # Triton launches on the current device, whatever device its tensors are on.
-        tensors = (t for a in args for t in (a if isinstance(a, list) else [a]))
-        with torch.cuda.device_of(next(t for t in tensors if isinstance(t, Tensor))):
-            return getattr(_module(name, op, device), op)(*args)
+        with torch.cuda.device_of(first):
+            return getattr(_module(name, op, device), op)(signature._make(fields))
 
     return run
-
-
-def _reference(op: str) -> ModuleType:
-    return next(m for m in REFERENCES if hasattr(m, op))
 
 
 @functools.cache  # looking for an installed package at every call would be on the hot path
 def _module(name: str, op: str, device: str) -> ModuleType:
     if name == "reference":
-        return _reference(op)
+        return reference
     why = missing(name, device)
     if why:
         raise RuntimeError(
             f"gnsfast::{op} has no kernel for this {device} tensor: {why}. "
             f"{VARIABLE}=reference runs plain PyTorch instead."
         )
-    suffix = "_metric" if op.endswith("_metric") else ""
-    return importlib.import_module(f"gnsfast.triton_kernels.operators{suffix}")
+    return importlib.import_module("gnsfast.triton_kernels.operators")

@@ -4,10 +4,9 @@
 from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
-from gnsfast.probing.metric_rows import MetricRows
 from gnsfast.probing.restore import kept, kept_buffers
 from gnsfast.probing.sample_norms import SampleNorms, per_sample_sqnorms
-from gnsfast.probing.slab import ProbeSlab, Unit
+from gnsfast.probing.slab import ProbeSlab, Sides, Unit
 from gnsfast.probing.verification import Verification, VerifiedParameter, verify
 from gnsfast.probing.wrappers import unwrapped
 
@@ -15,10 +14,10 @@ __all__ = [
     "AUDIT_EVERY",
     "Audit",
     "GradientWatch",
-    "MetricRows",
     "NO_BACKWARD",
     "ProbeSlab",
     "SampleNorms",
+    "Sides",
     "Unit",
     "Verification",
     "VerifiedParameter",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.conversion import fused_loss_of, project_of
-from gnsfast.layers import Probed
+from gnsfast.layers import DropIn
 
 
 def mark(p: Tensor) -> tuple[int, int] | None:
@@ -18,12 +18,12 @@ def mark(p: Tensor) -> tuple[int, int] | None:
     return id(p.grad), p.grad._version + getattr(p.grad, "_local_tensor", p.grad)._version
 
 
-def may_repeat(module: Probed) -> bool:
+def may_repeat(module: DropIn) -> bool:
     """A tied embedding links its uses to each other: any number of them is exact."""
-    return module._tie is not None and module.route == "embedding"
+    return module.gnsfast.tie is not None and module.route == "embedding"
 
 
-def explain_calls(path: str, module: Probed, calls: float) -> str:
+def explain_calls(path: str, module: DropIn, calls: float) -> str:
     """Why norms of ``calls`` passes in one block are wrong; NaN is a replay that did not agree."""
     where = f"{path or 'the model'} ({type(module).__name__})"
     if calls != calls and module.route == "embedding":

@@ -128,10 +128,11 @@ class per_sample_sqnorms:
         self._norms = SampleNorms()
         self._slab.open(self._documents)
         self._before = {name: checks.mark(p) for name, p in self._parameters.items()}
+        modules = self._slab.modules
         audited = [
             name
             for name, rows in self._slab.rows.items()
-            if self._always or not all(self._slab.modules[path]._audited for path, _, _ in rows)
+            if self._always or not all(modules[path].gnsfast.audited for path, _, _ in rows)
         ]
         self._watch = GradientWatch(self._parameters, audited)
         return self._norms
@@ -168,7 +169,7 @@ class per_sample_sqnorms:
         for name, rows in self._slab.rows.items():
             for path, device, row in rows:
                 module, c = self._slab.modules[path], calls[device][row]
-                module._calls = None if c != c else int(c)
+                module.know(calls=None if c != c else int(c))
                 if c not in (0, 1) and not (c > 1 and checks.may_repeat(module)):
                     raise ObservationError(checks.explain_calls(path, module, c))
             if all(calls[d][r] == 0 for _, d, r in rows) and self._touched(name):
@@ -190,4 +191,5 @@ class per_sample_sqnorms:
                 raise ObservationError(wrong)
             for path in paths:
                 module = self._slab.modules[path]
-                module._audited |= bool(module._calls) and math.isfinite(real + ours)
+                seen = bool(module.gnsfast.calls) and math.isfinite(real + ours)
+                module.know(audited=module.gnsfast.audited or seen)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gnsfast import reference
 from gnsfast.conversion import coverage
-from gnsfast.layers import Probed
+from gnsfast.layers import DropIn
 from gnsfast.probing.restore import kept
 from gnsfast.probing.sample_norms import per_sample_sqnorms
 
@@ -171,10 +171,10 @@ def _splits(summed: dict[str, Tensor | None], total: dict[str, Tensor], rtol: fl
 @contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
     """Gradients, buffers, training flags and random state are afterwards what they were."""
-    audited = [(m, m._audited) for m in model.modules() if isinstance(m, Probed)]
+    audited = [(m, m.gnsfast.audited) for m in model.modules() if isinstance(m, DropIn)]
     try:
         with kept(model), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for probed, was in audited:  # what eval mode runs is not what training runs
-            probed._audited = was
+        for module, was in audited:  # what eval mode runs is not what training runs
+            module.know(audited=was)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gnsfast.reference.rows import probe_row, sqnorm, sum_wgrad, with_sum
+from gnsfast.reference.rows import probe_rows, sqnorm, sum_wgrad, with_sum
+from gnsfast.signatures import ConvWgrad
 from gnsfast.tensors import accumulate_dtype
 
 
@@ -34,44 +35,30 @@ def unfold(
     return x.permute(0, 2, 4, 1, 3, 5).reshape(n, (H // h) * (W // w), C * h * w)
 
 
-def conv_wgrad(
-    x: Tensor,
-    dy: Tensor,
-    samples: int,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    weight: bool,
-    bias: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dW [O, C / groups, *kernel], db and ``sqnorm_PB`` of a convolution, sample by sample.
-
-    ``x`` is [n, C, *size] and ``dy`` [n, O, *out_size]; n is a multiple of B = ``samples``, a
-    sample being n / B rows.
-    """
+def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``ConvWgrad``."""
+    x, dy, groups = a.x, a.dy, a.groups
     n, C, O = *x.shape[:2], dy.shape[1]
-    rows_a_sample = n // max(samples, 1)
+    rows_a_sample = n // max(a.samples, 1)
     acc = accumulate_dtype(x.dtype)
-    dw_GOK = x.new_zeros((groups, O // groups, C // groups * math.prod(kernel)), dtype=acc)
-    dw = db = x.new_empty(0, dtype=dtype)
-    parts, rows = [], []
-    if weight:
-        for b in range(samples):
+    dw_GOK = x.new_zeros((groups, O // groups, C // groups * math.prod(a.kernel)), dtype=acc)
+    dw = db = x.new_empty(0, dtype=a.dtype)
+    parts, norms = [], []
+    if a.weight:
+        for b in range(a.samples):
             x_b, dy_b = (t.narrow(0, b * rows_a_sample, rows_a_sample) for t in (x, dy))
-            cols_nLK = unfold(x_b.to(acc), kernel, stride, padding, dilation)
+            cols_nLK = unfold(x_b.to(acc), a.kernel, a.stride, a.padding, a.dilation)
             cols_GLK = cols_nLK.unflatten(2, (groups, -1)).permute(2, 0, 1, 3).flatten(1, 2)
             dy_GOL = dy_b.to(acc).flatten(2).transpose(0, 1).unflatten(0, (groups, -1)).flatten(2)
             g_GOK = torch.bmm(dy_GOL, cols_GLK)
             parts.append(sqnorm(g_GOK))
             dw_GOK += g_GOK
         sqnorm_B = torch.stack(parts) if parts else x.new_zeros(0, dtype=torch.float64)
-        rows.append(probe_row(with_sum(sqnorm_B, dw_GOK)))
-        dw = dw_GOK.reshape(O, C // groups, *kernel).to(dtype)
-    if bias:
+        norms.append(with_sum(sqnorm_B, dw_GOK))
+        dw = dw_GOK.reshape(O, C // groups, *a.kernel).to(a.dtype)
+    if a.bias:
         sum_nO = dy.flatten(2).sum(2, dtype=acc)
-        db, row = sum_wgrad(sum_nO.reshape(samples, rows_a_sample, O).sum(1), dtype)
-        rows.append(row)
-    return dw, db, torch.stack(rows)
+        sum_BO = sum_nO.reshape(a.samples, rows_a_sample, O).sum(1)
+        db, norms_1B = sum_wgrad(sum_BO, a.dtype)
+        norms.append(norms_1B)
+    return dw, db, probe_rows(norms, a.samples, x)

@@ -1,95 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer norm and RMS norm: the backward pass with every sample's squared norms."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from gnsfast.reference.rows import sum_tokens, sum_wgrad
+from gnsfast.reference.rows import probe_rows, sum_tokens, sum_wgrad
+from gnsfast.reference.segments import segment_sums
+from gnsfast.signatures import NormBackward, metric_of
 from gnsfast.tensors import accumulate_dtype
-
-
-def layer_norm_backward(
-    dy_BTN: Tensor,
-    x_BTN: Tensor,
-    mean_BT1: Tensor,
-    rstd_BT1: Tensor,
-    w_N: Tensor | None,
-    b_N: Tensor | None,
-    weight: bool,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dW, db and ``sqnorm_PB`` of ``y = w (x - mean) rstd + b``; an unwanted gradient comes
-    back empty.
-
-    torch's own kernel runs once a sample: its gain and bias gradients are then that sample's, and
-    the rows are read once.
-    """
-    B, _, N = x_BTN.shape
-    acc = accumulate_dtype(x_BTN.dtype)
-    dx = x_BTN.new_empty(x_BTN.shape)
-    dw_BN, db_BN = x_BTN.new_zeros((B, N), dtype=acc), x_BTN.new_zeros((B, N), dtype=acc)
-    if (
-        x_BTN.numel() <= B * ROWWISE
-    ):  # short samples: a call of torch's kernel costs more than these passes
-        dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-            dy_BTN, x_BTN, [N], mean_BT1, rstd_BT1, w_N, b_N, [True, False, False]
-        )
-        dx = dx.contiguous()
-        if weight:
-            products_BTN = torch.sub(x_BTN.to(acc), mean_BT1).mul_(dy_BTN)
-            dw_BN = torch.bmm(rstd_BT1.to(acc).mT, products_BTN)[:, 0]
-        if bias:
-            db_BN = sum_tokens(dy_BTN)
-    else:
-        for b in range(B):
-            dx[b], dw_N, db_N = torch.ops.aten.native_layer_norm_backward(
-                dy_BTN[b], x_BTN[b], [N], mean_BT1[b], rstd_BT1[b], w_N, b_N, [True, weight, bias]
-            )
-            if weight:
-                dw_BN[b] = dw_N
-            if bias:
-                db_BN[b] = db_N
-    dw, db, sqnorm_PB = affine_wgrad(dw_BN if weight else None, db_BN if bias else None, w_N, b_N)
-    return dx, dw, db, sqnorm_PB
-
 
 # Elements of one sample below which torch's layer-norm backward is not called sample by sample.
 ROWWISE = 1 << 15
 
 
-def affine_wgrad(
-    dw_BN: Tensor | None, db_BN: Tensor | None, w_N: Tensor | None, b_N: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dW, db and ``sqnorm_PB`` from the per-sample gains' and biases' gradients; None for an
-    unwanted one.
+def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``NormBackward``."""
+    if a.mean_BT1 is None or a.rstd_BT1 is None or a.starts is not None:
+        return norm_backward_aten(a)
+    if a.x_BTF.numel() > a.samples * ROWWISE:
+        return _layer_norm_by_sample(a, a.mean_BT1, a.rstd_BT1)
+    acc = accumulate_dtype(a.x_BTF.dtype)
+    dw_BF = None
+    if a.weight:  # the product with rstd also sums over the tokens: one pass less
+        products_BTF = torch.sub(a.x_BTF.to(acc), a.mean_BT1).mul_(a.dy_BTF)
+        dw_BF = torch.bmm(a.rstd_BT1.to(acc).mT, products_BTF)[:, 0]
+    return _input_grad(a), *affine_wgrad(a, dw_BF, sum_tokens(a.dy_BTF) if a.bias else None)
+
+
+def _layer_norm_by_sample(
+    a: NormBackward, mean_BT1: Tensor, rstd_BT1: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """torch's own kernel once a sample: its gain and bias gradients are then that sample's, and the
+    rows are read once.
     """
-    like = dw_BN if dw_BN is not None else db_BN
-    assert like is not None
-    grads, rows = [like.new_empty(0), like.new_empty(0)], []
-    for i, (g_BN, parameter) in enumerate(((dw_BN, w_N), (db_BN, b_N))):
-        if g_BN is not None and parameter is not None:
-            grads[i], row = sum_wgrad(g_BN, parameter.dtype)
-            rows.append(row)
-    return grads[0], grads[1], torch.stack(rows)
+    x, acc = a.x_BTF, accumulate_dtype(a.x_BTF.dtype)
+    dx = x.new_empty(x.shape)
+    dw_BF, db_BF = (x.new_zeros((a.samples, x.shape[2]), dtype=acc) for _ in range(2))
+    last = a.w_F, a.b_F, [True, a.weight, a.bias]
+    for b in range(a.samples):
+        dx[b], dw_F, db_F = torch.ops.aten.native_layer_norm_backward(
+            a.dy_BTF[b], x[b], [x.shape[2]], mean_BT1[b], rstd_BT1[b], *last
+        )
+        if a.weight:
+            dw_BF[b] = dw_F
+        if a.bias:
+            db_BF[b] = db_F
+    return dx, *affine_wgrad(a, dw_BF if a.weight else None, db_BF if a.bias else None)
 
 
-def rms_norm_backward(
-    dy_BTN: Tensor, x_BTN: Tensor, w_N: Tensor, eps: float, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dW and ``sqnorm_PB`` of ``y = (offset + w) x rsqrt(mean(x²) + eps)``."""
-    dx, products_BTN = rms_norm_products(dy_BTN, x_BTN, w_N, eps, offset)
-    dw, row = sum_wgrad(products_BTN.sum(1), w_N.dtype)
-    return dx, dw, row[None]
+def _input_grad(a: NormBackward) -> Tensor:
+    """dx of a layer norm."""
+    dx: Tensor = torch.ops.aten.native_layer_norm_backward(
+        *(a.dy_BTF, a.x_BTF, [a.x_BTF.shape[-1]], a.mean_BT1, a.rstd_BT1, a.w_F, a.b_F),
+        [True, False, False],
+    )[0]
+    return dx.contiguous()
 
 
-def rms_norm_products(
-    dy: Tensor, x: Tensor, w_N: Tensor, eps: float, offset: float
-) -> tuple[Tensor, Tensor]:
-    """dx, and what each row [..., N] adds to dW."""
-    acc = accumulate_dtype(x.dtype)
+def norm_backward_aten(
+    a: NormBackward, sums_of_segments: Callable[[Tensor, Tensor], Tensor] = segment_sums
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same as plain aten without a loop over samples, which Inductor can fuse."""
+    x, acc = a.x_BTF, accumulate_dtype(a.x_BTF.dtype)
     wide = x.to(acc)
-    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = wide * rstd
-    dnormed = dy * (w_N.to(acc) + offset)
-    dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
-    return dx.to(x.dtype).contiguous(), normed * dy
+    if a.mean_BT1 is None or a.rstd_BT1 is None:
+        assert a.w_F is not None
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + a.eps)
+        normed = wide * rstd
+        dnormed = a.dy_BTF * (a.w_F.to(acc) + a.offset)
+        dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
+        dx = dx.to(x.dtype).contiguous()
+    else:
+        dx = _input_grad(a)
+        normed = (wide - a.mean_BT1) * a.rstd_BT1
+
+    def of_samples(t: Tensor) -> Tensor:
+        return t.sum(1, dtype=acc) if a.starts is None else sums_of_segments(t, a.starts)
+
+    dw_BF = of_samples(normed * a.dy_BTF) if a.weight else None
+    db_BF = of_samples(a.dy_BTF) if a.bias else None
+    return dx, *affine_wgrad(a, dw_BF, db_BF)
+
+
+def affine_wgrad(
+    a: NormBackward, dw_BF: Tensor | None, db_BF: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dW, db and the probe's rows from the samples' own gradients; None for an unwanted one."""
+    none = a.x_BTF.new_empty(0, dtype=accumulate_dtype(a.x_BTF.dtype))
+    grads = [none, none.clone()]
+    norms: list[Tensor] = []
+    for i, (g_BF, parameter) in enumerate(((dw_BF, a.w_F), (db_BF, a.b_F))):
+        if g_BF is not None and parameter is not None:
+            metric = metric_of(a.moments, a.constants_P2, len(norms))
+            grads[i], norms_MB = sum_wgrad(g_BF, parameter.dtype, metric)
+            norms.append(norms_MB)
+    return grads[0], grads[1], probe_rows(norms, a.samples, a.x_BTF)

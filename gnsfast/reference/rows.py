@@ -4,6 +4,8 @@
 import torch
 from torch import Tensor
 
+from gnsfast.reference.metric import root_metric
+from gnsfast.signatures import Metric
 from gnsfast.tensors import accumulate_dtype
 
 # A float32 sum of squares loses digits with its length: a dot product is 5e-4 low at 16.8M numbers,
@@ -26,16 +28,21 @@ def sqnorm_rows(t_RN: Tensor) -> Tensor:
     return torch.stack(norms_PR).to(torch.float64).square_().sum(0)
 
 
-def probe_row(sqnorm_B1: Tensor) -> Tensor:
-    """One row of ``sqnorm_PB``: the squared norms of B samples and of their sum, the counter."""
-    row = torch.ones(len(sqnorm_B1) + 1, dtype=torch.float32, device=sqnorm_B1.device)
-    row[:-1] = sqnorm_B1
-    return row
+def probe_rows(norms: list[Tensor], samples: int, like: Tensor) -> Tensor:
+    """Rows of a probe [M P, B + 2] from each parameter's norms [M, B + 1], those of the samples and
+    that of their sum.
+    """
+    if not norms:
+        return like.new_empty((0, samples + 2), dtype=torch.float32)
+    found = norms[0] if len(norms) == 1 else torch.stack(norms, 1).flatten(0, 1)
+    rows = torch.ones(len(found), samples + 2, dtype=torch.float32, device=like.device)
+    rows[:, :-1] = found
+    return rows
 
 
 def with_sum(sqnorm_B: Tensor, total: Tensor) -> Tensor:
-    """[B + 1]: the samples' squared norms and that of their sum ``total``."""
-    return torch.cat([sqnorm_B, sqnorm(total)[None]])
+    """[1, B + 1]: the samples' squared norms and that of their sum ``total``."""
+    return torch.cat([sqnorm_B, sqnorm(total)[None]])[None]
 
 
 def sum_tokens(t_BTN: Tensor) -> Tensor:
@@ -52,8 +59,39 @@ def sum_tokens(t_BTN: Tensor) -> Tensor:
 GEMM_SUM = 1 << 21
 
 
-def sum_wgrad(g_BN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradient and the probe row of a parameter whose samples' gradients are rows ``g_BN``."""
+def sum_wgrad(
+    g_BN: Tensor, dtype: torch.dtype, metric: Metric | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a parameter whose samples' gradients are rows ``g_BN``, and its norms
+    [M, B + 1].
+    """
     g_BN = g_BN.to(accumulate_dtype(g_BN.dtype))
     total_N = g_BN.sum(0)
-    return total_N.to(dtype), probe_row(sqnorm_rows(torch.cat([g_BN, total_N[None]])))
+    all_N = torch.cat([g_BN, total_N[None]])
+    norms = sqnorm_rows(all_N)
+    if metric is None:
+        return total_N.to(dtype), norms[None]
+    weighed = sqnorm_rows(all_N * root_metric(*metric, g_BN.dtype).flatten())
+    return total_N.to(dtype), torch.stack([norms, weighed])
+
+
+def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:
+    """Σ P g², a float64 scalar; a copy of a part of ``g`` is made at a time."""
+    acc = accumulate_dtype(g.dtype)
+    g_RN, v_RN = (t.flatten(0, -2) if t.ndim > 1 else t.reshape(1, -1) for t in (g, v))
+    rows = max(1, (WEIGHED_CUDA if g.is_cuda else WEIGHED) // max(1, g_RN.shape[1]))
+    scratch = torch.empty_like(g_RN[:rows], dtype=acc)
+    found = [
+        sqnorm(root_metric(v, constants_2, acc, out=scratch[: len(v)]).mul_(g))
+        for g, v in zip(g_RN.split(rows), v_RN.split(rows))
+    ]
+    return torch.stack(found).sum()
+
+
+WEIGHED = 1 << 17
+"""Elements of a gradient that are weighed at a time on the CPU, in one scratch: fresh memory costs
+more than its square root.
+"""
+
+WEIGHED_CUDA = 1 << 25
+"""The same on a GPU, where each piece is a few launches: 128 MiB beside the gradient."""

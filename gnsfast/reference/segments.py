@@ -1,102 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formula of linear layers whose samples are segments of one list of rows, in plain PyTorch:
-experts of a mixture, whose rows are sorted by expert and then by sample; with one expert, documents
-of a packed row.
+"""Linear layers whose samples are segments of one list of rows: experts of a mixture, with rows
+sorted by expert and then by sample; or documents of packed rows, with one weight for all.
 
-Legend: N rows, B samples, E experts, I in_features, O out_features. Segment s = e B + b is rows
-``starts[s]`` to ``starts[s + 1]``: those of sample b that expert e was given.
+Legend: N rows, B samples, E experts, S = E B segments, I in_features, O out_features. Segment
+s = e B + b is rows ``starts[s]`` to ``starts[s + 1]``: those of sample b that expert e was given.
 """
 
 import torch
 from torch import Tensor
 
-from gnsfast.reference.embedding import embedding_rows
-from gnsfast.reference.linear import gram_sqnorms, linear_route
-from gnsfast.reference.rows import probe_row, sqnorm, sqnorm_rows
+from gnsfast.reference.outer import gram_sqnorms, linear_route
+from gnsfast.reference.rows import sqnorm, sqnorm_rows, with_sum
 from gnsfast.tensors import accumulate_dtype
 
 PADDED = 1 << 22
 """Elements of short segments, padded to one length, in memory at a time."""
 
 
-def linear_wgrad_segments(
-    x_NI: Tensor,
-    dy_NO: Tensor,
-    starts: Tensor,
-    experts: int,
-    weight: bool,
-    bias: bool,
-    transposed: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dW [E, O, I], db [E, O] and ``sqnorm_PB`` of y = x W_eᵀ + b_e; an unwanted gradient comes
-    back empty.
-
-    Sample b's squared norm is Σ_e ‖dy_ebᵀ x_eb‖², that of the sum Σ_e ‖dW_e‖². ``starts`` is
-    [E B + 1], not decreasing; rows after its last number are nobody's. With ``transposed`` the
-    weight is stored as [E, I, O].
-    """
-    B = (len(starts) - 1) // experts
-    bounds = starts.tolist()
-    dw = db = x_NI.new_empty(0, dtype=dtype)
-    rows = []
-    if weight:
-        left, right = (x_NI, dy_NO) if transposed else (dy_NO, x_NI)
-        dw, sqnorm_B1 = _outer_wgrad(right, left, bounds, experts, B)
-        dw = dw.to(dtype)
-        rows.append(probe_row(sqnorm_B1))
-    if bias:
-        sums_SO = segment_sums(dy_NO, starts)
-        sqnorm_S = sqnorm_rows(sums_SO)
-        total_EO = sums_SO.unflatten(0, (experts, B)).sum(1)
-        sqnorm_B1 = torch.cat([sqnorm_S.view(experts, B).sum(0), sqnorm(total_EO)[None]])
-        db = total_EO.to(dtype)
-        rows.append(probe_row(sqnorm_B1))
-    empty = x_NI.new_empty((0, B + 2), dtype=torch.float32)
-    return dw, db, torch.stack(rows) if rows else empty
-
-
-def segment_sums(t_NF: Tensor, starts: Tensor) -> Tensor:
-    """[S, F]: the sum over each segment's rows."""
-    segment_N = samples_of_rows(starts)
-    acc, S = accumulate_dtype(t_NF.dtype), len(starts) - 1
-    inside = t_NF[starts[-1] - len(segment_N) : starts[-1]]
-    return t_NF.new_zeros((S, t_NF.shape[1]), dtype=acc).index_add_(0, segment_N, inside.to(acc))
-
-
-def samples_of_rows(starts: Tensor) -> Tensor:
-    """The segment of each row from the first segment's beginning to the last one's end."""
-    return torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())
-
-
-def embedding_wgrad_segments(
-    dy_ND: Tensor,
-    ids_N: Tensor,
-    starts: Tensor,
-    num_embeddings: int,
-    padding_idx: int,
-    dtype: torch.dtype,
+def outer_wgrad(
+    x_NI: Tensor, dy_NO: Tensor, starts: Tensor, experts: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """dW [V, D] and ``sqnorm_PB`` of an embedding; ``starts`` cover all rows."""
-    dw_VD, sqnorm_B1 = embedding_rows(
-        dy_ND, ids_N, samples_of_rows(starts), len(starts) - 1, num_embeddings, padding_idx
-    )
-    return dw_VD.to(dtype), probe_row(sqnorm_B1)[None]
+    """dW [E, O, I], or [O, I] without ``experts``, and norms [1, B + 1]: Σ_e ‖dy_ebᵀ x_eb‖² and
+    Σ_e ‖dW_e‖².
 
-
-def _outer_wgrad(
-    x_NI: Tensor, dy_NO: Tensor, bounds: list[int], experts: int, B: int
-) -> tuple[Tensor, Tensor]:
-    """dW [E, O, I] and the squared norms [B + 1]: long segments by their own product, the short
-    ones of experts that have no long one by Gram products, many at a time.
+    Long segments have their own product. The short ones of experts that have no long one go through
+    Gram products, many at a time.
     """
-    I, O = x_NI.shape[1], dy_NO.shape[1]
-    acc = accumulate_dtype(x_NI.dtype)
-    dw_EOI = x_NI.new_zeros((experts, O, I), dtype=acc)
-    sqnorm_S = x_NI.new_zeros(experts * B, dtype=torch.float64)
+    I, O, E = x_NI.shape[1], dy_NO.shape[1], max(experts, 1)
+    B = (len(starts) - 1) // E
+    acc, bounds = accumulate_dtype(x_NI.dtype), starts.tolist()
+    dw_EOI = x_NI.new_zeros((E, O, I), dtype=acc)
+    sqnorm_S = x_NI.new_zeros(E * B, dtype=torch.float64)
     segments = [(s, *span) for s, span in enumerate(zip(bounds, bounds[1:]))]
     short = []
-    for e in range(experts):
+    for e in range(E):
         own = [(s, start, end) for s, start, end in segments[e * B : (e + 1) * B] if start < end]
         longest = max((end - start for _, start, end in own), default=0)
         if not own or I * O == 0:
@@ -111,8 +48,49 @@ def _outer_wgrad(
             sqnorm_S[s] = sqnorm(g_OI)
             dw_EOI[e] += g_OI
     _short_sqnorms(x_NI, dy_NO, short, sqnorm_S)
-    sqnorm_B = sqnorm_S.view(experts, B).sum(0)
-    return dw_EOI, torch.cat([sqnorm_B, sqnorm(dw_EOI)[None]])
+    dw = (dw_EOI if experts else dw_EOI[0]).to(dtype)
+    return dw, with_sum(sqnorm_S.view(E, B).sum(0), dw_EOI)
+
+
+def bias_wgrad(
+    dy_NO: Tensor, starts: Tensor, experts: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """db [E, O], or [O] without ``experts``, and norms [1, B + 1]."""
+    E = max(experts, 1)
+    B = (len(starts) - 1) // E
+    sums_SO = segment_sums(dy_NO, starts)
+    total_EO = sums_SO.unflatten(0, (E, B)).sum(1)
+    db = (total_EO if experts else total_EO[0]).to(dtype)
+    return db, with_sum(sqnorm_rows(sums_SO).view(E, B).sum(0), total_EO)
+
+
+def tied_rows(x_NI: Tensor, dy_NO: Tensor, ids_1S: Tensor, starts: Tensor) -> Tensor:
+    """[1, S, I]: for each row the one of its document's dy_bᵀ x_b at its id. S is a multiple of N:
+    the ids of several embeddings, one after the other.
+    """
+    acc, ids_KN = accumulate_dtype(x_NI.dtype), ids_1S.view(-1, len(x_NI))
+    rows_KNI = x_NI.new_zeros((*ids_KN.shape, x_NI.shape[1]), dtype=acc)
+    bounds = starts.tolist()
+    for start, end in zip(bounds, bounds[1:]):
+        of_document = slice(start, end)
+        ids_KT = ids_KN[:, of_document]
+        dy_TS = dy_NO[of_document].index_select(1, ids_KT.flatten()).to(acc)
+        rows_SI = dy_TS.T @ x_NI[of_document].to(acc)
+        rows_KNI[:, of_document] = rows_SI.view(*ids_KT.shape, -1)
+    return rows_KNI.flatten(0, 1)[None]
+
+
+def segment_sums(t_NF: Tensor, starts: Tensor) -> Tensor:
+    """[S, F]: the sum over each segment's rows."""
+    segment_N = samples_of_rows(starts)
+    acc, S = accumulate_dtype(t_NF.dtype), len(starts) - 1
+    inside = t_NF[starts[-1] - len(segment_N) : starts[-1]]
+    return t_NF.new_zeros((S, t_NF.shape[1]), dtype=acc).index_add_(0, segment_N, inside.to(acc))
+
+
+def samples_of_rows(starts: Tensor) -> Tensor:
+    """The segment of each row from the first segment's beginning to the last one's end."""
+    return torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())
 
 
 def _short_sqnorms(

@@ -16,7 +16,7 @@ from gnsfast.critical_batch.branches.branch_protocol import BranchStep
 from gnsfast.critical_batch.branches.random_state import random_state, set_random_state
 from gnsfast.critical_batch.branches.run_state import other_buffers, set_lr
 from gnsfast.estimator import GradientNoiseScale
-from gnsfast.layers import Probed
+from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.probing import kept
 
@@ -270,7 +270,7 @@ class TorchRun:
         """
         count("batches", batches, 2)
         self.noise_scale_reason = ""
-        if not any(isinstance(m, Probed) for m in self.model.modules()):
+        if not any(isinstance(m, DropIn) for m in self.model.modules()):
             self.noise_scale_reason = "the model has no gnsfast layer: call gnsfast.convert(model)"
             return None
         adam: dict[str, Any] = {}

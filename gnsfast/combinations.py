@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table of what goes together: which measurements each layer makes, and which of them
+exclude each other. Every refusal comes from here.
+"""
+
+from collections.abc import Iterable
+from itertools import combinations
+
+from gnsfast.tensors import is_dtensor
+
+DOCUMENTS = "documents of packed rows (cu_seqlens)"
+METRIC = "Adam's metric (metric='adam')"
+GROUPS = "groups of samples"
+TIED = "a weight that it shares"
+TENSOR_PARALLEL = "tensor parallelism"
+PIPELINE = "pipeline stages"
+COMPILED = "torch.compile"
+CUDA = "a GPU"
+
+FEATURES = (DOCUMENTS, METRIC, GROUPS, TIED, TENSOR_PARALLEL, PIPELINE, COMPILED, CUDA)
+
+ALWAYS = {PIPELINE, COMPILED, CUDA}
+MEASURES = {DOCUMENTS, METRIC, GROUPS}
+LAYERS: dict[str, set[str]] = {
+    "linear": {*MEASURES, *ALWAYS, TIED, TENSOR_PARALLEL},
+    "embedding": {*MEASURES, *ALWAYS, TIED, TENSOR_PARALLEL},
+    "layer_norm": {*MEASURES, *ALWAYS, TENSOR_PARALLEL},
+    "rms_norm": {*MEASURES, *ALWAYS, TENSOR_PARALLEL},
+    "linear_cross_entropy": {DOCUMENTS, *ALWAYS, TIED},
+    "conv": {*ALWAYS},
+    "in_projection": {*ALWAYS},
+    "out_projection": {*ALWAYS},
+    "attention": {*ALWAYS},
+    "experts": {*ALWAYS},
+    "router": {*ALWAYS},
+    "replay": {*ALWAYS},
+}
+"""What a layer's norms may be combined with. Its own samples and their sum it always measures."""
+
+APART: dict[frozenset[str], str] = {
+    frozenset((DOCUMENTS, METRIC)): "",
+    frozenset((DOCUMENTS, GROUPS)): "",
+    frozenset((METRIC, GROUPS)): "",
+    frozenset((GROUPS, TIED)): "the links between the uses of the weight are not those of groups",
+    frozenset((GROUPS, COMPILED)): "their sizes change with each batch: measure them in eager mode",
+    frozenset((DOCUMENTS, TENSOR_PARALLEL)): "",
+    frozenset((METRIC, TENSOR_PARALLEL)): "",
+    frozenset((GROUPS, TENSOR_PARALLEL)): "",
+    frozenset((TIED, TENSOR_PARALLEL)): "",
+    frozenset((DOCUMENTS, PIPELINE)): "",
+    frozenset((METRIC, PIPELINE)): "",
+    frozenset((GROUPS, PIPELINE)): "",
+}
+"""Pairs that no layer measures together, and why where that is not plain."""
+
+APART_IN: dict[str, set[frozenset[str]]] = {
+    "linear": {frozenset((DOCUMENTS, TIED, CUDA))},
+    "embedding": {frozenset((DOCUMENTS, TIED, CUDA))},
+    "linear_cross_entropy": {frozenset((DOCUMENTS, TIED))},
+}
+"""Combinations that one layer does not measure."""
+
+REMEDIES = {"linear_cross_entropy": "Compute the loss from the head's output"}
+"""What helps where it is not to leave the module out."""
+
+
+def reason(layer: str | None, features: Iterable[str]) -> str:
+    """Why a ``layer`` (any, if None) has no norms with all of these; empty where it has."""
+    asked = [f for f in FEATURES if f in set(features)]
+    kind = "the model" if layer is None else layer
+    if layer is not None:
+        for feature in asked:
+            if feature not in LAYERS[layer]:
+                return f"{kind} has no norms for {feature}"
+        for together in APART_IN.get(layer, ()):
+            if together <= set(asked):
+                return f"{kind} has no norms for {_listed(f for f in asked if f in together)}"
+    for pair in combinations(asked, 2):
+        if (why := APART.get(frozenset(pair))) is not None:
+            return f"{kind} has no norms for {_listed(pair)}" + (f": {why}" if why else "")
+    return ""
+
+
+def refuse(layer: str | None, features: Iterable[str], module: str | None = None) -> None:
+    """Raise NotImplementedError where ``reason`` has one, with the name of the ``module``."""
+    if why := reason(layer, features):
+        if module is None:
+            raise NotImplementedError(why)
+        remedy = REMEDIES.get(layer or "", f"Leave it out: convert(model, exclude=[{module!r}])")
+        raise NotImplementedError(f"{module or 'the model'}: {why}. {remedy}.")
+
+
+def tensor_parallel(*tensors: object) -> tuple[str, ...]:
+    """The feature's name where one of them is a DTensor."""
+    return (TENSOR_PARALLEL,) if any(map(is_dtensor, tensors)) else ()
+
+
+def _listed(features: Iterable[str]) -> str:
+    return " together with ".join(features)

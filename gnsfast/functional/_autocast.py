@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Autocast, inside of an autograd function."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives a matrix product of ``x``; None while it is off, and for
+    float64, which it leaves alone.
+    """
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def cast_like(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """``parameters`` in the dtype that autocast gives a product with ``x``."""
+    if (dtype := autocast_dtype(x)) is None:
+        return parameters
+    return tuple(None if p is None else p.to(dtype) for p in parameters)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Backward computes in the dtypes that forward chose, inside or outside of the user's autocast
+    block.
+    """
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The links between the uses of one weight: an embedding and later embeddings or a linear head.
+
+‖a + b‖² = ‖a‖² + ‖b‖² + 2 a·b: each use adds its own ‖·‖² to its own row, and an embedding the
+2 a·b with all later uses. It has two more outputs, the link, which later uses take as inputs. A
+later use hands back, as the gradient of the link, the rows of its own gradient at the embedding's
+ids: those of every sample, and those of the sum.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gnsfast.functional.plan import Plan
+from gnsfast.reference import root_metric
+
+Link = tuple[Tensor, Tensor, Tensor]
+"""An earlier use of a shared weight: its ids [B, S] and its two link outputs, both [B, S, D]."""
+
+
+def link_grads(link_ids: list[Tensor], linked_BSD: Tensor, dw_VD: Tensor) -> list[Tensor | None]:
+    """The gradients of each link's three tensors, from rows of every sample's gradient at all ids
+    and from the whole gradient.
+    """
+    grads: list[Tensor | None] = []
+    if link_ids:
+        for ids_BS, rows_BSD in zip(link_ids, linked_BSD.split([i.shape[1] for i in link_ids], 1)):
+            grads += [None, rows_BSD, dw_VD[ids_BS].to(rows_BSD.dtype)]
+    return grads
+
+
+def embedding_rows(link_ids: list[Tensor], ids_BT: Tensor, dy_BTD: Tensor, plan: Plan) -> Tensor:
+    """[B, S, D]: rows of every sample's gradient of an embedding, at the ids of earlier ones. With
+    documents all rows are one list [1, N], and a row meets those of its own document.
+    """
+    same_BST = torch.cat(link_ids, 1)[:, :, None] == ids_BT[:, None, :]
+    if plan.starts is not None:
+        of_N = _documents_of_rows(plan.starts, ids_BT.shape[1])
+        same_BST = same_BST & (of_N.repeat(len(link_ids))[:, None] == of_N)
+    return same_BST.to(dy_BTD.dtype) @ dy_BTD
+
+
+def add_cross_terms(
+    rows_MB: Tensor,
+    dy_BTD: Tensor,
+    ids_BT: Tensor,
+    plan: Plan,
+    of_samples: Tensor,
+    of_sum: Tensor,
+) -> Tensor:
+    """An embedding's row of the probe, and that under a metric, with 2 a·b added for each sample
+    and for the sum.
+    """
+    weighed = [dy_BTD]
+    if plan.constants_P2 is not None:
+        v_BTD = F.embedding(ids_BT, plan.moments[0])
+        root_BTD = root_metric(v_BTD, plan.constants_P2[0], dy_BTD.dtype)
+        weighed.append(dy_BTD * root_BTD.square())
+    cross = rows_MB.new_zeros(rows_MB.shape, dtype=torch.float64)
+    for row, dy_BTD in zip(cross, weighed):
+        own_BT = (dy_BTD * of_samples).sum(2, dtype=torch.float64)
+        if plan.starts is None:
+            row[:-2] = own_BT.sum(1)
+        else:
+            row[:-2].index_add_(0, _documents_of_rows(plan.starts, own_BT.shape[1]), own_BT[0])
+        row[-2] = (dy_BTD * of_sum).sum(dtype=torch.float64)
+    return (rows_MB + 2.0 * cross).to(torch.float32)
+
+
+def _documents_of_rows(starts: Tensor, N: int) -> Tensor:
+    """[N]: the number of each row's document."""
+    row_N = torch.arange(N, dtype=starts.dtype, device=starts.device)
+    return torch.bucketize(row_N, starts[1:-1], right=True)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the rows of a layer's input are samples, and what is measured of them."""
+
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnsfast import combinations
+from gnsfast.reference import sqnorm
+from gnsfast.signatures import BY_SAMPLE, LinearWgrad
+from gnsfast.tensors import accumulate_dtype, is_dtensor
+
+Operator = Callable[[Any], tuple[Tensor, ...]]
+
+
+class Plan(NamedTuple):
+    """How the rows of a layer's input are samples, and what is measured of them.
+
+    A probe is float32 zeros [M P, B + 2 + G]: a row for each of the P trainable parameters of the
+    layer in the order weight, bias; with a metric as many once more. Its columns are B samples,
+    their sum, the calls, then the sums of G groups of samples.
+
+    Args:
+        batch_dim: the dimension of the input that holds the samples.
+        transposed: the weight of a linear layer is stored as [in_features, out_features].
+        starts: [B + 1], where samples are documents: all rows as one list, document b from
+            ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``). Every row is some
+            document's.
+        experts: with ``starts`` [experts · B + 1], the rows of each expert, sample by sample.
+        members: G index tensors, the samples of each group; each sample is in one.
+        moments: v of each trainable parameter, for norms under the metric 1 / (√v s + eps).
+        constants_P2: s and eps of each; for Adam's v after t steps s is 1 / √(1 - beta2^t).
+        module: the layer's name in messages.
+
+    >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
+    >>> s_eps, v = torch.tensor([[2.0, 1.0]]), torch.full((2, 5), 0.25)
+    >>> plan = gnsfast.functional.Plan(moments=(v,), constants_P2=s_eps)
+    >>> probe = torch.zeros(2, 3 + 2, requires_grad=True)
+    >>> gnsfast.functional.linear(x, w, None, probe, plan).sum().backward()
+    >>> torch.allclose(probe.grad[1, :3], probe.grad[0, :3] / 2)
+    True
+    """
+
+    batch_dim: int = 0
+    transposed: bool = False
+    starts: Tensor | None = None
+    experts: int = 0
+    members: tuple[Tensor, ...] = ()
+    moments: tuple[Tensor, ...] = ()
+    constants_P2: Tensor | None = None
+    module: str | None = None
+
+    def samples(self, probe: Tensor) -> int:
+        """B of a probe. It is never a number of the plan, which would compile a graph for each."""
+        return probe.shape[1] - 2 - len(self.members)
+
+    def check(
+        self,
+        layer: str,
+        probe: Tensor,
+        parameters: int,
+        weight: Tensor | None = None,
+        tied: bool = False,
+    ) -> None:
+        """Refuse what does not go together (``combinations``), and a probe of another shape, which
+        would be filled with something else than it says.
+        """
+        rows = parameters * (1 + (self.constants_P2 is not None))
+        if probe.ndim != 2 or probe.shape[0] != rows or probe.dtype != torch.float32:
+            raise ValueError(
+                f"probe must be float32 [{rows}, B + 2], a row for each trainable parameter (and "
+                f"measure), not {probe.dtype} {list(probe.shape)}: after a parameter was frozen, "
+                "unfrozen or parametrized, call gnsfast.convert(model) again, outside of an open "
+                "block"
+            )
+        if tied or is_dtensor(weight) or not self.is_plain:
+            combinations.refuse(layer, self._features(is_dtensor(weight), tied), self.module)
+        if self.members and sum(map(len, self.members)) != self.samples(probe):
+            raise ValueError(
+                f"groups must hold each of the {self.samples(probe)} samples of the probe once, "
+                f"not {sum(map(len, self.members))} samples"
+            )
+
+    def _features(self, tensor_parallel: bool, tied: bool) -> list[str]:
+        """What of the table of ``combinations`` a call asks for."""
+        asked = {
+            combinations.DOCUMENTS: self.starts is not None and not self.experts,
+            combinations.METRIC: self.constants_P2 is not None,
+            combinations.GROUPS: bool(self.members),
+            combinations.TIED: tied,
+            combinations.TENSOR_PARALLEL: tensor_parallel,
+            combinations.COMPILED: torch.compiler.is_compiling(),
+        }
+        return [feature for feature, is_asked in asked.items() if is_asked]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds no tensors."""
+        return self.starts is None and self.constants_P2 is None and not self.members
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """For ``save_for_backward``, which sees what is written to them until backward."""
+        if self.is_plain:
+            return ()
+        return self.starts, self.constants_P2, *self.moments, *self.members
+
+    def without_tensors(self) -> "Plan":
+        """What ``ctx`` may keep, and what ``restored`` needs beside the saved tensors."""
+        if self.is_plain:
+            return self
+        no_moments, no_members = (None,) * len(self.moments), (None,) * len(self.members)
+        return Plan(*self[:2], None, self.experts, no_members, no_moments, None)  # type: ignore[arg-type]
+
+    def restored(self, saved: Sequence[Tensor | None]) -> "Plan":
+        """The reverse of ``tensors`` and ``without_tensors``."""
+        if not saved:
+            return self
+        starts, constants_P2, *rest = saved
+        moments, members = rest[: len(self.moments)], rest[len(self.moments) :]
+        return Plan(*self[:2], starts, self.experts, tuple(members), tuple(moments), constants_P2)  # type: ignore[arg-type]
+
+    def rows(self, t: Tensor, B: int) -> Tensor:
+        """[B, T, features], or the list [N, features] that documents lie in."""
+        if self.starts is not None:
+            return t.flatten(0, -2) if t.ndim > 2 else t
+        return samples_first(t, B, self.batch_dim)
+
+    def rows_back(self, t: Tensor, shape: torch.Size) -> Tensor:
+        """The reverse of ``rows``: in the shape that the rows came in."""
+        if self.batch_dim == 1 and len(shape) > 2:
+            return t.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+        return t.reshape(shape)
+
+    @property
+    def metric(self) -> tuple[list[Tensor], Tensor | None]:
+        """The last two fields of an operator that takes norms under a metric."""
+        return list(self.moments), self.constants_P2
+
+    def linear_wgrad(
+        self,
+        x: Tensor,
+        dy: Tensor,
+        wanted: Sequence[bool],
+        dtype: torch.dtype,
+        ids_BS: Tensor | None = None,
+    ) -> LinearWgrad:
+        """The arguments of a linear layer's operator."""
+        weight, bias = wanted
+        flags = weight, bias, self.transposed, dtype
+        return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS, *self.metric)
+
+    def run(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+        """``operator`` of ``a``, at once or group by group; ``wanted`` are its gradients."""
+        return self._by_group(operator, a, wanted) if self.members else operator(a)
+
+    def _by_group(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+        """The operator once for each group, on its samples: no product is made twice, and the
+        groups' gradients add up to the whole, in the accumulation dtype.
+        """
+        like, dtype, inputs, kinds = a[0], getattr(a, "dtype", None), *BY_SAMPLE[type(a)]
+        acc = accumulate_dtype(like.dtype)
+        if dtype is not None:
+            a = a._replace(dtype=acc)
+        own = ([t if t is None else t[index] for t in a[:inputs]] for index in self.members)
+        parts_of = [*zip(*(operator(type(a)(*some, *a[inputs:])) for some in own))]
+        sums = [
+            sum(parts[1:], parts[0].to(acc))
+            for parts, kind in zip(parts_of, kinds)
+            if kind == "sum"
+        ]
+        totals = [sqnorm(t) for t in compress(sums, wanted)]
+        next_sum = iter(sums)
+        found = []
+        for parts, kind in zip(parts_of, kinds):
+            if kind == "sum":
+                found.append(next(next_sum).to(dtype or parts[0].dtype))
+            elif kind == "rows":
+                found.append(self._rows_of_groups(parts, len(like), totals))
+            elif parts[0].ndim == 1:  # not wanted
+                found.append(parts[0])
+            else:
+                whole = parts[0].new_empty(len(like), *parts[0].shape[1:])
+                for index, part in zip(self.members, parts):
+                    whole[index] = part
+                found.append(whole)
+        return tuple(found)
+
+    def _rows_of_groups(self, parts: tuple[Tensor, ...], B: int, totals: list[Tensor]) -> Tensor:
+        """The rows of the whole batch, and a column for the sum of each group."""
+        rows = parts[0].new_ones(len(parts[0]), B + 2 + len(parts))
+        for g, (index, part) in enumerate(zip(self.members, parts)):
+            rows[:, index], rows[:, B + 2 + g] = part[:, :-2], part[:, -2]
+        rows[:, B] = torch.stack(totals)
+        return rows
+
+
+PLAIN = Plan()
+"""Samples along dimension 0, and nothing but their norms."""
+
+
+def samples_first(x: Tensor, B: int, batch_dim: int) -> Tensor:
+    """``x`` as [B, T, features]; rows are folded into their samples where there are more rows than
+    samples.
+    """
+    if batch_dim == 1 and x.ndim > 2:
+        x = x.transpose(0, 1)
+    rows = x.shape[:-1].numel()
+    T = rows // B if B else 0
+    if T * B != rows:
+        raise ValueError(f"{rows} rows of an input of shape {list(x.shape)} are not {B} samples")
+    return x.reshape(B, T, x.shape[-1])

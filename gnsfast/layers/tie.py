@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A weight that several modules share."""
+
+from typing import Any
+
+import torch
+
+from gnsfast.errors import ObservationError
+from gnsfast.functional import Link
+
+
+class Tie:
+    """A weight shared by embeddings and at most one linear head; carries the links between its
+    uses.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the uses of a forward pass that is over."""
+        self.uses: tuple[Link, ...] = ()
+        self.crossed = False
+
+    def take(self, name: str) -> tuple[Link, ...]:
+        """The links to the embeddings used so far; the head, which comes last, takes them away."""
+        links, self.uses = self.uses, ()
+        if links:
+            self.crossed = True
+        elif self.crossed and not torch.compiler.is_compiling() and _in_backward():
+            raise ObservationError(
+                f"{name}: this tied head is recomputed in backward (activation checkpointing) "
+                "without its embedding, so the two cannot be told apart from each other. "
+                "Checkpoint both or neither, or leave the pair out: convert(model, "
+                f"exclude=[{name!r}, ...])."
+            )
+        return links
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.reset()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Σ_b dy_bᵀ x_b and the squared norm of each term, by the cheapest route on a CPU.
+
+Legend: B samples, T tokens of a sample, I in_features, O out_features, M measures: the Euclidean
+norm, then that under a metric.
+"""
+
+import torch
+from torch import Tensor
+
+from gnsfast.reference.metric import one_token_metric, root_metric
+from gnsfast.reference.rows import sqnorm_rows, with_sum
+from gnsfast.signatures import Metric
+from gnsfast.tensors import accumulate_dtype
+
+# Elements of a per-sample tile of the fused route, and its columns at most: large enough that the
+# GEMM runs at full speed, small enough that the tile is still in a cache when its norm is taken and
+# it is added. With tiles of 14336 columns dW took 1.6 to 2.1 times as long as plain's.
+TILE, COLUMNS = 1 << 20, 1 << 10
+# Tiles of which more than ``SMALL`` have this many elements go through one batched GEMM: a small
+# layer is then a few calls, 1.3 instead of 1.9 times plain dW at 96 x 288.
+SMALL, GROUP = 4, 1 << 19
+# Rows of a tile that are worth a thread's own GEMM. Product, norm and sum then split the tile in
+# the same places, and each thread finds its rows in its own cache.
+PART = 128
+
+
+def linear_route(T: int, I: int, O: int) -> str:
+    """The cheapest CPU route to the norms of a linear layer: ``closed``, ``gram`` or ``fused``.
+
+    Counted in multiply-adds: the Gram route adds T² (I + O) a sample, the fused route squares and
+    adds a tile and multiplies less at a time, worth so many an element of [O, I] as crossovers
+    measured on a CPU say.
+    """
+    if T == 1:
+        return "closed"
+    return "gram" if T * T * (I + O) < FUSED[I * O > LARGE] * I * O else "fused"
+
+
+# Of a weight of at most so many elements, and of a larger one.
+FUSED, LARGE = (16, 36), 1 << 22
+
+
+def outer_wgrad(
+    x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype, metric: Metric | None = None
+) -> tuple[Tensor, Tensor]:
+    """dW [O, I] and norms [M, B + 1]."""
+    (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
+    acc, measures = accumulate_dtype(x_BTI.dtype), 1 + (metric is not None)
+    route = linear_route(T, I, O)
+    if B * T * I * O == 0:
+        return x_BTI.new_zeros((O, I), dtype=dtype), x_BTI.new_zeros((measures, B + 1))
+    if route == "fused" or (metric is not None and T > 1):
+        dw_OI, norms_MB = fused_wgrad(x_BTI, dy_BTO, acc, metric)
+        return dw_OI.to(dtype), norms_MB
+    x_BTI, dy_BTO = x_BTI.to(acc), dy_BTO.to(acc)
+    dw_OI = dy_BTO.reshape(-1, O).T @ x_BTI.reshape(-1, I)
+    if route == "gram":
+        return dw_OI.to(dtype), with_sum(gram_sqnorms(x_BTI, dy_BTO), dw_OI)
+    x_BI, dy_BO = x_BTI[:, 0], dy_BTO[:, 0]
+    norms_MB = with_sum(sqnorm_rows(x_BI) * sqnorm_rows(dy_BO), dw_OI)
+    if metric is not None:
+        root_OI = root_metric(*metric, acc)
+        weighed_B = one_token_metric(x_BI, dy_BO, root_OI)
+        norms_MB = torch.cat([norms_MB, with_sum(weighed_B, root_OI.mul_(dw_OI))])
+    return dw_OI.to(dtype), norms_MB
+
+
+def gram_sqnorms(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
+    """Σ_{t,s} (dy_t·dy_s)(x_t·x_s) for each sample.
+
+    Where the terms cancel (tokens alike, dy that sums to zero: key projections) their rounding is
+    larger than the sum: such samples go through the product itself, which cancels before it is
+    squared.
+    """
+    x_gram, dy_gram = torch.bmm(x_BTI, x_BTI.mT), torch.bmm(dy_BTO, dy_BTO.mT)
+    terms_BTT = x_gram.mul_(dy_gram)
+    sqnorm_B = terms_BTT.sum((1, 2), dtype=torch.float64)
+    cancelled_B = sqnorm_B < CANCELLED * terms_BTT.abs_().sum((1, 2), dtype=torch.float64)
+    if cancelled_B.any():
+        _, again_1B = fused_wgrad(x_BTI[cancelled_B], dy_BTO[cancelled_B], x_BTI.dtype)
+        sqnorm_B[cancelled_B] = again_1B[0, :-1].to(torch.float64)
+    return sqnorm_B
+
+
+CANCELLED = 0.02
+"""A Gram sum below this share of its terms' absolute sum has lost too many digits."""
+
+
+def fused_wgrad(
+    x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype, metric: Metric | None = None
+) -> tuple[Tensor, Tensor]:
+    """dW and its norms [M, B + 1]: a GEMM for each sample, its tile squared and added in cache."""
+    (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
+    width, height = even_block(I, COLUMNS), even_block(O, TILE // min(I, COLUMNS))
+    measures = 1 + (metric is not None)
+    dw_OI = (x_BTI.new_empty if B else x_BTI.new_zeros)((O, I), dtype=acc)
+    norms_MBCO = x_BTI.new_empty((measures, B + 1, -(-I // width), O), dtype=acc)  # the sum last
+    add_tiles = _add_small_tiles if height * width * SMALL < GROUP else _add_tiles
+    root = None
+    for c, x_BTW in enumerate(x_BTI.split(width, 2)):
+        for start in range(0, O, height):
+            rows, columns = slice(start, start + height), slice(c * width, (c + 1) * width)
+            if metric is not None:
+                root = root_metric(metric[0][rows, columns], metric[1], acc)
+            tile, norms_MBO = dw_OI[rows, columns], norms_MBCO[:, :, c, rows]
+            add_tiles(x_BTW, dy_BTO[..., rows].mT, tile, norms_MBO, root)
+    return dw_OI, sqnorm_rows(norms_MBCO.flatten(2).flatten(0, 1)).view(measures, B + 1)
+
+
+def even_block(size: int, most: int) -> int:
+    """Block size <= ``most`` that splits ``size`` evenly; only the last block may be smaller."""
+    return -(-size // -(-size // max(1, most)))
+
+
+def _add_tiles(
+    x_BTI: Tensor,
+    dy_BOT: Tensor,
+    total_OI: Tensor,
+    norms_MBO: Tensor,
+    root_OI: Tensor | None,
+) -> None:
+    """One sample after the other; the first one's tile is computed in place.
+
+    Views are made before the loop. Inside of it, with caches that the GEMM has filled, they would
+    cost as much as norm and sum do.
+    """
+    acc, O = total_OI.dtype, len(total_OI)
+    threads = torch.get_num_threads() if total_OI.device.type == "cpu" else 1
+    N = threads if O % threads == 0 and O >= PART * threads else 1
+    x_BNTI = x_BTI.unsqueeze(1).expand(-1, N, -1, -1)
+    dy_BNOT = dy_BOT.unflatten(1, (N, O // N))
+    tiles = [
+        (tile_OI, tile_OI.unflatten(0, (N, O // N)))
+        for tile_OI in (total_OI, total_OI.new_empty(total_OI.shape))
+    ]
+    weighed_OI = None if root_OI is None else torch.empty_like(root_OI)
+    *norms, last = zip(*(norms_BO.unbind() for norms_BO in norms_MBO.unbind()))
+    for b, (dy_NOT, x_NTI, out) in enumerate(zip(dy_BNOT.unbind(), x_BNTI.unbind(), norms)):
+        if x_NTI.dtype != acc:
+            dy_NOT, x_NTI = dy_NOT.to(acc), x_NTI[:1].to(acc).expand(N, -1, -1)
+        tile_OI, tile_NOI = tiles[b > 0]
+        torch.bmm(dy_NOT, x_NTI, out=tile_NOI)
+        _row_norms(tile_OI, root_OI, weighed_OI, out)
+        if b:
+            total_OI += tile_OI
+    _row_norms(total_OI, root_OI, weighed_OI, last)
+
+
+def _add_small_tiles(
+    x_BTI: Tensor,
+    dy_BOT: Tensor,
+    total_OI: Tensor,
+    norms_MBO: Tensor,
+    root_OI: Tensor | None,
+) -> None:
+    """Many samples in one GEMM: the calls for small tiles cost more than their memory."""
+    acc, B, together = total_OI.dtype, len(x_BTI), GROUP // max(1, total_OI.numel())
+    scratch_GOI = total_OI.new_empty((min(together, B), *total_OI.shape))
+    total_OI.zero_()
+    groups = (t.split(together) for t in (dy_BOT, x_BTI))
+    outs = zip(*(norms_BO[:B].split(together) for norms_BO in norms_MBO.unbind()))
+    for dy_GOT, x_GTI, out in zip(*groups, outs):
+        tiles_GOI = scratch_GOI[: len(x_GTI)]
+        torch.bmm(dy_GOT.to(acc), x_GTI.to(acc), out=tiles_GOI)
+        total_OI += tiles_GOI.sum(0)
+        _row_norms(tiles_GOI, root_OI, tiles_GOI, out)
+    weighed_OI = None if root_OI is None else torch.empty_like(root_OI)
+    _row_norms(total_OI, root_OI, weighed_OI, norms_MBO[:, B].unbind())
+
+
+def _row_norms(
+    tiles: Tensor, root_OI: Tensor | None, weighed: Tensor | None, out: tuple[Tensor, ...]
+) -> None:
+    """The norm of each row, then that of the row weighed by √P, for which ``weighed`` has room."""
+    torch.linalg.vector_norm(tiles, dim=-1, out=out[0])
+    if root_OI is not None:
+        torch.linalg.vector_norm(torch.mul(tiles, root_OI, out=weighed), dim=-1, out=out[1])

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of every operator, stated once: its schema, its fake and all of its
+implementations read them here.
+
+Legend: B samples, T tokens of a sample, N rows of all samples, I in_features, O out_features, D
+model width, V vocabulary, F features that are normalised, P parameters of a module, H heads. An
+operator returns each unwanted gradient empty. Rows of a probe are float32, [M P, B + 2]: for each
+of the P wanted parameters B squared norms of the single samples' gradients, the squared norm of
+their sum, and 1.0, which counts the calls. With ``moments`` and ``constants_P2``, v and (s, eps) of
+each wanted parameter, the same rows under the metric follow: M is 2 then, else 1.
+"""
+
+from typing import NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from gnsfast.tensors import accumulate_dtype
+
+Metric = tuple[Tensor, Tensor]
+"""Adam's v of a parameter, shaped like it, and s and eps [2]: its metric is 1 / (√v s + eps)."""
+
+KINDS = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    int: "SymInt",
+    list[int]: "int[]",
+    bool: "bool",
+    list[bool]: "bool[]",
+    float: "float",
+    torch.dtype: "ScalarType",
+}
+
+
+def metric_of(moments: list[Tensor], constants_P2: Tensor | None, row: int) -> Metric | None:
+    """The metric of the ``row``-th wanted parameter, if norms are taken under one."""
+    return None if constants_P2 is None else (moments[row], constants_P2[row])
+
+
+def schema(name: str) -> str:
+    """An operator's schema for ``torch.library``."""
+    hints = get_type_hints(OPERATORS[name])
+    arguments = ", ".join(f"{KINDS[kind]} {field}" for field, kind in hints.items())
+    return f"{name}({arguments}) -> ({', '.join('Tensor' for _ in RESULTS[name])})"
+
+
+def empty_rows(like: Tensor, rows: int, samples: int) -> Tensor:
+    """Uninitialised rows of a probe."""
+    return like.new_empty((rows, samples + 2), dtype=torch.float32)
+
+
+class LinearWgrad(NamedTuple):
+    """dW, db, rows of the probe and rows ``ids_BS`` of every sample's dW, of y = x Wᵀ + b.
+
+    Sample b's gradient is dy_bᵀ x_b. With ``starts`` [S + 1] the samples are segments of one list
+    of rows, and x is [N, I], dy [N, O]: sample b is rows ``starts[b]`` to ``starts[b + 1]``. With E
+    ``experts`` (0: one weight without that dimension) segment e B + b is the part of sample b that
+    expert e was given, and weights are [E, O, I]. Rows after the last segment belong to nobody.
+    With ``transposed`` the weight is stored as [I, O].
+    """
+
+    x_BTI: Tensor
+    dy_BTO: Tensor
+    weight: bool
+    bias: bool
+    transposed: bool
+    dtype: torch.dtype
+    starts: Tensor | None = None
+    experts: int = 0
+    ids_BS: Tensor | None = None
+    moments: list[Tensor] = []
+    constants_P2: Tensor | None = None
+
+    @property
+    def samples(self) -> int:
+        if self.starts is None:
+            return self.x_BTI.shape[0]
+        return (self.starts.shape[0] - 1) // max(self.experts, 1)
+
+    def results(self) -> tuple[Tensor, ...]:
+        x, I, O = self.x_BTI, self.x_BTI.shape[-1], self.dy_BTO.shape[-1]
+        lead = (self.experts,) if self.experts else ()
+        dw = x.new_empty(
+            ((*lead, *((I, O) if self.transposed else (O, I))) if self.weight else (0,)),
+            dtype=self.dtype,
+        )
+        db = x.new_empty((*lead, O) if self.bias else (0,), dtype=self.dtype)
+        measures = 1 + (self.constants_P2 is not None)
+        rows = empty_rows(x, measures * (self.weight + self.bias), self.samples)
+        shape = (0,) if self.ids_BS is None else (*self.ids_BS.shape, I)
+        return dw, db, rows, x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
+
+
+class InProjectionWgrad(NamedTuple):
+    """dW [ΣO, I], db [ΣO] and rows of the probe of linear layers whose weights lie one below the
+    other in one parameter (query, key, value): each layer's weight row, then each one's bias row.
+    """
+
+    x_BTI: list[Tensor]
+    dy_BTO: list[Tensor]
+    weight: bool
+    bias: bool
+    dtype: torch.dtype
+
+    def results(self) -> tuple[Tensor, ...]:
+        x, O = self.x_BTI[0], sum(dy.shape[2] for dy in self.dy_BTO)
+        dw = x.new_empty((O, x.shape[2]) if self.weight else (0,), dtype=self.dtype)
+        db = x.new_empty(O if self.bias else 0, dtype=self.dtype)
+        rows = (self.weight + self.bias) * len(self.dy_BTO)
+        return dw, db, empty_rows(x, rows, x.shape[0])
+
+
+class EmbeddingWgrad(NamedTuple):
+    """dW [V, D] and the probe's rows of an embedding: rows of one id are added within a sample
+    before they are squared.
+
+    ``padding_idx`` (-1: none) takes no gradient. ``starts`` as for ``LinearWgrad``: dy is [N, D],
+    ids are [N], and all rows are some sample's.
+    """
+
+    dy_BTD: Tensor
+    ids_BT: Tensor
+    num_embeddings: int
+    padding_idx: int
+    dtype: torch.dtype
+    starts: Tensor | None = None
+    moments: list[Tensor] = []
+    constants_P2: Tensor | None = None
+
+    @property
+    def samples(self) -> int:
+        return self.dy_BTD.shape[0] if self.starts is None else self.starts.shape[0] - 1
+
+    def results(self) -> tuple[Tensor, ...]:
+        dy, measures = self.dy_BTD, 1 + (self.constants_P2 is not None)
+        dw = dy.new_empty((self.num_embeddings, dy.shape[-1]), dtype=self.dtype)
+        return dw, empty_rows(dy, measures, self.samples)
+
+
+class NormBackward(NamedTuple):
+    """dx, dW, db and the probe's rows of y = w (x - mean) rstd + b, or without ``mean_BT1`` of
+    y = (offset + w) x rsqrt(mean(x²) + eps). ``starts`` as for ``EmbeddingWgrad``.
+    """
+
+    dy_BTF: Tensor
+    x_BTF: Tensor
+    mean_BT1: Tensor | None
+    rstd_BT1: Tensor | None
+    w_F: Tensor | None
+    b_F: Tensor | None
+    weight: bool
+    bias: bool
+    eps: float = 0.0
+    offset: float = 0.0
+    starts: Tensor | None = None
+    moments: list[Tensor] = []
+    constants_P2: Tensor | None = None
+
+    @property
+    def samples(self) -> int:
+        return self.x_BTF.shape[0] if self.starts is None else self.starts.shape[0] - 1
+
+    def results(self) -> tuple[Tensor, ...]:
+        x, wanted = self.x_BTF, ((self.w_F, self.weight), (self.b_F, self.bias))
+        none = x.new_empty(0, dtype=accumulate_dtype(x.dtype))
+        grads = (torch.empty_like(p if want and p is not None else none) for p, want in wanted)
+        measures = 1 + (self.constants_P2 is not None)
+        rows = empty_rows(x, measures * (self.weight + self.bias), self.samples)
+        return x.new_empty(x.shape), *grads, rows
+
+
+class ConvWgrad(NamedTuple):
+    """dW [O, C / groups, *kernel], db and the probe's rows of a 1-d or 2-d convolution.
+
+    x is [n, C, *size] and dy [n, O, *out_size]: each of the B ``samples`` is n / B rows.
+    """
+
+    x: Tensor
+    dy: Tensor
+    samples: int
+    kernel: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+    weight: bool
+    bias: bool
+    dtype: torch.dtype
+
+    def results(self) -> tuple[Tensor, ...]:
+        x, O = self.x, self.dy.shape[1]
+        shape = (O, x.shape[1] // self.groups, *self.kernel) if self.weight else (0,)
+        dw, db = x.new_empty(shape, dtype=self.dtype), x.new_empty(O if self.bias else 0)
+        return dw, db.to(self.dtype), empty_rows(x, self.weight + self.bias, self.samples)
+
+
+class Parameters(NamedTuple):
+    """What attention may have learned, in the order of its probe's rows."""
+
+    sinks_H: Tensor | None
+    logit_scale_H: Tensor | None
+    q_gain_D: Tensor | None
+    k_gain_D: Tensor | None
+
+
+class Pattern(NamedTuple):
+    """Which keys a query sees, and the constant factor of the logits."""
+
+    mask: Tensor | None  # bool or float, broadcast to [B, H, T, S]
+    cu_seqlens: Tensor | None  # where the documents of one packed row begin, and its end
+    is_causal: bool
+    scale: float
+    window: int  # 0: none
+    max_seqlen: int  # of a document; 0: not known
+
+    def longest(self, T: int) -> int:
+        """As many tokens as a row of the batch, or a document, may have."""
+        return T if self.cu_seqlens is None else self.max_seqlen or T
+
+    def programs(self, B: int) -> int:
+        """Rows of the batch, or documents."""
+        return B if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+
+def new_token_major(like_BHTD: Tensor) -> Tensor:
+    """An empty [B, H, T, D] that lies as [B, T, H, D], which projections read without a copy."""
+    B, H, T, D = like_BHTD.shape
+    return like_BHTD.new_empty((B, T, H, D)).transpose(1, 2)
+
+
+class AttentionForward(NamedTuple):
+    """o [B, H, T, D], and of each query's logits the highest one and the inverse of Σ exp(s -
+    highest), both [B, H, T] in the accumulation dtype.
+
+    A query that sees nothing has an output and an inverse of zero. (The usual lse, the sum of both,
+    loses the inverse where a mask of large negative numbers covers all keys.) The fields from
+    ``sinks_H`` on are those of ``Parameters`` and ``Pattern``.
+    """
+
+    q_BHTD: Tensor
+    k_BKSD: Tensor
+    v_BKSD: Tensor
+    sinks_H: Tensor | None
+    logit_scale_H: Tensor | None
+    q_gain_D: Tensor | None
+    k_gain_D: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    is_causal: bool
+    scale: float
+    window: int
+    max_seqlen: int
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters(*self[3:7])
+
+    @property
+    def pattern(self) -> Pattern:
+        return Pattern(*self[7:])
+
+    def results(self) -> tuple[Tensor, ...]:
+        q = self.q_BHTD
+        acc = accumulate_dtype(q.dtype)
+        highest, inverse = (q.new_empty(q.shape[:3], dtype=acc) for _ in range(2))
+        return new_token_major(q), highest, inverse
+
+
+class AttentionBackward(NamedTuple):
+    """dq, dk, dv, the gradients of the four parameters and a row of the probe for each ``wanted``
+    one; the fields between ``do_BHTD`` and ``samples`` are those of ``AttentionForward`` and its
+    results.
+    """
+
+    do_BHTD: Tensor
+    q_BHTD: Tensor
+    k_BKSD: Tensor
+    v_BKSD: Tensor
+    o_BHTD: Tensor
+    highest_BHT: Tensor
+    inverse_BHT: Tensor
+    sinks_H: Tensor | None
+    logit_scale_H: Tensor | None
+    q_gain_D: Tensor | None
+    k_gain_D: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    is_causal: bool
+    scale: float
+    window: int
+    max_seqlen: int
+    samples: int
+    wanted: list[bool]
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters(*self[7:11])
+
+    @property
+    def pattern(self) -> Pattern:
+        return Pattern(*self[11:17])
+
+    def results(self) -> tuple[Tensor, ...]:
+        q = self.q_BHTD
+        grads = (
+            torch.empty_like(p) if want and p is not None else q.new_empty(0)
+            for p, want in zip(self.parameters, self.wanted)
+        )
+        inputs = (new_token_major(t) for t in (q, self.k_BKSD, self.v_BKSD))
+        return *inputs, *grads, empty_rows(q, sum(self.wanted), self.samples)
+
+
+OPERATORS = {
+    "linear_wgrad": LinearWgrad,
+    "in_projection_wgrad": InProjectionWgrad,
+    "embedding_wgrad": EmbeddingWgrad,
+    "norm_backward": NormBackward,
+    "conv_wgrad": ConvWgrad,
+    "attention_forward": AttentionForward,
+    "attention_backward": AttentionBackward,
+}
+
+RESULTS = {
+    "linear_wgrad": ("sum", "sum", "rows", "samples"),
+    "in_projection_wgrad": ("sum", "sum", "rows"),
+    "embedding_wgrad": ("sum", "rows"),
+    "norm_backward": ("samples", "sum", "sum", "rows"),
+    "conv_wgrad": ("sum", "sum", "rows"),
+    "attention_forward": ("samples",) * 3,
+    "attention_backward": (*("samples",) * 3, *("sum",) * 4, "rows"),
+}
+"""What each operator returns: numbers of every sample, sums over them, or the rows of a probe."""
+
+BY_SAMPLE: dict[type, tuple[int, tuple[str, ...]]] = {
+    OPERATORS[name]: (inputs, RESULTS[name])
+    for name, inputs in (("linear_wgrad", 2), ("embedding_wgrad", 2), ("norm_backward", 4))
+}
+"""How many of an operator's fields, the first ones, have a part of each sample, and its results."""

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of what goes together: every pair of features of every layer is either right, against a
+float64 loop over single samples, or refused by the words of the table.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import experts
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import gnsfast
+from gnsfast import combinations as table
+from gnsfast.combinations import COMPILED, DOCUMENTS, GROUPS, METRIC, TENSOR_PARALLEL, TIED, reason
+from gnsfast.functional import Plan, document_slots
+from gnsfast.probing import ProbeSlab, Sides
+
+B, T, D, V = 3, 4, 8, 7
+STARTS = torch.tensor([0, 3, 8, 12])  # three documents in the three rows of four tokens
+MEMBERS = (torch.tensor([2, 0]), torch.tensor([1]))
+S, EPS = 1.5, 0.1
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one weight; ``cross_entropy`` takes the head's own loss."""
+
+    def __init__(self, cross_entropy: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+        self.head.weight = self.tokens.weight
+        self.cross_entropy = cross_entropy
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.tokens(ids).sin()
+        return row_losses(self.head, h, self.cross_entropy) if self.cross_entropy else self.head(h)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(D, V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_losses(self.head, x, True)
+
+
+def row_losses(head: Any, h: Tensor, cross_entropy: bool) -> Tensor:
+    """[B, T, 1]: each token's cross entropy of one fixed label."""
+    labels = torch.arange(B * T).view(B, T)[: len(h)] % V
+    if hasattr(head, "cross_entropy"):
+        return head.cross_entropy(h, labels, reduction="none")[..., None]
+    return F.cross_entropy(head(h).flatten(0, 1), labels.flatten(), reduction="none").view(B, T, 1)
+
+
+class Attention(nn.Module):
+    """Attention of torch's; its output projection alone is trained where ``frozen``."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.attention.in_proj_weight.requires_grad_(not frozen)
+        self.attention.in_proj_bias.requires_grad_(not frozen)
+        self.attention.out_proj.requires_grad_(frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sin()
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(D, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.mT).mT
+
+
+def block(trained: str) -> nn.Module:
+    """A mixture of experts, whose router or experts alone are trained."""
+    mixture = experts.make("mixtral", 2)
+    for name, p in mixture.named_parameters():
+        p.requires_grad_(name.startswith("gate.") == (trained == "router"))
+    return mixture
+
+
+def floats(width: int = D) -> Tensor:
+    return torch.randn(B, T, width)
+
+
+def ids() -> Tensor:
+    return torch.randint(0, V, (B, T))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(D, 5)), floats),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(V, D)), ids),
+    "layer_norm": (lambda: nn.Sequential(nn.LayerNorm(D)), floats),
+    "rms_norm": (lambda: nn.Sequential(nn.RMSNorm(D)), floats),
+    "linear_cross_entropy": (Head, floats),
+    "conv": (Conv, floats),
+    "in_projection": (lambda: Attention(frozen=False), floats),
+    "out_projection": (lambda: Attention(frozen=True), floats),
+    "experts": (lambda: block("experts"), lambda: floats(experts.H)),
+    "router": (lambda: block("router"), lambda: floats(experts.H)),
+    "replay": (lambda: nn.Sequential(Scale()), floats),
+}
+TIED_MODELS = {
+    "linear": (Tied, ids),
+    "embedding": (Tied, ids),
+    "linear_cross_entropy": (lambda: Tied(cross_entropy=True), ids),
+}
+MEASURED = (DOCUMENTS, METRIC, GROUPS, TIED, COMPILED)
+ASKED = [(), *((f,) for f in MEASURED), *combinations(MEASURED, 2)]
+
+
+class Case(NamedTuple):
+    """A model, its input, and the weights of its outputs."""
+
+    model: nn.Module
+    x: Tensor
+    r: Tensor
+
+
+def draw(route: str, features: tuple[str, ...]) -> Case:
+    make, inputs = (TIED_MODELS if TIED in features else MODELS)[route]
+    model, x = make(), inputs()
+    with torch.no_grad():
+        r = torch.randn_like(model(x))
+    return Case(model, x, r)
+
+
+def moments_of(model: nn.Module) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {n: torch.rand(p.shape, generator=generator) for n, p in model.named_parameters()}
+
+
+def single_grads(case: Case, documents: bool) -> dict[str, Tensor]:
+    """Parameter name -> [samples, ...]: the gradient of each sample's own term of the loss."""
+    model, x = copy.deepcopy(case.model).double(), case.x
+    x = x.double() if x.is_floating_point() else x
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    row = torch.arange(B * T).view(B, T, 1)
+    of_sample = torch.bucketize(row, STARTS[1:-1], right=True) if documents else row // T
+    terms = model(x) * case.r.double()
+    grads = [
+        torch.autograd.grad(
+            (terms * (of_sample == b)).sum(), list(named.values()), retain_graph=True
+        )
+        for b in range(B)
+    ]
+    return {n: torch.stack(each) for n, each in zip(named, zip(*grads))}
+
+
+def measured(case: Case, features: tuple[str, ...]) -> ProbeSlab:
+    """The slab after one pass with these features; whatever the table refuses raises."""
+    model = gnsfast.convert(case.model)
+    first = ProbeSlab(model, B)
+    takes = {f: first.taking(f) if f in features else frozenset() for f in (METRIC, GROUPS)}
+    groups = MEMBERS if GROUPS in features else ()
+    slab = ProbeSlab(model, B, Sides(takes[METRIC], takes[GROUPS], len(groups)))
+    names, v = {id(p): n for n, p in model.named_parameters()}, moments_of(model)
+    for constants in slab.constants.values():
+        constants[:] = torch.tensor([S, EPS])
+    moments = {
+        path: [v[names[id(p)]] for p in slab.modules[path].probed_parameters().values()]
+        for path in takes[METRIC]
+    }
+    documents = document_slots(STARTS, B, B) if DOCUMENTS in features else None
+    run: Any = model
+    if COMPILED in features:
+        run = torch.compile(model, backend="eager")
+    slab.open(documents, groups, moments)
+    try:
+        (run(case.x) * case.r).sum().backward()
+    finally:
+        slab.close()
+    return slab
+
+
+def assert_right(slab: ProbeSlab, case: Case, features: tuple[str, ...]) -> None:
+    v = moments_of(case.model)
+    for name, g in single_grads(case, DOCUMENTS in features).items():
+        rows = [slab.grad[device][row] for _, device, row in slab.rows[name]]
+        want = torch.cat([g, g.sum(0)[None]]).flatten(1).square().sum(1)
+        assert all(row[B + 1] == 1.0 for row in rows)
+        torch.testing.assert_close(
+            sum(row[: B + 1] for row in rows).double(), want, rtol=1e-4, atol=1e-8
+        )
+        if GROUPS in features:
+            want = torch.stack([g[m].sum(0).square().sum() for m in MEMBERS])
+            found = sum(row[B + 2 :] for row in rows).double()
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-8)
+        if METRIC in features:
+            P = 1 / (v[name].double().sqrt() * S + EPS)
+            want = (torch.cat([g, g.sum(0)[None]]).square() * P).flatten(1).sum(1)
+            own = {id(p): n for n, p in case.model.named_parameters()}
+            weighed = [
+                row
+                for path in slab.sides.metric
+                for p, row in zip(
+                    slab.modules[path].probed_parameters().values(), slab.weighed_rows(path)
+                )
+                if own[id(p)] == name
+            ]
+            found = sum(row[: B + 1] for row in weighed).double()
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "features", ASKED, ids=lambda f: "+".join(n.split()[0] for n in f) or "plain"
+)
+@pytest.mark.parametrize("route", MODELS)
+def test_pairs(route: str, features: tuple[str, ...]) -> None:
+    why = reason(route, features)
+    if TIED in features and route not in TIED_MODELS:
+        assert f"{route} has no norms for" in why
+        return
+    case = draw(route, features)
+    if not why:
+        assert_right(measured(case, features), case, features)
+        return
+    side = next((f for f in (METRIC, GROUPS) if f in features), None)
+    slab = ProbeSlab(gnsfast.convert(case.model), B)
+    if side is not None and not slab.taking(side):  # the estimator goes without, and names them
+        assert slab.left_out(frozenset()) == tuple(slab.rows)
+        return
+    with pytest.raises(Exception, match=re.escape(why)):
+        measured(case, features)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("feature", [DOCUMENTS, METRIC, GROUPS, TIED])
+def test_tensor_parallelism(mesh: Any, feature: str) -> None:
+    """What goes with it is proven by ``test_model_parallel.py``; the rest is refused."""
+    shared = lambda t: distribute_tensor(t.detach(), mesh, [Replicate()])
+    w, probe = shared(torch.randn(5, D)).requires_grad_(), torch.zeros(1, B + 2)
+    plans = {
+        DOCUMENTS: Plan(starts=STARTS),
+        METRIC: Plan(moments=(torch.rand(5, D),), constants_P2=torch.ones(1, 2)),
+        GROUPS: Plan(members=MEMBERS),
+    }
+    probe = torch.zeros(
+        1 + (feature == METRIC), B + 2 + 2 * (feature == GROUPS), requires_grad=True
+    )
+    link = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T, D), torch.zeros(B, T, D)
+    x, links = shared(floats()), (link,) if feature == TIED else ()
+    with pytest.raises(
+        NotImplementedError, match=re.escape(reason("linear", [feature, TENSOR_PARALLEL]))
+    ):
+        gnsfast.functional.linear(x, w, None, probe, plans.get(feature, Plan()), links)
+
+
+@pytest.mark.parametrize("pair", combinations((DOCUMENTS, METRIC, GROUPS), 2), ids=str)
+def test_plans_by_hand(pair: tuple[str, str]) -> None:
+    """A plan that asks for both would leave one of them without a gradient."""
+    fields: dict[str, Any] = {
+        DOCUMENTS: {"starts": torch.tensor([0, 3, 8])},
+        METRIC: {"moments": (torch.rand(5, D),), "constants_P2": torch.ones(1, 2)},
+        GROUPS: {"members": (torch.tensor([0]), torch.tensor([1]))},
+    }
+    plan = Plan(**{k: v for f in pair for k, v in fields[f].items()})
+    w = torch.randn(5, D, requires_grad=True)
+    probe = torch.zeros(1 + (METRIC in pair), 2 + 2 + 2 * (GROUPS in pair), requires_grad=True)
+    calls = {
+        "linear": lambda: gnsfast.functional.linear(torch.randn(8, D), w, None, probe, plan),
+        "embedding": lambda: gnsfast.functional.embedding(torch.arange(8) % 5, w, probe, plan),
+        "layer_norm": lambda: gnsfast.functional.layer_norm(
+            torch.randn(8, D), (D,), w[0], None, probe, plan
+        ),
+        "rms_norm": lambda: gnsfast.functional.rms_norm(torch.randn(8, D), w[0], probe, plan),
+    }
+    for layer, call in calls.items():
+        with pytest.raises(NotImplementedError, match=re.escape(reason(layer, pair))):
+            call()
+
+
+def test_estimator() -> None:
+    """What a model is asked for as a whole."""
+    model = gnsfast.convert(nn.Sequential(nn.Linear(D, 5)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(NotImplementedError, match=re.escape(reason(None, [METRIC, GROUPS]))):
+        gnsfast.GradientNoiseScale(model, groups=["a"], metric="adam", optimizer=optimizer)
+    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
+    with pytest.raises(NotImplementedError, match=re.escape(reason(None, [METRIC, DOCUMENTS]))):
+        with gns.microbatch(3, tokens=torch.ones(3), cu_seqlens=STARTS):
+            pass
+
+
+def test_the_table_is_whole() -> None:
+    routes = {
+        m.route
+        for m in vars(gnsfast.layers).values()
+        if isinstance(m, type) and hasattr(m, "route")
+    }
+    assert routes - {""} <= table.LAYERS.keys()
+    for pair in table.APART:
+        assert pair <= {*table.FEATURES}
