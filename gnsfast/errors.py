@@ -7,7 +7,7 @@ class SampleShapeError(ValueError):
 
 
 class ObservationError(RuntimeError):
-    """The passes or gradients of an update are not those that its norms need."""
+    """Norms would be wrong: a module ran twice, say, or a gradient was changed after backward."""
 
 
 class BranchError(RuntimeError):

@@ -56,9 +56,10 @@ class BatchSizeController:
         data_parallel, micro_batch: processes, and samples of a micro-batch on each, by default the
             first batch in one piece. Every batch size is a multiple of their product.
 
-    A check without a measurement (NaN) ends every row of checks; "at least X" is evidence for
-    growth. The mean of a drifting window lags behind: it counts for growth only while its estimate
-    does not fall, and for a warning only while it does not rise. The batch size never shrinks.
+    After a check without a measurement (NaN) every count of checks in a row starts again; "at least
+    X" is evidence for growth. The mean of a drifting window lags behind: it counts for growth only
+    while its estimate does not fall, and for a warning only while it does not rise. The batch size
+    never shrinks.
 
     All processes decide alike, because ``gns.compute()`` is the same on all of them.
 
@@ -346,7 +347,7 @@ class BatchSizeController:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, change: Collection[str] = ()) -> None:
-        """Continue from ``state_dict()`` with the same batch size, rows of checks and phase.
+        """Continue from ``state_dict()`` with the same batch size, phase and counts of checks.
 
         Args:
             change: names of settings that may differ from the saved ones, such as ``"factor"`` once
@@ -375,7 +376,7 @@ class BatchSizeController:
         self._capped = state["capped"] and beyond  # a larger maximum lifts the cap
         ours = self.settings.state()
         if any(state["settings"][name] != ours[name] for name in ("factor", "growth", "over")):
-            self._rows = dict.fromkeys(self._rows, 0)  # rows under the old settings
+            self._rows = dict.fromkeys(self._rows, 0)  # counted under the old settings
         value, lower, upper = map(float, state["estimate"])
         self._estimate = Estimate(value, lower, upper)
         self.decisions = [Decision.from_state(each) for each in state["decisions"]]
