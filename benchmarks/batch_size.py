@@ -13,6 +13,7 @@ import torch
 
 import gnsfast
 from gnsfast.cli import tiny_gpt
+from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.branches import (
     CriticalBatch,
     TorchRun,
@@ -21,7 +22,6 @@ from gnsfast.critical_batch.branches import (
     pooled_factor,
 )
 from gnsfast.critical_batch.control import BatchSizeController, SampleStream, cosine
-from gnsfast.critical_batch.factor import CriticalBatchFactor
 from gnsfast.integrations.trackers import JSONLTracker, metrics
 
 SMALL, LARGE = 8, 64

@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers in and out: checks that name what is wrong, and floats as strict JSON holds them."""
+"""Checks of arguments, whose errors name the argument, and floats as strict JSON can hold them."""
 
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an int of at least ``least``: any integer type, or a float such as 658e9.
-
-    >>> from gnsfast.arguments import whole
-    >>> whole("total_tokens", 658e9)
-    658000000000
-    """
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value != int(value) or value < least:
+def integer(name: str, value: Any, least: int = 1) -> int:
+    """``value`` of any integer type as an int of at least ``least``; floats are refused."""
+    integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not integral or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return int(value)
 
 
-def between(name: str, value: Any, least: float, most: float = math.inf) -> float:
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """As ``integer``, and floats without a fraction are accepted, such as 658e9 tokens.
+
+    >>> from gnsfast.arguments import whole_number
+    >>> whole_number("total_tokens", 658e9)
+    658000000000
+    """
+    real = isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+    exact = real and math.isfinite(value) and value == int(value)
+    return integer(name, int(value) if exact else value, least)
+
+
+def real_number(name: str, value: Any, least: float, most: float = math.inf) -> float:
     """``value`` as a finite float in [least, most]."""
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not real or not math.isfinite(value) or not least <= value <= most:
@@ -28,26 +36,26 @@ def between(name: str, value: Any, least: float, most: float = math.inf) -> floa
     return float(value)
 
 
-def finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity: null."""
-    return value if math.isfinite(value) else None
+def check_positive(**values: float) -> None:
+    """Raise ValueError, with the name, for a value that is not positive and finite."""
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, not {value!r}")
 
 
-def plain(value: float) -> float | str:
-    """A float as strict JSON can hold it; ``float()`` reads it back."""
-    return value if math.isfinite(value) else str(value)
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raise ValueError for a value that is not in ``allowed``."""
+    if value not in (words := list(allowed)):
+        *others, last = map(repr, words)
+        choice = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{name} must be {choice}, not {value!r}")
 
 
-def count(name: str, value: Any, least: int) -> int:
-    """``value`` as an int of at least ``least``, whatever integer type it has."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        if (whole := int(value)) >= least:
-            return whole
-    kind = "positive count" if least else "count of samples"
-    raise ValueError(f"{name} must be a {kind}, not {value!r}")
+def finite_or_none(value: Any) -> Any:
+    """``value``, or None for a NaN or an infinity, for which JSON has only null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """One clear error for a word that is none of those allowed."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+def finite_or_text(value: Any) -> Any:
+    """``value``, or 'nan' or 'inf' as text, which ``float()`` reads back from JSON."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gnsfast raises when a number would be wrong."""
+"""Exceptions that gnsfast raises instead of returning a wrong number."""
 
 
 class SampleShapeError(ValueError):
-    """A module cannot tell which rows of its input belong to which sample."""
+    """The shape of an input does not show which of its rows belong to which sample."""
 
 
 class ObservationError(RuntimeError):
-    """The backward pass did not go through a module exactly once, so its norms would be wrong."""
+    """Norms would be wrong: a module ran twice, say, or a gradient was changed after backward."""
 
 
 class BranchError(RuntimeError):
-    """Branches of a training run do not give a critical batch size."""
+    """The branches of a training run give no critical batch size."""

@@ -98,7 +98,7 @@ def test_targets_that_make_no_run(target: str, said: str, tmp_path: Path) -> Non
         ({"tokens": 0}, "delta_tokens"),
         ({"tolerance": -1}, "tolerance"),
         ({"tolerance": "nan"}, "tolerance"),
-        ({"lr": "cubic"}, "lr must be one of"),
+        ({"lr": "cubic"}, "lr must be 'sqrt', 'linear' or 'none'"),
         ({"workers": -1}, "workers"),
         ({"checkpoint": "no/such/folder"}, "no/such/folder is no folder"),
         ({"out": __file__}, "is a file"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from controller_cases import CHECK, UNKNOWN, at_least, feed, make, noise, warm
 
+from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.control import BatchSizeController, cosine
-from gnsfast.critical_batch.factor import CriticalBatchFactor
 
 ENOUGH, LITTLE = noise(16.0), noise(15.99, 100.0, 300.0)
 

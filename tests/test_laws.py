@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
+from gnsfast.critical_batch import laws
 from gnsfast.critical_batch.laws import (
     Interval,
     fit_power_law,
     from_twenty_percent,
-    laws,
     steps_share,
     student_t,
     tokens_share,
@@ -84,7 +84,7 @@ def test_power_lines_go_through_their_point() -> None:
         assert law.batch_tokens(3e9) == 1e6
         assert law.batch_tokens(30e9) == pytest.approx(1e6 * 10**exponent)
         assert law.extrapolated(30e9) == pytest.approx(10) and law.extrapolated(3e9) == 1.0
-        with pytest.raises(ValueError, match="tokens is 0"):
+        with pytest.raises(ValueError, match="tokens must be positive and finite, not 0"):
             through(0, 1e6)
     assert laws.power_lines_timescale(1e9, 1e9) == pytest.approx(1.084)
     fall = laws.power_lines_timescale(200e9, 1e9) / laws.power_lines_timescale(20e9, 1e9)
@@ -102,7 +102,7 @@ def test_predictions_and_their_ranges() -> None:
     names = {p.law.name for p in laws.predictions(500e9, params=1e9)}
     assert "Zhang, parameters" not in names and "Kaplan" not in names
     for bad in (-1.0, 0.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="tokens is"):
+        with pytest.raises(ValueError, match="tokens must be positive"):
             laws.predictions(bad)
 
 
@@ -143,7 +143,7 @@ def test_costs() -> None:
     for wrong, said in (
         ({"gpus": 8}, "tokens_per_second too"),
         ({"gpu_hour_price": 2.0}, "a price needs"),
-        ({**time, "gpu_hour_price": -1.0}, "gpu_hour_price is -1"),
+        ({**time, "gpu_hour_price": -1.0}, "gpu_hour_price must be positive and finite, not -1"),
     ):
         with pytest.raises(ValueError, match=said):
             trade_off(critical, [256], **options, **wrong)
@@ -223,7 +223,7 @@ def test_three_points_say_how_little_they_know() -> None:
     assert exact.exponent.value == pytest.approx(1) and exact.predict(5.0).value == pytest.approx(
         10
     )
-    with pytest.raises(ValueError, match="x is 0"):
+    with pytest.raises(ValueError, match="x must be positive and finite, not 0"):
         exact.predict(0)
     with pytest.raises(ValueError, match="confidence is 95"):
         fit_power_law([1, 2, 3], [1, 2, 3], confidence=95)

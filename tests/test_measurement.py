@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from branch_runs import MeasuredRun, ScriptedRun
 
+from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.branches import (
     Branch,
     CriticalBatch,
@@ -17,7 +18,6 @@ from gnsfast.critical_batch.branches import (
     measure_critical_batch,
     pooled_factor,
 )
-from gnsfast.critical_batch.factor import CriticalBatchFactor
 from gnsfast.errors import BranchError
 from gnsfast.noise_scale import ModuleNoiseScale
 
@@ -67,7 +67,7 @@ def test_ratio_of_what_is_not_resolved() -> None:
     for each, said in (
         (AT_LEAST, "at least 3.2"),
         (AT_MOST, "at most 3.2"),
-        (unbounded, "not kno"),
+        (unbounded, "an unknown multiple"),
     ):
         assert said in str(each)
         with pytest.raises(ValueError, match=f"not known from branches: {said}"):
@@ -126,12 +126,12 @@ def test_record_comes_back() -> None:
     some = replace(FOUND, branches=(*FOUND.branches[:3], diverged), missing={8.0: "gone"})
     for each in (some, AT_LEAST, AT_MOST, replace(FOUND, noise_scale=None, adam=None)):
         record = json.loads(json.dumps(each.record(), allow_nan=False))
-        again = CriticalBatch.of(record)
+        again = CriticalBatch.from_record(record)
         assert again.record() == record and str(again) == str(each)
         assert (again.lower, again.upper, again.missing) == (each.lower, each.upper, each.missing)
     assert record["kind"] == "critical batch" and record["format"] == 1
     with pytest.raises(ValueError, match="format 1"):
-        CriticalBatch.of({**record, "format": 2})
+        CriticalBatch.from_record({**record, "format": 2})
 
 
 def test_a_folder_without_a_result(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_what_is_not_to_be_trusted(tmp_path: Path) -> None:
         assert doubtful.factor(despite_doubts=True).value == doubtful.ratio()[0]
     own = [replace(b, loss_std=math.nan) for b in FOUND.branches]
     single = replace(FOUND, loss="evaluate", branches=tuple(own))
-    assert not single.doubts and "how noisy the losses are is not known" in single.summary()
+    assert not single.doubts and "the noise of the losses is unknown" in single.summary()
 
 
 def test_average_over_data() -> None:
@@ -185,7 +185,9 @@ def test_average_of_what_was_trained() -> None:
     diverged = replace(FOUND.branches[3], loss=math.inf, state="diverged")
     found = averaged([FOUND, replace(FOUND, branches=(*FOUND.branches[:3], diverged))])
     assert found.branches[3].state == "diverged" and found.upper == 128
-    assert CriticalBatch.of(json.loads(json.dumps(found.record()))).record() == found.record()
+    assert (
+        CriticalBatch.from_record(json.loads(json.dumps(found.record()))).record() == found.record()
+    )
     with pytest.raises(ValueError, match="tokens=5000 and tokens=6000"):
         averaged([FOUND, replace(FOUND, tokens=6000)])
     with pytest.raises(ValueError, match="at least two"):
@@ -198,7 +200,7 @@ def test_table() -> None:
     assert lines[2].split() == ["1", "32", "1", "9", "2.0200", "0.0010", "0.0200", *NO.split()]
     assert lines[3].split()[-2:] == ["0.0050", "matches"]  # above the least of the smaller ones
     assert "critical batch size 64 to 128 samples (about 90.5)" in lines[5]
-    assert "not to be trusted: k = 1 does not match and the larger 2 does" in lines[7]
+    assert "not to be trusted: k = 1 does not match, but 2 does" in lines[7]
     assert "noise scale 20 samples (95 %: 10 to 40): the critical batch size is 4.53" in lines[8]
     large = replace(FOUND, batch_size=2**20)
     assert f"{large.lower:,.0f} to {large.upper:,.0f} samples (about {large.value:,.0f})" in str(

@@ -52,7 +52,7 @@ def test_ranks_share_a_draw() -> None:
     assert [shares[k % 4][k // 4] for k in range(24)] == expected
     cut = SampleStream(ROWS, rank=2, world_size=4)
     assert drawn(cut, *(4,) * 6) == shares[2]
-    with pytest.raises(ValueError, match="n=6 does not divide among world_size=4"):
+    with pytest.raises(ValueError, match="n=6 is not a multiple of world_size=4"):
         cut.draw(6)
     resumed = SampleStream(ROWS, rank=1, world_size=2)  # another number of processes
     resumed.load_state_dict(ranks[0].state_dict())
@@ -132,7 +132,10 @@ def test_a_draw_that_raises_loses_no_sample() -> None:
         (lambda: SampleStream(ROWS).draw(0), "n must be a whole number of at least 1"),
         (lambda: SampleStream(ROWS).draw(2.5), "n must be a whole number"),
         (lambda: ResizableBatchSampler(N, 0), "batch_size"),
-        (lambda: ResizableBatchSampler(N, 3, world_size=2), "batch_size=3 does not divide"),
+        (
+            lambda: ResizableBatchSampler(N, 3, world_size=2),
+            "batch_size=3 is not a multiple of world_size=2",
+        ),
     ],
 )
 def test_arguments_that_cannot_be(make: Any, message: str) -> None:

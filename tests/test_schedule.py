@@ -229,7 +229,7 @@ def test_lightning() -> None:
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
     schedule = BatchSizeSchedule([(0, 32), (2000, 64), (3500, 128)], 9000, tokens_per_sample=10)
     options = {"samples_per_batch": 16, "samples_per_epoch": 100}
-    with pytest.raises(ValueError, match="3,500 tokens are inside of epoch 3"):
+    with pytest.raises(ValueError, match="3,500 tokens are within epoch 3"):
         exports.lightning(schedule, **options)
     plan = exports.lightning(schedule, **options, round_to_epochs=True)
     assert plan.moved == ("128 samples from 4,000 tokens (epoch 4) instead of 3,500",)

@@ -186,7 +186,7 @@ def test_wrong_num_samples(num_samples: int) -> None:
 
 @pytest.mark.parametrize("num_samples", [-1, 2.0, True, None])
 def test_num_samples_that_is_no_count(num_samples: object) -> None:
-    with pytest.raises(ValueError, match="count of samples"):
+    with pytest.raises(ValueError, match="num_samples must be a whole number"):
         gnsfast.per_sample_sqnorms(gnsfast.convert(Model()), num_samples)  # type: ignore[arg-type]
 
 

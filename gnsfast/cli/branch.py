@@ -48,7 +48,7 @@ class Target:
         if lacks := [each for each in OFFERS if not hasattr(run, each)]:
             raise TargetError(
                 f"{self.said}() made a {type(run).__name__} without {', '.join(lacks)}: a run to "
-                "branch has them (gnsfast.critical_batch.branch_protocol)"
+                "branch has them (gnsfast.critical_batch.BranchRun)"
             )
         if (checkpoint := self.checkpoint) is not None:
             if not checkpoint.is_dir():

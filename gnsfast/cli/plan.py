@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gnsfast.arguments import finite, whole
+from gnsfast.arguments import finite_or_none, whole_number
 from gnsfast.cli.measurements import Measurements, read_measurements
 from gnsfast.critical_batch import laws
 from gnsfast.critical_batch.counts import parse_count, parse_number
@@ -44,10 +44,10 @@ def examine(options: Options) -> dict[str, Any]:
         if params is None:
             raise ValueError("plan needs --tokens, or --params for 20 tokens a parameter")
         tokens = laws.chinchilla_tokens(params)
-    context = whole("--context", parse_count(options.context, "--context"))
+    context = whole_number("--context", parse_count(options.context, "--context"))
     batch = None
     if options.batch is not None:
-        batch = whole("--batch", parse_count(options.batch, "--batch"))
+        batch = whole_number("--batch", parse_count(options.batch, "--batch"))
     more = []
     for text, name, through in (
         (options.optimal_at, "--optimal-at", laws.power_lines_optimal),
@@ -140,7 +140,7 @@ def _trade_off(
         return None
     gpus = None
     if options.gpus is not None:
-        gpus = whole("--gpus", parse_count(options.gpus, "--gpus"))
+        gpus = whole_number("--gpus", parse_count(options.gpus, "--gpus"))
     speed = _optional(options.tokens_per_second, "--tokens-per-second")
     price = _optional(options.gpu_hour_price, "--gpu-hour-price")
     needed = {"--gpus": gpus, "--tokens-per-second": speed, "--batch": batch}
@@ -205,4 +205,4 @@ def _plain(value: Any) -> Any:
 
 def _finite(interval: Interval) -> dict[str, float | None]:
     """For JSON, which has no number for what is infinite."""
-    return {k: finite(v) for k, v in interval._asdict().items()}
+    return {k: finite_or_none(v) for k, v in interval._asdict().items()}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a noise scale to a batch size: what to train with, what it costs, how it was measured.
+"""From a noise scale to a batch size.
 
-``measure_critical_batch`` trains branches of a run (``TorchRun``, or one of your own);
-``BatchSizeController`` grows a batch size by a noise scale and a factor that branches measure;
-``BatchSizeSchedule`` counts what that saves; ``laws``, ``trade_off`` and ``fit_power_law`` are what
-``gnsfast plan`` prints.
+- ``measure_critical_batch`` trains branches of a run: a ``TorchRun``, or your own ``BranchRun``.
+- ``BatchSizeController`` grows a batch size by the noise scale and a factor that branches measured.
+- ``BatchSizeSchedule`` counts the steps that a growing batch size saves.
+- ``laws``, ``trade_off`` and ``fit_power_law`` are what ``gnsfast plan`` prints.
 """
 
 from gnsfast.critical_batch import laws
@@ -25,7 +25,7 @@ from gnsfast.critical_batch.control import (
     SampleStream,
     token_schedules,
 )
-from gnsfast.critical_batch.factor import CriticalBatchFactor
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.critical_batch.laws import (
     BatchSizeSchedule,
     Cost,

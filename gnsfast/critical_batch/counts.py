@@ -5,13 +5,13 @@ import re
 from decimal import Decimal, InvalidOperation
 
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-"""A comma before three digits; "1,5" may mean 1.5 and is no number here."""
+"""A comma before three digits. "1,5" is refused, because it may mean 1.5."""
 
 UNITS = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
 
 
 def parse_number(text: str, name: str = "a number") -> Decimal:
-    """A positive or zero number from "20B", "1.5e9", "12.5K" or "0.7"; K to T are powers of 1000.
+    """The number that "20B", "12.5K" or "0.7" means, at least 0; K to T are powers of 1000.
 
     >>> from gnsfast.critical_batch.counts import parse_number
     >>> float(parse_number("12.5K"))
@@ -29,7 +29,7 @@ def parse_number(text: str, name: str = "a number") -> Decimal:
 
 
 def parse_count(text: str, name: str = "a count") -> int:
-    """A whole number from "20B", "1.5e9", "125M" or "4096".
+    """The whole number that "20B", "1.5e9", "125M" or "4096" means.
 
     >>> from gnsfast.critical_batch.counts import parse_count
     >>> parse_count("1.5B")
@@ -42,7 +42,7 @@ def parse_count(text: str, name: str = "a count") -> int:
 
 
 def exact_count(value: int) -> str:
-    """The shortest form of ``value`` that loses nothing: 168B, 1536.
+    """``value`` with the largest suffix that is exact: 168B, 1536.
 
     >>> from gnsfast.critical_batch.counts import exact_count
     >>> exact_count(168_000_000_000), exact_count(1_500_000), exact_count(4096)
@@ -55,7 +55,7 @@ def exact_count(value: int) -> str:
 
 
 def short_count(value: float) -> str:
-    """``value`` in three digits, for tables: 1.23M; all of its digits below 100,000.
+    """``value`` with three digits, for tables: 1.23M. Below 100,000 it has all digits.
 
     >>> from gnsfast.critical_batch.counts import short_count
     >>> short_count(1_229_800), short_count(658e9), short_count(2402.4)

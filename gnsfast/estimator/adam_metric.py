@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnsfast.arguments import one_of
+from gnsfast.arguments import check_choice
 from gnsfast.combinations import METRIC, PIPELINE, TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Settings
@@ -211,7 +211,7 @@ class AdamMetric(NoMetric):
 def check_settings(metric: str | None, optimizer: Any, stages: Any) -> None:
     """One clear error for settings that do not go together."""
     if metric is not None:
-        one_of("metric", metric, ("adam",))
+        check_choice("metric", metric, ("adam",))
     if (metric is None) != (optimizer is None):
         raise ValueError("metric='adam' and optimizer=... go together: give both or neither")
     if metric is not None and stages is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
-from gnsfast.arguments import count
+from gnsfast.arguments import integer
 from gnsfast.conversion import coverage
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.adam_metric import check_settings
@@ -103,7 +103,7 @@ class GradientNoiseScale:
                 f"{type(model).__name__} has no gnsfast layer: call gnsfast.convert(model) first"
             )
         self.model, self.decay = model, decay
-        self.window, self.every = count("window", window, 1), count("every", every, 1)
+        self.window, self.every = integer("window", window), integer("every", every)
         check_settings(metric, optimizer, stages)
         self._settings = Settings(
             *(source, loss_reduction, grad_scaler, process_group, stages, optimizer),
@@ -177,7 +177,7 @@ class GradientNoiseScale:
             ObservationError: where the block holds no backward pass, or ``.grad`` was written to
                 between two blocks.
         """
-        num_samples = count("num_samples", num_samples, least=1)
+        num_samples = integer("num_samples", num_samples)
         loss_factors.check_factors(num_samples, tokens, scale)
         self._settings.check_block(tokens, cu_seqlens, groups, schedule)
         if self._inside or self._attached is not None:
@@ -265,7 +265,7 @@ class GradientNoiseScale:
             )
         layout = next(m.gnsfast.layout for m in self.model.modules() if isinstance(m, DropIn))
         num_samples = x.shape[layout.batch_dim if x.ndim > layout.batch_dim else 0]
-        self._open(count("num_samples", num_samples, least=1))
+        self._open(integer("num_samples", num_samples))
         self._attached, self._forward_ended = num_samples, False
 
     def _pass_done(self) -> bool:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from gnsfast.arguments import one_of
+from gnsfast.arguments import check_choice
 from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, PIPELINE, refuse
 
 Mark = tuple[int, int] | None
@@ -27,8 +27,8 @@ class Settings:
     groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        one_of("source", self.source, ("auto", "local", "global"))
-        one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        check_choice("source", self.source, ("auto", "local", "global"))
+        check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         if self.local and self.stages is not None:
             raise ValueError("source='local' has no use for pipeline stages: use source='global'")
         refuse(None, self.features())

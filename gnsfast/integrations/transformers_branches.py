@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnsfast.arguments import count
+from gnsfast.arguments import integer
 from gnsfast.critical_batch.branches import (
     BranchStep,
     other_buffers,
@@ -90,8 +90,8 @@ class TrainerRun:
         loss: str = "auto",
         updates: int = 32,
     ) -> None:
-        self.tokens_per_sample = count("tokens_per_sample", tokens_per_sample, 1)
-        self._updates = count("updates", updates, 1)
+        self.tokens_per_sample = integer("tokens_per_sample", tokens_per_sample)
+        self._updates = integer("updates", updates)
         self._gns = GNSCallback(loss=loss, window=updates)
         self.trainer = trainer
         self._device: torch.device = trainer.args.device
@@ -113,7 +113,7 @@ class TrainerRun:
     def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
         """Train at least ``tokens`` tokens, in steps of ``batch_size`` samples."""
         micro_batches, rest = divmod(
-            count("batch_size", batch_size, 1), micro := self._batches.micro_batch
+            integer("batch_size", batch_size), micro := self._batches.micro_batch
         )
         if rest:
             raise ValueError(
@@ -123,7 +123,7 @@ class TrainerRun:
             )
         if not (math.isfinite(lr_factor) and lr_factor > 0):
             raise ValueError(f"lr_factor must be a positive number, not {lr_factor!r}")
-        end, last = self.tokens + count("tokens", tokens, 1), self._tokens_at_the_end()
+        end, last = self.tokens + integer("tokens", tokens), self._tokens_at_the_end()
         if end > last:
             raise ValueError(
                 f"the run ends at {last} tokens (max_steps={self.trainer.state.max_steps}), and "

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise scale of a frozen model from single-sample gradients: slow, and nothing to trust."""
+"""The noise scale of a frozen model from single-sample gradients: slow, but plain to check."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from gnsfast import reference
 from gnsfast.noise_scale import statistics
-from gnsfast.noise_scale.result import ModuleNoiseScale, noise_scale_of
+from gnsfast.noise_scale.loss_factors import Coefficients
+from gnsfast.noise_scale.result import ModuleNoiseScale, estimates, from_moments
 
 
 def brute_force_noise_scale(
@@ -22,16 +23,16 @@ def brute_force_noise_scale(
     """Measure tr Σ / |G|² by one forward and one backward pass for each single sample.
 
     Equals ``g.var(0).sum() / (g.mean(0).square().sum() - g.var(0).sum() / len(g))`` for the
-    gradients g of all samples, over all trainable parameters, covered or not. Its interval comes
-    from a jackknife over ``blocks`` blocks of consecutive samples. Modes, gradients and weights of
-    the model stay as they are; memory holds ``blocks`` gradients in float64.
+    gradients g of all samples, over all trainable parameters, also those without a gnsfast layer.
+    Its interval comes from a jackknife over ``blocks`` blocks of consecutive samples. Modes,
+    gradients and weights of the model do not change; memory holds ``blocks`` gradients in float64.
 
     Args:
         loss_fn: takes the model and one sample (as a batch of one), returns a scalar loss.
         samples: independent samples, at least two for each block.
 
     Raises:
-        ValueError: for fewer samples than that.
+        ValueError: for too few samples or blocks, or a model without trainable parameters.
 
     Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A; Efron and Stein 1981 for the
     jackknife.
@@ -44,18 +45,19 @@ def brute_force_noise_scale(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no trainable parameter")
-    kept = list(samples)
-    if blocks < statistics.MINIMUM_MEASUREMENTS or len(kept) < 2 * blocks:
+    listed = list(samples)
+    if blocks < statistics.MINIMUM_MEASUREMENTS or len(listed) < 2 * blocks:
         raise ValueError(
-            f"{len(kept)} samples in {blocks} blocks: a measurement takes at least "
+            f"{len(listed)} samples in {blocks} blocks: a measurement needs at least "
             f"{statistics.MINIMUM_MEASUREMENTS} blocks of two samples"
         )
-    sizes, p_K = [], []
+    edges = [len(listed) * k // blocks for k in range(blocks + 1)]
+    p_K = []
     sums_KN = torch.zeros(blocks, sum(p.numel() for p in parameters), dtype=torch.float64)
-    for row_N, block in zip(sums_KN, _split(kept, blocks)):
+    for row_N, start, stop in zip(sums_KN, edges, edges[1:]):
         total = row_N.split([p.numel() for p in parameters])
         squares = 0.0
-        for sample in block:
+        for sample in listed[start:stop]:
             loss = loss_fn(model, sample)
             grads = torch.autograd.grad(loss, parameters, allow_unused=True)
             for t, g in zip(total, grads):
@@ -63,28 +65,22 @@ def brute_force_noise_scale(
                     g = g.to_dense() if g.is_sparse else g
                     squares += reference.sqnorm(g).item()
                     t += g.flatten().to(t)
-        sizes.append(float(len(block)))
         p_K.append(squares)
-    n, p = (torch.tensor(each, dtype=torch.float64) for each in (sizes, p_K))
-    whole = sums_KN.sum(0)
-    q = whole.square().sum()
-    # ‖s - s_k‖² for the sum without block k
-    left_q = q - 2 * sums_KN @ whole + sums_KN.square().sum(1)
-    estimate = torch.stack(_estimates(p.sum(), q, n.sum()))
-    left = torch.stack(_estimates(p.sum() - p, left_q, n.sum() - n))
-    trace, grad_sqnorm = blocks * estimate[:, None] - (blocks - 1) * left
-    [found] = statistics.moments(
-        trace[:, None], grad_sqnorm[:, None], torch.ones(blocks, dtype=torch.float64)
+    # Row 0 is of all samples, row k of all but block k: ‖s - s_k‖² = ‖s‖² - 2 s·s_k + ‖s_k‖².
+    n = _all_and_without(torch.tensor(edges, dtype=torch.float64).diff())
+    p = _all_and_without(torch.tensor(p_K, dtype=torch.float64))
+    sum_N = sums_KN.sum(0)
+    q = sum_N.square().sum()[None]
+    q = torch.cat([q, q - 2 * sums_KN @ sum_N + sums_KN.square().sum(1)])
+    of = Coefficients(v=n.square(), u2=n, weight=n, samples=n)
+    trace, grad_sqnorm = (
+        blocks * each[:1] - (blocks - 1) * each[1:]
+        for each in estimates(p[:, None], q[:, None], of)
     )
-    return noise_scale_of(found)
+    [found] = statistics.moments(trace, grad_sqnorm, torch.ones(blocks, dtype=torch.float64))
+    return from_moments(found)
 
 
-def _estimates(p: Tensor, q: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    grad_sqnorm = statistics.grad_sqnorm_estimate(p, q, n.square(), n)
-    return statistics.trace_estimate(p, grad_sqnorm, n, n), grad_sqnorm
-
-
-def _split(samples: list[Any], blocks: int) -> Iterator[list[Any]]:
-    edges = [len(samples) * k // blocks for k in range(blocks + 1)]
-    for start, stop in zip(edges, edges[1:]):
-        yield samples[start:stop]
+def _all_and_without(each_K: Tensor) -> Tensor:
+    """The sum of all blocks, then the sums without block k, [1 + K]."""
+    return torch.cat([each_K.sum()[None], each_K.sum() - each_K])

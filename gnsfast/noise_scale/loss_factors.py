@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backward and the optimizer's libraries multiply gradients with: one table, in one place.
+"""The factors by which losses, scalers and parallel training multiply gradients.
 
-A norm means nothing without its factor. The per-sample norms carry the factor of the *local*
-backward pass; ``.grad`` at ``update()`` carries that of the *final* gradient.
+A norm means nothing without its factor. The per-sample norms have the factor of the *local*
+backward pass; ``.grad`` at ``update()`` has that of the *final* gradient.
 
 ====================================  =======================  ================================
 who                                   per-sample norms (p)     ``.grad``, read for q
@@ -14,29 +14,28 @@ sum loss                              1 (L_b per token)        same
 DDP, FSDP2 on R processes             1                        1/R: they average
 DDP under ``no_sync``, FSDP2 without  1                        1/R at the last micro-batch
 gradient sync
-tensor parallel processes             1: each finds all of it  1: their shards add
+tensor parallel processes             1: each has the whole    1: their shards add
 pipeline stages, A passes             1, later 1/A             1/A where the schedule divides
 ``GradScaler`` with scale s           s                        s, and 1 after ``unscale_``
 ====================================  =======================  ================================
 
-All of them enter squared. Whatever a table row does not name (a clipped gradient, a manual
-division) is refused by ``update()``, which sees that ``.grad`` was written to.
+All of them enter squared. ``update()`` refuses any other factor (a clipped gradient, a manual
+division), because it sees that ``.grad`` was written to.
 """
 
 import functools
-import math
-import numbers
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
+from gnsfast.arguments import check_positive, integer
 from gnsfast.errors import ObservationError
 from gnsfast.noise_scale.statistics import length_variance
 
 SCALARS = 8
-"""Numbers of an update that ``microbatch_scalars`` returns and ``coefficients`` takes."""
+"""The number of scalars that ``microbatch_scalars`` returns and ``coefficients`` takes."""
 
 
 def microbatch_scalars(
@@ -47,11 +46,12 @@ def microbatch_scalars(
     local: bool,
     device: torch.device,
 ) -> Tensor:
-    """What one micro-batch says about its samples' weights u_b = a L_b; sums of these over
-    micro-batches and processes describe an update. float64 [SCALARS].
+    """The scalars of a micro-batch that determine its samples' weights u_b = a L_b.
 
-    In order: n, N = Σ L_b, 1, N² / n, Σ u_b (squared when ``local``), a² n, and Σ u_b² as a known
-    part and as a factor of Var L, which a bare total of tokens leaves to the window.
+    Their sums over micro-batches and processes describe an update. In order: n, N = Σ L_b, 1,
+    N² / n, Σ u_b (squared when ``local``), a² n, and two parts of Σ u_b²: the known part, and the
+    factor of Var L. The second is not zero where only the total of tokens is known; Var L is then
+    estimated from the window. Returns float64 [SCALARS].
     """
     n: float | Tensor = float(num_samples)
     total: float | Tensor
@@ -60,18 +60,14 @@ def microbatch_scalars(
     if tokens is None:
         total, squares, unknown = n, n, 0.0
     elif isinstance(tokens, Tensor) and tokens.ndim == 1:
-        lengths = tokens.to(device, torch.float64, non_blocking=True)
-        n = (lengths > 0).sum().double()  # one without tokens is padding, no sample
+        lengths = _float64(tokens, device)
+        n = (lengths > 0).sum().double()  # a row without tokens is padding
         total, squares, unknown = lengths.sum(), lengths.square().sum(), 0.0
     else:
-        total = (
-            tokens.to(device, torch.float64, non_blocking=True)
-            if isinstance(tokens, Tensor)
-            else float(tokens)
-        )
+        total = _float64(tokens, device) if isinstance(tokens, Tensor) else float(tokens)
         squares, unknown = total * total / n, n - 1.0
     if isinstance(scale, Tensor):
-        scale = scale.to(device, torch.float64, non_blocking=True)
+        scale = _float64(scale, device)
     a = scale / total if loss_reduction == "mean" else scale
     u = a * total
     parts = (
@@ -91,6 +87,10 @@ def microbatch_scalars(
     return torch.tensor(parts, dtype=torch.float64).to(device, non_blocking=True)
 
 
+def _float64(t: Tensor, device: torch.device) -> Tensor:
+    return t.to(device, torch.float64, non_blocking=True)
+
+
 def block_scalars(
     num_samples: int,
     passes: int,
@@ -106,8 +106,8 @@ def block_scalars(
         return passes * microbatch_scalars(n, tokens, scale, loss_reduction, local, device)
     if not isinstance(tokens, Tensor) or tokens.ndim != 1:
         raise ValueError(
-            "the passes of a pipeline have losses of their own: tokens must be one count per "
-            f"sample [{num_samples}]"
+            "each pass of a pipeline has its own loss: tokens must be one count per sample "
+            f"[{num_samples}]"
         )
     parts = [
         microbatch_scalars(n, each, scale, loss_reduction, local, device)
@@ -117,16 +117,16 @@ def block_scalars(
 
 
 def misplaced(sqnorm_B: Tensor, tokens: Tensor) -> list[Tensor]:
-    """1.0 where samples without tokens have a gradient, and where samples with tokens have none."""
+    """1.0 where any sample without tokens has a gradient, and where any with tokens has none."""
     lengths = torch.zeros_like(sqnorm_B)
-    lengths[: len(tokens)] = tokens.to(sqnorm_B.device, torch.float64, non_blocking=True)
+    lengths[: len(tokens)] = _float64(tokens, sqnorm_B.device)
     padded, empty = (lengths == 0) & (sqnorm_B > 0), (lengths > 0) & (sqnorm_B == 0)
     return [padded.any().double(), empty.any().double()]
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """V, U₂ and the weight of tr Σ of K updates (gnsfast.statistics), float64 [K]."""
+    """V, U₂ and the weight of tr Σ (see ``statistics``) of K updates, float64 [K]."""
 
     v: Tensor
     u2: Tensor
@@ -135,7 +135,7 @@ class Coefficients:
 
 
 def coefficients(scalars: Tensor, local: bool) -> Coefficients:
-    """From [K, SCALARS] sums, one row an update."""
+    """The coefficients of K updates from their summed scalars [K, SCALARS]."""
     samples, tokens, microbatches, ratio, u, square, known, unknown = scalars.unbind(1)
     mean_length = tokens.sum() / samples.sum()
     variance = length_variance(samples.sum(), tokens.sum(), microbatches.sum(), ratio.sum())
@@ -150,13 +150,13 @@ def coefficients(scalars: Tensor, local: bool) -> Coefficients:
 def loss_scale(scaler: GradScaler | None) -> Tensor | None:
     """The factor that ``scaler.scale(loss)`` put on this micro-batch, on its device.
 
-    ``get_scale()`` would wait for the device, so the tensor behind it is read.
+    It reads the scaler's own tensor, because ``get_scale()`` would wait for the device.
     """
     return None if scaler is None or not scaler.is_enabled() else scaler._scale
 
 
 def unscaled(scaler: GradScaler | None) -> bool:
-    """Whether ``unscale_`` or ``step`` of the scaler has divided the gradients already."""
+    """Whether the scaler's ``unscale_`` or ``step`` has already divided the gradients."""
     states = () if scaler is None else scaler._per_optimizer_states.values()
     done = {state["stage"] is not OptState.READY for state in states}
     if len(done) > 1:
@@ -169,9 +169,9 @@ def unscaled(scaler: GradScaler | None) -> bool:
 
 @functools.cache
 def unscale_writes(device: torch.device) -> int:
-    """How often ``unscale_`` writes to a gradient there, as its version counts it: once or twice.
+    """The writes of ``unscale_`` to a gradient on ``device``, as its version counts them: 1 or 2.
 
-    More writes than that are someone else's.
+    Any further writes come from other code.
     """
     t, one = torch.zeros(1, device=device), torch.ones(1, device=device)
     before = t._version
@@ -182,21 +182,17 @@ def unscale_writes(device: torch.device) -> int:
 def check_factors(
     num_samples: int, tokens: int | Tensor | None, scale: float | Tensor | None
 ) -> None:
-    """One clear error for counts of tokens and factors that cannot be."""
+    """Raise ValueError for invalid ``tokens`` or ``scale``."""
     if isinstance(tokens, Tensor):
         if tokens.shape not in ((), (num_samples,)):
             raise ValueError(
                 f"tokens must be the micro-batch's total or one count per sample [{num_samples}], "
                 f"not a tensor of shape {list(tokens.shape)}"
             )
-    elif tokens is not None and (
-        isinstance(tokens, bool) or not isinstance(tokens, numbers.Integral) or int(tokens) < 1
-    ):
-        raise ValueError(
-            f"tokens must be a positive count, or a tensor of one count per sample, not {tokens!r}"
-        )
+    elif tokens is not None:
+        integer(f"tokens, where it is not a tensor [{num_samples}],", tokens)
     if isinstance(scale, Tensor):
         if scale.ndim:
             raise ValueError(f"scale must be one number, not a tensor of shape {list(scale.shape)}")
-    elif scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale must be a positive number, not {scale!r}")
+    elif scale is not None:
+        check_positive(scale=scale)

@@ -15,11 +15,11 @@ from gnsfast.noise_scale.loss_factors import Coefficients
 
 @dataclass(frozen=True)
 class ModuleNoiseScale:
-    """A noise scale with its 95 % interval, and the two means that it is the ratio of.
+    """A noise scale with its 95 % interval, and the two means whose ratio it is.
 
     ``noise_scale`` is ``trace / grad_sqnorm`` in samples, infinite where the mean |G|² is not
-    positive and NaN before a first measurement. ``upper`` is infinite where the window only says
-    "at least ``lower``"; ``resolved`` says that it is finite.
+    positive, and NaN before the first measurement. ``upper`` is infinite where the window only says
+    "at least ``lower``"; ``resolved`` is whether ``upper`` is finite.
     """
 
     noise_scale: float
@@ -47,8 +47,8 @@ class ModuleNoiseScale:
 class AdamNoiseScale(ModuleNoiseScale):
     """The noise scale under Adam's metric: ``trace`` is tr(PΣ) and ``grad_sqnorm`` GᵀPG.
 
-    ``updates`` were used: the optimizer's first one has no second moments yet. ``left_out`` names
-    the parameters that the Euclidean noise scale has and this one has not.
+    ``updates`` counts those that were used; the optimizer's first update has no second moments yet.
+    ``left_out`` names the parameters that are in the Euclidean noise scale but not in this one.
 
     >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -73,13 +73,12 @@ class AdamNoiseScale(ModuleNoiseScale):
 
 @dataclass(frozen=True)
 class GroupNoiseScale(ModuleNoiseScale):
-    """The noise scale of the samples of one group: tr Σ and |G|² of these samples alone, from pairs
-    inside of each micro-batch.
+    """The noise scale of one group of samples, from pairs of its samples within each micro-batch.
 
-    ``updates`` had at least two of its samples in a micro-batch, ``samples`` in all; they may be
-    more than those of the whole, which skips an update for a NaN in another group. ``left_out``:
-    parameters whose layers know no groups, in neither number. With groups gradients of gains in
-    bfloat16 are rounded once for each group.
+    ``updates`` counts those with at least two of the group's samples in a micro-batch, and
+    ``samples`` their samples. Both may exceed those of the whole, which skips an update for a NaN
+    in any group. ``left_out`` names the parameters whose layers do not support groups: neither tr Σ
+    nor |G|² includes them. With groups, gradients of gains in bfloat16 are rounded once per group.
 
     >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
     >>> gns = gnsfast.GradientNoiseScale(model, groups=["web", "code"])
@@ -101,14 +100,18 @@ class GroupNoiseScale(ModuleNoiseScale):
 class NoiseScale(ModuleNoiseScale):
     """The noise scale of all covered parameters together, over the window.
 
-    ``trace`` is tr Σ and ``grad_sqnorm`` |G|², in the units of the loss before ``scale``.
-    ``updates`` were used, of ``samples`` samples in all; ``skipped`` had a NaN, an infinity or one
-    sample alone.
-    ``drift``: the older half of the window differs from the newer one, so the interval is that of
-    a mean over something that moves. ``per_module``: the same by module path, for attention with
-    ``.q``, ``.k`` and ``.v`` behind it; empty where q came as one ``grad_norm``. ``adam``: the one
-    under Adam's metric, where the estimator was asked for it; never part of the others.
-    ``per_group``: those of groups of samples, where they were named.
+    ``trace`` is tr Σ and ``grad_sqnorm`` is |G|², in the units of the loss before ``scale``.
+
+    Args:
+        drift: the older half of the window differs from the newer one, so that the interval is that
+            of the mean of a changing noise scale.
+        updates: that were used, with ``samples`` samples in all.
+        skipped: updates with a NaN, an infinity or a single sample.
+        per_module: noise scales by module path; attention adds ``.q``, ``.k`` and ``.v`` to its
+            path. Empty where the gradient's norm was given as one ``grad_norm``.
+        adam: the noise scale under Adam's metric, where the estimator measures it; never part of
+            the others.
+        per_group: noise scales of groups of samples, where groups were named.
     """
 
     drift: bool
@@ -140,47 +143,47 @@ def summarize(
     modules: list[str],
     decay: float | None,
 ) -> NoiseScale:
-    """The result from a window, oldest update first: p and q [U, K] by unit, and the module each of
-    these belongs to; the whole q [U] and the scalars of the weights [U, SCALARS]. An update weighs
-    as its samples do.
+    """The result of a window of U updates, each weighted by its number of samples.
 
-    An update with a NaN or an infinity, as a gradient scaler's overflow gives, is skipped, and so
-    is one of a single sample.
+    An update is skipped where it has a single sample, a NaN or an infinity, such as from a gradient
+    scaler's overflow.
+
+    Args:
+        p, q: [U, K], oldest update first, for K units.
+        whole_q: [U], q of all units together.
+        scalars: [U, SCALARS], which determine the weights of the samples.
+        modules: the module path of each unit.
 
     Raises:
-        ObservationError: where q is larger than any samples of these norms can sum to.
+        ObservationError: where q is larger than the sum of any samples with these norms can be.
     """
-    good = torch.cat([p, whole_q[:, None], scalars], 1).isfinite().all(1)
-    known = loss_factors.coefficients(scalars[good], local)
-    good[good.clone()] = known.v - known.u2 > 1e-9 * known.v
-    of = loss_factors.coefficients(scalars[good], local)
-    weights = statistics.decay_weights(len(p), decay)[good] * of.samples
-    p, q, whole_q = p[good], q[good], whole_q[good]
+    usable, of, weights = _usable(torch.cat([p, whole_q[:, None]], 1), scalars, local, decay)
+    p, q, whole_q = p[usable], q[usable], whole_q[usable]
     trace, grad_sqnorm = estimates(p.sum(1, keepdim=True), whole_q[:, None], of)
-    # By Cauchy and Schwarz tr Σ of an update is not negative, where its samples weigh the same.
+    # By Cauchy-Schwarz, tr Σ of an update is not negative where its samples have equal weights.
     equal = (of.v - of.samples * of.u2).abs() <= 1e-9 * of.v
     if bool((equal & (trace[:, 0] * of.weight < -1e-3 * p.sum(1))).any()):
         raise ObservationError(
             "the summed gradient is larger than the samples' norms allow: the grad_norm or a scale "
-            "handed over is not that of these gradients (a norm of another kind, a gradient scaler "
-            "that the estimator was not given)"
+            "is not that of these gradients (a norm of another kind, or a gradient scaler that the "
+            "estimator was not given)"
         )
     per_module: dict[str, ModuleNoiseScale] = {}
     total = NOT_MEASURED
     if len(p):
-        total = noise_scale_of(statistics.moments(trace, grad_sqnorm, weights)[0])
+        total = from_moments(statistics.moments(trace, grad_sqnorm, weights)[0])
         if q.isfinite().all():
             paths = list(dict.fromkeys(modules))
             members = torch.zeros(len(modules), len(paths), dtype=torch.float64)
             for k, path in enumerate(modules):
                 members[k, paths.index(path)] = 1.0
             found = statistics.moments(*estimates(p @ members, q @ members, of), weights)
-            per_module = dict(zip(paths, map(noise_scale_of, found)))
+            per_module = dict(zip(paths, map(from_moments, found)))
     return NoiseScale(
         **vars(total),
         drift=len(p) > 0 and statistics.drifted(trace[:, 0], grad_sqnorm[:, 0], weights),
         updates=len(p),
-        skipped=int((~good).sum()),
+        skipped=int((~usable).sum()),
         samples=int(of.samples.sum()),
         per_module=per_module,
     )
@@ -193,18 +196,22 @@ def summarize_adam(
     left_out: tuple[str, ...],
     decay: float | None,
 ) -> AdamNoiseScale:
-    """The same under Adam's metric, from p and q [U, 2]; an update without them is not counted."""
+    """The result under Adam's metric, from p and q [U, 2]; updates without them do not count."""
     found, of = _summarize_pair(metric, scalars, local, decay)
     return AdamNoiseScale(**vars(found), updates=len(of.samples), left_out=left_out)
 
 
 def summarize_group(
-    told: Tensor, left_out: tuple[str, ...], decay: float | None
+    measured: Tensor, left_out: tuple[str, ...], decay: float | None
 ) -> GroupNoiseScale:
-    """The same of a group of samples, from p, q and the scalars of their weights, [U, 2 + SCALARS];
-    an update without two of them in a micro-batch is not counted.
+    """The result of a group of samples, from p, q and the scalars of their weights.
+
+    An update without two of the samples in a micro-batch does not count.
+
+    Args:
+        measured: [U, 2 + SCALARS].
     """
-    found, of = _summarize_pair(told[:, :2], told[:, 2:], True, decay)
+    found, of = _summarize_pair(measured[:, :2], measured[:, 2:], True, decay)
     samples = int(of.samples.sum())
     return GroupNoiseScale(
         **vars(found), updates=len(of.samples), samples=samples, left_out=left_out
@@ -214,26 +221,33 @@ def summarize_group(
 def _summarize_pair(
     pair: Tensor, scalars: Tensor, local: bool, decay: float | None
 ) -> tuple[ModuleNoiseScale, Coefficients]:
-    """The ratio of a window's p and q [U, 2], and the weights of the updates that count."""
-    good = torch.cat([pair, scalars], 1).isfinite().all(1)
-    known = loss_factors.coefficients(scalars[good], local)
-    good[good.clone()] = known.v - known.u2 > 1e-9 * known.v
-    of = loss_factors.coefficients(scalars[good], local)
-    weights = statistics.decay_weights(len(pair), decay)[good] * of.samples
+    """The noise scale from p and q [U, 2], and the coefficients of the updates that count."""
+    usable, of, weights = _usable(pair, scalars, local, decay)
     found = NOT_MEASURED
     if len(weights):
-        p, q = pair[good].split(1, 1)
-        found = noise_scale_of(statistics.moments(*estimates(p, q, of), weights)[0])
+        p, q = pair[usable].split(1, 1)
+        found = from_moments(statistics.moments(*estimates(p, q, of), weights)[0])
     return found, of
 
 
+def _usable(
+    norms: Tensor, scalars: Tensor, local: bool, decay: float | None
+) -> tuple[Tensor, Coefficients, Tensor]:
+    """Which updates, bool [U], are finite and have two samples; their coefficients and weights."""
+    usable = torch.cat([norms, scalars], 1).isfinite().all(1)
+    finite = loss_factors.coefficients(scalars[usable], local)
+    usable[usable.clone()] = finite.v - finite.u2 > 1e-9 * finite.v
+    of = loss_factors.coefficients(scalars[usable], local)
+    return usable, of, statistics.decay_weights(len(norms), decay)[usable] * of.samples
+
+
 def estimates(p: Tensor, q: Tensor, of: Coefficients) -> tuple[Tensor, Tensor]:
-    """tr Σ and |G|², [U, M], of each update."""
+    """tr Σ and |G|² of each update, from p and q; all are [U, M]."""
     v, u2, weight = (each[:, None] for each in (of.v, of.u2, of.weight))
     grad_sqnorm = statistics.grad_sqnorm_estimate(p, q, v, u2)
     return statistics.trace_estimate(p, grad_sqnorm, u2, weight), grad_sqnorm
 
 
-def noise_scale_of(m: statistics.Moments) -> ModuleNoiseScale:
+def from_moments(m: statistics.Moments) -> ModuleNoiseScale:
     """The ratio of two means, with its 95 % interval."""
     return ModuleNoiseScale(m.ratio, *statistics.fieller_interval(m), m.trace, m.grad_sqnorm)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of the noise scale: from squared norms to an estimate with an interval. Pure
-functions.
+"""The mathematics of the noise scale: from squared norms to an estimate with an interval.
 
 Backward gives sample b the gradient u_b · g_b: g_b is the sample's own gradient (the mean over its
 tokens) and u_b its weight in the loss, 1/n in a mean over n samples. With the true gradient G and
@@ -9,10 +8,10 @@ v_b = tr Cov(g_b), one update measures
     p = Σ u_b² ‖g_b‖²,      E p = U₂ |G|² + Σ u_b² v_b,      U₂ = Σ u_b²
     q = ‖Σ u_b g_b‖²,       E q = V  |G|² + Σ u_b² v_b,      V  = (Σ u_b)²
 
-so that |G|² = (q - p) / (V - U₂) and Σ u_b² v_b = p - U₂ |G|² are unbiased (for samples of unequal
-weight: where E g_b does not depend on u_b). For equal weights these
-are McCandlish et al. 2018 (arXiv 1812.06162), appendix A, with B_small = 1. ``local`` measurements
-take q of each micro-batch m by itself: q and V are then sums over m of its own.
+so that |G|² = (q - p) / (V - U₂) and Σ u_b² v_b = p - U₂ |G|² are unbiased (with unequal weights,
+where E g_b does not depend on u_b). For equal weights they are those of McCandlish et al. 2018
+(arXiv 1812.06162), appendix A, with B_small = 1. A ``local`` measurement takes q and V of each
+micro-batch separately and sums them over the micro-batches.
 """
 
 import math
@@ -23,14 +22,14 @@ import torch
 from torch import Tensor
 
 MINIMUM_MEASUREMENTS = 5
-"""Fewer give no interval: a variance of so few means nothing."""
+"""Fewer give no interval, because their variance is too uncertain."""
 
 MINIMUM_FOR_DRIFT = 16
-"""Fewer are not split into halves."""
+"""Fewer are not split into halves to test for drift."""
 
 
 def grad_sqnorm_estimate(p: Tensor, q: Tensor, v: Tensor, u2: Tensor) -> Tensor:
-    """Unbiased |G|² = (q - p) / (V - U₂); NaN for one sample, where V = U₂ and nothing is known."""
+    """Unbiased |G|² = (q - p) / (V - U₂); NaN for one sample, where V = U₂."""
     known = v - u2 > 1e-9 * v
     return torch.where(known, (q - p) / (v - u2), torch.nan)
 
@@ -38,22 +37,26 @@ def grad_sqnorm_estimate(p: Tensor, q: Tensor, v: Tensor, u2: Tensor) -> Tensor:
 def trace_estimate(p: Tensor, grad_sqnorm: Tensor, u2: Tensor, weight: Tensor) -> Tensor:
     """Unbiased tr Σ = (p - U₂ |G|²) / weight.
 
-    ``weight`` is Σ u_b² for samples of one length. For unequal lengths L_b in a mean over tokens,
-    u_b = a L_b, it is Σ a² L̄²: tr Σ is then n times the trace of the noise that a batch of n
-    samples has in its token-mean gradient, E[L² v] / L̄², where E[g | L] does not depend on L.
+    ``weight`` is Σ u_b² where all samples have one length. In a mean over tokens of samples with
+    unequal lengths L_b, u_b = a L_b and ``weight`` is Σ a² L̄². Then tr Σ is E[L² v] / L̄², where
+    E[g | L] does not depend on L: n times the trace of the noise in the token-mean gradient of a
+    batch of n samples.
     """
     return (p - u2 * grad_sqnorm) / weight
 
 
 def length_variance(samples: Tensor, tokens: Tensor, microbatches: Tensor, ratio: Tensor) -> Tensor:
-    """Variance of a sample's token count from the totals of micro-batches alone.
+    """The variance of a sample's token count, Var L, from the totals of micro-batches alone.
 
-    The total N_m of n_m samples varies by n_m Var L around n_m L̄, hence the mean over m of
-    (N_m - n_m L̄)² / n_m. Arguments are sums over micro-batches: Σ n, Σ N, their number, Σ N² / n.
+    The total N_m of n_m samples has the mean n_m L̄ and the variance n_m Var L, so Var L is the mean
+    over m of (N_m - n_m L̄)² / n_m. The arguments are sums over micro-batches: Σ n, Σ N, their
+    number, and Σ N² / n.
     """
     mean = tokens / samples
     squares = ratio - 2 * mean * tokens + mean.square() * samples
-    return squares.clamp(min=0.0) / (microbatches - 1).clamp(min=1.0)  # rounding only: squares ≥ 0
+    return squares.clamp(min=0.0) / (microbatches - 1).clamp(
+        min=1.0
+    )  # only rounding makes it negative
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ class Moments:
 def moments(trace: Tensor, grad_sqnorm: Tensor, weights: Tensor) -> list[Moments]:
     """Means and their covariance from K measurements of M modules, float64 tensors [K, M].
 
-    With weights w of sum one, a mean has the variance Σ w² d² / (1 - Σ w²), whatever variance each
-    measurement has; the effective number of measurements is 1 / Σ w².
+    For weights w that sum to one and deviations d from the mean, the variance of a mean is
+    Σ w² d² / (1 - Σ w²), for any variance of each measurement. The effective number of measurements
+    is 1 / Σ w².
     """
     w = weights / weights.sum()
     squares = w.square()
@@ -94,8 +98,9 @@ def moments(trace: Tensor, grad_sqnorm: Tensor, weights: Tensor) -> list[Moments
 
 
 def student_quantile(confidence: float, freedom: float) -> float:
-    """Two-sided quantile of Student's t (Cornish-Fisher expansion; within 0.1 % at 95 % from 5
-    degrees of freedom on, 0.6 % at 4).
+    """The two-sided quantile of Student's t by its Cornish-Fisher expansion.
+
+    At 95 % it is within 0.1 % from 5 degrees of freedom on, and within 0.6 % at 4.
     """
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     terms = (
@@ -111,11 +116,12 @@ def student_quantile(confidence: float, freedom: float) -> float:
 def fieller_interval(m: Moments, confidence: float = 0.95) -> tuple[float, float]:
     """All noise scales r = tr Σ / |G|² that the window does not reject, as (lower, upper).
 
-    Fieller's set (1954) keeps r where (S - r G)² ≤ t² Var(S - r G), for the means S of tr Σ and G
-    of |G|². It is bounded where G is far from zero; else ``upper`` is infinite and the window says
-    "at least ``lower``". With heavy-tailed samples 95 % become 88 to 95 %. A true |G|² is not
-    negative, so where G is so far below zero that the set would hold negative r alone, t² is
-    2 G² / Var(G), which keeps ``lower`` finite.
+    Fieller's set (1954) holds each r with (S - r G)² ≤ t² Var(S - r G), for the means S of tr Σ and
+    G of |G|². It is bounded where G is far from zero; otherwise ``upper`` is infinite and the
+    window says "at least ``lower``". With heavy-tailed samples a 95 % interval covers 88 to 95 %.
+
+    A true |G|² is not negative. Where G is so far below zero that the set would hold only negative
+    r, t² is 2 G² / Var(G), which keeps ``lower`` finite.
     """
     if m.effective < MINIMUM_MEASUREMENTS:
         return 0.0, math.inf
@@ -128,20 +134,21 @@ def fieller_interval(m: Moments, confidence: float = 0.95) -> tuple[float, float
     a = m.grad_sqnorm**2 - t2 * m.var_grad_sqnorm
     b = m.trace * m.grad_sqnorm - t2 * m.cov
     c = m.trace**2 - t2 * m.var_trace
-    root = math.sqrt(max(0.0, b * b - a * c))  # r = S / G solves it, so only rounding is negative
+    root = math.sqrt(max(0.0, b * b - a * c))  # r = S / G is in the set: only rounding is negative
     if a > 0:
         return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
     if c <= 0:
         return 0.0, math.inf
-    # Kept is all but an open interval that holds 0, as c > 0 says: its upper end is ``lower``.
+    # The set is all r but an open interval around 0 (c > 0), whose upper end is ``lower``.
     return (c / (b + root) if b > 0 else (b - root) / a), math.inf
 
 
 def drifted(trace: Tensor, grad_sqnorm: Tensor, weights: Tensor) -> bool:
-    """Whether the noise scale of a window's older half differs from that of its newer one, at 1 %.
+    """Whether the noise scale differs between a window's older and newer half, at the 1 % level.
 
-    Compares S - r G of the halves, with r of the whole window, by Welch's test, on float64 [K]. A
-    common factor of tr Σ and |G|², which a falling loss gives, is no drift of their ratio.
+    Welch's test compares S - r G of the halves, with r of the whole window, on float64 [K]. A
+    falling loss may multiply tr Σ and |G|² by a common factor, which does not change their ratio
+    and is no drift.
     """
     half = len(trace) // 2
     [whole] = moments(trace[:, None], grad_sqnorm[:, None], weights)
@@ -159,6 +166,6 @@ def drifted(trace: Tensor, grad_sqnorm: Tensor, weights: Tensor) -> bool:
 
 
 def decay_weights(count: int, decay: float | None) -> Tensor:
-    """float64 [count] weights of measurements from the oldest to the newest, which has 1."""
+    """float64 [count] weights of measurements, oldest first; the newest has weight 1."""
     ages = torch.arange(count - 1, -1, -1, dtype=torch.float64)
     return torch.ones_like(ages) if decay is None else decay**ages

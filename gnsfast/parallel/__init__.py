@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who shares an update: processes and pipelines."""
+"""Which processes and pipeline stages share an update."""
 
 from gnsfast.parallel.pipeline import PipelinePasses
 from gnsfast.parallel.processes import (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline parallelism: stages measured side by side, and a schedule's many passes as one block.
+"""Pipeline parallelism: all passes of a schedule's step are measured in one block.
 
 Squared norms of the stages' parameters add up, as those of layers do. A schedule runs the passes of
-its A micro-batches in an order of its own, so one block holds A passes: per-sample norms of passes
-over different samples may share a probe, since only their sum is wanted.
+its A micro-batches in its own order, so one block holds all A passes. Passes over different samples
+may share a probe, because only the sum of their per-sample norms is needed.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,24 +24,26 @@ class PipelinePasses:
         if num_samples % self.passes:
             raise ValueError(
                 f"{num_samples} samples do not divide into the schedule's {self.passes} "
-                "micro-batches: passes of unequal size have no norms"
+                "micro-batches: passes must have equal sizes"
             )
         self._schedule = schedule
         self._stages = getattr(schedule, "_stages", None) or [schedule._stage]
         if alone and any(stage.group_size > 1 for stage in self._stages):
             raise ValueError(
-                "the schedule's stages lie on several processes: say GradientNoiseScale(model, "
-                "stages=group), the group of the pipeline"
+                "the schedule's stages are on several processes: say GradientNoiseScale(model, "
+                "stages=group), with the process group of the pipeline"
             )
         self.num_samples = num_samples // self.passes
-        # After the last pass the schedule divides gradients by the number of passes.
+        # After the last pass the schedule may divide gradients by the number of passes.
         self.factor = 1 / self.passes if schedule.scale_grads else 1.0
 
     @contextmanager
     def open(self, probes: list[Tensor], after_step: Callable[[], None]) -> Iterator[None]:
-        """Let a split backward pass fill the probes: zero-bubble schedules ask autograd for the
-        gradients of the stage's parameters alone, some time after those of its inputs.
-        ``after_step`` runs when the schedule has divided the gradients.
+        """Let the backward passes of one step fill the probes.
+
+        Zero-bubble schedules split a backward pass: they ask autograd for the gradients of the
+        stage's parameters only, some time after those of its inputs, so the probes join these
+        parameters. ``after_step`` runs once the schedule has divided the gradients.
         """
         step, steps = self._schedule.step, 0
 
@@ -58,12 +60,14 @@ class PipelinePasses:
             stack.enter_context(_replaced(self._schedule, "step", watched))
             yield
         if steps != 1:
-            raise ObservationError(f"schedule.step ran {steps} times in a block, which holds one")
+            raise ObservationError(
+                f"schedule.step ran {steps} times in a block: a block holds one step"
+            )
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of this one object, put back afterwards."""
+    """Replace an attribute of this one object, and restore it afterwards."""
     own = vars(owner)
     had, old = name in own, own.get(name)
     own[name] = value

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which processes share an update, and how: data, tensor and pipeline parallelism.
 
-Told by the parameters themselves: a DTensor on a mesh that FSDP2 does not own, or on more of it
-than FSDP2 shards, is tensor parallel. Pipeline stages have other parameters and are told by the
-group that holds them.
+The parameters show tensor parallelism: a DTensor is tensor parallel where its mesh does not belong
+to FSDP2, or is larger than the part that FSDP2 shards. Pipeline stages have different parameters,
+so the caller names their process group.
 """
 
 import sys
@@ -20,10 +20,10 @@ from gnsfast.tensors import is_dtensor
 
 @dataclass(frozen=True)
 class Processes:
-    """``world`` processes, of which ``data`` see different samples.
+    """``world`` processes, of which ``data`` have different samples.
 
-    ``tensor`` share every layer of the model, and so find the same norms; ``stages`` have
-    different layers for the same samples. ``coordinate`` is this one's place among those that
+    ``tensor`` of them share every layer, and so measure the same norms; ``stages`` of them have
+    different layers for the same samples. ``coordinate`` is this process's place among those that
     share a layer.
     """
 
@@ -37,11 +37,11 @@ class Processes:
         return self.world // (self.tensor * self.stages)
 
     def copies(self, grad: Any) -> int:
-        """On how many of the processes the same part of a gradient lies."""
-        alike = self.world // self.stages
+        """The number of processes that hold the same part of a gradient."""
+        replicas = self.world // self.stages
         if not is_dtensor(grad):
-            return alike
-        copies: int = alike // grad.device_mesh.size()
+            return replicas
+        copies: int = replicas // grad.device_mesh.size()
         for size, placement in zip(grad.device_mesh.shape, grad.placements):
             if placement.is_replicate():
                 copies *= size
@@ -56,7 +56,9 @@ class Processes:
 def find_processes(
     model: nn.Module, group: "dist.ProcessGroup | None", stages: "dist.ProcessGroup | None"
 ) -> Processes:
-    """The processes that train ``model``, wrappers included. With ``stages`` all of these call it.
+    """The processes that train ``model``, which includes its DDP and FSDP wrappers.
+
+    With ``stages``, every process of that group must call it.
 
     Raises:
         NotImplementedError: for context parallelism, and for layers that are sharded over different
@@ -72,14 +74,15 @@ def find_processes(
         degree = _find(model, group, stages, []).tensor
     except (NotImplementedError, ValueError) as e:
         error = f"{type(e).__name__}: {e}"
-    told = gathered((degree, error), stages)  # before anyone raises: the others would wait
-    if errors := [f"stage {k}: {e}" for k, (_, e) in enumerate(told) if e is not None]:
+    # Gather before raising: the other processes would wait for one that has raised.
+    found = gathered((degree, error), stages)
+    if errors := [f"stage {k}: {e}" for k, (_, e) in enumerate(found) if e is not None]:
         raise ValueError("; ".join(errors))
-    return _find(model, group, stages, [d for d, _ in told])
+    return _find(model, group, stages, [d for d, _ in found])
 
 
 def gathered(value: Any, group: "dist.ProcessGroup | None") -> list[Any]:
-    """``value`` of every process of the group."""
+    """``value`` of every process in the group, by rank."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group)
     return found
@@ -91,7 +94,7 @@ def _find(
     stages: "dist.ProcessGroup | None",
     elsewhere: list[int],
 ) -> Processes:
-    """The same from this process's parameters and the tensor parallel degrees ``elsewhere``."""
+    """As ``find_processes``, with the tensor parallel degrees ``elsewhere`` on other stages."""
     members = set(dist.get_process_group_ranks(group))
     depth = 1 if stages is None else dist.get_world_size(stages)
     if stages is not None:
@@ -105,7 +108,10 @@ def _find(
     for name, p in model.named_parameters():
         if is_dtensor(p):
             mesh: Any = p.device_mesh  # type: ignore[attr-defined]
-            _refuse_context_parallel(name, mesh)
+            if any("cp" in dim.split("_") for dim in mesh.mesh_dim_names or ()):
+                raise NotImplementedError(
+                    f"{name} is on a mesh with a dimension 'cp': {CONTEXT_PARALLEL}"
+                )
             _refuse_outside(name, set(mesh.mesh.flatten().tolist()), members)
             degrees.setdefault(mesh.size() // sharded_over.get(id(p), 1), name)
             if id(p) not in sharded_over:
@@ -114,24 +120,24 @@ def _find(
     if len(several) > 1:
         raise NotImplementedError(
             f"{degrees[several[0]]} is shared by {several[0]} processes and {degrees[several[1]]} "
-            f"by {several[1]}: {SEVERAL}"
+            f"by {several[1]}: {SEVERAL_DEGREES}"
         )
     on = Processes(len(members), several[0] if several else 1, depth, coordinate)
     if on.world % (on.tensor * on.stages):
         raise ValueError(
-            f"{on.world} processes are not a whole number of models of {on.tensor} tensor parallel "
-            f"times {on.stages} pipeline processes"
+            f"{on.world} processes do not divide into models of {on.tensor} tensor parallel times "
+            f"{on.stages} pipeline processes"
         )
     for name, p in model.named_parameters():
         if sharded_over.get(id(p), on.data) != on.data:
             raise NotImplementedError(
                 f"{name} is spread by FSDP over {sharded_over[id(p)]} data-parallel processes, of "
-                f"{on.data} in all: {SEVERAL}"
+                f"{on.data} in all: {SEVERAL_DEGREES}"
             )
     return on
 
 
-SEVERAL = (
+SEVERAL_DEGREES = (
     "a model with several degrees of model parallelism (expert parallelism) has no noise scale yet"
 )
 
@@ -139,14 +145,14 @@ SEVERAL = (
 def _refuse_outside(what: str, ranks: set[int], members: set[int]) -> None:
     if not ranks <= members:
         raise ValueError(
-            f"{what} lies on processes {sorted(ranks)}, and the noise scale is taken over "
+            f"{what} is on processes {sorted(ranks)}, but the noise scale is measured over "
             f"{sorted(members)}: give GradientNoiseScale the process_group of all processes that "
             "train the model (data and model parallel ones together)"
         )
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """FSDP2's own record of the parameters it shards together, with their module's name."""
+    """FSDP2's groups of parameters that it shards together, with the path of their module."""
     for path, module in model.named_modules():
         state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
         for group in getattr(state, "_fsdp_param_groups", None) or ():
@@ -154,7 +160,7 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def fsdp_degrees(model: nn.Module) -> dict[int, int]:
-    """Over how many data-parallel processes FSDP2 spreads each parameter, by its id."""
+    """The number of data-parallel processes that FSDP2 spreads each parameter over, by its id."""
     found: dict[int, int] = {}
     for _, group in parameter_groups(model):
         info = group.mesh_info
@@ -163,25 +169,19 @@ def fsdp_degrees(model: nn.Module) -> dict[int, int]:
     return found
 
 
-def _refuse_context_parallel(name: str, mesh: Any) -> None:
-    dims = [part for dim in mesh.mesh_dim_names or () for part in dim.split("_")]
-    if "cp" in dims:
-        raise NotImplementedError(f"{name} lies on a mesh with a dimension 'cp': {CONTEXT}")
-
-
 def in_context_parallel() -> bool:
-    """Whether torch's ``context_parallel`` has taken attention over."""
+    """Whether torch's ``context_parallel`` has replaced attention."""
     name = "torch.distributed.tensor.experimental._context_parallel._attention"
     return bool(getattr(sys.modules.get(name), "_replaced_functions", None))
 
 
 def refuse_context_parallel(always: bool = False) -> None:
-    """A part of a sample has a gradient of its own, whose square does not add to the others'."""
+    """Raise where context parallelism is active: the norms of a sample's parts do not add up."""
     if always or in_context_parallel():
-        raise ObservationError(f"the pass ran inside of context_parallel: {CONTEXT}")
+        raise ObservationError(f"the pass ran inside context_parallel: {CONTEXT_PARALLEL}")
 
 
-CONTEXT = (
+CONTEXT_PARALLEL = (
     "context parallelism splits each sample over processes, and squared norms of a sample's parts "
-    "do not add up to the sample's. Measure in a run without it, or on a batch outside of it."
+    "do not add up to the sample's. Measure in a run without it, or on a batch outside it."
 )

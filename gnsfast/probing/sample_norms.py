@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from gnsfast.arguments import count
+from gnsfast.arguments import integer
 from gnsfast.errors import ObservationError
 from gnsfast.functional import document_slots
 from gnsfast.probing import checks
@@ -109,7 +109,7 @@ class per_sample_sqnorms:
     ) -> None:
         if audit not in ("first", "always"):
             raise ValueError(f"audit is 'first' or 'always', not {audit!r}")
-        self._num_samples = slots = count("num_samples", num_samples, least=0)
+        self._num_samples = slots = integer("num_samples", num_samples, 0)
         self._documents = None
         if cu_seqlens is not None:
             slots = max(len(cu_seqlens) - 1, 0)

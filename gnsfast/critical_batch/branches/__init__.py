@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches of a run, trained to measure its critical batch size."""
+"""Measures a critical batch size by training branches of a run."""
 
-from gnsfast.critical_batch.branches import branch_process
+from gnsfast.critical_batch.branches.averaging import averaged
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_process import Job
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, BranchStep
@@ -14,10 +14,13 @@ from gnsfast.critical_batch.branches.branch_rule import (
 )
 from gnsfast.critical_batch.branches.branches import measure_critical_batch
 from gnsfast.critical_batch.branches.measurement import RESULT, Branch, CriticalBatch, pooled_factor
-from gnsfast.critical_batch.branches.random_state import random_state, set_random_state
-from gnsfast.critical_batch.branches.repeats import averaged
-from gnsfast.critical_batch.branches.run_state import other_buffers, set_lr
 from gnsfast.critical_batch.branches.torch_run import TorchRun
+from gnsfast.critical_batch.branches.training_state import (
+    other_buffers,
+    random_state,
+    set_lr,
+    set_random_state,
+)
 
 __all__ = [
     "Branch",
@@ -30,7 +33,6 @@ __all__ = [
     "RESULT",
     "TorchRun",
     "averaged",
-    "branch_process",
     "check_grid",
     "matching",
     "measure_critical_batch",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a branch measurement: what is in it is whole, whenever the process is killed."""
+"""The folder of a branch measurement, which stays usable when the process is killed."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from gnsfast.arguments import finite
+from gnsfast.arguments import finite_or_none
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
-from gnsfast.critical_batch.branches.measurement import RESULT, Branch, number
+from gnsfast.critical_batch.branches.measurement import RESULT, Branch, null_to_nan
 from gnsfast.errors import BranchError
 
 try:
@@ -25,9 +25,11 @@ LOCK = "lock"
 
 
 class BranchFolder:
-    """Its files: ``settings.json``, ``checkpoint/``, ``noise_scale.json`` and the result; of each
-    branch ``branch-k.jsonl`` (its steps), ``branch-k.json`` once it is finished,
-    ``branch-k.error`` once it failed and ``branch-k-at-TOKENS/``, a save inside of it.
+    """Reads and writes the folder of a measurement.
+
+    It holds ``settings.json``, ``checkpoint/``, ``noise_scale.json`` and the result. Each branch
+    has ``branch-k.jsonl`` with its steps, ``branch-k.json`` once it finished, ``branch-k.error``
+    once it failed, and ``branch-k-at-TOKENS/``, the run saved after TOKENS tokens of the branch.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,30 +40,30 @@ class BranchFolder:
         return self.path / CHECKPOINT
 
     def open(self, settings: Mapping[str, Any]) -> None:
-        """Make the folder, or go on with one of the same settings.
+        """Create the folder, or check that an existing one has the same settings.
 
         Raises:
-            ValueError: for a file, a folder of something else, another format or other settings,
-                by name.
+            ValueError: where the path is a file or a folder of something else, or the folder has
+                another format or other settings (the message names them).
         """
-        known = self.path / SETTINGS
+        saved = self.path / SETTINGS
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: name a folder")
-        if known.is_file():
-            self._compare(known, settings)
+        if saved.is_file():
+            self._check_settings(saved, settings)
         elif self.path.is_dir() and any(not p.name.endswith(PARTIAL) for p in self.path.iterdir()):
             raise ValueError(
                 f"{self.path} is not empty and holds no branch measurement: name a new folder"
             )
         else:
             self.path.mkdir(parents=True, exist_ok=True)
-            write(known, {"kind": KIND, "format": FORMAT, **settings})
+            write(saved, {"kind": KIND, "format": FORMAT, **settings})
 
-    def _compare(self, known: Path, settings: Mapping[str, Any]) -> None:
-        there = _record(known)
+    def _check_settings(self, saved: Path, settings: Mapping[str, Any]) -> None:
+        there = _read_object(saved)
         if there.get("kind") != KIND or there.get("format") != FORMAT:
             raise ValueError(
-                f"{known} has format {there.get('format')!r}, and this version of gnsfast reads "
+                f"{saved} has format {there.get('format')!r}, and this version of gnsfast reads "
                 f"{FORMAT}: name a new folder"
             )
         other = [
@@ -71,17 +73,18 @@ class BranchFolder:
         ]
         if other:
             raise ValueError(
-                f"{self.path} holds branches with {', '.join(other)}: take the same settings to go "
-                "on with it, or a new folder"
+                f"{self.path} holds branches with {', '.join(other)}: use the same settings to "
+                "continue it, or a new folder"
             )
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other process measures in the folder meanwhile. The system lets go of the lock of a
-        process that was killed; Windows has none.
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from measuring in the folder.
+
+        The operating system releases the lock of a killed process. On Windows there is no lock.
 
         Raises:
-            BranchError: where one does.
+            BranchError: where another process holds the lock.
         """
         if fcntl is None:
             yield
@@ -96,14 +99,14 @@ class BranchFolder:
             yield
 
     def save_checkpoint(self, run: BranchRun) -> bool:
-        """Save where the branches start, unless that was done; whether it was saved now."""
+        """Save the run as the checkpoint; False where the folder has a checkpoint already."""
         if self.checkpoint.is_dir():
             return False
         self._save(run, self.checkpoint)
         return True
 
     def _save(self, run: BranchRun, to: Path) -> None:
-        """A folder under its own name is a whole one: a killed save leaves another name."""
+        """Save under a temporary name, then rename: a killed save never looks complete."""
         partial = to.with_name(to.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -111,9 +114,9 @@ class BranchFolder:
         os.replace(partial, to)
 
     def noise_scale(self) -> dict[str, Any] | None:
-        """What was measured at the checkpoint, if it was."""
+        """The record of the noise scale at the checkpoint; None before it was measured."""
         path = self.path / NOISE
-        return _record(path) if path.is_file() else None
+        return _read_object(path) if path.is_file() else None
 
     def write_noise_scale(self, record: Mapping[str, Any]) -> None:
         write(self.path / NOISE, record)
@@ -122,80 +125,82 @@ class BranchFolder:
         write(self.path / RESULT, record)
 
     def branch(self, k: float) -> Branch | None:
-        """A branch that is finished."""
-        path = self._of(k, ".json")
-        return Branch.of(_record(path)) if path.is_file() else None
+        """The branch of k; None before it finished."""
+        path = self._branch_path(k, ".json")
+        return Branch.from_record(_read_object(path)) if path.is_file() else None
 
     def branches(self) -> list[Branch]:
-        """All that are finished, by ascending k."""
-        found = map(_record, self.path.glob("branch-*.json"))
-        return sorted(map(Branch.of, found), key=lambda branch: branch.k)
+        """All finished branches, by ascending k."""
+        found = map(_read_object, self.path.glob("branch-*.json"))
+        return sorted(map(Branch.from_record, found), key=lambda branch: branch.k)
 
     def finish(self, branch: Branch) -> None:
-        write(self._of(branch.k, ".json"), branch.record())
-        for state in self._states(branch.k):
-            shutil.rmtree(state)
+        write(self._branch_path(branch.k, ".json"), branch.record())
+        for save in self._saves(branch.k):
+            shutil.rmtree(save)
 
     def fail(self, k: float, reason: str, trace: str) -> None:
-        """Keep why a branch failed: one line, and the whole of it."""
-        self._of(k, ".error").write_text(f"{reason}\n{trace}", encoding="utf-8")
+        """Write why a branch failed: the reason in one line, then the traceback."""
+        self._branch_path(k, ".error").write_text(f"{reason}\n{trace}", encoding="utf-8")
 
     def failure(self, k: float) -> str | None:
-        path = self._of(k, ".error")
+        path = self._branch_path(k, ".error")
         return path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else None
 
     def forget_failure(self, k: float) -> None:
-        self._of(k, ".error").unlink(missing_ok=True)
+        self._branch_path(k, ".error").unlink(missing_ok=True)
 
     def restore(self, run: BranchRun, k: float) -> tuple[int, list[float]]:
-        """Put ``run`` to the newest save of a branch, or else to the checkpoint: the tokens that
-        the branch has trained by then, and the losses of its steps.
+        """Restore ``run`` to the newest save of the branch, or to the checkpoint without one.
+
+        Returns:
+            The tokens that the branch had trained at that point, and the losses of its steps.
         """
-        states = self._states(k)
-        tokens = _tokens(states[-1]) if states else 0
-        run.restore(states[-1] if states else self.checkpoint)
-        path = self._of(k, ".jsonl")
+        saves = self._saves(k)
+        tokens = _tokens(saves[-1]) if saves else 0
+        run.restore(saves[-1] if saves else self.checkpoint)
+        path = self._branch_path(k, ".jsonl")
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
         steps = [step for step in map(json.loads, lines) if step["tokens"] <= tokens]
         if tokens and (not steps or steps[-1]["tokens"] != tokens):
-            raise BranchError(f"{path} does not hold the steps before {states[-1].name}")
+            raise BranchError(f"{path} does not hold the steps before {saves[-1].name}")
         write(path, *steps)
-        return tokens, [number(step["loss"]) for step in steps]
+        return tokens, [null_to_nan(step["loss"]) for step in steps]
 
     def save(self, run: BranchRun, k: float, tokens: int) -> None:
-        """Save inside of a branch; the one before it is dropped once this one is whole."""
-        before = self._states(k)
-        self._save(run, self._of(k, f"-at-{tokens}"))
-        for state in before:
-            shutil.rmtree(state)
+        """Save the run within a branch, then delete the branch's older save."""
+        older = self._saves(k)
+        self._save(run, self._branch_path(k, f"-at-{tokens}"))
+        for save in older:
+            shutil.rmtree(save)
 
     @contextmanager
     def steps(self, k: float) -> Iterator[TextIO]:
-        """The file of a branch's steps, written line by line."""
-        with self._of(k, ".jsonl").open("a", buffering=1, encoding="utf-8") as file:
+        """The file of a branch's steps, open for appending; each line is written at once."""
+        with self._branch_path(k, ".jsonl").open("a", buffering=1, encoding="utf-8") as file:
             yield file
 
-    def _of(self, k: float, ending: str) -> Path:
-        return self.path / f"branch-{name_of(k)}{ending}"
+    def _branch_path(self, k: float, ending: str) -> Path:
+        return self.path / f"branch-{k_in_name(k)}{ending}"
 
-    def _states(self, k: float) -> list[Path]:
-        found = self.path.glob(f"branch-{name_of(k)}-at-*")
+    def _saves(self, k: float) -> list[Path]:
+        found = self.path.glob(f"branch-{k_in_name(k)}-at-*")
         return sorted((p for p in found if not p.name.endswith(PARTIAL)), key=_tokens)
 
 
-def name_of(k: float) -> str:
-    """k without a needless point: 0.5, 2."""
+def k_in_name(k: float) -> str:
+    """k as file names have it: 0.5, and 2 instead of 2.0."""
     return repr(float(k)).removesuffix(".0")
 
 
 def step_line(k: float, step: int, tokens: int, loss: float) -> str:
-    """A line of ``branch-k.jsonl``; ``tokens`` are those of the branch so far."""
-    record = {"kind": "branch step", "k": k, "step": step, "tokens": tokens, "loss": finite(loss)}
-    return json.dumps(record) + "\n"
+    """A line of ``branch-k.jsonl``; ``tokens`` counts those of the branch so far."""
+    place = {"kind": "branch step", "k": k, "step": step, "tokens": tokens}
+    return json.dumps(place | {"loss": finite_or_none(loss)}) + "\n"
 
 
 def write(path: Path, *records: Mapping[str, Any]) -> None:
-    """Lines of JSON, there whole or not at all."""
+    """Write lines of JSON; a kill leaves the old file or the new one, never a part."""
     partial = path.with_name(path.name + PARTIAL)
     with partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
@@ -204,12 +209,12 @@ def write(path: Path, *records: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def _record(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     record = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(record, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     return record
 
 
-def _tokens(state: Path) -> int:
-    return int(state.name.rpartition("-")[2])
+def _tokens(save: Path) -> int:
+    return int(save.name.rpartition("-")[2])

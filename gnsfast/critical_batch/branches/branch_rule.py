@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merrill et al.'s rule: the critical batch size from the losses of branches (arXiv 2505.23971).
 
-Branch k trains Δ tokens from a checkpoint with the batch size kB and the learning rate f(k)η.
+Branch k trains Δ tokens from a checkpoint with the batch size k · B and the learning rate f(k) · η.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from gnsfast.arguments import real_number
 from gnsfast.errors import BranchError
 
 LR_FACTORS: dict[str, Callable[[float], float]] = {
@@ -15,10 +16,10 @@ LR_FACTORS: dict[str, Callable[[float], float]] = {
     "linear": float,
     "none": lambda k: 1.0,
 }
-"""f(k) by name: √k for Adam, k for SGD, or a learning rate that is kept."""
+"""f(k) by name: √k for Adam, k for SGD, or 1."""
 
 LAST_STEPS = 64
-"""So many of a branch's newest steps tell how noisy its loss is."""
+"""The noise of a branch's loss is estimated from this many of its newest steps."""
 
 
 class Matching(NamedTuple):
@@ -26,9 +27,9 @@ class Matching(NamedTuple):
 
     Args:
         largest: k*, the largest k that matches every smaller one.
-        lower: k*, or 0 where it is the smallest that was tested: nothing was there to match.
-        upper: the next larger k that was tested; infinite where there is none.
-        uneven: the k below ``largest`` that do not match every smaller one themselves.
+        lower: k*, or 0 where it is the smallest k tested, which has no smaller one to match.
+        upper: the next larger k tested; infinite where there is none.
+        uneven: each k below ``largest`` that does not match every smaller one.
     """
 
     largest: float
@@ -38,31 +39,30 @@ class Matching(NamedTuple):
 
 
 def check_grid(grid: Iterable[float], batch_size: int, multiple: int = 1) -> tuple[float, ...]:
-    """The grid in ascending order, where its batches k · ``batch_size`` are multiples of
-    ``multiple``.
+    """The grid in ascending order, where each k · ``batch_size`` is a multiple of ``multiple``.
 
     Raises:
-        ValueError: for a grid without 1 or with a single k, a k that is not positive or comes
-            twice, a batch that is not whole or not such a multiple.
+        ValueError: for a grid without 1 or with a single k, a k that is not positive or occurs
+            twice, and a batch that is no whole number or no such multiple.
 
     >>> from gnsfast.critical_batch.branches import check_grid
     >>> check_grid((1, 4, 0.5, 2), batch_size=32, multiple=8)
     (0.5, 1.0, 2.0, 4.0)
     """
     ks = sorted(float(k) for k in grid)
-    said = ", ".join(f"{k:g}" for k in ks)
+    listed = ", ".join(f"{k:g}" for k in ks)
     if not all(math.isfinite(k) and k > 0 for k in ks):
-        raise ValueError(f"every k must be positive and finite: {said}")
+        raise ValueError(f"every k must be positive and finite: {listed}")
     if len(set(ks)) < len(ks):
-        raise ValueError(f"a k comes twice: {said}")
+        raise ValueError(f"a k occurs twice: {listed}")
     if 1.0 not in ks or len(ks) < 2:
-        raise ValueError(f"the grid of k must hold 1, the base, and at least one other: {said}")
+        raise ValueError(f"the grid of k must hold 1, the base, and at least one other: {listed}")
     for k in ks:
         size = round(k * batch_size)
         if not math.isclose(size, k * batch_size, rel_tol=1e-9) or size % multiple:
             raise ValueError(
-                f"k = {k:g} makes batches of {k * batch_size:g} samples: with a batch size of "
-                f"{batch_size} that must be a whole multiple of {multiple}"
+                f"k = {k:g} makes batches of {k * batch_size:g} samples from a batch size of "
+                f"{batch_size}: that must be a whole multiple of {multiple}"
             )
     return tuple(ks)
 
@@ -71,7 +71,7 @@ def smoothed(losses: Sequence[float], alpha: float = 0.5) -> float:
     """L_k: the exponential moving average of a branch's losses after its last step.
 
     Equals ``L = losses[0]; for x in losses[1:]: L = alpha * x + (1 - alpha) * L``: ``alpha`` is the
-    weight of the newest step, and the first step is the initial value.
+    weight of the newest step, and the first loss is the initial value.
 
     Raises:
         ValueError: without a loss, or for an alpha outside of (0, 1].
@@ -84,13 +84,13 @@ def smoothed(losses: Sequence[float], alpha: float = 0.5) -> float:
 
 
 def smoothed_std(losses: Sequence[float], alpha: float = 0.5) -> float:
-    """The standard deviation of ``smoothed(losses)`` that the noise of single steps gives it.
+    """The standard deviation of ``smoothed(losses)`` that comes from the noise of single steps.
 
-    A step's noise σ² is the mean of (x[t-1] - 2 x[t] + x[t+1])² / 6 over the ``LAST_STEPS`` newest
-    steps: second differences, in which a falling loss is no noise (Gasser et al. 1986). With
-    independent steps the average has σ² Σ w², with its weights w: after many steps σ² α / (2 - α),
-    a third of σ² at α = 0.5. It is the noise of the batches, not that of the weights reached. NaN
-    with fewer than three steps.
+    The variance σ² of a single step's loss is the mean of (x[t-1] - 2 x[t] + x[t+1])² / 6 over the
+    ``LAST_STEPS`` newest steps: a steadily falling loss does not count as noise in these second
+    differences (Gasser et al. 1986). For independent steps the moving average with weights w has
+    the variance σ² Σ w²: after many steps σ² α / (2 - α), a third of σ² at α = 0.5. This is the
+    noise of the batches, not that of the weights reached. NaN with fewer than three steps.
 
     >>> from gnsfast.critical_batch.branches import smoothed_std
     >>> smoothed_std([5.0, 4.0, 3.0, 2.0])
@@ -110,11 +110,12 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
     The critical batch size lies between ``lower`` and ``upper`` times the base batch size.
 
     Args:
-        losses: L_k by k; NaN or infinite where a branch diverged: for k > 1 it matches nothing.
+        losses: L_k by k, NaN or infinite where a branch diverged. A diverged branch with k > 1
+            matches nothing.
         tolerance: ε, in the units of the loss.
 
     Raises:
-        ValueError: for a negative tolerance.
+        ValueError: for a tolerance that is negative or not finite.
         BranchError: without a loss for k = 1; where a branch with k <= 1 diverged.
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
@@ -123,16 +124,15 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
     >>> matching({0.5: 2.000, 1: 2.004, 2: 2.009, 4: 2.011})
     Matching(largest=2, lower=2, upper=4, uneven=())
     """
-    if not tolerance >= 0 or math.isinf(tolerance):
-        raise ValueError(f"tolerance must be a number that is not negative, not {tolerance!r}")
+    real_number("tolerance", tolerance, 0.0)
     ks = sorted(losses)
     if 1 not in losses:
-        raise BranchError("there is no branch with k = 1, which is what all others stand beside")
+        raise BranchError("there is no branch with k = 1, with which all others are compared")
     for k in ks:
         if k <= 1 and not math.isfinite(losses[k]):
             raise BranchError(
-                f"the branch with k = {k:g} diverged: a batch and a learning rate that are not "
-                "above the run's own must train, so the run itself is not stable at this checkpoint"
+                f"the branch with k = {k:g} diverged, although its batch size and learning rate do "
+                "not exceed the run's own: the run itself is not stable at this checkpoint"
             )
     least, matched = math.inf, []
     for k in ks:
@@ -150,7 +150,7 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
 
 
 def _weights(steps: int, alpha: float) -> list[float]:
-    """Of each step in the moving average, the oldest first; their sum is 1."""
+    """The weight of each step in the moving average, oldest first; the sum is 1."""
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must lie in (0, 1], not {alpha!r}")
     if not steps:

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``measure_critical_batch``: the critical batch size at a checkpoint, by training branches."""
+"""``measure_critical_batch``: trains branches of a checkpoint for its critical batch size."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from typing import Any
 
-from gnsfast.arguments import count
+from gnsfast.arguments import check_choice, integer
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
-from gnsfast.critical_batch.branches.branch_process import Job, here, in_processes
+from gnsfast.critical_batch.branches.branch_process import Job, train_here, train_in_processes
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import LR_FACTORS, check_grid, matching, smoothed
 from gnsfast.critical_batch.branches.measurement import (
     Branch,
     CriticalBatch,
-    scale_of,
-    scale_record,
+    noise_scale_from_record,
+    noise_scale_record,
 )
 from gnsfast.errors import BranchError
 
 LEAST_STEPS = 3
-"""Of every branch: the first step's loss is that of the checkpoint, and noise needs three."""
+"""Every branch needs them: the first loss is still the checkpoint's, and noise takes three."""
 
 
 def measure_critical_batch(
@@ -39,59 +39,65 @@ def measure_critical_batch(
     noise_scale: bool = True,
     on_branch: Callable[[Branch], None] | None = None,
 ) -> CriticalBatch:
-    """Measure the critical batch size where ``run`` stands, as Merrill et al. do.
+    """Measure the critical batch size at the present state of ``run``, as Merrill et al. do.
 
-    Saves a checkpoint, measures the noise scale there, trains from it a branch for each k with the
-    batch size k · B and the learning rate f(k) · η for Δ tokens, and takes the largest k whose
-    loss is at most ε above that of every smaller k. In the end, also after an exception or Ctrl-C,
-    the run is back at the checkpoint.
+    Saves a checkpoint and measures the noise scale there. From the checkpoint it trains a branch
+    for each k, with the batch size k · B and the learning rate f(k) · η, for Δ tokens. The result
+    is the largest k whose loss is at most ε above that of every smaller k. Afterwards the run is
+    back at the checkpoint, also after an exception or Ctrl-C.
 
-    A folder is gone on with: the same call again trains what is not finished, in this or another
-    process. The checkpoint in it is the one that counts: a run of the same number of tokens is put
-    there. k may differ from call to call: new branches join those that are there, and all of them
-    count.
+    To continue an interrupted measurement, make the same call again, in this or another process: it
+    trains the branches that are not finished. The run must have trained the same number of tokens;
+    it is restored from the checkpoint in the folder. k may differ between calls: the result holds
+    all branches of the folder.
 
     Args:
         run: a ``BranchRun``, such as ``TorchRun``.
-        folder: a new one, or that of a measurement to go on with.
-        k: batch sizes as multiples of ``run.batch_size``; with 1, and one below it unless "at most"
-            is answer enough. ``run.batch_multiple``, where a run has it, divides every batch.
+        folder: a new folder, or that of a measurement to continue.
+        k: batch sizes as multiples of ``run.batch_size``. They include 1, and also one below it
+            unless "at most" is answer enough. Every batch must be a multiple of
+            ``run.batch_multiple``, where the run has it.
         delta_tokens: Δ. A branch's last step may go beyond it; larger ones can find a larger
             critical batch size.
         tolerance: ε, in the units of the loss.
-        alpha: the weight of the newest step in the moving average that L_k is.
+        alpha: the weight of the newest step in the moving average L_k.
         lr: f(k): ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"none"``.
-        loss: ``"train"``, as the paper has it, or ``"evaluate"``: ``run.evaluate()`` after a branch
-            instead, with less noise. How much is left, measurements of the checkpoint with other
-            data tell, each in its folder (``gnsfast.critical_batch.averaged``).
-        save_every_tokens: also save inside of a branch, so that a killed one goes on from there.
-        workers: train so many branches at once, each in a process of its own, 0 for none. It costs
-            so many times the memory.
-        make_run: for workers: a picklable function without arguments that makes the run, at any
-            point of it, as their guard ``if __name__ == "__main__"`` has to allow.
-        noise_scale: measure ``run.noise_scale()``, where the run has it and the folder has not.
-        on_branch: hears of each branch: at once of those in the folder, then as they end.
+        loss: ``"train"``, as in the paper, or ``"evaluate"``: L_k is ``run.evaluate()`` after the
+            branch, which has less noise. To find the remaining noise, measure the same checkpoint
+            with other data, each time into a new folder, and take ``averaged``.
+        save_every_tokens: also save within a branch, so that a killed one continues from there.
+        workers: train this many branches at once, each in its own process, which takes as many
+            times the memory; 0 trains them in this process.
+        make_run: needed with workers: a picklable function without arguments that returns the run,
+            in any state. A script that passes it needs the guard ``if __name__ == "__main__"``.
+        noise_scale: call ``run.noise_scale()``, where the run has it and the folder does not.
+        on_branch: called with each branch: first those in the folder, then each as it ends.
 
     Raises:
-        ValueError: for a setting that cannot be, or that differs from the folder's.
-        BranchError: where a branch with k <= 1 diverged, or the base k = 1 failed. Finished
-            branches are kept; other failures are named in ``missing``. Where another process is
-            measuring in the folder.
+        ValueError: for an invalid setting, or one that differs from the folder's.
+        BranchError: where a branch with k <= 1 diverged, or the base k = 1 failed: finished
+            branches are kept, and other failures are named in ``missing``. Also where another
+            process is measuring in the folder.
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
     """
     size, length = run.batch_size, run.tokens_per_sample
     ks = check_grid(k, size, getattr(run, "batch_multiple", 1))
-    count("delta_tokens", delta_tokens, 1)
-    matching({1: 0.0}, tolerance)
-    smoothed([0.0], alpha)
+    integer("delta_tokens", delta_tokens)
+    matching({1: 0.0}, tolerance)  # raises for an invalid tolerance
+    smoothed([0.0], alpha)  # raises for an invalid alpha
     if save_every_tokens is not None:
-        count("save_every_tokens", save_every_tokens, 1)
-    _check_choices(run, lr, loss, count("workers", workers, 0), make_run)
+        integer("save_every_tokens", save_every_tokens)
+    check_choice("lr", lr, LR_FACTORS)
+    check_choice("loss", loss, ("train", "evaluate"))
+    if loss == "evaluate" and not callable(getattr(run, "evaluate", None)):
+        raise ValueError("loss='evaluate' needs a run with evaluate()")
+    if integer("workers", workers, 0) and make_run is None:
+        raise ValueError("workers need make_run, a function that makes the run in their processes")
     sizes = {each: round(each * size) for each in ks}
     if (least := LEAST_STEPS * sizes[ks[-1]] * length) > delta_tokens:
         raise ValueError(
-            f"delta_tokens={delta_tokens:,} is too little: k = {ks[-1]:g} needs {LEAST_STEPS} steps"
+            f"delta_tokens={delta_tokens:,} is too few: k = {ks[-1]:g} needs {LEAST_STEPS} steps"
             f" at least, {least:,} tokens"
         )
     settings: dict[str, Any] = {
@@ -109,35 +115,24 @@ def measure_critical_batch(
     files.open(settings | {f"run.{name}": each for name, each in (own() if own else {}).items()})
     shared = (delta_tokens, alpha, loss, save_every_tokens)
     jobs = [Job(each, sizes[each], LR_FACTORS[lr](each), *shared) for each in ks]
-    with files.alone():
-        fresh = files.save_checkpoint(run)
+    with files.locked():
+        is_new = files.save_checkpoint(run)
         try:
-            if not fresh:
+            if not is_new:
                 run.restore(files.checkpoint)
-            known = files.noise_scale() is not None
-            scales = _noise_scales(run, files) if noise_scale or known else {}
+            measured = files.noise_scale() is not None
+            scales = _noise_scales(run, files) if noise_scale or measured else {}
             branches, missing = _train(run, files, jobs, workers, make_run, on_branch)
         finally:
             run.restore(files.checkpoint)
     if 1.0 in missing:
         raise BranchError(
-            f"the branch with k = 1 failed ({missing[1.0]}), and all others stand beside it: call "
-            f"again with the same folder to go on ({files.path})"
+            f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it: "
+            f"call again with the same folder to continue ({files.path})"
         )
     result = CriticalBatch(branches=branches, missing=missing, **settings, **scales)
     files.write_result(result.record())
     return result
-
-
-def _check_choices(run: BranchRun, lr: str, loss: str, workers: int, make_run: object) -> None:
-    if lr not in LR_FACTORS:
-        raise ValueError(f"lr must be one of {', '.join(LR_FACTORS)}, not {lr!r}")
-    if loss not in ("train", "evaluate"):
-        raise ValueError(f"loss must be 'train' or 'evaluate', not {loss!r}")
-    if loss == "evaluate" and not callable(getattr(run, "evaluate", None)):
-        raise ValueError("loss='evaluate' needs a run with evaluate()")
-    if workers and make_run is None:
-        raise ValueError("workers need make_run, a function that makes the run in their processes")
 
 
 def _train(
@@ -148,7 +143,7 @@ def _train(
     make_run: Callable[[], BranchRun] | None,
     on_branch: Callable[[Branch], None] | None,
 ) -> tuple[tuple[Branch, ...], dict[float, str]]:
-    """All branches by ascending k, trained now or before, and why some are missing."""
+    """All branches by ascending k, trained now or before, and why others failed."""
     found: list[Branch] = []
     missing: dict[float, str] = {}
 
@@ -160,15 +155,15 @@ def _train(
             return
         found.append(branch)
         if branch.k <= 1:
-            matching({1.0: 0.0, branch.k: branch.loss})  # one that diverged ends it all
+            matching({1.0: 0.0, branch.k: branch.loss})  # raises where the branch diverged
 
     for finished in files.branches():
         take(finished)
     left = [job for job in jobs if job.k not in {branch.k for branch in found}]
     if workers and make_run is not None:
-        training = in_processes(make_run, files, left, workers)
+        training = train_in_processes(make_run, files, left, workers)
     else:
-        training = here(run, files, left)
+        training = train_here(run, files, left)
     with closing(training):
         for branch in training:
             take(branch)
@@ -183,16 +178,18 @@ def _noise_scales(run: BranchRun, files: BranchFolder) -> dict[str, Any]:
         reason = ""
         if measure is None:
             reason = "the run has no noise_scale()"
-        elif scale_record(scale) is None:
-            reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() found none"
+        elif noise_scale_record(scale) is None:
+            reason = (
+                getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned none"
+            )
         record = {
-            "noise_scale": scale_record(scale),
-            "adam": scale_record(None if scale is None else scale.adam),
+            "noise_scale": noise_scale_record(scale),
+            "adam": noise_scale_record(None if scale is None else scale.adam),
             "noise_scale_reason": reason,
         }
         files.write_noise_scale(record)
     return {
-        "noise_scale": scale_of(record["noise_scale"]),
-        "adam": scale_of(record["adam"]),
+        "noise_scale": noise_scale_from_record(record["noise_scale"]),
+        "adam": noise_scale_from_record(record["adam"]),
         "noise_scale_reason": record["noise_scale_reason"],
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CriticalBatch``: what branches of a checkpoint say, and the factor to its noise scale."""
+"""``CriticalBatch``: the result of a measurement, and its factor to the noise scale."""
 
 import json
 import math
@@ -9,13 +9,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gnsfast.arguments import finite
+from gnsfast.arguments import check_choice, finite_or_none
 from gnsfast.critical_batch.branches.branch_rule import Matching, matching
-from gnsfast.critical_batch.factor import CriticalBatchFactor
+from gnsfast.critical_batch.critical_batch_factor import METRICS, CriticalBatchFactor
 from gnsfast.noise_scale import ModuleNoiseScale
 
 KIND, FORMAT = "critical batch", 1
-NUMBERS = ("noise_scale", "lower", "upper", "trace", "grad_sqnorm")
+RESULT = "critical_batch.jsonl"
+"""The file of the result: one line, as ``gnsfast report`` reads it."""
+
+SETTINGS = (
+    *("tokens", "batch_size", "tokens_per_sample", "delta_tokens"),
+    *("tolerance", "alpha", "lr", "loss"),
+)
+"""The fields of ``CriticalBatch`` that are known before a branch is trained."""
+
+NOISE_SCALE_FIELDS = ("noise_scale", "lower", "upper", "trace", "grad_sqnorm")
 
 
 @dataclass(frozen=True)
@@ -23,14 +32,14 @@ class Branch:
     """A branch that was trained.
 
     Args:
-        k: its batch size over that of the run.
+        k: its batch size divided by that of the run.
         batch_size: in samples.
-        lr_factor: what its learning rates are multiplied with.
-        loss: L_k, infinite where it diverged.
-        loss_std: the noise of ``loss`` (``branch_rule.smoothed_std``); NaN where it is not known.
-        steps, tokens: that it trained; the last step may go beyond Δ.
-        state: ``"finished"``, ``"diverged"`` or, for one that will be tried again, ``"failed"``.
-        reason: of a failure.
+        lr_factor: multiplies every learning rate of the run.
+        loss: L_k, infinite where the branch diverged.
+        loss_std: the noise of ``loss`` (``branch_rule.smoothed_std``); NaN where it is unknown.
+        steps, tokens: trained by this branch; the last step may go beyond Δ.
+        state: ``"finished"``, ``"diverged"``, or ``"failed"``, which the next call trains again.
+        reason: why the branch failed.
     """
 
     k: float
@@ -44,22 +53,24 @@ class Branch:
     reason: str = ""
 
     def record(self) -> dict[str, Any]:
-        return {k: finite(v) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        """A JSON object; an infinite ``loss`` and an unknown ``loss_std`` are null."""
+        return {k: finite_or_none(v) for k, v in asdict(self).items()}
 
     @staticmethod
-    def of(record: Mapping[str, Any]) -> "Branch":
+    def from_record(record: Mapping[str, Any]) -> "Branch":
         loss = math.inf if record["loss"] is None else record["loss"]
-        return Branch(**{**record, "loss": loss, "loss_std": number(record["loss_std"])})
+        return Branch(**{**record, "loss": loss, "loss_std": null_to_nan(record["loss_std"])})
 
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """The critical batch size at a checkpoint by branched training, in samples.
+    """The critical batch size at a checkpoint, in samples, measured by training branches.
 
-    It lies between ``lower`` and ``upper``; ``value`` is their geometric mean. Where only one of
-    them was found ``value`` is NaN and ``resolved`` False: ``upper`` infinite means "at least
-    ``lower``", ``lower`` 0 "at most ``upper``". That interval is one of the grid, not of chance:
-    ``noisy`` names the branches whose loss is less certain than the tolerance.
+    It lies between ``lower`` and ``upper``; ``value`` is their geometric mean. Where only one bound
+    was found, ``value`` is NaN and ``resolved`` is False: an infinite ``upper`` means "at least
+    ``lower``", a ``lower`` of 0 means "at most ``upper``". The interval comes from the spacing of
+    the grid; it is no confidence interval. ``noisy`` names the branches whose loss is less certain
+    than the tolerance.
 
     Args:
         tokens: trained before the checkpoint.
@@ -67,11 +78,12 @@ class CriticalBatch:
         delta_tokens: Δ, trained by each branch.
         tolerance, alpha: ε and the weight of the newest step in L_k.
         lr: f(k): ``"sqrt"``, ``"linear"`` or ``"none"``.
-        loss: what L_k is: ``"train"``, the moving average, or ``"evaluate"``, the run's own.
+        loss: ``"train"``, where L_k is a moving average of training losses, or ``"evaluate"``,
+            where it is the loss that the run's ``evaluate()`` returned.
         branches: those that were trained, by ascending k.
-        noise_scale, adam: at the checkpoint, Euclidean and under Adam's metric; None, for the
-            reason in ``noise_scale_reason``, where there is none.
-        missing: k and reason of the branches that failed.
+        noise_scale, adam: the Euclidean noise scale at the checkpoint, and that under Adam's
+            metric. None where it was not measured; ``noise_scale_reason`` says why.
+        missing: why each failed branch failed, by its k.
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
     """
@@ -91,7 +103,7 @@ class CriticalBatch:
     missing: Mapping[float, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._matching  # noqa: B018 - a base that is missing or diverged is an error now
+        self._matching  # noqa: B018 - raises where the branch k = 1 is missing or diverged
 
     @property
     def _matching(self) -> Matching:
@@ -115,15 +127,16 @@ class CriticalBatch:
 
     @property
     def noisy(self) -> tuple[float, ...]:
-        """The k whose ``loss_std`` exceeds the tolerance: no verdict on them can be trusted."""
+        """Each k whose ``loss_std`` exceeds the tolerance, so that its verdict may be chance."""
         return tuple(b.k for b in self.branches if b.loss_std > self.tolerance)
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why the verdicts may be those of noise; empty where nothing says so.
+        """Reasons to think that noise decided a verdict; empty where there is none.
 
-        Of a single measurement's evaluation losses only the second is looked at: how much they
-        depend on the data that a branch happened to train on, ``averaged`` tells.
+        There are two: a ``noisy`` branch, and a k that fails while a larger one matches. Evaluation
+        losses of a single measurement have only the second: their ``loss_std`` is unknown until
+        ``averaged`` finds how much they depend on the data that a branch happened to train on.
         """
         found = []
         if self.noisy:
@@ -134,16 +147,16 @@ class CriticalBatch:
             found.append(f"the noise of the loss exceeds {self.tolerance:g} for k = {ks}: {remedy}")
         if uneven := self._matching.uneven:
             found.append(
-                f"k = {uneven[0]:g} does not match and the larger {self._matching.largest:g} does: "
-                "take the average of measurements from several seeds of the data (averaged)"
+                f"k = {uneven[0]:g} does not match, but {self._matching.largest:g} does: average "
+                "measurements with several seeds of the data (averaged)"
             )
         return tuple(found)
 
     def ratio(self, metric: str = "euclidean") -> tuple[float, float, float]:
-        """Critical batch size / noise scale, and the bounds that both intervals allow.
+        """Critical batch size / noise scale, with the lower and upper bound from both intervals.
 
-        NaN is a ratio that is not known, for want of a bound or of a |G|² above zero; its bounds
-        still hold.
+        The ratio is NaN where a bound of the critical batch size is missing, or the mean |G|² is
+        not positive; its bounds still hold.
 
         Args:
             metric: of the noise scale: ``"euclidean"`` or ``"adam"``.
@@ -151,8 +164,7 @@ class CriticalBatch:
         Raises:
             ValueError: where that noise scale was not measured.
         """
-        if metric not in ("euclidean", "adam"):
-            raise ValueError(f"metric must be 'euclidean' or 'adam', not {metric!r}")
+        check_choice("metric", metric, METRICS)
         scale = self.adam if metric == "adam" else self.noise_scale
         if scale is None or math.isnan(scale.noise_scale):
             why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
@@ -166,63 +178,60 @@ class CriticalBatch:
     def factor(
         self, metric: str = "euclidean", *, despite_doubts: bool = False
     ) -> CriticalBatchFactor:
-        """``ratio``, to be saved and used elsewhere.
+        """``ratio`` as a factor that can be saved and used in another run.
 
         Raises:
-            ValueError: where the ratio is not known, or its noise scale was not measured; where
+            ValueError: where the ratio is unknown, or its noise scale was not measured; where
                 there are ``doubts``, unless ``despite_doubts``.
         """
         return pooled_factor([self], metric, despite_doubts=despite_doubts)
 
     def record(self) -> dict[str, Any]:
-        """A JSON object; what is infinite or not known is null (``lower`` has 0 for no bound)."""
-        own = ("tokens", "batch_size", "tokens_per_sample", "delta_tokens")
-        settings = ("tolerance", "alpha", "lr", "loss")
+        """A JSON object; infinite and unknown numbers are null (``lower`` is 0 without a bound)."""
         return {
             "kind": KIND,
             "format": FORMAT,
-            **{name: getattr(self, name) for name in own + settings},
-            **{name: finite(getattr(self, name)) for name in ("lower", "upper", "value")},
+            **{name: getattr(self, name) for name in SETTINGS},
+            **{name: finite_or_none(getattr(self, name)) for name in ("lower", "upper", "value")},
             "resolved": self.resolved,
             "noisy": list(self.noisy),
             "doubts": list(self.doubts),
             "branches": [b.record() for b in self.branches],
             "missing": [{"k": k, "reason": reason} for k, reason in self.missing.items()],
-            "noise_scale": scale_record(self.noise_scale),
-            "adam": scale_record(self.adam),
+            "noise_scale": noise_scale_record(self.noise_scale),
+            "adam": noise_scale_record(self.adam),
             "noise_scale_reason": self.noise_scale_reason,
         }
 
     @staticmethod
-    def of(record: Mapping[str, Any]) -> "CriticalBatch":
+    def from_record(record: Mapping[str, Any]) -> "CriticalBatch":
         """The measurement that ``record()`` came from.
 
         Raises:
-            ValueError: for another kind of record, or one of another format.
+            ValueError: for a record of another kind or format.
         """
         if record.get("kind") != KIND or record.get("format") != FORMAT:
-            raise ValueError(f"no {KIND!r} record of format {FORMAT}")
-        names = ("tokens", "batch_size", "tokens_per_sample", "delta_tokens", "tolerance", "alpha")
+            raise ValueError(f"not a {KIND!r} record of format {FORMAT}")
         return CriticalBatch(
-            **{name: record[name] for name in (*names, "lr", "loss", "noise_scale_reason")},
-            branches=tuple(map(Branch.of, record["branches"])),
-            noise_scale=scale_of(record["noise_scale"]),
-            adam=scale_of(record["adam"]),
+            **{name: record[name] for name in (*SETTINGS, "noise_scale_reason")},
+            branches=tuple(map(Branch.from_record, record["branches"])),
+            noise_scale=noise_scale_from_record(record["noise_scale"]),
+            adam=noise_scale_from_record(record["adam"]),
             missing={each["k"]: each["reason"] for each in record["missing"]},
         )
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> "CriticalBatch":
-        """The result that ``measure_critical_batch`` has left in its folder.
+        """The result that ``measure_critical_batch`` wrote into its folder.
 
         Raises:
-            ValueError: where there is none, or none that this version reads.
+            ValueError: where there is no result, or this version of gnsfast cannot read it.
         """
         path = Path(folder) / RESULT
         if not path.is_file():
             raise ValueError(f"{folder} holds no finished measurement ({RESULT})")
         try:
-            return CriticalBatch.of(json.loads(path.read_text(encoding="utf-8")))
+            return CriticalBatch.from_record(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{path} is damaged or of another version: {e!r}") from e
 
@@ -249,14 +258,12 @@ class CriticalBatch:
             size = f"{self.lower:,.0f} to {self.upper:,.0f} samples (about {value})"
         elif self.lower > 0:
             size = (
-                f"at least {self.lower:,.0f} samples: the grid has no larger k to find a bound with"
+                f"at least {self.lower:,.0f} samples: an upper bound needs a larger k in the grid"
             )
         elif math.isfinite(self.upper):
-            size = (
-                f"at most {self.upper:,.0f} samples: the grid has no smaller k to find a bound with"
-            )
+            size = f"at most {self.upper:,.0f} samples: a lower bound needs a smaller k in the grid"
         else:
-            size = "any size: one branch has nothing to be compared with"
+            size = "unknown: one branch alone has nothing to be compared with"
         what = "evaluation loss" if self.loss == "evaluate" else "training loss"
         lines = [
             f"critical batch size {size}",
@@ -266,22 +273,20 @@ class CriticalBatch:
         lines += [f"not to be trusted: {doubt}" for doubt in self.doubts]
         if self.loss == "evaluate" and all(math.isnan(b.loss_std) for b in self.branches):
             lines.append(
-                "how noisy the losses are is not known: measure again from other seeds of the "
-                "data, and take the average (averaged)"
+                "the noise of the losses is unknown: measure again with other seeds of the data, "
+                "and average (averaged)"
             )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         if self.noise_scale is not None:
-            lines.append(f"{self.noise_scale}: the critical batch size is {_times(self.ratio())}")
+            lines.append(
+                f"{self.noise_scale}: the critical batch size is {_times_noise_scale(self.ratio())}"
+            )
         if self.adam is not None:
-            times = _times(self.ratio("adam"))
+            times = _times_noise_scale(self.ratio("adam"))
             lines.append(f"under Adam's metric: {self.adam}: the critical batch size is {times}")
         if self.noise_scale_reason:
             lines.append(f"no noise scale: {self.noise_scale_reason}")
         return "\n".join(lines)
-
-
-RESULT = "critical_batch.jsonl"
-"""The file with the result: a line, as ``gnsfast report`` reads it."""
 
 
 def pooled_factor(
@@ -293,23 +298,25 @@ def pooled_factor(
     """One factor from several checkpoints, for a later or larger run.
 
     ``value`` is the geometric mean over the checkpoints whose ratio is known. ``lower`` to
-    ``upper`` holds the interval of every checkpoint, also of those that only know one bound: the
-    spread between checkpoints is part of it.
+    ``upper`` covers the interval of every checkpoint, even where a checkpoint has only one bound,
+    so that it includes the spread between checkpoints.
 
     Raises:
-        ValueError: without a measurement whose ratio is known, or where one has no noise scale
-            under ``metric``; where one has ``doubts``, unless ``despite_doubts``.
+        ValueError: where no measurement has a known ratio, or one has no noise scale under
+            ``metric``; where one has ``doubts``, unless ``despite_doubts``.
     """
     for m in measurements:
         if m.doubts and not despite_doubts:
             raise ValueError(
                 f"the measurement at {m.tokens:,} tokens is not to be trusted: {m.doubts[0]}. To "
-                "take it all the same: despite_doubts=True"
+                "use it anyway, pass despite_doubts=True"
             )
     ratios = [m.ratio(metric) for m in measurements]
     logs = [math.log(value) for value, _, _ in ratios if math.isfinite(value)]
     if not logs:
-        at = ", ".join(f"{_times(r)} at {m.tokens:,} tokens" for r, m in zip(ratios, measurements))
+        at = ", ".join(
+            f"{_times_noise_scale(r)} at {m.tokens:,} tokens" for r, m in zip(ratios, measurements)
+        )
         raise ValueError(f"the factor is not known from branches: {at or 'no measurement'}")
     each = ", ".join(
         f"{f'{r[0]:.3g}' if math.isfinite(r[0]) else 'a bound'} at {m.tokens:,} tokens"
@@ -324,26 +331,28 @@ def pooled_factor(
     )
 
 
-def scale_record(scale: ModuleNoiseScale | None) -> dict[str, Any] | None:
-    """Its five numbers, where it was measured."""
+def noise_scale_record(scale: ModuleNoiseScale | None) -> dict[str, Any] | None:
+    """A JSON object of a noise scale, or None where it was not measured."""
     if scale is None or math.isnan(scale.noise_scale):
         return None
-    return {k: finite(getattr(scale, k)) for k in NUMBERS} | {"resolved": scale.resolved}
+    return {k: finite_or_none(getattr(scale, k)) for k in NOISE_SCALE_FIELDS} | {
+        "resolved": scale.resolved
+    }
 
 
-def scale_of(record: Mapping[str, Any] | None) -> ModuleNoiseScale | None:
-    """A ``noise_scale`` or an ``upper`` of null is infinite."""
+def noise_scale_from_record(record: Mapping[str, Any] | None) -> ModuleNoiseScale | None:
+    """The noise scale of such an object, in which null stands for infinity."""
     if record is None:
         return None
-    numbers = [math.inf if record[k] is None else record[k] for k in NUMBERS]
+    numbers = (math.inf if record[k] is None else record[k] for k in NOISE_SCALE_FIELDS)
     return ModuleNoiseScale(*numbers)
 
 
-def number(x: float | None) -> float:
+def null_to_nan(x: float | None) -> float:
     return math.nan if x is None else x
 
 
-def _times(ratio: tuple[float, float, float]) -> str:
+def _times_noise_scale(ratio: tuple[float, float, float]) -> str:
     value, lower, upper = ratio
     if math.isfinite(value):
         return f"{value:.3g} times that ({lower:.3g} to {upper:.3g})"
@@ -351,4 +360,4 @@ def _times(ratio: tuple[float, float, float]) -> str:
         return f"at least {lower:.3g} times that"
     if math.isfinite(upper):
         return f"at most {upper:.3g} times that"
-    return "not known beside it"
+    return "an unknown multiple of that"

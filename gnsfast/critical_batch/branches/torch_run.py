@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gnsfast.arguments import count
+from gnsfast.arguments import check_choice, integer
 from gnsfast.critical_batch.branches.branch_protocol import BranchStep
-from gnsfast.critical_batch.branches.random_state import random_state, set_random_state
-from gnsfast.critical_batch.branches.run_state import other_buffers, set_lr
+from gnsfast.critical_batch.branches.training_state import (
+    other_buffers,
+    random_state,
+    set_lr,
+    set_random_state,
+)
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
@@ -24,7 +28,7 @@ FILE = "run.pt"
 
 
 class Stream(Protocol):
-    """Training samples, one after another, from a position that can be saved."""
+    """Training samples in a fixed order, at a position that can be saved."""
 
     def draw(self, n: int, /) -> Any:
         """The next ``n`` samples as one batch."""
@@ -40,34 +44,35 @@ class Stream(Protocol):
 class TorchRun:
     """A model, its optimizer and its data as a ``BranchRun`` in one process.
 
-    ``step()`` is the loop of ordinary training as well, so that a branch and the run that was never
-    branched are one code: after ``restore`` the same steps follow, bit for bit.
+    Ordinary training calls ``step()`` too, so that a branch and the run that was never branched use
+    the same code: after ``restore`` the same steps follow, bit for bit.
 
     Args:
-        model, optimizer: in the state that they train in. Modes are never changed for a step.
+        model, optimizer: in the state that they train in. A step never changes their modes.
         loss_fn: ``loss_fn(model, batch)``, a mean over the samples of the batch.
         stream: ``draw(n)``, ``state_dict()``, ``load_state_dict(state)``.
         batch_size: samples of an optimizer step; ``run.batch_size`` may be set between steps.
-        tokens_per_sample: what progress is counted in.
-        micro_batch: at most so many samples a forward pass; a step accumulates as many as it needs.
+        tokens_per_sample: converts samples into tokens, in which progress is counted.
+        micro_batch: the most samples of one forward pass; a step accumulates as many passes as it
+            needs.
         lr: a schedule: the tokens trained before a step -> factor of the initial learning rate
             (``group["initial_lr"]``, where a group has one, else its ``lr`` at the first step). It
-            goes on inside of branches. None leaves the groups' ``lr`` alone: a scheduler of your
-            own moves it between steps, and it stands still inside of branches.
+            continues in branches. None leaves the groups' ``lr`` alone: your own scheduler may
+            change it between steps, and it is constant in branches.
         clip: the largest 2-norm of a gradient.
         evaluate: ``evaluate(model)``, a mean loss on samples that are always the same; called in
             evaluation mode, without gradients.
         beta2: ``"keep"``, or ``"tokens"``: in branches Adam's beta2 becomes beta2^k, the same
             memory in tokens.
-        gns: measures every step, those of branches too; its window is saved with the run.
+        gns: measures every step, also in branches; its window is saved with the run.
         device: where the tensors of a batch are moved to.
-        tokens: that the model was trained with before.
+        tokens: with which the model was trained before.
 
-    Random numbers may come from torch's, Python's and NumPy's global generators, and from what
-    ``stream.state_dict()`` holds. Gradient scalers (fp16) are not known to it.
+    Random numbers may come from the global generators of torch, Python and NumPy, and from
+    generators that ``stream.state_dict()`` holds. Gradient scalers (fp16) are not supported.
 
     Raises:
-        ValueError: for a setting that cannot be.
+        ValueError: for an invalid setting.
 
     >>> from gnsfast.critical_batch import TorchRun
     >>> class Noise:
@@ -101,21 +106,20 @@ class TorchRun:
         device: torch.device | str | None = None,
         tokens: int = 0,
     ) -> None:
-        if beta2 not in ("keep", "tokens"):
-            raise ValueError(f"beta2 must be 'keep' or 'tokens', not {beta2!r}")
+        check_choice("beta2", beta2, ("keep", "tokens"))
         if beta2 == "tokens" and not all("betas" in g for g in optimizer.param_groups):
             raise ValueError(f"beta2='tokens' needs Adam's betas, not {type(optimizer).__name__}")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be positive, not {clip!r}")
         self.model, self.optimizer, self.loss_fn, self.stream = model, optimizer, loss_fn, stream
-        self.batch_size = count("batch_size", batch_size, 1)
-        self.tokens_per_sample = count("tokens_per_sample", tokens_per_sample, 1)
-        self.micro_batch = None if micro_batch is None else count("micro_batch", micro_batch, 1)
+        self.batch_size = integer("batch_size", batch_size)
+        self.tokens_per_sample = integer("tokens_per_sample", tokens_per_sample)
+        self.micro_batch = None if micro_batch is None else integer("micro_batch", micro_batch)
         self.lr, self.clip, self.beta2, self.gns, self.device = lr, clip, beta2, gns, device
         self.evaluate = None if evaluate is None else lambda: self._evaluate(evaluate)
         self.noise_scale_reason = ""
-        self._tokens = count("tokens", tokens, 0)
-        self._rates: list[float] = []  # as the schedule has set them; before its first step none
+        self._tokens = integer("tokens", tokens, 0)
+        self._rates: list[float] = []  # that the schedule set; empty before its first step
 
     @property
     def tokens(self) -> int:
@@ -123,14 +127,14 @@ class TorchRun:
         return self._tokens
 
     def step(self) -> BranchStep:
-        """An optimizer step of the run itself."""
+        """Take an optimizer step of the unbranched run."""
         return self._step(self.batch_size, 1.0)
 
     def train(
         self, tokens: int, *, batch_size: int | None = None, lr_factor: float = 1.0
     ) -> Iterator[BranchStep]:
-        """Steps until at least ``tokens`` tokens are trained; by itself the run's own."""
-        size = self.batch_size if batch_size is None else count("batch_size", batch_size, 1)
+        """Take steps until at least ``tokens`` tokens are trained, by default the run's own."""
+        size = self.batch_size if batch_size is None else integer("batch_size", batch_size)
         done = 0
         while done < tokens:
             step = self._step(size, lr_factor)
@@ -150,19 +154,19 @@ class TorchRun:
         return BranchStep(tokens, loss)
 
     def _zero_grad(self) -> None:
-        """Of the model too: what the optimizer does not train would count in ``clip``."""
+        """Clear all gradients: ``clip`` would count those of parameters without an optimizer."""
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
     def _schedule(self) -> None:
-        """Set the learning rates that the schedule has for this step."""
+        """Set the learning rates of this step by the schedule."""
         if self.lr is None:
             return
         groups = self.optimizer.param_groups
         if self._rates not in ([], [float(g["lr"]) for g in groups]):
             raise ValueError(
                 "a learning rate was set from outside, and TorchRun(lr=...) would set it back: put "
-                "the factor into lr, or say lr=None"
+                "the factor into lr, or pass lr=None"
             )
         factor = self.lr(self._tokens)
         for group in groups:
@@ -170,19 +174,19 @@ class TorchRun:
         self._rates = [float(g["lr"]) for g in groups]
 
     def _backward(self, batch_size: int, gns: GradientNoiseScale | None) -> float:
-        """The gradient of a batch, by micro-batches, and its mean loss."""
+        """Accumulate the gradient of a batch by micro-batches; returns its mean loss."""
         largest = self.micro_batch or batch_size
-        parts = []
+        losses = []
         for start in range(0, batch_size, largest):
             n = min(largest, batch_size - start)
             batch, share = self._draw(n), n / batch_size
             with nullcontext() if gns is None else gns.microbatch(n, scale=share):
                 loss = self.loss_fn(self.model, batch) * share
                 loss.backward()
-            parts.append(loss.detach())
+            losses.append(loss.detach())
         if gns is not None:
             gns.update()
-        return float(torch.stack(parts).sum())
+        return float(torch.stack(losses).sum())
 
     def _draw(self, n: int) -> Any:
         batch = self.stream.draw(n)
@@ -192,9 +196,9 @@ class TorchRun:
 
     @contextmanager
     def _branched(self, k: float, lr_factor: float) -> Iterator[None]:
-        """The step's learning rates and beta2; afterwards those of the run are back."""
+        """Set the branch's learning rates and beta2 for one step, then restore the run's."""
         groups = self.optimizer.param_groups
-        kept: list[dict[str, Any]] = [{n: g[n] for n in ("lr", "betas") if n in g} for g in groups]
+        own: list[dict[str, Any]] = [{n: g[n] for n in ("lr", "betas") if n in g} for g in groups]
         for group in groups:
             group["lr"] = group["lr"] * lr_factor
             if self.beta2 == "tokens":
@@ -203,17 +207,18 @@ class TorchRun:
         try:
             yield
         finally:
-            for group, own in zip(groups, kept):
-                group.update(own)
+            for group, saved in zip(groups, own):
+                group.update(saved)
 
     def branch_settings(self) -> dict[str, Any]:
-        """What ``measure_critical_batch`` compares with a folder of branches."""
+        """Settings that must be the same whenever a folder of branches is continued."""
         lr, optimizer = None if self.lr is None else "scheduled", type(self.optimizer).__name__
         return {"optimizer": optimizer, "lr": lr, "clip": self.clip, "beta2": self.beta2}
 
     def save(self, folder: Path) -> None:
-        """Write model, optimizer, random number generators, data position and progress: tensors
-        and plain values, which ``torch.load(weights_only=True)`` reads.
+        """Write model, optimizer, random number generators, data position and progress.
+
+        The file holds only tensors and plain values, which ``torch.load(weights_only=True)`` reads.
         """
         torch.save(
             {
@@ -231,10 +236,10 @@ class TorchRun:
         )
 
     def restore(self, folder: Path) -> None:
-        """Take back what ``save`` wrote.
+        """Load what ``save`` wrote.
 
         Raises:
-            ValueError: for a run of other settings.
+            ValueError: where it was saved with other settings.
         """
         state = torch.load(Path(folder) / FILE, map_location="cpu", weights_only=True)
         if state["tokens_per_sample"] != self.tokens_per_sample:
@@ -256,7 +261,7 @@ class TorchRun:
         if self.gns is not None:
             self.gns.load_state_dict(state["gns"])
         self._tokens, self.batch_size, self._rates = state["tokens"], state["batch_size"], []
-        set_random_state(state["random"], self._devices())  # last: loading may draw numbers
+        set_random_state(state["random"], self._devices())  # last: loading may draw random numbers
 
     def _devices(self) -> set[torch.device]:
         return {p.device for p in self.model.parameters()}
@@ -264,11 +269,11 @@ class TorchRun:
     def noise_scale(self, batches: int = 40) -> NoiseScale | None:
         """The noise scale at the present weights, from the next ``batches`` batches of the stream.
 
-        Under Adam's metric too, where the optimizer is ``torch.optim.Adam`` or ``AdamW`` and has
-        stepped. Afterwards weights, gradients, buffers, random numbers and data position are what
-        they were. None where the model has no gnsfast layer; ``noise_scale_reason`` says so.
+        It includes Adam's metric where the optimizer is ``torch.optim.Adam`` or ``AdamW`` and has
+        stepped. Weights, gradients, buffers, random numbers and data position are restored
+        afterwards. None where the model has no gnsfast layer; ``noise_scale_reason`` then says so.
         """
-        count("batches", batches, 2)
+        integer("batches", batches, 2)
         self.noise_scale_reason = ""
         if not any(isinstance(m, DropIn) for m in self.model.modules()):
             self.noise_scale_reason = "the model has no gnsfast layer: call gnsfast.convert(model)"
@@ -277,7 +282,7 @@ class TorchRun:
         if isinstance(self.optimizer, torch.optim.Adam) and self.optimizer.state:
             adam = {"metric": "adam", "optimizer": self.optimizer}
         gns = GradientNoiseScale(self.model, window=batches, **adam)
-        with self._untouched():
+        with self._restored():
             for _ in range(batches):
                 self._backward(self.batch_size, gns)
                 for p in self.model.parameters():
@@ -285,13 +290,13 @@ class TorchRun:
         return gns.compute()
 
     def _evaluate(self, evaluate: Callable[[nn.Module], float]) -> float:
-        with self._untouched(), torch.no_grad():
+        with self._restored(), torch.no_grad():
             self.model.eval()
             return float(evaluate(self.model))
 
     @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """Afterwards everything but the block's result is as it was."""
+    def _restored(self) -> Iterator[None]:
+        """Restore the run afterwards to its state before the block."""
         stream, random = copy.deepcopy(self.stream.state_dict()), random_state(self._devices())
         try:
             with kept(self.model):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch sizes that grow while a run trains."""
+"""Grows the batch size while a run trains."""
 
 from gnsfast.critical_batch.control import token_schedules
 from gnsfast.critical_batch.control.controller import BatchSizeController

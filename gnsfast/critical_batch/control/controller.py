@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``BatchSizeController``: a batch size that follows the critical batch size."""
+"""``BatchSizeController``: a batch size that grows with the critical batch size."""
 
 import math
 from collections.abc import Callable, Collection
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gnsfast.arguments import plain, whole
+from gnsfast.arguments import finite_or_text, whole_number
 from gnsfast.critical_batch.branches import LR_FACTORS
 from gnsfast.critical_batch.control.decision import Decision, Estimate, estimate
 from gnsfast.critical_batch.control.settings import make_settings
 from gnsfast.critical_batch.control.token_schedules import Shape, by_tokens
-from gnsfast.critical_batch.factor import CriticalBatchFactor
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.noise_scale import NoiseScale
 
 KIND, FORMAT = "batch size controller", 1
@@ -21,44 +21,50 @@ PHASES = ("calibrate", "warm up", "monitor")
 
 
 class BatchSizeController:
-    """Grow the batch size when the noise scale times a factor says that training can use it.
+    """Grow the batch size when the noise scale times a factor shows that training can use it.
 
-    In "calibrate" it only observes: the noise scale of the first steps is small and moves. In "warm
-    up" the batch size grows from B to ``growth`` * B once the lower end of the estimate has been at
-    least that at ``patience`` checks in a row, and with it the learning rate. In "monitor" it only
-    warns. The estimate is one of the critical batch size (CBS): the noise scale times ``factor``.
-    The noise scale alone is no CBS (Merrill et al. 2025 find it off by orders of magnitude), so the
-    factor has no default; ``factor=1.0`` says that they are taken for equal.
+    There are three phases:
+
+    - "calibrate" only observes, because the noise scale of the first steps is small and moves.
+    - "warm up" grows the batch size from B to ``growth`` * B, and with it the learning rate, once
+      the lower end of the estimate has been at least ``growth`` * B at ``patience`` checks in a
+      row.
+    - "monitor" only warns.
+
+    The estimate is that of the critical batch size (CBS): the noise scale times ``factor``. The
+    noise scale alone is not the CBS (Merrill et al. 2025 find it off by orders of magnitude), so
+    the factor has no default; ``factor=1.0`` treats the two as equal.
 
     Args:
-        batch_size: samples of the first optimizer steps, over all processes, in the samples that
-            ``gns.microbatch`` counts; ``tokens_per_sample`` of each.
-        factor: CBS / noise scale, as a number or measured by branches. Of a measured one its own
-            lower end is what must allow a growth.
+        batch_size: samples of the first optimizer steps, over all processes, counted as
+            ``gns.microbatch`` counts them.
+        factor: CBS / noise scale, as a number or measured by branches. A measured factor's own
+            lower end is used to decide on growth.
+        tokens_per_sample: of each sample.
         total_tokens: of the whole run.
-        max_batch_size: never exceeded. A growth beyond it is refused once, and ends the warm-up.
-        metric: ``"adam"`` takes ``noise_scale.adam``, and a factor measured with it.
+        max_batch_size: never exceeded. The first growth beyond it is refused and ends the warm-up.
+        metric: ``"adam"`` uses ``noise_scale.adam``, and a factor measured with it.
         calibrate, warm_up_until: shares of ``total_tokens`` at which these phases end.
-        growth: a whole factor, at least 2.
-        lr: ``"sqrt"`` multiplies the learning rate with √growth (Adam), ``"linear"`` with growth
-            (SGD).
+        growth: a whole number, at least 2.
+        lr: ``"sqrt"`` multiplies the learning rate by √growth (Adam), ``"linear"`` by growth (SGD).
         beta2: ``"tokens"`` keeps the half-life of Adam's second moments in tokens: beta2 ** growth.
-        patience: checks in a row, for growth and for warnings. Checks closer together than the
-            noise scale's window see the same updates again.
+        patience: checks in a row before a growth or a warning. Checks closer together than the
+            noise scale's window see some updates twice.
         check_every: tokens between two checks; by default 1/400 of ``total_tokens``.
-        over: warn where the batch size exceeds the estimate times this, once until it has
-            recovered. Only a noise scale with a bounded interval has a value to warn by.
+        over: warn where the batch size exceeds the estimate times this, and not again before it
+            has recovered. Only a noise scale with a bounded interval can cause a warning.
         data_parallel, micro_batch: processes, and samples of a micro-batch on each, by default the
             first batch in one piece. Every batch size is a multiple of their product.
 
-    A check without a measurement (NaN) breaks every row; "at least X" is evidence for growth; a
-    drifting window counts for growth only while its estimate does not fall, for a warning only
-    while it does not rise, since its mean lags behind. The batch size never shrinks.
+    After a check without a measurement (NaN) every count of checks in a row starts again; "at least
+    X" is evidence for growth. The mean of a drifting window lags behind: it counts for growth only
+    while its estimate does not fall, and for a warning only while it does not rise. The batch size
+    never shrinks.
 
-    All processes decide alike, since ``gns.compute()`` is the same on all of them.
+    All processes decide alike, because ``gns.compute()`` is the same on all of them.
 
     Raises:
-        ValueError: for a setting that cannot be, by name.
+        ValueError: for an invalid setting; the message names it.
 
     Source: Merrill et al. 2025, batch size warm-up ("Critical Batch Size Revisited"), with an
     interval and hysteresis in place of thresholds by hand; arXiv 2507.07101 for ``beta2``.
@@ -134,16 +140,14 @@ class BatchSizeController:
 
     @property
     def lr_factor(self) -> float:
-        """What all growth so far has multiplied the learning rate with."""
-        return self._lr_factor(self.batch_size / self.settings.batch_size)
-
-    def _lr_factor(self, ratio: float) -> float:
-        return LR_FACTORS[self.settings.lr](ratio)
+        """The factor by which all growth so far has multiplied the learning rate."""
+        s = self.settings
+        return LR_FACTORS[s.lr](self.batch_size / s.batch_size)
 
     def update(
         self, tokens: int, noise_scale: NoiseScale | Callable[[], NoiseScale]
     ) -> Decision | None:
-        """Look at the noise scale between two optimizer steps; call it after each or after any.
+        """Check the noise scale. Call it between optimizer steps, after every step or some of them.
 
         Args:
             tokens: trained so far.
@@ -151,23 +155,24 @@ class BatchSizeController:
                 device only when a check is due.
 
         Returns:
-            At most one decision, in force from the next step on. A change of phase comes before a
+            A decision that holds from the next step on, or None. A change of phase comes before a
             growth.
 
         Raises:
-            ValueError: for tokens that go back, or without the noise scale that ``metric`` names.
+            ValueError: for tokens that decrease, or where ``metric`` needs a noise scale that is
+                missing.
         """
-        tokens = whole("tokens", tokens, 0)
+        tokens = whole_number("tokens", tokens, 0)
         risen, length = tokens - self.tokens, self.settings.tokens_per_sample
         if 0 < risen < length and 10 * risen < self.batch_tokens:
             raise ValueError(
-                f"tokens rose by {risen:,} to {tokens:,}, and a step has about "
+                f"tokens rose by {risen:,} to {tokens:,}, but a step has about "
                 f"{self.batch_tokens:,}: progress is counted in tokens, not in steps or samples"
             )
         if tokens < self.tokens:
             raise ValueError(
-                f"tokens went back from {self.tokens:,} to {tokens:,}: a run that starts again from"
-                " a checkpoint loads the controller's state too"
+                f"tokens went back from {self.tokens:,} to {tokens:,}: a run that resumes from a "
+                "checkpoint must load the controller's state too"
             )
         every = self.settings.check_every
         if due := tokens // every > self.tokens // every:
@@ -185,25 +190,25 @@ class BatchSizeController:
         return "warm up" if tokens >= s.calibrate * s.total_tokens else "calibrate"
 
     def _enter(self, phase: str) -> Decision:
-        share, B = f"{100 * self.tokens / self.settings.total_tokens:.3g} %", self.batch_size
-        reasons = {
-            "calibrate": f"{share} of the tokens are calibration again: the batch size stays at "
-            f"{B:,}",
-            "warm up": f"calibration ends at {share} of the tokens: from here the batch size may "
-            "grow"
-            if self.phase == "calibrate"
-            else f"from {share} of the tokens on the batch size may grow again",
-            "monitor": f"the warm-up ends at {share} of the tokens: the batch size stays at {B:,}",
-        }
-        self.phase, reason = phase, reasons[phase]
+        share = f"{100 * self.tokens / self.settings.total_tokens:.3g} % of the tokens"
+        stays = f"the batch size stays at {self.batch_size:,}"
+        if phase == "calibrate":
+            reason = f"at {share} calibration begins again: {stays}"
+        elif phase == "monitor":
+            reason = f"the warm-up ends at {share}: {stays}"
+        elif self.phase == "calibrate":
+            reason = f"calibration ends at {share}: from here the batch size may grow"
+        else:
+            reason = f"from {share} on the batch size may grow again"
+        self.phase = phase
         return self._decide(reason)
 
     def _judge(self) -> Decision | None:
         e, s, B = self._estimate, self.settings, self.batch_size
         wanted = s.growth * B
-        over = e.warns and B > s.over * e.value
-        growing = self.phase == "warm up" and e.grows and e.lower >= wanted
-        recovered = e.lower >= B or (e.warns and not over)
+        over = e.may_warn and B > s.over * e.value
+        growing = self.phase == "warm up" and e.may_grow and e.lower >= wanted
+        recovered = e.lower >= B or (e.may_warn and not over)
         for row, counts in (("grow", growing), ("over", over), ("recovered", recovered)):
             self._rows[row] = self._rows[row] + 1 if counts else 0
         if self._rows["recovered"] >= s.patience:
@@ -236,16 +241,17 @@ class BatchSizeController:
         return self._decide(allows, old=old)
 
     def _decide(self, reason: str, *, old: int | None = None, warning: bool = False) -> Decision:
-        new, e = self.batch_size, self._estimate
+        new, s, e = self.batch_size, self.settings, self._estimate
         old = new if old is None else old
         decision = Decision(
-            self.tokens,
-            self.phase,
-            old,
-            new,
-            self._lr_factor(new / old),
-            new / old if self.settings.beta2 == "tokens" else 1.0,
-            *(e.value, e.lower, e.upper, reason, warning),
+            *(self.tokens, self.phase, old, new),
+            lr_factor=LR_FACTORS[s.lr](new / old),
+            beta2_power=new / old if s.beta2 == "tokens" else 1.0,
+            estimate=e.value,
+            lower=e.lower,
+            upper=e.upper,
+            reason=reason,
+            warning=warning,
         )
         self.decisions.append(decision)
         return decision
@@ -253,27 +259,27 @@ class BatchSizeController:
     def apply(
         self, decision: Decision, optimizer: torch.optim.Optimizer, *, lr: bool = True
     ) -> None:
-        """Do to the optimizer what a decision says: every group's learning rate, and beta2.
+        """Change the learning rate and beta2 of every parameter group as a decision says.
 
         Args:
-            lr: False leaves the learning rate to the caller, and so does ``lr_lambda``.
+            lr: False leaves the learning rate to the caller; so does an earlier ``lr_lambda``.
 
         Raises:
-            ValueError: where beta2 is to change and a group has no ``betas``; where the learning
-                rate is to change and a scheduler sets it, which would undo that at its next step.
+            ValueError: where beta2 changes and a group has no ``betas``; where the learning rate
+                changes and a scheduler sets it, which would undo the change at its next step.
         """
         groups = optimizer.param_groups
         lr = lr and not self._scheduled and decision.lr_factor != 1
         if lr and any("initial_lr" in group for group in groups):
             raise ValueError(
-                "a scheduler sets the learning rates (its initial_lr is in the parameter groups), "
-                "and would undo this one: give LambdaLR controller.lr_lambda(shape), or take "
+                "a scheduler sets the learning rates (its initial_lr is in the parameter groups) "
+                "and would undo this change: give LambdaLR controller.lr_lambda(shape), or pass "
                 "lr='none'"
             )
         if decision.beta2_power != 1 and not all("betas" in group for group in groups):
             raise ValueError(
                 f"{type(optimizer).__name__} has no beta2 to keep constant in tokens: "
-                "say beta2='keep'"
+                "pass beta2='keep'"
             )
         for group in groups:
             if decision.beta2_power != 1:
@@ -287,10 +293,10 @@ class BatchSizeController:
                 group["lr"] *= decision.lr_factor
 
     def lr_lambda(self, shape: Shape) -> Callable[[int], float]:
-        """``shape`` at the controller's tokens times ``lr_factor``, for ``LambdaLR``.
+        """``shape`` at the controller's tokens, times ``lr_factor``, for ``LambdaLR``.
 
-        The scheduler steps after ``update``, once an optimizer step; its step number is not looked
-        at. ``apply`` leaves the learning rate alone from now on.
+        Call ``scheduler.step()`` after ``update``, once per optimizer step; the scheduler's step
+        number is ignored. From now on ``apply`` leaves the learning rate alone.
 
         >>> from gnsfast.critical_batch import BatchSizeController
         >>> from gnsfast.critical_batch.control import cosine
@@ -305,9 +311,9 @@ class BatchSizeController:
         return by_tokens(lambda tokens: shape(tokens) * self.lr_factor, lambda: self.tokens)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a tracker, under flat names; what is not finite is left out.
+        """Numbers for a tracker, under flat names; those that are not finite are left out.
 
-        ``cbs/estimate`` with ``_lo`` and ``_hi``; ``cbs/ratio``, the batch size over it;
+        ``cbs/estimate`` with ``_lo`` and ``_hi``; ``cbs/ratio``, the batch size divided by it;
         ``batch/size``; ``batch/phase``: 0 calibrate, 1 warm up, 2 monitor.
         """
         e = self._estimate
@@ -324,40 +330,40 @@ class BatchSizeController:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later decisions rest on, as plain types that strict JSON holds."""
+        """Everything that later decisions depend on, as plain types that strict JSON can hold."""
         e = self._estimate
         return {
             "kind": KIND,
             "format": FORMAT,
-            "settings": self.settings.plain(),
+            "settings": self.settings.state(),
             "tokens": self.tokens,
             "batch_size": self.batch_size,
             "phase": self.phase,
             "capped": self._capped,
             "warned": self._warned,
             "rows": dict(self._rows),
-            "estimate": [plain(e.value), plain(e.lower), plain(e.upper)],
-            "decisions": [decision.plain() for decision in self.decisions],
+            "estimate": [finite_or_text(number) for number in (e.value, e.lower, e.upper)],
+            "decisions": [decision.state() for decision in self.decisions],
         }
 
     def load_state_dict(self, state: dict[str, Any], *, change: Collection[str] = ()) -> None:
-        """Go on from ``state_dict()`` with the same batch size, rows and phase.
+        """Continue from ``state_dict()`` with the same batch size, phase and counts of checks.
 
         Args:
             change: names of settings that may differ from the saved ones, such as ``"factor"`` once
-                it was measured anew. ``data_parallel`` and ``micro_batch`` may always: they are the
-                machine's, which has to divide the first batch size too.
+                it was measured again. ``data_parallel`` and ``micro_batch`` may always differ, but
+                must divide the first batch size too.
 
         Raises:
-            ValueError: for a state of other settings, naming the first, of another format, or with
-                a batch size that this machine cannot divide.
+            ValueError: for a state with other settings (the message names the first), with another
+                format, or with a batch size that these processes and micro-batches cannot divide.
         """
         if state.get("kind") != KIND or state.get("format") != FORMAT:
             raise ValueError(
                 f"the state is a {state.get('kind')!r} of format {state.get('format')!r}; this "
                 f"version of gnsfast reads a {KIND!r} of format {FORMAT}"
             )
-        self.settings.refuse_other(state["settings"], change)
+        self.settings.check_saved(state["settings"], change)
         self.settings.check_batch(state["batch_size"])
         if state["batch_size"] > self.settings.max_batch_size:
             raise ValueError(
@@ -368,14 +374,14 @@ class BatchSizeController:
         self.phase, self._warned, self._rows = state["phase"], state["warned"], dict(state["rows"])
         beyond = self.settings.growth * self.batch_size > self.settings.max_batch_size
         self._capped = state["capped"] and beyond  # a larger maximum lifts the cap
-        ours = self.settings.plain()
+        ours = self.settings.state()
         if any(state["settings"][name] != ours[name] for name in ("factor", "growth", "over")):
-            self._rows = dict.fromkeys(self._rows, 0)  # of checks that were judged by the others
+            self._rows = dict.fromkeys(self._rows, 0)  # counted under the old settings
         value, lower, upper = map(float, state["estimate"])
         self._estimate = Estimate(value, lower, upper)
-        self.decisions = [Decision.of(fields) for fields in state["decisions"]]
+        self.decisions = [Decision.from_state(each) for each in state["decisions"]]
 
 
 def _samples(estimate: float) -> str:
-    """Four digits of an estimate, all of them from 1,000 on."""
+    """An estimate with four digits, or all of its digits from 1,000 on."""
     return f"{estimate:.4g}" if estimate < 1000 else f"{estimate:,.0f}"

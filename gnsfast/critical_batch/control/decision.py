@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a controller decided, and the estimate it was decided by."""
+"""A controller's decisions, and the estimate that they follow from."""
 
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gnsfast.arguments import finite, plain
-from gnsfast.critical_batch.factor import CriticalBatchFactor
+from gnsfast.arguments import finite_or_none, finite_or_text
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.noise_scale import NoiseScale
 
 
@@ -14,13 +14,16 @@ from gnsfast.noise_scale import NoiseScale
 class Decision:
     """One change of batch size or phase, or a warning.
 
-    ``tokens`` were trained so far, at an optimizer-step boundary, and ``phase`` is in force from
-    here: ``"calibrate"``, ``"warm up"`` or ``"monitor"``. ``old`` and ``new`` are batch sizes in
-    samples, equal for a change of phase and for a warning. The learning rate is multiplied with
-    ``lr_factor`` and Adam's beta2 becomes ``beta2 ** beta2_power``. ``estimate`` is that of the
-    critical batch size in samples (noise scale times factor) with the interval ``lower`` to
-    ``upper``, NaN before a first measurement, infinite where a noise scale is. ``warning``: the
-    batch exceeds the estimate by more than was allowed.
+    Args:
+        tokens: trained so far, at the end of an optimizer step.
+        phase: from now on: ``"calibrate"``, ``"warm up"`` or ``"monitor"``.
+        old, new: batch sizes in samples, equal for a change of phase and for a warning.
+        lr_factor: multiplies the learning rate.
+        beta2_power: Adam's beta2 becomes ``beta2 ** beta2_power``.
+        estimate: the critical batch size in samples (noise scale times factor), with the interval
+            ``lower`` to ``upper``. NaN before the first measurement, infinite where the noise scale
+            is infinite.
+        warning: the batch exceeds the estimate by more than ``over`` allows.
     """
 
     tokens: int
@@ -36,51 +39,48 @@ class Decision:
     warning: bool = False
 
     def record(self) -> dict[str, Any]:
-        """A line for a JSON log: what is not finite is null."""
-        return {"kind": "decision"} | {
-            k: finite(v) if isinstance(v, float) else v for k, v in asdict(self).items()
-        }
+        """A line for a JSON log, with null for numbers that are not finite."""
+        return {"kind": "decision"} | {k: finite_or_none(v) for k, v in asdict(self).items()}
 
-    def plain(self) -> dict[str, Any]:
-        """The fields as JSON holds them without loss, infinity and NaN as words."""
-        return {k: plain(v) if isinstance(v, float) else v for k, v in asdict(self).items()}
+    def state(self) -> dict[str, Any]:
+        """All fields for JSON without loss, with infinity and NaN as text."""
+        return {k: finite_or_text(v) for k, v in asdict(self).items()}
 
     @staticmethod
-    def of(fields: dict[str, Any]) -> "Decision":
-        """What ``plain()`` gave, as a decision."""
+    def from_state(state: dict[str, Any]) -> "Decision":
+        """The decision whose ``state()`` this is."""
         numbers = ("lr_factor", "beta2_power", "estimate", "lower", "upper")
-        return Decision(**fields | {k: float(fields[k]) for k in numbers})
+        return Decision(**state | {k: float(state[k]) for k in numbers})
 
 
 @dataclass(frozen=True)
 class Estimate:
     """The critical batch size by one measurement: noise scale times factor, in samples.
 
-    ``grows``: the interval may speak for a larger batch; ``warns``: the value may speak against the
-    present one.
+    ``may_grow``: ``lower`` may justify a larger batch. ``may_warn``: ``value`` may justify a
+    warning.
     """
 
     value: float = math.nan
     lower: float = 0.0
     upper: float = math.inf
-    grows: bool = False
-    warns: bool = False
+    may_grow: bool = False
+    may_warn: bool = False
 
 
-def estimate(found: NoiseScale, factor: CriticalBatchFactor, before: float) -> Estimate:
-    """What a window's noise scale says of the critical batch size.
+def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) -> Estimate:
+    """The critical batch size that a window's noise scale gives.
 
-    - Not measured: nothing.
-    - One-sided ("at least ``lower``"): evidence for growth. Its value is none for a warning.
-    - Drifting: the window's mean lags behind what moves. It speaks for growth while it does not
-      fall, and for a warning while it does not rise, against the estimate ``before`` it.
+    - Not measured: it justifies nothing.
+    - One-sided ("at least ``lower``"): it may justify growth, but no warning.
+    - Drifting: the window's mean lags behind the present value. It may justify growth unless it is
+      below the ``previous`` estimate, and a warning unless it is above.
 
-    The interval holds the factor's: its lower end is that of the noise scale times that of the
-    factor.
+    Each end of the interval is that of the noise scale times that of the factor.
 
     Raises:
-        TypeError: for what is no noise scale.
-        ValueError: without a noise scale under Adam's metric where the factor belongs to it.
+        TypeError: where ``found`` is not a ``NoiseScale``.
+        ValueError: where the factor needs the noise scale under Adam's metric and there is none.
     """
     if not isinstance(found, NoiseScale):
         raise TypeError(
@@ -99,6 +99,6 @@ def estimate(found: NoiseScale, factor: CriticalBatchFactor, before: float) -> E
         value,
         factor.lower * scale.lower,
         factor.upper * scale.upper,
-        grows=not found.drift or value >= before,
-        warns=scale.resolved and (not found.drift or value <= before),
+        may_grow=not found.drift or value >= previous,
+        may_warn=scale.resolved and (not found.drift or value <= previous),
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples in an order that does not depend on the batch size, so that the batch may grow.
 
-Both classes hand out one endless row of samples: epoch after epoch, each in an order of its own
-that the seed decides. A batch is the next piece of it, also over the end of an epoch, so how a run
-was cut into batches changes no later sample, and one number says where it stands.
+Both classes return one endless sequence of samples: epoch after epoch, each in its own order, which
+the seed determines. A batch is the next piece of the sequence and may cross the end of an epoch. So
+the batch sizes of a run change no later sample, and one number is the whole position.
 """
 
 import random
@@ -13,32 +13,34 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from gnsfast.arguments import whole
+from gnsfast.arguments import whole_number
 
 FORMAT = 1
 
 
 class _Order:
-    """The endless row of sample numbers, and this process's share of a piece of it."""
+    """The endless sequence of sample numbers, and this process's share of each piece."""
 
     def __init__(
         self, num_samples: int, seed: int, shuffle: bool, rank: int, world_size: int
     ) -> None:
-        self.num_samples, self.seed = whole("num_samples", num_samples), whole("seed", seed, 0)
+        self.num_samples = whole_number("num_samples", num_samples)
+        self.seed = whole_number("seed", seed, 0)
         self.shuffle = bool(shuffle)
-        self.rank, self.world_size = whole("rank", rank, 0), whole("world_size", world_size)
+        self.rank = whole_number("rank", rank, 0)
+        self.world_size = whole_number("world_size", world_size)
         if self.rank >= self.world_size:
             raise ValueError(f"rank {rank} is not one of world_size={world_size} processes")
         self._epoch, self._order = -1, torch.empty(0)
 
-    def whole_share(self, name: str, n: int) -> int:
-        """``n`` samples over all processes, as an int that divides among them."""
-        if (n := whole(name, n)) % self.world_size:
-            raise ValueError(f"{name}={n} does not divide among world_size={self.world_size}")
+    def check_multiple(self, name: str, n: int) -> int:
+        """``n`` samples over all processes as an int, which must be a multiple of their number."""
+        if (n := whole_number(name, n)) % self.world_size:
+            raise ValueError(f"{name}={n} is not a multiple of world_size={self.world_size}")
         return n
 
     def share(self, start: int, n: int) -> list[int]:
-        """Of the samples ``start`` to ``start + n`` of the row those of this process."""
+        """This process's samples among those from ``start`` to ``start + n``."""
         places = range(start + self.rank, start + n, self.world_size)
         return [self._at(place) for place in places]
 
@@ -47,7 +49,7 @@ class _Order:
         if not self.shuffle:
             return within
         if epoch != self._epoch:
-            # Hashed: with seed + epoch two runs would have the same orders, an epoch apart.
+            # Hashed: under seed + epoch, seeds 0 and 1 would share orders, one epoch apart.
             mixed = random.Random(f"{self.seed} {epoch}").getrandbits(63)
             generator = torch.Generator().manual_seed(mixed)
             self._order = torch.randperm(self.num_samples, generator=generator)
@@ -61,28 +63,28 @@ class _Order:
         return {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
 
     def position(self, state: dict[str, Any]) -> int:
-        """Where a state stands; ValueError for one of another row."""
+        """The position in a state; ValueError for a state of another sequence."""
         for name, ours in {"format": FORMAT, **self._identity()}.items():
             if (theirs := state.get(name)) != ours:
                 raise ValueError(f"the state has {name}={theirs!r}, this one has {ours!r}")
-        return whole("position", state.get("position"), 0)
+        return whole_number("position", state.get("position"), 0)
 
 
 class SampleStream:
-    """The next samples of a dataset, as many at a time as asked for.
+    """The next samples of a dataset, any number at a time.
 
     ``draw(4)`` twice gives the samples of ``draw(8)``. It reads in the caller's process; for worker
-    processes take a ``DataLoader`` with ``ResizableBatchSampler``.
+    processes use a ``DataLoader`` with ``ResizableBatchSampler``.
 
     Args:
-        dataset: has a length and items, as ``torch.utils.data.Dataset`` or a tensor [samples, ...].
-        seed: of the orders of all epochs; the global random state is not touched.
+        dataset: with a length and items: a ``torch.utils.data.Dataset`` or a tensor [samples, ...].
+        seed: determines the order of every epoch; the global random state is not used.
         collate: makes a batch of a list of samples, by default as a ``DataLoader`` does.
-        rank, world_size: this process's share is every ``world_size``-th sample. A saved position
-            is that of all processes, so a run may go on with another number of them.
+        rank, world_size: this process takes every ``world_size``-th sample. A saved position is
+            that of all processes together, so a run may be resumed with another number of them.
 
     Raises:
-        ValueError: for an empty dataset, or a rank outside of the world.
+        ValueError: for an empty dataset, or a rank that is not below ``world_size``.
         TypeError: for a dataset without a length.
 
     >>> from gnsfast.critical_batch import SampleStream
@@ -108,31 +110,31 @@ class SampleStream:
         self.position = 0
 
     def draw(self, n: int) -> Any:
-        """The next ``n`` samples over all processes: this one's share of them as one batch.
+        """This process's share of the next ``n`` samples over all processes, as one batch.
 
-        A draw that raises leaves the position where it was.
+        A draw that raises does not change the position.
         """
-        n = self._order.whole_share("n", n)
+        n = self._order.check_multiple("n", n)
         chosen = self._order.share(self.position, n)
         batch = self.collate(_items(self.dataset, chosen))
         self.position += n
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in; plain types."""
+        """The position and the sequence it belongs to, as plain types."""
         return self._order.state(self.position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the sample after the last one drawn.
+        """Continue with the sample after the last one drawn.
 
         Raises:
-            ValueError: for a dataset of another length, another seed or another order.
+            ValueError: for a state with another dataset length, seed or ``shuffle``.
         """
         self.position = self._order.position(state)
 
 
 def _items(dataset: Any, chosen: Sequence[int]) -> list[Any]:
-    if hasattr(dataset, "__getitems__"):  # as DataLoader does: one read of many
+    if hasattr(dataset, "__getitems__"):  # one read of many samples, as in DataLoader
         return list(dataset.__getitems__(list(chosen)))
     return [dataset[i] for i in chosen]
 
@@ -140,16 +142,17 @@ def _items(dataset: Any, chosen: Sequence[int]) -> list[Any]:
 class ResizableBatchSampler:
     """Batches of sample numbers for ``DataLoader(batch_sampler=...)``, of a size that may change.
 
-    The order is ``SampleStream``'s, and iteration has no end. ``batch_size``, samples over all
-    processes, may be set at any time and holds for the next batch that is *drawn*: worker processes
-    are ahead of training by up to ``num_workers * prefetch_factor`` batches, which keep their size.
-    Count the samples of a step by what arrived, not by what was asked for.
+    The order is that of ``SampleStream``, and iteration has no end. ``batch_size``, in samples over
+    all processes, may be set at any time and holds for the next batch that is *drawn*. Worker
+    processes are ahead of training by up to ``num_workers * prefetch_factor`` batches, which keep
+    their size, so count the samples of a step by the batches that arrive.
 
-    For the same reason a state is that of the samples *consumed*, which only the loop knows. To
-    grow the batch by accumulation nothing here changes: load micro-batches of one size.
+    For the same reason a state holds the samples *consumed*, which only the loop knows. A batch
+    that grows by gradient accumulation needs no change of ``batch_size``: load micro-batches of one
+    size.
 
     Raises:
-        ValueError: for counts that cannot be, or a batch that does not divide among processes.
+        ValueError: for an invalid count, or a batch size that is no multiple of ``world_size``.
 
     >>> from gnsfast.critical_batch import ResizableBatchSampler
     >>> sampler = ResizableBatchSampler(1000, 2)
@@ -184,11 +187,13 @@ class ResizableBatchSampler:
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
-        self._batch_size = self._order.whole_share("batch_size", batch_size)
+        self._batch_size = self._order.check_multiple("batch_size", batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From ``position`` on. An iterator that is dropped takes with it what workers had drawn
-        ahead: load a state before the next one starts.
+        """Batches from ``position`` on.
+
+        Batches that workers had drawn ahead are lost with their iterator: load a state before the
+        next iterator starts.
         """
         while True:
             start, n = self.position, self._batch_size
@@ -196,23 +201,23 @@ class ResizableBatchSampler:
             yield self._order.share(start, n)
 
     def state_dict(self, *, consumed: int) -> dict[str, Any]:
-        """Where training stands.
+        """The position of training, as plain types.
 
         Args:
             consumed: samples that training has used since its first step, over all processes and
-                resumptions: tokens trained over tokens per sample.
+                resumptions: tokens trained divided by tokens per sample.
 
         Raises:
-            ValueError: for more than were drawn.
+            ValueError: where fewer samples were drawn.
         """
-        if (consumed := whole("consumed", consumed, 0)) > self.position:
+        if (consumed := whole_number("consumed", consumed, 0)) > self.position:
             raise ValueError(f"consumed={consumed}, but only {self.position} samples were drawn")
         return self._order.state(consumed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the last sample consumed; iterators that are open go on from there too.
+        """Continue after the last sample consumed, also in iterators that are already open.
 
         Raises:
-            ValueError: for another number of samples, another seed or another order.
+            ValueError: for a state with another number of samples, seed or ``shuffle``.
         """
         self.position = self._order.position(state)

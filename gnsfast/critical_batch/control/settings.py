@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A controller's settings: checked once, saved with its state, compared when a run is resumed."""
+"""A controller's settings: checked at the start, saved, and compared when a run is resumed."""
 
 import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gnsfast.arguments import between, plain, whole
+from gnsfast.arguments import check_choice, finite_or_text, real_number, whole_number
 from gnsfast.critical_batch.branches import LR_FACTORS
-from gnsfast.critical_batch.factor import METRICS, CriticalBatchFactor
+from gnsfast.critical_batch.critical_batch_factor import METRICS, CriticalBatchFactor
 
 CHECKS = 400
-"""Checks of a run, where nobody says how many: three in a row are 0.75 % of its tokens."""
+"""The default number of checks in a run: three in a row are 0.75 % of its tokens."""
 
 OF_THE_MACHINE = ("data_parallel", "micro_batch")
+"""May differ when a run is resumed."""
+
 FIXED = ("batch_size", "tokens_per_sample", "lr", "beta2")
-"""What a learning rate that was changed already, or a count of tokens, rests on."""
+"""May not differ: learning rates already changed, and counted tokens, depend on them."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ``BatchSizeController``, all of them in force."""
+    """The arguments of ``BatchSizeController`` with all defaults filled in."""
 
     batch_size: int
     factor: CriticalBatchFactor
@@ -40,17 +42,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_sample", "total_tokens", "patience", "check_every"):
-            whole(name, getattr(self, name))
-        whole("growth", self.growth, 2)
-        between("calibrate", self.calibrate, 0.0, 1.0)
-        between("warm_up_until", self.warm_up_until, self.calibrate, 1.0)
-        between("over", self.over, 1.0)
-        if self.lr not in LR_FACTORS:
-            raise ValueError(f"lr must be 'sqrt', 'linear' or 'none', not {self.lr!r}")
-        if self.beta2 not in ("keep", "tokens"):
-            raise ValueError(f"beta2 must be 'keep' or 'tokens', not {self.beta2!r}")
+            whole_number(name, getattr(self, name))
+        whole_number("growth", self.growth, 2)
+        real_number("calibrate", self.calibrate, 0.0, 1.0)
+        real_number("warm_up_until", self.warm_up_until, self.calibrate, 1.0)
+        real_number("over", self.over, 1.0)
+        check_choice("lr", self.lr, LR_FACTORS)
+        check_choice("beta2", self.beta2, ("keep", "tokens"))
         self.check_batch(self.batch_size)
-        if whole("max_batch_size", self.max_batch_size) < self.batch_size:
+        if whole_number("max_batch_size", self.max_batch_size) < self.batch_size:
             raise ValueError(
                 f"max_batch_size={self.max_batch_size} is less than the batch size of "
                 f"{self.batch_size}, and a batch size never shrinks"
@@ -58,7 +58,7 @@ class Settings:
 
     @property
     def samples_at_once(self) -> int:
-        """Samples of one micro-batch on all processes."""
+        """Samples of one micro-batch over all processes."""
         return self.data_parallel * self.micro_batch
 
     def check_batch(self, batch_size: int) -> None:
@@ -69,23 +69,22 @@ class Settings:
                 f"a multiple of {self.samples_at_once}"
             )
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON holds them; of the factor only the numbers and the metric."""
-        fields = asdict(self)
-        numbers = {k: plain(getattr(self.factor, k)) for k in ("value", "lower", "upper")}
-        return fields | {"factor": {"metric": self.factor.metric, **numbers}}
+    def state(self) -> dict[str, Any]:
+        """All settings for JSON; the factor without its source."""
+        factor = {k: finite_or_text(v) for k, v in asdict(self.factor).items() if k != "source"}
+        return asdict(self) | {"factor": factor}
 
-    def refuse_other(self, saved: dict[str, Any], change: Collection[str]) -> None:
-        """Raise ValueError where a state's settings differ in more than ``change`` names."""
-        ours = self.plain()
+    def check_saved(self, saved: dict[str, Any], change: Collection[str]) -> None:
+        """Raise ValueError where a saved setting differs that ``change`` does not name."""
+        ours = self.state()
         if unknown := sorted(set(change) - set(ours)):
             raise ValueError(f"change names no setting: {', '.join(unknown)}")
         if fixed := sorted(set(change) & set(FIXED)):
-            raise ValueError(f"a run that goes on cannot change {', '.join(fixed)}")
+            raise ValueError(f"a resumed run cannot change {', '.join(fixed)}")
         for name, value in ours.items():
             if saved.get(name) == value or name in change or name in OF_THE_MACHINE:
                 continue
-            remedy = "" if name in FIXED else f" (if that is meant: change=[{name!r}])"
+            remedy = "" if name in FIXED else f" (to change it, pass change=[{name!r}])"
             raise ValueError(
                 f"the state has {name}={saved.get(name)!r}, this controller {value!r}{remedy}"
             )
@@ -102,46 +101,45 @@ def make_settings(
     micro_batch: int | None,
     **others: Any,
 ) -> Settings:
-    """``Settings`` with what was left open filled in."""
-    batch_size = whole("batch_size", batch_size)
-    data_parallel = whole("data_parallel", data_parallel)
+    """``Settings`` with the defaults that depend on other arguments filled in."""
+    batch_size = whole_number("batch_size", batch_size)
+    data_parallel = whole_number("data_parallel", data_parallel)
     if micro_batch is None:
         if batch_size % data_parallel:
             raise ValueError(
                 f"batch_size={batch_size} does not divide into data_parallel={data_parallel} parts"
             )
         micro_batch = batch_size // data_parallel
-    total_tokens = whole("total_tokens", total_tokens)
+    total_tokens = whole_number("total_tokens", total_tokens)
     return Settings(
         batch_size=batch_size,
         factor=_factor(factor, metric),
         total_tokens=total_tokens,
         check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
         data_parallel=data_parallel,
-        micro_batch=whole("micro_batch", micro_batch),
+        micro_batch=whole_number("micro_batch", micro_batch),
         **others,
     )
 
 
 def _factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFactor:
-    if metric not in METRICS:
-        raise ValueError(f"metric must be 'euclidean' or 'adam', not {metric!r}")
+    check_choice("metric", metric, METRICS)
     if isinstance(factor, (str, os.PathLike)):
         raise ValueError(
             f"factor={str(factor)!r} is a path: factor=CriticalBatchFactor.load({str(factor)!r})"
         )
     if not isinstance(factor, CriticalBatchFactor):
-        if not (value := between("factor", factor, 0.0)):
-            raise ValueError("factor=0 would never grow the batch: it is CBS / noise scale")
+        if not (value := real_number("factor", factor, 0.0)):
+            raise ValueError("factor=0 would never grow the batch size: it is CBS / noise scale")
         return CriticalBatchFactor(value, value, value, metric, "set by hand")
     if factor.metric != metric:
         raise ValueError(
             f"the factor was measured for metric={factor.metric!r} ({factor.source}), the "
-            f"controller has metric={metric!r}: one cannot stand for the other"
+            f"controller has metric={metric!r}: a factor holds for its own metric only"
         )
     if factor.lower == 0:
         raise ValueError(
             f"the factor's interval begins at 0 ({factor.source}), so that no noise scale could "
-            "ever grow the batch: measure it again, or say factor=measured.value"
+            "ever grow the batch size: measure it again, or pass factor=measured.value"
         )
     return factor

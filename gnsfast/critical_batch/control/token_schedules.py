@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules as functions of the tokens trained so far, whatever the batch does.
+"""Learning-rate schedules as functions of the tokens trained so far, for any batch size.
 
-A shape gives what the optimizer's own learning rate is multiplied with: it rises from 0 to 1 over
-``warm_up`` tokens and ends at ``final``, where it stays if training goes on. An optimizer step has
-the learning rate of the tokens trained *before* it, so with a warm-up the first step has 0, as in
+A shape is the factor of the optimizer's own learning rate. It rises from 0 to 1 over ``warm_up``
+tokens and ends at ``final``, where it stays if training continues. An optimizer step has the
+learning rate of the tokens trained *before* it, so with a warm-up the first step has 0, as in
 PyTorch's and transformers' schedules.
 """
 
 import math
 from collections.abc import Callable
 
-from gnsfast.arguments import between, whole
+from gnsfast.arguments import real_number, whole_number
 
 Shape = Callable[[float], float]
 
@@ -22,7 +22,7 @@ def constant(*, warm_up: int = 0) -> Shape:
     >>> [constant(warm_up=1000)(tokens) for tokens in (0, 500, 2000)]
     [0.0, 0.5, 1.0]
     """
-    return _shape(whole("warm_up", warm_up, 0), lambda tokens: 1.0)
+    return _shape(whole_number("warm_up", warm_up, 0), lambda tokens: 1.0)
 
 
 def linear(total_tokens: int, *, warm_up: int = 0, final: float = 0.0) -> Shape:
@@ -60,7 +60,7 @@ def wsd(total_tokens: int, *, decay: int, warm_up: int = 0, final: float = 0.0) 
     [1.0, 1.0, 0.5, 0.0]
     """
     warm_up, span, final = _checked(total_tokens, warm_up, final)
-    if (decay := whole("decay", decay)) > span:
+    if (decay := whole_number("decay", decay)) > span:
         raise ValueError(
             f"a warm_up of {warm_up:,} and a decay of {decay:,} tokens are more than the "
             f"{total_tokens:,} of the run"
@@ -70,12 +70,12 @@ def wsd(total_tokens: int, *, decay: int, warm_up: int = 0, final: float = 0.0) 
 
 
 def by_tokens(shape: Shape, tokens: Callable[[], float]) -> Callable[[int], float]:
-    """``shape`` for ``torch.optim.lr_scheduler.LambdaLR``: the number of its step is not looked at.
+    """``shape`` for ``torch.optim.lr_scheduler.LambdaLR``, whose step number is ignored.
 
     Args:
-        tokens: gives the tokens trained so far. A loop calls ``scheduler.step()`` after it has
-            counted those of the optimizer step, and sets the count again before a resumed run goes
-            on: the state of a ``LambdaLR`` does not hold it.
+        tokens: returns the tokens trained so far. The loop counts the tokens of an optimizer step
+            before it calls ``scheduler.step()``, and restores the count before a resumed run
+            continues: the state of a ``LambdaLR`` does not hold it.
 
     >>> from gnsfast.critical_batch.control import by_tokens, linear
     >>> tokens = 0
@@ -92,11 +92,11 @@ def by_tokens(shape: Shape, tokens: Callable[[], float]) -> Callable[[int], floa
 
 
 def _checked(total_tokens: int, warm_up: int, final: float) -> tuple[int, int, float]:
-    """The warm-up, the tokens after it, and where they end."""
-    total_tokens = whole("total_tokens", total_tokens)
-    if (warm_up := whole("warm_up", warm_up, 0)) >= total_tokens:
+    """The checked warm-up, the number of tokens after it, and the checked ``final``."""
+    total_tokens = whole_number("total_tokens", total_tokens)
+    if (warm_up := whole_number("warm_up", warm_up, 0)) >= total_tokens:
         raise ValueError(f"a warm_up of {warm_up:,} tokens leaves none of the {total_tokens:,}")
-    return warm_up, total_tokens - warm_up, between("final", final, 0.0, 1.0)
+    return warm_up, total_tokens - warm_up, real_number("final", final, 0.0, 1.0)
 
 
 def _line(done: float, span: int, final: float) -> float:

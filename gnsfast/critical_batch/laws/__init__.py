@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What published and fitted laws say of a batch size, and what it costs."""
+"""Published and fitted laws of batch sizes, schedules, and what a batch size costs."""
 
 from gnsfast.critical_batch.laws import exports
 from gnsfast.critical_batch.laws.costs import (
@@ -10,16 +10,16 @@ from gnsfast.critical_batch.laws.costs import (
     trade_off,
     twenty_percent,
 )
+from gnsfast.critical_batch.laws.json_lines import read_records
 from gnsfast.critical_batch.laws.power_law import Interval, PowerLaw, fit_power_law, student_t
 from gnsfast.critical_batch.laws.published import (
     CRITICAL,
+    CRITICAL_20,
     DEEPSEEK,
     KAPLAN,
     LAWS,
     OPTIMAL,
-    POWER_LINES,
     STEP_LAW,
-    ZHANG,
     ZHANG_FIXED_DATA,
     ZHANG_PARAMS,
     ZHANG_TOKENS,
@@ -32,12 +32,12 @@ from gnsfast.critical_batch.laws.published import (
     predictions,
     ranges,
 )
-from gnsfast.critical_batch.laws.run_records import read_records
 from gnsfast.critical_batch.laws.schedule import SAME_COMPUTE, BatchSizeSchedule, Saved, headline
 
 __all__ = [
     "BatchSizeSchedule",
     "CRITICAL",
+    "CRITICAL_20",
     "Cost",
     "DEEPSEEK",
     "Interval",
@@ -45,13 +45,11 @@ __all__ = [
     "LAWS",
     "Law",
     "OPTIMAL",
-    "POWER_LINES",
     "PowerLaw",
     "Prediction",
     "SAME_COMPUTE",
     "STEP_LAW",
     "Saved",
-    "ZHANG",
     "ZHANG_FIXED_DATA",
     "ZHANG_PARAMS",
     "ZHANG_TOKENS",

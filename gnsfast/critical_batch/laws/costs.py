@@ -4,15 +4,15 @@
 To one loss, S steps of B samples see E = S B samples. With the critical batch size B_crit = b/a of
 S(B) = a + b/B they obey (S / S_min - 1)(E / E_min - 1) = 1, that is S = S_min (1 + B_crit / B) and
 E = E_min (1 + B / B_crit): McCandlish et al. 2018 (arXiv 1812.06162), section 2. B_crit drifts
-while a model trains, and warmup-stable-decay schedules bend the curve (arXiv 2601.05034), so this
-is a guide between measured points.
+while a model trains, and warmup-stable-decay schedules bend the curve (arXiv 2601.05034), so these
+costs are a guide between measured points.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gnsfast.arguments import whole
+from gnsfast.arguments import check_positive, whole_number
 from gnsfast.critical_batch.laws.power_law import Interval
 
 
@@ -23,21 +23,21 @@ def steps_share(batch_size: float, critical: float) -> float:
     >>> steps_share(256, 1024), tokens_share(256, 1024)
     (5.0, 1.25)
     """
-    _positive(batch_size=batch_size, critical=critical)
+    check_positive(batch_size=batch_size, critical=critical)
     return 1 + critical / batch_size
 
 
 def tokens_share(batch_size: float, critical: float) -> float:
     """E / E_min = 1 + B / B_crit."""
-    _positive(batch_size=batch_size, critical=critical)
+    check_positive(batch_size=batch_size, critical=critical)
     return 1 + batch_size / critical
 
 
 def twenty_percent(critical: float, optimal: float) -> float:
     """Zhang et al.'s critical batch size from b/a: B* = 0.2 B_crit + 1.2 B_opt.
 
-    From B_opt on, steps should fall as 1/B; at B* they are 20 % more: a + b/B* = 1.2 (a + b/B_opt)
-    B_opt / B*.
+    If steps fell as 1/B from B_opt on, they would be (a + b/B_opt) B_opt / B. B* is where they are
+    20 % more than that: a + b/B* = 1.2 (a + b/B_opt) B_opt / B*.
 
     Source: Zhang et al. 2025 (arXiv 2410.21676): B* = b/(5a) + 1.2 B_opt, with B_opt = 256 samples
     of 512 tokens.
@@ -46,7 +46,7 @@ def twenty_percent(critical: float, optimal: float) -> float:
     >>> twenty_percent(4096, 256), from_twenty_percent(1126.4, 256)
     (1126.4, 4096.0)
     """
-    _positive(critical=critical, optimal=optimal)
+    check_positive(critical=critical, optimal=optimal)
     return 0.2 * critical + 1.2 * optimal
 
 
@@ -54,9 +54,9 @@ def from_twenty_percent(twenty: float, optimal: float) -> float:
     """b/a from Zhang et al.'s critical batch size: B_crit = 5 (B* - 1.2 B_opt).
 
     Raises:
-        ValueError: for B* of 1.2 B_opt or less, which no b/a has.
+        ValueError: for a B* of at most 1.2 B_opt, which no b/a gives.
     """
-    _positive(twenty=twenty, optimal=optimal)
+    check_positive(twenty=twenty, optimal=optimal)
     if twenty <= 1.2 * optimal:
         raise ValueError(f"B* is {twenty:g}, but must be above 1.2 B_opt = {1.2 * optimal:g}")
     return 5 * (twenty - 1.2 * optimal)
@@ -64,10 +64,10 @@ def from_twenty_percent(twenty: float, optimal: float) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """What training with ``batch_size`` samples takes to the loss that was planned for.
+    """The cost of training with ``batch_size`` samples to the planned loss.
 
-    Each is a value with the interval that B_crit's gives it. ``days``, ``gpus`` and ``gpu_hours``
-    are None without a throughput, ``money`` without a price.
+    The interval of B_crit gives each value its own. ``days``, ``gpus`` and ``gpu_hours`` are None
+    without a throughput, and ``money`` without a price.
     """
 
     batch_size: int
@@ -90,16 +90,16 @@ def trade_off(
     tokens_per_second: float | None = None,
     gpu_hour_price: float | None = None,
 ) -> list[Cost]:
-    """The costs of reaching, with each of ``batch_sizes``, the loss that the plan reaches.
+    """The cost of reaching the planned loss with each of ``batch_sizes``.
 
-    Samples of a GPU stay what they are: a batch twice as large runs on twice the GPUs, each as fast
-    as before.
+    The samples per GPU are constant: a batch twice as large runs on twice the GPUs, each as fast as
+    before.
 
     Args:
         critical: B_crit (b/a) in samples, with its interval; ``upper`` may be infinite.
-        tokens: what the plan takes with ``batch_size`` samples, or E_min without: then a small
-            batch reaches its loss with them.
-        gpus: how many run the batch of ``batch_size``.
+        tokens: that the plan trains with ``batch_size`` samples. Without ``batch_size`` they are
+            E_min, which a very small batch needs to reach the loss.
+        gpus: that run a batch of ``batch_size``.
         tokens_per_second: of one GPU, measured.
         gpu_hour_price: of one GPU, in any currency.
 
@@ -115,8 +115,8 @@ def trade_off(
     >>> f"{cost.tokens.value:.3g} tokens, {cost.tokens.lower:.3g} to {cost.tokens.upper:.3g}"
     '3.2e+10 tokens, 2.67e+10 to 4e+10'
     """
-    whole("tokens_per_sample", tokens_per_sample)
-    _positive(tokens=tokens, lower=critical.lower, critical=critical.value)
+    whole_number("tokens_per_sample", tokens_per_sample)
+    check_positive(tokens=tokens, lower=critical.lower, critical=critical.value)
     if not critical.lower <= critical.value <= critical.upper:
         raise ValueError(f"the critical batch size {critical} is outside of its interval")
     timed = {"gpus": gpus, "tokens_per_second": tokens_per_second, "batch_size": batch_size}
@@ -127,11 +127,12 @@ def trade_off(
     elif gpu_hour_price is not None:
         raise ValueError("a price needs gpus and tokens_per_second")
     given = {**timed, "gpu_hour_price": gpu_hour_price}
-    _positive(**{name: value for name, value in given.items() if value is not None})
+    check_positive(**{name: value for name, value in given.items() if value is not None})
     costs = []
     for b in batch_sizes:
-        whole("a batch size", b)
-        seen = _interval([tokens * _ratio(b, batch_size, c) for c in critical])
+        whole_number("a batch size", b)
+        values = [tokens * _ratio(b, batch_size, c) for c in critical]
+        seen = Interval(values[0], min(values), max(values))
         steps = _scaled(seen, 1 / (b * tokens_per_sample))
         if gpus is None or tokens_per_second is None or batch_size is None:
             costs.append(Cost(b, steps, seen))
@@ -144,22 +145,11 @@ def trade_off(
 
 
 def _ratio(b: float, planned: float | None, critical: float) -> float:
-    """Tokens at ``b`` beside those at the planned batch size, or beside E_min."""
+    """Tokens at ``b`` divided by those at the planned batch size, or by E_min without one."""
     if math.isinf(critical):
         return 1.0
     return tokens_share(b, critical) / (tokens_share(planned, critical) if planned else 1.0)
 
 
-def _interval(values: Sequence[float]) -> Interval:
-    """Of the values at B_crit, its lower and its upper end, in this order."""
-    return Interval(values[0], min(values), max(values))
-
-
 def _scaled(interval: Interval, factor: float) -> Interval:
     return Interval(*(v * factor for v in interval))
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value}, but must be positive and finite")

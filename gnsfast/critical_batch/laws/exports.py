@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule in the form that other frameworks take; nothing is rounded unless it says so."""
+"""Schedules in the form that other frameworks take; rounding happens only where asked for."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from gnsfast.arguments import whole
+from gnsfast.arguments import check_choice, whole_number
 from gnsfast.critical_batch.counts import exact_count
 from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule
 
@@ -12,14 +12,15 @@ from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule
 def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
     """The value of Megatron-LM's ``--step-batch-size-schedule``.
 
-    Megatron takes thresholds as tokens where it is given ``--seq-length`` (that must be
-    ``tokens_per_sample``) and divides them down to whole samples; without, they are samples, which
-    ``unit="samples"`` writes. A change comes with the first step after so many consumed samples, as
-    here. Suffixes K, M, B, T stand where they are exact. Megatron wants each batch size to be
-    divisible by micro-batch size times data-parallel size, and changes no learning rate.
+    With ``--seq-length``, which must equal ``tokens_per_sample``, Megatron reads thresholds as
+    tokens and rounds them down to whole samples. Without it they are samples, which
+    ``unit="samples"`` writes. The batch size changes with the first step after that many samples,
+    as in ``BatchSizeSchedule``. Suffixes K, M, B, T are used where they are exact. Megatron needs
+    each batch size to be divisible by micro-batch size times data-parallel size, and does not
+    change the learning rate.
 
     Raises:
-        ValueError: where Megatron's whole samples would move a change to another step.
+        ValueError: where Megatron's rounding would move a change to another step.
 
     Source: NVIDIA/Megatron-LM, ``megatron/core/num_microbatches_calculator.py``,
     ``StepBatchsizeNumMicroBatchesCalculator``.
@@ -30,46 +31,46 @@ def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
     >>> exports.megatron(schedule)
     '0:768 250B:1536'
     """
-    if unit not in ("tokens", "samples"):
-        raise ValueError(f"unit is {unit!r}, but must be 'tokens' or 'samples'")
-    of_a_sample = schedule.tokens_per_sample
-    stages = schedule.stages
+    check_choice("unit", unit, ("tokens", "samples"))
+    length, stages = schedule.tokens_per_sample, schedule.stages
     if unit == "tokens":
         thresholds = [stage.threshold for stage in stages]
-        _check_whole_samples(schedule, [t // of_a_sample * of_a_sample for t in thresholds])
+        _check_rounding(schedule, [t // length * length for t in thresholds])
     else:
-        thresholds = [-(-stage.threshold // of_a_sample) for stage in stages]
-    sizes = dict(zip(thresholds, (stage.batch_size for stage in stages)))  # the last of equal ones
+        thresholds = [-(-stage.threshold // length) for stage in stages]
+    sizes = dict(
+        zip(thresholds, (stage.batch_size for stage in stages))
+    )  # of equal thresholds, the last
     return " ".join(f"{exact_count(t)}:{size}" for t, size in sizes.items())
 
 
-def _check_whole_samples(schedule: BatchSizeSchedule, down: list[int]) -> None:
-    """Whether thresholds divided down to whole samples leave every change at its step."""
+def _check_rounding(schedule: BatchSizeSchedule, rounded: list[int]) -> None:
+    """Raise ValueError where ``rounded`` thresholds would move a change to another step."""
     sizes = [batch_size for _, batch_size in schedule.thresholds]
-    if len(set(down)) == len(down):
-        there = BatchSizeSchedule(
-            list(zip(down, sizes)), schedule.total_tokens, schedule.tokens_per_sample
+    if len(set(rounded)) == len(rounded):
+        megatrons = BatchSizeSchedule(
+            list(zip(rounded, sizes)), schedule.total_tokens, schedule.tokens_per_sample
         )
-        if [s.tokens for s in there.stages] == [s.tokens for s in schedule.stages]:
+        if [s.tokens for s in megatrons.stages] == [s.tokens for s in schedule.stages]:
             return
     raise ValueError(
-        "Megatron divides thresholds down to whole samples, and would change the batch size a step "
-        "earlier than here: use unit='samples', or thresholds that are multiples of "
+        "Megatron rounds thresholds down to whole samples, and would change the batch size a step "
+        "earlier than this schedule: use unit='samples', or thresholds that are multiples of "
         f"{schedule.tokens_per_sample:,} tokens"
     )
 
 
 def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
-    """Fields of OLMo-core's ``BatchSizeSchedulerCallback``: ``batch_sizes`` in tokens and
-    ``schedule``, each entry the fields of a ``Duration``.
+    """Fields of OLMo-core's ``BatchSizeSchedulerCallback``.
 
-    The callback multiplies Adam's learning rate with √(new / old) itself: leave the controller's
-    factor out. It waits until the batches seen are divisible by new / old, so a change may come up
-    to new / old - 1 steps after the one here.
+    ``batch_sizes`` are in tokens; each entry of ``schedule`` has the fields of a ``Duration``. The
+    callback itself multiplies Adam's learning rate by √(new / old): leave out the controller's
+    factor. It waits until the number of batches is divisible by new / old, so a change may come up
+    to new / old - 1 steps later than in ``schedule``.
 
     Raises:
-        ValueError: for two sizes in a row of which neither is an integer multiple of the other, or
-            that are equal: the callback refuses them.
+        ValueError: for two equal sizes in a row, or two of which neither is an integer multiple of
+            the other: the callback refuses them.
 
     Source: allenai/OLMo-core, ``src/olmo_core/train/callbacks/batch_size_scheduler.py`` and
     ``src/olmo_core/train/common.py``.
@@ -83,7 +84,9 @@ def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
     sizes = [batch_size for _, batch_size in schedule.thresholds]
     for old, new in zip(sizes, sizes[1:]):
         if old == new or max(old, new) % min(old, new):
-            raise ValueError(f"OLMo-core cannot go from {old} to {new}: no other integer multiple")
+            raise ValueError(
+                f"OLMo-core cannot go from {old} to {new}: one must be a multiple of the other"
+            )
     return {
         "batch_sizes": [size * schedule.tokens_per_sample for size in sizes],
         "schedule": [{"value": t, "unit": "tokens"} for t, _ in schedule.thresholds],
@@ -92,7 +95,7 @@ def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LightningAccumulation:
-    """``scheduling`` for ``GradientAccumulationScheduler``; what was ``moved`` to fit epochs."""
+    """``scheduling`` for ``GradientAccumulationScheduler``; ``moved`` says what was rounded."""
 
     scheduling: dict[int, int]
     moved: tuple[str, ...]
@@ -107,18 +110,18 @@ def lightning(
 ) -> LightningAccumulation:
     """``scheduling={epoch: factor}`` for Lightning's ``GradientAccumulationScheduler``.
 
-    Epochs count from 0 and a factor holds from the start of its epoch. The last step of an epoch
-    is shorter where the factor does not divide its batches.
+    Epochs count from 0, and a factor holds from the start of its epoch. The last step of an epoch
+    is shorter where the factor does not divide the epoch's batches.
 
     Args:
         samples_per_batch: of one forward pass, over all processes.
         samples_per_epoch: over all processes.
-        round_to_epochs: move a change inside of an epoch to the start of the next one; ``moved``
-            says which. Two that fall together leave the later one.
+        round_to_epochs: move a change within an epoch to the start of the next epoch; ``moved``
+            lists these changes. Of two changes at the same epoch the later one holds.
 
     Raises:
-        ValueError: for a batch size that is no multiple of ``samples_per_batch``, and, without
-            ``round_to_epochs``, for a change inside of an epoch.
+        ValueError: for a batch size that is no multiple of ``samples_per_batch``, and for a change
+            within an epoch without ``round_to_epochs``.
 
     Source: ``lightning.pytorch.callbacks.GradientAccumulationScheduler``.
 
@@ -128,21 +131,21 @@ def lightning(
     >>> exports.lightning(schedule, samples_per_batch=16, samples_per_epoch=100)
     LightningAccumulation(scheduling={0: 2, 2: 4}, moved=())
     """
-    of_an_epoch = whole("samples_per_epoch", samples_per_epoch) * schedule.tokens_per_sample
+    epoch_tokens = whole_number("samples_per_epoch", samples_per_epoch) * schedule.tokens_per_sample
     scheduling: dict[int, int] = {}
     moved = []
     for stage in schedule.stages:
-        epoch, inside = divmod(stage.threshold, of_an_epoch)
+        epoch, inside = divmod(stage.threshold, epoch_tokens)
         if inside and not round_to_epochs:
             raise ValueError(
-                f"{stage.threshold:,} tokens are inside of epoch {epoch}: Lightning changes "
-                f"accumulation at epochs of {of_an_epoch:,} tokens alone; allow round_to_epochs"
+                f"{stage.threshold:,} tokens are within epoch {epoch}: Lightning changes "
+                f"accumulation only at epochs of {epoch_tokens:,} tokens; pass round_to_epochs=True"
             )
         if inside:
             epoch += 1
             moved.append(
-                f"{stage.batch_size:,} samples from {epoch * of_an_epoch:,} tokens (epoch {epoch}) "
-                f"instead of {stage.threshold:,}"
+                f"{stage.batch_size:,} samples from {epoch * epoch_tokens:,} tokens "
+                f"(epoch {epoch}) instead of {stage.threshold:,}"
             )
         scheduling[epoch] = _factor(stage.batch_size, "samples_per_batch", samples_per_batch)
     return LightningAccumulation(scheduling, tuple(moved))
@@ -151,11 +154,11 @@ def lightning(
 def hugging_face(
     schedule: BatchSizeSchedule, *, per_device_train_batch_size: int, processes: int = 1
 ) -> list[dict[str, int]]:
-    """A plan of gradient accumulation: what ``TrainingArguments`` has to say from which step on.
+    """The values that ``TrainingArguments`` must have, and the step from which each holds.
 
-    ``step`` is ``state.global_step`` and ``tokens`` what is trained when the change comes.
-    Trainer reads accumulation when training starts, and where a checkpoint is resumed with another
-    one it skips the wrong number of samples: change it by a callback, as ``BatchSizeCallback`` in
+    ``step`` is ``state.global_step`` at the change, and ``tokens`` the tokens trained by then.
+    Trainer reads the accumulation only when training starts; a checkpoint resumed with another one
+    skips the wrong number of samples. So change it by a callback, as ``BatchSizeCallback`` in
     ``gnsfast.integrations.transformers_batch_size`` does. Stages that are never reached are left
     out.
 
@@ -172,9 +175,8 @@ def hugging_face(
     >>> plan[1]["step"], plan[1]["tokens"], plan[1]["gradient_accumulation_steps"]
     (7, 2240, 2)
     """
-    samples = whole("per_device_train_batch_size", per_device_train_batch_size) * whole(
-        "processes", processes
-    )
+    samples = whole_number("per_device_train_batch_size", per_device_train_batch_size)
+    samples *= whole_number("processes", processes)
     return [
         {
             "step": stage.step,
@@ -190,8 +192,8 @@ def hugging_face(
 
 
 def _factor(batch_size: int, name: str, samples: int) -> int:
-    """Forward passes of a step."""
-    factor, rest = divmod(batch_size, whole(name, samples))
+    """The number of forward passes of ``samples`` samples in a step."""
+    factor, rest = divmod(batch_size, whole_number(name, samples))
     if rest:
         raise ValueError(f"a batch of {batch_size:,} samples is no multiple of {name} = {samples}")
     return factor

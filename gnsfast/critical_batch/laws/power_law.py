@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from gnsfast.arguments import check_positive
+
 
 class Interval(NamedTuple):
     """A value with its lower and upper bound."""
@@ -18,7 +20,7 @@ class Interval(NamedTuple):
 
 
 def student_t(confidence: float, freedom: int) -> float:
-    """Two-sided quantile of Student's t for whole degrees of freedom, to float64.
+    """The two-sided quantile of Student's t for a whole number of degrees of freedom, in float64.
 
     Source: Abramowitz & Stegun 1964, 26.7.3 and 26.7.4: the finite series of the distribution in
     θ = arctan(t / √ν), solved by bisection.
@@ -50,7 +52,7 @@ class PowerLaw:
     """y = ``prefactor`` · x ** ``exponent``, fitted to ``points`` measurements.
 
     ``residual`` is the standard deviation of ln y about the line; ``least`` and ``largest`` are the
-    ends of the measured x.
+    smallest and largest measured x.
     """
 
     exponent: Interval
@@ -64,20 +66,19 @@ class PowerLaw:
     _square: float
 
     def predict(self, x: float) -> Interval:
-        """y at ``x``, with the interval that a new measurement there falls into.
+        """y at ``x``, with an interval for a new measurement there.
 
-        It counts the scatter of one measurement and the errors of both coefficients, but not that
-        the law may end outside of ``least`` to ``largest``.
+        The interval includes the scatter of one measurement and the errors of both coefficients,
+        but not that the law may not hold outside ``least`` to ``largest``.
         """
-        if not 0 < x < math.inf:
-            raise ValueError(f"x is {x}, but must be positive and finite")
+        check_positive(x=x)
         value = math.log(self.prefactor.value) + self.exponent.value * math.log(x)
         distance = (math.log(x) - self._mean) ** 2 / self._square
         spread = self.residual * math.sqrt(1 + 1 / self.points + distance)
         return _exp(value, student_t(self.confidence, self.points - 2) * spread)
 
     def extrapolated(self, x: float) -> float:
-        """How many times ``x`` is beyond the measured range; 1 inside."""
+        """The factor by which ``x`` is beyond the measured range; 1 within it."""
         return max(1.0, x / self.largest, self.least / x)
 
     def __str__(self) -> str:
@@ -91,13 +92,13 @@ class PowerLaw:
 def fit_power_law(x: Sequence[float], y: Sequence[float], *, confidence: float = 0.95) -> PowerLaw:
     """Fit y = a · x ** b by least squares of ln y on ln x.
 
-    Equals the line through (ln x, ln y) with Student's t on n - 2 degrees of freedom, for errors
-    of y that are independent, relative and of one size. Three points leave one degree of freedom:
-    the intervals are then wide, and say so.
+    The intervals use Student's t with n - 2 degrees of freedom, for errors of y that are
+    independent, relative and of one size. Three points leave one degree of freedom, so that the
+    intervals are wide.
 
     Raises:
-        ValueError: for fewer than three points, lengths that differ, a value that is not positive
-            and finite (named), and x that are all equal.
+        ValueError: for fewer than three points, different lengths, a value that is not positive and
+            finite (the message names it), and x that are all equal.
 
     Source: Draper & Smith, Applied Regression Analysis, 3rd edition (1998), chapters 1 and 3.
 
@@ -111,7 +112,7 @@ def fit_power_law(x: Sequence[float], y: Sequence[float], *, confidence: float =
     if len(x) != len(y):
         raise ValueError(f"{len(x)} x, but {len(y)} y")
     if len(x) < 3:
-        raise ValueError(f"a power law needs at least 3 measurements, here are {len(x)}")
+        raise ValueError(f"a power law needs at least 3 measurements, not {len(x)}")
     for name, values in (("x", x), ("y", y)):
         wrong = [v for v in values if not 0 < v < math.inf]
         if wrong:
@@ -119,7 +120,7 @@ def fit_power_law(x: Sequence[float], y: Sequence[float], *, confidence: float =
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}, but must be between 0 and 1")
     if max(x) == min(x):
-        raise ValueError(f"all x are {x[0]}: an exponent takes measurements at different x")
+        raise ValueError(f"all x are {x[0]}: an exponent needs measurements at different x")
     log_x, log_y = (torch.tensor(v, dtype=torch.float64).log() for v in (x, y))
     points, mean = len(x), log_x.mean()
     square = (log_x - mean).square().sum()
@@ -145,9 +146,6 @@ def fit_power_law(x: Sequence[float], y: Sequence[float], *, confidence: float =
 
 
 def _exp(value: float, half: float) -> Interval:
-    """exp of value ± half; what no float64 holds is infinite."""
-    return Interval(*(_safe_exp(v) for v in (value, value - half, value + half)))
-
-
-def _safe_exp(value: float) -> float:
-    return math.exp(value) if value < 709 else math.inf
+    """exp(value ± half), infinite where float64 overflows."""
+    values = (value, value - half, value + half)
+    return Interval(*(math.exp(v) if v < 709 else math.inf for v in values))

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published laws of batch sizes: what each predicts, in which units, and how far it was fitted.
+"""Published laws of batch sizes: what each predicts, its units and its fitted range.
 
-They disagree by multiples and do not all predict the same quantity, so ask for a range over them.
+They disagree by large factors and do not all predict the same quantity, so use their range.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gnsfast.arguments import check_positive
 from gnsfast.critical_batch.counts import short_count
 
 CRITICAL = "critical batch size (b/a)"
-"""b/a of S(B) = a + b/B: twice the least steps and twice the least tokens to the same loss."""
+"""b/a of S(B) = a + b/B: there a loss takes twice the least steps and twice the least tokens."""
 
 CRITICAL_20 = "critical batch size (20 % rule)"
-"""Zhang et al.'s: 20 % more steps than if they fell as 1/B from the optimal batch size on."""
+"""Zhang et al.'s: 20 % more steps than if steps fell as 1/B from the optimal batch size on."""
 
 OPTIMAL = "optimal batch size"
-"""The batch size of the lowest loss for given parameters and tokens."""
+"""The batch size with the lowest loss for given parameters and tokens."""
 
 TOKENS, PARAMS, FLOPS, LOSS = "tokens", "parameters", "FLOPs", "loss"
 
@@ -25,8 +26,8 @@ TOKENS, PARAMS, FLOPS, LOSS = "tokens", "parameters", "FLOPs", "loss"
 class Law:
     """batch size in tokens = ``prefactor`` · (``argument`` / ``unit``) ** ``exponent``.
 
-    ``quantity`` says what it predicts: one of ``CRITICAL``, ``CRITICAL_20`` and ``OPTIMAL``.
-    ``fitted`` are the ends of the argument's fitted range, None where the paper does not say.
+    ``quantity`` is what it predicts: ``CRITICAL``, ``CRITICAL_20`` or ``OPTIMAL``. ``fitted`` is
+    the fitted range of the argument, None where the paper does not say.
     """
 
     name: str
@@ -47,12 +48,11 @@ class Law:
         >>> f"{ZHANG_TOKENS.batch_tokens(20e9):.3g}"
         '1.23e+06'
         """
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{self.argument} is {value}, but must be positive and finite")
+        check_positive(**{self.argument: value})
         return float(self.prefactor * (value / self.unit) ** self.exponent)
 
     def extrapolated(self, value: float) -> float | None:
-        """How many times ``value`` is beyond the fitted range: 1 inside, None where it is unknown.
+        """The factor by which ``value`` is beyond the fitted range: 1 within it, None if unknown.
 
         >>> from gnsfast.critical_batch.laws import ZHANG_TOKENS
         >>> f"{ZHANG_TOKENS.extrapolated(500e9):.0f}"
@@ -100,7 +100,7 @@ ZHANG_FIXED_DATA = Law(
     fitted=(85e6, 1.2e9),
     source=ZHANG,
     formula="621.34 N^0.087 samples of 512, N in millions",
-    note="at the data of a 151M model, 3B tokens: says that parameters matter little by themselves",
+    note="for 3B tokens, the data of a 151M model: parameters alone matter little",
 )
 
 STEP_LAW = Law(
@@ -125,7 +125,7 @@ DEEPSEEK = Law(
     fitted=(1e17, 2e19),
     source="DeepSeek LLM 2024 (arXiv 2401.02954), section 3.1, AdamW",
     formula="0.292 C^0.327 tokens",
-    note="C of all but the embeddings, with attention; 6 N D leaves attention out",
+    note="C without embeddings, with attention; 6 N D leaves attention out",
 )
 
 KAPLAN = Law(
@@ -142,16 +142,16 @@ KAPLAN = Law(
 )
 
 LAWS = (ZHANG_TOKENS, ZHANG_PARAMS, STEP_LAW, DEEPSEEK, KAPLAN)
-"""What ``predictions`` asks."""
+"""The laws that ``predictions`` uses."""
 
 POWER_LINES = "Bergsma et al. 2025 (arXiv 2505.13738), exponent; prefactor by your measurement"
 
 
 def power_lines_optimal(tokens: float, batch_tokens: float) -> Law:
-    """Power Lines' B_opt ∝ D^0.383 through one optimal batch size that was measured.
+    """Power Lines' B_opt ∝ D^0.383 through one optimal batch size that you measured.
 
-    Its prefactor belongs to the authors' data and models, so it takes a point of one's own: at
-    ``tokens`` the optimum was ``batch_tokens``.
+    The published prefactor holds for the authors' data and models only. So it is set by your own
+    measurement: at ``tokens`` the optimum was ``batch_tokens``.
 
     >>> from gnsfast.critical_batch.laws import power_lines_optimal
     >>> f"{power_lines_optimal(10e9, 500e3).batch_tokens(80e9):.3g}"
@@ -161,9 +161,9 @@ def power_lines_optimal(tokens: float, batch_tokens: float) -> Law:
 
 
 def power_lines_critical(tokens: float, batch_tokens: float) -> Law:
-    """Power Lines' B_crit ∝ D_min^0.462 through one critical batch size that was measured.
+    """Power Lines' B_crit ∝ D_min^0.462 through one critical batch size that you measured.
 
-    ``tokens`` are D_min, what a small batch needs to the same loss: D = D_min (1 + B / B_crit).
+    ``tokens`` is D_min, which a small batch needs to the same loss: D = D_min (1 + B / B_crit).
 
     >>> from gnsfast.critical_batch.laws import power_lines_critical
     >>> f"{power_lines_critical(10e9, 2e6).batch_tokens(80e9):.3g}"
@@ -175,16 +175,14 @@ def power_lines_critical(tokens: float, batch_tokens: float) -> Law:
 def _through(
     name: str, quantity: str, exponent: float, tokens: float, batch_tokens: float, symbol: str
 ) -> Law:
-    for what, value in (("tokens", tokens), ("batch_tokens", batch_tokens)):
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{what} is {value}, but must be positive and finite")
+    check_positive(tokens=tokens, batch_tokens=batch_tokens)
     formula = f"{short_count(batch_tokens)} ({symbol} / {short_count(tokens)})^{exponent} tokens"
     fitted = (tokens, tokens)
     return Law(name, quantity, TOKENS, batch_tokens, exponent, tokens, fitted, POWER_LINES, formula)
 
 
 def power_lines_timescale(tokens: float, params: float) -> float:
-    """AdamW's best timescale τ = B / (η λ D) = 1.084 (D / N)^-0.527, in parts of the run.
+    """AdamW's best timescale τ = B / (η λ D) = 1.084 (D / N)^-0.527, as a share of the run.
 
     With batch size B and D in tokens it gives the weight decay λ = B / (η τ D).
 
@@ -194,13 +192,12 @@ def power_lines_timescale(tokens: float, params: float) -> float:
     >>> f"{power_lines_timescale(20e9, 1e9):.3f}"
     '0.224'
     """
-    if not 0 < tokens * params < float("inf"):
-        raise ValueError(f"tokens and params are {tokens} and {params}, but must be positive")
+    check_positive(tokens=tokens, params=params)
     return float(1.084 * (tokens / params) ** -0.527)
 
 
 def chinchilla_tokens(params: float) -> float:
-    """Compute-optimal tokens of a model: D = 20 N.
+    """The compute-optimal number of tokens for a model: D = 20 N.
 
     Source: Hoffmann et al. 2022 (arXiv 2203.15556).
 
@@ -213,7 +210,7 @@ def chinchilla_tokens(params: float) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What ``law`` says at ``value`` of its argument: a batch size in tokens."""
+    """The batch size in tokens that ``law`` gives at ``value`` of its argument."""
 
     law: Law
     value: float
@@ -228,16 +225,16 @@ def predictions(
     loss: float | None = None,
     more: Iterable[Law] = (),
 ) -> list[Prediction]:
-    """What every law says whose argument is at hand; C is taken as 6 N D.
+    """The prediction of every law whose argument is given; C is taken as 6 N D.
 
-    Zhang et al.'s law in parameters holds for 20 tokens a parameter, and is left out beyond 10 to
-    40.
+    Zhang et al.'s law in parameters holds at 20 tokens per parameter; it is left out below 10 and
+    above 40.
 
     Args:
         tokens: D of the run.
         params: N, without embeddings.
-        loss: at the point of interest, in nats a token.
-        more: laws beside ``LAWS``, calibrated ones.
+        loss: at the point of interest, in nats per token.
+        more: further laws, such as those through your own measurements.
 
     >>> from gnsfast.critical_batch.laws import predictions
     >>> for p in predictions(20e9, params=1e9):
@@ -260,7 +257,7 @@ def predictions(
 
 
 def ranges(found: Iterable[Prediction]) -> dict[str, tuple[float, float]]:
-    """The least and the largest batch size in tokens, for each quantity by itself.
+    """The smallest and the largest predicted batch size in tokens, for each quantity.
 
     >>> from gnsfast.critical_batch.laws import predictions, ranges
     >>> low, high = ranges(predictions(20e9, params=1e9))["optimal batch size"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``BatchSizeSchedule``: which batch size from which token on, and the steps that it saves."""
+"""``BatchSizeSchedule``: the batch size at each point of a run, and the steps that it saves."""
 
 import math
 import os
@@ -7,17 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gnsfast.arguments import whole
+from gnsfast.arguments import whole_number
 from gnsfast.critical_batch.counts import exact_count, parse_count
-from gnsfast.critical_batch.laws.run_records import read_records
+from gnsfast.critical_batch.laws.json_lines import read_records
 
 SAME_COMPUTE = "same tokens, same FLOPs: fewer steps, not less compute"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """``steps`` steps of ``batch_size`` samples, the first of them step ``step`` (from 0), which
-    begins when ``tokens`` are trained. No steps: the stage is never reached."""
+    """``steps`` steps of ``batch_size`` samples.
+
+    The first is step ``step``, counted from 0, and begins after ``tokens`` trained tokens. A stage
+    that is never reached has no steps.
+    """
 
     threshold: int
     tokens: int
@@ -28,7 +31,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a schedule takes and what a fixed batch size ``against`` takes: steps or seconds."""
+    """Steps or seconds of a schedule, and those of a fixed batch size ``against``."""
 
     scheduled: float
     fixed: float
@@ -45,21 +48,20 @@ class Saved:
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """A batch size in samples for every point of a run of ``total_tokens``.
+    """The batch size in samples at every point of a run of ``total_tokens``.
 
-    Equals, for the step that begins when ``tokens`` are trained, the batch size of the last
-    threshold that is not above ``tokens``: a step that straddles a threshold keeps its size, and
-    the change comes with the next step. The last step is whole, so up to one batch more than
-    ``total_tokens`` is trained.
+    A step that begins after ``tokens`` trained tokens has the batch size of the last threshold that
+    is at most ``tokens``: a step across a threshold keeps its size, and the next step changes. The
+    last step is a full one, so the run may train up to one batch more than ``total_tokens``.
 
     Args:
-        thresholds: pairs (tokens, batch size in samples), the first at 0 tokens, rising.
+        thresholds: pairs (tokens, batch size in samples) with rising tokens, the first at 0.
         total_tokens: of the whole run.
         tokens_per_sample: tokens of a sample, the sequence length.
 
     Raises:
         ValueError: for no thresholds, a first one that is not 0, others that do not rise, and
-            numbers that are negative or not whole; names the number.
+            numbers that are negative or not whole (the message names the number).
 
     Source: the thresholds of the example are those of Merrill et al. 2025 (arXiv 2505.23971):
     608B tokens of pretraining and 50B of annealing.
@@ -84,21 +86,21 @@ class BatchSizeSchedule:
             raise ValueError("a schedule needs at least one threshold, (0, batch size)")
         clean: list[tuple[int, int]] = []
         for tokens, batch_size in self.thresholds:
-            at = whole("a threshold", tokens, 0)
+            at = whole_number("a threshold", tokens, 0)
             if not clean and at:
                 raise ValueError(f"the first threshold is {at:,} tokens, but must be 0")
             if clean and at <= clean[-1][0]:
                 raise ValueError(f"threshold {at:,} follows {clean[-1][0]:,}, but must be above it")
-            clean.append((at, whole("a batch size", batch_size)))
+            clean.append((at, whole_number("a batch size", batch_size)))
         object.__setattr__(self, "thresholds", tuple(clean))
-        object.__setattr__(self, "total_tokens", whole("total_tokens", self.total_tokens))
+        object.__setattr__(self, "total_tokens", whole_number("total_tokens", self.total_tokens))
         object.__setattr__(
-            self, "tokens_per_sample", whole("tokens_per_sample", self.tokens_per_sample)
+            self, "tokens_per_sample", whole_number("tokens_per_sample", self.tokens_per_sample)
         )
 
     @staticmethod
     def parse(text: str, *, total_tokens: float, tokens_per_sample: int) -> "BatchSizeSchedule":
-        """From "0:1024 168B:2048", as Megatron-LM writes schedules; thresholds in tokens.
+        """The schedule that "0:1024 168B:2048" means in Megatron-LM; thresholds are in tokens.
 
         >>> from gnsfast.critical_batch import BatchSizeSchedule
         >>> text = "0:32 1M:64"
@@ -119,14 +121,14 @@ class BatchSizeSchedule:
     def from_decisions(
         decisions: Iterable[Any], *, total_tokens: float, tokens_per_sample: int
     ) -> "BatchSizeSchedule":
-        """From a controller's decisions, or their records; a change of phase changes nothing.
+        """From a controller's decisions or their records; a change of phase is ignored.
 
-        Where the tokens step back, a run was resumed: what it decided anew replaces what it had
-        decided from there on.
+        Where tokens decrease, the run was resumed: its later decisions replace the earlier ones
+        from that point on.
 
         Raises:
-            ValueError: for no decisions, and for one that does not start from the batch size that
-                the ones before it left.
+            ValueError: for no decisions, and for one whose old batch size is not the new one of the
+                decision before.
 
         >>> from gnsfast.critical_batch import BatchSizeSchedule
         >>> doubled = {"kind": "decision", "tokens": 1_000_000, "old": 32, "new": 64}
@@ -146,8 +148,7 @@ class BatchSizeSchedule:
     def from_log(
         path: str | os.PathLike[str], *, total_tokens: float, tokens_per_sample: int
     ) -> "BatchSizeSchedule":
-        """``from_decisions`` of the decisions in a JSONL file or a run folder; other records are
-        left alone.
+        """From the decisions in a JSONL file or a run folder; other records are ignored.
 
         Raises:
             ValueError: where there is no decision, or a line is not JSON.
@@ -161,15 +162,15 @@ class BatchSizeSchedule:
 
     @property
     def stages(self) -> list[Stage]:
-        """Each threshold's steps; a threshold that a step jumps over, or beyond the end, has 0."""
+        """The steps of each threshold: 0 where one step passes it, or it is beyond the end."""
         ends = [int(tokens) for tokens, _ in self.thresholds[1:]] + [int(self.total_tokens)]
         stages, trained, step = [], 0, 0
         for (threshold, batch_size), end in zip(self.thresholds, ends):
-            of_a_step = batch_size * self.tokens_per_sample
+            step_tokens = batch_size * self.tokens_per_sample
             left = min(end, int(self.total_tokens)) - trained
-            steps = max(0, -(-left // of_a_step))
+            steps = max(0, -(-left // step_tokens))
             stages.append(Stage(int(threshold), trained, step, batch_size, steps))
-            trained += steps * of_a_step
+            trained += steps * step_tokens
             step += steps
         return stages
 
@@ -179,33 +180,33 @@ class BatchSizeSchedule:
         return sum(stage.steps for stage in self.stages)
 
     def batch_size_at(self, tokens: float) -> int:
-        """Samples of the step that token ``tokens`` (from 0) belongs to; beyond the end, the last.
+        """Samples of the step that trains token number ``tokens``, or of the last step beyond it.
 
         >>> from gnsfast.critical_batch import BatchSizeSchedule
         >>> schedule = BatchSizeSchedule([(0, 4), (50, 8)], total_tokens=200, tokens_per_sample=10)
         >>> [schedule.batch_size_at(t) for t in (0, 50, 79, 80)]  # the second step ends at 80
         [4, 4, 4, 8]
         """
-        at = whole("tokens", tokens, 0)
+        at = whole_number("tokens", tokens, 0)
         return [s.batch_size for s in self.stages if s.steps and s.tokens <= at][-1]
 
     def steps_saved(self, against: int | None = None) -> Saved:
-        """Steps beside those of a fixed batch size, ``against`` (else the first of the schedule).
+        """Steps of the schedule and of a fixed batch size ``against``, by default the first one.
 
         >>> from gnsfast.critical_batch import BatchSizeSchedule
         >>> schedule = BatchSizeSchedule([(0, 4), (80, 8)], total_tokens=240, tokens_per_sample=10)
         >>> schedule.steps_saved(against=4)
         Saved(scheduled=4, fixed=6, against=4)
         """
-        against = whole("against", self.thresholds[0][1] if against is None else against)
+        against = whole_number("against", self.thresholds[0][1] if against is None else against)
         return Saved(self.steps, self._fixed(against).steps, against)
 
     def seconds(self, step_seconds: Mapping[int, float]) -> float:
-        """Time of the run from the measured time of a step at each of its batch sizes.
+        """The time of the run, from the measured time of a step at each of its batch sizes.
 
         Raises:
-            ValueError: for a batch size that was not measured. Nothing is interpolated: the time
-                of a step is not linear in its samples.
+            ValueError: for a batch size that was not measured: times are not interpolated, because
+                the time of a step is not linear in its samples.
         """
         used = [stage for stage in self.stages if stage.steps]
         for batch_size in sorted({stage.batch_size for stage in used}):
@@ -213,18 +214,18 @@ class BatchSizeSchedule:
             if took is None:
                 raise ValueError(f"step_seconds has no time for {batch_size} samples: measure it")
             if not 0 < took < math.inf:
-                raise ValueError(f"a step of {batch_size} samples takes {took} seconds?")
+                raise ValueError(f"a step of {batch_size} samples cannot take {took} seconds")
         return sum(stage.steps * step_seconds[stage.batch_size] for stage in used)
 
     def seconds_saved(self, step_seconds: Mapping[int, float], against: int | None = None) -> Saved:
-        """Time beside that of a fixed batch size, by measured step times alone.
+        """The time of the schedule and of a fixed batch size, from measured step times.
 
         >>> from gnsfast.critical_batch import BatchSizeSchedule
         >>> schedule = BatchSizeSchedule([(0, 4), (80, 8)], total_tokens=240, tokens_per_sample=10)
         >>> schedule.seconds_saved({4: 1.0, 8: 1.5}, against=4)
         Saved(scheduled=5.0, fixed=6.0, against=4)
         """
-        against = whole("against", self.thresholds[0][1] if against is None else against)
+        against = whole_number("against", self.thresholds[0][1] if against is None else against)
         fixed = self._fixed(against).seconds(step_seconds)
         return Saved(self.seconds(step_seconds), fixed, against)
 
@@ -242,10 +243,10 @@ class BatchSizeSchedule:
 
 
 def headline(saved: Saved) -> str:
-    """Steps, and how many fewer or more than those of the fixed batch size."""
-    much = f"{abs(saved.share):.1%}".replace("%", " %")
+    """The steps, and how many per cent fewer or more they are than at the fixed batch size."""
+    percent = f"{abs(saved.share):.1%}".replace("%", " %")
     return (
-        f"{saved.scheduled:,} steps, {much} {'fewer' if saved.saved >= 0 else 'more'} than the "
+        f"{saved.scheduled:,} steps, {percent} {'fewer' if saved.saved >= 0 else 'more'} than the "
         f"{saved.fixed:,} of {saved.against:,} samples each"
     )
 
@@ -261,11 +262,15 @@ def _change(decision: Any) -> tuple[int, int, int]:
     tokens, old, new = values
     if tokens is None or old is None or new is None:
         raise ValueError(f"{decision!r} has no tokens, old and new: it is not a decision")
-    return whole("tokens of a decision", tokens, 0), whole("old", old), whole("new", new)
+    return (
+        whole_number("tokens of a decision", tokens, 0),
+        whole_number("old", old),
+        whole_number("new", new),
+    )
 
 
 def _replayed(changes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Changes in the order of tokens, without those that a resumed run made anew."""
+    """Changes in the order of tokens, without those that a resumed run replaced."""
     if not changes:
         raise ValueError("there are no decisions to make a schedule of")
     kept: list[tuple[int, int, int]] = []

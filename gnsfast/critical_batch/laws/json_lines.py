@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a run: JSON lines of a file, or of every ``*.jsonl`` of a folder."""
+"""Reads the records of a run: JSON lines of a file, or of every ``*.jsonl`` in a folder."""
 
 import json
 import os
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All JSON objects, in the order of names and lines.
+    """All JSON objects, ordered by file name and line.
 
     Raises:
-        ValueError: where there are none, or a line is not a JSON object; names file and line.
+        ValueError: where there are none, or a line is not a JSON object (named by file and line).
         OSError: where ``path`` cannot be read.
 
     >>> import tempfile
@@ -39,7 +39,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except json.JSONDecodeError:
             if number > len(lines):
-                break  # half a line, of a run that was killed or is writing it
+                break  # half a line: the run was killed, or is writing it now
             record = None
         if not isinstance(record, dict):
             raise ValueError(f"{file}, line {number}, is not a JSON object")

@@ -1,31 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measurement of several that differ in the data alone: what its losses are certain to."""
+"""``averaged``: the mean of measurements at one checkpoint that differ only in their data."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gnsfast.critical_batch.branches.measurement import Branch, CriticalBatch
-
-SAME = ("tokens", "batch_size", "tokens_per_sample", "delta_tokens", "tolerance", "alpha", "lr")
+from gnsfast.critical_batch.branches.measurement import SETTINGS, Branch, CriticalBatch
 
 
 def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
-    """The rule applied to mean losses, with their noise from measurement to measurement.
+    """Apply the rule to the mean losses of several measurements.
 
-    Each of them starts from the same checkpoint with other data: the same folder restored, then a
-    stream of another seed, and a folder of its own. ``loss_std`` is then the standard error of the
-    mean, ``statistics.stdev(losses) / sqrt(len(losses))``, which holds what a single measurement
-    cannot know: how much the weights depend on the data that a branch trained on. It takes the k
-    that all have trained; where one diverged, the mean has.
+    Each measurement starts from the same checkpoint and trains on other data: restore the same
+    folder, take a stream of another seed, and measure into a new folder. ``loss_std`` of the result
+    is the standard error of the mean, ``statistics.stdev(losses) / sqrt(len(losses))``. It includes
+    what a single measurement cannot know: how much the weights depend on the data that a branch
+    trained on. The result has the k that every measurement trained; a branch that diverged in one
+    of them counts as diverged.
 
     Args:
-        measurements: at least two of the same checkpoint and settings.
+        measurements: at least two, with the same checkpoint and settings.
 
     Raises:
-        ValueError: for fewer, or for measurements of other settings, by name.
-        BranchError: where they share no k = 1.
+        ValueError: for fewer than two, or where a setting differs (the message names it).
+        BranchError: where not all of them have k = 1.
 
     >>> import math
     >>> from dataclasses import replace
@@ -41,10 +40,10 @@ def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
     ['2.002 ± 0.002', '2.102 ± 0.002']
     """
     if len(measurements) < 2:
-        raise ValueError("an average takes at least two measurements of one checkpoint")
+        raise ValueError("an average needs at least two measurements of one checkpoint")
     first = measurements[0]
     for other in measurements[1:]:
-        for name in (*SAME, "loss"):
+        for name in SETTINGS:
             if (theirs := getattr(other, name)) != (ours := getattr(first, name)):
                 raise ValueError(f"the measurements have {name}={ours!r} and {name}={theirs!r}")
     by_k = [{b.k: b for b in m.branches} for m in measurements]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a noise scale is multiplied with to make a critical batch size, as a file that travels."""
+"""The factor from a noise scale to a critical batch size, which a JSON file can hold."""
 
 import json
 import math
@@ -8,24 +8,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gnsfast.arguments import check_choice
+
 KIND, FORMAT = "critical batch factor", 1
 METRICS = ("euclidean", "adam")
 
 
 @dataclass(frozen=True)
 class CriticalBatchFactor:
-    """The critical batch size (CBS) over the noise scale, both measured at one checkpoint.
+    """The critical batch size (CBS) divided by the noise scale, both measured at one checkpoint.
 
     Args:
-        value: the ratio, with its interval ``lower`` to ``upper`` (may be infinite).
-        metric: whose noise scale it multiplies: ``"euclidean"``, or ``"adam"`` for the one under
-            Adam's metric. The two are never exchanged.
+        value: the ratio; ``lower`` to ``upper`` is its interval, and ``upper`` may be infinite.
+        metric: of the noise scale: ``"euclidean"``, or ``"adam"`` for Adam's metric. A factor of
+            one metric never multiplies a noise scale of the other.
         source: one line that says where it was measured.
 
     Raises:
-        ValueError: for numbers that are no interval around a positive value.
+        ValueError: for a value that is not positive and finite, or lies outside its interval.
 
-    >>> from gnsfast.critical_batch.factor import CriticalBatchFactor
+    >>> from gnsfast.critical_batch import CriticalBatchFactor
     >>> CriticalBatchFactor(8.0, 5.6, 11.3, "euclidean", "160M model at 2.1B tokens").value * 30
     240.0
     """
@@ -37,17 +39,16 @@ class CriticalBatchFactor:
     source: str
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise ValueError(f"metric must be 'euclidean' or 'adam', not {self.metric!r}")
+        check_choice("metric", self.metric, METRICS)
         positive = math.isfinite(self.value) and self.value > 0
         if not (positive and 0 <= self.lower <= self.value <= self.upper):
             raise ValueError(
                 f"a factor of {self.value!r} with the interval {self.lower!r} to {self.upper!r} "
-                "cannot be: it must be positive, finite, and inside of its interval"
+                "is invalid: it must be positive, finite and inside its interval"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON; an ``upper`` that is infinite is null."""
+        """Write it as JSON, with null for an infinite ``upper``."""
         fields = {k: None if v == math.inf else v for k, v in asdict(self).items()}
         text = json.dumps({"kind": KIND, "format": FORMAT, **fields}, indent=1, allow_nan=False)
         Path(path).write_text(text + "\n", encoding="utf-8")
@@ -62,7 +63,7 @@ class CriticalBatchFactor:
         try:
             found: Any = json.loads(Path(path).read_text(encoding="utf-8"))
         except ValueError as e:
-            raise ValueError(f"{path} is no JSON: {e}") from e
+            raise ValueError(f"{path} is not JSON: {e}") from e
         if not isinstance(found, dict) or found.get("kind") != KIND:
             raise ValueError(f"{path} holds no {KIND}")
         if found.get("format") != FORMAT:
