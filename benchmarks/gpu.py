@@ -7,7 +7,8 @@ On a machine of one's own, from the checkout's root, with a torch that has CUDA:
     pip install -c constraints.txt setuptools pybind11 ninja pytest pytest-xdist numpy transformers
     pip install -c constraints.txt opacus einops unfoldNd  # peers
     pip install --no-deps backpack-for-pytorch==1.7.1  # its torchvision would bring another torch
-    GNSFAST_CUDA=1 pip install --no-build-isolation --no-deps -e .  # with nvcc; 0 without
+    export GNSFAST_CUDA=1 GNSFAST_CUDA_VARIANTS=1  # where there is an nvcc
+    pip install --no-build-isolation --no-deps -e .
     python -m benchmarks gpu --record out
 
 On a bare machine without a network, for a limited time: ``make gpu-wheels`` before and ``make gpu``

@@ -147,6 +147,7 @@ def built(job: Job, arch: str) -> tuple[int, str]:
     if failed.exists():
         return 1, f"the build failed in a former call: without {failed} it is tried again"
     environment = {"GNSFAST_CUDA": "1", "GNSFAST_CUDA_ARCHS": arch, "CUDACXX": nvcc}
+    environment["GNSFAST_CUDA_VARIANTS"] = "1"
     seconds = min(BUILD_SECONDS, job.left())
     status = job.run([sys.executable, *BUILD], seconds, **environment)
     made = sorted(package.glob("_C*.so"))

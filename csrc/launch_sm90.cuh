@@ -96,4 +96,7 @@ void launch_sm90(const LinearWgrad& call, const Plan& plan, int processors) {
   }
 }
 
+// The standard variant for every dtype; linear_wgrad_sm90.cu compiles it, once.
+void launch_standard(const LinearWgrad& call, const Plan& plan, int processors);
+
 }  // namespace gnsfast

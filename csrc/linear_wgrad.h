@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the bindings call. No CUDA header here: pointers and strides are those of the caller's tensors.
 #pragma once
-#include <array>
 #include <cstdint>
+#include <vector>
 
 namespace gnsfast {
 
@@ -41,8 +41,15 @@ struct Kernel {
   // reports.
   void (*launch)(const LinearWgrad& call, const Plan& plan, int processors);
 };
-extern const Kernel kSm80, kSm90;
-extern const std::array<Kernel, 4> kVariants;  // of kSm90, for the benchmarks
+
+// Every kernel of this build. The file of a kernel registers it when the module is loaded.
+inline std::vector<Kernel>& kernels() {
+  static std::vector<Kernel> all;
+  return all;
+}
+struct Registered {
+  explicit Registered(const Kernel& kernel) { kernels().push_back(kernel); }
+};
 
 // ‖x_b‖² ‖dy_b‖² and ‖dy_b‖² of samples of one token: x [B, I], dy [B, O], both of ``element``.
 struct TokenSqnorms {
