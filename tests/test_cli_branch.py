@@ -73,7 +73,7 @@ def one_line(done: Result) -> bool:
     ("target", "said"),
     [
         ("nothing", "file.py:function or module:function"),
-        ("no/such/file.py:make", "no/such/file.py is no file"),
+        ("no/such/file.py:make", "no/such/file.py is not a file"),
         ("no_such_module:make", "ModuleNotFoundError"),
         ("branch_runs:nothing", "has no function 'nothing'"),
         ("branch_runs:LEVELS", "has no function 'LEVELS'"),
@@ -100,7 +100,7 @@ def test_targets_that_make_no_run(target: str, said: str, tmp_path: Path) -> Non
         ({"tolerance": "nan"}, "tolerance"),
         ({"lr": "cubic"}, "lr must be one of"),
         ({"workers": -1}, "workers"),
-        ({"checkpoint": "no/such/folder"}, "no/such/folder is no folder"),
+        ({"checkpoint": "no/such/folder"}, "no/such/folder is not a folder"),
         ({"out": __file__}, "is a file"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A demo run from its first line to its report, whatever ends it."""
+"""A demo run from its first line to its report, however it ends."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from gnsfast.integrations.trackers import JSONLTracker
 
 
 class Session:
-    """Runs, shows and records; ``go`` returns the result also after Ctrl-C."""
+    """Runs, shows and records the demo; ``go`` returns the result, also after Ctrl-C."""
 
     def __init__(self, run: Run, folder: Path, console: Console) -> None:
         self.run, self.folder, self.console = run, folder, console

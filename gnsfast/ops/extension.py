@@ -72,9 +72,9 @@ def linear_wgrad(
     """Fill (or, with ``add``, add to) ``dw_OI``; the partial squared norms [rows, B + 1] of each
     sample's own dy_bᵀ x_b, and last of their sum.
 
-    Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``; ``kernel`` is the device's, or for comparison another
-    one of the build. Raises RuntimeError with what CUDA reports, and ValueError for a kernel that
-    was not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
+    Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``; ``kernel``: the device's, or another of the
+    build for comparison. Raises RuntimeError with what CUDA reports, and ValueError for a kernel
+    that was not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
     """
     module = _module()
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
