@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gnsfast branch``: a result, a folder that it goes on with, and one line for what cannot be."""
+"""``gnsfast branch``: a result, a folder that it continues, and one line for bad input."""
 
 import json
 import sys
@@ -119,7 +119,7 @@ def test_nan_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(branch_runs.LEVELS, 16, KeyboardInterrupt())
     done = branch(tmp_path, "branch_runs:ScriptedRun")
-    assert done.exit_code == 130 and "the same command goes on" in done.stderr
+    assert done.exit_code == 130 and "the same command continues in" in done.stderr
 
 
 def test_grid() -> None:
