@@ -57,7 +57,7 @@ SUITES = (
     "test_documents.py::test_on_gpu",
     "test_experts.py::test_on_gpu",
 )
-"""What launches kernels on a device; of files that hold much else, that test."""
+"""Tests that launch kernels on a device: whole files, or one test of a file with much else."""
 PROCESSES = 12
 """Of pytest, at most: the tests compile some 410 kernels, 7 to 9 minutes' work of one core."""
 TEST_SECONDS = 150

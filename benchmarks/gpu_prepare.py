@@ -29,15 +29,15 @@ PEERS = ("opacus", "backpack", "opt_einsum", "einops", "unfoldNd")
 """What gnsfast is measured beside, and what that imports."""
 PIP = "pip"
 FOLDERS = {"scripts": "bin", "headers": "include"}
-"""Of a wheel's data; all else goes beside its packages."""
+"""For a wheel's data; all else goes beside its packages."""
 BUILD = ("setup.py", "build_ext", "--inplace")
 BUILD_SECONDS = 150
 DEVICE = "import torch; p = torch.cuda.get_device_properties(0);print(p.major, p.name, sep='\\n')"
 
 
 def install(job: Job, wheels: Path, site: Path) -> None:
-    """The wheels into ``site``, which goes before what is installed. The checkout goes before it:
-    BackPACK's wheel brings a package ``benchmarks`` too.
+    """Install the wheels into ``site``, which precedes what is installed. The checkout precedes it:
+    BackPACK's wheel has a package ``benchmarks`` too.
     """
     found = sorted(map(str, wheels.glob("*.whl")))
     path = os.environ.get("PYTHONPATH")
@@ -61,7 +61,7 @@ def install(job: Job, wheels: Path, site: Path) -> None:
 
 
 def unzip(wheel: Path, site: Path) -> None:
-    """What pip does with it, but for programs that it would write itself."""
+    """Install a wheel as pip does, but for the programs that pip would generate."""
     with zipfile.ZipFile(wheel) as packed:
         for name in packed.namelist():
             _, data, inner = name.partition(".data/")
@@ -76,7 +76,7 @@ def unzip(wheel: Path, site: Path) -> None:
 
 
 def peers(job: Job) -> None:
-    """Says which of them cannot be imported, and why: all else is measured without them."""
+    """Say which peers cannot be imported, and why: all else is measured without them."""
     how: dict[str, Any] = {"cwd": job.root, "env": job.environment, "text": True}
     how |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     run = [sys.executable, "-W", "ignore", "-c"]
@@ -89,7 +89,7 @@ def peers(job: Job) -> None:
 
 
 def asked(job: Job, command: list[str]) -> list[str]:
-    """The lines that a program prints; what it complains of goes to the log."""
+    """The lines that a program prints; its standard error goes to the log."""
     where: dict[str, Any] = {"cwd": job.root, "env": job.environment}
     with job.log.open("ab") as log:
         said = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, **where)
@@ -100,7 +100,7 @@ def asked(job: Job, command: list[str]) -> list[str]:
 
 
 def link(job: Job) -> None:
-    """``gnsfast.triton_kernels``, which an installation would map to the folder beside."""
+    """Link ``gnsfast.triton_kernels`` to the folder that an installation maps to it."""
     try:
         importlib.metadata.distribution("gnsfast")
     except importlib.metadata.PackageNotFoundError:
@@ -111,8 +111,9 @@ def link(job: Job) -> None:
 
 
 def build(job: Job) -> None:
-    """``gnsfast._C`` in the checkout, for this device alone, unless a former call built it from the
-    same files with the same compiler; a row of the record says which, or why there is none.
+    """Build ``gnsfast._C`` in the checkout, for this device alone, unless a former call built it
+    from the same files with the same compiler. A row of the record says which, or why there is
+    none.
     """
     try:
         major, gpu = asked(job, [sys.executable, "-c", DEVICE])
@@ -121,7 +122,7 @@ def build(job: Job) -> None:
     for stale in (job.root / "gnsfast").glob("_C*.so"):
         stale.unlink()
     start = time.monotonic()
-    status, result = built(job, f"{major}0")  # which every device of this generation runs
+    status, result = built(job, f"{major}0")  # all devices of this generation run it
     row = {"check": "CUDA extension", "exit status": status, "result": result}
     row["s"] = round(time.monotonic() - start)
     job.say(f"CUDA extension: {result}")
@@ -133,7 +134,7 @@ def build(job: Job) -> None:
 
 
 def built(job: Job, arch: str) -> tuple[int, str]:
-    """Exit status and what to say of it."""
+    """Exit status, and what the record says."""
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if shutil.which(nvcc) is None:
         return 1, f"there is no nvcc at {nvcc}: CUDACXX names another"
@@ -156,7 +157,7 @@ def built(job: Job, arch: str) -> tuple[int, str]:
     folder.mkdir()
     if status or not made:
         if status != TIMED_OUT or seconds == BUILD_SECONDS:
-            failed.touch()  # or every call would lose these seconds
+            failed.touch()  # or every call would spend these seconds
         why = "took too long" if status == TIMED_OUT else "failed"
         return status or 1, f"the build {why}: see the log; all else runs without it"
     partial = job.results / "extension.partial"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What norms cost a whole training step, counted: each layer's weight gradient by
-``model_linear.py``, the other parameters, the estimator, and what processes tell each other.
+``model_linear.py``, the other parameters, the estimator, and what processes exchange.
 """
 
 import math

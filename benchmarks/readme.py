@@ -22,7 +22,7 @@ BUDGETS = record.RESULTS.parent / "budgets"
 MARKED = re.compile(r"(<!-- benchmarks: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 WIDTH = 120
 ROWS = 3
-"""Of the table at most; the others are named below it."""
+"""Most rows of the table; the others are named below it."""
 
 
 def main(arguments: list[str]) -> None:
@@ -98,7 +98,7 @@ def table(each: list[Steps]) -> tuple[list[str], str]:
 
 
 def _strong(one: Steps, text: str) -> str:
-    """Ours in bold; of a ratio the median."""
+    """Ours in bold, only the median of a ratio."""
     if one.name != OURS:
         return text
     first, _, rest = text.partition(" ")

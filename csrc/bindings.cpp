@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// gnsfast._C: tensors come as addresses, shapes and strides, so that it is built without torch.
+// gnsfast._C. Tensors come as addresses, shapes and strides, so it is built without torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -145,7 +145,7 @@ void token_sqnorms(uintptr_t x, int64_t x_stride, uintptr_t dy, int64_t dy_strid
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "CUDA kernels of gnsfast; gnsfast.extension checks the tensors that it is called with.";
+  m.doc() = "CUDA kernels of gnsfast; gnsfast.ops.extension checks the tensors that it passes.";
   m.def("missing_device", &gnsfast::missing_device, "Why no kernel can be launched; else empty.");
   m.def("plan_linear_wgrad", &plan, py::arg("kernel"), py::arg("shape"), py::arg("processors"),
         "How (B, T, I, O) is split, and what memory that needs.");

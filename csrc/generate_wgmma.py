@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes ``wgmma_sm90.cuh``: ``python csrc/generate_wgmma.py``. One wrapper a shape and dtype, as
-the instruction names every accumulator register.
+"""``python csrc/generate_wgmma.py`` writes ``wgmma_sm90.cuh``: a wrapper for each shape and dtype,
+because the instruction names every accumulator register.
 """
 
 from pathlib import Path

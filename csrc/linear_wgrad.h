@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the bindings call. No CUDA header here: pointers and strides are those of the caller's tensors.
+// What the bindings call, without CUDA headers. Pointers and strides are of the caller's tensors.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -13,7 +13,7 @@ struct Rows {  // of x or dy: [B, T, features], the features side by side
   int64_t stride_b, stride_t;  // in elements
 };
 
-struct Plan {  // how many tiles are whole, and into how many parts the others are split
+struct Plan {  // the first tiles are whole, each of the others is split into parts
   int tiles_i, tiles;
   int whole_tiles, parts;
   int64_t partial_rows;      // of B + 1 float32

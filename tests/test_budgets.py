@@ -78,7 +78,7 @@ def test_growth_beyond_the_margin(name: str, column: str, value: int, said: str)
 
 def test_rows_without_a_counterpart() -> None:
     fewer = Budget(THEN.versions, {"gemm": THEN.rows["gemm"]})
-    assert budget.complaints(THEN, fewer) == ["step: in the budget alone"]
+    assert budget.complaints(THEN, fewer) == ["step: only in the budget"]
     assert budget.complaints(THEN, fewer, whole=False) == []
     assert budget.complaints(fewer, THEN) == ["step: not in the budget"]
 

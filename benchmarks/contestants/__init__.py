@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one would take instead of gnsfast: each leaves a model's gradients, and every sample's
-squared gradient norm, after one forward and backward pass.
+"""gnsfast and its alternatives: each leaves a model's gradients, and every sample's squared
+gradient norm, after one forward and backward pass.
 """
 
 import importlib.metadata

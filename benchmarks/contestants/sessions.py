@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in a contestant's hands, and the contestants that need torch alone."""
+"""What a contestant does with a model, and the contestants that need torch alone."""
 
 import warnings
 from collections.abc import Callable
