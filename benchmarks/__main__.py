@@ -85,8 +85,8 @@ def run_batch_size(options: argparse.Namespace) -> None:
 
 
 def run_cpu(options: argparse.Namespace) -> None:
-    """Part by part into a record, which has another name until it is whole: an interrupted run
-    keeps its parts and replaces no whole record. A part that raises becomes a row.
+    """Part by part into a record with a provisional name, so that an interrupted run keeps its
+    parts and replaces no whole record. A part that raises becomes a row.
     """
     some = options.only if set(options.only) != set(cpu.PARTS) else ()
     words = ["--threads", *options.threads, "--rounds", options.rounds]

@@ -195,7 +195,7 @@ def repeats(steps: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
         mean = averaged(each)
         tokens = {"tokens": f"{mean.tokens:,}"}
         single = (f"{m.lower:g} to {m.upper:g}{' (doubts)' if m.doubts else ''}" for m in each)
-        size = {f"data {seed}": said for seed, said in zip((0, *DATA_SEEDS), single)}
+        size = {f"data {seed}": span for seed, span in zip((0, *DATA_SEEDS), single)}
         of_mean = f"{mean.lower:g} to {mean.upper:g}"
         sizes.append({**tokens, **size, "mean losses": of_mean, "doubts": "; ".join(mean.doubts)})
         losses = {f"k = {b.k:g}": f"{b.loss:.4f} ± {b.loss_std:.4f}" for b in mean.branches}

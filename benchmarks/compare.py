@@ -145,25 +145,25 @@ def verdict(was: Timing | float, now: Timing | float) -> str:
 
 def lines(found: dict[str, Any]) -> list[str]:
     differs = found["differs"]
-    said = [f"before: {found['before']}", f"after:  {found['after']}"]
-    said += [f"{key}: {was} before, {now} after" for key, (was, now) in differs.items()]
+    text = [f"before: {found['before']}", f"after:  {found['after']}"]
+    text += [f"{key}: {was} before, {now} after" for key, (was, now) in differs.items()]
     if MACHINE & differs.keys():
-        said.append("other machines: only ratios are compared, not milliseconds")
+        text.append("other machines: only ratios are compared, not milliseconds")
     for title, table in found["tables"].items():
-        said += ["", title, ""]
+        text += ["", title, ""]
         rows = [{**row, "change": f"{row['change']:+.1%}"} for row in table["rows"]]
         for row in rows:
             row |= {when: _text(row[when]) for when in ("before", "after")}
-        said += record.markdown(rows) if rows else ["no ratio is in both records"]
+        text += record.markdown(rows) if rows else ["no ratio is in both records"]
         for which, what in (
             ("only_before", "only before"),
             ("only_after", "only after"),
             ("alike", "several rows of this name, not compared"),
         ):
-            said += [f"{what}: {', '.join(map(record.shown, key))}" for key in table[which]]
+            text += [f"{what}: {', '.join(map(record.shown, key))}" for key in table[which]]
     for when in ("before", "after"):
-        said += [f"\ntable only {when}: {title}" for title in found[f"only_{when}"]]
-    return said
+        text += [f"\ntable only {when}: {title}" for title in found[f"only_{when}"]]
+    return text
 
 
 def _text(spread: dict[str, float]) -> str:

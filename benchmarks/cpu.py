@@ -16,7 +16,7 @@ from benchmarks.gate import Verdict
 from benchmarks.growing import Rows, Tables
 
 ProblemOf = Callable[[int | None], Problem]
-"""A problem with at most so many samples, or all."""
+"""A problem with at most this number of samples, or all."""
 
 SECONDS = 3.0
 """A contestant whose call on a single layer takes longer than this and than three of plain's is

@@ -85,8 +85,8 @@ def _rows(record: Record, title: str) -> Rows:
 
 def signature(record: Record) -> str:
     """The record's name and a hash of what is drawn of it, which the figure carries."""
-    told = [_rows(record, title) for title in (STEP, OVER_T, OVER_B)], _small_print(record)
-    text = json.dumps(told, sort_keys=True, default=vars)
+    drawn = [_rows(record, title) for title in (STEP, OVER_T, OVER_B)], _small_print(record)
+    text = json.dumps(drawn, sort_keys=True, default=vars)
     return f"{record.name} sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
@@ -225,8 +225,8 @@ def _lines(
     _ticks(ax.yaxis, ax.bbox.height)
     ax.grid(color=GRID, linewidth=0.7)
     ax.axhline(1, color=FAINT, linewidth=1, zorder=2)
-    said = {"T": "T, tokens of a sample", "B": "B, samples"}[over]
-    ax.set_xlabel(said, color=FAINT, fontsize=7.5)
+    label = {"T": "T, tokens of a sample", "B": "B, samples"}[over]
+    ax.set_xlabel(label, color=FAINT, fontsize=7.5)
 
 
 def _stretch(ratio: Any) -> Any:
@@ -286,11 +286,11 @@ def _case(record: Record, title: str) -> str:
     """The layer and threads of the curves over T; of those over B what differs from these."""
     of_T, row = _rows(record, OVER_T)[0], _rows(record, title)[0]
     n = row["threads"]
-    said = f"{row['layer']}, {n} thread{'s' if n > 1 else ''}"
+    layer = f"{row['layer']}, {n} thread{'s' if n > 1 else ''}"
     if title == OVER_T:
-        return said
+        return layer
     same = all(of_T[key] == row[key] for key in ("layer", "threads"))
-    return f"{'the same' if same else said}, T = {row['T']}"
+    return f"{'the same' if same else layer}, T = {row['T']}"
 
 
 def _small_print(record: Record) -> list[str]:
@@ -308,12 +308,12 @@ def svg(record: Record) -> str:
     """The same text for the same record: no date, no random names. Dark on dark pages."""
     import matplotlib
 
-    told = {"Date": None, "Creator": None, "Title": "Cost beside plain torch"}
-    told["Identifier"] = signature(record)
+    metadata = {"Date": None, "Creator": None, "Title": "Cost beside plain torch"}
+    metadata["Identifier"] = signature(record)
     with matplotlib.rc_context(), io.StringIO() as file:
         matplotlib.rcdefaults()  # whatever the user's own settings are
         matplotlib.rcParams.update({"svg.hashsalt": OURS, "svg.fonttype": "none"})
-        draw(record).savefig(file, format="svg", metadata=told)
+        draw(record).savefig(file, format="svg", metadata=metadata)
         text = file.getvalue()
     dark = "".join(
         f"[style*='{kind}: {light}']{{{kind}:{shade}!important}}"
@@ -332,6 +332,6 @@ def write(record: Record) -> Path:
 
 
 def signature_of(path: Path) -> str:
-    """What ``signature`` said when this figure was drawn."""
+    """The ``signature`` when this figure was drawn."""
     found = re.search(r"<dc:identifier>(.*?)</dc:identifier>", path.read_text(encoding="utf-8"))
     return found.group(1) if found else ""

@@ -94,8 +94,8 @@ def judged(
         if not name.startswith(GNSFAST.name):
             continue
         if own.complaint or (own.error or 0.0) > ours:
-            said = own.complaint or f"a squared norm is off by {own.error:.1e}"
-            raise SystemExit(f"{name} is wrong on {where}: {said}")
+            reason = own.complaint or f"a squared norm is off by {own.error:.1e}"
+            raise SystemExit(f"{name} is wrong on {where}: {reason}")
         if own.covered < 1:
             raise SystemExit(f"{name} covers {own.covered:.2%} of {where}: not {own.uncovered}")
     return found
@@ -225,8 +225,8 @@ def spots(B: int) -> list[int]:
 
 
 def wrong_at_full_size(session: Session, truth: Truth, tolerance: float = TOLERANCE) -> str:
-    """What is wrong with the norms of a whole batch, of which the gate saw a few samples only;
-    empty if nothing. ``truth``: of its ``spots``. The pass leaves nothing behind.
+    """What is wrong with the norms of a whole batch, empty if nothing: the gate saw only a few of
+    its samples. ``truth`` is that of its ``spots``. The pass leaves nothing behind.
     """
     some = spots(session.B)
     session.run()

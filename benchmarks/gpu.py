@@ -2,7 +2,7 @@
 """The parts of ``python -m benchmarks gpu``: first right, then fast. Each yields its tables as they
 grow case by case, and its record grows with them.
 
-On a machine of one's own, from the checkout's root, with a torch that has CUDA::
+On your own machine, from the checkout's root, with a torch that has CUDA::
 
     pip install -c constraints.txt setuptools pybind11 ninja pytest pytest-xdist numpy transformers
     pip install -c constraints.txt opacus einops unfoldNd  # peers
@@ -70,7 +70,7 @@ FAILED_TEST = re.compile(r"(?:FAILED|ERROR) (\S+::.+?)(?: - (.*))?")
 
 def run(options: argparse.Namespace, device: str = "cuda") -> None:
     """Part by part, a record after each case. What fails is a row of its part's record, and the
-    next part runs; the exit status and the summary say it.
+    next part runs; the exit status and the summary show it.
     """
     if options.summary:
         return conclude(("extension", *SECONDS), options.record)
@@ -127,8 +127,8 @@ def conclude(parts: Sequence[str], folder: Path) -> None:
         if whole := record.newest(f"gpu-{part}", folder):
             tables = whole.tables
         elif begun := record.newest(f"gpu-{part}-unfinished", folder):
-            said = f"unfinished: {sum(map(len, begun.tables.values()))} rows"
-            row = {"check": part, "exit status": 1, "result": said}
+            rows_so_far = f"unfinished: {sum(map(len, begun.tables.values()))} rows"
+            row = {"check": part, "exit status": 1, "result": rows_so_far}
             tables = {**begun.tables, FAILED: [*begun.tables.get(FAILED, []), row]}
         short += summary(tables)
         wrong |= any(row.get("exit status") for rows in tables.values() for row in rows)
@@ -148,8 +148,8 @@ def correctness(
     failed: Rows = []
 
     def heard(line: str) -> None:
-        if said := FAILED_TEST.fullmatch(line.strip()):
-            failed.append({"test": said[1], "why": said[2] or "see the log"})
+        if match := FAILED_TEST.fullmatch(line.strip()):
+            failed.append({"test": match[1], "why": match[2] or "see the log"})
 
     environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}  # of 80 a test's name takes most
     tests = lambda check: [outcome(check, run, "exit status", heard, **environment)]
@@ -158,7 +158,7 @@ def correctness(
 
 
 def sanitizers(device: str) -> Iterator[Tables]:
-    """What compute-sanitizer says of every kernel, where it is installed."""
+    """What compute-sanitizer reports on every kernel, if it is installed."""
     return Growing().over("compute-sanitizer", ("memcheck", "racecheck"), sanitized)
 
 

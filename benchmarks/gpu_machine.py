@@ -100,8 +100,8 @@ def stages(job: Job, python: list[str], rehearse: bool) -> bool:
             left = job.left() - END
             chosen = fitting(parts, left, 0 if ran else 1)
             if left <= 0 or not chosen:
-                said = f"{seconds(parts)} s estimated, {max(left, 0):.0f} s left"
-                job.say(f"not started: {' '.join(parts)}: {said}")
+                time = f"{seconds(parts)} s estimated, {max(left, 0):.0f} s left"
+                job.say(f"not started: {' '.join(parts)}: {time}")
                 break
             for part in chosen:
                 set_aside(job.records, part)

@@ -53,8 +53,8 @@ def install(job: Job, wheels: Path, site: Path) -> None:
         pip += ["--no-compile", "--no-cache-dir", "--target", str(site), *found]
         if job.run(pip, 120):
             raise SystemExit(f"pip did not install the wheels of {wheels}: see above")
-    if missing := asked(job, [sys.executable, "-c", MISSING, *NEEDED]):
-        remedy = "`make gpu-wheels`, where there is a network, fills .whl, which goes along"
+    if missing := output_lines(job, [sys.executable, "-c", MISSING, *NEEDED]):
+        remedy = "on a machine with a network `make gpu-wheels` fills .whl: bring it along"
         raise SystemExit(
             f"missing here: {', '.join(missing)}; {remedy} (torch and Triton are the machine's own)"
         )
@@ -82,21 +82,21 @@ def peers(job: Job) -> None:
     run = [sys.executable, "-W", "ignore", "-c"]
     started = {name: subprocess.Popen([*run, f"import {name}"], **how) for name in PEERS}
     for name, process in started.items():
-        said = process.communicate()[1].strip().splitlines()
+        errors = process.communicate()[1].strip().splitlines()
         if process.returncode:
             ended = f"its import ends the process with {process.returncode}"
-            job.say(f"cannot be imported: {name}: {said[-1] if said else ended}")
+            job.say(f"cannot be imported: {name}: {errors[-1] if errors else ended}")
 
 
-def asked(job: Job, command: list[str]) -> list[str]:
+def output_lines(job: Job, command: list[str]) -> list[str]:
     """The lines that a program prints; its standard error goes to the log."""
     where: dict[str, Any] = {"cwd": job.root, "env": job.environment}
     with job.log.open("ab") as log:
-        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, **where)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, **where)
     job.show()
-    if said.returncode:
-        raise SystemExit(f"{' '.join(command)}: exit status {said.returncode}")
-    return said.stdout.strip().splitlines()
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit status {done.returncode}")
+    return done.stdout.strip().splitlines()
 
 
 def link(job: Job) -> None:
@@ -112,11 +112,10 @@ def link(job: Job) -> None:
 
 def build(job: Job) -> None:
     """Build ``gnsfast._C`` in the checkout, for this device alone, unless a former call built it
-    from the same files with the same compiler. A row of the record says which, or why there is
-    none.
+    from the same files with the same compiler. A row of the record tells how it went.
     """
     try:
-        major, gpu = asked(job, [sys.executable, "-c", DEVICE])
+        major, gpu = output_lines(job, [sys.executable, "-c", DEVICE])
     except SystemExit as error:
         raise SystemExit(f"torch finds no CUDA device: {error}; --rehearse runs on a CPU") from None
     for stale in (job.root / "gnsfast").glob("_C*.so"):
@@ -138,7 +137,7 @@ def built(job: Job, arch: str) -> tuple[int, str]:
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if shutil.which(nvcc) is None:
         return 1, f"there is no nvcc at {nvcc}: CUDACXX names another"
-    compiler = "\n".join(asked(job, [nvcc, "--version"]))
+    compiler = "\n".join(output_lines(job, [nvcc, "--version"]))
     folder = job.results / "extension" / key(job.root, arch, compiler)
     package = job.root / "gnsfast"
     if kept := sorted(folder.glob("_C*.so")):
@@ -171,8 +170,8 @@ def key(root: Path, arch: str, compiler: str) -> str:
     """A hash of everything that goes into the built file."""
     files = (path for path in sorted((root / "csrc").rglob("*")) if path.is_file())
     sources = [path for path in files if path.suffix != ".pyc"]
-    said = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in (*sources, root / "setup.py"):
-        said.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    said.update(f"{arch}\n{sys.version}\n{compiler}".encode())
-    return said.hexdigest()[:16]
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    digest.update(f"{arch}\n{sys.version}\n{compiler}".encode())
+    return digest.hexdigest()[:16]

@@ -36,15 +36,15 @@ def none_left(say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        end, told = time.monotonic() + SECONDS, set[int]()
+        end, reported = time.monotonic() + SECONDS, set[int]()
         while (left := descendants() - before) and time.monotonic() < end:
             for process in left:
                 if not ended(process):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
-                    if process not in told:
+                    if process not in reported:
                         say(f"stopped: process {process}, which its stage left behind")
-                    told.add(process)
+                    reported.add(process)
             time.sleep(0.01)
         if left:
             say(f"processes that a kill does not end: {sorted(left)}")

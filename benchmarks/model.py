@@ -43,7 +43,7 @@ def predicted(
 def assumptions(gpu: GPU, weights: str, kernel: str, a: Assumed) -> Rows:
     """What the numbers rest on, a row each."""
     tile = KERNELS[kernel]
-    said = {
+    values = {
         f"{gpu.name}, stated": f"{gpu.flops / 1e12:.0f} TFLOP/s dense bfloat16, "
         f"{gpu.memory / 1e12:.2f} TB/s, {gpu.processors} SMs, L2 {gpu.l2 / 1e6:.0f} MB, NVLink "
         f"{gpu.nvlink / 1e9:.0f} GB/s each way",
@@ -61,7 +61,7 @@ def assumptions(gpu: GPU, weights: str, kernel: str, a: Assumed) -> Rows:
         "and pointwise operations left out",
         "host": "launches are hidden: the device never waits for the host",
     }
-    return [{"assumed": key, "value": value} for key, value in said.items()]
+    return [{"assumed": key, "value": value} for key, value in values.items()]
 
 
 def layer_rows(gpu: GPU, model: Model, T: int, B: int, **options: Any) -> Rows:

@@ -70,9 +70,9 @@ def machine() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    asked = "driver_version,clocks.sm,clocks.max.sm,clocks.mem"
-    said = _line("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader") or "unknown"
-    driver, _, clocks = said.partition(", ")
+    query = "driver_version,clocks.sm,clocks.max.sm,clocks.mem"
+    line = _line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") or "unknown"
+    driver, _, clocks = line.partition(", ")
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": driver,
@@ -140,8 +140,9 @@ def read(path: Path) -> Record:
         }
         return Record(path, data["command"], dict(data["machine"]), tables)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        said = "is no record: JSON with a command, a machine and tables of rows"
-        raise ValueError(f"{path} {said}") from error
+        raise ValueError(
+            f"{path} is not a record: JSON with a command, a machine and tables of rows"
+        ) from error
 
 
 def newest(name: str, folder: Path = RESULTS) -> Record | None:

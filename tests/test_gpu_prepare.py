@@ -53,7 +53,7 @@ def test_wheels(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: 
         "for module in (setuptools, triton_kernels, in_platlib): print(module.__file__)\n"
         "print(shutil.which('ninja'))\n"
     )
-    assert gpu_prepare.asked(job, [sys.executable, str(asks)]) == [
+    assert gpu_prepare.output_lines(job, [sys.executable, str(asks)]) == [
         str(tmp_path / "site/setuptools.py"),
         str(job.root / "triton_kernels/__init__.py"),
         str(tmp_path / "site/in_platlib.py"),

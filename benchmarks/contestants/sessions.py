@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gnsfast
 
 Loss = Callable[[Any, tuple[Tensor, ...]], Tensor]
-"""A model, or whatever is called like it, and a batch -> the mean of its samples' losses."""
+"""A model, or a function in its place, and a batch -> the mean of its samples' losses."""
 PIECE = 1 << 14
 
 

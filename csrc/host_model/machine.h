@@ -77,7 +77,7 @@ struct Thread {
 
 struct Block {
   std::vector<uint8_t> shared;
-  int last_committed = -1;  // the warpgroup, where they must take turns
+  int last_committed = -1;  // the warpgroup, if they must take turns
   std::map<uint32_t, MBarrier> barriers;
   NamedBarrier named[16], warps[16];
   uint32_t exchange[16][32][6];  // what the lanes of a warp show one another

@@ -19,7 +19,7 @@ from gnsfast.cli.input_errors import input_errors
 from gnsfast.cli.live import watch
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.run import Run, Settings
-from gnsfast.cli.session import Session
+from gnsfast.cli.session import run_demo
 from gnsfast.cli.summary import summary
 from gnsfast.critical_batch.branches import measure_critical_batch
 from gnsfast.critical_batch.counts import parse_count
@@ -50,11 +50,10 @@ def demo(
     folder = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     if folder.is_file() or (folder / "metrics.jsonl").exists():
         raise typer.BadParameter(f"{folder} exists already: name a new folder", param_hint="--out")
-    session = Session(Run(Settings(steps, samples, seed)), folder, Console(quiet=as_json))
-    result = session.go()
+    result = run_demo(Run(Settings(steps, samples, seed)), folder, Console(quiet=as_json))
     if as_json:
         typer.echo(json.dumps(result))
-    raise typer.Exit(130 if session.interrupted else 0)
+    raise typer.Exit(130 if result["interrupted"] else 0)
 
 
 @app.command()

@@ -106,7 +106,7 @@ def _alerts(run: Run) -> list[str]:
     if now is not None and now > OVER:
         return [
             f"The batch is {number(now)} times the estimate of the critical batch size: more than "
-            "20 % above it, where a larger batch saves few steps."
+            "20 % above it, and a larger batch saves few steps."
         ]
     if stretches:
         most = max(stretch.ratio for stretch in stretches)

@@ -46,6 +46,14 @@ class Figure:
             if value is not None and value > 0:
                 self.low, self.high = min(self.low, value), max(self.high, value)
 
+    def cover_intervals(self, scales: Sequence[Interval]) -> None:
+        """Have it reach values and ends, but no upper end over 12 times the largest value."""
+        drawn = [s for s in scales if s.drawn]
+        self.cover(s.value for s in drawn)
+        top = 12 * self.high or math.inf
+        self.cover(min(s.upper or 0.0, top) for s in drawn)
+        self.cover(s.lower for s in scales)
+
     def spec(self) -> dict[str, Any]:
         return {"data": self.traces, "layout": self.layout, "height": self.height}
 
@@ -255,10 +263,7 @@ def add_scale(
             "fill": "toself", "fillcolor": fill, "hoverinfo": "skip",
         })  # fmt: skip
     lines = [rounded(s.value) if s.drawn else None for _, s in scales]
-    figure.cover(lines)
-    top = 12 * figure.high or math.inf  # or a huge upper bound would flatten the rest
-    figure.cover(min(s.upper or 0.0, top) for _, s in scales if s.drawn)
-    figure.cover(s.lower for _, s in scales)
+    figure.cover_intervals([s for _, s in scales])
     alone = sum(y is not None for y in lines) == 1
     figure.traces.append({
         "type": "scatter", "name": name, "x": [x for x, _ in scales], "y": lines,

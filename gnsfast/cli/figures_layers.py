@@ -26,10 +26,7 @@ def last_window(view: View) -> Figure | None:
         layers = {path: Interval(*found) for path, found in run.last_layers.items()}
         shown = {path: s for path, s in layers.items() if s.drawn}
         bounds = {path: s for path, s in layers.items() if s.at_least}
-        figure.cover(s.value for s in shown.values())
-        top = 12 * figure.high or math.inf
-        figure.cover(min(s.upper or 0.0, top) for s in shown.values())
-        figure.cover(s.lower for s in layers.values())
+        figure.cover_intervals(list(layers.values()))
         figure.traces += [
             _dots(view, run, shown, figure, len(paths)),
             _arrows(view, run, bounds, len(paths)),

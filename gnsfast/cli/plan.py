@@ -3,7 +3,7 @@
 costs."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.arguments import finite, whole
@@ -160,7 +160,10 @@ def _trade_off(
     return {
         "b_crit": _finite(critical),
         "from": origin,
-        "costs": [{f.name: _plain(getattr(c, f.name)) for f in fields(c)} for c in costs],
+        "costs": [
+            {name: _finite(v) if isinstance(v, Interval) else v for name, v in vars(c).items()}
+            for c in costs
+        ],
     }
 
 
@@ -199,10 +202,6 @@ def _positive(text: str, name: str) -> float:
     return value
 
 
-def _plain(value: Any) -> Any:
-    return _finite(value) if isinstance(value, Interval) else value
-
-
 def _finite(interval: Interval) -> dict[str, float | None]:
-    """For JSON, which has no infinity: null."""
+    """As JSON, with null for infinity."""
     return {k: finite(v) for k, v in interval._asdict().items()}

@@ -337,7 +337,7 @@ def _refuse(trainer: Any) -> None:
         reason = f"a sample or a layer spread over processes ({sizes})"
     elif kind == DistributedType.FSDP:
         if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
-            reason = "FSDP 1, which flattens parameters: say fsdp_version 2"
+            reason = "FSDP 1, which flattens parameters: set fsdp_version to 2"
     elif kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
         reason = f"{kind.name}, which does not leave gradients in .grad: use DDP or FSDP 2"
     if reason is not None:
@@ -346,7 +346,7 @@ def _refuse(trainer: Any) -> None:
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:
     """Raise for rows that hold several documents, each of which is a sample."""
-    said = [key for key in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if key in inputs]
+    packed = [key for key in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if key in inputs]
     position_ids = inputs.get("position_ids")
     if isinstance(position_ids, Tensor) and position_ids.ndim == 2:
         restarts = position_ids.diff(dim=1) <= 0
@@ -355,10 +355,10 @@ def _refuse_packed(inputs: Mapping[str, Any]) -> None:
             real = mask != 0  # positions in padding are arbitrary
             restarts = restarts & real[:, 1:] & real[:, :-1]
         if bool(restarts.any()):
-            said.append("position_ids that restart within a row")
-    if said:
+            packed.append("position_ids that restart within a row")
+    if packed:
         raise NotImplementedError(
-            f"GNSCallback does not support packed rows yet, and this batch has {', '.join(said)}: "
+            f"GNSCallback does not support packed rows, and this batch has {', '.join(packed)}: "
             "a row would be counted as one sample. Use a collator that pads, or a loop of your own "
             "with gns.microbatch(n, cu_seqlens=gnsfast.cu_seqlens(position_ids), tokens=...)"
         )

@@ -79,7 +79,7 @@ class BatchSizeCallback(TrainerCallback):
             raise ValueError(
                 "BatchSizeCallback: the last train() raised an error and left "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}: make the Trainer "
-                f"and its callbacks anew, with {self._accumulation}, and resume from a checkpoint"
+                f"and its callbacks again, with {self._accumulation}, and resume from a checkpoint"
             )
         _refuse(trainer, loader)
         self._accumulation = args.gradient_accumulation_steps
@@ -184,18 +184,18 @@ class BatchSizeCallback(TrainerCallback):
     def _check(self, trainer: Any, per_epoch: int) -> None:
         """Raise where the controller's settings differ from the Trainer's."""
         s, args = self.controller.settings, trainer.args
-        ours = {
+        settings = {
             "micro_batch": (s.micro_batch, args.per_device_train_batch_size),
             "data_parallel": (s.data_parallel, trainer.accelerator.num_processes),
             "batch_size": (s.batch_size, trainer.get_total_train_batch_size(args)),
         }
-        for name, (said, found) in ours.items():
-            if said != found:
-                raise ValueError(f"the controller's {name} is {said}, and the Trainer's {found}")
+        for name, (own, trainers) in settings.items():
+            if own != trainers:
+                raise ValueError(f"the controller's {name} is {own}, and the Trainer's {trainers}")
         if s.max_batch_size // s.samples_at_once > per_epoch:
             raise ValueError(
                 f"max_batch_size={s.max_batch_size} is more than an epoch's "
-                f"{per_epoch * s.samples_at_once} samples: say at most that"
+                f"{per_epoch * s.samples_at_once} samples: use at most that"
             )
         if self.gns not in trainer.callback_handler.callbacks:
             raise ValueError("the GNSCallback that measures must be among the Trainer's callbacks")
@@ -229,11 +229,11 @@ def _refuse(trainer: Any, loader: Any) -> None:
     elif args.n_gpu > 1:
         reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
     elif not has_length(loader) or not has_length(trainer.train_dataset):
-        reason = "data without a length: an epoch's end is not known before it is there"
+        reason = "data without a length: the end of an epoch is not known in advance"
     elif batches not in {"BatchSampler", "BatchSamplerShard", "SkipBatchSampler"}:
         reason = f"a {batches} in the data loader, whose batches may be of unequal sizes"
     elif args.auto_find_batch_size:
-        reason = "auto_find_batch_size: say the per_device_train_batch_size that it found"
+        reason = "auto_find_batch_size: pass the per_device_train_batch_size that it found"
     elif args.ignore_data_skip:
         reason = "ignore_data_skip: the count of steps would not be the place in the data"
     elif type(trainer.lr_scheduler) is not LambdaLR:

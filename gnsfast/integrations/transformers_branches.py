@@ -118,7 +118,7 @@ class TrainerRun:
         if rest:
             raise ValueError(
                 f"batch_size={batch_size} is no multiple of the micro-batch of {micro} samples: "
-                f"say per_device_train_batch_size={math.gcd(micro, batch_size)}, with more "
+                f"use per_device_train_batch_size={math.gcd(micro, batch_size)}, with more "
                 "gradient_accumulation_steps for the same batch"
             )
         if not (math.isfinite(lr_factor) and lr_factor > 0):

@@ -5,20 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.data_loader import (  # type: ignore[import-untyped]
+    DataLoaderShard,
+    SkipBatchSampler,
+    skip_first_batches,
+)
 from torch.utils.data import BatchSampler, IterableDataset
 
 from gnsfast.critical_batch.branches import random_state, set_random_state
-
-try:
-    from accelerate.data_loader import (  # type: ignore[import-untyped]
-        DataLoaderShard,
-        SkipBatchSampler,
-        skip_first_batches,
-    )
-except ImportError as e:
-    raise ImportError(
-        "gnsfast.integrations.transformers_data needs accelerate: pip install 'transformers[torch]'"
-    ) from e
 
 
 class TrainerBatches:
@@ -152,7 +146,7 @@ def _refuse(loader: Any) -> None:
     elif loader.persistent_workers:
         reason = (
             "dataloader_persistent_workers, which draw random numbers in the first epoch alone: "
-            "say False"
+            "set it to False"
         )
     if reason is not None:
         raise NotImplementedError(f"TrainerRun does not support {reason}")

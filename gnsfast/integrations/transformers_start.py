@@ -6,21 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import RandomSampler
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from gnsfast.critical_batch.branches import random_state, set_random_state
-
-try:
-    from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]
-    from accelerate.utils import DistributedType  # type: ignore[import-untyped]
-    from transformers import TrainerCallback
-    from transformers.trainer_pt_utils import LengthGroupedSampler
-except ImportError as e:
-    raise ImportError(
-        "gnsfast.integrations.transformers_branches needs transformers and accelerate: "
-        "pip install 'transformers[torch]'"
-    ) from e
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 """Files of a checkpoint; Trainer replaces what one of them lacks by something new."""
@@ -71,7 +64,7 @@ def _refuse(trainer: Any) -> None:
     elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         reason = "DeepSpeed or FSDP: leave it out"
     elif args.auto_find_batch_size:
-        reason = "auto_find_batch_size: say the per_device_train_batch_size that it found"
+        reason = "auto_find_batch_size: pass the per_device_train_batch_size that it found"
     elif args.ignore_data_skip:
         reason = "ignore_data_skip: positions in the data are what it restores"
     if reason is not None:
@@ -113,9 +106,9 @@ def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
     Trainer adds up such losses of micro-batches, so loss and gradient grow with the accumulation,
     and batch sizes cannot be compared. A divided loss halves with twice the number of items.
     """
-    said = getattr(trainer, "loss_is_scaled_for_ga", None)
+    scaled_by_trainer = getattr(trainer, "loss_is_scaled_for_ga", None)
     scaled = trainer.model_accepts_loss_kwargs and items is not None
-    if said is not None or not (scaled or trainer.compute_loss_func is not None):
+    if scaled_by_trainer is not None or not (scaled or trainer.compute_loss_func is not None):
         return
     divided = False
     if items is not None:
