@@ -193,9 +193,9 @@ def test_compare_on_the_command_line(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("{", "is no record"),
-        ('{"command": "", "machine": {}}', "is no record"),
-        ('{"command": "", "machine": {}, "tables": {"a": [1]}}', "is no record"),
+        ("{", "is not a record"),
+        ('{"command": "", "machine": {}}', "is not a record"),
+        ('{"command": "", "machine": {}, "tables": {"a": [1]}}', "is not a record"),
         ('{"command": "", "machine": {}, "tables": {"a": []}}', "no table of the same title"),
         (None, "No such file"),
     ],
