@@ -358,7 +358,7 @@ def _refuse_packed(inputs: Mapping[str, Any]) -> None:
             packed.append("position_ids that restart within a row")
     if packed:
         raise NotImplementedError(
-            f"GNSCallback does not support packed rows, and this batch has {', '.join(packed)}: "
+            f"GNSCallback does not support packed rows yet. This batch has {', '.join(packed)}: "
             "a row would be counted as one sample. Use a collator that pads, or a loop of your own "
             "with gns.microbatch(n, cu_seqlens=gnsfast.cu_seqlens(position_ids), tokens=...)"
         )
