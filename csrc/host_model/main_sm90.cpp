@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the kernel of linear_wgrad_sm90.cuh on the host model: main_sm90 SEED prints a line for each case
-// and exits with 1 if one is wrong.
+// Runs the kernel of linear_wgrad_sm90.cuh on the host model: main_sm90 SEED prints a line a case and
+// exits with 1 where one is wrong.
 #define GNSFAST_HOST_MODEL
 #include "../linear_wgrad_sm90.cuh"
 #include "check.h"

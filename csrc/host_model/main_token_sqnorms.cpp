@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the kernel of token_sqnorms.cuh on the host model: main_token_sqnorms SEED prints a line for each
-// case and exits with 1 if one is wrong.
+// Runs the kernel of token_sqnorms.cuh on the host model: main_token_sqnorms SEED prints a line a case
+// and exits with 1 where one is wrong.
 #define GNSFAST_HOST_MODEL
 #include "../token_sqnorms.cuh"
 #include "check.h"

@@ -203,5 +203,5 @@ def _positive(text: str, name: str) -> float:
 
 
 def _finite(interval: Interval) -> dict[str, float | None]:
-    """As JSON, with null for infinity."""
+    """For JSON, which has no number for what is infinite."""
     return {k: finite(v) for k, v in interval._asdict().items()}
