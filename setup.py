@@ -8,7 +8,8 @@ line which it is. An nvcc that fails is an error in any case.
 semicolons separate them too. Known are 80, 90, 100 and 120. Without the variable it is built for
 all that nvcc compiles for: 100 and 120 came with CUDA 12.8. On a newer device the driver compiles
 what was built for the newest of the list. Hopper's own kernel is built where 90 is in the list;
-without it, asking for that kernel is an error.
+without it, asking for that kernel is an error. ``GNSFAST_CUDA_VARIANTS=1`` adds the variants of
+Hopper's kernel that the benchmarks time.
 
 The ``ninja`` of the installed package builds it, or where that has none (``pip install --target``)
 the one on the ``PATH``.
@@ -31,7 +32,8 @@ OLDEST = (12, 5)  # of CUDA: cudaGetDriverEntryPointByVersion
 SINCE = {"80": OLDEST, "90": OLDEST, "100": (12, 8), "120": (12, 8)}
 # sm_90a has instructions that sm_90 alone does not.
 HOPPER = "-gencode=arch=compute_90a,code=sm_90a"
-HOPPER_UNITS = ("linear_wgrad_sm90.cu", "variants_sm90.cu")
+HOPPER_UNITS = ("linear_wgrad_sm90.cu",)
+VARIANT_UNITS = ("variants_sm90.cu",)
 GENERIC_UNITS = ("linear_wgrad_sm80.cu", "token_sqnorms.cu")
 
 
@@ -58,7 +60,10 @@ def units(archs: list[str]) -> dict[str, str]:
     """The flags of each file: generic code carries what the driver of a later device compiles."""
     codes = [(arch, f"sm_{arch}") for arch in archs] + [(archs[-1], f"compute_{archs[-1]}")]
     generic = " ".join(f"-gencode=arch=compute_{arch},code={code}" for arch, code in codes)
-    hopper = HOPPER_UNITS if "90" in archs else ()
+    wanted = HOPPER_UNITS
+    if os.environ.get("GNSFAST_CUDA_VARIANTS") == "1":
+        wanted += VARIANT_UNITS
+    hopper = wanted if "90" in archs else ()
     return dict.fromkeys(GENERIC_UNITS, generic) | dict.fromkeys(hopper, HOPPER)
 
 
@@ -148,7 +153,6 @@ def extension(nvcc: str, archs: list[str]) -> dict[str, Any]:
         [str(CSRC / "bindings.cpp")],
         cxx_std=17,
         include_dirs=[str(CSRC)],
-        define_macros=[("GNSFAST_SM90", "1")] if "90" in archs else [],
         library_dirs=[str(top / "lib64"), str(top / "lib")],
         libraries=["cudart_static", "dl", "rt", "pthread"],  # torch has a runtime of its own
         extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,-s"],

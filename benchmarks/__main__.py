@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     on_gpu.add_argument("--only", choices=gpu.SECONDS, nargs="+", default=list(gpu.SECONDS))
     on_gpu.add_argument("--record", type=Path, default=record.RESULTS, help="folder of the record")
     on_gpu.add_argument("--rehearse", action="store_true", help="tiny cases, on this CPU")
-    on_gpu.add_argument("--summary", action="store_true", help="of the folder's records; runs none")
+    on_gpu.add_argument("--summary", action="store_true", help="only of the folder's records")
     sizes = devices.add_parser("batch-size", help="what a controlled batch size does; 30 minutes")
     sizes.add_argument("--steps", type=int, default=batch_size.STEPS, help="of the small batch")
     sizes.add_argument("--seeds", type=int, default=batch_size.SEEDS)
@@ -85,8 +85,8 @@ def run_batch_size(options: argparse.Namespace) -> None:
 
 
 def run_cpu(options: argparse.Namespace) -> None:
-    """Part by part into a record of its own name until it is whole: an interrupted run keeps what
-    it has and replaces no whole one. A part that raises says so there.
+    """Part by part into a record with a provisional name, so that an interrupted run keeps its
+    parts and replaces no whole record. A part that raises becomes a row.
     """
     some = options.only if set(options.only) != set(cpu.PARTS) else ()
     words = ["--threads", *options.threads, "--rounds", options.rounds]
@@ -102,7 +102,7 @@ def run_cpu(options: argparse.Namespace) -> None:
         start = time.perf_counter()
         try:
             found = cpu.PARTS[part](threads, options.rounds)
-        except Exception as error:  # the other parts do not need it
+        except Exception as error:  # the other parts still run
             traceback.print_exc()
             broken.append(part)
             found = {part: [{"part": part, "result": gate.raised(error)}]}
@@ -116,7 +116,7 @@ def run_cpu(options: argparse.Namespace) -> None:
     if options.record:
         print(f"\nwritten: {record.write_whole(name, command, tables, options.record)}")
     if broken:
-        raise SystemExit(f"without {', '.join(broken)}: see above")
+        raise SystemExit(f"failed: {', '.join(broken)}; see above")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from gnsfast.functional import attention
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Heads as the named model has them; causal, in a window where there is one."""
+    """The named model's heads; causal, within a window if there is one."""
 
     model: str
     B: int

@@ -26,15 +26,15 @@ from gnsfast.integrations.trackers import JSONLTracker, metrics
 
 SMALL, LARGE = 8, 64
 STEPS = 2400
-"""Of the small batch; every run trains its tokens."""
+"""Of the small batch; every run trains as many tokens."""
 SEEDS = 3
 POINTS = (0.05, 0.25, 0.6)
 """Where branches leave the small run of the first seed, as shares of its tokens."""
 GRID = (0.25, 0.5, 1, 2, 4, 8, 16)
 DELTA = 128
-"""Steps of the small batch that a branch takes the tokens of."""
+"""A branch trains the tokens of this many steps of the small batch."""
 DATA_SEEDS = (11, 12)
-"""Of streams that measurements are repeated with; the run's own is 0."""
+"""Of the data on which measurements are repeated; the run's own is 0."""
 LOG_EVERY = 20
 """Steps of the small batch between two lines of a log."""
 
@@ -84,7 +84,7 @@ class Demo:
         return found
 
     def repeats(self) -> list[list[CriticalBatch]]:
-        """At each of ``POINTS`` the measurement that is there, and others on other data."""
+        """At each of ``POINTS`` the existing measurement, and new ones on other data."""
         found = []
         for point in POINTS:
             first = self.folder / f"branches-{point:g}"
@@ -114,7 +114,7 @@ class Demo:
         return self._train(name, run, None)
 
     def controlled(self, name: str, seed: int, factor: CriticalBatchFactor) -> dict[str, Any]:
-        """The small batch at first; the noise scale times ``factor.value`` lets it grow."""
+        """The small batch at first, which grows to the noise scale times ``factor.value``."""
         controller = BatchSizeController(
             SMALL,
             factor=factor.value,
@@ -188,14 +188,14 @@ def batch_size(steps: int, seeds: int, folder: Path) -> dict[str, list[dict[str,
 
 
 def repeats(steps: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Tables of the measurements of ``batch_size`` again, on other data."""
+    """Tables of the measurements of ``batch_size``, repeated on other data."""
     means = []
     sizes = []
     for each in Demo(steps, folder).repeats():
         mean = averaged(each)
         tokens = {"tokens": f"{mean.tokens:,}"}
         single = (f"{m.lower:g} to {m.upper:g}{' (doubts)' if m.doubts else ''}" for m in each)
-        size = {f"data {seed}": said for seed, said in zip((0, *DATA_SEEDS), single)}
+        size = {f"data {seed}": span for seed, span in zip((0, *DATA_SEEDS), single)}
         of_mean = f"{mean.lower:g} to {mean.upper:g}"
         sizes.append({**tokens, **size, "mean losses": of_mean, "doubts": "; ".join(mean.doubts)})
         losses = {f"k = {b.k:g}": f"{b.loss:.4f} ± {b.loss_std:.4f}" for b in mean.branches}

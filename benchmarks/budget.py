@@ -13,7 +13,7 @@ RENEW = "python -m benchmarks budgets --write --only"
 
 Rows = dict[str, dict[str, int]]
 
-# How far a number may grow: by a share of itself and by so many. Other columns only describe.
+# How far a number may grow: by a share of itself, plus a number. Other columns only describe.
 MARGINS = {
     "added": (0.02, 0),
     "instructions": (0.05, 0),
@@ -22,14 +22,14 @@ MARGINS = {
     "spilled": (0.0, 0),
 }
 STEADY = 0.01
-"""Plain torch's own count may differ by this share where gnsfast's is compared: from run to run it
-is 0.1 %, with memory laid out otherwise up to 0.4 %, from one build of Python 3.11 to another 0.5
-to 2.7 %. Beyond it the case or the machine is another, and nothing is compared."""
+"""Plain torch's own count may differ by this share: it differs by 0.1 % from run to run, by up to
+0.4 % with another memory layout, by 0.5 to 2.7 % between builds of Python 3.11. Beyond it the case
+or the machine has changed, and nothing is compared."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Rows by name, the versions they hold for, and on what build of them they were counted."""
+    """Rows by name, and the versions and the build that they were counted with."""
 
     versions: dict[str, str]
     rows: Rows
@@ -55,16 +55,16 @@ def renew(name: str) -> str:
 
 
 def unlike(then: Budget, now: Budget) -> str:
-    """Why counts of the two cannot be compared; empty where they can."""
+    """Why the two cannot be compared; empty if they can."""
     for key, version in then.versions.items():
         if now.versions[key].partition("+")[0] != version.partition("+")[0]:
-            return f"counted with {key} {version}, and here is {now.versions[key]}"
+            return f"counted with {key} {version}, but here it is {now.versions[key]}"
     moved = plain_moved(then, now)
     return moved and f"{moved}, here on {now.build}, there on {then.build}"
 
 
 def plain_moved(then: Budget, now: Budget) -> str:
-    """Where plain torch itself takes another number of instructions."""
+    """Where plain torch's own number of instructions has changed; empty if nowhere."""
     for name, row in now.rows.items():
         before = then.rows.get(name, row).get("plain", 0)
         if abs(row.get("plain", 0) - before) > STEADY * before:
@@ -73,7 +73,7 @@ def plain_moved(then: Budget, now: Budget) -> str:
 
 
 def changes(then: Budget, now: Budget) -> list[tuple[str, str, int, int]]:
-    """Name, column, before and now of every number that is another one."""
+    """Name, column, before and now of every number that has changed."""
     return [
         (name, column, before, now.rows[name][column])
         for name in now.rows
@@ -83,10 +83,10 @@ def changes(then: Budget, now: Budget) -> list[tuple[str, str, int, int]]:
 
 
 def complaints(then: Budget, now: Budget, whole: bool = True) -> list[str]:
-    """What has grown, and rows without a counterpart; the budget's own too if ``now`` is whole."""
+    """What has grown, and rows that the budget lacks, or if ``whole`` that ``now`` lacks."""
     found = [f"{name}: not in the budget" for name in now.rows if name not in then.rows]
     if whole:
-        found += [f"{name}: in the budget alone" for name in then.rows if name not in now.rows]
+        found += [f"{name}: only in the budget" for name in then.rows if name not in now.rows]
     return found + [_line(*change) for change in changes(then, now) if grown(*change[1:])]
 
 
@@ -96,7 +96,7 @@ def _line(name: str, column: str, before: int, value: int) -> str:
 
 
 def grown(column: str, before: int, value: int) -> bool:
-    if column == "blocks":  # that one SM has room for
+    if column == "blocks":  # that fit one SM
         return value < before
     if column not in MARGINS:
         return False
@@ -105,7 +105,7 @@ def grown(column: str, before: int, value: int) -> bool:
 
 
 def hold(name: str, now: Budget, whole: bool = True) -> str:
-    """Raise where a number has grown beyond its margin; returns why nothing was compared, if so."""
+    """Raise if a number has grown beyond its margin. Returns why nothing was compared, or ''."""
     then = read(name)
     if why := unlike(then, now):
         return f"the budget {name} is not compared: {why}; to renew it: {renew(name)}"
@@ -117,7 +117,7 @@ def hold(name: str, now: Budget, whole: bool = True) -> str:
 
 
 def table(then: Budget, now: Budget) -> list[dict[str, Any]]:
-    """A row for each of now's, with the budget's number where it is another."""
+    """A row for each of ``now``, with the budget's number where it differs."""
     return [
         {"": name, **{c: _cell(then, name, c, value) for c, value in row.items()}}
         for name, row in now.rows.items()

@@ -86,8 +86,8 @@ class Problem:
 
 
 class Given(Function):
-    """A loss whose gradient at y is ``scale`` times dy, at no cost of its own; it is where backward
-    begins, so that the incoming gradient is 1.
+    """A loss whose gradient at y is ``scale`` times dy, at no cost. Backward begins here, so the
+    incoming gradient is 1.
     """
 
     generate_vmap_rule = True
@@ -108,7 +108,7 @@ class Given(Function):
 
 
 def given_loss(model: Any, batch: tuple[Tensor, ...], B: int) -> Tensor:
-    """The mean over the batch's samples, where dy is the gradient of the mean over B of them."""
+    """The mean over the batch's samples; dy is the gradient of a mean over B samples."""
     x, dy = batch
     loss: Tensor = Given.apply(model(x), dy, B / len(x))
     return loss
@@ -171,7 +171,7 @@ def compiled_step(contestant: Contestant) -> Callable[[], None]:
 
 
 def one_layer_gpt() -> Problem:
-    """The same, not compiled."""
+    """The model of ``compiled_step``, not compiled."""
     torch.manual_seed(0)
     return Problem("GPT of one layer", GPT.T, GPT(128, 2, 1), gpt_loss, gpt_batch())
 

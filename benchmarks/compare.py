@@ -15,12 +15,12 @@ from benchmarks.measure import Timing
 from benchmarks.record import Record, Rows
 
 UNITS = {"ms", "s", "MiB", "GiB", "TFLOP/s", "%"}
-"""A column that names one is measured, though its numbers be whole."""
+"""A column with one of them in its name is measured, even if its numbers are whole."""
 ATTRIBUTES = {"reason", "rounds", "route", "runs", "version"}
-"""What a row has and may change, which is not what it is called."""
+"""Columns that may change between records, so they do not name a row."""
 MACHINE = {"processor", "cores", "OMP_NUM_THREADS", "gpu"}
 PASSING = {"date", "load at start", "clocks: SM, SM at most, memory"}
-"""Of each run alone: no difference worth a line."""
+"""They always differ, and are not reported."""
 
 Key = tuple[Any, ...]
 
@@ -78,8 +78,8 @@ def _table(before: Rows, after: Rows) -> dict[str, Any]:
 
 
 def identity(before: Rows, after: Rows) -> list[str]:
-    """The columns that say which row is which: words and whole numbers that both tables have, left
-    of the first that was measured.
+    """The columns that name a row: words and whole numbers that both tables have, left of the first
+    measured column.
     """
     named: list[str] = []
     columns = dict.fromkeys(key for row in before + after for key in row if key not in ATTRIBUTES)
@@ -96,12 +96,12 @@ def _measured(column: str, value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """A number that an older record has as a string, ``1.001`` or ``0.09%``."""
+    """A number that an older record holds as a string, ``1.001`` or ``0.09%``."""
     return isinstance(value, str) and value.rstrip("%").replace(".", "", 1).isdecimal()
 
 
 def _by_key(columns: list[str], rows: Rows) -> dict[Key, dict[str, Any]]:
-    """Rows by what they are called, without those that share it."""
+    """Rows by their names, without those that share one."""
     alike = _twice(columns, rows)
     keyed = ((tuple(row.get(column) for column in columns), row) for row in rows)
     return {key: row for key, row in keyed if key not in alike}
@@ -135,7 +135,7 @@ def _spread(value: Timing | float) -> dict[str, float]:
 
 
 def verdict(was: Timing | float, now: Timing | float) -> str:
-    """A change is one where the quartiles of both do not overlap."""
+    """A ratio has changed if the quartiles of both do not overlap."""
     if not (isinstance(was, Timing) and isinstance(now, Timing)):
         return "no spread was recorded"
     if now.lower > was.upper:
@@ -145,25 +145,25 @@ def verdict(was: Timing | float, now: Timing | float) -> str:
 
 def lines(found: dict[str, Any]) -> list[str]:
     differs = found["differs"]
-    said = [f"before: {found['before']}", f"after:  {found['after']}"]
-    said += [f"{key}: {was} before, {now} after" for key, (was, now) in differs.items()]
+    text = [f"before: {found['before']}", f"after:  {found['after']}"]
+    text += [f"{key}: {was} before, {now} after" for key, (was, now) in differs.items()]
     if MACHINE & differs.keys():
-        said.append("other machines: milliseconds say nothing here, ratios alone are compared")
+        text.append("other machines: only ratios are compared, not milliseconds")
     for title, table in found["tables"].items():
-        said += ["", title, ""]
+        text += ["", title, ""]
         rows = [{**row, "change": f"{row['change']:+.1%}"} for row in table["rows"]]
         for row in rows:
             row |= {when: _text(row[when]) for when in ("before", "after")}
-        said += record.markdown(rows) if rows else ["no ratio that both records have"]
+        text += record.markdown(rows) if rows else ["no ratio is in both records"]
         for which, what in (
             ("only_before", "only before"),
             ("only_after", "only after"),
             ("alike", "several rows of this name, not compared"),
         ):
-            said += [f"{what}: {', '.join(map(record.shown, key))}" for key in table[which]]
+            text += [f"{what}: {', '.join(map(record.shown, key))}" for key in table[which]]
     for when in ("before", "after"):
-        said += [f"\ntable only {when}: {title}" for title in found[f"only_{when}"]]
-    return said
+        text += [f"\ntable only {when}: {title}" for title in found[f"only_{when}"]]
+    return text
 
 
 def _text(spread: dict[str, float]) -> str:

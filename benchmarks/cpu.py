@@ -13,26 +13,25 @@ from benchmarks import cases, fresh, gate, measure
 from benchmarks.cases import LayerCase, Problem
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant
 from benchmarks.gate import Verdict
+from benchmarks.growing import Rows, Tables
 
-Rows = list[dict[str, Any]]
-Tables = dict[str, Rows]
 ProblemOf = Callable[[int | None], Problem]
-"""A problem with at most so many samples, or all."""
+"""A problem with at most this number of samples, or all."""
 
 SECONDS = 3.0
-"""A call on a single layer that takes longer, and thrice as long as plain's, is left out, and
-listed.
+"""A contestant whose call on a single layer takes longer than this and than three of plain's is
+left out, and listed.
 """
-MORE = 4
-"""A shared machine moves the median of 11 rounds by 4 %, which is what gnsfast is to cost."""
 BYTES = 2 << 30
-"""So is one that would hold more than this in samples' gradients."""
+"""So is one whose samples' gradients would take more than this."""
+MORE = 4
+"""A shared machine moves the median of 11 rounds by 4 %, as much as gnsfast may cost."""
 
 
 @cache
 def verdicts(threads: int) -> dict[str, Verdict]:
-    """Of every contestant on the small GPT as it is timed; without gnsfast being right nothing is
-    timed. Numbers of threads take other routes through the layers.
+    """Of every contestant on the small GPT as it is timed; if gnsfast is wrong, nothing is timed.
+    Other numbers of threads take other routes through the layers.
     """
     torch.set_num_threads(threads)
     return gate.judged(cases.small_gpt())
@@ -45,7 +44,7 @@ def admitted(found: dict[str, Verdict]) -> list[Contestant]:
     return [v.contestant for v in found.values() if not v.complaint]
 
 
-def said_of(verdict: Verdict) -> dict[str, Any]:
+def norms_of(verdict: Verdict) -> dict[str, Any]:
     return {"per sample": verdict.contestant.per_sample, "covered": round(verdict.covered, 4)}
 
 
@@ -86,7 +85,7 @@ def step(threads: list[int], rounds: int) -> Tables:
             if peaks:
                 row["memory"] = round(peaks[c.name] / peaks[PLAIN.name], 3)
             if c is not PLAIN:
-                row |= said_of(verdicts(n)[c.name])
+                row |= norms_of(verdicts(n)[c.name])
             rows.append(row)
     return {"Whole training step": rows}
 
@@ -151,7 +150,7 @@ def compared(title: str, problems: Iterable[ProblemOf], threads: list[int], roun
             row = {**about, "contestant": name, "rounds": fewer}
             row |= {"ms": round(t.milliseconds, 2), "ratio": t}
             if name != PLAIN.name:
-                row |= said_of(found[name])
+                row |= norms_of(found[name])
             rows.append(row)
     return {title: rows, **({f"{title}: left out": skipped} if skipped else {})}
 

@@ -32,7 +32,7 @@ DARK = {INK: "#f0f6fc", FAINT: "#9198a1", GRID: "#3d444d", PAPER: "#0d1117"}
 """The same where the page is dark."""
 FONTS = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 WIDTH, TOP, BOTTOM, ROW = 830, 46, 66, 27
-"""Pixels: of a README's text on GitHub, above and below the axes, of a contestant."""
+"""Pixels: a README's text on GitHub, above the axes, below them, a contestant's row."""
 TICKS = (0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
 
 
@@ -47,7 +47,7 @@ class Steps:
 
 
 def steps(record: Record) -> list[Steps]:
-    """Contestants from the cheapest step on, without plain, which they are compared to."""
+    """Contestants, the cheapest step first, without plain, which they are compared to."""
     found: dict[str, Steps] = {}
     for row in _rows(record, STEP):
         lacks = [] if row["per sample"] == "yes" else [row["per sample"]]
@@ -84,9 +84,9 @@ def _rows(record: Record, title: str) -> Rows:
 
 
 def signature(record: Record) -> str:
-    """Name of the record and hash of what is drawn of it, which the figure carries."""
-    told = [_rows(record, title) for title in (STEP, OVER_T, OVER_B)], _small_print(record)
-    text = json.dumps(told, sort_keys=True, default=vars)
+    """The record's name and a hash of what is drawn of it, which the figure carries."""
+    drawn = [_rows(record, title) for title in (STEP, OVER_T, OVER_B)], _small_print(record)
+    text = json.dumps(drawn, sort_keys=True, default=vars)
     return f"{record.name} sha256:{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
@@ -145,7 +145,7 @@ def _look(peer: int) -> dict[str, Any]:
 
 
 def _bars(ax: "Axes", y: int, one: Steps, values: dict[int, Any], look: dict[str, Any]) -> None:
-    """From plain's 1 on, one for each number of threads; hatched where norms are missing."""
+    """Bars from plain's 1, one for each number of threads, hatched if norms are missing."""
     for k, threads in enumerate(sorted(values)):
         value = values[threads]
         middle = value.ratio if isinstance(value, Timing) else value
@@ -166,7 +166,7 @@ def _bars(ax: "Axes", y: int, one: Steps, values: dict[int, Any], look: dict[str
 
 
 def _name(ax: "Axes", y: int, one: Steps, look: dict[str, Any]) -> None:
-    """At the left of the figure, with the line and the marker of its curves: the legend."""
+    """The legend: a name at the left of the figure, with its curves' line and marker."""
     from matplotlib.lines import Line2D
     from matplotlib.transforms import blended_transform_factory
 
@@ -205,7 +205,7 @@ def _ends(values: Iterable[Timing | float]) -> list[float]:
 def _lines(
     ax: "Axes", found: dict[str, list[tuple[int, Timing]]], looks: dict[str, Any], over: str
 ) -> None:
-    """Medians with quartiles. The axis is stretched about 1: half of it lies below 1.5."""
+    """Medians with quartiles. The axis is stretched around 1: half of it lies below 1.5."""
     ends = _ends(t for points in found.values() for _, t in points)
     low, high = _stretch(min(1.0, *ends)), _stretch(max(1.2, *ends))
     limits = _unstretch(low - 0.1), _unstretch(high + 0.1)
@@ -225,8 +225,8 @@ def _lines(
     _ticks(ax.yaxis, ax.bbox.height)
     ax.grid(color=GRID, linewidth=0.7)
     ax.axhline(1, color=FAINT, linewidth=1, zorder=2)
-    said = {"T": "T, tokens of a sample", "B": "B, samples"}[over]
-    ax.set_xlabel(said, color=FAINT, fontsize=7.5)
+    label = {"T": "T, tokens of a sample", "B": "B, samples"}[over]
+    ax.set_xlabel(label, color=FAINT, fontsize=7.5)
 
 
 def _stretch(ratio: Any) -> Any:
@@ -267,7 +267,7 @@ def _title(figure: "Figure", x: int, text: str, small: bool = False) -> None:
 
 
 def headline(each: list[Steps]) -> str:
-    """What the first panel shows, of all numbers of threads."""
+    """What the first panel shows, over all numbers of threads."""
     ours = next((one for one in each if one.name == OURS), None)
     if ours is None or not ours.time:
         return "A whole training step"
@@ -286,11 +286,11 @@ def _case(record: Record, title: str) -> str:
     """The layer and threads of the curves over T; of those over B what differs from these."""
     of_T, row = _rows(record, OVER_T)[0], _rows(record, title)[0]
     n = row["threads"]
-    said = f"{row['layer']}, {n} thread{'s' if n > 1 else ''}"
+    layer = f"{row['layer']}, {n} thread{'s' if n > 1 else ''}"
     if title == OVER_T:
-        return said
+        return layer
     same = all(of_T[key] == row[key] for key in ("layer", "threads"))
-    return f"{'the same' if same else said}, T = {row['T']}"
+    return f"{'the same' if same else layer}, T = {row['T']}"
 
 
 def _small_print(record: Record) -> list[str]:
@@ -305,15 +305,15 @@ def _small_print(record: Record) -> list[str]:
 
 
 def svg(record: Record) -> str:
-    """The same text for the same record: no date, no random names. It follows dark pages."""
+    """The same text for the same record: no date, no random names. Dark on dark pages."""
     import matplotlib
 
-    told = {"Date": None, "Creator": None, "Title": "Cost beside plain torch"}
-    told["Identifier"] = signature(record)
+    metadata = {"Date": None, "Creator": None, "Title": "Cost beside plain torch"}
+    metadata["Identifier"] = signature(record)
     with matplotlib.rc_context(), io.StringIO() as file:
         matplotlib.rcdefaults()  # whatever the user's own settings are
         matplotlib.rcParams.update({"svg.hashsalt": OURS, "svg.fonttype": "none"})
-        draw(record).savefig(file, format="svg", metadata=told)
+        draw(record).savefig(file, format="svg", metadata=metadata)
         text = file.getvalue()
     dark = "".join(
         f"[style*='{kind}: {light}']{{{kind}:{shade}!important}}"
@@ -332,6 +332,6 @@ def write(record: Record) -> Path:
 
 
 def signature_of(path: Path) -> str:
-    """What ``signature`` said when this figure was drawn."""
+    """The ``signature`` when this figure was drawn."""
     found = re.search(r"<dc:identifier>(.*?)</dc:identifier>", path.read_text(encoding="utf-8"))
     return found.group(1) if found else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a process of its own can tell: peak memory, start-up, the first compiled step."""
+"""What needs a fresh process: peak memory, start-up, the first compiled step."""
 
 import json
 import os
@@ -67,8 +67,8 @@ def start() -> dict[str, float]:
 
 
 def compiled(name: str, threads: str, rounds: str) -> dict[str, Any]:
-    """Seconds of a compiled step's first call, everything compiled anew; then beside plain's. What
-    it compiled is checked last: before, it would not have been the first call.
+    """Seconds of a compiled step's first call, without caches; then its time beside plain's. The
+    check comes last: before, it would have been the first call.
     """
     import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First right, then timed: every contestant's norms against a float64 loop over single samples."""
+"""Who is right is timed: every contestant's norms against a float64 loop over single samples."""
 
 import copy
 import time
@@ -23,13 +23,13 @@ The packages sum squares in float32 over whole weights, which on a CPU is off by
 OURS = 1e-4
 """The same for gnsfast, which must also cover every parameter."""
 FLOOR = 1e-6
-"""Below this share of the sample's whole squared norm an error counts relative to that share."""
+"""A squared norm below this share of its sample's total is compared relative to that share."""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """In float64: of each parameter every sample's squared norm, and the gradient; of each tensor
-    of the batch that wants one, by its place, the gradient.
+    """In float64: every sample's squared norm and the gradient of each parameter, and the gradient
+    of each tensor of the batch that requires one, by its position.
     """
 
     sqnorms: dict[str, Tensor]
@@ -53,7 +53,7 @@ class Verdict:
 
 
 def single_samples(problem: Problem, some: Iterable[int] | None = None) -> Truth:
-    """Of all samples, or of ``some``."""
+    """The truth of all samples, or of ``some``."""
     model = copy.deepcopy(problem.model).double()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     sqnorms: dict[str, list[Tensor]] = {name: [] for name in parameters}
@@ -86,9 +86,7 @@ def judged(
     tolerance: float = TOLERANCE,
     ours: float = OURS,
 ) -> dict[str, Verdict]:
-    """Of these contestants, or of all; while gnsfast is wrong, by any of its back-ends, nothing is
-    timed.
-    """
+    """Verdicts on these contestants, or on all. Exits if gnsfast is wrong by any back-end."""
     truth = single_samples(problem)
     found = {c.name: judge(c, problem, truth, tolerance) for c in (entered or ALL)}
     where = f"{problem.layer}, T = {problem.T}"
@@ -96,8 +94,8 @@ def judged(
         if not name.startswith(GNSFAST.name):
             continue
         if own.complaint or (own.error or 0.0) > ours:
-            said = own.complaint or f"a squared norm is off by {own.error:.1e}"
-            raise SystemExit(f"{name} is wrong on {where}: {said}")
+            reason = own.complaint or f"a squared norm is off by {own.error:.1e}"
+            raise SystemExit(f"{name} is wrong on {where}: {reason}")
         if own.covered < 1:
             raise SystemExit(f"{name} covers {own.covered:.2%} of {where}: not {own.uncovered}")
     return found
@@ -123,8 +121,8 @@ def coverage(found: dict[str, Verdict]) -> list[dict[str, Any]]:
 def judge(
     contestant: Contestant, problem: Problem, truth: Truth, tolerance: float = TOLERANCE
 ) -> Verdict:
-    """Two passes of a contestant, the second compared: what the first, over the same samples in
-    another order and with other weights, leaves behind counts too.
+    """Two passes of a contestant, of which the second is compared. The first has other weights and
+    another order of the samples, so that what it leaves behind is noticed.
     """
     if reason := contestant.missing():
         return Verdict(contestant, reason)
@@ -210,7 +208,7 @@ def wrong_gradients(session: Session, truth: Truth, tolerance: float) -> list[st
 
 
 def wrong_input_gradients(session: Session, truth: Truth, tolerance: float) -> list[str]:
-    """What the layers below would get: one that is not computed would be time saved."""
+    """What the layers below would get: to leave it out would save time."""
     for i, want in truth.inputs.items():
         got = session.batch[i].grad
         if got is None:
@@ -227,8 +225,8 @@ def spots(B: int) -> list[int]:
 
 
 def wrong_at_full_size(session: Session, truth: Truth, tolerance: float = TOLERANCE) -> str:
-    """Empty, or what is wrong with the norms of a whole batch, of which the gate saw a few samples
-    only; ``truth``: of its ``spots``. A pass that leaves nothing behind.
+    """What is wrong with the norms of a whole batch, empty if nothing: the gate saw only a few of
+    its samples. ``truth`` is that of its ``spots``. The pass leaves nothing behind.
     """
     some = spots(session.B)
     session.run()

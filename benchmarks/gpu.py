@@ -2,12 +2,13 @@
 """The parts of ``python -m benchmarks gpu``: first right, then fast. Each yields its tables as they
 grow case by case, and its record grows with them.
 
-On a machine of one's own, from the checkout's root, with a torch that has CUDA::
+On your own machine, from the checkout's root, with a torch that has CUDA::
 
     pip install -c constraints.txt setuptools pybind11 ninja pytest pytest-xdist numpy transformers
     pip install -c constraints.txt opacus einops unfoldNd  # peers
     pip install --no-deps backpack-for-pytorch==1.7.1  # its torchvision would bring another torch
-    GNSFAST_CUDA=1 pip install --no-build-isolation --no-deps -e .  # with nvcc; 0 without
+    export GNSFAST_CUDA=1 GNSFAST_CUDA_VARIANTS=1  # where there is an nvcc
+    pip install --no-build-isolation --no-deps -e .
     python -m benchmarks gpu --record out
 
 On a bare machine without a network, for a limited time: ``make gpu-wheels`` before and ``make gpu``
@@ -56,7 +57,7 @@ SUITES = (
     "test_documents.py::test_on_gpu",
     "test_experts.py::test_on_gpu",
 )
-"""What launches kernels on a device; of files that hold much else, that test."""
+"""Tests that launch kernels on a device: whole files, or one test of a file with much else."""
 PROCESSES = 12
 """Of pytest, at most: the tests compile some 410 kernels, 7 to 9 minutes' work of one core."""
 TEST_SECONDS = 150
@@ -69,7 +70,7 @@ FAILED_TEST = re.compile(r"(?:FAILED|ERROR) (\S+::.+?)(?: - (.*))?")
 
 def run(options: argparse.Namespace, device: str = "cuda") -> None:
     """Part by part, a record after each case. What fails is a row of its part's record, and the
-    next part runs; the exit status and the summary say it.
+    next part runs; the exit status and the summary show it.
     """
     if options.summary:
         return conclude(("extension", *SECONDS), options.record)
@@ -126,8 +127,8 @@ def conclude(parts: Sequence[str], folder: Path) -> None:
         if whole := record.newest(f"gpu-{part}", folder):
             tables = whole.tables
         elif begun := record.newest(f"gpu-{part}-unfinished", folder):
-            said = f"unfinished: {sum(map(len, begun.tables.values()))} rows"
-            row = {"check": part, "exit status": 1, "result": said}
+            rows_so_far = f"unfinished: {sum(map(len, begun.tables.values()))} rows"
+            row = {"check": part, "exit status": 1, "result": rows_so_far}
             tables = {**begun.tables, FAILED: [*begun.tables.get(FAILED, []), row]}
         short += summary(tables)
         wrong |= any(row.get("exit status") for rows in tables.values() for row in rows)
@@ -147,8 +148,8 @@ def correctness(
     failed: Rows = []
 
     def heard(line: str) -> None:
-        if said := FAILED_TEST.fullmatch(line.strip()):
-            failed.append({"test": said[1], "why": said[2] or "see the log"})
+        if match := FAILED_TEST.fullmatch(line.strip()):
+            failed.append({"test": match[1], "why": match[2] or "see the log"})
 
     environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}  # of 80 a test's name takes most
     tests = lambda check: [outcome(check, run, "exit status", heard, **environment)]
@@ -157,7 +158,7 @@ def correctness(
 
 
 def sanitizers(device: str) -> Iterator[Tables]:
-    """What compute-sanitizer says of every kernel, where it is installed."""
+    """What compute-sanitizer reports on every kernel, if it is installed."""
     return Growing().over("compute-sanitizer", ("memcheck", "racecheck"), sanitized)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gnsfast's own back-ends as contestants beside one another."""
+"""gnsfast's own back-ends as contestants."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ OURS = {"triton": "gnsfast, Triton", "cuda": "gnsfast, CUDA", "reference": "gnsf
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """``GNSFAST_BACKEND``, which operators read at each call, inside of the block."""
+    """Set ``GNSFAST_BACKEND``, which operators read at each call, within the block."""
     before = os.environ.get(backends.VARIABLE)
     os.environ[backends.VARIABLE] = backend
     try:
@@ -28,7 +28,7 @@ def forced(backend: str) -> Iterator[None]:
 
 
 def present(device: str, *names: str) -> list[str]:
-    """Those of ``names`` that run here; of the others it says why not."""
+    """Those of ``names`` that run here; prints why the others do not."""
     found = []
     for name in names:
         if why := backends.missing(name, device):

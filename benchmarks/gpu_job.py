@@ -24,10 +24,10 @@ LOOK = 0.1
 LOG_SECONDS = 5
 """Between two archives where the log alone grows."""
 MOST = 16 << 20
-"""Bytes of a file that comes back from such a machine."""
+"""Most bytes of a file that can be fetched from such a machine."""
 TIMED_OUT = 124
 KEPT = ("records/*.json", "records/*.md", "extension/*/*", "logs/*.log")
-"""Of the folder of results, in the archive."""
+"""Files of the results that go into the archive."""
 
 
 class Job:
@@ -50,8 +50,8 @@ class Job:
         self.environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
     def take_up(self) -> None:
-        """The archive of a former call in ``out``, where the results have no record: packing them
-        would overwrite it.
+        """Unpack the archive of a former call in ``out`` if the results have no record: packing
+        them would overwrite it.
         """
         if not self.archive.exists() or any(self.records.glob("*.json")):
             return
@@ -72,7 +72,7 @@ class Job:
         self.show()
 
     def show(self) -> None:
-        """What is new in the log, also in its copy."""
+        """Print what is new in the log, and add it to the copy."""
         with self.log.open("rb") as log:
             log.seek(self.shown)
             new = log.read()
@@ -83,18 +83,18 @@ class Job:
         sys.stdout.buffer.flush()
 
     def run(self, command: list[str], seconds: float, **environment: str) -> int:
-        """The program's exit status. Its output goes to the log; what it finishes is packed while
-        it runs. After so many seconds its process group is killed, and what it left behind at its
-        end.
+        """Run a program; its exit status. Its output goes to the log, and finished records are
+        packed while it runs. After ``seconds`` its process group is killed; at its end, whatever it
+        left behind.
         """
         with none_left(self.say):
-            status = self.ran(command, seconds, environment)
+            status = self._run_group(command, seconds, environment)
         self.show()
         self.pack()
         return status
 
-    def ran(self, command: list[str], seconds: float, environment: dict[str, str]) -> int:
-        """As ``run``, but nothing looks for what is left behind."""
+    def _run_group(self, command: list[str], seconds: float, environment: dict[str, str]) -> int:
+        """As ``run``, but without killing what is left behind."""
         end, follow = time.monotonic() + seconds, following()
         with self.log.open("ab") as log:
             process = subprocess.Popen(
@@ -118,8 +118,8 @@ class Job:
         return status
 
     def pack_changes(self) -> None:
-        """Where a record changed, or after a while the log. A record that is replaced at this very
-        moment is seen next time.
+        """Pack if a record changed or, after a while, the log. A record that is just being replaced
+        is packed next time.
         """
         due = self.shown > self.packed_log and time.monotonic() > self.packed_at + LOG_SECONDS
         with contextlib.suppress(FileNotFoundError):
@@ -131,7 +131,7 @@ class Job:
         return {path: path.stat().st_mtime_ns for path in files}
 
     def pack(self) -> None:
-        """Replace the archive by a new one."""
+        """Replace the archive."""
         stamps, self.packed_log = self.stamps(), self.shown
         packed = self.tarred(KEPT)
         if len(packed) > MOST:
@@ -151,13 +151,13 @@ class Job:
             for pattern in patterns:
                 for path in sorted(self.results.glob(pattern)):
                     member = archive.gettarinfo(path, str(path.relative_to(self.results)))
-                    content = path.read_bytes()  # of a file that may have been replaced since
+                    content = path.read_bytes()  # the file may have been replaced since
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
         return packed.getvalue()
 
     def warn(self, text: str) -> None:
-        """Says it the first time only."""
+        """Say it the first time only."""
         if text not in self.warned:
             self.warned.add(text)
             self.say(text)
@@ -165,7 +165,7 @@ class Job:
 
 @contextlib.contextmanager
 def alone(results: Path) -> Iterator[None]:
-    """No other call works in this folder meanwhile. A kill of the caller's shell leaves one."""
+    """Lock the folder: a former call still runs if only its shell was killed."""
     results.mkdir(parents=True, exist_ok=True)
     with (results / ".lock").open("w") as lock:
         try:

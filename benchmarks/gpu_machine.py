@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make gpu``: ``python -m benchmarks gpu`` on a bare machine without a network, for a while.
+"""``make gpu``: ``python -m benchmarks gpu`` on a bare machine without a network, for a limited
+time. Needs the standard library alone.
 
-Needs the standard library alone.
-It makes ready what such a machine lacks (``gpu_prepare.py``), then runs the parts, the most
-valuable first, each stage a process group of its own. Whatever is finished lies in
-``OUT/gpu.tar.gz`` at once: no later call that finds it there, or unpacked in ``.gpu/``, runs it
-again.
+It prepares what such a machine lacks (``gpu_prepare.py``), then runs the parts, the most valuable
+first, each stage in a process group of its own. Whatever is finished is at once in
+``OUT/gpu.tar.gz``. A later call that finds it there, or unpacked in ``.gpu/``, does not repeat it.
 """
 
 import argparse
@@ -74,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def work(job: Job, options: argparse.Namespace, scratch: Path) -> bool:
-    """All of it; whether something failed."""
+    """Prepare, measure and summarise; whether something failed."""
     gpu_prepare.install(job, options.wheels.resolve(), scratch / "site")
     gpu_prepare.link(job)
     if not options.rehearse:
@@ -92,7 +91,7 @@ def work(job: Job, options: argparse.Namespace, scratch: Path) -> bool:
 
 
 def stages(job: Job, python: list[str], rehearse: bool) -> bool:
-    """Whether a process failed. A part that ends its process costs no other one."""
+    """Whether a process failed. The parts after one that ends its process still run."""
     failed, ran = False, False
     if kept := [part for part in SECONDS if finished(job.records, part)]:
         job.say(f"finished by a former call: {', '.join(kept)}")
@@ -101,8 +100,8 @@ def stages(job: Job, python: list[str], rehearse: bool) -> bool:
             left = job.left() - END
             chosen = fitting(parts, left, 0 if ran else 1)
             if left <= 0 or not chosen:
-                said = f"{seconds(parts)} s estimated, {max(left, 0):.0f} s left"
-                job.say(f"not started: {' '.join(parts)}: {said}")
+                time = f"{seconds(parts)} s estimated, {max(left, 0):.0f} s left"
+                job.say(f"not started: {' '.join(parts)}: {time}")
                 break
             for part in chosen:
                 set_aside(job.records, part)
@@ -119,8 +118,8 @@ def stages(job: Job, python: list[str], rehearse: bool) -> bool:
 
 
 def order(folder: Path) -> list[list[str]]:
-    """What is not finished, by stages. A part that a former call was stopped in may hang, so it
-    comes after those that were never tried, in a stage of its own.
+    """What is not finished, by stages. A part that a former call began may hang, so it comes after
+    those that were never tried, in a stage of its own.
     """
     tried = [part for part in SECONDS if records(folder, part)]
     never = [[part for part in stage if part not in tried] for stage in STAGES]
@@ -128,7 +127,7 @@ def order(folder: Path) -> list[list[str]]:
 
 
 def fitting(parts: list[str], left: float, least: int) -> list[str]:
-    """As many of them, from the first on, as are estimated to take no longer, or ``least``."""
+    """The first of them that are estimated to take at most ``left`` seconds; at least ``least``."""
     counts = range(len(parts), least, -1)
     return parts[: next((n for n in counts if seconds(parts[:n]) <= left), least)]
 

@@ -43,7 +43,7 @@ def clock(device: str) -> measure.Clock:
 
 
 def wall_clock(device: str) -> measure.Clock:
-    """For whole passes and steps, where what the host does counts too."""
+    """For whole passes and steps: the host's time counts too."""
     return measure.cuda_wall_seconds if device == "cuda" else measure.wall_seconds
 
 

@@ -39,7 +39,7 @@ OVER_B = [
     for B in (1, 2, 4, 8, 16, 32)
 ]
 SERIAL = 64
-"""Samples that are more than this are not passed one by one."""
+"""More samples than this are not passed one by one."""
 
 HALF = 2e-2
 """Largest relative error at bfloat16, whose own numbers are off by up to 4e-3. Under autocast on a
@@ -47,7 +47,7 @@ CPU the loop of single samples is off by 5e-3 too, Opacus's ghost norms by 1.1e-
 """
 
 ROOM = 0.8
-"""Of the device's memory that one contestant may take: others wait beside it while it is timed."""
+"""Of the device's memory, for one contestant: others keep theirs while it is timed."""
 
 
 def session_on(backend: str) -> type[Gnsfast]:
@@ -114,7 +114,7 @@ def peers(
 def checked(
     device: str, those: list[Contestant], problem_of: Callable[[bool], Problem]
 ) -> tuple[dict[str, Verdict], dict[str, Verdict]]:
-    """In float32, and those that are right there under autocast, which ``problem_of`` is told."""
+    """Verdicts in float32 and, for those right there, under autocast (``problem_of(True)``)."""
     torch.manual_seed(0)
     found = gate.judged(problem_of(False), those)
     right = [v.contestant for v in found.values() if not v.complaint]
@@ -127,8 +127,8 @@ def step(
     names: tuple[str, ...] = gpu_step.MODELS,
     modes: tuple[bool, ...] = (False, True),
 ) -> Iterator[Tables]:
-    """Whole training steps, plain and converted, eager and compiled: bf16 autocast, AdamW. On a
-    small model of the same layers gnsfast's back-ends are right before a model's steps are timed.
+    """Whole training steps, plain and converted, eager and compiled: bf16 autocast, AdamW. Before,
+    gnsfast's back-ends are checked on a small model of the same layers.
     """
 
     @functools.cache
@@ -179,7 +179,7 @@ def timed(
     problem: Problem, right: list[Contestant], rounds: int, device: str, seconds_of: Clock
 ) -> Rows:
     """Each contestant in turns with plain, both alone on the device, on the same batch: the whole
-    one, or where memory does not suffice half of it, a quarter, ...
+    one or, if memory does not suffice, half of it, a quarter, ...
     """
     rows: Rows = []
     warm_up(device)
@@ -208,7 +208,7 @@ def first(problem: Problem, B: int) -> Problem:
 
 
 def largest(contestant: Contestant, problem: Problem) -> tuple[int, str]:
-    """The most samples, halved until a pass fits, 0 for none; and what stopped it at first."""
+    """The batch, halved until a pass fits (0: none does), and why the whole one did not fit."""
     failed, B = "", problem.B
     if contestant.serial and B > SERIAL:
         return 0, f"{B} passes of one sample each: not timed"

@@ -29,15 +29,15 @@ PEERS = ("opacus", "backpack", "opt_einsum", "einops", "unfoldNd")
 """What gnsfast is measured beside, and what that imports."""
 PIP = "pip"
 FOLDERS = {"scripts": "bin", "headers": "include"}
-"""Of a wheel's data; all else goes beside its packages."""
+"""For a wheel's data; all else goes beside its packages."""
 BUILD = ("setup.py", "build_ext", "--inplace")
 BUILD_SECONDS = 150
 DEVICE = "import torch; p = torch.cuda.get_device_properties(0);print(p.major, p.name, sep='\\n')"
 
 
 def install(job: Job, wheels: Path, site: Path) -> None:
-    """The wheels into ``site``, which goes before what is installed. The checkout goes before it:
-    BackPACK's wheel brings a package ``benchmarks`` too.
+    """Install the wheels into ``site``, which precedes what is installed. The checkout precedes it:
+    BackPACK's wheel has a package ``benchmarks`` too.
     """
     found = sorted(map(str, wheels.glob("*.whl")))
     path = os.environ.get("PYTHONPATH")
@@ -53,15 +53,15 @@ def install(job: Job, wheels: Path, site: Path) -> None:
         pip += ["--no-compile", "--no-cache-dir", "--target", str(site), *found]
         if job.run(pip, 120):
             raise SystemExit(f"pip did not install the wheels of {wheels}: see above")
-    if missing := asked(job, [sys.executable, "-c", MISSING, *NEEDED]):
-        remedy = "`make gpu-wheels`, where there is a network, fills .whl, which goes along"
+    if missing := output_lines(job, [sys.executable, "-c", MISSING, *NEEDED]):
+        remedy = "on a machine with a network `make gpu-wheels` fills .whl: bring it along"
         raise SystemExit(
             f"missing here: {', '.join(missing)}; {remedy} (torch and Triton are the machine's own)"
         )
 
 
 def unzip(wheel: Path, site: Path) -> None:
-    """What pip does with it, but for programs that it would write itself."""
+    """Install a wheel as pip does, but for the programs that pip would generate."""
     with zipfile.ZipFile(wheel) as packed:
         for name in packed.namelist():
             _, data, inner = name.partition(".data/")
@@ -76,31 +76,31 @@ def unzip(wheel: Path, site: Path) -> None:
 
 
 def peers(job: Job) -> None:
-    """Says which of them cannot be imported, and why: all else is measured without them."""
+    """Say which peers cannot be imported, and why: all else is measured without them."""
     how: dict[str, Any] = {"cwd": job.root, "env": job.environment, "text": True}
     how |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     run = [sys.executable, "-W", "ignore", "-c"]
     started = {name: subprocess.Popen([*run, f"import {name}"], **how) for name in PEERS}
     for name, process in started.items():
-        said = process.communicate()[1].strip().splitlines()
+        errors = process.communicate()[1].strip().splitlines()
         if process.returncode:
             ended = f"its import ends the process with {process.returncode}"
-            job.say(f"cannot be imported: {name}: {said[-1] if said else ended}")
+            job.say(f"cannot be imported: {name}: {errors[-1] if errors else ended}")
 
 
-def asked(job: Job, command: list[str]) -> list[str]:
-    """The lines that a program prints; what it complains of goes to the log."""
+def output_lines(job: Job, command: list[str]) -> list[str]:
+    """The lines that a program prints; its standard error goes to the log."""
     where: dict[str, Any] = {"cwd": job.root, "env": job.environment}
     with job.log.open("ab") as log:
-        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, **where)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, **where)
     job.show()
-    if said.returncode:
-        raise SystemExit(f"{' '.join(command)}: exit status {said.returncode}")
-    return said.stdout.strip().splitlines()
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit status {done.returncode}")
+    return done.stdout.strip().splitlines()
 
 
 def link(job: Job) -> None:
-    """``gnsfast.triton_kernels``, which an installation would map to the folder beside."""
+    """Link ``gnsfast.triton_kernels`` to the folder that an installation maps to it."""
     try:
         importlib.metadata.distribution("gnsfast")
     except importlib.metadata.PackageNotFoundError:
@@ -111,17 +111,17 @@ def link(job: Job) -> None:
 
 
 def build(job: Job) -> None:
-    """``gnsfast._C`` in the checkout, for this device alone, unless a former call built it from the
-    same files with the same compiler; a row of the record says which, or why there is none.
+    """Build ``gnsfast._C`` in the checkout, for this device alone, unless a former call built it
+    from the same files with the same compiler. A row of the record tells how it went.
     """
     try:
-        major, gpu = asked(job, [sys.executable, "-c", DEVICE])
+        major, gpu = output_lines(job, [sys.executable, "-c", DEVICE])
     except SystemExit as error:
         raise SystemExit(f"torch finds no CUDA device: {error}; --rehearse runs on a CPU") from None
     for stale in (job.root / "gnsfast").glob("_C*.so"):
         stale.unlink()
     start = time.monotonic()
-    status, result = built(job, f"{major}0")  # which every device of this generation runs
+    status, result = built(job, f"{major}0")  # all devices of this generation run it
     row = {"check": "CUDA extension", "exit status": status, "result": result}
     row["s"] = round(time.monotonic() - start)
     job.say(f"CUDA extension: {result}")
@@ -133,11 +133,11 @@ def build(job: Job) -> None:
 
 
 def built(job: Job, arch: str) -> tuple[int, str]:
-    """Exit status and what to say of it."""
+    """Exit status, and what the record says."""
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if shutil.which(nvcc) is None:
         return 1, f"there is no nvcc at {nvcc}: CUDACXX names another"
-    compiler = "\n".join(asked(job, [nvcc, "--version"]))
+    compiler = "\n".join(output_lines(job, [nvcc, "--version"]))
     folder = job.results / "extension" / key(job.root, arch, compiler)
     package = job.root / "gnsfast"
     if kept := sorted(folder.glob("_C*.so")):
@@ -147,6 +147,7 @@ def built(job: Job, arch: str) -> tuple[int, str]:
     if failed.exists():
         return 1, f"the build failed in a former call: without {failed} it is tried again"
     environment = {"GNSFAST_CUDA": "1", "GNSFAST_CUDA_ARCHS": arch, "CUDACXX": nvcc}
+    environment["GNSFAST_CUDA_VARIANTS"] = "1"
     seconds = min(BUILD_SECONDS, job.left())
     status = job.run([sys.executable, *BUILD], seconds, **environment)
     made = sorted(package.glob("_C*.so"))
@@ -155,7 +156,7 @@ def built(job: Job, arch: str) -> tuple[int, str]:
     folder.mkdir()
     if status or not made:
         if status != TIMED_OUT or seconds == BUILD_SECONDS:
-            failed.touch()  # or every call would lose these seconds
+            failed.touch()  # or every call would spend these seconds
         why = "took too long" if status == TIMED_OUT else "failed"
         return status or 1, f"the build {why}: see the log; all else runs without it"
     partial = job.results / "extension.partial"
@@ -169,8 +170,8 @@ def key(root: Path, arch: str, compiler: str) -> str:
     """A hash of everything that goes into the built file."""
     files = (path for path in sorted((root / "csrc").rglob("*")) if path.is_file())
     sources = [path for path in files if path.suffix != ".pyc"]
-    said = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in (*sources, root / "setup.py"):
-        said.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    said.update(f"{arch}\n{sys.version}\n{compiler}".encode())
-    return said.hexdigest()[:16]
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    digest.update(f"{arch}\n{sys.version}\n{compiler}".encode())
+    return digest.hexdigest()[:16]

@@ -20,15 +20,15 @@ SECONDS = 5
 
 def following() -> Callable[[], object]:
     """What a new process calls so that it is killed when the thread that started it ends. The
-    library is opened here, as a fork of a process with threads must not wait for a lock.
+    library is opened here: a fork of a process with threads must not wait for a lock.
     """
     return partial(ctypes.CDLL(None).prctl, PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def none_left(say: Callable[[str], None]) -> Iterator[None]:
-    """At the end kills what was started meanwhile, by whatever process, in whatever group: ninja
-    gives a group of its own to each compiler. Orphans become this process's children.
+    """At the end kill every process that was started meanwhile, in any group: ninja gives each
+    compiler a group of its own. Orphans become this process's children.
     """
     before = descendants()
     prctl = ctypes.CDLL(None).prctl
@@ -36,15 +36,15 @@ def none_left(say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        end, told = time.monotonic() + SECONDS, set[int]()
+        end, reported = time.monotonic() + SECONDS, set[int]()
         while (left := descendants() - before) and time.monotonic() < end:
             for process in left:
                 if not ended(process):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
-                    if process not in told:
+                    if process not in reported:
                         say(f"stopped: process {process}, which its stage left behind")
-                    told.add(process)
+                    reported.add(process)
             time.sleep(0.01)
         if left:
             say(f"processes that a kill does not end: {sorted(left)}")
@@ -52,7 +52,7 @@ def none_left(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def ended(child: int) -> bool:
-    """Whether it has, which nobody else asks about an orphan: it is in /proc until then."""
+    """Whether it has ended. An orphan stays in /proc until this asks; nobody else does."""
     try:
         return os.waitpid(child, os.WNOHANG)[0] == child
     except ChildProcessError:  # another process's

@@ -254,14 +254,14 @@ def peak(device: str) -> int:
 
 
 def warm_up(device: str) -> None:
-    """The linear algebra library's workspace is there before anyone's memory is measured."""
+    """Allocate the linear algebra library's workspace before memory is measured."""
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(64, 64, device=device, dtype=dtype)
         a @ a
 
 
 def release(device: str) -> None:
-    """Give back what nobody holds; hooked models hold themselves, in cycles."""
+    """Free unused memory; hooked models hold themselves, in cycles."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

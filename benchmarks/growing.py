@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from benchmarks import gate
+from benchmarks.record import Rows
 
-Rows = list[dict[str, Any]]
 Tables = dict[str, Rows]
 Case = TypeVar("Case")
 

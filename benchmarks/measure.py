@@ -12,7 +12,6 @@ import torch
 CYCLES = 2e9
 """Of a GPU's clock in a second, at most: a longer pause does no harm."""
 
-
 Clock = Callable[[Callable[[], object]], float]
 """Seconds of a call."""
 
@@ -48,9 +47,9 @@ def cuda_wall_seconds(run: Callable[[], object]) -> float:
 
 
 def cuda_seconds(run: Callable[[], object], busy: float = 1e-3, tries: int = 3) -> float:
-    """Device time, by events; the device is kept busy for so many seconds first, so that it does
-    not wait for launches. Where these took longer it runs again after a longer pause, but for what
-    can run only once (``tries``). What waits for the device itself is timed with its waiting.
+    """Device time, by events. The device is first kept busy for ``busy`` seconds, so that it does
+    not wait for launches; if these took longer, all runs again after a longer pause, ``tries``
+    times at most. A ``run`` that waits for the device is timed with its waiting.
     """
     for _ in range(tries):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -73,12 +72,11 @@ def interleave(
     rounds: int,
     seconds_of: Clock = wall_seconds,
 ) -> dict[str, Timing]:
-    """Time all contestants in turn, round after round; the first one is what the others are
-    compared to. Where a round takes seconds, two at a time: a shared machine is another one at the
-    end of a longer round.
+    """Time all contestants in turn, round after round; the others are compared to the first. Pass
+    two at a time if a round takes seconds: a shared machine changes during a longer round.
 
-    Each round begins with the next one and every other runs backwards, so that none profits from
-    what runs before it.
+    Each round begins with the next contestant and every other round runs backwards, so that none
+    profits from what runs before it.
     """
     for run in contestants.values():
         run()

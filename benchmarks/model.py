@@ -5,15 +5,14 @@ and needs no GPU; ``python -m benchmarks gpu`` prints these numbers beside what 
 
 import argparse
 import json
-from dataclasses import fields
 from typing import Any
 
 from benchmarks import record
 from benchmarks.cases import LayerCase
 from benchmarks.model_linear import GPU, GPUS, KERNELS, Assumed, Layer, of_device, weight_gradient
 from benchmarks.model_step import MODELS, Model, step
+from benchmarks.record import Rows
 
-Rows = list[dict[str, Any]]
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WEIGHTS = {"bfloat16": 2, "float32": 4}
 CAUSES = {
@@ -24,7 +23,7 @@ CAUSES = {
     "stores": "dW",
     "launches": "kernels",
 }
-"""Columns of the layers' table: what ``Cost`` takes apart."""
+"""Fields of ``Cost`` -> columns of the layers' table."""
 
 
 def predicted(
@@ -44,7 +43,7 @@ def predicted(
 def assumptions(gpu: GPU, weights: str, kernel: str, a: Assumed) -> Rows:
     """What the numbers rest on, a row each."""
     tile = KERNELS[kernel]
-    said = {
+    values = {
         f"{gpu.name}, stated": f"{gpu.flops / 1e12:.0f} TFLOP/s dense bfloat16, "
         f"{gpu.memory / 1e12:.2f} TB/s, {gpu.processors} SMs, L2 {gpu.l2 / 1e6:.0f} MB, NVLink "
         f"{gpu.nvlink / 1e9:.0f} GB/s each way",
@@ -62,7 +61,7 @@ def assumptions(gpu: GPU, weights: str, kernel: str, a: Assumed) -> Rows:
         "and pointwise operations left out",
         "host": "launches are hidden: the device never waits for the host",
     }
-    return [{"assumed": key, "value": value} for key, value in said.items()]
+    return [{"assumed": key, "value": value} for key, value in values.items()]
 
 
 def layer_rows(gpu: GPU, model: Model, T: int, B: int, **options: Any) -> Rows:
@@ -71,17 +70,11 @@ def layer_rows(gpu: GPU, model: Model, T: int, B: int, **options: Any) -> Rows:
         cost = weight_gradient(gpu, layer, T, B, **options)
         row: dict[str, Any] = {"layer": layer.name, "I x O": f"{layer.I} x {layer.O}"}
         row |= {"layers": layer.count, "route": cost.route, "plain µs": round(1e6 * cost.plain, 1)}
-        row |= {f"{CAUSES[f.name]} µs": round(1e6 * getattr(cost, f.name), 1) for f in _causes()}
+        row |= {f"{c} µs": round(1e6 * getattr(cost, name), 1) for name, c in CAUSES.items()}
         row |= {"overhead %": round(100 * cost.overhead, 1)}
         row |= {"plain MB": round(cost.plain_bytes / 1e6, 1)}
         rows.append(row | {"more MB": round(cost.more_bytes / 1e6, 1)})
     return rows
-
-
-def _causes() -> list[Any]:
-    from benchmarks.model_linear import Cost
-
-    return [f for f in fields(Cost) if f.name in CAUSES]
 
 
 def step_rows(gpu: GPU, model: Model, T: int, B: int, **options: Any) -> Rows:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What norms cost a whole training step, counted: each layer's weight gradient by
-``model_linear.py``, the other parameters, the estimator, and what processes tell each other.
+``model_linear.py``, the other parameters, the estimator, and what processes exchange.
 """
 
 import math
@@ -42,7 +42,7 @@ class Model:
 
     @property
     def units(self) -> int:
-        """Trainable parameters, each of which has its own p and q."""
+        """Trainable parameters, each with its own p and q."""
         linears = sum(layer.count * (1 + layer.bias - layer.tied) for layer in self.layers)
         return linears + 1 + bool(self.positions) + self.norms * (1 + self.norm_bias)
 
@@ -111,7 +111,7 @@ class Step:
 
 
 def attention_flop(model: Model, B: int, T: int) -> float:
-    """Causal: half of 4 T² D forward; backward 2.5 times that, scores made anew."""
+    """Causal: half of 4 T² D forward; backward 2.5 times that, as scores are recomputed."""
     return 3.5 * model.blocks * 2 * B * T * T * model.width
 
 

@@ -22,7 +22,7 @@ BUDGETS = record.RESULTS.parent / "budgets"
 MARKED = re.compile(r"(<!-- benchmarks: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 WIDTH = 120
 ROWS = 3
-"""Of the table at most; the others are named below it."""
+"""Most rows of the table; the others are named below it."""
 
 
 def main(arguments: list[str]) -> None:
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     for path in stale:
         print(f"{path}: {'not what the records give' if options.check else 'written'}")
     if stale and options.check:
-        print("write them anew: python -m benchmarks readme", file=sys.stderr)
+        print("rewrite them: python -m benchmarks readme", file=sys.stderr)
         raise SystemExit(1)
 
 
@@ -68,12 +68,12 @@ def _newest(name: str, results: Path) -> Record:
 
 
 def block(newest: Record, root: Path) -> str:
-    """A table of whole steps, the figure, where they come from, and what is known of GPUs."""
+    """A table of whole steps, the figure, where they come from, and what is known about GPUs."""
     each = figures.steps(newest)
     rows, rest = table(each)
     lines = [*rows, "", f"![{figures.headline(each)}]({_link(newest, root, '.svg')})"]
-    said = f"{rest}{origin(newest, root)} {gpu(newest, root)}"
-    return "\n".join([*lines, *_wrapped(said)])
+    text = f"{rest}{origin(newest, root)} {gpu(newest, root)}"
+    return "\n".join([*lines, *_wrapped(text)])
 
 
 def table(each: list[Steps]) -> tuple[list[str], str]:
@@ -98,7 +98,7 @@ def table(each: list[Steps]) -> tuple[list[str], str]:
 
 
 def _strong(one: Steps, text: str) -> str:
-    """Ours in bold; of a ratio the median."""
+    """Ours in bold, only the median of a ratio."""
     if one.name != OURS:
         return text
     first, _, rest = text.partition(" ")
@@ -135,20 +135,20 @@ def compiled() -> str:
         return ""
     spilling = [name for name, row in kernels if row["spilled"]]
     which = f" ({os.path.commonprefix(spilling).strip()})" if spilling else ""
-    said = f"{len(spilling) or 'none'} spill{which}"
-    return f"Compiled, not run: {len(kernels)} variants; {said}."
+    spills = f"{len(spilling) or 'none'} spill{which}"
+    return f"Compiled, not run: {len(kernels)} variants; {spills}."
 
 
 def counted() -> str:
     """The model of a GPU's time, by the kernel of the fused route."""
-    said = []
+    rows = []
     for name, T in (("llama-3-8b", 2048), ("gpt-2", 1024)):
         ratios = []
         for kernel, where in (("sm90", "CUDA"), ("triton", "Triton")):
             counted = step(GPUS["H200"], MODELS[name], T, 16384 // T, kernel=kernel)
             ratios.append(f"{1 + counted.overhead:.2f} ({where})")
-        said.append(f"{name} {', '.join(ratios)}")
-    return f"Counted, not measured (`python -m benchmarks model`, H200, eager): {'; '.join(said)}."
+        rows.append(f"{name} {', '.join(ratios)}")
+    return f"Counted, not measured (`python -m benchmarks model`, H200, eager): {'; '.join(rows)}."
 
 
 def _link(each: Record, root: Path, suffix: str = ".md") -> str:

@@ -23,11 +23,11 @@ from benchmarks.measure import Timing
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = {"opacus", "backpack-for-pytorch"}
-"""Installed, they are measured beside gnsfast."""
+"""Measured beside gnsfast where they are installed."""
 LOAD = os.getloadavg()[0]
-"""Of the minute before the measurements began, which add to it themselves."""
+"""Of the minute before the measurements, which add to it themselves."""
 WRITTEN = re.compile(r"(\d+(?:\.\d+)?) \((\d+(?:\.\d+)?) to (\d+(?:\.\d+)?)\)")
-"""A ratio and its interval as a string, which is all that older records have of it."""
+"""A ratio with its interval as older records hold it, a string."""
 
 Rows = list[dict[str, Any]]
 
@@ -70,9 +70,9 @@ def machine() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    asked = "driver_version,clocks.sm,clocks.max.sm,clocks.mem"
-    said = _line("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader") or "unknown"
-    driver, _, clocks = said.partition(", ")
+    query = "driver_version,clocks.sm,clocks.max.sm,clocks.mem"
+    line = _line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader") or "unknown"
+    driver, _, clocks = line.partition(", ")
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": driver,
@@ -84,8 +84,8 @@ def _gpu() -> dict[str, Any]:
 
 @functools.cache
 def _line(*command: str) -> str:
-    """The first line that a program prints; empty where it is missing or fails. Asked once: a
-    record that grows is written after each case.
+    """The first line that a program prints; empty if it is missing or fails. Cached: a growing
+    record is written after each case.
     """
     if shutil.which(command[0]) is None:
         return ""
@@ -110,19 +110,19 @@ def write(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Pat
 
 
 def _replace(path: Path, text: str) -> Path:
-    """Whoever reads ``path``, or is left with it after a kill, has the former text or this one."""
+    """Write at once: readers find the old text or the new one, also after a kill."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     return partial.replace(path)
 
 
 def write_unfinished(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Path:
-    """A record that still grows, by another name: it replaces no whole one."""
+    """Write a record that still grows under another name: it replaces no whole one."""
     return write(f"{name}-unfinished", command, tables, folder)
 
 
 def write_whole(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Path:
-    """Instead of the unfinished one; the GPU's clocks are those at the end."""
+    """Replace the unfinished record; the GPU's clocks are those at the end."""
     _line.cache_clear()
     written = write(name, command, tables, folder)
     for unfinished in folder.glob(f"????-??-??-{name}-unfinished.*"):
@@ -131,7 +131,7 @@ def write_whole(name: str, command: str, tables: dict[str, Rows], folder: Path) 
 
 
 def read(path: Path) -> Record:
-    """A record from its JSON, whatever version wrote it; what is none raises a ``ValueError``."""
+    """A record from the JSON of any version; ValueError if it is not a record."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         tables = {
@@ -140,8 +140,9 @@ def read(path: Path) -> Record:
         }
         return Record(path, data["command"], dict(data["machine"]), tables)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        said = "is no record: JSON with a command, a machine and tables of rows"
-        raise ValueError(f"{path} {said}") from error
+        raise ValueError(
+            f"{path} is not a record: JSON with a command, a machine and tables of rows"
+        ) from error
 
 
 def newest(name: str, folder: Path = RESULTS) -> Record | None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks gpu --rehearse``: all parts on a CPU, on tiny cases, by the kernels in
-Triton's interpreter. What it measures means nothing; that it runs does.
+Triton's interpreter. It shows that they run; its measurements mean nothing.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def few() -> Iterator[None]:
 
 @contextmanager
 def arranged() -> Iterator[None]:
-    """``gpu.PARTS`` are tiny. Triton reads its variable when it is imported, which is later."""
+    """Make ``gpu.PARTS`` tiny. Triton reads its variable at its import, which comes later."""
     interpreted = {"TRITON_INTERPRET": "1", backends.VARIABLE: "triton"}
     small = {"gpt2": partial(gpu_peers.gpt_problem, TinyGPT)}
     small["llama"] = partial(gpu_peers.llama_problem, B=2, T=5)

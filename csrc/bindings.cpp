@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// gnsfast._C: tensors come as addresses, shapes and strides, so that it is built without torch.
+// gnsfast._C. Tensors come as addresses, shapes and strides, so it is built without torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -63,28 +63,17 @@ gnsfast::Rows rows(const char* name, uintptr_t data, const py::tuple& strides) {
 
 const gnsfast::Kernel& kernel_of(const std::string& name, int processors) {
   if (processors < 2) throw std::invalid_argument("processors must be two or more");
-  if (name == gnsfast::kSm80.name) return gnsfast::kSm80;
-#ifdef GNSFAST_SM90
-  if (name == gnsfast::kSm90.name) return gnsfast::kSm90;
-  for (const auto& kernel : gnsfast::kVariants) {
+  for (const auto& kernel : gnsfast::kernels()) {
     if (name == kernel.name) return kernel;
   }
-#else
-  if (name.rfind("sm90", 0) == 0) {
-    throw std::invalid_argument(
-        "the kernel " + name +
-        " was not built, as 90 was not in GNSFAST_CUDA_ARCHS: GNSFAST_CUDA_ARCHS=90 pip install . "
-        "builds it");
-  }
-#endif
-  throw std::invalid_argument("no kernel " + name + ": sm80 or sm90");
+  throw std::invalid_argument("this build has no kernel " + name +
+                              ": GNSFAST_CUDA_ARCHS=90 pip install . builds sm90, and with "
+                              "GNSFAST_CUDA_VARIANTS=1 its variants too");
 }
 
-std::vector<std::string> variants() {
+std::vector<std::string> kernels() {
   std::vector<std::string> names;
-#ifdef GNSFAST_SM90
-  for (const auto& kernel : gnsfast::kVariants) names.push_back(kernel.name);
-#endif
+  for (const auto& kernel : gnsfast::kernels()) names.push_back(kernel.name);
   return names;
 }
 
@@ -156,7 +145,7 @@ void token_sqnorms(uintptr_t x, int64_t x_stride, uintptr_t dy, int64_t dy_strid
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "CUDA kernels of gnsfast; gnsfast.extension checks the tensors that it is called with.";
+  m.doc() = "CUDA kernels of gnsfast; gnsfast.ops.extension checks the tensors that it passes.";
   m.def("missing_device", &gnsfast::missing_device, "Why no kernel can be launched; else empty.");
   m.def("plan_linear_wgrad", &plan, py::arg("kernel"), py::arg("shape"), py::arg("processors"),
         "How (B, T, I, O) is split, and what memory that needs.");
@@ -165,7 +154,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("output"), py::arg("add"), py::arg("partial"), py::arg("scratch"),
         py::arg("processors"), py::arg("stream"), py::arg("device"),
         "dW [O, I] and the partial squared norms [partial_rows, B + 1], launched on a stream.");
-  m.def("variants", &variants, "Kernels that only the benchmarks name.");
+  m.def("kernels", &kernels, "The names of linear_wgrad's kernels in this build.");
   m.def("token_sqnorms", &token_sqnorms, py::kw_only(), py::arg("x"), py::arg("x_stride"),
         py::arg("dy"), py::arg("dy_stride"), py::arg("shape"), py::arg("element"),
         py::arg("product"), py::arg("dy_sqnorm"), py::arg("stream"), py::arg("device"),

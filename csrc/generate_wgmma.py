@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes ``wgmma_sm90.cuh``: ``python csrc/generate_wgmma.py``. One wrapper a shape and dtype, as
-the instruction names every accumulator register.
+"""``python csrc/generate_wgmma.py`` writes ``wgmma_sm90.cuh``: a wrapper for each shape and dtype,
+because the instruction names every accumulator register.
 """
 
 from pathlib import Path
 
-WIDTHS = (192, 256)
-DTYPES = {"__nv_bfloat16": "bf16", "__half": "f16"}
+SHAPES = (("__nv_bfloat16", "bf16", 192), ("__half", "f16", 192), ("__nv_bfloat16", "bf16", 256))
 PER_LINE = 12
 
 HEADER = """\
@@ -56,8 +55,7 @@ struct Wgmma<{element}, {width}> {{
 
 
 def text() -> str:
-    parts = [wrapper(e, ptx, width) for width in WIDTHS for e, ptx in DTYPES.items()]
-    return HEADER + "".join(parts) + "\n}  // namespace gnsfast\n"
+    return HEADER + "".join(wrapper(*shape) for shape in SHAPES) + "\n}  // namespace gnsfast\n"
 
 
 if __name__ == "__main__":

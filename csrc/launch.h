@@ -14,7 +14,7 @@ namespace gnsfast {
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch would be blamed
+  cudaGetLastError();  // clears it: or the next launch would be blamed
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
@@ -22,12 +22,12 @@ constexpr int kMostParts = 16;
 
 inline int tiles_along(int size, int tile) { return (size + tile - 1) / tile; }
 
-// Counted in tokens of a tile's products: launching the second kernel, and writing and reading one
-// part of one tile, when all tiles that run at a time do so.
+// In units of the time that a tile takes for one token: the launch of the second kernel; writing and
+// reading one part of a tile, while all tiles that run at a time do so.
 constexpr double kMergeLaunch = 500, kMergePart = 100;
 
-// What a last, partly filled wave of tiles costs is saved by splitting those tiles by whole samples:
-// ``at_once`` tiles run at a time.
+// Splits the tiles of a last, partly filled wave by whole samples where that saves time; ``at_once``
+// tiles run at a time.
 inline Plan plan_tiles(int tiles_o, int tiles_i, int at_once, int B, int T) {
   const int tiles = tiles_o * tiles_i, last = tiles % at_once;
   Plan plan{tiles_i, tiles, tiles, 1, 0, 0};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans and launches the Hopper kernel, in any of its variants.
+// Plans and launches any variant of the Hopper kernel.
 #pragma once
 #include "linear_wgrad_sm90.cuh"
 
@@ -12,7 +12,7 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// From the driver that runs: nothing links against it, so the module loads without one.
+// Looked up in the driver: nothing links against it, so the module loads without one.
 inline Encode encoder() {
   static const Encode encode = [] {
     void* function = nullptr;
@@ -32,7 +32,7 @@ inline Encode encoder() {
 inline CUtensorMap encode(const char* name, const Rows& rows, int features, int T, int B, int tokens,
                    Dtype element) {
   const auto address = reinterpret_cast<uintptr_t>(rows.data);
-  // The stride of a dimension of one is never used, but has to be a valid one.
+  // The stride of a dimension of size 1 is never used, but must be valid.
   const int64_t stride_t = T == 1 ? features : rows.stride_t;
   const int64_t stride_b = B == 1 ? stride_t : rows.stride_b;
   if (address % 16 || features % 8 || stride_t % 8 || stride_b % 8 || stride_t <= 0 ||
@@ -95,5 +95,8 @@ void launch_sm90(const LinearWgrad& call, const Plan& plan, int processors) {
     check(cudaGetLastError(), "linear_wgrad_sm90, merge");
   }
 }
+
+// The standard variant for every dtype; linear_wgrad_sm90.cu compiles it, once.
+void launch_standard(const LinearWgrad& call, const Plan& plan, int processors);
 
 }  // namespace gnsfast

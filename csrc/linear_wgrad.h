@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the bindings call. No CUDA header here: pointers and strides are those of the caller's tensors.
+// What the bindings call, without CUDA headers. Pointers and strides are of the caller's tensors.
 #pragma once
-#include <array>
 #include <cstdint>
+#include <vector>
 
 namespace gnsfast {
 
@@ -13,7 +13,7 @@ struct Rows {  // of x or dy: [B, T, features], the features side by side
   int64_t stride_b, stride_t;  // in elements
 };
 
-struct Plan {  // how many tiles are whole, and into how many parts the others are split
+struct Plan {  // the first tiles are whole, each of the others is split into parts
   int tiles_i, tiles;
   int whole_tiles, parts;
   int64_t partial_rows;      // of B + 1 float32
@@ -41,8 +41,15 @@ struct Kernel {
   // reports.
   void (*launch)(const LinearWgrad& call, const Plan& plan, int processors);
 };
-extern const Kernel kSm80, kSm90;
-extern const std::array<Kernel, 4> kVariants;  // of kSm90, for the benchmarks
+
+// Every kernel of this build. The file of a kernel registers it when the module is loaded.
+inline std::vector<Kernel>& kernels() {
+  static std::vector<Kernel> all;
+  return all;
+}
+struct Registered {
+  explicit Registered(const Kernel& kernel) { kernels().push_back(kernel); }
+};
 
 // ‖x_b‖² ‖dy_b‖² and ‖dy_b‖² of samples of one token: x [B, I], dy [B, O], both of ``element``.
 struct TokenSqnorms {

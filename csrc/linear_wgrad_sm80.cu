@@ -52,9 +52,9 @@ void launch_sm80(const LinearWgrad& call, const Plan& plan, int processors) {
   });
 }
 
-}  // namespace
+const Registered sm80{{"sm80", plan_sm80, launch_sm80}};
 
-const Kernel kSm80{"sm80", plan_sm80, launch_sm80};
+}  // namespace
 
 const char* missing_device() {
   int count = 0;

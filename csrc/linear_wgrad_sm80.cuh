@@ -3,9 +3,9 @@
 //
 //   dW [O, I] = Σ_b dy_bᵀ x_b        sqnorm[b] = ‖dy_bᵀ x_b‖²        sqnorm[B] = ‖dW‖²
 //
-// A block owns a tile of 128 x 128; each of its eight warps 64 x 32 of it: acc (this sample) and total,
-// 64 registers each a thread. A ring of four stages of 32 tokens is filled in the background, over the
-// samples' ends; all warps multiply a stage, then it is filled anew:
+// A block owns a tile of 128 x 128, and each of its eight warps 64 x 32 of that: acc (this sample) and
+// total take 64 registers each of a thread. A ring of four stages of 32 tokens is filled in the
+// background, also across samples' ends; all warps multiply a stage, then it is filled anew:
 //
 //            x  [32 tokens, 128]
 //           ┌────┬────┬────┬────┐
@@ -48,8 +48,8 @@ struct Operand {  // x or dy: [B, T, features] with the features side by side
   int features;
 };
 
-// Where 8 elements of a token lie: chunks of 16 bytes are exchanged by the token, so that the eight
-// rows of a matrix are in different banks.
+// Where 8 elements of a token lie. The token permutes the chunks of 16 bytes, so that the eight rows
+// of a matrix are in different banks.
 GNSFAST_DEVICE uint32_t chunk_offset(int token, int chunk) {
   return token * kRowBytes + ((chunk ^ (token & 7)) * 16);
 }
@@ -69,7 +69,7 @@ GNSFAST_DEVICE void fill_operand(uint32_t shared, const Operand& from, int first
   }
 }
 
-// acc += dyᵀ x of one stage, for the warp's 64 x 32.
+// acc += dyᵀ x over one stage, for the warp's 64 x 32.
 template <class Element>
 GNSFAST_DEVICE void multiply_stage(float (&acc)[kBlocksO][kBlocksI][4], uint32_t stage, int warp_o,
                                    int warp_i, uint32_t lane) {
@@ -99,7 +99,7 @@ GNSFAST_DEVICE void multiply_stage(float (&acc)[kBlocksO][kBlocksI][4], uint32_t
   }
 }
 
-// A thread's 64 values of the warp's 64 x 32 at (o, i).
+// Stores a thread's 64 values of the warp's 64 x 32 at (o, i).
 template <class Output>
 GNSFAST_DEVICE void store_tile(Output* dw, const Problem& p, const float (&v)[kAccumulators], int o,
                                int i, uint32_t lane) {
@@ -169,7 +169,7 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_C
   }
 }
 
-// A block for each split tile: the parts in their order, then the norm of the sum.
+// One block for each split tile: adds the parts in order, then takes the norm of the sum.
 template <class Output>
 GNSFAST_SIMT_KERNEL(kThreads)
 merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {

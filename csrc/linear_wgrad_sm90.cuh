@@ -23,9 +23,9 @@
 //   warpgroup 0  ═══════╗end b╔═══════╗
 //   warpgroup 1     ═══════╗end b╔═══════╗
 //
-// What would be the last, partly filled wave of tiles is split by whole samples; the parts meet in a
-// scratch, which merge_kernel adds in a fixed order. No element is written by two blocks: two runs
-// give the same bits.
+// The tiles of a last, partly filled wave are split by whole samples. Their parts go to a scratch
+// buffer, which merge_kernel adds up in a fixed order. No element is written by two blocks, so two
+// runs give the same bits.
 #pragma once
 #ifdef GNSFAST_HOST_MODEL
 #include "host_model/primitives.h"
@@ -47,13 +47,12 @@ constexpr int kDyBytes = kTileO / kColumns * kBoxBytes;
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
 constexpr int kThreads = kConsumers + 128;
-// 384 threads start with 168 registers each, which 128 · 40 + 256 · 232 shares out anew.
+// 384 threads start with 168 registers each; 128 · 40 + 256 · 232 redistributes them.
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 
-// What the benchmarks take apart (variants_sm90.cu): the tile's width, the CTAs that share x, whether
-// warpgroups issue in turn, and whether there is room for a total beside a sample's sum; without,
-// there is one sample.
+// What variants_sm90.cu changes: the tile's width, the number of CTAs that share x, whether warpgroups
+// issue in turn, and whether a total has room beside a sample's sum; without it there is one sample.
 template <int kWidth, int kCTAs, bool kInTurn, bool kTwoSums>
 struct Variant {
   static constexpr int kTileI = kWidth;
@@ -133,8 +132,8 @@ GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x,
   }
 }
 
-// A consumer's values of the tile at (o, i), two neighbours at a time: of a group of eight columns
-// a thread holds two in its own row and two in the row eight below.
+// Stores a consumer's values of the tile at (o, i), two neighbours at a time. Of each eight columns a
+// thread holds two in its own row and two in the row eight below.
 template <class Output, int kCount>
 GNSFAST_DEVICE void store_tile(Output* dw, const Problem& p, const float (&v)[kCount], int o, int i,
                                uint32_t consumer) {
@@ -242,8 +241,8 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT CUtensorMap map_dy,
     }
     mbarrier_init_fence();
   }
-  // PTX wants all lanes of a warp to come to the barriers below, and to the hand-over of registers,
-  // together. After a branch that one lane takes nothing else says that they do.
+  // PTX requires all lanes of a warp to reach the barriers and the register hand-over below together.
+  // After a branch that one lane takes, nothing else ensures that.
   warp_sync();
   if constexpr (kCluster > 1) {
     cluster_sync();
@@ -266,7 +265,7 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT CUtensorMap map_dy,
   }
 }
 
-// One CTA for each CTA's tile of the split ones: the parts in their order, then the norm of the sum.
+// One CTA for each split tile of a CTA: adds the parts in order, then takes the norm of the sum.
 template <class Output, class V>
 GNSFAST_SIMT_KERNEL(kConsumers)
 merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {

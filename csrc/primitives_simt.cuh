@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every kernel needs of the language: threads, warps, stores. Kernels touch the hardware through
-// such functions alone: host_model/primitives.h gives the same ones on a CPU.
+// What every kernel needs: threads, warps, stores. Kernels touch the hardware only through such
+// functions, which host_model/primitives.h also implements on a CPU.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -47,8 +47,8 @@ GNSFAST_DEVICE void load_8(float (&v)[8], const __nv_bfloat16* from) {
 }
 GNSFAST_DEVICE void load_8(float (&v)[8], const __half* from) { load_pairs<__half2>(v, from); }
 
-// Two neighbouring values in one store, added to what is there where ``add``: only float32 buffers
-// are added to. Added by memory itself: loaded first, 48 pairs a thread would wait one by one. Each
+// Stores two neighbouring values, or with ``add`` adds them: only float32 buffers are added to. The
+// memory itself adds: if a thread loaded them first, it would wait for 48 pairs one by one. Each
 // element has one owner, so the result does not depend on any order.
 GNSFAST_DEVICE void store_pair(float* to, float a, float b, int add) {
   if (add) {

@@ -7,21 +7,21 @@
 
 namespace gnsfast {
 
-// 16 bytes to shared memory, in the background; zeros instead where not ``inside``.
+// Copies 16 bytes to shared memory, in the background; zeros if not ``inside``.
 GNSFAST_DEVICE void copy_16(uint32_t to, const void* from, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(inside ? 16 : 0)
                : "memory");
 }
 GNSFAST_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most so many of the thread's latest groups are under way.
+// Waits until at most ``kPending`` of the thread's latest groups are under way.
 template <int kPending>
 GNSFAST_DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements, transposed: lane l gives the address of row l % 8 of matrix
-// l / 8, and receives of each matrix rows 2 (l % 4) and one more, column l / 4.
+// Loads four 8 x 8 matrices of 16-bit elements, transposed: lane l gives the address of row l % 8 of
+// matrix l / 8, and receives rows 2 (l % 4) and 2 (l % 4) + 1, column l / 4, of each matrix.
 GNSFAST_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

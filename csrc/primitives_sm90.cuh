@@ -26,10 +26,10 @@ GNSFAST_DEVICE bool elect_one() {
   return elected != 0;
 }
 
-// Brings the lanes of a warp together, as the instructions that are .aligned need them.
+// Brings the lanes of a warp together, as instructions with .aligned require.
 GNSFAST_DEVICE void warp_sync() { __syncwarp(); }
 
-// Barriers in shared memory: a phase ends when all arrivals and all expected bytes are there.
+// Barriers in shared memory: a phase ends when all arrivals and expected bytes have come.
 GNSFAST_DEVICE void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
@@ -41,7 +41,7 @@ GNSFAST_DEVICE void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-// Arrives at the same barrier of another CTA of the cluster. The default semantics: an explicit
+// Arrives at the same barrier of another CTA of the cluster, with the default semantics: an explicit
 // .release.cluster costs a MEMBAR.ALL.GPU in the loop.
 GNSFAST_DEVICE void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
@@ -59,7 +59,7 @@ GNSFAST_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// The copy engine: boxes of a tensor, zeros where the box leaves it.
+// The copy engine loads a box of a tensor, with zeros where the box leaves it.
 GNSFAST_DEVICE void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -71,7 +71,7 @@ GNSFAST_DEVICE void tma_load(uint32_t to, const CUtensorMap* map, uint32_t barri
       "l"(map), "r"(barrier), "r"(feature), "r"(token), "r"(sample)
       : "memory");
 }
-// To the same place of every CTA in ``ranks``, with the bytes counted at each one's own barrier.
+// Loads to the same place in every CTA of ``ranks``; each one's own barrier counts the bytes.
 GNSFAST_DEVICE void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t barrier,
                                        int feature, int token, int sample, uint16_t ranks) {
   asm volatile(
@@ -94,14 +94,14 @@ template <class Element, int kRegisters>
 GNSFAST_DEVICE void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, int accumulate) {
   Wgmma<Element, 2 * kRegisters>::issue(d, a, b, accumulate);
 }
-// Keeps the compiler from moving reads and writes of the accumulators across.
+// Keeps the compiler from moving accesses to the accumulators across it.
 template <int kRegisters>
 GNSFAST_DEVICE void register_fence(float (&d)[kRegisters]) {
 #pragma unroll
   for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Registers handed from one warpgroup to another.
+// Hand registers from one warpgroup to another.
 template <int kRegisters>
 GNSFAST_DEVICE void registers_grow() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -117,7 +117,7 @@ GNSFAST_DEVICE void named_barrier_sync(int id, int threads) {
 GNSFAST_DEVICE void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The lanes of a warp must come to it together: ``warp_sync`` after a branch that some of them take.
+// The lanes of a warp must reach it together: call ``warp_sync`` after a branch that some of them take.
 GNSFAST_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");

@@ -2,7 +2,7 @@
 // The squared norms of samples of one token, for sm_80 and later: a linear layer's weight gradient
 // dy_bᵀ x_b has ‖x_b‖² ‖dy_b‖², its bias gradient ‖dy_b‖².
 //
-// A warp takes a sample and reads both rows once, 16 bytes a lane.
+// A warp reads both rows of a sample once, 16 bytes per lane.
 #pragma once
 #ifdef GNSFAST_HOST_MODEL
 #include "host_model/primitives.h"
@@ -13,13 +13,13 @@
 
 namespace gnsfast {
 
-constexpr int kRowWarps = 8;    // of a block: as many samples
+constexpr int kRowWarps = 8;    // of a block, a sample each
 constexpr int kRowElements = 8;  // of a lane's load
 
 struct TokenRows {  // x or dy of [B, features]
   const void* data;
   int64_t stride;  // in elements, a multiple of kRowElements
-  int features;    // so is this
+  int features;    // a multiple too
 };
 
 // A lane's share of the squared norm of a row.

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ``python -m benchmarks gpu --only cuda`` holds against the Hopper kernel, one choice changed
-// at a time. bfloat16 in and out.
-#include <array>
-
+// The Hopper kernel with one choice changed at a time, bfloat16 in and out. ``python -m benchmarks gpu
+// --only cuda`` times them beside it; GNSFAST_CUDA_VARIANTS=1 builds them.
 #include "launch_sm90.cuh"
 
 namespace gnsfast {
@@ -32,13 +30,12 @@ using Unordered = Variant<192, 2, false, true>;
 using Alone = Variant<192, 1, true, true>;
 using Wide = Variant<256, 2, true, false>;
 
+const Registered variants[] = {
+    Registered{{"sm90 unordered", plan_sm90<Unordered>, launch<Unordered>}},
+    Registered{{"sm90 cluster of 1", plan_sm90<Alone>, launch<Alone>}},
+    Registered{{"sm90 unsplit", plan_unsplit, launch_standard}},
+    Registered{{"sm90 128 x 256, one sample", plan_sm90<Wide>, launch<Wide>}},
+};
+
 }  // namespace
-
-const std::array<Kernel, 4> kVariants{{
-    {"sm90 unordered", plan_sm90<Unordered>, launch<Unordered>},
-    {"sm90 cluster of 1", plan_sm90<Alone>, launch<Alone>},
-    {"sm90 unsplit", plan_unsplit, kSm90.launch},
-    {"sm90 128 x 256, one sample", plan_sm90<Wide>, launch<Wide>},
-}};
-
 }  // namespace gnsfast

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of linear_wgrad share: which tile and which samples a block has, and sums of
-// squares.
+// What the kernels of linear_wgrad share: a block's tile and samples, and sums of squares.
 #pragma once
 
 namespace gnsfast {
 
-constexpr int kBand = 8;  // rows of tiles that go together, so that x stays in L2
+constexpr int kBand = 8;  // rows of tiles that run together, so that x stays in L2
 
 struct Problem {
   int B, T, I, O;
   int tiles_i = 0;
   int tiles = 0;        // of a whole cluster
-  int whole_tiles = 0;  // the first of them; each of the others is split into parts
+  int whole_tiles = 0;  // the first ones; each of the others is split into parts
   int parts = 1;
   int add = 0;               // to what dw holds
   float* partial = nullptr;  // [tiles · cluster · warps, B + 1]
@@ -73,7 +72,7 @@ GNSFAST_DEVICE void clear(float (&v)[kCount]) {
   for (int k = 0; k < kCount; ++k) v[k] = 0.f;
 }
 
-// A CTA's part of a split tile goes to the scratch as its threads hold it, and is added from there.
+// A CTA's part of a split tile goes to the scratch in its threads' layout, and is added up from there.
 template <int kThreads, int kCluster, int kCount>
 GNSFAST_DEVICE void store_part(const Problem& p, const Unit& u, int rank, uint32_t thread,
                                const float (&v)[kCount]) {
@@ -101,7 +100,7 @@ GNSFAST_DEVICE float warp_sum(float value) {
   return value;
 }
 
-// The squared norm that a warp holds, summed over its lanes and stored by one of them.
+// Sums a squared norm over a warp's lanes; one of them stores it.
 GNSFAST_DEVICE void store_sqnorm(float* to, float sqnorm, uint32_t lane) {
   sqnorm = warp_sum(sqnorm);
   if (lane == 0) *to = sqnorm;

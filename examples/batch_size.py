@@ -2,7 +2,7 @@
 """A batch size that grows with the noise scale, by accumulation; stopped and resumed at will.
 
 python examples/batch_size.py --out run            # a checkpoint and metrics.jsonl in run/
-python examples/batch_size.py --out run --resume   # goes on from the checkpoint
+python examples/batch_size.py --out run --resume   # continues from the checkpoint
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critical batch size of a run, by branches of it. Needs torch and nothing else.
+"""The critical batch size of a run, measured by branches. Needs torch and nothing else.
 
 python examples/branches.py --out one
 gnsfast branch examples/branches.py:make_run --checkpoint one/checkpoint --tokens 400000 --out two

@@ -123,7 +123,7 @@ def test_parts_after_one_that_raises(
 
     monkeypatch.setitem(cpu.PARTS, "estimator", raises)
     monkeypatch.setitem(cpu.PARTS, "start", lambda threads, rounds: {"Start-up time": [{"ms": 1}]})
-    with pytest.raises(SystemExit, match="without estimator"):
+    with pytest.raises(SystemExit, match="failed: estimator; see above"):
         command.main(["cpu", "--only", "estimator", "start", "--record", str(tmp_path)])
     (path,) = tmp_path.glob("*-cpu-estimator-start.json")
     tables = record.read(path).tables

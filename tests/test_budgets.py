@@ -78,7 +78,7 @@ def test_growth_beyond_the_margin(name: str, column: str, value: int, said: str)
 
 def test_rows_without_a_counterpart() -> None:
     fewer = Budget(THEN.versions, {"gemm": THEN.rows["gemm"]})
-    assert budget.complaints(THEN, fewer) == ["step: in the budget alone"]
+    assert budget.complaints(THEN, fewer) == ["step: only in the budget"]
     assert budget.complaints(THEN, fewer, whole=False) == []
     assert budget.complaints(fewer, THEN) == ["step: not in the budget"]
 
@@ -89,7 +89,7 @@ def test_other_versions_are_not_compared(monkeypatch: pytest.MonkeyPatch, tmp_pa
     THEN.write("step")
     assert budget.read("step") == THEN and budget.hold("step", THEN) == ""
     newer = Budget({"torch": "2.1"}, THEN.rows)
-    assert "counted with torch 2.0, and here is 2.1" in budget.hold("step", newer)
+    assert "counted with torch 2.0, but here it is 2.1" in budget.hold("step", newer)
     rows = THEN.rows | {"step": {"plain": 980, "gnsfast": 1900, "added": 910}}
     assert "takes 980 instructions instead of 1000, here on there" in budget.hold(
         "step", Budget(THEN.versions, rows, "there")

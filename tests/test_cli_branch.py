@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gnsfast branch``: a result, a folder that it goes on with, and one line for what cannot be."""
+"""``gnsfast branch``: a result, a folder that it continues, and one line for bad input."""
 
 import json
 import sys
@@ -73,7 +73,7 @@ def one_line(done: Result) -> bool:
     ("target", "said"),
     [
         ("nothing", "file.py:function or module:function"),
-        ("no/such/file.py:make", "no/such/file.py is no file"),
+        ("no/such/file.py:make", "no/such/file.py is not a file"),
         ("no_such_module:make", "ModuleNotFoundError"),
         ("branch_runs:nothing", "has no function 'nothing'"),
         ("branch_runs:LEVELS", "has no function 'LEVELS'"),
@@ -100,7 +100,7 @@ def test_targets_that_make_no_run(target: str, said: str, tmp_path: Path) -> Non
         ({"tolerance": "nan"}, "tolerance"),
         ({"lr": "cubic"}, "lr must be 'sqrt', 'linear' or 'none'"),
         ({"workers": -1}, "workers"),
-        ({"checkpoint": "no/such/folder"}, "no/such/folder is no folder"),
+        ({"checkpoint": "no/such/folder"}, "no/such/folder is not a folder"),
         ({"out": __file__}, "is a file"),
     ],
 )
@@ -119,7 +119,7 @@ def test_nan_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(branch_runs.LEVELS, 16, KeyboardInterrupt())
     done = branch(tmp_path, "branch_runs:ScriptedRun")
-    assert done.exit_code == 130 and "the same command goes on" in done.stderr
+    assert done.exit_code == 130 and "the same command continues in" in done.stderr
 
 
 def test_grid() -> None:

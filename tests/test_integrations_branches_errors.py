@@ -93,7 +93,7 @@ def test_restored_after_a_step_that_failed(tmp_path: Path) -> None:
 def test_train_refuses(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     for tokens, batch_size, factor, match in (
-        (T, 5, 1.0, r"no multiple of the micro-batch of 2 samples: say per_device_.*=1, with more"),
+        (T, 5, 1.0, r"no multiple of the micro-batch of 2 samples: use per_device_.*=1, with more"),
         (T, 0, 1.0, "batch_size"),
         (0, 4, 1.0, "tokens"),
         (T, 4, 0.0, "lr_factor must be a positive number, not 0.0"),

@@ -304,7 +304,7 @@ class Headed(Tiny):
 
 
 def test_first_tensor_that_is_not_of_samples(tmp_path: Path) -> None:
-    with pytest.raises(gnsfast.SampleShapeError, match=r"say GNSMonitor\(batch_size=lambda batch"):
+    with pytest.raises(gnsfast.SampleShapeError, match=r"pass GNSMonitor\(batch_size=lambda batch"):
         fit(GNSMonitor(), tmp_path, Headed())
     monitor, plain = GNSMonitor(batch_size=lambda batch: len(batch[1])), GNSMonitor()
     fit(monitor, tmp_path, Headed())

@@ -264,7 +264,7 @@ def test_means_over_samples(tmp_path: Path, squares: bool) -> None:
         model, callback = gnsfast.convert(Classify(squares)), GNSCallback(loss=loss)
         trainer = trainer_of(model, data, tmp_path, callback)
         if squares and loss == "auto":
-            with pytest.raises(ValueError, match=r"say GNSCallback\(loss='samples'\)"):
+            with pytest.raises(ValueError, match=r"pass GNSCallback\(loss='samples'\)"):
                 trainer.train()
             return
         trainer.train()

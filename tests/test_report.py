@@ -16,7 +16,7 @@ from gnsfast.cli import figures, figures_batch, live
 from gnsfast.cli.app import app
 from gnsfast.cli.records import NothingYet, Point, RecordsError, Run, read_runs
 from gnsfast.cli.report import write_report
-from gnsfast.cli.summary import count, matches, place, summary
+from gnsfast.cli.summary import axis_position, count, matches, summary
 
 
 def scale(name: str, value: float | None, lower: float, upper: float | None) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def view(tmp_path: Path, *records: dict[str, Any]) -> figures.View:
 
 def test_only_what_there_is(tmp_path: Path) -> None:
     text, specs = page(tmp_path, line(1), line(2))
-    assert re.findall("<h2>(.*?)</h2>", text) == ["What it says", "Loss"] and len(specs) == 1
+    assert re.findall("<h2>(.*?)</h2>", text) == ["Summary", "Loss"] and len(specs) == 1
     assert specs[0]["data"][0]["x"] == [100, 200]
     assert specs[0]["layout"]["xaxis"]["title"]["text"] == "tokens"
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
@@ -199,7 +199,7 @@ def test_runs_over_each_other(tmp_path: Path) -> None:
     assert specs[0]["layout"]["xaxis"]["title"]["text"] == "step"
     assert trace(specs[1], "a: batch size")["x"] == [0, 15, 20]
     assert text.count('class="run"') == 2 and text.count("</i> a</li>") == 2
-    assert place(runs[0], 2500, over_tokens=False) is None
+    assert axis_position(runs[0], 2500, over_tokens=False) is None
 
 
 def test_no_text_ends_the_script(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_long_curves_keep_their_extremes() -> None:
     points[12_345].values["loss"] = 99.0
     points[17_000].values["loss"] = None
     kept = figures.thinned(points, lambda p: p.values["loss"])
-    assert figures.DRAWN / 3 < len(kept) <= figures.DRAWN + 1
+    assert figures.MOST_POINTS / 3 < len(kept) <= figures.MOST_POINTS + 1
     assert {12_345, 17_000, 19_999} <= {p.step for p in kept}
     assert [p.step for p in kept] == sorted({p.step for p in kept})
 

@@ -121,8 +121,8 @@ def test_architectures(
     """Hopper's own kernel is built with 90 and not without; what is left out is said."""
     monkeypatch.setenv("GNSFAST_CUDA_ARCHS", asked)
     units = functions["units"](functions["architectures"](release))
-    hopper = [units.pop(name, "") for name in ("linear_wgrad_sm90.cu", "variants_sm90.cu")]
-    assert hopper == [functions["HOPPER"] if "sm_90" in wanted else ""] * 2
+    hopper = units.pop("linear_wgrad_sm90.cu", "")
+    assert hopper == (functions["HOPPER"] if "sm_90" in wanted else "")
     assert list(units) == ["linear_wgrad_sm80.cu", "token_sqnorms.cu"]
     for flags in units.values():
         assert re.findall(r",code=(\w+)", flags) == wanted.split()
@@ -130,14 +130,14 @@ def test_architectures(
     assert (told in capsys.readouterr().err) == (release == (12, 7))
 
 
-@pytest.mark.parametrize("archs", [["80"], ["80", "90"]])
-def test_bindings_name_what_is_built(
-    archs: list[str], functions: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("asked", ["", "0", "1"])
+def test_only_benchmarks_build_the_variants(
+    asked: str, functions: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Hopper kernel that is built and not bound would never run."""
-    pytest.importorskip("pybind11")
-    module = functions["extension"](fake_nvcc(tmp_path, "13.0"), archs)["ext_modules"][0]
-    assert ("GNSFAST_SM90" in dict(module.define_macros)) is ("90" in archs)
+    monkeypatch.setenv("GNSFAST_CUDA_VARIANTS", asked)
+    built = functions["units"](["80", "90"])
+    assert built.get("variants_sm90.cu", "") == (functions["HOPPER"] if asked == "1" else "")
+    assert "variants_sm90.cu" not in functions["units"](["80"])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ WITHOUT_HOPPER = """\
 namespace gnsfast {
 Plan plan(int, int, int, int, int) { return {}; }
 void launch(const LinearWgrad&, const Plan&, int) {}
-const Kernel kSm80{"sm80", plan, launch};
+const Registered sm80{{"sm80", plan, launch}};
 void token_sqnorms(const TokenSqnorms&) {}
 const char* missing_device() { return ""; }
 }
@@ -194,10 +194,10 @@ def test_module_without_the_hopper_kernel(tmp_path: Path) -> None:
     built = ["g++", "-std=c++17", "-O0", "-shared", "-fPIC", f"-I{pybind11.get_include()}"]
     built += [f"-I{sysconfig.get_path('include')}", f"-I{ROOT}/csrc", "-o", f"{tmp_path}/_C.so"]
     subprocess.run([*built, ROOT / "csrc" / "bindings.cpp", stub], check=True)
-    code = "import _C; print(_C.variants()); _C.plan_linear_wgrad({!r}, (1, 1, 8, 8), 132)"
+    code = "import _C; print(_C.kernels()); _C.plan_linear_wgrad({!r}, (1, 1, 8, 8), 132)"
     for name in ("sm90", "sm90 unsplit", "sm80"):
         run = [sys.executable, "-c", code.format(name)]
         done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
-        assert done.stdout == "[]\n", done.stderr
-        refused = f"the kernel {name} was not built, as 90 was not in GNSFAST_CUDA_ARCHS"
+        assert done.stdout == "['sm80']\n", done.stderr
+        refused = f"this build has no kernel {name}: GNSFAST_CUDA_ARCHS=90 pip install . builds"
         assert (refused in done.stderr) == (done.returncode != 0) == (name != "sm80")

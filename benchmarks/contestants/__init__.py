@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one would take instead of gnsfast: each leaves a model's gradients, and every sample's
-squared gradient norm, after one forward and backward pass.
+"""gnsfast and its alternatives: each leaves a model's gradients, and every sample's squared
+gradient norm, after one forward and backward pass.
 """
 
 import importlib.metadata
@@ -18,7 +18,7 @@ __all__ = ["ALL", "GNSFAST", "PLAIN", "Contestant", "Loss", "Session", "named"]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to per-sample norms, and what is said about it.
+    """A way to per-sample norms, and its properties.
 
     ``per_sample``: "yes", or "sum only" where the original has no single samples' norms to read.
     ``needs``: modules, each with what to install for it. ``instantiates``: it holds the B

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in a contestant's hands, and the contestants that need torch alone."""
+"""What a contestant does with a model, and the contestants that need torch alone."""
 
 import warnings
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gnsfast
 
 Loss = Callable[[Any, tuple[Tensor, ...]], Tensor]
-"""A model, or whatever is called like it, and a batch -> the mean of its samples' losses."""
+"""A model, or a function in its place, and a batch -> the mean of its samples' losses."""
 PIECE = 1 << 14
 
 

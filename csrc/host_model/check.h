@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random samples, and what a kernel made of them against sums in double precision.
+// Random samples, and a check of a kernel's results against sums in double precision.
 #pragma once
 #include <cmath>
 #include <cstdio>
@@ -28,8 +28,8 @@ struct Samples {
 
 inline double larger(double a, double b) { return std::isnan(a) || a >= b ? a : b; }  // NaN stays
 
-// Prints a line: the largest error of dW, in units of its largest element, and of a squared norm,
-// relative. ``added`` is what dw held before.
+// Prints the largest error of dW, in units of its largest element, and the largest relative error of a
+// squared norm. ``added`` is what dw held before.
 template <class Element, class Output>
 bool check(const char* name, const Samples<Element>& samples, const std::vector<Output>& dw,
            const std::vector<float>& partial, float added, unsigned long long races) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A model of the parts of a Hopper GPU that the kernel uses, on one CPU thread: a fiber for every
 // CUDA thread of a cluster, run in random order. Copies and matrix products run late, at random
-// points and, copies, in random order; what they write is NaN until then. So a missing wait shows as
-// NaN, an early release as a race, a wrong count as a deadlock.
+// points, the copies in random order too; what they write is NaN until then. So a missing wait shows
+// as NaN, an early release as a race, a wrong count as a deadlock.
 //
-// What it cannot show: whether the hardware is as its documents say, the text of the instructions,
-// and speed.
+// It cannot show whether the hardware does what its documents say, whether the text of the
+// instructions is right, and how fast they are.
 #pragma once
 #include <ucontext.h>
 
@@ -33,7 +33,7 @@ constexpr int kThreadsOfWarpgroup = 128;
 
 struct MBarrier {
   int arrivals = 0, missing = 0;
-  int64_t bytes = 0;  // expected and not yet there
+  int64_t bytes = 0;  // expected and still to come
   uint32_t phase = 0;
   bool visible = false;  // to the copy engine and to other threads: initialised and fenced
 
@@ -66,7 +66,7 @@ struct Thread {
   bool done = false;
   bool apart = false;               // from its warp: since elect_one, until they meet again
   bool fenced = false;              // wgmma.fence since the last commit
-  std::vector<Product> products;    // all it ever issued
+  std::vector<Product> products;    // all that it issued
   std::vector<uint64_t> committed;  // how many of them at each commit
   uint64_t computed = 0;
   float* accumulators = nullptr;  // the kernel's registers while products are under way
@@ -77,7 +77,7 @@ struct Thread {
 
 struct Block {
   std::vector<uint8_t> shared;
-  int last_committed = -1;  // which warpgroup, where they have to take turns
+  int last_committed = -1;  // the warpgroup, if they must take turns
   std::map<uint32_t, MBarrier> barriers;
   NamedBarrier named[16], warps[16];
   uint32_t exchange[16][32][6];  // what the lanes of a warp show one another
@@ -128,7 +128,7 @@ inline uint8_t* shared_at(Block& b, uint32_t address) {
   }
   return b.shared.data() + (address - kSharedBase);
 }
-// Bits 4 to 6 of an address, exclusive-or bits 7 to 9.
+// Bits 4 to 6 of an address are exclusive-ored with bits 7 to 9.
 inline uint32_t swizzle_128(uint32_t address) { return address ^ ((address >> 7 & 7) << 4); }
 
 inline MBarrier& visible_barrier(Block& b, uint32_t address) {
@@ -181,8 +181,8 @@ float operand_at(Block& b, uint64_t descriptor, int outer, int inner) {
   return to_float(element);
 }
 
-// Compute the oldest product that all threads of a warpgroup have issued; false where there is none.
-// The kernel's first product says of which elements.
+// Computes the oldest product that all threads of a warpgroup have issued; false if there is none.
+// The kernel's first product sets the type of its elements.
 inline bool (*compute_product)(Block&, int) = [](Block&, int) { return false; };
 
 template <class Element>
@@ -288,7 +288,7 @@ inline bool compute_any(Machine& m) {
   return any;
 }
 
-// Nothing may be left half done when a block is over.
+// Nothing may be unfinished when a block ends.
 inline void must_be_at_rest(const Block& b) {
   for (const NamedBarrier& barrier : b.named) {
     if (barrier.arrived) fail("a named barrier was arrived at and never passed");
@@ -301,7 +301,7 @@ inline void must_be_at_rest(const Block& b) {
   }
 }
 
-// Run a kernel: clusters one after the other, the threads of a cluster interleaved. Returns how many
+// Runs a kernel, one cluster after the other, the threads of a cluster interleaved. Returns how many
 // copies overwrote what a product still had to read.
 inline uint64_t launch(int block_count, int cluster, int threads, int shared_bytes, unsigned seed,
                        std::function<void()> kernel, bool turns = false) {
@@ -318,7 +318,7 @@ inline uint64_t launch(int block_count, int cluster, int threads, int shared_byt
     for (auto& b : m.blocks) {
       for (auto& thread : b->threads) all.push_back(thread.get());
     }
-    // At times a whole block falls behind the others, or a warp; a block does from the start.
+    // At times a whole block or a warp falls behind the others; one block does from the start.
     const Block* asleep = m.blocks[m.random() % m.blocks.size()].get();
     int asleep_warp = -1;
     for (bool live = true; live;) {

@@ -66,7 +66,7 @@ inline void must_be_together() {
   if (host_model::self().apart) host_model::fail("the lanes of a warp may come one by one");
 }
 
-// Every lane shows ``count`` words and then looks at those of all, which ``look`` is given.
+// Every lane shows ``count`` words; then ``look`` gets those of all lanes.
 template <class Look>
 void with_warp(const uint32_t* words, int count, Look look) {
   auto& b = host_model::block();
@@ -187,7 +187,7 @@ __attribute__((noinline)) void wgmma(float (&d)[kRegisters], uint64_t a, uint64_
                                      int accumulate) {
   auto& thread = host_model::self();
   if (!thread.fenced) host_model::fail("a product without wgmma.fence before its group");
-  if (!thread.accumulators) {  // whoever reads them before the wait reads NaN
+  if (!thread.accumulators) {  // a read before the wait gets NaN
     thread.accumulators = d;
     thread.sums.assign(d, d + kRegisters);
     std::fill(d, d + kRegisters, NAN);

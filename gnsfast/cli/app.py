@@ -15,11 +15,11 @@ from gnsfast.cli import plan as plan_
 from gnsfast.cli import plan_tables
 from gnsfast.cli import report as report_
 from gnsfast.cli import schedule as schedule_
-from gnsfast.cli.complaints import complaints
+from gnsfast.cli.input_errors import input_errors
 from gnsfast.cli.live import watch
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.run import Run, Settings
-from gnsfast.cli.session import Session
+from gnsfast.cli.session import run_demo
 from gnsfast.cli.summary import summary
 from gnsfast.critical_batch.branches import measure_critical_batch
 from gnsfast.critical_batch.counts import parse_count
@@ -38,8 +38,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=20, help="Optimizer steps.")] = 800,
-    samples: Annotated[int, typer.Option(min=2, help="Samples of a step.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    samples: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the data.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Run folder [runs/demo-DATE-TIME].")] = None,
     as_json: Json = False,
 ) -> None:
@@ -50,35 +50,35 @@ def demo(
     folder = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     if folder.is_file() or (folder / "metrics.jsonl").exists():
         raise typer.BadParameter(f"{folder} exists already: name a new folder", param_hint="--out")
-    session = Session(Run(Settings(steps, samples, seed)), folder, Console(quiet=as_json))
-    result = session.go()
+    result = run_demo(Run(Settings(steps, samples, seed)), folder, Console(quiet=as_json))
     if as_json:
         typer.echo(json.dumps(result))
-    raise typer.Exit(130 if session.interrupted else 0)
+    raise typer.Exit(130 if result["interrupted"] else 0)
 
 
 @app.command()
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of .jsonl files, or such files.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of .jsonl files, or files."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="The page [RUN/report.html; of several: report.html].")
+        Path | None, typer.Option(help="The page [RUN/report.html; for several runs report.html].")
     ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Rewrite it until the runs end.")] = False,
-    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 5.0,
+    live: Annotated[bool, typer.Option("--live", help="Rewrite it until all runs end.")] = False,
+    every: Annotated[float, typer.Option(min=0.5, help="Seconds between two reads.")] = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Draw runs, several over each other, as one HTML page: loss, noise scale, batch size.
+    """Draw one or more runs into one HTML page: loss, noise scale, batch size.
 
     Ctrl-C ends --live; the page stays.
     """
     paths = list(dict.fromkeys(runs))
-    page = out or report_.place(paths)
+    page = out or report_.default_page(paths)
     if page.suffix != ".html":
-        raise typer.BadParameter(f"{page} is no .html file", param_hint="--out")
+        raise typer.BadParameter(f"{page} is not an .html file", param_hint="--out")
     console = Console(quiet=as_json, highlight=False, soft_wrap=True)
-    with complaints():
+    with input_errors():
         if live:
             console.print(f"Live: {page}. Ctrl-C ends it.")
             found = watch(paths, page, every, console.print)
@@ -102,16 +102,18 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def plan(
-    tokens: Annotated[str | None, typer.Option(help="Of the run: 20B, 1.5e9.")] = None,
-    params: Annotated[str | None, typer.Option(help="Alone: 20 tokens for each.")] = None,
-    context: Annotated[str, typer.Option(help="Tokens of a sample.")] = "4096",
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the run: 20B, 1.5e9.")] = None,
+    params: Annotated[
+        str | None, typer.Option(help="Parameters; without --tokens, 20 tokens for each.")
+    ] = None,
+    context: Annotated[str, typer.Option(help="Tokens in a sample.")] = "4096",
     batch: Annotated[str | None, typer.Option(help="Planned batch size, in samples.")] = None,
     b_crit: Annotated[
         str | None, typer.Option(help="Critical batch size b/a in samples: VALUE[:LOWER:UPPER].")
     ] = None,
-    loss: Annotated[str | None, typer.Option(help="In nats a token, for Kaplan's law.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="That run the planned batch.")] = None,
-    tokens_per_second: Annotated[str | None, typer.Option(help="Of one GPU, measured.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Nats per token, for Kaplan's law.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs that run the planned batch.")] = None,
+    tokens_per_second: Annotated[str | None, typer.Option(help="Measured on one GPU.")] = None,
     gpu_hour_price: Annotated[str | None, typer.Option(help="In any currency.")] = None,
     measured: Annotated[
         str | None,
@@ -125,8 +127,8 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What published laws and your own measurements say of a batch size, and what it costs."""
-    with complaints():
+    """What published laws and your own measurements say about a batch size, and its costs."""
+    with input_errors():
         found = plan_.examine(
             plan_.Options(
                 tokens,
@@ -154,29 +156,38 @@ def schedule(
     source: Annotated[
         str, typer.Argument(help="A controller's log or run folder, or '0:1024 168B:2048'.")
     ],
-    total_tokens: Annotated[str, typer.Option(help="Of the run: 658B.")],
+    total_tokens: Annotated[str, typer.Option(help="Tokens of the run: 658B.")],
     tokens_per_sample: Annotated[str, typer.Option(help="The sequence length.")],
     against: Annotated[
-        str | None, typer.Option(help="Fixed batch size to compare with; else the first one.")
+        str | None, typer.Option(help="Fixed batch size to compare with [the first stage's].")
     ] = None,
     step_seconds: Annotated[
-        str | None, typer.Option(help="Measured times of a step: '1024:2.1 2048:3.9'.")
+        str | None,
+        typer.Option(help="Measured seconds per step: '1024:2.1 2048:3.9'."),
     ] = None,
     export: Annotated[
         str | None, typer.Option(help="megatron, olmo-core, lightning or huggingface.")
     ] = None,
     per_device_batch: Annotated[
-        str | None, typer.Option(help="Samples of a forward pass, for the last two.")
+        str | None, typer.Option(help="Samples of a forward pass, for lightning and huggingface.")
     ] = None,
-    processes: Annotated[str, typer.Option(help="Data-parallel ones.")] = "1",
-    samples_per_epoch: Annotated[str | None, typer.Option(help="For lightning.")] = None,
+    processes: Annotated[
+        str, typer.Option(help="Data-parallel processes, for lightning and huggingface.")
+    ] = "1",
+    samples_per_epoch: Annotated[
+        str | None, typer.Option(help="Samples of an epoch, for lightning.")
+    ] = None,
     round_to_epochs: Annotated[
-        bool, typer.Option("--round-to-epochs", help="Move changes to the next epoch, and say so.")
+        bool,
+        typer.Option(
+            "--round-to-epochs",
+            help="For lightning: move each change to the next epoch, and say so.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """A batch-size schedule: its steps, what it saves, and its form for other frameworks."""
-    with complaints():
+    """A batch-size schedule: its steps, what it saves, and its form in other frameworks."""
+    with input_errors():
         found = schedule_.examine(
             schedule_.Options(
                 source,
@@ -202,31 +213,39 @@ def branch(
     target: Annotated[
         str, typer.Argument(help="file.py:function or module:function that makes the run.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder; one that holds branches is gone on with.")],
-    tokens: Annotated[str, typer.Option(help="That each branch trains: 2B, 500K.")],
+    out: Annotated[Path, typer.Option(help="Folder of the branches; those in it are kept.")],
+    tokens: Annotated[str, typer.Option(help="Tokens that each branch trains: 2B, 500K.")],
     k: Annotated[str, typer.Option(help="Batch sizes, as multiples of the run's.")] = "0.5,1,2,4,8",
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder to restore the run from first.")
+        Path | None, typer.Option(help="Folder that the run is first restored from.")
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="By which a loss may be above others.")] = 0.01,
-    alpha: Annotated[float, typer.Option(help="Weight of the newest step in a loss.")] = 0.5,
+    tolerance: Annotated[
+        float, typer.Option(help="How far a loss may lie above those of smaller batches.")
+    ] = 0.01,
+    alpha: Annotated[
+        float, typer.Option(help="Weight of the newest step in a branch's smoothed loss.")
+    ] = 0.5,
     lr: Annotated[
-        str, typer.Option(help="Learning rates times: sqrt of k, linear, none.")
+        str, typer.Option(help="Learning rates grow with k by: sqrt, linear, none.")
     ] = "sqrt",
-    loss: Annotated[str, typer.Option(help="train, or the run's own: evaluate.")] = "train",
+    loss: Annotated[str, typer.Option(help="train, or evaluate: the run's own.")] = "train",
     save_every: Annotated[
-        str | None, typer.Option(help="Also save inside of a branch, every so many tokens.")
+        str | None, typer.Option(help="Also save within a branch, every so many tokens.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes that train branches at once.")] = 0,
-    noise_scale: Annotated[bool, typer.Option(help="Measure it at the checkpoint.")] = True,
+    workers: Annotated[
+        int, typer.Option(help="Processes that train branches at once; 0: this one.")
+    ] = 0,
+    noise_scale: Annotated[
+        bool, typer.Option(help="Measure the noise scale at the checkpoint.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Measure the critical batch size of a run: train branches of it with other batch sizes.
 
-    The same command again goes on where it was stopped. Ctrl-C stops it.
+    Ctrl-C stops it. The same command again continues where it stopped.
     """
     try:
-        with complaints():
+        with input_errors():
             every = None if save_every is None else parse_count(save_every, "--save-every")
             make_run = branch_.Target(target, checkpoint)
             result = measure_critical_batch(
@@ -242,9 +261,9 @@ def branch(
                 workers=workers,
                 make_run=make_run,
                 noise_scale=noise_scale,
-                on_branch=None if as_json else lambda b: typer.echo(branch_.line_of(b)),
+                on_branch=None if as_json else lambda b: typer.echo(branch_.branch_line(b)),
             )
     except KeyboardInterrupt:
-        typer.echo(f"gnsfast: stopped; the same command goes on with {out}", err=True)
+        typer.echo(f"gnsfast: stopped; the same command continues in {out}", err=True)
         raise typer.Exit(130) from None
     typer.echo(json.dumps(result.record()) if as_json else f"\n{result}")

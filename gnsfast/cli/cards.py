@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says, at the top of the page."""
+"""The cards at the top of the page: each run's state, numbers and warnings."""
 
 import html
 
@@ -22,7 +22,7 @@ from gnsfast.cli.summary import (
 def card(run: Run, color: str, several: bool) -> str:
     """Name, state, facts, warnings."""
     chip = f'<span class="chip" style="border-color:{color}"></span>' if several else ""
-    title = html.escape(run.name) if several else "What it says"
+    title = html.escape(run.name) if several else "Summary"
     state = "" if run.state == "open" else f'<span class="state">{run.state}</span>'
     about = f"<p>{html.escape(str(run.header['about']))}</p>" if "about" in run.header else ""
     facts = "".join(
@@ -33,7 +33,7 @@ def card(run: Run, color: str, several: bool) -> str:
         about += "<p>The run has no measurement yet.</p>"
         if run.state != "open":
             about = "<p>The run ended before its first measurement.</p>"
-    alerts = "".join(f'<p class="alert">{html.escape(said)}</p>' for said in _alerts(run))
+    alerts = "".join(f'<p class="alert">{html.escape(alert)}</p>' for alert in _alerts(run))
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in run.notes)
     head = f"<h2>{chip}{title}{state}</h2>"
     return f'<div class="run">{head}{about}<dl>{facts}</dl>{alerts}{notes}</div>'
@@ -44,7 +44,7 @@ def _small(more: str) -> str:
 
 
 def _interval(found: Interval) -> tuple[str, str]:
-    """The number, and its interval in small print."""
+    """The number, and its interval for the small print."""
     value, _, more = str(found).partition(" (")
     unit = "" if value == "not resolved" else " samples"
     return value + unit, f"({more}" if more else ""
@@ -55,11 +55,11 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     if run.points:
         steps = f"{run.points[-1].step:,} steps"
         tokens = last(run, "tokens")
-        said = (f"{count(tokens)} tokens", steps) if tokens is not None else (steps, "")
+        trained = (f"{count(tokens)} tokens", steps) if tokens is not None else (steps, "")
         planned = run.header.get("steps")
         if isinstance(planned, int) and planned > run.points[-1].step:
-            said = (said[0], f"{said[1]} of {planned:,}".strip())
-        facts.append(("trained", *said))
+            trained = (trained[0], f"{trained[1]} of {planned:,}".strip())
+        facts.append(("trained", *trained))
     losses = [p.values["loss"] for p in run.points if "loss" in p.values]
     if losses:
         shown = "NaN or infinite" if losses[-1] is None else f"{losses[-1]:.4g}"
@@ -83,7 +83,7 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _costs(run: Run) -> list[tuple[str, str, str]]:
-    """What the statistics cost, and what a check of them found."""
+    """What the statistics cost, and what their check found."""
     facts = []
     if (share := last(run, "share")) is not None:
         facts.append(("statistics, share of a step's time", f"{share:.1%}", ""))
@@ -100,13 +100,13 @@ def _costs(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _alerts(run: Run) -> list[str]:
-    """Where the batch was too large by the estimate."""
+    """A warning if the batch is, or was, more than 20 % above the estimate."""
     stretches = over_stretches(run)
     now = ratio_at(run.points[-1]) if run.points else None
     if now is not None and now > OVER:
         return [
             f"The batch is {number(now)} times the estimate of the critical batch size: more than "
-            "20 % above it, where a larger batch saves few steps."
+            "20 % above it, and a larger batch saves few steps."
         ]
     if stretches:
         most = max(stretch.ratio for stretch in stretches)

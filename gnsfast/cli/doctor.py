@@ -17,7 +17,7 @@ PACKAGES = ("torch", "triton", "numpy", "typer", "rich", "plotly", "transformers
 
 
 def examine() -> dict[str, Any]:
-    """Versions, devices and back-ends; ``why`` is empty where nothing is missing."""
+    """Versions, devices and back-ends; ``why`` is empty if nothing is missing."""
     versions = {"gnsfast": gnsfast.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -43,7 +43,7 @@ def _devices() -> list[dict[str, str]]:
 
 
 def _device(device: str, name: str) -> dict[str, str]:
-    """A device and the back-end in force there; ``why`` says what makes its layers raise."""
+    """A device and its back-end; ``why`` says why its layers would raise."""
     kind = device.partition(":")[0]
     try:
         backend = backends.backend(kind)
@@ -76,7 +76,7 @@ def _backends() -> list[dict[str, str]]:
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Three tables."""
+    """Print versions, devices and back-ends as tables."""
     versions = Table("package", "version", box=None, pad_edge=False)
     for package, version in found["versions"].items():
         versions.add_row(package, version)

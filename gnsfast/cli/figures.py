@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plotly figures of runs, as plain data: what is drawn, and in which colour."""
+"""Plotly figures of runs, as plain data."""
 
 import html
 import math
@@ -10,27 +10,27 @@ from typing import Any
 from gnsfast.cli.records import Point, Run
 from gnsfast.cli.summary import (
     Interval,
+    axis_position,
     count,
     has_tokens,
     last_scale,
-    place,
     scale_at,
     scale_in,
 )
 
 COLORS = ("#1a80bb", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1")
-"""Okabe and Ito's, which colour-blind readers tell apart; the blue lighter, for dark pages."""
+"""Okabe and Ito's, safe for colour-blind readers; the blue is lighter, for dark pages."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 GREY = "#8a8f94"
 GRID = "rgba(128, 128, 128, 0.22)"
-DRAWN = 1500
-"""Points of a curve at most; of longer ones the extremes of each stretch are kept."""
+MOST_POINTS = 1500
+"""Of a curve, about; longer ones keep the extremes of each stretch."""
 
 
 @dataclass
 class Figure:
-    """Traces, a layout and a legend: label, colour and line of each entry. ``low`` and ``high``
-    bound what a logarithmic axis must show.
+    """Traces, a layout and a legend of (label, colour, line). A logarithmic axis reaches from
+    ``low`` to ``high``.
     """
 
     height: int
@@ -40,10 +40,19 @@ class Figure:
     low: float = math.inf
     high: float = 0.0
 
-    def show(self, values: Iterable[float | None]) -> None:
+    def cover(self, values: Iterable[float | None]) -> None:
+        """Have a logarithmic axis reach the positive ones."""
         for value in values:
             if value is not None and value > 0:
                 self.low, self.high = min(self.low, value), max(self.high, value)
+
+    def cover_intervals(self, scales: Sequence[Interval]) -> None:
+        """Have it reach values and ends, but no upper end over 12 times the largest value."""
+        drawn = [s for s in scales if s.drawn]
+        self.cover(s.value for s in drawn)
+        top = 12 * self.high or math.inf
+        self.cover(min(s.upper or 0.0, top) for s in drawn)
+        self.cover(s.lower for s in scales)
 
     def spec(self) -> dict[str, Any]:
         return {"data": self.traces, "layout": self.layout, "height": self.height}
@@ -67,13 +76,13 @@ class View:
         return DASHES[self.runs.index(run) // len(COLORS) % len(DASHES)]
 
     def legend(self, drawn: Iterable[Run]) -> list[tuple[str, str, str]]:
-        """Which run is which, where there are several."""
+        """The runs by name, if there are several."""
         if len(self.runs) == 1:
             return []
         return [(run.name, self.color(run), self.dash(run)) for run in drawn]
 
     def figure(self, height: int = 320) -> Figure:
-        """An empty one over tokens or steps."""
+        """An empty figure over tokens or steps."""
         figure = Figure(height)
         figure.layout = {
             "xaxis": {
@@ -92,11 +101,11 @@ class View:
         return figure
 
     def _changes(self) -> list[dict[str, Any]]:
-        """Thin lines where a single run changed its batch size."""
+        """Vertical lines where the batch size changed, unless there are several runs."""
         if len(self.runs) > 1:
             return []
         changed = (d["tokens"] for d in self.runs[0].decisions if d["old"] != d["new"])
-        places = [place(self.runs[0], tokens, self.over_tokens) for tokens in changed]
+        places = [axis_position(self.runs[0], tokens, self.over_tokens) for tokens in changed]
         return [_line_at(x) for x in places if x is not None]
 
 
@@ -106,12 +115,12 @@ def _line_at(x: float) -> dict[str, Any]:
 
 
 def thinned(points: Sequence[Point], key: Callable[[Point], float | None]) -> list[Point]:
-    """At most about ``DRAWN`` points: of each stretch the least, the largest and a gap, in order;
-    and the last one.
+    """About ``MOST_POINTS`` points: the least, the largest and a gap of each stretch, in order, and
+    the last one.
     """
-    if len(points) <= DRAWN:
+    if len(points) <= MOST_POINTS:
         return list(points)
-    width = math.ceil(3 * len(points) / DRAWN)
+    width = math.ceil(3 * len(points) / MOST_POINTS)
     kept: list[Point] = []
     for start in range(0, len(points), width):
         stretch = points[start : start + width]
@@ -122,13 +131,13 @@ def thinned(points: Sequence[Point], key: Callable[[Point], float | None]) -> li
     return kept if kept[-1] is points[-1] else [*kept, points[-1]]
 
 
-def digits(x: float | None) -> float | None:
-    """Five of them: a page of curves stays small."""
+def rounded(x: float | None) -> float | None:
+    """Five significant digits keep a page of curves small."""
     return None if x is None else float(f"{x:.5g}")
 
 
 def samples_axis(figure: Figure, axis: str = "yaxis") -> None:
-    """A logarithmic axis in samples over what the figure has to show, with plain numbers."""
+    """Give the figure a logarithmic axis in samples, labelled with plain numbers."""
     if not figure.high:
         return
     low, high = math.log10(figure.low), math.log10(figure.high)
@@ -161,7 +170,7 @@ def loss(view: View) -> Figure | None:
             "type": "scatter",
             "name": html.escape(run.name if len(view.runs) > 1 else "loss"),
             "x": [view.x(p) for p in points],
-            "y": [digits(p.values["loss"]) for p in points],
+            "y": [rounded(p.values["loss"]) for p in points],
             "mode": "lines" if len(points) > 1 else "markers",
             "line": {"color": view.color(run), "dash": view.dash(run), "width": 1.6},
         })  # fmt: skip
@@ -180,7 +189,8 @@ def noise_scale(view: View, name: str = "gns/b_simple") -> Figure | None:
         if name == "gns/b_simple" and check.drawn and run.points:
             text = f"single samples, last checkpoint: {check}"
             x = view.x(run.points[-1])
-            figure.traces.append(measured(figure, x, check, "diamond-open", view.color(run), text))
+            color = view.color(run)
+            figure.traces.append(interval_marker(figure, x, check, "diamond-open", color, text))
     if not figure.traces:
         return None
     samples_axis(figure)
@@ -189,7 +199,7 @@ def noise_scale(view: View, name: str = "gns/b_simple") -> Figure | None:
 
 
 def groups(view: View, names: list[list[str]]) -> Figure | None:
-    """The noise scale of each run's groups: a colour for a group, a dash for a run."""
+    """The noise scales of each run's groups: a colour for each group, a dash for each run."""
     figure = view.figure()
     order = list(dict.fromkeys(name for found in names for name in found))
     colors = {name: COLORS[k % len(COLORS)] for k, name in enumerate(order)}
@@ -209,15 +219,15 @@ def groups(view: View, names: list[list[str]]) -> Figure | None:
     return figure
 
 
-def measured(
+def interval_marker(
     figure: Figure, x: float, found: Interval, symbol: str, color: str, text: str
 ) -> dict[str, Any]:
     """A point with an interval."""
     value, lower, upper = found.value or 0.0, found.lower, found.upper
-    figure.show([value, lower, upper])
+    figure.cover([value, lower, upper])
     bar = {"color": color, "thickness": 2, "width": 5}
     if lower is not None and upper is not None:
-        bar |= {"array": [digits(upper - value)], "arrayminus": [digits(value - lower)]}
+        bar |= {"array": [rounded(upper - value)], "arrayminus": [rounded(value - lower)]}
     return marker(x, value, symbol, color, text, 10) | {"error_y": bar}
 
 
@@ -227,7 +237,7 @@ def marker(
     return {
         "type": "scatter",
         "x": [x],
-        "y": [digits(y)],
+        "y": [rounded(y)],
         "mode": "markers",
         "marker": {"symbol": symbol, "color": color, "size": size},
         "text": [text],
@@ -252,11 +262,8 @@ def add_scale(
             "type": "scatter", "name": name, "x": band[0], "y": band[1], "mode": "none",
             "fill": "toself", "fillcolor": fill, "hoverinfo": "skip",
         })  # fmt: skip
-    lines = [digits(s.value) if s.drawn else None for _, s in scales]
-    figure.show(lines)
-    top = 12 * figure.high or math.inf  # an interval that is hardly bounded would flatten the rest
-    figure.show(min(s.upper or 0.0, top) for _, s in scales if s.drawn)
-    figure.show(s.lower for _, s in scales)
+    lines = [rounded(s.value) if s.drawn else None for _, s in scales]
+    figure.cover_intervals([s for _, s in scales])
     alone = sum(y is not None for y in lines) == 1
     figure.traces.append({
         "type": "scatter", "name": name, "x": [x for x, _ in scales], "y": lines,
@@ -268,14 +275,14 @@ def add_scale(
     if arrows := [(x, s) for x, s in scales if s.at_least]:
         figure.traces.append({
             "type": "scatter", "name": name, "x": [x for x, _ in arrows],
-            "y": [digits(s.at_least) for _, s in arrows], "mode": "markers",
+            "y": [rounded(s.at_least) for _, s in arrows], "mode": "markers",
             "marker": {"symbol": "arrow-up", "color": color, "size": 9, "opacity": 0.65},
             "text": [html.escape(str(s)) for _, s in arrows], "hovertemplate": "%{text}",
         })  # fmt: skip
 
 
 def _band(scales: list[tuple[float, Interval]]) -> tuple[list[Any], list[Any]] | None:
-    """A polygon for each stretch that is bounded, with a gap in between."""
+    """A polygon for each stretch of bounded intervals, with gaps in between."""
     xs: list[Any] = []
     ys: list[Any] = []
     stretch: list[tuple[float, Interval]] = []
@@ -285,7 +292,7 @@ def _band(scales: list[tuple[float, Interval]]) -> tuple[list[Any], list[Any]] |
         elif stretch:
             across = [x for x, _ in stretch]
             xs += [*across, *across[::-1], None]
-            ys += [digits(s.upper) for _, s in stretch]
-            ys += [*(digits(s.lower) for _, s in stretch[::-1]), None]
+            ys += [rounded(s.upper) for _, s in stretch]
+            ys += [*(rounded(s.lower) for _, s in stretch[::-1]), None]
             stretch = []
     return (xs[:-1], ys[:-1]) if xs else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figure of batch sizes: what was trained with, and what the critical batch size is."""
+"""The figure of the batch sizes that were trained with and of critical batch sizes."""
 
 import html
 import math
@@ -11,19 +11,19 @@ from gnsfast.cli.figures import (
     Figure,
     View,
     add_scale,
-    digits,
+    interval_marker,
     marker,
-    measured,
+    rounded,
     samples_axis,
 )
 from gnsfast.cli.records import Point, Run
-from gnsfast.cli.summary import Interval, number, over_stretches, place, scale_in
+from gnsfast.cli.summary import Interval, axis_position, number, over_stretches, scale_in
 
 SIZE, ESTIMATE, BRANCHES, OVER = COLORS[0], COLORS[2], COLORS[3], COLORS[1]
 
 
 def batch_size(view: View) -> Figure | None:
-    """Batch sizes as steps, beside the estimate of the critical one and measurements of it."""
+    """Batch sizes as a staircase; the critical batch size as estimated and as measured."""
     figure = view.figure(360)
     several = len(view.runs) > 1
     for run in view.runs:
@@ -54,7 +54,7 @@ def _sized(run: Run) -> list[Point]:
 
 
 def _add_sizes(figure: Figure, view: View, run: Run, label: str, color: str) -> None:
-    """From decisions where there are some, else from the lines: a line's size holds before it."""
+    """Draw the decisions, or without any the logged sizes: each holds for the steps before it."""
     points = _sized(run)
     end = view.x(run.points[-1]) if run.points else 0.0
     steps: list[tuple[float, float]] = []
@@ -62,7 +62,7 @@ def _add_sizes(figure: Figure, view: View, run: Run, label: str, color: str) -> 
     changes = [d for d in run.decisions if d["old"] != d["new"]]
     if changes:
         shape = "hv"
-        at = [(place(run, d["tokens"], view.over_tokens), d) for d in changes]
+        at = [(axis_position(run, d["tokens"], view.over_tokens), d) for d in changes]
         steps = [(0.0, changes[0]["old"]), *((x, d["new"]) for x, d in at if x is not None)]
         steps.append((max(end, steps[-1][0]), steps[-1][1]))
     elif points:
@@ -77,13 +77,13 @@ def _add_sizes(figure: Figure, view: View, run: Run, label: str, color: str) -> 
         steps = [(view.x(p), p.values["batch/size"] or 0.0) for p in kept]
     if not steps:
         return
-    figure.show(size for _, size in steps)
+    figure.cover(size for _, size in steps)
     figure.traces.append({
         "type": "scatter",
         "meta": "size",
         "name": html.escape(label),
         "x": [x for x, _ in steps],
-        "y": [digits(size) for _, size in steps],
+        "y": [rounded(size) for _, size in steps],
         "mode": "lines" if len(steps) > 1 else "markers",
         "line": {"color": color, "shape": shape, "width": 2.2, "dash": view.dash(run)},
         "hovertemplate": "%{y:,.4~g}",
@@ -93,8 +93,8 @@ def _add_sizes(figure: Figure, view: View, run: Run, label: str, color: str) -> 
 def _add_branches(
     figure: Figure, view: View, run: Run, measurement: dict[str, Any], name: str, color: str
 ) -> None:
-    """A measurement: its interval, or an arrow where it has one end only."""
-    x = place(run, measurement["tokens"], view.over_tokens)
+    """Draw a measurement's interval, or an arrow if only one end is known."""
+    x = axis_position(run, measurement["tokens"], view.over_tokens)
     found = scale_in(measurement, "value")
     if x is None or (not found.lower and found.upper is None):
         return
@@ -102,11 +102,11 @@ def _add_branches(
     if found.lower and found.upper is not None:
         middle = found.value or math.sqrt(found.lower * found.upper)
         bar = Interval(middle, found.lower, found.upper)
-        trace = measured(figure, x, bar, "diamond", color, text)
+        trace = interval_marker(figure, x, bar, "diamond", color, text)
     else:
         up = bool(found.lower)
         y = found.lower if up else found.upper
-        figure.show([y])
+        figure.cover([y])
         trace = marker(x, y, "arrow-up" if up else "arrow-down", color, text, 13)
     figure.traces.append(trace)
 

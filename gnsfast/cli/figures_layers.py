@@ -5,18 +5,18 @@ import html
 import math
 from typing import Any
 
-from gnsfast.cli.figures import GRID, Figure, View, digits, samples_axis
+from gnsfast.cli.figures import GRID, Figure, View, rounded, samples_axis
 from gnsfast.cli.records import Run
 from gnsfast.cli.summary import Interval, count
 
 LABELS = 60
-"""Layers at most that all have their name on the axis; of more there is one in so many."""
+"""Most layers that are all named on the axis; of more, every n-th is."""
 NAME = 22
-"""Characters of a name on the axis: a phone is 390 pixels wide."""
+"""Most characters of a name on the axis: a phone is 390 pixels wide."""
 
 
 def last_window(view: View) -> Figure | None:
-    """A row for each layer, those of all runs in one; arrows say "at least"."""
+    """A row for each layer, with all runs in it; arrows say "at least"."""
     paths = list(dict.fromkeys(path for run in view.runs for path in run.last_layers))
     if not paths:
         return None
@@ -26,10 +26,7 @@ def last_window(view: View) -> Figure | None:
         layers = {path: Interval(*found) for path, found in run.last_layers.items()}
         shown = {path: s for path, s in layers.items() if s.drawn}
         bounds = {path: s for path, s in layers.items() if s.at_least}
-        figure.show(s.value for s in shown.values())
-        top = 12 * figure.high or math.inf
-        figure.show(min(s.upper or 0.0, top) for s in shown.values())
-        figure.show(s.lower for s in layers.values())
+        figure.cover_intervals(list(layers.values()))
         figure.traces += [
             _dots(view, run, shown, figure, len(paths)),
             _arrows(view, run, bounds, len(paths)),
@@ -47,8 +44,8 @@ def _dots(
     return _row_marks(view, run, shown, [value for value, _, _ in bars]) | {
         "marker": {"color": view.color(run), "size": 8 if rows <= LABELS else 4},
         "error_x": {
-            "array": [digits((upper or value) - value) for value, _, upper in bars],
-            "arrayminus": [digits(value - (lower or value)) for value, lower, _ in bars],
+            "array": [rounded((upper or value) - value) for value, _, upper in bars],
+            "arrayminus": [rounded(value - (lower or value)) for value, lower, _ in bars],
             "color": view.color(run),
             "thickness": 1.5 if rows <= LABELS else 0.8,
             "width": 0,
@@ -70,7 +67,7 @@ def _row_marks(
     return {
         "type": "scatter",
         "name": html.escape(run.name),
-        "x": [digits(v) for v in values],
+        "x": [rounded(v) for v in values],
         "y": [html.escape(path) for path in layers],
         "mode": "markers",
         "text": [f"{html.escape(path)}<br>{s}" for path, s in layers.items()],
@@ -79,18 +76,18 @@ def _row_marks(
 
 
 def over_time(view: View, run: Run) -> Figure | None:
-    """A heat map of one run; blank where a window resolves nothing."""
+    """A heat map of one run, blank where a window resolves nothing."""
     lines = run.layers
     paths = list(dict.fromkeys(path for line in lines for path in line.values))
-    rows = [[digits(line.values.get(path)) for line in lines] for path in paths]
+    rows = [[rounded(line.values.get(path)) for line in lines] for path in paths]
     values = [v for row in rows for v in row if v is not None and v > 0]
     if len(lines) < 2 or not values:
         return None
     figure = _figure(paths)
     x = [float(p.tokens or 0.0) if view.over_tokens else float(p.step) for p in lines]
-    figure.show(values)
+    figure.cover(values)
     scale = Figure(0)
-    scale.show(values)
+    scale.cover(values)
     samples_axis(scale, "colors")
     colors = scale.layout["colors"]
     figure.traces = [{
@@ -116,7 +113,7 @@ def over_time(view: View, run: Run) -> Figure | None:
 
 
 def _figure(paths: list[str]) -> Figure:
-    """Rows from the first layer at the top to the last."""
+    """An empty figure with a row for each layer, the first at the top."""
     every = math.ceil(len(paths) / LABELS)
     row = 22 if len(paths) <= LABELS else 5
     figure = Figure(110 + min(row * len(paths), max(1300, 3 * len(paths))))
@@ -145,7 +142,7 @@ def _log(value: float | None) -> float | None:
 
 
 def _short(path: str) -> str:
-    """The end of a path, from one of its dots where that leaves enough."""
+    """The end of a long path, from a dot on if enough is left."""
     if len(path) <= NAME:
         return path
     end = path[1 - NAME :]
@@ -154,6 +151,6 @@ def _short(path: str) -> str:
 
 
 def resolved(run: Run) -> str:
-    """How many layers the last window says something of."""
+    """How many of the layers the last window resolves."""
     scales = [Interval(*found) for found in run.last_layers.values()]
     return f"{count(sum(s.drawn for s in scales))} of {count(len(scales))}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report that is rewritten while its runs go on."""
+"""A report that is rewritten while its runs train."""
 
 import math
 import time
@@ -10,7 +10,7 @@ from gnsfast.cli.records import NothingYet, Reader, Run, named
 from gnsfast.cli.report import Live, write_report
 
 HEARTBEAT = 60.0
-"""Seconds after which a page is rewritten without news, so that it does not look abandoned."""
+"""Seconds after which a page is rewritten even without news, so that it does not go stale."""
 
 
 def watch(
@@ -21,12 +21,12 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Run]:
-    """Read ``paths`` every so many seconds, and write ``out`` where there is something new, until
-    all runs have ended or Ctrl-C. The last page no longer reloads itself.
+    """Read ``paths`` every ``every`` seconds and rewrite ``out`` on news, until all runs have ended
+    or Ctrl-C. The last page does not reload itself.
 
     Raises:
-        RecordsError: for a broken line; the last page of what was read before it stays.
-        NothingYet: where it was stopped before a first line.
+        RecordsError: for a broken line; the page keeps what was read before it.
+        NothingYet: if stopped before the first line.
     """
     readers = [Reader(path) for path in paths]
     runs: list[Run] = []

@@ -13,7 +13,7 @@ from gnsfast.critical_batch.laws import read_records
 
 
 class Measured(NamedTuple):
-    """A critical batch size in samples with its own bounds, after so many tokens."""
+    """A critical batch size in samples with its interval, measured after ``tokens`` tokens."""
 
     tokens: float
     value: float
@@ -22,7 +22,7 @@ class Measured(NamedTuple):
 
 
 class Measurements(NamedTuple):
-    """``left_out`` had no value, and ``doubtful`` are not to be trusted."""
+    """``left_out`` counts measurements without a value, ``doubtful`` those with doubts."""
 
     points: list[Measured]
     left_out: int = 0
@@ -30,13 +30,12 @@ class Measurements(NamedTuple):
 
 
 def read_measurements(path: str) -> Measurements:
-    """Columns ``tokens`` and ``value`` of a CSV file, or such fields of JSON lines: of records of
-    kind "critical batch", and of lines without a kind; of a folder without JSON lines, those of the
-    folders of branches in it. A value that is empty, null or not finite was not resolved, and is
-    left out, and so is a measurement with ``doubts``.
+    """Read the columns ``tokens`` and ``value`` of a CSV file, or these fields of JSON lines whose
+    kind is "critical batch" or missing. In a folder without JSON lines, read the folders of
+    branches. Measurements without a finite value, or with ``doubts``, are left out.
 
     Raises:
-        ValueError: for a file without measurements, and for a field that is no number.
+        ValueError: if there is no measurement, or a field is not a number.
     """
     found = _collected(path, _rows(Path(path)))
     if not found.points:
@@ -80,7 +79,7 @@ def _collected(path: str, rows: Iterable[Mapping[str, Any]]) -> Measurements:
 
 
 def _number(field: Any, name: str) -> float:
-    """A JSON number or the text of a CSV field; NaN for null, nothing and what is not finite."""
+    """A JSON number or a CSV field as a float; NaN if it is null, empty or not finite."""
     if isinstance(field, (int, float)):
         return float(field)
     text = "" if field is None else str(field).strip()

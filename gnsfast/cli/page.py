@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page around the figures: style and script. One file, which opens offline."""
+"""The HTML around the figures, with its style and script: one file, which opens offline."""
 
 import string
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows while it goes: a live panel on a terminal, plain lines elsewhere."""
+"""What the demo shows while it trains: a live panel on a terminal, plain lines elsewhere."""
 
 import math
-from types import TracebackType
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -35,9 +35,9 @@ def percent(share: float) -> str:
     return "-" if math.isnan(share) else f"{share:.1%}"
 
 
-def sparkline(values: list[float], width: int = WIDTH) -> str:
-    """The last values as bars between their least and largest."""
-    shown = [v for v in values if math.isfinite(v)][-width:]
+def sparkline(values: list[float]) -> str:
+    """The last ``WIDTH`` values as bars between their least and largest."""
+    shown = [v for v in values if math.isfinite(v)][-WIDTH:]
     if not shown:
         return ""
     low, high = min(shown), max(shown)
@@ -58,7 +58,7 @@ def verdict(check: Check) -> list[tuple[str, str]]:
 
 
 class Lines:
-    """One line in so many steps, for files and pipes."""
+    """A line every ``LINE_EVERY`` steps, for files and pipes."""
 
     def __init__(self, run: Run, console: Console) -> None:
         self.run, self.console = run, console
@@ -72,12 +72,7 @@ class Lines:
         self.print("  step   loss  noise scale  interval                   statistics    time")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         pass
 
     def print(self, line: str) -> None:
@@ -96,12 +91,12 @@ class Lines:
             self.print("Checking the last checkpoint with single-sample gradients ...")
 
     def checked(self, check: Check) -> None:
-        for name, said in verdict(check):
-            self.print(f"{name:35}  {said}")
+        for name, result in verdict(check):
+            self.print(f"{name:35}  {result}")
 
 
 class Panel:
-    """Drawn anew in place; never in a thread of its own, which would cost the training a core."""
+    """Redraws itself in place, without a thread, which would take a core from the training."""
 
     def __init__(self, run: Run, console: Console) -> None:
         self.run = run
@@ -116,13 +111,8 @@ class Panel:
         self.live.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.live.__exit__(kind, error, where)
+    def __exit__(self, *error: Any) -> None:
+        self.live.__exit__(*error)
 
     def step(self, now: Progress) -> None:
         self.now = now
@@ -183,6 +173,6 @@ class Panel:
         if self.check is None:
             return []
         table = Table.grid(padding=(0, 2))
-        for name, said in verdict(self.check):
-            table.add_row(name, f"[bold]{said}[/]")
+        for name, result in verdict(self.check):
+            table.add_row(name, f"[bold]{result}[/]")
         return [Text(), Text("At the frozen last checkpoint, noise scale in samples:"), table]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gnsfast plan``: what published laws and one's own measurements say of a batch size, and what a
-batch size costs."""
+"""``gnsfast plan``: what published laws and the user's measurements say about a batch size, and its
+costs."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.arguments import finite_or_none, whole_number
@@ -14,12 +14,12 @@ from gnsfast.critical_batch.laws import Interval, PowerLaw, fit_power_law, trade
 
 DOUBLINGS = range(-3, 4)
 LEAST_POINTS = 3
-"""Of a fit with an interval."""
+"""That a fit with an interval needs."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user wrote."""
+    """The options as the user wrote them."""
 
     tokens: str | None
     params: str | None
@@ -93,8 +93,8 @@ def _law(p: laws.Prediction, context: int) -> dict[str, Any]:
 
 
 def _fitted(path: str, tokens: float) -> dict[str, Any]:
-    """The power law through the user's measurements, and what it says at ``tokens``; with fewer
-    than a law takes, the one that is nearest in tokens.
+    """The power law through the user's measurements, and its value at ``tokens``. With fewer than
+    ``LEAST_POINTS``, the measurement that is nearest in tokens.
     """
     read: Measurements = read_measurements(path)
     points = read.points
@@ -126,7 +126,7 @@ def _trade_off(
     batch: int | None,
     measured: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
-    """The costs of batch sizes about the planned one, else about B_crit."""
+    """What batch sizes around the planned one cost, or without one around B_crit."""
     if options.b_crit is not None:
         critical, origin = _interval(options.b_crit), "--b-crit"
     elif measured is not None:
@@ -160,12 +160,15 @@ def _trade_off(
     return {
         "b_crit": _finite(critical),
         "from": origin,
-        "costs": [{f.name: _plain(getattr(c, f.name)) for f in fields(c)} for c in costs],
+        "costs": [
+            {name: _finite(v) if isinstance(v, Interval) else v for name, v in vars(c).items()}
+            for c in costs
+        ],
     }
 
 
 def _batch_sizes(batch: int | None, critical: Interval, gpus: int | None) -> list[int]:
-    """Doublings about ``batch`` that whole samples and whole GPUs allow, else about B_crit."""
+    """Doublings around ``batch``, else around B_crit, of whole samples on whole GPUs."""
     middle = batch or 2 ** max(0, round(math.log2(critical.value)))
     sizes = [middle * 2**k if k >= 0 else middle / 2**-k for k in DOUBLINGS]
     whole_gpus = [b for b in sizes if not gpus or not batch or gpus * b % batch == 0]
@@ -197,10 +200,6 @@ def _positive(text: str, name: str) -> float:
     if value == 0:
         raise ValueError(f"{name} is 0, but must be positive")
     return value
-
-
-def _plain(value: Any) -> Any:
-    return _finite(value) if isinstance(value, Interval) else value
 
 
 def _finite(interval: Interval) -> dict[str, float | None]:

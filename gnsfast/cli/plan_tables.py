@@ -76,7 +76,8 @@ def _range(found: dict[str, Any]) -> Text:
         text.append(span + (", " if unit == "tokens" else ""), "green")
     apart = largest["tokens"] / least["tokens"]
     text.append(
-        f"\n{apart:.1f} times apart: laws differ, and so does what they predict", "dim not bold"
+        f"\n{apart:.1f} times apart: the laws differ, and so do the quantities they predict",
+        "dim not bold",
     )
     return text
 
@@ -109,7 +110,7 @@ def _measured(found: dict[str, Any]) -> Padding:
         text.append(f"{left_out}\n")
         text.append(f"{_span(fit['samples'])} samples", "green")
         text.append(
-            f", as measured, for a run of {tokens}; a law takes measurements at 3 points",
+            f", as measured, for a run of {tokens}; a law needs measurements at 3 points",
             "default not bold",
         )
         return Padding(text, (0, 0, 1, 0))
@@ -121,7 +122,7 @@ def _measured(found: dict[str, Any]) -> Padding:
     text.append(f"{_span(fit['samples'])} samples", "green")
     text.append(" for a new measurement (95 %), ", "default not bold")
     text.append_text(_beyond(fit["extrapolated"]))
-    text.append("; the grids of the measurements are not in it", "default not bold")
+    text.append("; the spacing of your measured batch sizes is not in it", "default not bold")
     return Padding(text, (0, 0, 1, 0))
 
 
@@ -147,17 +148,17 @@ def _costs(found: dict[str, Any]) -> Group:
     )
     plan = f"{short_count(found['tokens'])} tokens at "
     plan += f"{found['batch']:,} samples" if found["batch"] else "a small batch size"
-    said = f"The loss is that of {plan}; "
-    said += "(S/S_min - 1)(E/E_min - 1) = 1, McCandlish et al. 2018 (arXiv 1812.06162)."
+    note = f"The loss is that of {plan}; "
+    note += "(S/S_min - 1)(E/E_min - 1) = 1, McCandlish et al. 2018 (arXiv 1812.06162)."
     if trade["from"] == "your measurements":
-        said += " Takes what you measured for b/a; branches measure another definition."
+        note += " Your measurements are taken as b/a; branches measure another definition."
     if "gpus" in shown:
-        said += " Samples of a GPU stay the same, and so does its speed."
-    return Group(title, Text(), table, Text(), Text(said, "dim"))
+        note += " A GPU's samples and speed stay the same."
+    return Group(title, Text(), table, Text(), Text(note, "dim"))
 
 
 def _span(interval: dict[str, float | None]) -> str:
-    """A value, with its interval where it has one."""
+    """A value, with its interval if it has one."""
     value, lower, upper = (interval[k] for k in ("value", "lower", "upper"))
     if lower == upper:
         return _number(value)
@@ -171,7 +172,7 @@ def _cell(value: Any) -> Text:
     if value["lower"] != value["upper"]:
         low, high = _number(value["lower"]), _number(value["upper"])
         unit = high[-1] if high[-1].isalpha() else ""
-        cell.append(f"\n{low.removesuffix(unit)}-{high}", "dim")  # one unit, where it is the same
+        cell.append(f"\n{low.removesuffix(unit)}-{high}", "dim")  # a shared unit is written once
     return cell
 
 

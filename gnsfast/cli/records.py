@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the lines of a run: a .jsonl file, or all of a folder's, also while they are written."""
+"""Reads the logs of a run, one .jsonl file or all of a folder, also while they are written."""
 
 import bisect
 import json
@@ -17,15 +17,15 @@ PREFIXES = ("gns/", "batch/", "cbs/")
 NAMES = ("loss", "tokens", "seconds", "share")
 DECIDED = ("tokens", "phase", "old", "new", "warning")
 LAYER_LINES = 256
-"""Of lines with layers at most so many are kept, evenly spread: enough columns for a screen."""
+"""Most lines with layers that are kept, evenly spread: enough columns for a screen."""
 
 
 class RecordsError(ValueError):
-    """What cannot be read, in one line: with its file and the line's number."""
+    """A log that cannot be read: one line with the file and the line's number."""
 
 
 class NothingYet(RecordsError):
-    """A folder or file in which a run may still begin."""
+    """Nothing was logged there yet; a run may still begin."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class LayerLine:
 
 @dataclass
 class Log:
-    """What has been read: of one file, or of all of a run's."""
+    """What was read from one file, or from all files of a run."""
 
     header: dict[str, Any] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Log:
     state: str = "open"
     """Or ``"ended"`` or ``"interrupted"``, once a line says so."""
     notes: dict[str, None] = field(default_factory=dict)
-    """What a reader of the report has to know, in order."""
+    """What a reader of the report must know, in order."""
 
 
 @dataclass(eq=False)
@@ -90,9 +90,9 @@ class LogFile:
         self._stride = 1
 
     def poll(self) -> bool:
-        """Whether there was anything new."""
+        """Read on; whether there was anything new."""
         if self.path.stat().st_size < self._offset:
-            self._start()  # another file by the same name
+            self._start()  # a new file of the same name
         with open(self.path, "rb") as file:
             file.seek(self._offset)
             lines = file.read().split(b"\n")
@@ -103,7 +103,7 @@ class LogFile:
             except ValueError:
                 if whole:
                     raise self._error("is not JSON", 1) from None
-                return k > 0  # half a line: the rest is still to come
+                return k > 0  # half a line: the rest will follow
             self._line += whole
             if found is not None:
                 self._take(found, 0 if whole else 1)
@@ -142,7 +142,7 @@ class LogFile:
                 d
                 for d in log.decisions
                 if d["tokens"] <= tokens and [d.get(name) for name in DECIDED] != same
-            ]  # a restart makes them again
+            ]  # a restart repeats decisions
             log.decisions.append(record)
         elif kind == "critical batch":
             _number(record, "tokens", least=0), _number(record, "batch_size", least=1)
@@ -153,7 +153,7 @@ class LogFile:
             log.state = kind
         elif kind == "end":
             log.state = "interrupted" if log.state == "interrupted" else "ended"
-        elif kind != "branch step":  # the end of a branch is in its measurement
+        elif kind != "branch step":  # a measurement says how its branches ended
             log.notes[f"{self.path.name}: lines of kind {kind!r} are not drawn"] = None
 
     def _take_point(self, line: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ class LogFile:
         self._seen_layers += 1
 
     def _forget(self, step: int, tokens: float | None) -> None:
-        """A restart went back behind what was logged: its own lines count."""
+        """A restart went back to ``step``: its own lines replace those from there on."""
         log = self.log
         first = bisect.bisect_left([p.step for p in log.points], step)
         log.notes[
@@ -224,7 +224,7 @@ class Reader:
         self.files: dict[Path, LogFile] = {}
 
     def poll(self) -> bool:
-        """Whether there was anything new."""
+        """Read on; whether there was anything new."""
         if not self.path.exists():
             raise RecordsError(f"{self.path}: no such file or folder")
         paths = [self.path] if self.path.is_file() else sorted(self.path.glob("*.jsonl"))
@@ -235,8 +235,8 @@ class Reader:
         """All that was read.
 
         Raises:
-            NothingYet: where that is nothing.
-            RecordsError: where two files hold the same numbers, and so two runs.
+            NothingYet: if that is nothing.
+            RecordsError: if two files contradict each other, as those of two runs do.
         """
         if not self.files:
             raise NothingYet(f"{self.path}: no .jsonl file in this folder")
@@ -284,7 +284,7 @@ class Reader:
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """The runs as they are now, each by a name of its own.
+    """The runs as they are now, each under its own name.
 
     Raises:
         RecordsError: what is missing, empty or broken, and where.
@@ -296,7 +296,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
 
 def named(runs: list[Run]) -> list[Run]:
-    """The same runs; those that share a name are called by their paths."""
+    """The same runs; those that share a name are named by their paths."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

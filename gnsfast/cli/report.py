@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML file of one run or of several."""
+"""One self-contained HTML file about one or more runs."""
 
 import html
 import json
@@ -22,32 +22,30 @@ from gnsfast.cli.tables import decisions_table, measurement_table
 
 READING = """<details><summary>How to read this</summary>
 <p><b>Noise scale</b>: tr Σ / |G|², the batch size at which the noise of a gradient is as large as
-the gradient. Euclidean, in samples. The one <b>under Adam's metric</b> measures both in the lengths
+the gradient. Euclidean, in samples. <b>Under Adam's metric</b> both are measured in the lengths
 that Adam measures steps with.</p>
 <p><b>Critical batch size</b>: beyond it a larger batch saves few steps. Its <b>estimate</b> is a
-noise scale times a factor that was set or measured; <b>branches</b> measure it: the run goes on
-with several batch sizes, and their losses are compared. A noise scale by itself is none.</p>
+noise scale times a factor that was set or measured; <b>branches</b> measure it: they continue the
+run with several batch sizes, and their losses are compared. A noise scale alone is not one.</p>
 <p>A band or bar is the 95 % interval of the mean over the window of the last updates: while the
-noise scale moves, that mean lags behind. An arrow says "at least": the window has no upper bound.
-A gap: nothing was resolved, or the loss was NaN. A dotted upright line: the batch size changed.</p>
+noise scale moves, that mean lags behind. An arrow says "at least": the interval has no upper end.
+A gap: nothing was resolved, or the loss was NaN. Dotted vertical line: the batch size changed.</p>
 </details>"""
 
 LINES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}
-"""Of legends: CSS's names for plotly's."""
+"""plotly's line styles in CSS, for legends."""
 
 
 @dataclass(frozen=True)
 class Live:
-    """A page that is rewritten: how many seconds until an open one looks again, and until it
-    takes the writer for stopped.
-    """
+    """Seconds until an open page reloads itself, and until it says that its writer has stopped."""
 
     refresh: float
     stale: float
 
 
 class Sections:
-    """HTML, and the figures that its boxes wait for."""
+    """The sections of the page in HTML, and the figures that they hold."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -55,7 +53,7 @@ class Sections:
         self.parts: list[str] = []
 
     def figure(self, title: str, note: str, figure: Figure | None, below: str = "") -> str:
-        """A section; nothing without a figure and without what stands below it."""
+        """A section; empty without both a figure and HTML below it."""
         if figure is None and not below:
             return ""
         box = ""
@@ -65,9 +63,9 @@ class Sections:
                 f'style="height:{figure.height}px"></div>'
             )
             self.specs.append(figure.spec())
-        said = f'<p class="note">{note}</p>' if note else ""
+        text = f'<p class="note">{note}</p>' if note else ""
         legend = _legend(figure) if figure is not None else ""
-        return f"<section><h2>{title}</h2>{said}{legend}{box}{below}</section>"
+        return f"<section><h2>{title}</h2>{text}{legend}{box}{below}</section>"
 
     def build(self) -> None:
         view = self.view
@@ -136,13 +134,13 @@ class Sections:
 
     def _layers(self) -> None:
         view = self.view
-        said = "; ".join(
+        resolved = "; ".join(
             f"{self._of(run)}{figures_layers.resolved(run)}" for run in view.runs if run.last_layers
         )
         self.parts.append(
             self.figure(
                 "Noise scale by layer, samples, last window",
-                f"Resolved: {said}. Bar: 95 % interval; arrow: at least.",
+                f"Resolved: {resolved}. Bar: 95 % interval; arrow: at least.",
                 figures_layers.last_window(view),
             )
         )
@@ -160,7 +158,7 @@ class Sections:
 
 
 def _legend(figure: Figure) -> str:
-    """In HTML, which wraps where a figure's own would shrink the figure."""
+    """In HTML, which wraps: plotly's own legend would shrink the figure."""
     marks = {"diamond": "◆", "point": "●"}
     entries = (
         f'<span style="color:{color}">{marks[line]}</span>'
@@ -175,15 +173,15 @@ def _legend(figure: Figure) -> str:
     return f'<ul class="legend">{"".join(named)}</ul>' if figure.legend else ""
 
 
-def place(paths: list[Path]) -> Path:
-    """Beside the run; of several in the working directory."""
+def default_page(paths: list[Path]) -> Path:
+    """Beside the run; for several runs in the working directory."""
     if len(paths) > 1:
         return Path("report.html")
     return paths[0].with_suffix(".html") if paths[0].is_file() else paths[0] / "report.html"
 
 
 def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
-    """Write ``path`` in one move, so that nobody reads half a page."""
+    """Replace ``path`` at once, so that nobody reads half a page."""
     view = View(runs)
     sections = Sections(view)
     sections.build()
@@ -215,7 +213,7 @@ def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
 
 
 def _script(data: dict[str, Any]) -> str:
-    """Figures as JSON, in which no text can end the script."""
+    """The figures as JSON; no text in it can end the script element."""
     if not data["figures"] and not data["live"]:
         return ""
     plain = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -18,7 +18,7 @@ from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
 
 REPORT_EVERY = 10
 PLAIN_EVERY = 8
-"""One step in so many runs without statistics: the difference of the medians is their cost."""
+"""Every eighth step runs without statistics; the difference of the medians is their cost."""
 WARM_UP = 5
 CHECK_BATCHES, CHECK_SAMPLES = 40, 2048
 
@@ -145,7 +145,7 @@ class Run:
         return loss.detach()
 
     def check(self, tick: Callable[[float], None]) -> Check:
-        """Freeze the model and measure it both ways; ``tick`` hears how far that is."""
+        """Measure the frozen model both ways; ``tick`` gets the share that is done."""
         gns = gnsfast.GradientNoiseScale(self.model)
         for _ in range(CHECK_BATCHES):
             batch = self.draw(self.settings.samples)

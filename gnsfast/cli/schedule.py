@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``gnsfast schedule``: a batch-size schedule, what it saves, and other frameworks' form of it."""
+"""``gnsfast schedule``: a batch-size schedule, what it saves, and its form in other frameworks."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ FRAMEWORKS = ("megatron", "olmo-core", "lightning", "huggingface")
 
 @dataclass(frozen=True)
 class Options:
-    """What the user wrote."""
+    """The options as the user wrote them."""
 
     source: str
     total_tokens: str
@@ -58,12 +58,14 @@ def examine(options: Options) -> dict[str, Any]:
 def read_schedule(source: str, total_tokens: str, tokens_per_sample: str) -> BatchSizeSchedule:
     """From a controller's log (a file or a run folder), or from thresholds."""
     total = parse_count(total_tokens, "--total-tokens")
-    of_a_sample = parse_count(tokens_per_sample, "--tokens-per-sample")
+    sample_tokens = parse_count(tokens_per_sample, "--tokens-per-sample")
     if Path(source).exists():
-        return BatchSizeSchedule.from_log(source, total_tokens=total, tokens_per_sample=of_a_sample)
+        return BatchSizeSchedule.from_log(
+            source, total_tokens=total, tokens_per_sample=sample_tokens
+        )
     if ":" not in source:
         raise ValueError(f"{source!r} is neither a log nor thresholds such as '0:1024 168B:2048'")
-    return BatchSizeSchedule.parse(source, total_tokens=total, tokens_per_sample=of_a_sample)
+    return BatchSizeSchedule.parse(source, total_tokens=total, tokens_per_sample=sample_tokens)
 
 
 def _saved(saved: Saved) -> dict[str, float]:
@@ -88,24 +90,24 @@ def _export(schedule: BatchSizeSchedule, options: Options) -> Any:
         return exports.olmo_core(schedule)
     if options.export not in FRAMEWORKS:
         raise ValueError(f"--export is {options.export!r}, but must be {', '.join(FRAMEWORKS)}")
-    per_device = parse_count(_needed(options.per_device_batch, "--per-device-batch", options))
+    per_device = parse_count(_required(options.per_device_batch, "--per-device-batch", options))
     processes = parse_count(options.processes, "--processes")
     if options.export == "huggingface":
         return exports.hugging_face(
             schedule, per_device_train_batch_size=per_device, processes=processes
         )
-    of_an_epoch = parse_count(_needed(options.samples_per_epoch, "--samples-per-epoch", options))
+    per_epoch = parse_count(_required(options.samples_per_epoch, "--samples-per-epoch", options))
     return asdict(
         exports.lightning(
             schedule,
             samples_per_batch=per_device * processes,
-            samples_per_epoch=of_an_epoch,
+            samples_per_epoch=per_epoch,
             round_to_epochs=options.round_to_epochs,
         )
     )
 
 
-def _needed(text: str | None, name: str, options: Options) -> str:
+def _required(text: str | None, name: str, options: Options) -> str:
     if text is None:
         raise ValueError(f"--export {options.export} needs {name}")
     return text
@@ -136,8 +138,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         value = found["export"]["value"]
         if found["export"]["for"] == "megatron":
             value = f'--step-batch-size-schedule "{value}"'
-        said = value if isinstance(value, str) else json.dumps(value)
-        console.print(said, highlight=False, soft_wrap=True, markup=False)
+        text = value if isinstance(value, str) else json.dumps(value)
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _time(seconds: dict[str, float]) -> Text:

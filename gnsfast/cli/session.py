@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A demo run from its first line to its report, whatever ends it."""
+"""A demo run from its first line to its report, however it ends."""
 
 from pathlib import Path
 from typing import Any
@@ -13,42 +13,36 @@ from gnsfast.cli.run import Run
 from gnsfast.integrations.trackers import JSONLTracker
 
 
-class Session:
-    """Runs, shows and records; ``go`` returns the result also after Ctrl-C."""
-
-    def __init__(self, run: Run, folder: Path, console: Console) -> None:
-        self.run, self.folder, self.console = run, folder, console
-        self.interrupted = False
-
-    def go(self) -> dict[str, Any]:
-        view = (Panel if self.console.is_terminal else Lines)(self.run, self.console)
-        log = self.folder / "metrics.jsonl"
-        tracker = JSONLTracker(log, run=self.run.header())
-        try:
-            with view:
-                for progress in self.run.train():
-                    tracker.log(progress.metrics(), progress.step)
-                    view.step(progress)
-                check = self.run.check(view.checking)
-                tracker.record(check.record())
-                view.checked(check)
-        except KeyboardInterrupt:
-            self.interrupted = True
-            tracker.record({"kind": "interrupted"})
-        finally:
-            tracker.close()
-        [run] = read_runs([log])
-        report = write_report([run], self.folder / "report.html")
-        if self.interrupted:
-            self.console.print("Interrupted.", highlight=False)
-        self.console.print(f"Report: {report}\nMetrics: {log}")
-        last = run.points[-1] if run.points else None
-        return {
-            **run.header,
-            "kind": "result",
-            "interrupted": self.interrupted,
-            "last": {"step": last.step, **last.values} if last else None,
-            "check": run.check,
-            "report": str(report),
-            "metrics": str(log),
-        }
+def run_demo(demo: Run, folder: Path, console: Console) -> dict[str, Any]:
+    """Train, show and record the demo; its result, also after Ctrl-C."""
+    view = (Panel if console.is_terminal else Lines)(demo, console)
+    log, interrupted = folder / "metrics.jsonl", False
+    tracker = JSONLTracker(log, run=demo.header())
+    try:
+        with view:
+            for progress in demo.train():
+                tracker.log(progress.metrics(), progress.step)
+                view.step(progress)
+            check = demo.check(view.checking)
+            tracker.record(check.record())
+            view.checked(check)
+    except KeyboardInterrupt:
+        interrupted = True
+        tracker.record({"kind": "interrupted"})
+    finally:
+        tracker.close()
+    [run] = read_runs([log])
+    report = write_report([run], folder / "report.html")
+    if interrupted:
+        console.print("Interrupted.", highlight=False)
+    console.print(f"Report: {report}\nMetrics: {log}")
+    last = run.points[-1] if run.points else None
+    return {
+        **run.header,
+        "kind": "result",
+        "interrupted": interrupted,
+        "last": {"step": last.step, **last.values} if last else None,
+        "check": run.check,
+        "report": str(report),
+        "metrics": str(log),
+    }

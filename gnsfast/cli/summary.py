@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says, in numbers and in words."""
+"""A run's results, in numbers and in words."""
 
 import bisect
 import math
@@ -10,12 +10,12 @@ from typing import Any
 from gnsfast.cli.records import Point, Run
 
 OVER = 1.2
-"""Times the estimate of the critical batch size: from here on a batch is flagged."""
+"""Times the estimate of the critical batch size: a larger batch is flagged."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number of samples with its 95 % interval; None is not known, or no bound."""
+    """A number of samples with its 95 % interval; None is unknown, or no bound."""
 
     value: float | None
     lower: float | None
@@ -23,13 +23,13 @@ class Interval:
 
     @property
     def drawn(self) -> bool:
-        """On a logarithmic axis, with an upper end where it has a lower one."""
+        """Whether a logarithmic axis can show it: positive, with both ends or none."""
         bounded = self.lower is None or (self.lower > 0 and self.upper is not None)
         return self.value is not None and self.value > 0 and bounded
 
     @property
     def at_least(self) -> float | None:
-        """The lower end of what has no upper one."""
+        """The lower end, if there is no upper one."""
         return self.lower if not self.drawn and self.upper is None and self.lower else None
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def count(x: float) -> str:
 
 
 def scale_at(point: Point, name: str) -> Interval | None:
-    """A noise scale or an estimate of a line; None where it says nothing of it."""
+    """A noise scale or an estimate at a point; None if it was not logged there."""
     keys = (name, f"{name}_lo", f"{name}_hi")
     if all(key not in point.values for key in keys):
         return None
@@ -77,12 +77,12 @@ def scale_at(point: Point, name: str) -> Interval | None:
 
 
 def scale_in(record: dict[str, Any], name: str) -> Interval:
-    """The same of a record such as that of a measurement, whose value has this name."""
+    """The same in a record, such as a measurement's, whose value has this name."""
     return Interval(record.get(name), record.get("lower"), record.get("upper"))
 
 
 def groups_of(run: Run) -> list[str]:
-    """Names of groups of samples, in the order in which they came."""
+    """Names of groups of samples, in the order of their first lines."""
     found: dict[str, None] = {}
     prefix, lower = "gns/group/", "_lo"
     for point in run.points:
@@ -95,15 +95,15 @@ def groups_of(run: Run) -> list[str]:
 
 
 def has_tokens(run: Run) -> bool:
-    """Whether all lines can stand over tokens."""
+    """Whether all points can be drawn over tokens."""
     tokens = [p.tokens for p in run.points]
     known = [t for t in tokens if t is not None]
     rising = all(a <= b for a, b in zip(known, known[1:]))
     return len(known) == len(tokens) and rising
 
 
-def place(run: Run, tokens: float, over_tokens: bool) -> float | None:
-    """Where a record of so many tokens stands on the axis."""
+def axis_position(run: Run, tokens: float, over_tokens: bool) -> float | None:
+    """Where a record after ``tokens`` tokens lies on the axis; None if no point lies beyond it."""
     if over_tokens:
         return tokens
     points = [p for p in run.points if p.tokens is not None]
@@ -125,7 +125,7 @@ def ratio_at(point: Point) -> float | None:
 
 
 def over_stretches(run: Run) -> list[Over]:
-    """Where the batch was too large by the estimate, from the first such line to the next other."""
+    """Stretches above ``OVER`` times the estimate: from the first such point to the next other."""
     found: list[Over] = []
     start: Point | None = None
     most = 0.0
@@ -144,7 +144,7 @@ def over_stretches(run: Run) -> list[Over]:
 
 
 def last(run: Run, name: str) -> float | None:
-    """The newest number by this name; None where it never was one."""
+    """The newest finite value of this name, if there is one."""
     values = (p.values.get(name) for p in reversed(run.points))
     return next((v for v in values if v is not None), None)
 
@@ -155,14 +155,14 @@ def last_scale(run: Run, name: str) -> Interval | None:
 
 
 def batch_size(run: Run) -> float | None:
-    """Of the last decision or the last line, whatever is newer; a line's is a mean of updates."""
+    """That of the last decision, or without any of the last line: a mean over updates."""
     if run.decisions:
         return float(run.decisions[-1]["new"])
     return last(run, "batch/size")
 
 
 def matches(measurement: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The branches of a measurement, the smallest first, and whether each matches every smaller."""
+    """A measurement's branches, the smallest first, and whether each matches every smaller one."""
     least, tolerance = math.inf, measurement.get("tolerance")
     branches = sorted(measurement.get("branches") or [], key=lambda b: b["batch_size"])
     for k, branch in enumerate(branches):

@@ -15,9 +15,9 @@ def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
     title = f"{of}branches at {count(measured['tokens'])} tokens: {span}"
     cells = (
         (
-            _figures(branch.get("k")),
-            _figures(branch.get("batch_size")),
-            _figures(branch.get("lr_factor")),
+            _number_or_dash(branch.get("k")),
+            _number_or_dash(branch.get("batch_size")),
+            _number_or_dash(branch.get("lr_factor")),
             _loss(branch),
             matched,
         )
@@ -35,9 +35,9 @@ def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
         f"k = {each['k']:g} failed: {each['reason']}" for each in measured.get("missing", ())
     ]
     beside += [f"not to be trusted: {doubt}" for doubt in measured.get("doubts", ())]
-    said = f'<p class="note">{html.escape("; ".join(beside))}</p>' if beside else ""
+    note = f'<p class="note">{html.escape("; ".join(beside))}</p>' if beside else ""
     state = " open" if opened else ""
-    return f"<details{state}><summary>{title}</summary>{said}{table}</details>"
+    return f"<details{state}><summary>{title}</summary>{note}{table}</details>"
 
 
 def _loss(branch: dict[str, Any]) -> str:
@@ -47,7 +47,7 @@ def _loss(branch: dict[str, Any]) -> str:
     return f"{branch['loss']:.4f}" + (f" ± {std:.2g}" if std is not None else "")
 
 
-def _figures(value: float | None) -> str:
+def _number_or_dash(value: float | None) -> str:
     return "-" if value is None else number(value)
 
 
@@ -73,7 +73,7 @@ def _decision(d: dict[str, Any]) -> str:
 
 
 def _row(cells: list[tuple[str, str]], warning: bool = False) -> str:
-    """Each cell with the name that it has where there is no room for a head."""
+    """A row; a cell's title is what a narrow screen shows in place of the table's head."""
     kind = ' class="warning"' if warning else ""
     titles = (f' title="{title}"' if title else "" for title, _ in cells)
     tds = (f"<td{kind}{t}>{html.escape(c)}</td>" for t, (_, c) in zip(titles, cells))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's model and text: a byte-level GPT, and the language reference in every CPython."""
+"""The demo's model and text: a byte-level GPT, and the language reference that CPython ships."""
 
 import torch
 import torch.nn.functional as F

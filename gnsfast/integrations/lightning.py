@@ -33,29 +33,29 @@ class GNSMonitor(Callback):
     Equals a hand-written loop with ``gns.microbatch(n, scale=1 / accumulate_grad_batches)`` around
     each forward and backward pass and ``gns.update()`` before clipping. The result is logged every
     ``log_every_n_steps`` by ``log_dict``, under the names of ``trackers.metrics``. Its measurements
-    are part of Lightning's checkpoint, and a resumed run goes on with the same bits; any other
-    ``fit()`` begins anew.
+    are part of Lightning's checkpoint, and a resumed run continues bit for bit; any other ``fit()``
+    starts afresh.
 
     Lightning zeroes gradients between the forward and the backward pass. The probes need that
     before the forward pass, so the module's ``optimizer_zero_grad`` is also called there.
 
-    ``monitor.gns`` is the estimator, from the start of training on: what freezes or unfreezes
+    ``monitor.gns`` is the estimator once training has started. Code that freezes or unfreezes
     parameters during training calls ``monitor.gns.reset()`` afterwards.
 
     Args:
-        batch_size: takes the batch, returns its number of samples; else dimension 0 of its first
-            tensor.
+        batch_size: takes the batch, returns its number of samples. Without it, that is dimension 0
+            of the batch's first tensor.
         tokens: takes the batch, returns the tokens that the loss counts for each sample [B]. A
             loss that is a mean over tokens needs it, such as a language model's over labels that
-            are not -100: ``lambda batch: (batch["labels"][:, 1:] != -100).sum(1)``. Without it a
-            loss is taken to be a mean over samples, which is not checked, and the noise scale of
-            samples of unequal length is then wrong.
+            are not -100: ``lambda batch: (batch["labels"][:, 1:] != -100).sum(1)``. Without it the
+            loss is assumed to be a mean over samples. That is not checked: if it is not, samples
+            of unequal length give a wrong noise scale.
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process; the caller closes it.
         loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
 
     Raises:
-        ValueError: where training starts, for a model without gnsfast layers: convert it in the
+        ValueError: when training starts, for a model without gnsfast layers: convert it in the
             module's ``__init__``, or in ``configure_model`` before ``fully_shard``.
         NotImplementedError: for manual optimization, FSDP 1, DeepSpeed and other strategies,
             optimizers that call their closure more than once (``LBFGS``), a second GNSMonitor.
@@ -99,7 +99,7 @@ class GNSMonitor(Callback):
         self._begin(trainer, pl_module)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._saved is not None:  # of a run that was finished: nothing is left to train
+        if self._saved is not None:  # of a finished run: no training started
             self._begin(trainer, pl_module)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
@@ -117,7 +117,7 @@ class GNSMonitor(Callback):
         self._updated = False
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
-            if self._partial:  # an epoch that on_train_batch_start ended by -1
+            if self._partial:  # an on_train_batch_start ended the last epoch early by -1
                 self._give_up()
             self._given_up = False
             pl_module.optimizer_zero_grad(trainer.current_epoch, batch_idx, trainer.optimizers[0])
@@ -134,8 +134,8 @@ class GNSMonitor(Callback):
             block.__exit__(None, None, None)
         elif not self._given_up:
             raise ObservationError(
-                "GNSMonitor: a second backward pass of one batch, as an optimizer runs it that "
-                "calls its closure again: such optimizers are not supported"
+                "GNSMonitor: a second backward pass of one batch. Optimizers that call their "
+                "closure more than once are not supported"
             )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -164,13 +164,13 @@ class GNSMonitor(Callback):
             self._give_up()
         if isinstance(exception, SampleShapeError) and self.batch_size is None:
             exception.args = (
-                f"{exception} Their number was read off the first tensor of the batch: where that "
-                "does not hold it, say GNSMonitor(batch_size=lambda batch: ...).",
+                f"{exception} Their number was read off the first tensor of the batch: if it is "
+                "wrong, pass GNSMonitor(batch_size=lambda batch: ...).",
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements. In the middle of an update, whose gradients Lightning does not save
-        either, that update is not measured.
+        """All measurements, without an update that is under way: Lightning does not save its
+        gradients either.
         """
         if self.gns is None:
             return self._saved or {}
@@ -198,13 +198,13 @@ class GNSMonitor(Callback):
         if first is None:
             raise ObservationError(
                 "GNSMonitor: the batch holds no tensor to read the number of samples off: "
-                "GNSMonitor(batch_size=lambda batch: ...)"
+                "pass GNSMonitor(batch_size=lambda batch: ...)"
             )
         return int(first.shape[0])
 
 
 def _refuse(trainer: Any, pl_module: Any) -> None:
-    """Name what this cannot follow."""
+    """Raise for what cannot be measured."""
     strategy = trainer.strategy
     if sum(isinstance(c, GNSMonitor) for c in trainer.callbacks) > 1:
         raise NotImplementedError(

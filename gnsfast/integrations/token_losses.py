@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which labels a language model's loss is a mean over, found out of the loss itself."""
+"""Finds out which labels a language model's loss is a mean over, from the loss itself."""
 
 import math
 from collections.abc import Mapping
@@ -15,34 +15,34 @@ IGNORED = -100
 ROWS = 1024
 """Tokens of a slice of the logits: 0.5 GB in float32 for a vocabulary of 128k."""
 COMPARED = 8
-"""Micro-batches whose losses are compared, at most, until one of them settles the rule."""
+"""Most micro-batches whose losses are compared before one of them settles the rule."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a loss is a mean over: one of ``LOSSES``; with ``items``, its sum over labels is divided
-    by Trainer's ``num_items_in_batch``, which not all models do that take it.
+    """What a loss is a mean over: one of ``LOSSES``. With ``items`` its sum over labels is divided
+    by Trainer's ``num_items_in_batch``: some models take that number and do not divide by it.
     """
 
     loss: str
     items: bool
 
     def counts(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Labels that count, for each sample: [B]."""
+        """How many labels count, for each sample [B]."""
         targets = targets_of(self.loss, inputs)
         return (targets != IGNORED).reshape(len(targets), -1).sum(1)
 
 
 def targets_of(loss: str, inputs: Mapping[str, Any]) -> Tensor:
-    """The labels that the loss looks at, [B, ...]."""
+    """The labels that the loss uses, [B, ...]."""
     if loss == "causal" and isinstance(inputs.get("shift_labels"), Tensor):
         shifted: Tensor = inputs["shift_labels"]
         return shifted
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor):
         raise ValueError(
-            "GNSCallback: the batch has no 'labels' to count tokens of. Where the loss is a mean "
-            "over samples, say GNSCallback(loss='samples')"
+            "GNSCallback: the batch has no 'labels' to count tokens of. If the loss is a mean "
+            "over samples, pass GNSCallback(loss='samples')"
         )
     return labels[..., 1:] if loss == "causal" else labels
 
@@ -50,9 +50,9 @@ def targets_of(loss: str, inputs: Mapping[str, Any]) -> Tensor:
 class RuleSearch:
     """The rules by which the cross entropy of the logits gave every loss that was compared.
 
-    A micro-batch settles it where one rule is left and a mean over samples of their token means
-    would differ: not where all samples have as many labels. Until then the first ``COMPARED`` are
-    compared, and afterwards the one after each ``again()``.
+    A micro-batch settles the search if one rule is left and the mean over samples of their token
+    means would have differed, which it does not where all samples have equally many labels. Until
+    then the first ``COMPARED`` are compared, and later the one after each ``again()``.
     """
 
     def __init__(self) -> None:
@@ -77,11 +77,11 @@ class RuleSearch:
         smoothing: float,
         first: str,
     ) -> Rule:
-        """The rule by which the logits give ``loss`` and the earlier ones; that named ``first``
-        where several do.
+        """The rule by which the logits give ``loss`` and the earlier ones; of several, the one
+        named ``first``.
 
         Raises:
-            ValueError: where none does, with what was tried.
+            ValueError: if none does; it lists what was tried.
         """
         which = "the first micro-batch" if self._rules is None else "a later micro-batch"
         value, logits = float(loss), _logits(outputs)
@@ -96,11 +96,11 @@ class RuleSearch:
         for rule in self._rules:
             if (found := sums[rule.loss]) is None:
                 continue
-            if found.count == 0 or not math.isfinite(value):  # tells nothing
+            if found.count == 0 or not math.isfinite(value):  # it excludes nothing
                 left.append(rule)
                 continue
             divisor = float(num_items) if rule.items and num_items is not None else found.count
-            # 1e-5 of a token's: float32 knows a cross entropy to 1e-7 of its logits, not of itself
+            # 1e-5 a token: float32 rounds a cross entropy by 1e-7 of its logits, not of itself
             within = (relative * found.total + 1e-5 * found.count) / divisor
             mean = found.total / divisor
             if abs(mean - value) <= within:
@@ -115,7 +115,7 @@ class RuleSearch:
                 f"GNSCallback: the loss of {which} is {value:.6g}, and the mean cross entropy over "
                 f"its labels {', '.join(tried) or 'cannot be had from the outputs'}, so how "
                 "samples weigh in it is unknown. An auxiliary loss (a router's balance) has no "
-                "per-sample gradient: switch it off. For a mean over samples say "
+                "per-sample gradient: switch it off. For a mean over samples pass "
                 "GNSCallback(loss='samples'); for one over labels that are not -100 "
                 "loss='tokens', or loss='causal' where the model shifts them"
             )

@@ -11,12 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
 
 FORMAT = 1
-"""Of run logs, as their header says it: what ``gnsfast report`` reads."""
+"""The format of run logs, which their header names and ``gnsfast report`` checks."""
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes numbers, by name, at an optimizer step."""
+    """Takes named numbers of an optimizer step."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
@@ -34,11 +34,11 @@ def metrics(
 
     ``gns/b_simple`` is the noise scale in samples, ``gns/b_simple_lo`` and ``gns/b_simple_hi`` its
     95 % interval, ``gns/trace`` tr Σ, ``gns/grad_sq`` |G|², ``gns/layer/<path>`` the noise scale of
-    a module with ``gns/layer_lo/<path>`` and ``gns/layer_hi/<path>`` (in front, since a path may
+    a module with ``gns/layer_lo/<path>`` and ``gns/layer_hi/<path>`` (not suffixes: a path may
     end in ``_lo``), ``gns/adam`` that under Adam's metric, ``gns/group/<name>`` that of a group,
     both with ``_lo`` and ``_hi``. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say
     what the window holds, ``batch/size`` is the mean number of samples of an update. What is
-    infinite or not measured has no number and is left out: without ``gns/b_simple_hi`` the noise
+    infinite or not measured is left out: without ``gns/b_simple_hi`` the noise
     scale is at least ``gns/b_simple_lo``.
 
     Args:
@@ -51,15 +51,9 @@ def metrics(
     >>> metrics(gns.compute(), tokens=4096)
     {'gns/updates': 0.0, 'gns/skipped': 0.0, 'gns/drift': 0.0, 'tokens': 4096.0}
     """
-    found: dict[str, float] = {}
-    if not math.isnan(result.noise_scale):
-        found = {
-            "gns/b_simple": result.noise_scale,
-            "gns/b_simple_lo": result.lower,
-            "gns/b_simple_hi": result.upper,
-            "gns/trace": result.trace,
-            "gns/grad_sq": result.grad_sqnorm,
-        }
+    found = _interval("gns/b_simple", result)
+    if found:
+        found |= {"gns/trace": result.trace, "gns/grad_sq": result.grad_sqnorm}
     found |= {
         "gns/updates": float(result.updates),
         "gns/skipped": float(result.skipped),
@@ -85,15 +79,15 @@ def metrics(
 
 
 class JSONLTracker:
-    """A JSON object a line, appended to ``path``: ``step`` and the metrics.
+    """Appends lines to ``path``, each a JSON object with ``step`` and the metrics.
 
-    A number that is NaN or infinite, which JSON has not, is ``null``. Half a line at the end of
-    ``path``, which a crash leaves, is cut off. ``gnsfast report`` draws what is written.
+    NaN and infinities, which JSON lacks, become ``null``. Half a line that a crash left at the end
+    of ``path`` is cut off. ``gnsfast report`` draws the file.
 
     Args:
         path: the file; its folder is made.
-        run: what to say about the run, such as ``{"name": "small", "steps": 1000}``: a first line
-            of kind ``"run"``. ``close()`` then writes a last one of kind ``"end"``.
+        run: facts about the run, such as ``{"name": "small", "steps": 1000}``, for a first line of
+            kind ``"run"``. ``close()`` then writes a last line of kind ``"end"``.
 
     >>> import tempfile
     >>> from gnsfast.integrations.trackers import JSONLTracker
@@ -121,10 +115,10 @@ class JSONLTracker:
         self._write({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write a line that is not one of metrics: a decision, a measurement, a header.
+        """Write a line other than metrics: a decision, a measurement, a header.
 
         Raises:
-            ValueError: without its ``"kind"``.
+            ValueError: if it has no ``"kind"``.
         """
         if not isinstance(record.get("kind"), str):
             raise ValueError(f"a record needs a kind, a string: {dict(record)!r} has none")
@@ -141,7 +135,7 @@ class JSONLTracker:
 
 
 class TensorBoardTracker:
-    """Scalars in a TensorBoard event file in ``folder``; what is not finite is left out."""
+    """Scalars in a TensorBoard event file in ``folder``; NaN and infinities are left out."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
@@ -161,14 +155,14 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of Weights & Biases; what is not finite is left out.
+    """A run of Weights & Biases; NaN and infinities are left out.
 
-    The x-axis of ``gns/*`` and ``batch/*`` is ``tokens`` where the first metrics hold it, else
-    ``step``. Both are logged as metrics and not as W&B's own step, so that other code may log to
+    The x-axis of ``gns/*`` and ``batch/*`` is ``tokens`` if the first metrics hold it, else
+    ``step``. Both are logged as metrics and not as W&B's own step, so that other code can log to
     the same run.
 
     Args:
-        run: a run that is open already; ``close()`` leaves it open.
+        run: an open run; ``close()`` leaves it open.
         project: opens a run of this project by ``wandb.init(project=project, **options)``, which
             ``close()`` finishes. ``mode="offline"`` needs no network.
 
@@ -206,14 +200,14 @@ class WandbTracker:
 
 
 def _interval(name: str, found: ModuleNoiseScale) -> dict[str, float]:
-    """A noise scale that was measured, with its interval."""
+    """A noise scale with its interval; empty if it was not measured."""
     if math.isnan(found.noise_scale):
         return {}
     return {name: found.noise_scale, f"{name}_lo": found.lower, f"{name}_hi": found.upper}
 
 
 def _nulls(value: Any) -> Any:
-    """The same with null for every number that is not finite."""
+    """A copy with None for every number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -222,7 +216,7 @@ def _nulls(value: Any) -> Any:
 
 
 def _end_last_line(path: Path) -> None:
-    """Cut half a line off the end, so that the next one is not glued to it."""
+    """Have the file end in a whole line: cut half a line off, or add a missing newline."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

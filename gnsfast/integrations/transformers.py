@@ -39,15 +39,15 @@ class GNSCallback(TrainerCallback):
     forward and backward pass and a ``gns.update()`` before clipping. The result is added to
     Trainer's own logs every ``logging_steps``, under the names of ``trackers.metrics``, and so
     reaches its reporters and ``state.log_history``; ``compute()`` returns it at any time. The
-    measurements lie in the checkpoint's ``trainer_state.json``, and a resumed run goes on with the
-    same bits; any other ``train()`` begins anew.
+    measurements are saved in the checkpoint's ``trainer_state.json``, and a resumed run continues
+    bit for bit; any other ``train()`` starts afresh.
 
-    Trainer hands itself to no callback, so the one that calls ``on_train_begin`` is looked up on
+    Trainer passes itself to no callback, so the one that calls ``on_train_begin`` is looked up on
     the stack. Until ``on_train_end`` its ``training_step``, ``compute_loss`` and ``log`` are
-    wrapped. What it multiplies the loss with (accumulation, processes, ``GradScaler``) is the
-    gradient that arrives at the loss, so it is measured and not assumed.
+    wrapped. What it multiplies the loss by (accumulation, processes, ``GradScaler``) is not
+    assumed but measured: it is the gradient that arrives at the loss.
 
-    ``callback.gns`` is the estimator, from the start of training on: what freezes or unfreezes
+    ``callback.gns`` is the estimator once training has started. Code that freezes or unfreezes
     parameters during training calls ``callback.gns.reset()`` afterwards.
 
     Args:
@@ -57,16 +57,16 @@ class GNSCallback(TrainerCallback):
             that. ``"samples"``: over the samples of a micro-batch. ``"auto"`` compares the loss of
             the first micro-batch with the cross entropy of the logits, label smoothing included,
             and takes the one of the first two that it equals, divided by the items or by the
-            micro-batch's own labels. It goes on until samples have unequal numbers of labels, for
-            eight micro-batches at most, and looks again after every log. The others are taken at
-            your word.
+            micro-batch's own labels. It repeats this until samples have unequal numbers of labels,
+            for eight micro-batches at most, and again after every log. The other values are not
+            checked.
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process; the caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
         metric: ``"adam"`` also measures the noise scale under the metric of Trainer's optimizer.
 
     Raises:
-        ValueError: at the start of training, for a model without gnsfast layers; in a step, where
+        ValueError: at the start of training, for a model without gnsfast layers; in a step, if
             ``loss="auto"`` finds another loss (a router's balance, class weights) or a
             ``compute_loss`` that returns no outputs.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
@@ -97,8 +97,8 @@ class GNSCallback(TrainerCallback):
             source=source, window=window, decay=decay, every=every, loss_reduction="sum"
         )
         self.gns: GradientNoiseScale | None = None
-        self.also: Callable[[], dict[str, float]] = dict  # more numbers, logged with ours
-        self.first: Callable[[Any, Any], None] | None = None  # sees a micro-batch and the items
+        self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
+        self.first: Callable[[Any, Any], None] | None = None  # of a micro-batch and the items
         self._trainer: Any = None
         self._wrapped: dict[str, Callable[..., Any]] = {}
         self._before: dict[str, Any] = {}
@@ -127,8 +127,8 @@ class GNSCallback(TrainerCallback):
         self._saver = saver
 
     def _attach(self, trainer: Any) -> None:
-        """Measure the steps that the Trainer's methods are called for from now on."""
-        self._let_go()
+        """Wrap the Trainer's methods, so that its steps are measured."""
+        self._detach()
         _refuse(trainer)
         options = self._options
         if self.metric is not None:
@@ -147,22 +147,22 @@ class GNSCallback(TrainerCallback):
 
     @contextmanager
     def watching(self, trainer: Any) -> Iterator[None]:
-        """Measure what a loop of your own runs through ``trainer.training_step``.
+        """Measure a loop of your own that calls ``trainer.training_step``.
 
-        As ``trainer.train()`` does, the loop says by ``accelerator.sync_gradients`` which
-        micro-batch ends an update.
+        As in ``trainer.train()``, ``accelerator.sync_gradients`` marks the micro-batch that ends an
+        update.
         """
         self._attach(trainer)
         try:
             yield
         finally:
-            self._let_go()
+            self._detach()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._let_go()
+        self._detach()
 
-    def _let_go(self) -> None:
-        """Leave the Trainer as it was found."""
+    def _detach(self) -> None:
+        """Leave the Trainer as it was before."""
         if self._trainer is not None:
             for name in WRAPPED:
                 if name in self._before:
@@ -195,9 +195,8 @@ class GNSCallback(TrainerCallback):
             if this.losses != 1 or not this.weighed:
                 raise ObservationError(
                     f"GNSCallback: training_step called compute_loss {this.losses} times and "
-                    f"backward {'once' if this.weighed else 'never'} on it: it takes one of each. "
-                    "Where a Trainer of your own does otherwise, use "
-                    "gnsfast.GradientNoiseScale in it"
+                    f"backward {'once' if this.weighed else 'never'} on it: it must call each "
+                    "once. In a Trainer that does otherwise, use gnsfast.GradientNoiseScale"
                 )
         if self._trainer.accelerator.sync_gradients:
             self.gns.update()
@@ -213,7 +212,7 @@ class GNSCallback(TrainerCallback):
         if this is None:  # evaluation
             return original(model, inputs, *args, **kwargs)
         this.losses += 1
-        kept = dict(inputs)  # Trainer takes the labels out where it computes the loss itself
+        kept = dict(inputs)  # Trainer removes the labels if it computes the loss itself
         given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
         num_items_in_batch = given.get("num_items_in_batch")
         copies = self._copies(num_items_in_batch)
@@ -244,7 +243,7 @@ class GNSCallback(TrainerCallback):
         def weigh(grad: Tensor) -> None:
             factor = grad.detach().double().reshape(())
             if (s := loss_factors.loss_scale(scaler)) is not None:
-                factor = factor / s  # which the estimator takes off by itself
+                factor = factor / s  # the estimator divides by it
             this.scale.copy_(factor.to(this.scale.device) * (each * copies))
             this.weighed = True
 
@@ -252,7 +251,7 @@ class GNSCallback(TrainerCallback):
         return result
 
     def _copies(self, num_items_in_batch: Any) -> int:
-        """What Trainer multiplies a loss with that is divided by the items of all processes."""
+        """Trainer's factor for a loss that is divided by the items of all processes."""
         if num_items_in_batch is None or not self._trainer.args.average_tokens_across_devices:
             return 1
         return int(self._trainer.accelerator.num_processes)
@@ -287,17 +286,17 @@ class _Pass:
 
 
 class _GNSState(TrainerCallback, ExportableState):
-    """Has itself saved by Trainer in ``trainer_state.json``: plain tensors, as text.
+    """Saves the measurements in ``trainer_state.json``: plain tensors, as text.
 
-    A callback of its own, because Trainer's ``restore_callback_states_from_checkpoint`` makes
-    those that it knows anew, without their tracker.
+    It is a callback of its own, because Trainer's ``restore_callback_states_from_checkpoint``
+    would make a new GNSCallback, without its tracker.
     """
 
     def __init__(self, gns: GradientNoiseScale) -> None:
         self.gns, self.midway = gns, False
 
     def state(self) -> dict[str, Any]:
-        if self.midway:  # what a train() that ended by an error has left
+        if self.midway:  # left by a train() that raised
             return {}
         buffer = io.BytesIO()
         torch.save(self.gns.state_dict(), buffer)
@@ -322,7 +321,7 @@ def _calling_trainer() -> Any:
 
 
 def _refuse(trainer: Any) -> None:
-    """Name what gives gradients another scale, or parameters another shape."""
+    """Raise for what changes the scale of gradients or the shape of parameters."""
     reason = None
     accelerator = trainer.accelerator
     kind = accelerator.distributed_type
@@ -338,7 +337,7 @@ def _refuse(trainer: Any) -> None:
         reason = f"a sample or a layer spread over processes ({sizes})"
     elif kind == DistributedType.FSDP:
         if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
-            reason = "FSDP 1, which flattens parameters: say fsdp_version 2"
+            reason = "FSDP 1, which flattens parameters: set fsdp_version to 2"
     elif kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
         reason = f"{kind.name}, which does not leave gradients in .grad: use DDP or FSDP 2"
     if reason is not None:
@@ -346,20 +345,20 @@ def _refuse(trainer: Any) -> None:
 
 
 def _refuse_packed(inputs: Mapping[str, Any]) -> None:
-    """Rows that hold several documents, each of which is a sample."""
-    said = [key for key in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if key in inputs]
+    """Raise for rows that hold several documents, each of which is a sample."""
+    packed = [key for key in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if key in inputs]
     position_ids = inputs.get("position_ids")
     if isinstance(position_ids, Tensor) and position_ids.ndim == 2:
         restarts = position_ids.diff(dim=1) <= 0
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == position_ids.shape:
-            real = mask != 0  # in padding, positions are what the collator likes
+            real = mask != 0  # positions in padding are arbitrary
             restarts = restarts & real[:, 1:] & real[:, :-1]
         if bool(restarts.any()):
-            said.append("position_ids that restart within a row")
-    if said:
+            packed.append("position_ids that restart within a row")
+    if packed:
         raise NotImplementedError(
-            f"GNSCallback does not support packed rows yet, and this batch has {', '.join(said)}: "
+            f"GNSCallback does not support packed rows yet. This batch has {', '.join(packed)}: "
             "a row would be counted as one sample. Use a collator that pads, or a loop of your own "
             "with gns.microbatch(n, cu_seqlens=gnsfast.cu_seqlens(position_ids), tokens=...)"
         )
@@ -378,7 +377,7 @@ def _with_outputs(
     raise ValueError(
         f"GNSCallback: compute_loss of {type(trainer).__name__} does not return (loss, outputs) "
         "for return_outputs=True, so loss='auto' cannot tell what its loss is a mean over. Have it "
-        "return them, or say it: GNSCallback(loss='samples') for a mean over samples, loss='tokens'"
+        "return them, or pass GNSCallback(loss='samples') for a mean over samples, loss='tokens'"
         " or loss='causal' for a sum over labels divided by num_items_in_batch"
     )
 

@@ -27,19 +27,20 @@ except ImportError as e:
 class BatchSizeCallback(TrainerCallback):
     """Let a ``BatchSizeController`` change ``gradient_accumulation_steps`` while Trainer trains.
 
-    Trainer looks where it is in an epoch by multiples of the accumulation, so the controller is
-    asked at steps that end at a multiple of the grown one, and at the ends of epochs. Every sample
-    is used once an epoch, each step's loss is divided by its own ``num_items_in_batch``.
+    Trainer finds its place in an epoch by multiples of the accumulation. So the controller is asked
+    only after steps that end at a multiple of the grown accumulation, and at the ends of epochs.
+    Every sample is used once an epoch. Each step's loss is divided by its own
+    ``num_items_in_batch``.
 
-    ``state.global_step`` goes on to count steps of the first batch size, so a grown one counts as
-    several: ``max_steps``, ``num_train_epochs``, ``logging_steps``, ``eval_steps``, ``save_steps``
-    and the learning-rate schedule all keep their meaning in tokens, a resumed run finds its place
-    in the data, and the logged loss is the mean over the data between two logs. Where a grown step
-    goes over a multiple of ``logging_steps`` and the like, or over ``max_steps``, it ends there.
+    ``state.global_step`` still counts steps of the first batch size, so a grown step counts as
+    several. ``max_steps``, ``num_train_epochs``, ``logging_steps``, ``eval_steps``, ``save_steps``
+    and the learning-rate schedule thus keep their meaning in tokens, a resumed run finds its place
+    in the data, and the logged loss is the mean over the data between two logs. What falls due
+    within a grown step, such as a log or the end at ``max_steps``, happens at its end.
     The learning rate is the schedule's times ``controller.lr_factor``.
 
-    The controller's state lies in the checkpoint's ``trainer_state.json``. A resumed run starts
-    with the ``gradient_accumulation_steps`` of the first batch size, as the first one did.
+    The controller's state is saved in the checkpoint's ``trainer_state.json``. Start a resumed run
+    with the ``gradient_accumulation_steps`` of the first batch size again.
 
     Args:
         controller: its ``micro_batch`` is ``per_device_train_batch_size``, its ``batch_size`` that
@@ -76,9 +77,9 @@ class BatchSizeCallback(TrainerCallback):
         trainer, loader = _calling_trainer(), kwargs["train_dataloader"]
         if self._trainer is not None:
             raise ValueError(
-                "BatchSizeCallback: the last train() ended by an error and left "
+                "BatchSizeCallback: the last train() raised an error and left "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}: make the Trainer "
-                f"and its callbacks anew, with {self._accumulation}, and resume from a checkpoint"
+                f"and its callbacks again, with {self._accumulation}, and resume from a checkpoint"
             )
         _refuse(trainer, loader)
         self._accumulation = args.gradient_accumulation_steps
@@ -98,8 +99,8 @@ class BatchSizeCallback(TrainerCallback):
         self._lag = state.global_step - trainer.lr_scheduler.last_epoch
         self._trainer, self._saver = trainer, _ControllerState(self)
         state.stateful_callbacks[_ControllerState.__name__] = {}  # Trainer's save expects the key
-        # Before DefaultFlowCallback, which looks at the count of steps; a new list, since Trainer
-        # is going through the old one.
+        # First, as DefaultFlowCallback reads the count of steps; in a new list, as Trainer is
+        # iterating over the old one.
         handler = trainer.callback_handler
         others = [c for c in handler.callbacks if c is not self]
         handler.callbacks = [self, *others, self._saver]
@@ -155,7 +156,7 @@ class BatchSizeCallback(TrainerCallback):
         return epoch * whole + taken * at_once
 
     def _set_learning_rates(self, step: int) -> None:
-        """Those of the next step: the schedule's at a step of the first batch size."""
+        """Set those of the next step: the schedule's, at a step of the first batch size."""
         scheduler, factor = self._trainer.lr_scheduler, self.controller.lr_factor
         scheduler.last_epoch = step - self._lag
         for group, scale in zip(self._trainer.optimizer.param_groups, scheduler.lr_lambdas):
@@ -163,7 +164,7 @@ class BatchSizeCallback(TrainerCallback):
         scheduler._last_lr = [group["lr"] for group in self._trainer.optimizer.param_groups]
 
     def _start(self, state: Any) -> None:
-        """The controller where the run is: new, or as a checkpoint has it."""
+        """Restore the controller from a checkpoint, or check that it is new."""
         saved = state.stateful_callbacks.get(_ControllerState.__name__)
         if state.global_step > 0 and saved:
             first = saved["attributes"]["accumulation"]
@@ -181,30 +182,30 @@ class BatchSizeCallback(TrainerCallback):
             )
 
     def _check(self, trainer: Any, per_epoch: int) -> None:
-        """The controller's settings are the Trainer's."""
+        """Raise where the controller's settings differ from the Trainer's."""
         s, args = self.controller.settings, trainer.args
-        ours = {
+        settings = {
             "micro_batch": (s.micro_batch, args.per_device_train_batch_size),
             "data_parallel": (s.data_parallel, trainer.accelerator.num_processes),
             "batch_size": (s.batch_size, trainer.get_total_train_batch_size(args)),
         }
-        for name, (said, found) in ours.items():
-            if said != found:
-                raise ValueError(f"the controller's {name} is {said}, and the Trainer's {found}")
+        for name, (own, trainers) in settings.items():
+            if own != trainers:
+                raise ValueError(f"the controller's {name} is {own}, and the Trainer's {trainers}")
         if s.max_batch_size // s.samples_at_once > per_epoch:
             raise ValueError(
                 f"max_batch_size={s.max_batch_size} is more than an epoch's "
-                f"{per_epoch * s.samples_at_once} samples: say at most that"
+                f"{per_epoch * s.samples_at_once} samples: use at most that"
             )
         if self.gns not in trainer.callback_handler.callbacks:
             raise ValueError("the GNSCallback that measures must be among the Trainer's callbacks")
 
 
 class _ControllerState(TrainerCallback, ExportableState):
-    """Has the controller saved in ``trainer_state.json``.
+    """Saves the controller in ``trainer_state.json``.
 
-    A callback of its own, because Trainer's ``restore_callback_states_from_checkpoint`` makes
-    those that it knows anew, without their controller.
+    It is a callback of its own, because Trainer's ``restore_callback_states_from_checkpoint``
+    would make a new BatchSizeCallback, without its controller.
     """
 
     def __init__(self, callback: BatchSizeCallback) -> None:
@@ -219,7 +220,7 @@ _FLOW = DefaultFlowCallback()
 
 
 def _refuse(trainer: Any, loader: Any) -> None:
-    """Name what this cannot follow."""
+    """Raise for what this callback does not support."""
     reason, args = None, trainer.args
     kind = trainer.accelerator.distributed_type
     batches = type(getattr(loader, "batch_sampler", None)).__name__
@@ -228,11 +229,11 @@ def _refuse(trainer: Any, loader: Any) -> None:
     elif args.n_gpu > 1:
         reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
     elif not has_length(loader) or not has_length(trainer.train_dataset):
-        reason = "data without a length: an epoch's end is not known before it is there"
+        reason = "data without a length: the end of an epoch is not known in advance"
     elif batches not in {"BatchSampler", "BatchSamplerShard", "SkipBatchSampler"}:
         reason = f"a {batches} in the data loader, whose batches may be of unequal sizes"
     elif args.auto_find_batch_size:
-        reason = "auto_find_batch_size: say the per_device_train_batch_size that it found"
+        reason = "auto_find_batch_size: pass the per_device_train_batch_size that it found"
     elif args.ignore_data_skip:
         reason = "ignore_data_skip: the count of steps would not be the place in the data"
     elif type(trainer.lr_scheduler) is not LambdaLR:

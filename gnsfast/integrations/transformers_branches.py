@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``TrainerRun``: a run of transformers' Trainer that branches can be trained of."""
+"""``TrainerRun``: a run of transformers' Trainer that branches can continue."""
 
 import math
 import os
@@ -35,29 +35,29 @@ class TrainerRun:
     ``BranchRun`` for ``gnsfast.critical_batch``.
 
     ``train(tokens, batch_size=run.batch_size, lr_factor=1.0)`` takes the optimizer steps of
-    ``trainer.train()``, or of ``trainer.train(resume_from_checkpoint=checkpoint)``, bit for bit:
-    the Trainer sets everything up, is stopped where its first step would begin, and its own
-    ``training_step``, clipping and optimizer are called from then on. Other batch sizes accumulate
-    more or fewer micro-batches, as a Trainer with other ``gradient_accumulation_steps`` does; an
-    epoch's last step may be short. The learning rate follows the data: before a step it is that of
-    the trainer's schedule at the optimizer step that the unbranched run would take here, between
-    two of them where need be, times ``lr_factor``. Callbacks do not run, and nothing is logged or
-    evaluated on the way (in ``trainer.train()`` an evaluation draws a random number).
+    ``trainer.train()``, or of ``trainer.train(resume_from_checkpoint=checkpoint)``, bit for bit.
+    The Trainer sets everything up and is stopped before its first step; from then on its own
+    ``training_step``, clipping and optimizer are called. Other batch sizes accumulate more or fewer
+    micro-batches, as a Trainer with other ``gradient_accumulation_steps`` does; an epoch's last
+    step may be short. The learning rate follows the data: it is the schedule's at the optimizer
+    step, whole or fractional, that the unbranched run would have reached, times ``lr_factor``.
+    Callbacks do not run, and nothing is logged or evaluated on the way (in ``trainer.train()`` an
+    evaluation draws a random number).
 
-    ``noise_scale()`` is that of the data that comes next, in training mode, and ``evaluate()`` is
-    ``trainer.evaluate()["eval_loss"]``, None without one ``eval_dataset``; the run is the same
-    after them. Restored runs go on with the same bits, where workers of the data loader draw no
-    random numbers (datasets and collators in this process may). ``save`` writes plain tensors and
-    numbers, in ``trainer_run.pt``; schedules are functions of the position and not in it. The
-    process that restores makes its TrainerRun of a Trainer of the same arguments and data.
+    ``noise_scale()`` measures the data that comes next, in training mode. ``evaluate()`` is
+    ``trainer.evaluate()["eval_loss"]``; without a single ``eval_dataset``, ``evaluate`` is None.
+    Neither changes the run. Restored runs continue bit for bit, unless workers of the data loader
+    draw random numbers (datasets and collators in this process may). ``save`` writes plain tensors
+    and numbers into ``trainer_run.pt``, without the schedule, which is a function of the position.
+    To restore, make a TrainerRun of a Trainer with the same arguments and data.
 
     Args:
-        trainer: not trained yet; from here on it is the run's.
+        trainer: not trained yet; the run owns it from now on.
         checkpoint: a folder that a Trainer of the same arguments wrote: the run starts there.
         tokens_per_sample: what a sample counts in ``tokens``.
         loss: of ``noise_scale()``: as for ``GNSCallback``.
-        updates: of ``noise_scale()``: steps' worth of the data that comes next, each
-            ``batch_size`` samples, at the present weights.
+        updates: of ``noise_scale()``: steps of ``batch_size`` samples that it measures, at the
+            present weights.
 
     Raises:
         NotImplementedError: for several processes or GPUs, DeepSpeed, FSDP, datasets and loaders
@@ -118,7 +118,7 @@ class TrainerRun:
         if rest:
             raise ValueError(
                 f"batch_size={batch_size} is no multiple of the micro-batch of {micro} samples: "
-                f"say per_device_train_batch_size={math.gcd(micro, batch_size)}, with more "
+                f"use per_device_train_batch_size={math.gcd(micro, batch_size)}, with more "
                 "gradient_accumulation_steps for the same batch"
             )
         if not (math.isfinite(lr_factor) and lr_factor > 0):
@@ -133,7 +133,7 @@ class TrainerRun:
         return self._steps(end, micro_batches, lr_factor)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all that training on depends on into ``folder``."""
+        """Write all that further training depends on into ``folder``."""
         trainer = self.trainer
         scaler = trainer.accelerator.scaler
         state = {
@@ -147,10 +147,10 @@ class TrainerRun:
         }
         path = Path(folder) / FILE
         torch.save(state, part := path.with_suffix(".part"))
-        os.replace(part, path)  # a file that is there is whole
+        os.replace(part, path)  # so that the file is never half written
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
-        """Take back what ``save`` wrote.
+        """Restore what ``save`` wrote.
 
         Raises:
             ValueError: for a run of other arguments or data, naming the difference.
@@ -160,7 +160,7 @@ class TrainerRun:
             if (theirs := state.get(key)) != ours:
                 raise ValueError(
                     f"{folder} was saved by another run: its {key} is {theirs}, here it is {ours}. "
-                    "Make the Trainer of the arguments and the data that it was made of then"
+                    "Make the Trainer with the arguments and the data of that run"
                 )
         trainer = self.trainer
         trainer.model.load_state_dict(state["model"])
@@ -173,7 +173,7 @@ class TrainerRun:
         trainer.model_wrapped.zero_grad()
         self._lag = Fraction(*state["lag"])
         self._return_to(state)
-        self._tell()
+        self._write_state()
 
     @property
     def noise_scale_reason(self) -> str | None:
@@ -232,10 +232,10 @@ class TrainerRun:
             trainer._clip_grad_norm(trainer.model_wrapped)
         trainer.optimizer.step()
         now = self._base_step()
-        if trainer.accelerator.optimizer_step_was_skipped:  # and so is the schedule's, in Trainer
+        if trainer.accelerator.optimizer_step_was_skipped:  # Trainer then skips the schedule's too
             self._lag += now - start
         trainer.model_wrapped.zero_grad()
-        self._tell()
+        self._write_state()
         return BranchStep(self.tokens - before, float(loss))
 
     def _pass(self, micro_batches: int) -> Tensor:
@@ -276,7 +276,7 @@ class TrainerRun:
         return samples * self.tokens_per_sample
 
     def _go_to(self, checkpoint: str) -> None:
-        """The position and the generators that Trainer's own resume would have."""
+        """Go to the position and the generators' states of Trainer's own resume."""
         trainer, data = self.trainer, self._batches
         epoch, step = divmod(trainer.state.global_step, self._steps_of_an_epoch())
         taken = step * self._accumulation
@@ -292,8 +292,8 @@ class TrainerRun:
         self._lag = Fraction(trainer.state.global_step - trainer.lr_scheduler.last_epoch)
         trainer._load_rng_state(checkpoint)
 
-    def _tell(self) -> None:
-        """The position, for what a Trainer of the user's own may read off its state."""
+    def _write_state(self) -> None:
+        """Write the position into the Trainer's state, which a subclass may read."""
         state, data = self.trainer.state, self._batches
         state.global_step = int(self._base_step())
         state.epoch = data.epoch + data.taken / data.per_epoch
@@ -306,7 +306,7 @@ class TrainerRun:
         set_random_state(position["random"], {self._device})
 
     def _identity(self) -> dict[str, Any]:
-        """What a saved state must have in common with the run that goes on from it."""
+        """What a saved state must share with the run that continues it."""
         return {
             "format": FORMAT,
             "micro-batch": self._batches.micro_batch,
@@ -320,7 +320,7 @@ class TrainerRun:
 
 @contextmanager
 def _accumulating(args: Any, micro_batches: int) -> Iterator[None]:
-    """What a Trainer of the user's own may read off its arguments."""
+    """Set ``gradient_accumulation_steps``, which a Trainer subclass may read."""
     before, args.gradient_accumulation_steps = args.gradient_accumulation_steps, micro_batches
     try:
         yield

@@ -5,37 +5,31 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.data_loader import (  # type: ignore[import-untyped]
+    DataLoaderShard,
+    SkipBatchSampler,
+    skip_first_batches,
+)
 from torch.utils.data import BatchSampler, IterableDataset
 
 from gnsfast.critical_batch.branches import random_state, set_random_state
 
-try:
-    from accelerate.data_loader import (  # type: ignore[import-untyped]
-        DataLoaderShard,
-        SkipBatchSampler,
-        skip_first_batches,
-    )
-except ImportError as e:
-    raise ImportError(
-        "gnsfast.integrations.transformers_data needs accelerate: pip install 'transformers[torch]'"
-    ) from e
-
 
 class TrainerBatches:
-    """The micro-batches of an epoch, an iterator; after its last one stands the next epoch's first.
+    """An iterator over micro-batches; after the last one of an epoch comes the next epoch's first.
 
     Equals iterating the ``get_train_dataloader()`` of a Trainer on one process as ``train()`` does,
-    which fetches each micro-batch when the one before is handed out. All that draws random numbers
-    draws the same ones: orders, and with ``num_workers=0`` datasets and collators (masked language
-    models), also after ``load_state_dict``. Of workers with random numbers of their own the order
-    is the same, but not those numbers.
+    which fetches each micro-batch when the one before is handed out. Random numbers are the same,
+    also after ``load_state_dict``: those of the order and, with ``num_workers=0``, of datasets and
+    collators (masked language models). Workers that draw random numbers of their own get the same
+    order, but not the same numbers.
 
     Args:
         loader: what ``trainer.get_train_dataloader()`` returned.
-        device: the one of ``trainer.args.device``, whose generator is kept too.
+        device: ``trainer.args.device``, whose generator is saved too.
 
     Raises:
-        NotImplementedError: for data without a position, or micro-batches of unequal sizes.
+        NotImplementedError: for data without a position, for micro-batches of unequal sizes.
     """
 
     def __init__(self, loader: Any, device: torch.device) -> None:
@@ -51,7 +45,7 @@ class TrainerBatches:
 
     @property
     def left(self) -> int:
-        """Micro-batches of the epoch that were not taken."""
+        """Micro-batches of the epoch that remain."""
         return self.per_epoch - self.taken
 
     @property
@@ -64,7 +58,7 @@ class TrainerBatches:
         return epoch * self.samples_per_epoch + taken * self.micro_batch
 
     def seek(self, epoch: int, taken: int) -> None:
-        """Stand before micro-batch ``taken`` of an epoch whose order is drawn now."""
+        """Go to micro-batch ``taken`` of an epoch whose order is drawn now."""
         self.epoch, self.taken, self._iterator = epoch, taken, None
         if taken:
             self._start(skip_first_batches(self.loader, taken))
@@ -95,14 +89,14 @@ class TrainerBatches:
         self._ahead = next(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the generators as they were where random numbers went into it."""
+        """The position, and the generators from before the order and the next batch were drawn."""
         state: dict[str, Any] = {"epoch": self.epoch, "taken": self.taken}
         if self._iterator is not None:
             state |= {"before_order": self._before_order, "before_ahead": self._before_ahead}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where ``state_dict()`` did; the generators are left anyhow: set them afterwards."""
+        """Go to the position of ``state_dict()``. It moves the generators: set them afterwards."""
         self.epoch, self.taken, self._iterator = state["epoch"], state["taken"], None
         if not self.taken:
             return
@@ -137,7 +131,7 @@ class _SetsState(BatchSampler):
 
 
 def _refuse(loader: Any) -> None:
-    """Name what has no position that can be found again."""
+    """Raise for data whose position cannot be restored."""
     reason = None
     kind = type(getattr(loader, "batch_sampler", None)).__name__
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
@@ -152,7 +146,7 @@ def _refuse(loader: Any) -> None:
     elif loader.persistent_workers:
         reason = (
             "dataloader_persistent_workers, which draw random numbers in the first epoch alone: "
-            "say False"
+            "set it to False"
         )
     if reason is not None:
         raise NotImplementedError(f"TrainerRun does not support {reason}")

@@ -1,36 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Trainer where its first step would begin, and what cannot be trained from there."""
+"""Stops a Trainer before its first step, and refuses what cannot be trained from there."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import RandomSampler
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from gnsfast.critical_batch.branches import random_state, set_random_state
 
-try:
-    from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]
-    from accelerate.utils import DistributedType  # type: ignore[import-untyped]
-    from transformers import TrainerCallback
-    from transformers.trainer_pt_utils import LengthGroupedSampler
-except ImportError as e:
-    raise ImportError(
-        "gnsfast.integrations.transformers_branches needs transformers and accelerate: "
-        "pip install 'transformers[torch]'"
-    ) from e
-
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-"""Files without which Trainer resumes from a checkpoint with something made anew."""
+"""Files of a checkpoint; Trainer replaces what one of them lacks by something new."""
 
 
 def begin(trainer: Any, checkpoint: str | os.PathLike[str] | None) -> Any:
     """Have ``trainer.train()`` set everything up, stop it there, and return its data loader.
 
     Model, optimizer, schedule and state are then as before its first step, or as its resume has
-    them; random number generators are those of the setting up. No callback of the user's has run.
+    them; random number generators are as after this set-up. No callback of the user's has run.
     """
     _refuse(trainer)
     folder = None if checkpoint is None else os.fspath(checkpoint)
@@ -61,7 +54,7 @@ class _Stop(TrainerCallback):
 
 
 def _refuse(trainer: Any) -> None:
-    """Name what cannot be begun."""
+    """Raise for what cannot be begun."""
     reason, args = None, trainer.args
     kind = trainer.accelerator.distributed_type
     if trainer.accelerator.num_processes > 1 or kind != DistributedType.NO:
@@ -71,7 +64,7 @@ def _refuse(trainer: Any) -> None:
     elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         reason = "DeepSpeed or FSDP: leave it out"
     elif args.auto_find_batch_size:
-        reason = "auto_find_batch_size: say the per_device_train_batch_size that it found"
+        reason = "auto_find_batch_size: pass the per_device_train_batch_size that it found"
     elif args.ignore_data_skip:
         reason = "ignore_data_skip: positions in the data are what it restores"
     if reason is not None:
@@ -79,7 +72,7 @@ def _refuse(trainer: Any) -> None:
 
 
 def _refuse_begun(trainer: Any, loader: Any) -> None:
-    """Name what was found once everything was set up."""
+    """Raise for what shows only after the set-up."""
     reason, optimizer = None, trainer.optimizer.optimizer
     name, kind = type(optimizer).__name__, trainer.args.optim
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
@@ -110,13 +103,12 @@ def _refuse_begun(trainer: Any, loader: Any) -> None:
 def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
     """Raise for a loss that Trainer takes to be divided by the whole batch's items, and is not.
 
-    Such losses of micro-batches are added up, and both they and the gradient grow with the
-    accumulation: more would differ between batch sizes than they. It is compared at twice the
-    number of items.
+    Trainer adds up such losses of micro-batches, so loss and gradient grow with the accumulation,
+    and batch sizes cannot be compared. A divided loss halves with twice the number of items.
     """
-    said = getattr(trainer, "loss_is_scaled_for_ga", None)
+    scaled_by_trainer = getattr(trainer, "loss_is_scaled_for_ga", None)
     scaled = trainer.model_accepts_loss_kwargs and items is not None
-    if said is not None or not (scaled or trainer.compute_loss_func is not None):
+    if scaled_by_trainer is not None or not (scaled or trainer.compute_loss_func is not None):
         return
     divided = False
     if items is not None:
@@ -137,6 +129,6 @@ def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
         raise ValueError(
             f"{who}: the loss of {type(trainer.model).__name__} is not divided by "
             "num_items_in_batch, so Trainer adds up those of micro-batches, and it grows with the "
-            "batch. Say trainer.model_accepts_loss_kwargs = False before, which has Trainer divide "
+            "batch. Set trainer.model_accepts_loss_kwargs = False before, which has Trainer divide "
             "by their number, or divide a loss of your own by num_items_in_batch"
         )

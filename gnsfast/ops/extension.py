@@ -54,12 +54,6 @@ def fits(t_BTN: Tensor) -> bool:
     return t_BTN.dtype in ELEMENTS and rows and whole and t_BTN.numel() > 0
 
 
-def variants() -> list[str]:
-    """The Hopper kernel with one choice changed, which only the benchmarks run."""
-    names: list[str] = _module().variants()
-    return names
-
-
 def kernel_for(capability: tuple[int, int]) -> str:
     """Hopper has a kernel of its own; every other device from sm_80 on shares one."""
     return "sm90" if capability == (9, 0) else "sm80"
@@ -78,9 +72,9 @@ def linear_wgrad(
     """Fill (or, with ``add``, add to) ``dw_OI``; the partial squared norms [rows, B + 1] of each
     sample's own dy_bᵀ x_b, and last of their sum.
 
-    Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``; ``kernel`` is the device's, or for comparison
-    ``"sm80"`` or one of ``variants()``. Raises RuntimeError with what CUDA reports, and ValueError
-    for a kernel that was not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
+    Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``; ``kernel``: the device's, or another of the
+    build for comparison. Raises RuntimeError with what CUDA reports, and ValueError for a kernel
+    that was not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
     """
     module = _module()
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]

@@ -10,8 +10,8 @@ from gnsfast.errors import BranchError
 
 
 @contextmanager
-def complaints() -> Iterator[None]:
-    """Around what reads and checks the user's input, which says what is wrong by ValueError."""
+def input_errors() -> Iterator[None]:
+    """Wrap what reads and checks the user's input: its errors become that one line."""
     try:
         yield
     except (ValueError, OSError, BranchError) as error:
