@@ -30,7 +30,7 @@ def gcc() -> str:
 
 PROOFS: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "triton": (
-        ("triton_kernels/*.py", "gnsfast/reference/attention.py", "tests/compile_*.py")
+        ("triton_kernels/*.py", "gnsfast/reference/attention.py", "benchmarks/compile_*.py")
         + ("tests/test_triton_compile.py", "tests/proofs.py", "benchmarks/budgets/triton-*.json")
         + ("benchmarks/budget.py", "benchmarks/kernel_tables.py"),
         lambda: importlib.metadata.version("triton"),

@@ -12,9 +12,7 @@ import pytest
 
 pytest.importorskip("benchmarks")  # a wheel has none
 
-import compile_cuda  # noqa: E402
-
-from benchmarks import budget  # noqa: E402
+from benchmarks import budget, compile_cuda  # noqa: E402
 
 pytestmark = pytest.mark.source
 
