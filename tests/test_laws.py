@@ -10,13 +10,13 @@ from gnsfast.critical_batch.laws import (
     Interval,
     fit_power_law,
     from_twenty_percent,
-    laws,
     steps_share,
     student_t,
     tokens_share,
     trade_off,
     twenty_percent,
 )
+from gnsfast.critical_batch.laws import published as laws
 
 
 @pytest.mark.parametrize(
