@@ -35,7 +35,8 @@ def test_import_takes_no_time(tmp_path: Path) -> None:
         "import sys, torch; from time import time; sys.dont_write_bytecode = False;"
         "sys.pycache_prefix = 'bytecode'; t = time(); import gnsfast; print(time() - t)"
     )
-    assert min(float(python(code, tmp_path)) for _ in range(5)) < 0.1  # others only add to it
+    # Other programs only add to a time, so one short time is enough.
+    assert any(float(python(code, tmp_path)) < 0.1 for _ in range(5))
 
 
 def test_import_starts_no_backend(tmp_path: Path) -> None:
@@ -61,6 +62,21 @@ def test_wheel_is_what_is_tested_there() -> None:
     inside = ROOT in Path(gnsfast.__file__).parents
     in_build = ROOT / "build" in Path(gnsfast.__file__).parents
     assert inside and in_build == ("GNSFAST_TEST_WHEEL" in os.environ)
+
+
+def test_every_module_is_installed() -> None:
+    """A folder that ``pyproject.toml`` does not name is missing from the wheel alone."""
+    sources = [path.relative_to(ROOT) for path in (ROOT / "gnsfast").rglob("*.py")]
+    sources += ["gnsfast" / path.relative_to(ROOT) for path in ROOT.glob("triton_kernels/*.py")]
+    assert len(sources) > 100
+    assert not [path for path in sources if not installed(path).exists()]
+
+
+def installed(path: Path) -> Path:
+    """Kernels lie outside of ``gnsfast`` in a checkout, and inside of it in a wheel."""
+    package = Path(gnsfast.__file__).parent
+    kernels = path.parts[1] == "triton_kernels" and "GNSFAST_TEST_WHEEL" not in os.environ
+    return package.parent.joinpath(*path.parts[kernels:])
 
 
 def tracked(*patterns: str) -> list[Path]:
