@@ -20,6 +20,7 @@ LIMIT ?= 3600
 # Opacus imports SciPy, which is no wheel here for its 35 MB.
 GPU_WHEELS := pytest pytest-xdist execnet iniconfig pluggy pygments packaging pybind11 ninja setuptools \
 	opacus opt-einsum einops unfoldNd backpack-for-pytorch
+SLOW = $(addprefix --deselect=tests/,$(shell cat tests/slow.txt))
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 help:  ## list the targets
@@ -32,9 +33,13 @@ test: $(PEERS)  ## all tests in the checkout, the layers' through Triton, and so
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) --no-print-directory triton-test jit-test wheel-test
 
+test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, and tests/slow.txt, which take a second each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=5 -m "not dist" $(SLOW) \
+		$(addprefix --ignore-glob=tests/test_,integrations_* bench* gpu_* budgets.py contestants.py roofline.py)
+
 triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(BIN)/python -m pytest -n 2 \
-		--dist worksteal -k "not float64 and not torch_inputs" $(LAYER_TESTS)
+		--dist worksteal -k "not float64 and not torch_inputs and not rows_longer" $(LAYER_TESTS)
 
 jit-test: $(DEV)  ## the kernels' tests through Triton's compiler, for an sm_80 and an sm_90 that are not there
 	$(JIT) --gpu 80 $(JIT_TESTS_80)
@@ -98,4 +103,4 @@ $(PEERS): $(DEV)
 	$(INSTALL) --no-deps backpack-for-pytorch  # only its examples need the torchvision that it asks for
 	touch $(PEERS)
 
-.PHONY: help demo test triton-test jit-test wheel-test proof kernels lint format bench gpu-wheels gpu clean
+.PHONY: help demo test test-fast triton-test jit-test wheel-test proof kernels lint format bench gpu-wheels gpu clean
