@@ -44,18 +44,19 @@ def printed(pattern: str, *command: str) -> str:
 PROOFS: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "triton": (
         ("triton_kernels/*.py", "gnsfast/reference/attention.py", "benchmarks/compile_*.py")
-        + ("tests/test_triton_compile.py", "tests/proofs.py", "benchmarks/budgets/triton-*.json")
-        + ("benchmarks/budget.py", "benchmarks/kernel_tables.py"),
+        + ("tests/triton_kernels/test_triton_compile.py", "tests/proofs.py")
+        + ("benchmarks/budgets/triton-*.json", "benchmarks/budget.py")
+        + ("benchmarks/kernel_tables.py",),
         triton,
     ),
     "host model": (
         ("csrc/*.cuh", "csrc/*.h", "csrc/host_model/*.cpp", "csrc/host_model/*.h")
-        + ("tests/test_host_model.py", "tests/proofs.py"),
+        + ("tests/csrc/test_host_model.py", "tests/proofs.py"),
         lambda: printed(r"\S+", "g++", "-dumpfullversion"),
     ),
     "cuda": (
         ("csrc/*.cu", "csrc/*.cuh", "csrc/*.h", "benchmarks/compile_cuda.py")
-        + ("tests/test_cuda_binary.py", "tests/proofs.py", "benchmarks/budgets/cuda.json")
+        + ("tests/csrc/test_cuda_binary.py", "tests/proofs.py", "benchmarks/budgets/cuda.json")
         + ("benchmarks/budget.py",),
         lambda: printed(r"\bV([\d.]+)", "nvcc", "--version"),
     ),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from proofs import proof
 
-CSRC = Path(__file__).parents[1] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 SEEDS = (1, 2, 3)
 CASES = {"sm90": 14, "sm80": 11, "token_sqnorms": 4}
 SOURCES = {"sm90": "linear_wgrad_sm90.cuh", "sm80": "linear_wgrad_sm80.cuh"}
