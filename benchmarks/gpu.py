@@ -42,20 +42,20 @@ from gnsfast.ops import extension
 ROOT = Path(__file__).parents[1]
 
 SUITES = (
-    "test_triton_linear.py",
-    "test_triton_layers.py",
-    "test_triton_metric.py",
-    "test_triton_sizes.py",
-    "test_operator_results.py",
-    "test_segments.py",
-    "test_attention.py",
-    "test_attention_kernels.py",
-    "test_backends.py",
-    "test_extension.py",
+    "triton_kernels/test_triton_linear.py",
+    "triton_kernels/test_triton_layers.py",
+    "triton_kernels/test_triton_metric.py",
+    "triton_kernels/test_triton_sizes.py",
+    "ops/test_operator_results.py",
+    "reference/test_segments.py",
+    "functional/test_attention.py",
+    "triton_kernels/test_attention_kernels.py",
+    "ops/test_backends.py",
+    "ops/test_extension.py",
     "test_gpu.py",
-    "test_cross_entropy_models.py::test_triton",
+    "layers/test_cross_entropy_models.py::test_triton",
     "test_documents.py::test_on_gpu",
-    "test_experts.py::test_on_gpu",
+    "layers/test_experts.py::test_on_gpu",
 )
 """Tests that launch kernels on a device: whole files, or one test of a file with much else."""
 PROCESSES = 12

@@ -13,13 +13,13 @@ from typing import Any
 
 from benchmarks.budget import Budget
 
-TESTS = Path(__file__).parents[1] / "tests"
+ROOT = Path(__file__).parents[1]
 CAPABILITIES = (80, 90, 100)
 
 
 def triton_rows(capability: int) -> list[dict[str, Any]]:
     """Of every Triton kernel in every configuration."""
-    return _lines("compile_kernels.py", str(capability))
+    return _lines("compile_kernels", str(capability))
 
 
 def triton_budget(rows: list[dict[str, Any]]) -> Budget:
@@ -35,16 +35,16 @@ def triton_budget(rows: list[dict[str, Any]]) -> Budget:
 
 def cuda_budget() -> Budget:
     """Of the CUDA kernels that the tests compile."""
-    versions, *rows = _lines("compile_cuda.py")
+    versions, *rows = _lines("compile_cuda")
     named = {name: row for each in rows for name, row in each.items()}
     return Budget(versions, dict(sorted(named.items())))
 
 
-def _lines(script: str, *arguments: str) -> list[dict[str, Any]]:
-    """What a script beside the tests prints, a JSON object on each line."""
+def _lines(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """The JSON objects that a module of this folder prints, one on each line."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(TESTS / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     if done.returncode:
-        raise RuntimeError(f"{script} failed:\n{done.stderr}")
+        raise RuntimeError(f"{module} failed:\n{done.stderr}")
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -3,7 +3,7 @@
 own compiler, specialised for the tensors of the test, and then nothing runs.
 
     export PYTHONPATH=tests PYTHONOPTIMIZE=1
-    python -m pytest --assert=plain -p fake_gpu --gpu 90 tests/test_triton_linear.py
+    python -m pytest --assert=plain -p fake_gpu --gpu 90 tests/triton_kernels/test_triton_linear.py
 
 The interpreter runs kernels as Python; here the compiler's front end checks their types, for the
 sizes of one, the aligned strides and the absent pointers that the tests' calls have. ``--compile``

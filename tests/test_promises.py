@@ -12,6 +12,7 @@ import pytest
 import gnsfast
 
 ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
 WORDS = ("/" + "work/", "/" + "root/", "bash" + "_jobs")
 
 
@@ -32,10 +33,11 @@ def test_import_pulls_in_torch_alone(tmp_path: Path) -> None:
 
 def test_import_takes_no_time(tmp_path: Path) -> None:
     code = (  # its bytecode at hand, as installed packages have it, whatever the environment says
-        "import sys, torch; from time import time; sys.dont_write_bytecode = False;"
-        "sys.pycache_prefix = 'bytecode'; t = time(); import gnsfast; print(time() - t)"
+        "import sys, torch; from time import process_time as now; sys.dont_write_bytecode = False;"
+        "sys.pycache_prefix = 'bytecode'; t = now(); import gnsfast; print(now() - t)"
     )
-    assert min(float(python(code, tmp_path)) for _ in range(5)) < 0.1  # others only add to it
+    # The first import writes the bytecode, and other programs only add to a time.
+    assert any(float(python(code, tmp_path)) < 0.1 for _ in range(5))
 
 
 def test_import_starts_no_backend(tmp_path: Path) -> None:
@@ -63,6 +65,16 @@ def test_wheel_is_what_is_tested_there() -> None:
     assert inside and in_build == ("GNSFAST_TEST_WHEEL" in os.environ)
 
 
+@pytest.mark.skipif("GNSFAST_TEST_WHEEL" not in os.environ, reason="the checkout has all modules")
+def test_every_module_is_in_the_wheel() -> None:
+    """A folder that ``pyproject.toml`` does not name is missing there alone."""
+    sources = [path.relative_to(ROOT) for path in (ROOT / "gnsfast").rglob("*.py")]
+    sources += ["gnsfast" / path.relative_to(ROOT) for path in ROOT.glob("triton_kernels/*.py")]
+    installed = Path(gnsfast.__file__).parents[1]
+    assert len(sources) > 100
+    assert not [path for path in sources if not (installed / path).exists()]
+
+
 def tracked(*patterns: str) -> list[Path]:
     run = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     names = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -80,6 +92,13 @@ def test_files_are_short_and_speak_of_the_project() -> None:
         if path.suffix in (".py", ".cu", ".cuh", ".cpp"):
             assert "SPDX-License-Identifier: Apache-2.0" in text.partition("\n")[0], path
             assert text.count("\n") <= 400, path
+
+
+def test_slow_tests_exist() -> None:
+    """A name in ``slow.txt`` that is no test would leave nothing out of ``make test-fast``."""
+    for name in (TESTS / "slow.txt").read_text().split():
+        file, _, test = name.partition("::")
+        assert f"def {test}(" in (TESTS / file).read_text(), name
 
 
 def test_readme_is_short() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGE = Path(__file__).parent.parent / "gnsfast"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "gnsfast"
 FLOORS = (
     ("errors", "arguments", "tensors", "signatures", "combinations"),  # files, not rooms
     ("reference", "parallel"),
@@ -107,6 +108,18 @@ def test_every_room_says_what_it_is_for() -> None:
         assert "triton_kernels" in door.parts or ast.get_docstring(ast.parse(door.read_text())), (
             door
         )
+
+
+def test_benchmarks_import_nothing_from_the_tests() -> None:
+    """Tests may import benchmarks, which they check; the other direction would be a circle."""
+    helpers = {path.stem for path in TESTS.rglob("*.py")} | {TESTS.name}
+    found = []
+    for path in (PACKAGE.parent / "benchmarks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [(path.name, m) for m in modules if m.partition(".")[0] in helpers]
+    assert not found, found
 
 
 def lines_of(room: str) -> int:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the kernel of linear_wgrad_sm80.cuh on the host model: main_sm80 SEED prints a line a case and
-// exits with 1 where one is wrong.
+// exits with 1 at the first that is wrong.
 #define GNSFAST_HOST_MODEL
 #include "../linear_wgrad_sm80.cuh"
 #include "check.h"
@@ -39,16 +39,16 @@ int main(int count, char** arguments) {
   const unsigned seed = count > 1 ? atoi(arguments[1]) : 1;
   using bf16 = __nv_bfloat16;
   bool ok = true;
-  ok &= run<bf16, float>("one block of tokens", {3, 32, 128, 128}, -1, 1, 1, false, seed);
-  ok &= run<bf16, float>("one token", {6, 1, 136, 8}, -1, 1, 2, false, seed);
-  ok &= run<bf16, float>("less than a step", {2, 7, 8, 8}, -1, 1, 1, false, seed);
-  ok &= run<bf16, float>("ragged", {2, 70, 200, 264}, -1, 1, 2, false, seed);
-  ok &= run<bf16, float>("ring goes round", {3, 130, 128, 136}, -1, 1, 1, false, seed);
-  ok &= run<bf16, float>("fewer steps than stages", {1, 64, 136, 136}, -1, 1, 1, false, seed);
-  ok &= run<bf16, float>("all tiles split", {5, 64, 136, 200}, 0, 2, 3, false, seed);
-  ok &= run<bf16, float>("the last tile split", {3, 40, 200, 136}, 3, 3, 2, true, seed);
-  ok &= run<bf16, float>("added", {2, 40, 72, 136}, -1, 1, 1, true, seed);
-  ok &= run<bf16, bf16>("bfloat16 out", {2, 64, 128, 128}, -1, 1, 1, false, seed);
-  ok &= run<__half, __half>("float16", {2, 70, 72, 128}, 0, 2, 1, false, seed);
+  ok = ok && run<bf16, float>("one block of tokens", {3, 32, 128, 128}, -1, 1, 1, false, seed);
+  ok = ok && run<bf16, float>("one token", {6, 1, 136, 8}, -1, 1, 2, false, seed);
+  ok = ok && run<bf16, float>("less than a step", {2, 7, 8, 8}, -1, 1, 1, false, seed);
+  ok = ok && run<bf16, float>("ragged", {2, 70, 200, 264}, -1, 1, 2, false, seed);
+  ok = ok && run<bf16, float>("ring goes round", {3, 130, 128, 136}, -1, 1, 1, false, seed);
+  ok = ok && run<bf16, float>("fewer steps than stages", {1, 64, 136, 136}, -1, 1, 1, false, seed);
+  ok = ok && run<bf16, float>("all tiles split", {5, 64, 136, 200}, 0, 2, 3, false, seed);
+  ok = ok && run<bf16, float>("the last tile split", {3, 40, 200, 136}, 3, 3, 2, true, seed);
+  ok = ok && run<bf16, float>("added", {2, 40, 72, 136}, -1, 1, 1, true, seed);
+  ok = ok && run<bf16, bf16>("bfloat16 out", {2, 64, 128, 128}, -1, 1, 1, false, seed);
+  ok = ok && run<__half, __half>("float16", {2, 70, 72, 128}, 0, 2, 1, false, seed);
   return ok ? 0 : 1;
 }

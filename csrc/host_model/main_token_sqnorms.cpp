@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the kernel of token_sqnorms.cuh on the host model: main_token_sqnorms SEED prints a line a case
-// and exits with 1 where one is wrong.
+// and exits with 1 at the first that is wrong.
 #define GNSFAST_HOST_MODEL
 #include "../token_sqnorms.cuh"
 #include "check.h"
@@ -30,9 +30,9 @@ bool run(const char* name, int B, int I, int O, int x_stride, unsigned seed) {
 int main(int count, char** arguments) {
   const unsigned seed = count > 1 ? atoi(arguments[1]) : 1;
   bool ok = true;
-  ok &= run<__nv_bfloat16>("a block", 8, 256, 512, 256, seed);
-  ok &= run<__nv_bfloat16>("ragged", 19, 1000, 264, 1000, seed);
-  ok &= run<__nv_bfloat16>("a slice of wider rows", 3, 40, 8, 104, seed);
-  ok &= run<__half>("float16", 9, 2056, 72, 2056, seed);
+  ok = ok && run<__nv_bfloat16>("a block", 8, 256, 512, 256, seed);
+  ok = ok && run<__nv_bfloat16>("ragged", 19, 1000, 264, 1000, seed);
+  ok = ok && run<__nv_bfloat16>("a slice of wider rows", 3, 40, 8, 104, seed);
+  ok = ok && run<__half>("float16", 9, 2056, 72, 2056, seed);
   return ok ? 0 : 1;
 }

@@ -18,21 +18,23 @@ pytest.importorskip("benchmarks")  # a wheel has none
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import gpu, growing, record  # noqa: E402
 
+TESTS = Path(__file__).parents[1]
+
 
 def test_every_test_of_a_kernel_is_run() -> None:
     """Those that the mark or the fixture sends to a device; this file's benchmarks are parts."""
     suites = {name for name in gpu.SUITES}
-    for path in sorted(Path(__file__).parent.glob("test_*.py")):
-        source = path.read_text()
+    for path in sorted(TESTS.rglob("test_*.py")):
+        file, source = path.relative_to(TESTS).as_posix(), path.read_text()
         marked = re.findall(r"@pytest.mark.gpu\n(?:@.*\n)*def (\w+)", source)
         given = re.findall(r"^def (test_\w+)\([^)]*\bdevice: str", source, re.MULTILINE)
         for name in {*marked, *given}:
-            assert {path.name, f"{path.name}::{name}"} & suites, f"{path.name}::{name}"
+            assert {file, f"{file}::{name}"} & suites, f"{file}::{name}"
         if re.search(r"^pytestmark = pytest.mark.gpu$", source, re.MULTILINE):
-            assert path.name in suites, path.name
+            assert file in suites, file
     for name in gpu.SUITES:
         file, _, test = name.partition("::")
-        assert f"def {test}(" in (Path(__file__).parent / file).read_text() or not test, name
+        assert f"def {test}(" in (TESTS / file).read_text() or not test, name
 
 
 def parts(monkeypatch: pytest.MonkeyPatch, **those: Any) -> None:

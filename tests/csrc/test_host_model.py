@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from proofs import proven
+from proofs import proof
 
-CSRC = Path(__file__).parents[1] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 SEEDS = (1, 2, 3)
 CASES = {"sm90": 14, "sm80": 11, "token_sqnorms": 4}
 SOURCES = {"sm90": "linear_wgrad_sm90.cuh", "sm80": "linear_wgrad_sm80.cuh"}
@@ -18,29 +18,30 @@ SOURCES["token_sqnorms"] = "token_sqnorms.cuh"
 
 pytestmark = [
     pytest.mark.source,
-    proven("host model"),
+    proof,
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
 ]
 
 
-def build(folder: Path, kernel: str) -> Path:
+def build(folder: Path, kernel: str, optimised: str) -> Path:
     program = folder / "host_model_program"
-    run = ["g++", "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    run = ["g++", "-std=c++17", optimised, "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
     run += ["-o", str(program), str(folder / "host_model" / f"main_{kernel}.cpp")]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return program
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kernel", CASES)
-def test_kernel(kernel: str, seed: int, tmp_path: Path) -> None:
+def test_kernel(kernel: str, tmp_path: Path) -> None:
     """T from 1 to 197, ragged I and O, clusters, splits, every output; norms to 1e-5."""
     shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
-    done = subprocess.run([build(tmp_path, kernel), str(seed)], capture_output=True, text=True)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" ok\n") == CASES[kernel]
+    program = build(tmp_path, kernel, "-O2")
+    for seed in SEEDS:
+        done = subprocess.run([program, str(seed)], capture_output=True, text=True)
+        print(done.stdout)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count(" ok\n") == CASES[kernel]
 
 
 BUGS = {
@@ -145,7 +146,7 @@ def test_planted_bug(kernel: str, bug: str, tmp_path: Path) -> None:
         assert sum(found.values()) == 1, "the bug has no place in the kernel any more"
         name = max(found, key=found.__getitem__)
         (tmp_path / name).write_text(texts[name].replace(right, wrong), encoding="utf-8")
-    program = build(tmp_path, kernel)
+    program = build(tmp_path, kernel, "-O1")  # 1.9 s for sm90, 2.7 s by -O2
     for seed in SEEDS[: 2 if kernel == "sm90" else 1]:
         done = subprocess.run([program, str(seed)], capture_output=True, text=True, timeout=300)
         assert done.returncode != 0, f"seed {seed} shows nothing"

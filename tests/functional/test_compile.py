@@ -76,11 +76,10 @@ def draw(samples: int = B) -> tuple[Tensor, Tensor]:
     return torch.randint(0, V, (samples, T)), torch.randint(0, V, (samples, T))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_ten_steps_in_one_graph(backend: str, tied: bool) -> None:
+def test_ten_steps_in_one_graph(tied: bool) -> None:
     model = gnsfast.convert(GPT(tied))
-    counter = CompileCounterWithBackend(backend)
+    counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(10):
@@ -102,14 +101,15 @@ def test_another_batch_size_and_closed_probes() -> None:
         with gnsfast.per_sample_sqnorms(model, samples) as norms:
             loss_of(compiled, batch).backward()
         assert_norms(norms, loop_sqnorms(model, loss_of, batch, samples))
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(batch[0]), model(batch[0]))
-        model.zero_grad()
-        loss_of(compiled, batch).backward()  # a plain step between
+        if samples == B:
+            model.zero_grad()
+            loss_of(compiled, batch).backward()  # a plain step between
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(batch[0]), model(batch[0]))
 
 
 def test_compiled_loss_under_autocast() -> None:
-    model, batch = gnsfast.convert(GPT()), draw()
+    model, batch = gnsfast.convert(GPT(blocks=1)), draw()
 
     def step(batch: tuple[Tensor, Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -146,7 +146,7 @@ def test_call_counter_works_when_compiled() -> None:
         def middle(self, x: Tensor) -> Tensor:
             return super().middle(super().middle(x))
 
-    model = gnsfast.convert(Twice())
+    model = gnsfast.convert(Twice(blocks=1))
     with pytest.raises(gnsfast.ObservationError, match=r"blocks\.0.* 2 times"):
         with gnsfast.per_sample_sqnorms(model, B):
             loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), draw()).backward()
@@ -208,7 +208,7 @@ def test_checkpointing(around: str, tied: bool) -> None:
 
 
 def test_checkpointing_compiled() -> None:
-    model, batch = gnsfast.convert(GPT(True, "middle")), draw()
+    model, batch = gnsfast.convert(GPT(True, "middle", blocks=1)), draw()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         loss_of(compiled, batch).backward()

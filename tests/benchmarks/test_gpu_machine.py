@@ -16,7 +16,7 @@ pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import gpu_job, gpu_machine  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MACHINE = [sys.executable, str(ROOT / "benchmarks" / "gpu_machine.py"), "--rehearse"]
 PARTS = list(gpu_machine.SECONDS)
 

@@ -63,7 +63,7 @@ def test_wheels(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: 
 
 
 def test_wheels_that_are_downloaded_are_pinned() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     listed = (root / "Makefile").read_text().partition("GPU_WHEELS :=")[2].partition("\nINSTALL")[0]
     pins = {line.partition("==")[0] for line in (root / "constraints.txt").read_text().split()}
     plain = lambda name: name.lower().replace("_", "-")
@@ -111,7 +111,7 @@ def test_kernels_are_linked_where_nothing_is_installed(
 
 
 def test_link_is_ignored_by_git() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     names = ["gnsfast/triton_kernels", ".whl/a.whl", ".gpu/gpu.log"]
     run = ["git", "-c", "core.excludesFile=", "check-ignore", "--no-index", "-v", *names]
     said = subprocess.run(run, cwd=root, capture_output=True, text=True).stdout.splitlines()

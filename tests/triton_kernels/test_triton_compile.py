@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from proofs import proven  # noqa: E402
+from proofs import proof  # noqa: E402
 
 from benchmarks import budget, kernel_tables  # noqa: E402
 
-pytestmark = [pytest.mark.source, proven("triton")]
+pytestmark = [pytest.mark.source, proof]
 
 TENSOR_CORES = {80: ("HMMA",), 90: ("HGMMA", "HMMA"), 100: ("UTCHMMA", "HMMA")}
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}

@@ -83,7 +83,7 @@ WIDTHS = {True: (208, 144), False: (201, 137)}
 
 @DTYPES
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 3])
 def test_fused_tiles(
     parts: int,
     aligned: bool,
@@ -92,13 +92,15 @@ def test_fused_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every named configuration, by descriptors and by pointers, whole and split by samples; on any
-    device a program has several tiles.
+    device a program has several tiles. No kernel asks which half precision it has: bfloat16 takes
+    every tile, float16 the first.
     """
     monkeypatch.setattr(linear_wgrad, "multiprocessors", lambda device: 3)
     I, O = WIDTHS[aligned]
     x, dy = draw(7, 70, I, O, dtype, device)  # three parts of three: two samples too many
     want = loop(x, dy)
-    for config in (*candidates(dtype, aligned), Config(32, 64, 32, 8, 2)):
+    tiles = candidates(dtype, aligned)[: 1 if dtype == F16 else None]
+    for config in (*tiles, Config(32, 64, 32, 8, 2)):
         assert linear_wgrad.aligned(x) is linear_wgrad.aligned(dy) is aligned
         dw = torch.empty(O, I, device=device)
         partial = linear_wgrad.fused(x, dy, dw, config, parts=parts)

@@ -17,6 +17,7 @@ from gnsfast.critical_batch.laws import (
     trade_off,
     twenty_percent,
 )
+from gnsfast.critical_batch.laws import published as laws
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_instructions() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_budgets_are_of_the_pinned_versions(name: str) -> None:
-    pins = Path(__file__).parents[1] / "constraints.txt"
+    pins = Path(__file__).parents[2] / "constraints.txt"
     pinned = dict(re.findall(r"^(torch|triton)==(\S+)", pins.read_text(), re.MULTILINE))
     for package, version in budget.read(name).versions.items():
         public = version.partition("+")[0]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every Triton kernel in every configuration for a GPU that need not be there, and reads
-the machine code: ``python compile_kernels.py 90`` prints a JSON row for each.
+the machine code: ``python -m benchmarks.compile_kernels 90`` prints a JSON row for each.
 """
 
 import json
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import triton
-from compile_cuda import instructions
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.compile_cuda import instructions
 from gnsfast.signatures import Parameters, Pattern
 from gnsfast.triton_kernels import (
     attention_backward,

@@ -60,7 +60,7 @@ def test_a_process_with_a_group_of_its_own(
 
 def test_a_program_of_a_part_ends_with_it(tmp_path: Path) -> None:
     """However the part ends."""
-    told, root = tmp_path / "pid", Path(__file__).parents[1]
+    told, root = tmp_path / "pid", Path(__file__).parents[2]
     child = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     run = [sys.executable, "-c", child]
     part = f"from benchmarks import gpu; gpu.outcome('a', {run}, 'status')"

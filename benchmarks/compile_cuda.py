@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the CUDA kernels with nvcc for GPUs that need not be there, and reads the machine code:
-``python compile_cuda.py`` prints the version of nvcc, then a JSON object of each unit's kernels.
+``python -m benchmarks.compile_cuda`` prints the version of nvcc, then a JSON object of each unit's
+kernels.
 """
 
 import json

@@ -17,7 +17,7 @@ import setuptools
 
 pytestmark = pytest.mark.source
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 NO_NVCC = """\
 import runpy, shutil, sys

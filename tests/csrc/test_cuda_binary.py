@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from proofs import proof
 
 pytest.importorskip("benchmarks")  # a wheel has none
 
-import compile_cuda  # noqa: E402
-
-from benchmarks import budget  # noqa: E402
+from benchmarks import budget, compile_cuda  # noqa: E402
 
 pytestmark = pytest.mark.source
 
@@ -39,6 +38,7 @@ def hold(said: str, sass: str, arch: str) -> None:
         pytest.skip(f"all else holds, but {why}")
 
 
+@proof
 @nvcc
 @pytest.mark.parametrize("instance", compile_cuda.INSTANCES, ids=" ".join)
 def test_sm90(instance: tuple[str, str, str], tmp_path: Path) -> None:
@@ -61,6 +61,7 @@ def test_sm90(instance: tuple[str, str, str], tmp_path: Path) -> None:
     hold(said, sass, "90a")
 
 
+@proof
 @nvcc
 @pytest.mark.parametrize("arch", compile_cuda.GENERIC_ARCHITECTURES)
 def test_sm80(arch: str, tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_sm80(arch: str, tmp_path: Path) -> None:
     hold(said, sass, arch)
 
 
+@proof
 @nvcc
 @pytest.mark.parametrize("arch", compile_cuda.TOKEN_SQNORMS_ARCHITECTURES)
 def test_token_sqnorms(arch: str, tmp_path: Path) -> None:
