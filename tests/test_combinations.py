@@ -275,7 +275,7 @@ def test_tensor_parallelism(mesh: Any, feature: str) -> None:
         gnsfast.functional.linear(x, w, None, probe, plans.get(feature, Plan()), links)
 
 
-@pytest.mark.parametrize("pair", combinations((DOCUMENTS, METRIC, GROUPS), 2), ids=str)
+@pytest.mark.parametrize("pair", [*combinations((DOCUMENTS, METRIC, GROUPS), 2)], ids=str)
 def test_plans_by_hand(pair: tuple[str, str]) -> None:
     """A plan that asks for both would leave one of them without a gradient."""
     fields: dict[str, Any] = {

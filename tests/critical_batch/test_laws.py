@@ -17,7 +17,6 @@ from gnsfast.critical_batch.laws import (
     trade_off,
     twenty_percent,
 )
-from gnsfast.critical_batch.laws import published as laws
 
 
 @pytest.mark.parametrize(
