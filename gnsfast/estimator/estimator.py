@@ -391,8 +391,7 @@ class GradientNoiseScale:
         Raises:
             ValueError: for a state of another model or of other settings, naming the difference.
         """
-        fresh = Observer(self.model, self._settings)
-        refuse_other(state, identity(fresh, self.window, self.every))
+        refuse_other(state, identity(Observer(self.model, self._settings), self.window, self.every))
         self.reset()
         self._start()
         self._seen, self._measured = state["seen"], state["measured"]

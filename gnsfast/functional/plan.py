@@ -99,7 +99,7 @@ class Plan(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it holds no tensors."""
-        return self.starts is None and self.constants_P2 is None and not self.members
+        return self.starts is None and self.constants_P2 is None and len(self.members) == 0
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """For ``save_for_backward``, which sees what is written to them until backward."""

@@ -312,7 +312,7 @@ def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 def test_hopper_kernel_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant that was counted is timed, and no other name."""
-    source = (Path(__file__).parents[1] / "csrc" / "variants_sm90.cu").read_text(encoding="utf-8")
+    source = (Path(__file__).parents[2] / "csrc" / "variants_sm90.cu").read_text(encoding="utf-8")
     assert tuple(re.findall(r'{"(sm90 [^"]+)"', source)) == cuda_kernels.VARIANTS
     launched = launch_nothing(monkeypatch)
     rows = [r for T in cuda_kernels.COUNTED for r in cuda_kernels.taken_apart("cpu", 3, T, size=8)]

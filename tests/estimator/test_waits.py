@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gnsfast
 from gnsfast.functional import _cross_entropy as cross_entropy
 from gnsfast.ops import backends
-from gnsfast.signatures import OPERATORS
 
 aten = torch.ops.aten
 TO_THE_HOST = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero)
@@ -31,8 +30,7 @@ class NoWaits(TorchDispatchMode):
             raise RuntimeError(f"in deterministic mode {fn} of {list(args[0].shape)} waits")
         if fn.namespace == "gnsfast":
             with self:  # what it is made of is seen too
-                signature: Any = OPERATORS[what.__name__]
-                return backends.implementation(what.__name__, "cpu")(signature(*args))
+                return backends.implementation(what.__name__, "cpu")(*args)
         return fn(*args, **(kwargs or {}))
 
 

@@ -279,8 +279,12 @@ def test_heads_that_it_cannot_stand_for() -> None:
     scaled, (x, labels) = gnsfast.convert(Scaled(D, V)), draw(B, T)
     with pytest.raises(NotImplementedError, match="Scaled has a forward of its own"):
         scaled.cross_entropy(x, labels)
+
+    class Sharded(nn.Parameter):
+        placements = ()
+
     sharded = gnsfast.Linear(D, V)
-    sharded.weight.placements = ()
+    sharded.weight = Sharded(sharded.weight.detach())
     with pytest.raises(NotImplementedError, match="register_fsdp_forward_method"):
         sharded.cross_entropy(x, labels)
 

@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import gnsfast
+from gnsfast.signatures import LinearWgrad
 
 ObservationError, SampleShapeError = gnsfast.ObservationError, gnsfast.SampleShapeError
 
@@ -255,9 +256,8 @@ def test_cuda_without_a_kernel_is_named() -> None:
     """The dispatcher finds the refusal, not the CPU's code."""
     x = torch.empty(2, 3, 5, device="meta")
     assert torch._C._dispatch_has_kernel_for_dispatch_key("gnsfast::linear_wgrad", "CUDA")
-    dw, _, sqnorm_PB, _ = gnsfast.ops.linear_wgrad(
-        x, x, weight=True, bias=True, transposed=False, dtype=torch.float32
-    )
+    a = LinearWgrad(x, x, True, True, False, torch.float32)
+    dw, _, sqnorm_PB, _ = gnsfast.ops.linear_wgrad(a)
     assert dw.shape == (5, 5) and sqnorm_PB.shape == (2, 4)
 
 
