@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import experts
@@ -320,3 +321,21 @@ def test_the_table_is_whole() -> None:
     assert routes - {""} <= table.LAYERS.keys()
     for pair in table.APART:
         assert pair <= {*table.FEATURES}
+
+
+def test_the_guide_shows_the_table() -> None:
+    columns = (DOCUMENTS, METRIC, GROUPS, TIED, TENSOR_PARALLEL)
+    guide = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    for layer in table.LAYERS:
+        cells = ("-" if reason(layer, [feature]) else "yes" for feature in columns)
+        assert f"| {layer} | {' | '.join(cells)} |" in guide
+
+
+def test_coverage_reads_the_table() -> None:
+    model = gnsfast.convert(nn.Sequential(nn.Linear(D, D), Conv()))
+    found = gnsfast.coverage(model)
+    assert {r.parameter: r.measures for r in found.rows}["0.weight"] == (DOCUMENTS, METRIC, GROUPS)
+    share = (D * D + D) / sum(p.numel() for p in model.parameters())
+    assert [found.measured_fraction(f) for f in (METRIC, GROUPS)] == pytest.approx([share, share])
+    assert f"  with {METRIC}: {share:.1%}" in str(found)
+    assert gnsfast.coverage(gnsfast.convert(Tied())).measured_fraction(GROUPS) == 0.0

@@ -5,15 +5,20 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gnsfast import combinations
+from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, TIED
 from gnsfast.conversion import fused_losses
 from gnsfast.conversion.routes import route_of, uses_children_as_tensors
 from gnsfast.layers import DropIn
+
+MEASURES = (DOCUMENTS, METRIC, GROUPS)
 
 
 @dataclass(frozen=True)
 class CoverageRow:
     """One parameter. ``observed`` is None before a first pass, then whether its module's backward
-    ran.
+    ran. ``measures`` are what its modules can measure beside the norms of samples: documents of
+    packed rows, norms under Adam's metric, groups of samples.
     """
 
     parameter: str
@@ -22,6 +27,7 @@ class CoverageRow:
     static: bool
     observed: bool | None
     reason: str
+    measures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,15 @@ class Coverage:
     @property
     def covered_fraction(self) -> float:
         """Elements of covered trainable parameters over elements of all trainable parameters."""
-        trainable = [r for r in self.rows if r.route != "frozen"]
-        total = sum(r.elements for r in trainable)
-        return sum(r.elements for r in trainable if r.static) / total if total else 1.0
+        return self._fraction([r for r in self.rows if r.static])
+
+    def measured_fraction(self, measure: str) -> float:
+        """The same over elements that are also measured so; one of the rows' ``measures``."""
+        return self._fraction([r for r in self.rows if measure in r.measures])
+
+    def _fraction(self, rows: list[CoverageRow]) -> float:
+        total = sum(r.elements for r in self.rows if r.route != "frozen")
+        return sum(r.elements for r in rows) / total if total else 1.0
 
     def __str__(self) -> str:
         head = ("parameter", "elements", "route", "static", "observed", "reason")
@@ -59,6 +71,7 @@ class Coverage:
             ]
             lines.append("  ".join(cells).rstrip())
         lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
+        lines += [f"  with {each}: {self.measured_fraction(each):.1%}" for each in MEASURES]
         return "\n".join(lines)
 
 
@@ -107,4 +120,11 @@ def _row(
         return CoverageRow(name, p.numel(), "", False, None, reasons[0])
     calls = [m.gnsfast.calls for m, _ in claims if m.gnsfast.calls is not None]
     routes = " + ".join(dict.fromkeys(m.route for m, _ in claims))
-    return CoverageRow(name, p.numel(), routes, True, any(calls) if calls else None, note)
+    measures = tuple(each for each in MEASURES if all(_measures(m, each) for m, _ in claims))
+    observed = any(calls) if calls else None
+    return CoverageRow(name, p.numel(), routes, True, observed, note, measures)
+
+
+def _measures(module: DropIn, feature: str) -> bool:
+    tied = [TIED] if module.gnsfast.tie is not None else []
+    return not combinations.reason(module.route, [feature, *tied])
