@@ -38,6 +38,12 @@ def metric_of(moments: list[Tensor], constants_P2: Tensor | None, row: int) -> M
     return None if constants_P2 is None else (moments[row], constants_P2[row])
 
 
+def refuse_with_segments(name: str, **fields: object) -> None:
+    """Raise NotImplementedError for fields that an implementation does not take with ``starts``."""
+    if given := [field for field, value in fields.items() if value is not None]:
+        raise NotImplementedError(f"{name} takes no {given[0]} where samples are segments (starts)")
+
+
 def schema(name: str) -> str:
     """An operator's schema for ``torch.library``."""
     hints = get_type_hints(OPERATORS[name])

@@ -21,6 +21,7 @@ from gnsfast.signatures import (
     Parameters,
     Pattern,
     metric_of,
+    refuse_with_segments,
 )
 from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
@@ -62,6 +63,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _segments_wgrad(a: LinearWgrad, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same where samples are segments of one list of rows."""
+    refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2, ids_BS=a.ids_BS)
     x, dy, E = a.x_BTI, a.dy_BTO, max(a.experts, 1)
     dw = db = x.new_empty(0, dtype=a.dtype)
     found = []
@@ -115,6 +117,7 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
 
 
 def _embedding_wgrad_of_documents(a: EmbeddingWgrad, starts: Tensor) -> tuple[Tensor, Tensor]:
+    refuse_with_segments("embedding_wgrad", constants_P2=a.constants_P2)
     dy_ND, ids_N = a.dy_BTD.flatten(0, -2), a.ids_BT.flatten()
     row_N = torch.arange(len(ids_N), device=ids_N.device, dtype=starts.dtype)
     sample_N = torch.searchsorted(starts[1:-1].contiguous(), row_N, right=True)

@@ -7,13 +7,15 @@ from torch import Tensor
 from gnsfast.reference import segments
 from gnsfast.reference.outer import outer_wgrad
 from gnsfast.reference.rows import probe_rows, sum_tokens, sum_wgrad
-from gnsfast.signatures import InProjectionWgrad, LinearWgrad, metric_of
+from gnsfast.signatures import InProjectionWgrad, LinearWgrad, metric_of, refuse_with_segments
 from gnsfast.tensors import accumulate_dtype
 
 
 def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``LinearWgrad``."""
     x, dy = a.x_BTI, a.dy_BTO
+    if a.starts is not None:
+        refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2)
     dw = db = x.new_empty(0, dtype=a.dtype)
     linked = x.new_empty(0, dtype=accumulate_dtype(x.dtype))
     norms: list[Tensor] = []

@@ -251,3 +251,19 @@ def test_probe_and_starts_of_other_shapes() -> None:
         functional.grouped_linear(x, w, None, starts, torch.zeros(1, 5))
     with pytest.raises(ValueError, match=r"probe must be float32 \[1, B \+ 2\]"):
         functional.grouped_linear(x, w, None, starts, torch.zeros(2, 4))
+
+
+def test_what_goes_with_no_segments(backend: tuple[Signed, Any, str]) -> None:
+    """An operator that left a field aside would give the wrong norms without a word."""
+    operators_of, _, device = backend
+    x, dy = torch.randn(4, 5, device=device), torch.randn(4, 6, device=device)
+    starts, ones = torch.tensor([0, 1, 4], device=device), torch.ones(1, 2, device=device)
+    metric: Any = {"moments": [torch.rand(6, 5, device=device)], "constants_P2": ones}
+    with pytest.raises(NotImplementedError, match="linear_wgrad takes no constants_P2"):
+        operators_of.linear_wgrad(x, dy, True, False, False, F32, starts, **metric)
+    if operators_of.module is not reference:
+        ids = torch.zeros(1, 4, dtype=torch.int64, device=device)
+        with pytest.raises(NotImplementedError, match="linear_wgrad takes no ids_BS"):
+            operators_of.linear_wgrad(x, dy, True, False, False, F32, starts, ids_BS=ids)
+        with pytest.raises(NotImplementedError, match="embedding_wgrad takes no constants_P2"):
+            operators_of.embedding_wgrad(dy, ids[0], 6, -1, F32, starts, **metric)
