@@ -89,7 +89,7 @@ def weight_gradient(device: str, rounds: int, case: LayerCase) -> Rows:
 
 
 def route(case: LayerCase, device: str) -> str:
-    from gnsfast.triton_kernels.routes import linear_route
+    from gnsfast.triton_kernels.crossovers import linear_route
 
     x = torch.empty(0, device=device, dtype=torch.bfloat16)
     return linear_route(case.B, case.T, case.I, case.O, x)

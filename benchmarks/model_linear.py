@@ -225,7 +225,7 @@ def weight_gradient(
     """Counted for operands of two bytes. ``weights``: bytes of an element of the weight and its
     gradient, 2, or 4 under autocast, where plain PyTorch stores two and then widens them.
     """
-    from gnsfast.triton_kernels.routes import counted_route
+    from gnsfast.triton_kernels.crossovers import counted_route
 
     I, O = layer.I, layer.O
     bandwidth = a.memory * gpu.memory

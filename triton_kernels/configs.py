@@ -46,7 +46,7 @@ class Config:
 # Two float32 accumulators of 128 x 128 are half of the registers of eight warps; 128 x 256 spills.
 # Under a metric √P is a third tile in registers, and the rows of a tied head take pointers of
 # their own. No tile here spills a register as it is launched, on sm_80 to sm_100, by Triton 3.6
-# and 3.7; tests/test_triton_compile.py compiles them all and prints the table.
+# and 3.7; tests/triton_kernels/test_triton_compile.py compiles them all and prints the table.
 HALF = (
     Config(128, 128, 64, 8, 3),
     Config(128, 128, 64, 8, 4),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Σ_b dy_bᵀ x_b and the squared norm of each term, by the route of ``routes.py``."""
+"""Σ_b dy_bᵀ x_b and the squared norm of each term, by the route of ``crossovers.py``."""
 
 import functools
 
@@ -14,7 +14,7 @@ from gnsfast.tensors import set_columns
 from gnsfast.triton_kernels import gram
 from gnsfast.triton_kernels import linear_wgrad as fused_kernel
 from gnsfast.triton_kernels.configs import NARROW, Config, candidates
-from gnsfast.triton_kernels.routes import linear_route
+from gnsfast.triton_kernels.crossovers import linear_route
 from gnsfast.triton_kernels.sqnorms import sums_wgrad, with_sum
 from gnsfast.triton_kernels.tiles import unit_inner
 from gnsfast.triton_kernels.tuning import choose

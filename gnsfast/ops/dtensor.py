@@ -77,9 +77,9 @@ def embedding_wgrad(weight: Any, a: EmbeddingWgrad) -> tuple[Any, Tensor]:
 
 def norm_backward(a: NormBackward) -> tuple[Any, ...]:
     """The operator; it gathers DTensors, and their gradients come back replicated."""
-    mesh = next((t.device_mesh for t in a[:6] if is_dtensor(t)), None)  # type: ignore[union-attr]
-    if mesh is None:
+    if not any(map(is_dtensor, a[:6])):
         return operators.norm_backward(a)
+    mesh = next(t.device_mesh for t in a[:6] if is_dtensor(t))  # type: ignore[union-attr]
     from torch.distributed.tensor import DTensor
 
     whole: Any = (t.full_tensor() if is_dtensor(t) else t for t in a[:6])  # type: ignore[union-attr]

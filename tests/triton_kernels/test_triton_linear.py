@@ -15,7 +15,7 @@ from benchmarks.signed import Signed
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast import reference
-from gnsfast.triton_kernels import configs, gram, linear_wgrad, operators, outer, routes  # noqa: E402
+from gnsfast.triton_kernels import configs, crossovers, gram, linear_wgrad, operators, outer  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, candidates, splits  # noqa: E402
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -172,14 +172,14 @@ ROUTES = ((70, 40, "fused"), (9, 512, "gram"), (1, 40, "closed"))
 @pytest.fixture
 def three_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 132 a Gram product for each of three samples would leave 129 idle: they would be fused."""
-    monkeypatch.setattr(routes, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(crossovers, "multiprocessors", lambda device: 3)
 
 
 def test_samples_do_not_mix(device: str, three_processors: None) -> None:
     """What is not finite in one sample stays there, on every route."""
     for T, width, route in ROUTES:
         x, dy = draw(3, T, width, width, BF16, device)
-        assert routes.linear_route(3, T, width, width, x) == route
+        assert crossovers.linear_route(3, T, width, width, x) == route
         x[1, -1, 0] = torch.inf
         _, _, rows, _ = KERNELS.linear_wgrad(x, dy, True, False, False, F32)
         assert rows[0, :3].isfinite().tolist() == [True, False, True]
@@ -199,7 +199,7 @@ def test_cases_of_every_device(
         for N, dtype in itertools.product(widths, (F32, F16, BF16)):
             assert linear_wgrad.aligned(torch.empty(7, 70, N, dtype=dtype)) is aligned
     for T, width, route in ROUTES:
-        assert routes.linear_route(3, T, width, width, torch.empty(0, dtype=BF16)) == route
+        assert crossovers.linear_route(3, T, width, width, torch.empty(0, dtype=BF16)) == route
 
 
 @pytest.mark.parametrize("T", [2, 3, 16, 17, 33, 64, 100, 128])
@@ -238,13 +238,13 @@ def test_same_bits_twice(device: str) -> None:
 
 
 def test_route_is_chosen_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(crossovers, "multiprocessors", lambda device: 132)
     x = torch.empty(0, dtype=BF16)
-    assert routes.linear_route(1024, 1, 4096, 4096, x) == "closed"
-    assert routes.linear_route(1024, 16, 4096, 4096, x) == "gram"
-    assert routes.linear_route(4, 128, 4096, 4096, x) == "fused"  # four programs would be slow
-    assert routes.linear_route(32, 512, 4096, 4096, x) == "fused"
-    assert routes.linear_route(1024, 16, 4096, 4096, x.float()) == "fused"
+    assert crossovers.linear_route(1024, 1, 4096, 4096, x) == "closed"
+    assert crossovers.linear_route(1024, 16, 4096, 4096, x) == "gram"
+    assert crossovers.linear_route(4, 128, 4096, 4096, x) == "fused"  # four programs would be slow
+    assert crossovers.linear_route(32, 512, 4096, 4096, x) == "fused"
+    assert crossovers.linear_route(1024, 16, 4096, 4096, x.float()) == "fused"
 
 
 @pytest.mark.parametrize("B", [1, 8, 16, 32])
