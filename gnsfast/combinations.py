@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of what goes together: which measurements each layer makes, and which of them
-exclude each other. Every refusal comes from here.
+"""The one table of what can be measured together: which features each layer supports, and which of
+them exclude each other. Every refusal comes from here.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "router": {*ALWAYS},
     "replay": {*ALWAYS},
 }
-"""What a layer's norms may be combined with. Its own samples and their sum it always measures."""
+"""The features that each layer's norms support. Every layer measures its samples and their sum."""
 
 APART: dict[frozenset[str], str] = {
     frozenset((DOCUMENTS, METRIC)): "",
@@ -51,21 +51,21 @@ APART: dict[frozenset[str], str] = {
     frozenset((METRIC, PIPELINE)): "",
     frozenset((GROUPS, PIPELINE)): "",
 }
-"""Pairs that no layer measures together, and why where that is not plain."""
+"""Pairs that no layer supports together -> why; empty where there is nothing to explain."""
 
 APART_IN: dict[str, set[frozenset[str]]] = {
     "linear": {frozenset((DOCUMENTS, TIED, CUDA))},
     "embedding": {frozenset((DOCUMENTS, TIED, CUDA))},
     "linear_cross_entropy": {frozenset((DOCUMENTS, TIED))},
 }
-"""Combinations that one layer does not measure."""
+"""Layer -> the combinations that it does not support, beside those of ``APART``."""
 
 REMEDIES = {"linear_cross_entropy": "Compute the loss from the head's output"}
-"""What helps where it is not to leave the module out."""
+"""Layer -> the remedy, where there is a better one than to leave the module out."""
 
 
 def reason(layer: str | None, features: Iterable[str]) -> str:
-    """Why a ``layer`` (any, if None) has no norms with all of these; empty where it has."""
+    """Why ``layer`` (None: any layer) has no norms with all of ``features``; empty if it has."""
     asked = [f for f in FEATURES if f in set(features)]
     kind = "the model" if layer is None else layer
     if layer is not None:
@@ -82,7 +82,7 @@ def reason(layer: str | None, features: Iterable[str]) -> str:
 
 
 def refuse(layer: str | None, features: Iterable[str], module: str | None = None) -> None:
-    """Raise NotImplementedError where ``reason`` has one, with the name of the ``module``."""
+    """Raise NotImplementedError with the ``reason``, if there is one, and the module's name."""
     if why := reason(layer, features):
         if module is None:
             raise NotImplementedError(why)
@@ -91,7 +91,7 @@ def refuse(layer: str | None, features: Iterable[str], module: str | None = None
 
 
 def tensor_parallel(*tensors: object) -> tuple[str, ...]:
-    """The feature's name where one of them is a DTensor."""
+    """``(TENSOR_PARALLEL,)`` if any of ``tensors`` is a DTensor, else empty."""
     return (TENSOR_PARALLEL,) if any(map(is_dtensor, tensors)) else ()
 
 

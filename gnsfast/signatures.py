@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of every operator, stated once: its schema, its fake and all of its
-implementations read them here.
+"""The arguments and results of every operator, stated once: its schema, its fake kernel and all of
+its implementations read them here.
 
 Legend: B samples, T tokens of a sample, N rows of all samples, I in_features, O out_features, D
-model width, V vocabulary, F features that are normalised, P parameters of a module, H heads. An
-operator returns each unwanted gradient empty. Rows of a probe are float32, [M P, B + 2]: for each
-of the P wanted parameters B squared norms of the single samples' gradients, the squared norm of
-their sum, and 1.0, which counts the calls. With ``moments`` and ``constants_P2``, v and (s, eps) of
-each wanted parameter, the same rows under the metric follow: M is 2 then, else 1.
+model width, V vocabulary, F normalised features, P parameters of a module, H heads, M measures. A
+gradient that nobody wants comes back empty.
+
+The probe rows are float32 [M P, B + 2]. Each of the P wanted parameters has one row: the squared
+norms of the B samples' gradients, the squared norm of their sum, and 1.0, which counts the calls.
+``moments`` and ``constants_P2`` hold v and (s, eps) of each wanted parameter. With them M is 2: the
+same rows follow under the metric. Without them M is 1.
 """
 
 from typing import NamedTuple, get_type_hints
@@ -18,7 +20,7 @@ from torch import Tensor
 from gnsfast.tensors import accumulate_dtype
 
 Metric = tuple[Tensor, Tensor]
-"""Adam's v of a parameter, shaped like it, and s and eps [2]: its metric is 1 / (√v s + eps)."""
+"""Adam's v of a parameter, shaped like it, and a [2] of s and eps: P = 1 / (√v s + eps)."""
 
 KINDS = {
     Tensor: "Tensor",
@@ -34,7 +36,7 @@ KINDS = {
 
 
 def metric_of(moments: list[Tensor], constants_P2: Tensor | None, row: int) -> Metric | None:
-    """The metric of the ``row``-th wanted parameter, if norms are taken under one."""
+    """The metric of the ``row``-th wanted parameter; None where no metric is measured."""
     return None if constants_P2 is None else (moments[row], constants_P2[row])
 
 
@@ -52,18 +54,18 @@ def schema(name: str) -> str:
 
 
 def empty_rows(like: Tensor, rows: int, samples: int) -> Tensor:
-    """Uninitialised rows of a probe."""
+    """Uninitialised probe rows."""
     return like.new_empty((rows, samples + 2), dtype=torch.float32)
 
 
 class LinearWgrad(NamedTuple):
-    """dW, db, rows of the probe and rows ``ids_BS`` of every sample's dW, of y = x Wᵀ + b.
+    """Of y = x Wᵀ + b: dW, db, the probe rows, and rows ``ids_BS`` of every sample's dW.
 
     Sample b's gradient is dy_bᵀ x_b. With ``starts`` [S + 1] the samples are segments of one list
-    of rows, and x is [N, I], dy [N, O]: sample b is rows ``starts[b]`` to ``starts[b + 1]``. With E
-    ``experts`` (0: one weight without that dimension) segment e B + b is the part of sample b that
-    expert e was given, and weights are [E, O, I]. Rows after the last segment belong to nobody.
-    With ``transposed`` the weight is stored as [I, O].
+    of rows: x is [N, I], dy is [N, O], and sample b owns rows ``starts[b]`` to ``starts[b + 1]``.
+    With E ``experts`` segment e B + b holds the rows of sample b that expert e was given, and dW is
+    [E, O, I]; 0 experts means one weight without that dimension. Rows after the last segment belong
+    to no sample. With ``transposed`` the weight is stored as [I, O].
     """
 
     x_BTI: Tensor
@@ -99,8 +101,9 @@ class LinearWgrad(NamedTuple):
 
 
 class InProjectionWgrad(NamedTuple):
-    """dW [ΣO, I], db [ΣO] and rows of the probe of linear layers whose weights lie one below the
-    other in one parameter (query, key, value): each layer's weight row, then each one's bias row.
+    """dW [ΣO, I], db [ΣO] and the probe rows of linear layers that share one parameter, their
+    weights stacked (query, key, value). The rows of the weights come first, then those of the
+    biases.
     """
 
     x_BTI: list[Tensor]
@@ -118,11 +121,11 @@ class InProjectionWgrad(NamedTuple):
 
 
 class EmbeddingWgrad(NamedTuple):
-    """dW [V, D] and the probe's rows of an embedding: rows of one id are added within a sample
+    """dW [V, D] and the probe row of an embedding. Within a sample the rows of one id are added
     before they are squared.
 
-    ``padding_idx`` (-1: none) takes no gradient. ``starts`` as for ``LinearWgrad``: dy is [N, D],
-    ids are [N], and all rows are some sample's.
+    ``padding_idx`` takes no gradient; -1 means none. ``starts`` is as in ``LinearWgrad``: dy is
+    [N, D], ids are [N], and every row belongs to a sample.
     """
 
     dy_BTD: Tensor
@@ -145,8 +148,8 @@ class EmbeddingWgrad(NamedTuple):
 
 
 class NormBackward(NamedTuple):
-    """dx, dW, db and the probe's rows of y = w (x - mean) rstd + b, or without ``mean_BT1`` of
-    y = (offset + w) x rsqrt(mean(x²) + eps). ``starts`` as for ``EmbeddingWgrad``.
+    """dx, dW, db and the probe rows of y = w (x - mean) rstd + b. Without ``mean_BT1`` they are
+    those of y = (offset + w) x rsqrt(mean(x²) + eps). ``starts`` is as in ``EmbeddingWgrad``.
     """
 
     dy_BTF: Tensor
@@ -177,9 +180,9 @@ class NormBackward(NamedTuple):
 
 
 class ConvWgrad(NamedTuple):
-    """dW [O, C / groups, *kernel], db and the probe's rows of a 1-d or 2-d convolution.
+    """dW [O, C / groups, *kernel], db and the probe rows of a 1-d or 2-d convolution.
 
-    x is [n, C, *size] and dy [n, O, *out_size]: each of the B ``samples`` is n / B rows.
+    x is [n, C, *size] and dy is [n, O, *out_size]; each of the B ``samples`` has n / B rows.
     """
 
     x: Tensor
@@ -202,7 +205,7 @@ class ConvWgrad(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """What attention may have learned, in the order of its probe's rows."""
+    """The parameters that attention may have, in the order of their probe rows."""
 
     sinks_H: Tensor | None
     logit_scale_H: Tensor | None
@@ -214,34 +217,34 @@ class Pattern(NamedTuple):
     """Which keys a query sees, and the constant factor of the logits."""
 
     mask: Tensor | None  # bool or float, broadcast to [B, H, T, S]
-    cu_seqlens: Tensor | None  # where the documents of one packed row begin, and its end
+    cu_seqlens: Tensor | None  # the first token of each packed document, then the row's end
     is_causal: bool
     scale: float
-    window: int  # 0: none
-    max_seqlen: int  # of a document; 0: not known
+    window: int  # 0: no window
+    max_seqlen: int  # the longest document; 0: not known
 
     def longest(self, T: int) -> int:
-        """As many tokens as a row of the batch, or a document, may have."""
+        """The most tokens that a row of the batch, or a document, may have."""
         return T if self.cu_seqlens is None else self.max_seqlen or T
 
     def programs(self, B: int) -> int:
-        """Rows of the batch, or documents."""
+        """The number of batch rows, or of documents."""
         return B if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
 
 def new_token_major(like_BHTD: Tensor) -> Tensor:
-    """An empty [B, H, T, D] that lies as [B, T, H, D], which projections read without a copy."""
+    """An uninitialised [B, H, T, D], stored as [B, T, H, D]: projections read it without a copy."""
     B, H, T, D = like_BHTD.shape
     return like_BHTD.new_empty((B, T, H, D)).transpose(1, 2)
 
 
 class AttentionForward(NamedTuple):
-    """o [B, H, T, D], and of each query's logits the highest one and the inverse of Σ exp(s -
-    highest), both [B, H, T] in the accumulation dtype.
+    """o [B, H, T, D], and for each query its highest logit and 1 / Σ exp(s - highest), both
+    [B, H, T] in the accumulation dtype.
 
-    A query that sees nothing has an output and an inverse of zero. (The usual lse, the sum of both,
-    loses the inverse where a mask of large negative numbers covers all keys.) The fields from
-    ``sinks_H`` on are those of ``Parameters`` and ``Pattern``.
+    A query that sees no key has an output and an inverse of zero. (The usual log-sum-exp holds both
+    in one number; it loses the sum where a mask of large negative numbers covers all keys.) The
+    fields from ``sinks_H`` on are those of ``Parameters`` and ``Pattern``.
     """
 
     q_BHTD: Tensor
@@ -274,8 +277,8 @@ class AttentionForward(NamedTuple):
 
 
 class AttentionBackward(NamedTuple):
-    """dq, dk, dv, the gradients of the four parameters and a row of the probe for each ``wanted``
-    one; the fields between ``do_BHTD`` and ``samples`` are those of ``AttentionForward`` and its
+    """dq, dk, dv, the gradients of the four parameters, and a probe row for each ``wanted`` one.
+    The fields between ``do_BHTD`` and ``samples`` are those of ``AttentionForward`` and its
     results.
     """
 
@@ -336,10 +339,12 @@ RESULTS = {
     "attention_forward": ("samples",) * 3,
     "attention_backward": (*("samples",) * 3, *("sum",) * 4, "rows"),
 }
-"""What each operator returns: numbers of every sample, sums over them, or the rows of a probe."""
+"""What each result of an operator is: "samples", a part for each sample; "sum", a sum over the
+samples; "rows", the probe rows."""
 
 BY_SAMPLE: dict[type, tuple[int, tuple[str, ...]]] = {
     OPERATORS[name]: (inputs, RESULTS[name])
     for name, inputs in (("linear_wgrad", 2), ("embedding_wgrad", 2), ("norm_backward", 4))
 }
-"""How many of an operator's fields, the first ones, have a part of each sample, and its results."""
+"""Operators that can run on a subset of the samples -> how many of their first fields have a part
+for each sample, and the kinds of their results."""

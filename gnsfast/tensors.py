@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all rooms ask of a tensor."""
+"""Helpers for tensors that every room may use."""
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
-    """``t_RC.scatter_(1, column_RK, value_RK)`` of a contiguous tensor and columns within it: one
-    beyond its row would go to the next.
+    """``t_RC.scatter_(1, column_RK, value_RK)``, with ``t_RC`` contiguous. Columns are not checked:
+    one beyond the row would write to the next row.
 
-    Where deterministic algorithms are asked for, torch sends the strides of a tensor of several
-    dimensions to the GPU and waits for it, which a graph capture forbids. With one dimension it
-    does not.
+    With deterministic algorithms torch copies the strides of a tensor of several dimensions to the
+    GPU and waits for it, which a graph capture forbids. A tensor of one dimension avoids that.
     """
     first_R1 = torch.arange(len(t_RC), device=t_RC.device)[:, None] * t_RC.shape[1]
     t_RC.view(-1).scatter_(0, (first_R1 + column_RK).flatten(), value_RK.flatten())
