@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each operator, also of DTensors, and which implementation a device runs."""
+"""The operators, also on DTensors, and which implementation a device runs."""
 
 from gnsfast.ops import backends, extension
 from gnsfast.ops.dtensor import embedding_wgrad as sharded_embedding_wgrad

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation an operator runs: plain PyTorch (``reference``) for CPU tensors, the Triton
-kernels for CUDA ones, or what ``GNSFAST_BACKEND`` says, for debugging. ``cuda`` is Triton with the
-CUDA extension in front, where that takes a tensor (``extension.py``).
+"""Which implementation an operator runs: plain PyTorch (``reference``) for CPU tensors, Triton
+kernels for CUDA tensors. For debugging ``GNSFAST_BACKEND`` names another. ``cuda`` is the CUDA
+extension for the tensors that it takes (``extension.py``), and Triton for all others.
 """
 
 import functools
@@ -23,9 +23,9 @@ NAMES = ("reference", "triton", "cuda")
 
 
 def chosen() -> str | None:
-    """The back-end that ``GNSFAST_BACKEND`` names; None where it is not set.
+    """The back-end that ``GNSFAST_BACKEND`` names; None if it is not set.
 
-    Raises ValueError for a name that is none.
+    Raises ValueError for an unknown name.
     """
     name = os.environ.get(VARIABLE) or None
     if name is not None and name not in NAMES:
@@ -34,13 +34,13 @@ def chosen() -> str | None:
 
 
 def backend(device: str) -> str:
-    """The back-end in force for tensors of a device type, ``cpu`` or ``cuda``."""
+    """The back-end that runs tensors of a device type, ``cpu`` or ``cuda``."""
     default = "cuda" if extension.PREFERRED and not extension.missing() else "triton"
     return chosen() or ("reference" if device == "cpu" else default)
 
 
 def missing(name: str, device: str) -> str:
-    """Why a back-end cannot run tensors of this device type; empty where it can."""
+    """Why a back-end cannot run tensors of this device type; empty if it can."""
     if name == "reference":
         return ""
     if name == "cuda" and extension.missing():
@@ -53,8 +53,8 @@ def missing(name: str, device: str) -> str:
 
 
 def implementation(op: str, device: str) -> Callable[..., Any]:
-    """The function that runs operator ``op`` on tensors of a device type; it takes the fields of
-    the operator's signature.
+    """The function that runs operator ``op`` on a device type. It takes the fields of the
+    operator's signature.
     """
     on_cpu = getattr(reference, op) if device == "cpu" else None
     signature: Any = OPERATORS[op]
@@ -71,7 +71,7 @@ def implementation(op: str, device: str) -> Callable[..., Any]:
     return run
 
 
-@functools.cache  # looking for an installed package at every call would be on the hot path
+@functools.cache  # a search for installed packages at every call would slow the backward pass
 def _module(name: str, op: str, device: str) -> ModuleType:
     if name == "reference":
         return reference

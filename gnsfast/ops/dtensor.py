@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism: how the operators act on DTensors.
 
-A weight sharded by rows or columns has, on each rank, the norm of its shard: those add. A
-replicated bias has the whole norm on every rank: that counts once. So weight and bias go through
-the operator apart, and every probe row is made whole before it reaches its probe, the same on all
-ranks.
+Each rank finds the norms of its shard of a weight, and those of all shards add up. A replicated
+bias has its whole norm on every rank and must count once. So weight and bias go through the
+operator one at a time. Every probe row is summed over the shards before it reaches its probe, where
+it is the same on all ranks.
 """
 
 import functools
@@ -19,7 +19,7 @@ from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 
 def linear_wgrad(a: LinearWgrad) -> tuple[Any, ...]:
-    """The operator; for DTensors dW and db are DTensors, and the rows are whole on every rank."""
+    """The operator. For DTensors dW and db are DTensors, and every rank has the whole rows."""
     if not is_dtensor(a.dy_BTO):
         found: tuple[Tensor, ...] = operators.linear_wgrad(a)
         return found
@@ -42,7 +42,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Any, ...]:
         from torch.distributed.tensor import Replicate
 
         whole = [Replicate() if p.is_partial() else p for p in total_O.placements]
-        db = total_O.redistribute(placements=whole).to(a.dtype)  # the tokens may be split
+        db = total_O.redistribute(placements=whole).to(a.dtype)  # tokens may be split over ranks
     return dw, db, torch.cat(rows), dy_BTO
 
 
@@ -57,7 +57,7 @@ def embedding_wgrad(weight: Any, a: EmbeddingWgrad) -> tuple[Any, Tensor]:
     (rows, columns), (first, column) = compute_local_shape_and_global_offset(
         weight.shape, mesh, placements
     )
-    # Ids of other shards go to one more row, as padding: it takes no gradient.
+    # Ids of other shards go to an extra row, the padding row, which takes no gradient.
     here = (ids >= first) & (ids < first + rows) & (ids != a.padding_idx)
     local = torch.where(here, ids - first, rows)
     dy = dy[..., column : column + columns].contiguous()
@@ -89,7 +89,7 @@ def norm_backward(a: NormBackward) -> tuple[Any, ...]:
 
 
 def _whole(row: Any) -> Tensor:
-    """A probe row summed over its shards; their counters add up too and become one again."""
+    """A probe row summed over its shards. Their call counters add up too, so that is set to 1."""
     full: Tensor = row.full_tensor()
     full[:, -1] = 1.0
     return full
@@ -102,7 +102,7 @@ def _register_linear_wgrad() -> None:
 
     @register_sharding(torch.ops.gnsfast.linear_wgrad.default)  # type: ignore[untyped-decorator]
     def rule(x: Any, dy: Any, *more: Any) -> list[Any]:
-        # DTensor caches the answer without the flags: it is asked with those of a weight alone.
+        # DTensor's cache of rules ignores the flags, so only calls with a weight alone come here.
         none = (None,) * len(more)
         whole, columns = Replicate(), Shard(2)
         return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA extension ``gnsfast._C``: whether it is there, what it takes, and its launch."""
+"""The CUDA extension ``gnsfast._C``: whether it can run, which tensors it takes, its launches."""
 
 import functools
 import importlib.util
@@ -9,28 +9,29 @@ import torch
 from torch import Tensor
 
 PREFERRED = False
-"""Whether it goes before the Triton kernel: once a record in ``benchmarks/results/`` shows it
-faster. Until then ``GNSFAST_BACKEND=cuda`` asks for it (``backends.py``)."""
+"""Whether the extension is used before the Triton kernel. It becomes True once a record in
+``benchmarks/results/`` shows it faster; until then ``GNSFAST_BACKEND=cuda`` asks for it."""
 
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @functools.cache
 def missing() -> str:
-    """Why the extension cannot run here; empty where it can."""
+    """Why the extension cannot run here; empty if it can."""
     if importlib.util.find_spec("gnsfast._C") is None:
         return "gnsfast was installed without nvcc: GNSFAST_CUDA=1 pip install . builds it"
     try:
-        why: str = _module().missing_device()  # its own runtime may be newer than the driver
+        why: str = _module().missing_device()  # its CUDA runtime may be newer than the driver
     except ImportError as error:
         return f"gnsfast._C cannot be loaded: {error}"
     return f"no device: {why}" if why else ""
 
 
 def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool) -> bool:
-    """Whether the weight gradient can go to the extension: sm_80 or later, bfloat16 or float16 rows
-    that start at multiples of 16 bytes and are not expanded, a contiguous dW of that dtype or
-    float32 (where it is added to, float32). All else goes to Triton.
+    """Whether the extension can compute this weight gradient; Triton computes all others.
+
+    It needs sm_80 or later, bfloat16 or float16 rows that start at multiples of 16 bytes and are
+    not expanded, and a contiguous dW of that dtype or float32 (with ``add``: float32).
     """
     outputs = (torch.float32,) if add else (torch.float32, x_BTI.dtype)
     stored = dw_OI.dtype in outputs and dw_OI.is_contiguous() and dw_OI.data_ptr() % 8 == 0
@@ -38,7 +39,7 @@ def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool) -> bool:
 
 
 def _reads(x_BTI: Tensor, dy_BTO: Tensor) -> bool:
-    """Whether a kernel of the extension runs on their device and reads both."""
+    """Whether the extension runs on this device and can read both tensors."""
     if not x_BTI.is_cuda or missing() or x_BTI.dtype != dy_BTO.dtype:
         return False
     capable = torch.cuda.get_device_capability(x_BTI.device) >= (8, 0)
@@ -46,7 +47,7 @@ def _reads(x_BTI: Tensor, dy_BTO: Tensor) -> bool:
 
 
 def fits(t_BTN: Tensor) -> bool:
-    """Whether the kernels can read the rows of ``t_BTN`` in pieces of 16 bytes."""
+    """Whether the kernels can load the rows of ``t_BTN`` 16 bytes at a time."""
     strides = [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
     rows = all(0 < stride < 1 << 39 and stride % 8 == 0 for stride in strides)
     rows = rows and t_BTN.stride(2) == 1
@@ -55,13 +56,13 @@ def fits(t_BTN: Tensor) -> bool:
 
 
 def kernel_for(capability: tuple[int, int]) -> str:
-    """Hopper has a kernel of its own; every other device from sm_80 on shares one."""
+    """The kernel's name: Hopper has its own, every other device from sm_80 on shares one."""
     return "sm90" if capability == (9, 0) else "sm80"
 
 
 def takes_tokens(x_BI: Tensor, dy_BO: Tensor) -> bool:
-    """Whether the squared norms of one-token samples can come from the extension: sm_80 or later,
-    bfloat16 or float16 rows that start at multiples of 16 bytes.
+    """Whether the extension can compute the squared norms of one-token samples. It needs sm_80 or
+    later, and bfloat16 or float16 rows that start at multiples of 16 bytes.
     """
     return _reads(x_BI[:, None], dy_BO[:, None])
 
@@ -69,12 +70,12 @@ def takes_tokens(x_BI: Tensor, dy_BO: Tensor) -> bool:
 def linear_wgrad(
     x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool, kernel: str | None = None
 ) -> Tensor:
-    """Fill (or, with ``add``, add to) ``dw_OI``; the partial squared norms [rows, B + 1] of each
-    sample's own dy_bᵀ x_b, and last of their sum.
+    """Fill ``dw_OI``, or add to it with ``add``. Returns partial squared norms [rows, B + 1] of
+    each sample's dy_bᵀ x_b; the last column is that of their sum.
 
-    Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``; ``kernel``: the device's, or another of the
-    build for comparison. Raises RuntimeError with what CUDA reports, and ValueError for a kernel
-    that was not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
+    Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``. ``kernel`` is that of the device, or another one for
+    a comparison. Raises RuntimeError with what CUDA reports, and ValueError for a kernel that was
+    not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
     """
     module = _module()
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
@@ -104,7 +105,8 @@ def linear_wgrad(
 
 
 def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
-    """‖x_b‖² ‖dy_b‖² and ‖dy_b‖², both [B] float32: a one-token sample's weight and bias.
+    """The squared norms of one-token samples, both [B] float32: of the weight's gradient,
+    ‖x_b‖² ‖dy_b‖², and of the bias's, ‖dy_b‖².
 
     Needs ``takes_tokens(x_BI, dy_BO)``. Raises RuntimeError with what CUDA reports.
     """

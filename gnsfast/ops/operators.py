@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators, registered from their signatures: each is a function of its signature. All run in
-the backward pass, but for ``attention_forward``, and are not differentiable themselves.
+"""The operators, registered with torch from their signatures. Each takes one argument, its
+signature. All but ``attention_forward`` run in the backward pass, and none is differentiable.
 """
 
 from collections.abc import Callable
@@ -42,8 +42,9 @@ _norm_backward = _registered("norm_backward")
 
 
 def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator, or while compiling plain aten, which Inductor can fuse with what is around it;
-    the lengths of documents (``starts``) would need a graph each.
+    """The operator. While compiling, plain aten instead, which Inductor can fuse with its
+    neighbours. Documents (``starts``) stay with the operator: aten would need a graph for each set
+    of their lengths.
     """
     if torch.compiler.is_compiling() and a.starts is None:
         return reference.norm_backward_aten(a)
