@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formulas in plain PyTorch: the CPU back-end, and the yardstick for every faster kernel. An
-operator's arguments, results and legend are in ``signatures.py``.
+"""The formulas in plain PyTorch: the CPU back-end, and what every kernel is judged by. The
+arguments, results and legend of each operator are in ``signatures.py``.
 """
 
 from gnsfast.reference.attention import MAX_HEAD_DIM, attention_backward, attention_forward
@@ -8,12 +8,11 @@ from gnsfast.reference.conv import conv_wgrad, unfold
 from gnsfast.reference.embedding import embedding_wgrad
 from gnsfast.reference.linear import in_projection_wgrad, linear_wgrad
 from gnsfast.reference.metric import one_token_metric, root_metric
-from gnsfast.reference.norms import affine_wgrad, norm_backward, norm_backward_aten
-from gnsfast.reference.rows import metric_sqnorm, probe_rows, sqnorm, sum_wgrad
+from gnsfast.reference.norms import norm_backward, norm_backward_aten
+from gnsfast.reference.rows import metric_sqnorm, probe_rows, sqnorm
 
 __all__ = [
     "MAX_HEAD_DIM",
-    "affine_wgrad",
     "attention_backward",
     "attention_forward",
     "conv_wgrad",
@@ -27,6 +26,5 @@ __all__ = [
     "probe_rows",
     "root_metric",
     "sqnorm",
-    "sum_wgrad",
     "unfold",
 ]

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with learned parameters in plain PyTorch: the CPU back-end, and the yardstick for the
-kernels. Formulas and legend: ``triton_kernels/attention_tiles.py``.
-"""
+"""Attention with learned parameters. Formulas and legend: ``triton_kernels/attention_tiles.py``."""
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from gnsfast.signatures import (
 from gnsfast.tensors import accumulate_dtype
 
 MAX_HEAD_DIM = 256
-"""Of the kernels; ``convert`` has modules with wider heads replayed."""
+"""The widest head that the kernels take. ``convert`` replays modules with wider heads."""
 
 
 def token_major(t_BHTD: Tensor) -> Tensor:
@@ -25,14 +23,16 @@ def token_major(t_BHTD: Tensor) -> Tensor:
 
 
 def document_of(cu_seqlens: Tensor, T: int) -> Tensor:
-    """[T]: the number of each token's document; outside of them all, as many as there are."""
+    """[T]: the number of each token's document. Tokens outside all documents get the number of
+    documents, one more than the last.
+    """
     tokens = torch.arange(T, device=cu_seqlens.device)
     of = torch.bucketize(tokens, cu_seqlens.to(tokens.dtype), right=True) - 1
     return torch.where(of < 0, len(cu_seqlens) - 1, of)
 
 
 def _seen(pattern: Pattern, T: int, S: int, device: torch.device) -> Tensor:
-    """[T, S]: what causality, window and documents let through."""
+    """[T, S]: which keys causality, window and documents let a query see."""
     t, s = torch.arange(T, device=device)[:, None], torch.arange(S, device=device)[None]
     seen = torch.ones(T, S, dtype=torch.bool, device=device)
     if pattern.is_causal:
@@ -51,14 +51,16 @@ def _gained(t: Tensor, gain_D: Tensor | None) -> Tensor:
 
 
 def _factor(p: Parameters, scale: float, like: Tensor) -> Tensor:
-    """[H, 1, 1] or a scalar: what a head's products are multiplied with."""
+    """[H, 1, 1] or a scalar: the factor of each head's logits."""
     if p.logit_scale_H is None:
         return torch.full((), scale, dtype=like.dtype, device=like.device)
     return scale * p.logit_scale_H.to(like.dtype)[:, None, None]
 
 
 def _logits(q_BHTD: Tensor, k_BHSD: Tensor, p: Parameters, pattern: Pattern) -> Tensor:
-    """[B, H, T, S] of gained queries and keys, these repeated for the heads that share them."""
+    """[B, H, T, S]: the logits of queries and keys that have their gains; keys are repeated for the
+    query heads that share them.
+    """
     s = q_BHTD @ k_BHSD.mT * _factor(p, pattern.scale, q_BHTD)
     if pattern.mask is not None:
         if pattern.mask.dtype == torch.bool:
@@ -110,7 +112,7 @@ def attention_backward(a: AttentionBackward) -> tuple[Tensor, ...]:
     dk = (pattern.scale * ((ds * of_head).mT @ q)).unflatten(1, (K, -1)).sum(2)
     dv = (weights.mT @ do).unflatten(1, (K, -1)).sum(2)
 
-    # What each token gives to a parameter: [B, T, ...]; then what each sample does.
+    # Each token's gradient of a parameter, [B, T, ...]; then its sum over a sample's tokens.
     tokens: list[Tensor | None] = [None] * 4
     if p.sinks_H is not None:
         sink = p.sinks_H.to(acc)[:, None]
@@ -132,7 +134,7 @@ def attention_backward(a: AttentionBackward) -> tuple[Tensor, ...]:
 
 
 def sample_sums(t_BTN: Tensor, cu_seqlens: Tensor | None, samples: int) -> Tensor:
-    """[samples, N]: the sum over each sample's tokens, of its rows or of its document."""
+    """[samples, N]: the sum over each sample's tokens, which are batch rows or a document."""
     if cu_seqlens is None:
         B, T, N = t_BTN.shape
         return t_BTN.reshape(samples, B // max(samples, 1) * T, N).sum(1)
@@ -143,7 +145,9 @@ def sample_sums(t_BTN: Tensor, cu_seqlens: Tensor | None, samples: int) -> Tenso
 def parameter_grads(
     g_BN: list[Tensor | None], p: Parameters, like: Tensor, samples: int
 ) -> tuple[Tensor, ...]:
-    """The four gradients, empty where a parameter's samples' gradients are None, and the rows."""
+    """The four parameters' gradients and the probe rows, from the samples' gradients ``g_BN``.
+    Where those are None the parameter's gradient is empty.
+    """
     grads, norms = [], []
     for g, parameter in zip(g_BN, p):
         if g is None or parameter is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formula of convolutions in plain PyTorch.
+"""Convolutions: gradients of weight and bias with every sample's squared norms.
 
 Legend: n rows of B samples, C channels, O output channels, L positions, G groups, K elements of a
 patch.
@@ -30,7 +30,7 @@ def unfold(
         )
     if stride != kernel or any(padding) or any(d > 1 for d in dilation):
         return F.unfold(x, *map(tuple, (kernel, dilation, padding, stride))).mT
-    (n, C, H, W), (h, w) = x.shape, kernel  # patches side by side are one permutation
+    (n, C, H, W), (h, w) = x.shape, kernel  # patches that do not overlap: one permutation
     x = x[:, :, : H // h * h, : W // w * w].reshape(n, C, H // h, h, W // w, w)
     return x.permute(0, 2, 4, 1, 3, 5).reshape(n, (H // h) * (W // w), C * h * w)
 

@@ -19,7 +19,7 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
         sample_N = sample_B.repeat_interleave(a.ids_BT.shape[1])
     else:
         sample_N = samples_of_rows(a.starts)
-    # Rows of one id are added within their sample: S sums, each of one sample and one id.
+    # S sums, one for each pair of sample and id: rows of one id add within their sample.
     keep = slice(None) if a.padding_idx < 0 else ids_N != a.padding_idx
     dy_ND = dy_ND[keep].to(accumulate_dtype(dy_ND.dtype))
     key_S, of_N = torch.unique((sample_N * V + ids_N)[keep], return_inverse=True)

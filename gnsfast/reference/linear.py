@@ -59,7 +59,7 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def tied_rows(x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor) -> Tensor:
-    """Rows ``ids_BS`` of every sample's dy_bᵀ x_b, [B, S, I]."""
+    """[B, S, I]: rows ``ids_BS`` of every sample's dy_bᵀ x_b."""
     acc = accumulate_dtype(x_BTI.dtype)
     rows = x_BTI.new_empty((*ids_BS.shape, x_BTI.shape[2]), dtype=acc)
     for b, ids_S in enumerate(ids_BS.unbind()):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam's metric P = 1 / (√v s + eps), s = 1 / √(1 - beta2^t): v lies as the parameter does.
+"""Adam's metric P = 1 / (√v s + eps) with s = 1 / √(1 - beta2^t); v has the parameter's shape.
 
-Every sample's gradient is weighed by √P and then squared, so a product of weights and squares never
-underflows first.
+Every sample's gradient is multiplied by √P before it is squared: its square alone might underflow.
 """
 
 import torch
@@ -18,6 +17,6 @@ def root_metric(
 
 
 def one_token_metric(x_BI: Tensor, dy_BO: Tensor, root_OI: Tensor) -> Tensor:
-    """Σ_oi P_oi dy_o² x_i² of each sample, float64: a product with P instead of B tiles."""
+    """[B] float64: Σ_oi P_oi dy_o² x_i², by one product with P instead of B tiles."""
     weighed_BI = dy_BO.square() @ root_OI.square()
     return weighed_BI.mul_(x_BI.square()).sum(1, dtype=torch.float64)

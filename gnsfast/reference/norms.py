@@ -23,7 +23,7 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return _layer_norm_by_sample(a, a.mean_BT1, a.rstd_BT1)
     acc = accumulate_dtype(a.x_BTF.dtype)
     dw_BF = None
-    if a.weight:  # the product with rstd also sums over the tokens: one pass less
+    if a.weight:  # the product with rstd also sums over the tokens, which saves a pass
         products_BTF = torch.sub(a.x_BTF.to(acc), a.mean_BT1).mul_(a.dy_BTF)
         dw_BF = torch.bmm(a.rstd_BT1.to(acc).mT, products_BTF)[:, 0]
     return _input_grad(a), *affine_wgrad(a, dw_BF, sum_tokens(a.dy_BTF) if a.bias else None)
@@ -32,8 +32,8 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _layer_norm_by_sample(
     a: NormBackward, mean_BT1: Tensor, rstd_BT1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """torch's own kernel once a sample: its gain and bias gradients are then that sample's, and the
-    rows are read once.
+    """torch's own kernel once for each sample: its gradients of gain and bias are that sample's,
+    and the rows are read once.
     """
     x, acc = a.x_BTF, accumulate_dtype(a.x_BTF.dtype)
     dx = x.new_empty(x.shape)
@@ -62,7 +62,7 @@ def _input_grad(a: NormBackward) -> Tensor:
 def norm_backward_aten(
     a: NormBackward, sums_of_segments: Callable[[Tensor, Tensor], Tensor] = segment_sums
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same as plain aten without a loop over samples, which Inductor can fuse."""
+    """``norm_backward`` in plain aten without a loop over samples, which Inductor can fuse."""
     x, acc = a.x_BTF, accumulate_dtype(a.x_BTF.dtype)
     wide = x.to(acc)
     if a.mean_BT1 is None or a.rstd_BT1 is None:
@@ -87,7 +87,7 @@ def norm_backward_aten(
 def affine_wgrad(
     a: NormBackward, dw_BF: Tensor | None, db_BF: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dW, db and the probe's rows from the samples' own gradients; None for an unwanted one."""
+    """dW, db and the probe rows, from the samples' gradients; None marks those not wanted."""
     none = a.x_BTF.new_empty(0, dtype=accumulate_dtype(a.x_BTF.dtype))
     grads = [none, none.clone()]
     norms: list[Tensor] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Σ_b dy_bᵀ x_b and the squared norm of each term, by the cheapest route on a CPU.
 
-Legend: B samples, T tokens of a sample, I in_features, O out_features, M measures: the Euclidean
-norm, then that under a metric.
+Legend: B samples, T tokens of a sample, I in_features, O out_features, M measures (the Euclidean
+norm, then that under a metric), W columns of a block.
 """
 
 import torch
@@ -13,31 +13,32 @@ from gnsfast.reference.rows import sqnorm_rows, with_sum
 from gnsfast.signatures import Metric
 from gnsfast.tensors import accumulate_dtype
 
-# Elements of a per-sample tile of the fused route, and its columns at most: large enough that the
-# GEMM runs at full speed, small enough that the tile is still in a cache when its norm is taken and
-# it is added. With tiles of 14336 columns dW took 1.6 to 2.1 times as long as plain's.
+# The most elements and columns of a per-sample tile of the fused route: large enough for a GEMM at
+# full speed, small enough that the tile is still in a cache when its norm is taken and it is added.
+# With tiles of 14336 columns dW took 1.6 to 2.1 times as long as torch's plain dW.
 TILE, COLUMNS = 1 << 20, 1 << 10
-# Tiles of which more than ``SMALL`` have this many elements go through one batched GEMM: a small
-# layer is then a few calls, 1.3 instead of 1.9 times plain dW at 96 x 288.
+# Where more than ``SMALL`` tiles fit into ``GROUP`` elements, one batched GEMM computes as many as
+# fit. A small layer is then a few calls: 1.3 instead of 1.9 times plain dW at 96 x 288.
 SMALL, GROUP = 4, 1 << 19
-# Rows of a tile that are worth a thread's own GEMM. Product, norm and sum then split the tile in
-# the same places, and each thread finds its rows in its own cache.
+# The fewest rows of a tile that are worth a GEMM for each thread. Product, norm and sum then split
+# the tile in the same places, and each thread finds its rows in its own cache.
 PART = 128
 
 
 def linear_route(T: int, I: int, O: int) -> str:
     """The cheapest CPU route to the norms of a linear layer: ``closed``, ``gram`` or ``fused``.
 
-    Counted in multiply-adds: the Gram route adds T² (I + O) a sample, the fused route squares and
-    adds a tile and multiplies less at a time, worth so many an element of [O, I] as crossovers
-    measured on a CPU say.
+    The cost beside dW is counted in multiply-adds of a sample. The Gram route adds T² (I + O). The
+    fused route squares and adds a tile, and its GEMMs are smaller: ``FUSED`` for each element of
+    [O, I], from crossovers measured on a CPU.
     """
     if T == 1:
         return "closed"
     return "gram" if T * T * (I + O) < FUSED[I * O > LARGE] * I * O else "fused"
 
 
-# Of a weight of at most so many elements, and of a larger one.
+# The fused route's cost for each element of a weight of at most ``LARGE`` elements, and of a larger
+# one.
 FUSED, LARGE = (16, 36), 1 << 22
 
 
@@ -67,11 +68,11 @@ def outer_wgrad(
 
 
 def gram_sqnorms(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
-    """Σ_{t,s} (dy_t·dy_s)(x_t·x_s) for each sample.
+    """[B]: Σ_{t,s} (dy_t·dy_s)(x_t·x_s) for each sample.
 
-    Where the terms cancel (tokens alike, dy that sums to zero: key projections) their rounding is
-    larger than the sum: such samples go through the product itself, which cancels before it is
-    squared.
+    Where the terms cancel, their rounding exceeds the sum: key projections do that, with similar
+    tokens and a dy that sums to zero. Such samples take the fused route, whose product cancels
+    before it is squared.
     """
     x_gram, dy_gram = torch.bmm(x_BTI, x_BTI.mT), torch.bmm(dy_BTO, dy_BTO.mT)
     terms_BTT = x_gram.mul_(dy_gram)
@@ -84,13 +85,15 @@ def gram_sqnorms(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
 
 
 CANCELLED = 0.02
-"""A Gram sum below this share of its terms' absolute sum has lost too many digits."""
+"""A Gram sum below this share of the sum of its absolute terms has lost too many digits."""
 
 
 def fused_wgrad(
     x_BTI: Tensor, dy_BTO: Tensor, acc: torch.dtype, metric: Metric | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dW and its norms [M, B + 1]: a GEMM for each sample, its tile squared and added in cache."""
+    """dW and its norms [M, B + 1], tile by tile. Each sample has a GEMM of its own, and its tile is
+    squared and added while it is in a cache.
+    """
     (B, _, I), O = x_BTI.shape, dy_BTO.shape[2]
     width, height = even_block(I, COLUMNS), even_block(O, TILE // min(I, COLUMNS))
     measures = 1 + (metric is not None)
@@ -120,10 +123,10 @@ def _add_tiles(
     norms_MBO: Tensor,
     root_OI: Tensor | None,
 ) -> None:
-    """One sample after the other; the first one's tile is computed in place.
+    """Add one sample's tile after the other to ``total_OI``; the first is computed in place.
 
-    Views are made before the loop. Inside of it, with caches that the GEMM has filled, they would
-    cost as much as norm and sum do.
+    Views are made before the loop. Inside it, with caches full of the GEMM's data, they would cost
+    as much as norm and sum do.
     """
     acc, O = total_OI.dtype, len(total_OI)
     threads = torch.get_num_threads() if total_OI.device.type == "cpu" else 1
@@ -154,7 +157,7 @@ def _add_small_tiles(
     norms_MBO: Tensor,
     root_OI: Tensor | None,
 ) -> None:
-    """Many samples in one GEMM: the calls for small tiles cost more than their memory."""
+    """Add the tiles of many samples at a time: for small tiles calls cost more than memory."""
     acc, B, together = total_OI.dtype, len(x_BTI), GROUP // max(1, total_OI.numel())
     scratch_GOI = total_OI.new_empty((min(together, B), *total_OI.shape))
     total_OI.zero_()
@@ -172,7 +175,7 @@ def _add_small_tiles(
 def _row_norms(
     tiles: Tensor, root_OI: Tensor | None, weighed: Tensor | None, out: tuple[Tensor, ...]
 ) -> None:
-    """The norm of each row, then that of the row weighed by √P, for which ``weighed`` has room."""
+    """The norm of each row, and that of the row times √P; ``weighed`` is the scratch for those."""
     torch.linalg.vector_norm(tiles, dim=-1, out=out[0])
     if root_OI is not None:
         torch.linalg.vector_norm(torch.mul(tiles, root_OI, out=weighed), dim=-1, out=out[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Squared norms of rows and of their sums, and the rows of a probe that they fill."""
+"""Squared norms of rows and of their sums, and the probe rows that they fill."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,9 @@ from gnsfast.reference.metric import root_metric
 from gnsfast.signatures import Metric
 from gnsfast.tensors import accumulate_dtype
 
-# A float32 sum of squares loses digits with its length: a dot product is 5e-4 low at 16.8M numbers,
-# a norm 8e-5 at 2.4M, but below 1e-7 at this many. Longer ones are summed in pieces, in float64.
+# A float32 sum of squares loses digits with its length: a dot product of 16.8M numbers is 5e-4 low,
+# a norm of 2.4M numbers 8e-5, one of ``PIECE`` less than 1e-7. Longer rows are cut into pieces,
+# whose squared norms are added in float64.
 PIECE = 1 << 13
 
 
@@ -29,8 +30,8 @@ def sqnorm_rows(t_RN: Tensor) -> Tensor:
 
 
 def probe_rows(norms: list[Tensor], samples: int, like: Tensor) -> Tensor:
-    """Rows of a probe [M P, B + 2] from each parameter's norms [M, B + 1], those of the samples and
-    that of their sum.
+    """Probe rows [M P, B + 2] from each parameter's squared norms [M, B + 1], those of the samples
+    and that of their sum.
     """
     if not norms:
         return like.new_empty((0, samples + 2), dtype=torch.float32)
@@ -41,13 +42,14 @@ def probe_rows(norms: list[Tensor], samples: int, like: Tensor) -> Tensor:
 
 
 def with_sum(sqnorm_B: Tensor, total: Tensor) -> Tensor:
-    """[1, B + 1]: the samples' squared norms and that of their sum ``total``."""
+    """[1, B + 1]: the samples' squared norms, and that of ``total``, their sum."""
     return torch.cat([sqnorm_B, sqnorm(total)[None]])[None]
 
 
 def sum_tokens(t_BTN: Tensor) -> Tensor:
-    """[B, N]: the sum over each sample's tokens. A product with ones takes half the time of a sum
-    at 12M elements, and twice the time at 1M.
+    """[B, N]: the sum over each sample's tokens.
+
+    A product with ones takes half the time of a sum at 12M elements, and twice the time at 1M.
     """
     B, T, _ = t_BTN.shape
     acc = accumulate_dtype(t_BTN.dtype)
@@ -57,14 +59,13 @@ def sum_tokens(t_BTN: Tensor) -> Tensor:
 
 
 GEMM_SUM = 1 << 21
+"""The fewest elements that ``sum_tokens`` sums by a product with ones."""
 
 
 def sum_wgrad(
     g_BN: Tensor, dtype: torch.dtype, metric: Metric | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of a parameter whose samples' gradients are rows ``g_BN``, and its norms
-    [M, B + 1].
-    """
+    """A parameter's gradient and its squared norms [M, B + 1], from the samples' gradients."""
     g_BN = g_BN.to(accumulate_dtype(g_BN.dtype))
     total_N = g_BN.sum(0)
     all_N = torch.cat([g_BN, total_N[None]])
@@ -76,7 +77,7 @@ def sum_wgrad(
 
 
 def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:
-    """Σ P g², a float64 scalar; a copy of a part of ``g`` is made at a time."""
+    """Σ P g², a float64 scalar; a part of ``g`` is copied at a time."""
     acc = accumulate_dtype(g.dtype)
     g_RN, v_RN = (t.flatten(0, -2) if t.ndim > 1 else t.reshape(1, -1) for t in (g, v))
     rows = max(1, (WEIGHED_CUDA if g.is_cuda else WEIGHED) // max(1, g_RN.shape[1]))
@@ -89,9 +90,9 @@ def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:
 
 
 WEIGHED = 1 << 17
-"""Elements of a gradient that are weighed at a time on the CPU, in one scratch: fresh memory costs
-more than its square root.
+"""Elements of a gradient that are multiplied by √P at a time on the CPU, in one scratch tensor:
+fresh memory would cost more than the square roots.
 """
 
 WEIGHED_CUDA = 1 << 25
-"""The same on a GPU, where each piece is a few launches: 128 MiB beside the gradient."""
+"""The same on a GPU, where each piece costs a few launches: 128 MiB beside the gradient."""

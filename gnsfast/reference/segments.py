@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers whose samples are segments of one list of rows: experts of a mixture, with rows
-sorted by expert and then by sample; or documents of packed rows, with one weight for all.
+"""Linear layers whose samples are segments of one list of rows: the experts of a mixture, with rows
+sorted by expert and then by sample, or the documents of packed rows, with one weight for all.
 
 Legend: N rows, B samples, E experts, S = E B segments, I in_features, O out_features. Segment
-s = e B + b is rows ``starts[s]`` to ``starts[s + 1]``: those of sample b that expert e was given.
+s = e B + b is rows ``starts[s]`` to ``starts[s + 1]``, those of sample b that expert e was given.
 """
 
 import torch
@@ -14,17 +14,17 @@ from gnsfast.reference.rows import sqnorm, sqnorm_rows, with_sum
 from gnsfast.tensors import accumulate_dtype
 
 PADDED = 1 << 22
-"""Elements of short segments, padded to one length, in memory at a time."""
+"""Elements in memory at a time of short segments that are padded to one length."""
 
 
 def outer_wgrad(
     x_NI: Tensor, dy_NO: Tensor, starts: Tensor, experts: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """dW [E, O, I], or [O, I] without ``experts``, and norms [1, B + 1]: Σ_e ‖dy_ebᵀ x_eb‖² and
-    Σ_e ‖dW_e‖².
+    """dW [E, O, I], or [O, I] without ``experts``, and squared norms [1, B + 1]: Σ_e ‖dy_ebᵀ x_eb‖²
+    for each sample, and Σ_e ‖dW_e‖².
 
-    Long segments have their own product. The short ones of experts that have no long one go through
-    Gram products, many at a time.
+    An expert whose segments are all short takes the Gram route, many segments at a time. The
+    segments of other experts have a product each.
     """
     I, O, E = x_NI.shape[1], dy_NO.shape[1], max(experts, 1)
     B = (len(starts) - 1) // E
@@ -55,7 +55,7 @@ def outer_wgrad(
 def bias_wgrad(
     dy_NO: Tensor, starts: Tensor, experts: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """db [E, O], or [O] without ``experts``, and norms [1, B + 1]."""
+    """db [E, O], or [O] without ``experts``, and squared norms [1, B + 1]."""
     E = max(experts, 1)
     B = (len(starts) - 1) // E
     sums_SO = segment_sums(dy_NO, starts)
@@ -65,8 +65,8 @@ def bias_wgrad(
 
 
 def tied_rows(x_NI: Tensor, dy_NO: Tensor, ids_1S: Tensor, starts: Tensor) -> Tensor:
-    """[1, S, I]: for each row the one of its document's dy_bᵀ x_b at its id. S is a multiple of N:
-    the ids of several embeddings, one after the other.
+    """[1, S, I]: row ``id`` of dy_bᵀ x_b for each id, b being the document of the id's own row. S
+    is a multiple of N: the ids of several embeddings, one after the other.
     """
     acc, ids_KN = accumulate_dtype(x_NI.dtype), ids_1S.view(-1, len(x_NI))
     rows_KNI = x_NI.new_zeros((*ids_KN.shape, x_NI.shape[1]), dtype=acc)
@@ -89,14 +89,16 @@ def segment_sums(t_NF: Tensor, starts: Tensor) -> Tensor:
 
 
 def samples_of_rows(starts: Tensor) -> Tensor:
-    """The segment of each row from the first segment's beginning to the last one's end."""
+    """The segment of each row, from the start of the first segment to the end of the last."""
     return torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())
 
 
 def _short_sqnorms(
     x_NI: Tensor, dy_NO: Tensor, short: list[tuple[int, int, int]], sqnorm_S: Tensor
 ) -> None:
-    """Fill in the squared norms of short segments, padded with zeros to the longest of a group."""
+    """Fill in the squared norms of short segments, many at a time, padded with zeros to the longest
+    of them.
+    """
     short = sorted(short, key=lambda segment: segment[2] - segment[1])
     acc, width = accumulate_dtype(x_NI.dtype), x_NI.shape[1] + dy_NO.shape[1]
     while short:
