@@ -217,7 +217,7 @@ class Pattern(NamedTuple):
     """Which keys a query sees, and the constant factor of the logits."""
 
     mask: Tensor | None  # bool or float, broadcast to [B, H, T, S]
-    cu_seqlens: Tensor | None  # the first token of each packed document, then the row's end
+    cu_seqlens: Tensor | None  # the first token of each packed document, then the last one's end
     is_causal: bool
     scale: float
     window: int  # 0: no window

@@ -3,9 +3,10 @@
 ``probe``.
 
 A probe is a float32 leaf of zeros, [P, B + 2], with a row for each trainable parameter of the layer
-in the order weight, bias. After backward ``probe.grad`` holds B per-sample squared norms, the
-squared norm of the batch's gradient, and 1.0, which counts the calls. A ``Plan`` says where the
-samples lie and what else is measured. Forward results are those of ``torch.nn.functional``.
+in the order weight, bias. After backward each row of ``probe.grad`` holds the B samples' squared
+norms, the squared norm of the batch's gradient, and 1.0, which counts the calls. A ``Plan`` says
+which rows of the input belong to which sample, and what else is measured. Forward results are those
+of ``torch.nn.functional``.
 """
 
 from gnsfast.functional._attention import attention

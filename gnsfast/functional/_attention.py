@@ -79,32 +79,34 @@ def attention(
     """Scaled dot-product attention whose own parameters get per-sample norms.
 
     Equals ``F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
-    enable_gqa=True)``, and is that where there is nothing of what follows.
+    enable_gqa=True)``, and calls it if there is no window, parameter or ``cu_seqlens``.
 
     Args:
         q: [B, H, T, D]; heads of D up to 256 on a GPU.
         k, v: [B, K, S, D]; each of the K heads serves H / K neighbouring query heads.
-        attn_mask: bool (True is seen) or float (added to the logits), broadcast to [B, H, T, S].
+        attn_mask: bool (True: visible) or float (added to the logits), broadcast to [B, H, T, S].
         is_causal: query t sees keys s <= t.
-        scale: of the logits; 1 / sqrt(D) by default.
-        window: a query sees keys nearer than so many tokens: itself and ``window - 1`` before it
-            (and after it, unless causal).
+        scale: the factor of the logits; 1 / sqrt(D) by default.
+        window: how far a query sees: itself and the ``window - 1`` tokens before it (also after
+            it, unless causal).
         sinks: [H] logits that take part in the softmax and have no value (gpt-oss).
-        logit_scale: [H] factors of a head's logits.
-        q_gain, k_gain: [D] factors of queries and keys, as of a norm before them.
-        cu_seqlens: int [documents + 1], where the documents of one packed row begin, and its end;
-            B is 1, T is S, and a document is a sample. Tokens see their own document.
-        max_seqlen: the longest document; without it a GPU starts a program for every block of the
-            row in every document. A document that is longer is an error, on a GPU NaN.
+        logit_scale: [H] a factor for each head's logits.
+        q_gain, k_gain: [D] factors of queries and keys, like the gain of a norm before them.
+        cu_seqlens: int [documents + 1], the first token of each document of one packed row, then
+            the end of the last; B is 1, T is S, and a document is a sample. Tokens see their own
+            document only.
+        max_seqlen: the length of the longest document. Without it a GPU starts a program for every
+            block of the row in every document. A longer document is an error; on a GPU it gives
+            NaN.
         probe: float32 zeros [P, samples + 2], P = number of trainable ones of (sinks, logit_scale,
-            q_gain, k_gain). Rows may be k · samples: then k consecutive rows are one sample.
+            q_gain, k_gain). B may be k · samples: then k consecutive rows are one sample.
 
     A query that sees nothing has an output of zero. The squared norms carry the scale of the loss.
 
     Raises:
         ValueError: for shapes that do not fit together, and for a probe of another shape.
 
-    Source: FlashAttention-2 (arXiv 2307.08691) for the passes; sinks: gpt-oss (arXiv 2508.10925).
+    Source: FlashAttention-2 (arXiv 2307.08691); sinks: gpt-oss (arXiv 2508.10925).
 
     >>> q, k, v = (torch.randn(3, 2, 7, 16) for _ in range(3))
     >>> sinks, probe = torch.zeros(2, requires_grad=True), torch.zeros(1, 3 + 2, requires_grad=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast, inside of an autograd function."""
+"""Autocast inside an autograd function."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives a matrix product of ``x``; None while it is off, and for
-    float64, which it leaves alone.
+    """The dtype that autocast gives a matrix product of ``x``; None if it is off, and for float64,
+    which it leaves alone.
     """
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
@@ -26,8 +26,8 @@ def cast_like(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Backward computes in the dtypes that forward chose, inside or outside of the user's autocast
-    block.
+    """Turn autocast off: backward computes in the dtypes that forward chose, whether or not the
+    user calls it inside an autocast block.
     """
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

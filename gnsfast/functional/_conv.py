@@ -65,8 +65,8 @@ def conv(
     dilation: tuple[int, ...],
     groups: int = 1,
 ) -> Tensor:
-    """``torch.nn.functional.conv1d`` or ``conv2d`` (by the weight's rank) whose backward fills
-    ``probe``.
+    """``torch.nn.functional.conv1d`` or ``conv2d`` (by the number of the weight's dimensions) whose
+    backward fills ``probe``.
 
     >>> x, w = torch.randn(3, 2, 8), torch.randn(4, 2, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cross entropy of a linear head, a part of the vocabulary at a time.
 
-A sample's gradient of the head is dlogitsᵀ h, [V, D], and its squared norm a sum over rows of V: so
-each part is a linear layer of its own, and the norms of the parts add up to those of the head.
+A sample's gradient of the head is dlogitsᵀ x, [V, D], and its squared norm is a sum over the V
+words. So each part is a linear layer of its own, and the squared norms of the parts add up to those
+of the head.
+
+Legend: N rows, B samples of T tokens, G samples at a time, D width, V vocabulary, C words of a
+part, S words that a link asks for.
 """
 
 from collections.abc import Iterator
@@ -21,14 +25,14 @@ from gnsfast.functional.plan import PLAIN, Plan, samples_first
 from gnsfast.tensors import accumulate_dtype, set_columns
 
 CHUNK = 1 << 21
-"""Logits in memory at a time, 8 MiB of float32: on a CPU their passes stay in its caches (0.79 to
-0.94 of the time of 1 << 24, at 512 and 1024 tokens, 32k and 50k words)."""
+"""Logits in memory at a time: 8 MiB of float32, which stay in a CPU's caches from pass to pass.
+That takes 0.79 to 0.94 of the time of 1 << 24 logits (512 and 1024 tokens, 32k and 50k words)."""
 
 ON_GPU = 16
-"""Times as many on a GPU, where a part must fill it: 2048 words for 16k tokens (counted)."""
+"""Times ``CHUNK`` on a GPU, which a part has to fill: 2048 words for 16k tokens (counted)."""
 
 LEAST = 512
-"""Columns of a part, however many tokens there are: narrower products leave a GPU idle."""
+"""The fewest words of a part, however many tokens there are: narrower products leave a GPU idle."""
 
 
 class _Head(NamedTuple):
@@ -40,7 +44,7 @@ class _Head(NamedTuple):
     softcap: float | None
 
     def logits(self, x: Tensor, rows: slice | Tensor) -> Tensor:
-        """Those of some of the words: [..., rows], float32 (float64 of float64)."""
+        """The logits of the words ``rows``: [..., rows], float32, or float64 for float64."""
         w, b = self.w_VD[rows].to(self.dtype), None
         if self.b_V is not None:
             b = self.b_V[rows].to(self.dtype)
@@ -52,8 +56,8 @@ class _Head(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """For every token (each [..., 1]) its label, the log-sum-exp, and what dlogits is made of:
-    ``share`` of the softmax, less ``flat`` everywhere, less ``hit`` at the label.
+    """What each token's dlogits are computed from, each [..., 1]: its label, its log-sum-exp, and
+    three factors. dlogits = ``share`` · softmax - ``flat``, and at the label - ``hit``.
     """
 
     label: Tensor
@@ -63,7 +67,7 @@ class _Tokens(NamedTuple):
     hit: Tensor
 
     def dlogits(self, z: Tensor, words: slice | Tensor, softcap: float | None) -> Tensor:
-        """The gradient of the logits ``z`` (overwritten) of ``words``."""
+        """The gradient of ``z``, the logits of ``words``, which it overwrites."""
         slope = None if softcap is None else (z / softcap).square_().neg_().add_(1.0)
         dz = z.sub_(self.lse).exp_().mul_(self.share).sub_(self.flat)
         if isinstance(words, slice):
@@ -76,7 +80,7 @@ class _Tokens(NamedTuple):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Each token's loss [N, 1], float32 (float64 of float64); a label of -1 is ignored."""
+    """Each token's loss [N, 1], float32, or float64 for float64; a label of -1 is ignored."""
 
     @staticmethod
     def forward(
@@ -130,9 +134,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = torch.empty_like(w_VD) if need_w else None
         db = torch.empty_like(b_V) if need_b else None
         B: int | None = ctx.samples
-        sqnorm_PB, to_links = None, []
+        probe_rows, to_links = None, []
         if B is not None:
-            sqnorm_PB = x_ND.new_zeros((need_w + need_b, B + 2), dtype=torch.float64)
+            probe_rows = x_ND.new_zeros((need_w + need_b, B + 2), dtype=torch.float64)
         with without_autocast(dloss_N1):
             for part in _parts(len(w_VD), x_ND):
                 dz_NC = tokens.dlogits(head.logits(x_ND, part), part, ctx.softcap).to(x_ND.dtype)
@@ -142,36 +146,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         dx.addmm_(dz_NC, w_CD)
                     else:
                         dx += dz_NC @ w_CD
-                dw_CD, db_C, row_PB = _wgrad(x_ND, dz_NC, plan, B, need_w, need_b, w_VD.dtype)
+                dw_CD, db_C, rows = _wgrad(x_ND, dz_NC, plan, B, need_w, need_b, w_VD.dtype)
                 for whole, piece in ((dw, dw_CD), (db, db_C)):
                     if whole is not None:
                         whole[part] = piece
-                if sqnorm_PB is not None:
-                    sqnorm_PB += row_PB
+                if probe_rows is not None:
+                    probe_rows += rows
             if link_ids:
                 assert dw is not None
                 linked = torch.cat([_link_rows(head, tokens, x_ND, ids) for ids in link_ids], 1)
                 to_links = link_grads(link_ids, linked, dw)
-        if sqnorm_PB is not None:
-            sqnorm_PB[:, -1] = 1.0  # one call, whatever its parts
-            sqnorm_PB = sqnorm_PB.to(torch.float32)
+        if probe_rows is not None:
+            probe_rows[:, -1] = 1.0  # one call, however many parts
+            probe_rows = probe_rows.to(torch.float32)
         dx = dx if dx is None else dx.to(x_ND.dtype)
-        return dx, dw, db, sqnorm_PB, *(None,) * 5, *to_links
+        return dx, dw, db, probe_rows, *(None,) * 5, *to_links
 
 
 def _room(like: Tensor) -> int:
-    """The logits that may be in memory at a time."""
+    """How many logits may be in memory at a time."""
     return CHUNK if like.device.type == "cpu" else CHUNK * ON_GPU
 
 
 def _parts(V: int, x_ND: Tensor) -> Iterator[slice]:
-    """The words of each part; multiples of 128, a kernel's tile."""
+    """The words of each part: a multiple of 128, the width of a kernel's tile."""
     width = max(LEAST, _room(x_ND) // max(len(x_ND), 1) // 128 * 128)
     return (slice(start, min(start + width, V)) for start in range(0, V, width))
 
 
 def _within(label_N1: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """Each label's column in a part, and whether it is in there at all."""
+    """Each label's column in a part, and whether the label is in that part."""
     inside_N1 = (label_N1 >= part.start) & (label_N1 < part.stop)
     return (label_N1 - part.start).clamp(0, part.stop - part.start - 1), inside_N1
 
@@ -185,8 +189,8 @@ def _wgrad(
     bias: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """dW, db and the probe's rows of a part; an unwanted one comes back empty, as the last does
-    without ``B``.
+    """dW, db and the probe rows of a part. A gradient that nobody wants is empty; so are the rows
+    if ``B`` is None.
     """
     none = x_ND.new_empty(0)
     if B is None:
@@ -199,8 +203,8 @@ def _wgrad(
 
 
 def _link_rows(head: _Head, tokens: _Tokens, x_ND: Tensor, ids_BS: Tensor) -> Tensor:
-    """Rows ``ids_BS`` of every sample's gradient of the head, [B, S, D]: dlogits of those words
-    again, some samples at a time.
+    """[B, S, D]: rows ``ids_BS`` of every sample's gradient of the head. The dlogits of those words
+    are computed once more, some samples at a time.
     """
     (B, S), D, acc = ids_BS.shape, x_ND.shape[1], tokens.lse.dtype
     x_BTD = x_ND.view(B, len(x_ND) // B if B else 0, D)
@@ -232,8 +236,8 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = False,
 ) -> Tensor:
-    """The cross entropy of a linear head, its logits never in memory as a whole; with a ``probe``
-    its backward fills that.
+    """The cross entropy of a linear head whose logits are never in memory as a whole. Its backward
+    fills ``probe``, if there is one.
 
     Equals ``F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2).float(), labels.flatten(),
     ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)``.
@@ -245,19 +249,19 @@ def linear_cross_entropy(
         labels: integers of the shape of ``x`` without its last dimension.
         bias: [V] or None.
         probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
-        plan, links: as for ``linear``, documents or links, not both.
-        ignore_index: labels of tokens without a loss.
+        plan, links: as for ``linear``; with documents there are no links.
+        ignore_index: the label of tokens without a loss.
         reduction: ``"mean"`` over the tokens of all samples that have a loss (NaN where none has),
             ``"sum"``, or ``"none"``: the shape of ``labels``, 0 for ignored tokens.
         softcap: logits z become softcap · tanh(z / softcap).
         z_loss: adds z_loss · logsumexp² to each token's loss.
-        shift: a position predicts the next one's label: ``labels`` are those of the input itself,
-            [B, ..., T], as transformers' causal models take them.
+        shift: each position predicts the label of the next one. ``labels`` are then those of the
+            input itself, [B, ..., T], as transformers' causal models take them.
 
-    The loss is float32, float64 for float64. The squared norms carry its scale: a mean over n
-    tokens scales them by 1 / n². Raises ValueError for labels of another shape, dtype or range (on
-    a GPU and compiled, where a look at them would wait, such a label makes loss and gradients NaN),
-    and for a probe of another shape.
+    The loss is float32, or float64 for float64. The squared norms carry its scale: a mean over n
+    tokens scales them by 1 / n². Raises ValueError for a probe of another shape, and for labels of
+    another shape, dtype or range. On a GPU and under ``torch.compile`` the range is not checked,
+    because that would wait for the device: a label out of range makes loss and gradients NaN.
     Source: the norms are those of ``linear``; parts of the vocabulary as in Wijmans et al. 2024
     (arXiv 2411.09009).
 
@@ -291,7 +295,7 @@ def linear_cross_entropy(
         B = plan.samples(probe)
         rows = [samples_first(t, B, plan.batch_dim).flatten(0, 1) for t in (x, label)]
     x_ND, label_N1 = (t.contiguous() for t in rows)
-    # From here on the rows are a list, sample by sample.
+    # From here on the rows are one list, sample after sample.
     listed = plan._replace(batch_dim=0)
     loss: Tensor = _LinearCrossEntropy.apply(
         *(x_ND, weight, bias, probe, listed, label_N1, softcap, label_smoothing, z_loss),
@@ -306,7 +310,7 @@ def linear_cross_entropy(
 
 
 def _label(labels: Tensor, x: Tensor, V: int, ignore_index: int) -> Tensor:
-    """The labels as the loss takes them: -1 for an ignored one, V for a wrong one."""
+    """The labels as the loss takes them: -1 for an ignored label, V for one out of range."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels are word numbers, integers, not {labels.dtype}")
     if labels.shape != x.shape[:-1]:
@@ -326,7 +330,7 @@ def _label(labels: Tensor, x: Tensor, V: int, ignore_index: int) -> Tensor:
 
 
 def _shifted(label: Tensor, batch_dim: int) -> Tensor:
-    """Each position's label is the next one's, and the last has none."""
+    """Give each position the label of the next one; the last has none."""
     if label.ndim < 3:
         raise ValueError(
             f"shift needs the tokens in a dimension of their own, not labels of shape "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings, and the links to later uses of their weight."""
+"""Embeddings, and their links to later uses of the same weight."""
 
 from functools import partial
 from itertools import chain
@@ -38,11 +38,8 @@ class _Embedding(torch.autograd.Function):
             partial(ops.sharded_embedding_wgrad, w) if is_dtensor(w) else ops.embedding_wgrad
         )
         ctx.save_for_backward(ids, trusted, *links[::3], *plan.tensors())
-        ctx.samples, ctx.links, ctx.plan = (
-            _samples(probe, plan),
-            len(links) // 3,
-            plan.without_tensors(),
-        )
+        ctx.samples, ctx.links = _samples(probe, plan), len(links) // 3
+        ctx.plan = plan.without_tensors()
         ctx.num_embeddings, ctx.parameter_dtype, ctx.shared = w.shape[0], w.dtype, shared
         ctx.padding_idx = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
         y = F.embedding(ids, w, padding_idx)
@@ -57,7 +54,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
         ids, trusted, *saved = ctx.saved_tensors
         link_ids, plan = saved[: ctx.links], ctx.plan.restored(saved[ctx.links :])
-        if dy is None:  # the output took no part in the loss: neither did its cross terms
+        if dy is None:  # the loss does not depend on the output, so it has no cross terms either
             return (None,) * (8 + 3 * len(link_ids))
         to_links: list[Tensor | None] = []
         with without_autocast(dy):
@@ -83,15 +80,16 @@ class _Embedding(torch.autograd.Function):
 
 
 def _summed(dy_BTD: Tensor) -> Tensor:
-    """Whether the rows of one table look as if only the first sample's were used, or as if they
-    were added up over samples (``e.sum(0)``), which gives each the same gradient.
+    """Whether only the first sample's rows of a shared table were used, or rows were added up over
+    samples (``e.sum(0)``). The signs are a gradient of the first sample alone, or one gradient that
+    all samples have.
     """
     first_only = (dy_BTD[:1] != 0).any() & ~(dy_BTD[1:] != 0).any()
     return first_only | ((dy_BTD == dy_BTD[:1]).all() & (dy_BTD[:1] != 0).any())
 
 
 def _samples(probe: Tensor, plan: Plan) -> int:
-    """As how many samples the rows are laid out: documents stay one list."""
+    """The samples that rows are laid out in; documents stay one list."""
     return plan.samples(probe) if plan.starts is None else 1
 
 
@@ -109,8 +107,9 @@ def embedding(
 ) -> tuple[Tensor, Link | None]:
     """``torch.nn.functional.embedding(ids, weight, padding_idx)`` whose backward fills ``probe``.
 
-    Returns the rows and, when ``tied``, the link that later layers of the same weight take among
-    their ``links``: through it they add their share 2 a·b of ‖a + b‖² to this layer's row.
+    Returns the rows, and if ``tied`` a link for later layers of the same weight, which take it
+    among their ``links``. Through it this layer's probe row gets the cross term 2 a·b of
+    ‖a + b‖², where a and b are the gradients of the two uses.
 
     Args:
         ids: integers [B, ...]; other layouts as ``plan`` says.
@@ -118,10 +117,11 @@ def embedding(
         probe, plan, links: as for ``linear``.
         padding_idx: the id that takes no gradient.
         tied: later layers share ``weight``.
-        shared: ``ids`` is one row, expanded to all samples. The call counter becomes NaN where the
-            ids are neither positions nor constant, or only the first sample's rows were used.
-        bare: ``ids`` is [B], one id a sample. The call counter becomes NaN where the ids are
-            consecutive, as positions are.
+        shared: ``ids`` is one row, expanded to all samples. The call counter becomes NaN if the
+            ids are neither consecutive nor constant, if only the first sample's rows were used, or
+            if all samples' rows got the same gradient.
+        bare: ``ids`` is [B], one id for each sample. The call counter becomes NaN if the ids are
+            consecutive, like positions.
 
     >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)

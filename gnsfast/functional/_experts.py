@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of a mixture of experts: rows sorted by expert, a weight for each expert."""
+"""The linear layers of a mixture of experts: rows sorted by expert, one weight for each expert."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _grouped_mm(x_NI: Tensor, w_EIO: Tensor, b_EO: Tensor | None, starts: Tensor, B: int) -> Tensor:
-    """Each expert's rows times its matrix, plus its bias; zeros for the rows that are nobody's."""
+    """Each expert's rows times its matrix, plus its bias; zeros for rows without an expert."""
     E, _, O = w_EIO.shape
     bounds = starts[::B] if B else starts.expand(E + 1)
     if _fits_grouped_mm(x_NI, w_EIO):
@@ -61,9 +61,9 @@ def _grouped_mm(x_NI: Tensor, w_EIO: Tensor, b_EO: Tensor | None, starts: Tensor
         row_N = torch.arange(len(x_NI), device=x_NI.device)
         if b_EO is not None:
             y = y + b_EO[torch.searchsorted(ends, row_N, right=True).clamp_(max=E - 1)]
-        return y.masked_fill((row_N >= bounds[-1])[:, None], 0.0)  # what no expert has written
+        return y.masked_fill((row_N >= bounds[-1])[:, None], 0.0)  # no expert wrote these
     y = x_NI.new_zeros((len(x_NI), O))
-    at = bounds.tolist()  # the one wait for a device
+    at = bounds.tolist()  # waits for the device
     for e, (start, end) in enumerate(zip(at, at[1:])):
         if start < end:
             torch.mm(x_NI[start:end], w_EIO[e], out=y[start:end])
@@ -73,8 +73,8 @@ def _grouped_mm(x_NI: Tensor, w_EIO: Tensor, b_EO: Tensor | None, starts: Tensor
 
 
 def _fits_grouped_mm(x_NI: Tensor, w_EIO: Tensor) -> bool:
-    """Whether torch has a kernel that waits for nothing: bfloat16 rows of whole 16 bytes, on
-    Ampere and later.
+    """Whether torch has a kernel that does not wait for the device: for bfloat16 rows of a multiple
+    of 16 bytes, on Ampere and later.
     """
     if x_NI.device.type != "cuda" or x_NI.dtype != torch.bfloat16 or torch.version.hip:
         return False
@@ -95,8 +95,7 @@ def grouped_linear(
     """``F.linear(x[rows], weight[e], bias[e])`` for each expert e and its rows, whose backward
     fills ``probe``.
 
-    Equals that, expert by expert; sample b's norm is that of ``autograd.grad`` of its own loss
-    term.
+    Sample b's norm is that of ``autograd.grad`` of its own loss term.
 
     Args:
         x: [N, in_features], rows sorted by expert and then by sample.
@@ -105,9 +104,9 @@ def grouped_linear(
         bias: [experts, out_features] or None.
         starts: [experts · B + 1] integers that do not decrease: rows ``starts[e * B + b]`` to
             ``starts[e * B + b + 1]`` are sample b's rows of expert e. Rows after the last number
-            are nobody's: their outputs and gradients are zeros.
+            have no expert: their outputs and gradients are zeros.
         probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
-        dtype: in which the products are computed; that of ``weight`` if None.
+        dtype: the dtype of the products; that of ``weight`` if None.
 
     The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
     Raises ValueError for a probe of another shape, and for ``starts`` of another length.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query, key and value projections of an attention layer."""
+"""The query, key and value projections of an attention layer."""
 
 from itertools import groupby
 from typing import Any
@@ -16,8 +16,8 @@ from gnsfast.signatures import InProjectionWgrad
 
 
 class _InProjection(torch.autograd.Function):
-    """``tensors`` are the weights, one [3 E, I] or three, then the inputs; ``sources`` says which
-    input is the query, the key and the value.
+    """``tensors`` are the weights, one [3 E, I] or three, then the distinct inputs. ``sources``
+    holds the index of the input that is the query, the key and the value.
     """
 
     @staticmethod
@@ -54,7 +54,7 @@ class _InProjection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         n, dtype = ctx.num_weights, ctx.parameter_dtype
-        saved = ctx.saved_tensors  # checkpointing lets them be read once
+        saved = ctx.saved_tensors  # under checkpointing they can be read only once
         weights, xs = saved[:n], saved[n:]
         need_b, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[4 : 4 + n]
         need_x = ctx.needs_input_grad[4 + n :]
@@ -90,7 +90,7 @@ class _InProjection(torch.autograd.Function):
 
 
 def _input_grad(dys: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """Σ dy W, each dy as it lies."""
+    """Σ dy W, without putting the dy into one tensor."""
     dx = dys[0] @ weights[0]
     for dy, w in zip(dys[1:], weights[1:]):
         dx.view(-1, dx.shape[-1]).addmm_(dy.flatten(0, -2), w)
@@ -109,18 +109,18 @@ def in_projection(
     """Query, key and value projections of an attention layer, whose backward fills ``probe``.
 
     Equals ``F.linear(t, w, b)`` for the three (t, w, b) of (query, key, value), ``weight`` and
-    ``bias.chunk(3)``. What is one tensor is multiplied once; in backward the three gradients go to
-    the weight's as they lie.
+    ``bias.chunk(3)``. Neighbours that are the same tensor are multiplied once. Backward reads the
+    three output gradients where they are, without copying them into one.
 
     Args:
         query, key, value: [B, ..., features], or [T, B, features] with ``plan.batch_dim`` 1.
         weight: [3 E, features], or three weights [E, features of its input].
         bias: [3 E] or None.
-        probe: float32 zeros [P, B + 2], a row for the query's weight, the key's, the value's, then
-            for the three biases; none for what is frozen.
-        plan: which dimension holds the samples.
+        probe: float32 zeros [P, B + 2]: rows for the weight of the query, the key and the value,
+            then for the three biases; a frozen parameter has none.
+        plan: says which dimension holds the samples.
 
-    The squared norms carry the scale of the loss, as those of ``linear``; a packed weight's is the
+    The squared norms carry the scale of the loss, as in ``linear``; that of a packed weight is the
     sum of its three rows. Raises ValueError for a probe of another shape.
     Source: Goodfellow 2015 (arXiv 1510.01799), for each of the three.
 

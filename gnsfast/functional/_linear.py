@@ -28,7 +28,8 @@ class _Linear(torch.autograd.Function):
         ctx.plan = plan.without_tensors()
         y = F.linear(x, w.t() if plan.transposed else w, b)
         if not torch.compiler.is_compiling() and y._is_view():
-            # With a bias torch returns a view, and no in-place operation may follow a Function's.
+            # With a bias torch returns a view. Autograd forbids in-place operations on a view that
+            # a custom Function returns.
             y = torch.ops.aten._unsafe_view(y, y.shape)
         return y
 
@@ -59,18 +60,17 @@ def linear(
 ) -> Tensor:
     """``torch.nn.functional.linear(x, weight, bias)`` whose backward fills ``probe``.
 
-    Equals ``F.linear(x, weight, bias)``; sample b's norm is that of ``autograd.grad`` of its own
-    loss term.
+    Sample b's norm is that of ``autograd.grad`` of its own loss term.
 
     Args:
         x: [B, ..., in_features], or [T, B, in_features] with ``plan.batch_dim`` 1. Rows may be
             k · B: then k consecutive rows are one sample.
         weight: [out_features, in_features]; with ``plan.transposed`` the other way round.
         bias: [out_features] or None.
-        probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias); wider and
-            longer where the plan measures more.
-        plan: how rows are samples, and what is measured of them.
-        links: earlier embeddings that share ``weight``.
+        probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias). A plan that
+            measures more needs more rows or columns (``Plan``).
+        plan: which rows belong to which sample, and what is measured.
+        links: the links of earlier embeddings that share ``weight``.
 
     The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
     Raises ValueError for a probe of another shape and for links to a transposed weight, and

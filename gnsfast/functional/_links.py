@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The links between the uses of one weight: an embedding and later embeddings or a linear head.
 
-‖a + b‖² = ‖a‖² + ‖b‖² + 2 a·b: each use adds its own ‖·‖² to its own row, and an embedding the
-2 a·b with all later uses. It has two more outputs, the link, which later uses take as inputs. A
-later use hands back, as the gradient of the link, the rows of its own gradient at the embedding's
-ids: those of every sample, and those of the sum.
+‖a + b‖² = ‖a‖² + ‖b‖² + 2 a·b. Each use adds its own squared norm to its own probe row; an
+embedding also adds the cross terms 2 a·b with all later uses. For that it has two more outputs, the
+link, which later uses take as inputs. As the gradient of the link a later use hands back the rows
+of its own gradient at the embedding's ids: those of every sample's gradient, and those of the sum.
+
+Legend: B samples, T tokens, S ids of links, V vocabulary, D width.
 """
 
 import torch
@@ -19,8 +21,8 @@ Link = tuple[Tensor, Tensor, Tensor]
 
 
 def link_grads(link_ids: list[Tensor], linked_BSD: Tensor, dw_VD: Tensor) -> list[Tensor | None]:
-    """The gradients of each link's three tensors, from rows of every sample's gradient at all ids
-    and from the whole gradient.
+    """The gradients of each link's three tensors, from ``linked_BSD``, the rows of every sample's
+    gradient at the ids of all links, and the whole gradient ``dw_VD``.
     """
     grads: list[Tensor | None] = []
     if link_ids:
@@ -30,8 +32,8 @@ def link_grads(link_ids: list[Tensor], linked_BSD: Tensor, dw_VD: Tensor) -> lis
 
 
 def embedding_rows(link_ids: list[Tensor], ids_BT: Tensor, dy_BTD: Tensor, plan: Plan) -> Tensor:
-    """[B, S, D]: rows of every sample's gradient of an embedding, at the ids of earlier ones. With
-    documents all rows are one list [1, N], and a row meets those of its own document.
+    """[B, S, D]: rows of every sample's gradient of an embedding, at the ids of earlier embeddings.
+    Documents are one list of rows [1, N]; there an id counts within its own document only.
     """
     same_BST = torch.cat(link_ids, 1)[:, :, None] == ids_BT[:, None, :]
     if plan.starts is not None:
@@ -48,8 +50,8 @@ def add_cross_terms(
     of_samples: Tensor,
     of_sum: Tensor,
 ) -> Tensor:
-    """An embedding's row of the probe, and that under a metric, with 2 a·b added for each sample
-    and for the sum.
+    """Add 2 a·b to an embedding's probe row, for each sample and for the sum; also to the row under
+    a metric, if there is one.
     """
     weighed = [dy_BTD]
     if plan.constants_P2 is not None:

@@ -54,7 +54,7 @@ class _Norm(torch.autograd.Function):
         def rows(t: Tensor) -> Any:
             return plan.rows(t.flatten(-len(ctx.shape)), ctx.samples)
 
-        # torch's kernel takes it for granted that the statistics are contiguous.
+        # torch's kernel assumes that the statistics are contiguous.
         statistics: Any = (None if t is None else rows(t).contiguous() for t in (mean, rstd))
         flat: Any = (None if p is None else p.flatten() for p in (w, b))
         last: Any = *need, ctx.eps, ctx.offset, plan.starts, *plan.metric
@@ -87,7 +87,7 @@ def layer_norm(
     True
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
-        x = x.float()  # as torch's own autocast does there
+        x = x.float()  # as torch's autocast does on CUDA
     shape = list(normalized_shape)
     y: Tensor = _Norm.apply(x, weight, bias, probe, plan, shape, eps, None)
     return y
@@ -105,10 +105,10 @@ def rms_norm(
     """``torch.nn.functional.rms_norm(x, weight.shape, weight, eps)`` whose backward fills
     ``probe``; ``plan`` as for ``linear``.
 
-    ``variant`` names whose rounding and gain the forward follows: ``"torch"``, ``"llama"``
-    (normalised in float32, rounded, then times the weight), ``"olmo"`` (times the weight, then
-    rounded), ``"t5"`` (rounded only where the weight is narrow) or ``"gemma"`` (times 1 + weight in
-    float32, then rounded).
+    ``variant`` says how the forward rounds and applies the gain: ``"torch"``; ``"llama"``
+    (normalise in float32, round, then multiply by the weight); ``"olmo"`` (multiply by the weight,
+    then round); ``"t5"`` (round only if the weight is half precision); ``"gemma"`` (multiply by
+    1 + weight in float32, then round).
 
     >>> x, w = torch.randn(3, 7, 5), torch.ones(5, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)

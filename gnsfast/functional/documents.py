@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of packed rows as samples: where they begin."""
+"""Where the documents of packed rows begin."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,10 @@ from torch import Tensor
 
 
 class Documents(NamedTuple):
-    """Where documents begin in all rows of a batch, laid out as one list.
+    """Where documents begin in the rows of a batch, all rows being one list.
 
-    ``starts`` is [slots + 1]; slots behind the last document are empty. ``tokens`` is its end.
+    ``starts`` is [slots + 1]; slots after the last document are empty. ``tokens`` is the end of the
+    last document.
     """
 
     starts: Tensor
@@ -21,16 +22,16 @@ class Documents(NamedTuple):
 
 
 def document_slots(starts: Tensor, num_samples: int, slots: int) -> Documents:
-    """``cu_seqlens`` of at least ``num_samples`` documents as ``slots`` slots.
+    """``cu_seqlens``, the ``starts`` of at least ``num_samples`` documents, in ``slots`` slots.
 
     Raises:
-        ValueError: for what is not an increasing list of integers from 0 on, of ``num_samples``
-            documents or more (the others are padding), on the CPU.
+        ValueError: where ``starts`` is not on the CPU, does not hold integers, does not begin with
+            0, decreases, or has fewer than ``num_samples`` documents (any others are padding).
     """
     if starts.device.type != "cpu":
         raise ValueError(
-            "cu_seqlens must be on the CPU: every layer's rows are checked against it, and nothing "
-            "is to wait for the device. Keep it where the batch is collated."
+            "cu_seqlens must be on the CPU: every layer checks its rows against it, and must not "
+            "wait for the device. Keep a copy where the batch is collated."
         )
     if starts.ndim != 1 or starts.is_floating_point() or starts.dtype == torch.bool:
         raise ValueError(
@@ -51,21 +52,21 @@ def document_slots(starts: Tensor, num_samples: int, slots: int) -> Documents:
 
 
 def cu_seqlens(position_ids: Tensor) -> Tensor:
-    """Where documents begin in packed rows, from positions that restart with each of them.
+    """Where documents begin in packed rows, from positions that restart with each document.
 
     Equals ``torch.nn.functional.pad((position_ids.flatten() == 0).nonzero()[:, 0], (0, 1),
     value=position_ids.numel())`` for one row.
 
     Args:
         position_ids: integers [N] or [rows, T], as Hugging Face's collators give them. A document
-            begins where a number is not the one before plus one, and with every row.
+            begins with every row, and where a position is not the one before plus one.
 
     Returns:
-        int32 [documents + 1]: FlashAttention's ``cu_seqlens`` over all rows as one list. On a GPU
-        it waits for the device.
+        int32 [documents + 1]: FlashAttention's ``cu_seqlens``, over all rows as one list. On a GPU
+        the call waits for the device.
 
     Raises:
-        ValueError: for a tensor of another kind.
+        ValueError: for a tensor of another dtype or shape.
 
     >>> gnsfast.cu_seqlens(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]))
     tensor([ 0,  3,  5,  6, 10], dtype=torch.int32)

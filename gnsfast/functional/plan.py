@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows of a layer's input are samples, and what is measured of them."""
+"""Which rows of a layer's input belong to which sample, and what is measured."""
 
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -17,20 +17,22 @@ Operator = Callable[[Any], tuple[Tensor, ...]]
 
 
 class Plan(NamedTuple):
-    """How the rows of a layer's input are samples, and what is measured of them.
+    """Which rows of a layer's input belong to which sample, and what is measured.
 
-    A probe is float32 zeros [M P, B + 2 + G]: a row for each of the P trainable parameters of the
-    layer in the order weight, bias; with a metric as many once more. Its columns are B samples,
-    their sum, the calls, then the sums of G groups of samples.
+    Its probe is float32 zeros [M P, B + 2 + G]. There is a row for each of the P trainable
+    parameters of the layer, in the order weight, bias; under a metric M is 2 and P more rows
+    follow. The columns are the B samples, their sum, the calls, then the sums of G groups of
+    samples.
 
     Args:
         batch_dim: the dimension of the input that holds the samples.
         transposed: the weight of a linear layer is stored as [in_features, out_features].
-        starts: [B + 1], where samples are documents: all rows as one list, document b from
-            ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``). Every row is some
-            document's.
-        experts: with ``starts`` [experts · B + 1], the rows of each expert, sample by sample.
-        members: G index tensors, the samples of each group; each sample is in one.
+        starts: [B + 1], if samples are documents. All rows are one list, and document b is rows
+            ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``). Every row belongs
+            to a document.
+        experts: the number of experts; ``starts`` is then [experts · B + 1], the rows of each
+            expert, sample by sample.
+        members: G index tensors, the samples of each group; each sample is in one group.
         moments: v of each trainable parameter, for norms under the metric 1 / (√v s + eps).
         constants_P2: s and eps of each; for Adam's v after t steps s is 1 / √(1 - beta2^t).
         module: the layer's name in messages.
@@ -54,7 +56,7 @@ class Plan(NamedTuple):
     module: str | None = None
 
     def samples(self, probe: Tensor) -> int:
-        """B of a probe. It is never a number of the plan, which would compile a graph for each."""
+        """B, from a probe. A plan that held B would make torch.compile build a graph for each B."""
         return probe.shape[1] - 2 - len(self.members)
 
     def check(
@@ -65,8 +67,8 @@ class Plan(NamedTuple):
         weight: Tensor | None = None,
         tied: bool = False,
     ) -> None:
-        """Refuse what does not go together (``combinations``), and a probe of another shape, which
-        would be filled with something else than it says.
+        """Raise for a probe of another shape, for groups that do not hold each sample once, and for
+        what cannot be measured together (``combinations``).
         """
         rows = parameters * (1 + (self.constants_P2 is not None))
         if probe.ndim != 2 or probe.shape[0] != rows or probe.dtype != torch.float32:
@@ -85,7 +87,7 @@ class Plan(NamedTuple):
             )
 
     def _features(self, tensor_parallel: bool, tied: bool) -> list[str]:
-        """What of the table of ``combinations`` a call asks for."""
+        """The features of ``combinations`` that a call asks for."""
         asked = {
             combinations.DOCUMENTS: self.starts is not None and not self.experts,
             combinations.METRIC: self.constants_P2 is not None,
@@ -98,17 +100,17 @@ class Plan(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it holds no tensors."""
+        """Whether the plan holds no tensors."""
         return self.starts is None and self.constants_P2 is None and len(self.members) == 0
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """For ``save_for_backward``, which sees what is written to them until backward."""
+        """The tensors, for ``save_for_backward``: autograd then notices a write to them."""
         if self.is_plain:
             return ()
         return self.starts, self.constants_P2, *self.moments, *self.members
 
     def without_tensors(self) -> "Plan":
-        """What ``ctx`` may keep, and what ``restored`` needs beside the saved tensors."""
+        """The plan without its tensors, which ``ctx`` may keep; ``restored`` puts them back."""
         if self.is_plain:
             return self
         no_moments, no_members = (None,) * len(self.moments), (None,) * len(self.members)
@@ -123,20 +125,20 @@ class Plan(NamedTuple):
         return Plan(*self[:2], starts, self.experts, tuple(members), tuple(moments), constants_P2)  # type: ignore[arg-type]
 
     def rows(self, t: Tensor, B: int) -> Tensor:
-        """[B, T, features], or the list [N, features] that documents lie in."""
+        """``t`` as [B, T, features], or for documents as one list [N, features]."""
         if self.starts is not None:
             return t.flatten(0, -2) if t.ndim > 2 else t
         return samples_first(t, B, self.batch_dim)
 
     def rows_back(self, t: Tensor, shape: torch.Size) -> Tensor:
-        """The reverse of ``rows``: in the shape that the rows came in."""
+        """The reverse of ``rows``: ``t`` in the ``shape`` that it came in."""
         if self.batch_dim == 1 and len(shape) > 2:
             return t.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
         return t.reshape(shape)
 
     @property
     def metric(self) -> tuple[list[Tensor], Tensor | None]:
-        """The last two fields of an operator that takes norms under a metric."""
+        """The last two fields of an operator that can measure under a metric."""
         return list(self.moments), self.constants_P2
 
     def linear_wgrad(
@@ -153,12 +155,12 @@ class Plan(NamedTuple):
         return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS, *self.metric)
 
     def run(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-        """``operator`` of ``a``, at once or group by group; ``wanted`` are its gradients."""
+        """``operator(a)``, at once or group by group; ``wanted`` says which gradients it needs."""
         return self._by_group(operator, a, wanted) if self.members else operator(a)
 
     def _by_group(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-        """The operator once for each group, on its samples: no product is made twice, and the
-        groups' gradients add up to the whole, in the accumulation dtype.
+        """Call the operator once for each group, on its samples, and add up the groups' gradients
+        in the accumulation dtype. No product is computed twice.
         """
         like, dtype, inputs, kinds = a[0], getattr(a, "dtype", None), *BY_SAMPLE[type(a)]
         acc = accumulate_dtype(like.dtype)
@@ -189,7 +191,7 @@ class Plan(NamedTuple):
         return tuple(found)
 
     def _rows_of_groups(self, parts: tuple[Tensor, ...], B: int, totals: list[Tensor]) -> Tensor:
-        """The rows of the whole batch, and a column for the sum of each group."""
+        """The probe rows of the whole batch, with a column for the sum of each group."""
         rows = parts[0].new_ones(len(parts[0]), B + 2 + len(parts))
         for g, (index, part) in enumerate(zip(self.members, parts)):
             rows[:, index], rows[:, B + 2 + g] = part[:, :-2], part[:, -2]
@@ -198,13 +200,11 @@ class Plan(NamedTuple):
 
 
 PLAIN = Plan()
-"""Samples along dimension 0, and nothing but their norms."""
+"""Samples lie along dimension 0, and only their norms are measured."""
 
 
 def samples_first(x: Tensor, B: int, batch_dim: int) -> Tensor:
-    """``x`` as [B, T, features]; rows are folded into their samples where there are more rows than
-    samples.
-    """
+    """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample."""
     if batch_dim == 1 and x.ndim > 2:
         x = x.transpose(0, 1)
     rows = x.shape[:-1].numel()
