@@ -13,15 +13,15 @@ from gnsfast.reference import MAX_HEAD_DIM
 from gnsfast.tensors import is_dtensor
 
 NAME = "gnsfast_sinks"
-"""What our function is called among transformers' attention functions."""
+"""The name of gnsfast's function among transformers' attention functions."""
 
 
 class SinkAttention(DropIn):
-    """Over an attention module whose ``sinks`` [H] take part in its softmax.
+    """Drop-in for an attention module whose ``sinks`` [H] take part in its softmax.
 
-    While a probe is open its attention goes through ``functional.attention``, which takes the place
-    of transformers' ``"eager"``; other implementations do not hand their mask over as a tensor.
-    It refuses to return attention weights then.
+    While a probe is open, ``functional.attention`` computes the attention instead of transformers'
+    ``"eager"``. Other implementations are refused, since they do not hand over their mask as a
+    tensor; so is a call that asks for attention weights.
     """
 
     route = "attention"
@@ -35,8 +35,8 @@ class SinkAttention(DropIn):
         used = self.config._attn_implementation
         if used not in ("eager", None):
             raise ObservationError(
-                f"{opened.name}: sinks have norms with attn_implementation='eager', in the "
-                f"place of which a fused kernel runs, not with {used!r}: "
+                f"{opened.name}: sinks have norms only with attn_implementation='eager' (a fused "
+                f"kernel runs in its place), not with {used!r}: call "
                 "model.set_attn_implementation('eager'), or leave them out: convert(model, "
                 f"exclude=[{opened.name!r}])"
             )
@@ -50,7 +50,7 @@ class SinkAttention(DropIn):
 
 
 class _Redirected:
-    """A configuration that names our function."""
+    """A configuration that names gnsfast's attention function."""
 
     _attn_implementation = NAME
 
@@ -94,7 +94,7 @@ def _attend(
             f"convert(model, exclude=[{module._measured.name!r}])."
         )
     module._batch_dim(query, features=3)
-    # The mask says all of it; where it is known to be causal, blocks beyond need not be looked at.
+    # The mask is complete by itself. Where it is known to be causal, later keys can be skipped.
     causal = type(module).__name__ in CAUSAL and query.shape[2] == key.shape[2]
     try:
         o = functional.attention(
@@ -120,8 +120,8 @@ CAUSAL = ("GptOssAttention",)
 
 
 def owns_sinks(module: nn.Module) -> bool:
-    """Whether this is such a module: sinks alone, and a forward that asks transformers for its
-    attention function.
+    """Whether ``SinkAttention`` takes this module: its only parameter is ``sinks``, and its forward
+    asks transformers for the attention function.
     """
     own = {n for n, p in module._parameters.items() if p is not None}
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)

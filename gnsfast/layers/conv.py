@@ -11,7 +11,7 @@ from gnsfast.layers.drop_in import DropIn
 
 
 class _Conv(DropIn):
-    """The convolutions; ``torch.nn`` routes their forward through ``_conv_forward``."""
+    """Both convolutions; their forward in ``torch.nn`` calls ``_conv_forward``."""
 
     route = "conv"
     kernel_size: tuple[int, ...]
@@ -43,7 +43,7 @@ class _Conv(DropIn):
         return y[0] if unbatched else y
 
     def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """What convolution itself cannot pad, padded here; the rest as numbers."""
+        """The input and the padding left to do: what a convolution cannot pad is padded here."""
         none = (0,) * len(self.kernel_size)
         mode: Any = self.padding_mode
         if mode != "zeros":

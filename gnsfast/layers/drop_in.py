@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every drop-in has: a slot for a probe, the layout of its samples, pickling."""
+"""What every drop-in has: a place for a probe, the layout of its samples, pickling."""
 
 from typing import Any, NamedTuple
 
@@ -14,10 +14,9 @@ from gnsfast.layers.tie import Tie
 class SampleLayout(NamedTuple):
     """Where a module finds its samples.
 
-    ``batch_dim`` is the dimension that holds them; ``fold`` declares that k · B rows are B samples
-    of k consecutive rows; ``broadcast`` declares an index without a batch dimension that all
-    samples share. ``flattened``: its rows [N, features] are known to be those of a batch, in their
-    order.
+    ``batch_dim`` is the dimension that holds them. ``fold``: k · B rows are B samples of k
+    consecutive rows. ``broadcast``: all samples share an index without a batch dimension.
+    ``flattened``: the rows [N, features] are known to be those of a batch, in their order.
     """
 
     batch_dim: int = 0
@@ -27,11 +26,11 @@ class SampleLayout(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """What ``convert`` has decided about a module, and what passes have shown of it since.
+    """What ``convert`` has decided about a module, and what later passes have found.
 
-    ``claims`` are the parameters that it answers for, ``uncovered`` the reasons why some of them
-    have no norms. ``calls`` is how often the last pass ran its backward, and ``audited`` whether
-    its gradients have been compared with what arrived at the parameters.
+    ``claims`` are the parameters that the module answers for; ``uncovered`` says why some of them
+    have no norms. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
+    were compared with what arrived at the parameters.
     """
 
     claims: tuple[str, ...] = ("weight", "bias")
@@ -43,7 +42,7 @@ class Converted(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What a module measures until its probe is closed; ``name`` is the module's in messages."""
+    """What a module measures while its probe is open; ``name`` is its name in messages."""
 
     probe: Tensor
     name: str
@@ -54,14 +53,14 @@ class Opened(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """B."""
+        """B, the number of samples."""
         return self.probe.shape[1] - 2 - len(self.members)
 
 
 class ProbeRow(NamedTuple):
-    """A row of a module's probe: a parameter, or a block of one that is looked at by itself.
+    """A row of a module's probe: a parameter, or a block of one that is measured by itself.
 
-    ``part`` is what the block is called, ``block`` where it lies in the parameter.
+    ``part`` is the name of the block, ``block`` its place in the parameter.
     """
 
     parameter: str
@@ -70,10 +69,10 @@ class ProbeRow(NamedTuple):
 
 
 class DropIn(nn.Module):
-    """Mixin of a drop-in module: plain ``torch.nn`` until a probe is opened on it.
+    """Mixin of every drop-in module, which is plain ``torch.nn`` until a probe is opened on it.
 
-    Nothing here is a parameter or a buffer, so ``state_dict`` stays that of the torch class. A
-    user's class may lie below it, so it keeps all that it knows in two attributes.
+    It adds no parameter and no buffer, so ``state_dict`` stays that of the torch class. Its state
+    is two attributes, so as not to clash with those of a user's class.
     """
 
     route = ""
@@ -81,16 +80,16 @@ class DropIn(nn.Module):
     _opened: Opened | None = None
 
     def know(self, **facts: Any) -> None:
-        """Replace fields of ``Converted``."""
+        """Replace some fields of ``Converted``."""
         self.gnsfast = self.gnsfast._replace(**facts)
 
     def claimed_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this module answers for, by their names below it."""
+        """The parameters that this module answers for, by their names in it."""
         own = dict(self.named_parameters())
         return {n: own[n] for n in self.gnsfast.claims if n in own}
 
     def probed_parameters(self) -> dict[str, nn.Parameter]:
-        """The trainable ones of them: each has a probe row, in this order."""
+        """Those of ``claimed_parameters`` that are trainable, in the order of their probe rows."""
         return {n: p for n, p in self.claimed_parameters().items() if p.requires_grad}
 
     def probe_rows(self) -> list[ProbeRow]:
@@ -104,36 +103,36 @@ class DropIn(nn.Module):
             self.gnsfast.tie.reset()
 
     def close_probe(self) -> None:
-        """Be a plain torch module again."""
+        """Become a plain torch module again."""
         self._opened = None
         if self.gnsfast.tie is not None:
             self.gnsfast.tie.reset()
 
     @property
     def is_open(self) -> bool:
-        """Whether a probe is open on it."""
+        """Whether a probe is open on this module."""
         return self._opened is not None
 
     @property
     def _measured(self) -> Opened:
-        """What it measures; only while a probe is open."""
+        """What the module measures, while a probe is open."""
         assert self._opened is not None
         return self._opened
 
     def _measuring(self) -> Opened | None:
-        """What this forward pass measures; nothing without grad mode."""
+        """What this forward pass measures; None without a probe or without grad mode."""
         return self._opened if torch.is_grad_enabled() else None
 
     def _plan(self, x: Tensor, features: int, transposed: bool = False) -> Plan:
-        """How the rows of ``x`` are samples; its last ``features`` dimensions hold none."""
+        """The plan for ``x``, whose last ``features`` dimensions hold no samples."""
         opened = self._measured
         starts = None if opened.documents is None else self._starts(x, features)
         side = opened.members, opened.moments, opened.constants_P2
         return Plan(self._batch_dim(x, features), transposed, starts, 0, *side, opened.name)
 
     def _starts(self, x: Tensor, features: int) -> Tensor:
-        """Where documents begin in the rows of ``x``. Dimensions after those of the tokens (heads)
-        make several rows of each.
+        """Where documents begin in the rows of ``x``. With dimensions after those of the tokens
+        (heads) a token has several rows.
         """
         opened = self._measured
         assert opened.documents is not None
@@ -141,22 +140,22 @@ class DropIn(nn.Module):
         leading = x.shape[: x.ndim - features]
         if self.gnsfast.layout.batch_dim == 1 and len(leading) > 1 and leading[1] != 1:
             raise SampleShapeError(
-                f"{opened.name} ({type(self).__name__}): an input of shape {list(x.shape)}, "
-                "sequence first, has the tokens of its rows interleaved: documents (cu_seqlens) "
-                "need one row there"
+                f"{opened.name} ({type(self).__name__}): the sequence-first input of shape "
+                f"{list(x.shape)} interleaves the tokens of its rows: with documents (cu_seqlens) "
+                "there must be one row"
             )
         for k in range(1, len(leading) + 1):
             if leading[:k].numel() == tokens:
                 return starts * leading[k:].numel()
         raise SampleShapeError(
             f"{opened.name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but "
-            f"an input of shape {list(x.shape)} has no leading dimensions of that size. Where "
-            "padding follows, say so by a last document; else leave the module out: "
+            f"an input of shape {list(x.shape)} has no leading dimensions of that size. If "
+            "padding follows, add it as a last document; else leave the module out: "
             f"convert(model, exclude=[{opened.name!r}])."
         )
 
     def _batch_dim(self, x: Tensor, features: int) -> int:
-        """The dimension of ``x`` that holds the samples, checked."""
+        """The dimension of ``x`` that holds the samples; raises if it does not hold B."""
         opened = self._measured
         B, layout = opened.samples, self.gnsfast.layout
         leading = x.shape[: x.ndim - features]
@@ -201,7 +200,7 @@ class DropIn(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         recipe = type(self).__dict__.get("_recipe")
         make, args = (_new, (type(self),)) if recipe is None else (_new_combined, recipe)
-        # object has a __getstate__ of its own from Python 3.11 on: only a user's counts.
+        # From Python 3.11 on object has a __getstate__ too: only one that a user wrote counts.
         own = any("__getstate__" in vars(c) for c in type(self).__mro__ if c is not object)
         state = self.__getstate__() if own else self.__dict__  # type: ignore[no-untyped-call]
         return make, args, {**state, "_opened": None} if isinstance(state, dict) else state
@@ -217,8 +216,8 @@ _combined: dict[tuple[type, type, bool], type] = {}
 def combine(cls: type, drop_in: type, over: bool) -> type:
     """A subclass of the user's ``cls`` with the forward of ``drop_in``.
 
-    ``over``: it replaces the forward of ``cls``; otherwise it stands below, where
-    ``super().forward`` arrives.
+    With ``over`` that replaces the forward of ``cls``. Without, the forward of ``cls`` runs first
+    and reaches it by ``super().forward``.
     """
     key = (cls, drop_in, over)
     if key not in _combined:
@@ -234,7 +233,7 @@ def combine(cls: type, drop_in: type, over: bool) -> type:
 
 
 def user_class(cls: type) -> type:
-    """The class that ``combine`` was given; ``cls`` itself where it is not a combined one."""
+    """The user's class that ``combine`` was given; ``cls`` itself if it is not a combined one."""
     recipe: tuple[type, type, bool] | None = cls.__dict__.get("_recipe")
     return cls if recipe is None else recipe[0]
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts as transformers builds them (Mixtral, Qwen3-MoE, gpt-oss): the experts, whose
-weights are one tensor each, and the router before them.
+"""The experts of a mixture as transformers builds them (Mixtral, Qwen3-MoE, gpt-oss): each weight
+is one tensor for all experts.
 
-Legend: B samples, N rows (tokens of all samples), K experts of a token, E experts, H width.
+Legend: B samples, N rows (tokens of all samples), K experts of a token, S = N K pairs of row and
+expert, E experts, H width.
 """
 
 import inspect
@@ -19,17 +20,16 @@ from gnsfast.layers.batch_rows import BatchRows
 from gnsfast.layers.router import owns_router
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
-"""transformers' own ones, which compute the same; others are kernels for quantized weights."""
+"""transformers' implementations that compute the same; others are for quantized weights."""
 
 
 class Experts(BatchRows):
-    """Over the experts of transformers: ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
+    """Drop-in for the experts of transformers: ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
 
-    While a probe is open it takes the place of their ``eager``, ``batched_mm`` or ``grouped_mm``
-    implementation: rows are sorted by expert and sample, so that each sample's share in each
-    expert's gradient is one segment. A load-balancing loss that ``config.output_router_logits``
-    asks for is refused, for it ties the samples together; one that the caller asks for by a keyword
-    is not seen.
+    While a probe is open it replaces their ``eager``, ``batched_mm`` or ``grouped_mm``
+    implementation. Rows are sorted by expert and then by sample, so each sample's rows of an expert
+    are one segment. A load-balancing loss ties samples together: it is refused if
+    ``config.output_router_logits`` asks for it, but not seen if the caller does by keyword.
     """
 
     route = "experts"
@@ -52,10 +52,10 @@ class Experts(BatchRows):
         self._refuse_others(x_NH, expert_NK, weight_NK)
         B, (N, K) = self._measured.samples, expert_NK.shape
         E = len(self.down_proj)
-        # An expert out of range is not on this rank: its rows come last and are nobody's.
+        # An expert out of range is on another rank: its rows come last and have no expert here.
         batched = self.config._experts_implementation == "batched_mm"
         if batched and not hasattr(self, "_is_expert_parallel"):
-            # transformers 5.17 lacks this flag: there the last expert takes them, at a weight of 0.
+            # transformers 5.17 lacks this flag: its last expert takes such rows with weight 0.
             expert_NK = expert_NK.clamp(0, E - 1)
         key_S = (expert_NK * B + self._sample_of(x_NH)[:, None]).flatten()
         key_S, order_S = key_S.sort(stable=True)
@@ -65,18 +65,16 @@ class Experts(BatchRows):
         y_SH = self._apply_gate(y_SH) if self.has_gate else self.act_fn(y_SH)
         y_SH = self._projected("down_proj", y_SH, starts)
         y_SH = y_SH * weight_NK.flatten()[order_S][:, None]
-        # Back to [N, K, H] and summed over K: the same bits each time, without atomics.
+        # Back to [N, K, H] and summed over K: without atomics, so the bits are reproducible.
         y_NKH: Tensor = y_SH[order_S.argsort()].unflatten(0, (N, K))
         return y_NKH.sum(1).to(x_NH.dtype)
 
     def _projected(self, name: str, x_SI: Tensor, starts: Tensor) -> Tensor:
-        """Every row through its expert's part of parameter ``name``, whose rows of the probe it
-        fills.
-        """
+        """Every row times its expert's part of parameter ``name``, whose probe rows it fills."""
         bias, probe = f"{name}_bias", self._measured.probe
         own = list(self.probed_parameters())
         rows = [own.index(n) for n in (name, bias) if n in own]
-        # torch's grouped product is not cast by autocast, the others are.
+        # Autocast does not cast torch's grouped product, but it casts the others.
         cast = self.config._experts_implementation != "grouped_mm"
         return functional.grouped_linear(
             x_SI,
@@ -92,8 +90,8 @@ class Experts(BatchRows):
         used = self.config._experts_implementation
         if used not in IMPLEMENTATIONS:
             raise self._refuse(
-                f"experts have norms in the place of {', '.join(map(repr, IMPLEMENTATIONS[1:]))}, "
-                f"not of experts_implementation={used!r}"
+                "experts have norms only with experts_implementation "
+                f"{', '.join(map(repr, IMPLEMENTATIONS[1:]))}, not {used!r}"
             )
         sharded = tensor_parallel(x_NH, *self._parameters.values())
         refuse(self.route, sharded, self._measured.name)
@@ -101,8 +99,8 @@ class Experts(BatchRows):
             self.config, "router_aux_loss_coef", 0.0
         ):
             raise self._refuse(
-                "with config.output_router_logits a load-balancing loss is added, which ties the "
-                "samples together: no per-sample gradient exists",
+                "config.output_router_logits adds a load-balancing loss, which ties the samples "
+                "together: no per-sample gradient exists",
                 "Set it to False for the pass to measure, or config.router_aux_loss_coef to 0.",
             )
         shapes = [list(t.shape) for t in (x_NH, expert_NK, weight_NK)]
@@ -113,13 +111,13 @@ class Experts(BatchRows):
 
 
 def up_name(module: Any) -> str:
-    """What the experts' first projection is called."""
+    """The name of the experts' first projection."""
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 def experts_reason(module: nn.Module) -> str | None:
-    """Empty where ``Experts`` takes a module, else why it does not; None where it does not have
-    its forward from transformers' interface of experts.
+    """Why ``Experts`` does not take a module; empty if it does. None if the module's forward is not
+    from transformers' interface for experts.
     """
     code = getattr(type(module).forward, "__code__", None)
     if "experts_interface" not in getattr(code, "co_freevars", ()):
@@ -146,8 +144,8 @@ def experts_reason(module: nn.Module) -> str | None:
 
 
 def rows_in_order(block: nn.Module, forward: Callable[..., Any], child: nn.Module) -> bool:
-    """Whether ``block`` takes [B, T, H] alone and gives ``child`` all rows of it in their order:
-    told by its own ``forward``, with stand-ins for its children.
+    """Whether ``block`` takes only [B, T, H], not [N, H], and gives ``child`` all rows of it in
+    their order. Found by running its ``forward`` with stand-ins for its children.
     """
     like: Any = child
     H = like.weight.shape[1] if owns_router(child) else like.down_proj.shape[1 + like.is_transposed]
@@ -172,7 +170,7 @@ def rows_in_order(block: nn.Module, forward: Callable[..., Any], child: nn.Modul
     try:
         with torch.no_grad():
             forward(twin, x.clone())
-    except Exception:  # another kind of block: what it gives its children is not known
+    except Exception:  # another kind of block: what it gives its children is unknown
         return False
     try:
         with torch.no_grad():

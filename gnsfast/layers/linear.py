@@ -38,7 +38,7 @@ class Linear(DropIn, nn.Linear):
         return () if tie is None else tie.take(opened.name)
 
     def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """The cross entropy of this head's outputs, without them in memory as a whole.
+        """The cross entropy of this head's outputs, which are never in memory as a whole.
 
         Equals ``F.cross_entropy(self(input).flatten(0, -2).float(), labels.flatten())``, and counts
         as the module's one call. ``options`` are ``ignore_index``, ``reduction``,
@@ -46,7 +46,7 @@ class Linear(DropIn, nn.Linear):
         ``gnsfast.functional.linear_cross_entropy``, which also says what it raises.
 
         Raises NotImplementedError for a subclass with a forward of its own, and for a weight that
-        is sharded at this moment.
+        is sharded during the call.
 
         >>> head, labels = gnsfast.Linear(5, 11), torch.randint(0, 11, (3, 7))
         >>> with gnsfast.per_sample_sqnorms(head, 3) as norms:
@@ -59,14 +59,14 @@ class Linear(DropIn, nn.Linear):
         if type(self).forward is not Linear.forward or "forward" in vars(self):
             raise NotImplementedError(
                 f"{where}: {type(self).__name__} has a forward of its own, which cross_entropy "
-                "would leave out: compute the loss from its output"
+                "would bypass: compute the loss from its output"
             )
         if is_dtensor(self.weight):
             raise NotImplementedError(
-                f"{where}: cross_entropy needs the whole weight, and it is sharded. Below "
-                "fully_shard call it in the model's own forward, or, where the head is a unit of "
-                "its own, torch.distributed.fsdp.register_fsdp_forward_method(head, "
-                "'cross_entropy') after that"
+                f"{where}: cross_entropy needs the whole weight, and it is sharded. With "
+                "fully_shard call it inside the model's forward; if the head is sharded by itself, "
+                "call torch.distributed.fsdp.register_fsdp_forward_method(head, 'cross_entropy') "
+                "after fully_shard"
             )
         plan = Plan(batch_dim=self.gnsfast.layout.batch_dim)
         options |= dict(bias=self.bias, plan=plan)
@@ -77,13 +77,13 @@ class Linear(DropIn, nn.Linear):
 
 
 class OutProjection(Linear):
-    """The output projection of an attention layer, which uses its parameters by itself."""
+    """The output projection of an attention layer, whose forward uses its parameters directly."""
 
     route = "out_projection"
 
 
 class TransposedLinear(DropIn):
-    """Over Hugging Face's ``Conv1D``: a linear layer, its weight [in_features, out_features]."""
+    """Drop-in for Hugging Face's ``Conv1D``, a linear layer of weight [in_features, out_features]."""
 
     route = "linear"
     weight: Tensor

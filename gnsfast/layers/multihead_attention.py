@@ -23,9 +23,9 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` whose backward can also yield per-sample squared gradient
     norms.
 
-    Arguments and results are those of ``torch.nn.MultiheadAttention``. Its samples lie where
-    ``batch_first`` says, whatever the rest of the model does; the output projection is a
-    ``gnsfast.Linear`` of its own.
+    Arguments and results are those of ``torch.nn.MultiheadAttention``. ``batch_first`` says which
+    dimension holds the samples, whatever ``batch_dim`` the rest of the model has. The output
+    projection is a ``gnsfast.Linear`` of its own.
 
     Raises:
         SampleShapeError: for a batch of another size, or an unbatched input of several samples.
@@ -47,7 +47,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         self.out_proj.__class__ = combine(type(self.out_proj), OutProjection, over=False)
 
     def probe_rows(self) -> list[ProbeRow]:
-        """Query, key and value by themselves."""
+        """Query, key and value have rows of their own, also of a packed parameter."""
         rows = []
         for name in self.probed_parameters():
             if name not in ("in_proj_weight", "in_proj_bias"):
@@ -70,7 +70,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        # Its output projection may be measured alone.
+        # The output projection may be measured alone.
         module: DropIn = self if self.is_open else self.out_proj
         measured = isinstance(module, DropIn) and module._measuring() is not None
         if not measured or query.is_nested:
@@ -90,8 +90,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         if is_causal and attn_mask is None:
             raise RuntimeError(
-                "is_causal says that attn_mask is causal, and needs one: "
-                "nn.Transformer.generate_square_subsequent_mask makes it"
+                "is_causal=True is a hint that attn_mask is causal, and needs that mask: "
+                "nn.Transformer.generate_square_subsequent_mask makes one"
             )
         masked = need_weights or key_padding_mask is not None
         bias_NHLS = self._attention_bias(
@@ -109,7 +109,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         else:
             causal = is_causal and not masked
             o_NHLD = F.scaled_dot_product_attention(q, k, v, bias_NHLS, dropout, causal)
-        # As in torch the output lies token by token: a dropout behind it draws by memory order.
+        # Token by token in memory, as in torch: a later dropout draws its mask in memory order.
         y = self._project_out(o_NHLD.permute(2, 0, 1, 3).flatten(2))
         y = y.transpose(0, 1) if self.batch_first else y
         return (y if batched else y.squeeze(batch_dim)), weights
@@ -128,7 +128,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             )
 
     def _check_samples(self, query: Tensor, batched: bool, module: DropIn) -> None:
-        """``batch_first`` says which dimension holds the samples of the probe that is open."""
+        """Raise if the dimension that ``batch_first`` names does not hold the samples."""
         opened = module._measured
         name, B = opened.name, opened.samples
         asked = [*tensor_parallel(query, self.out_proj.weight)]
@@ -158,7 +158,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
     ) -> Tensor | None:
-        """Both masks as one that is added to the logits: [N or 1, H or 1, L or 1, S]."""
+        """Both masks as one term of the logits, [N or 1, H or 1, L or 1, S]."""
         dims = (0, 1) if self.batch_first else (1, 0)
         (N, L), S = (query.shape[d] for d in dims), key.shape[dims[1]]
         other = F._none_or_dtype(attn_mask)
@@ -182,8 +182,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int
     ) -> tuple[Tensor, ...]:
-        """Queries [N, H, L, D], keys and values [N, H, S, D], with the rows of ``bias_k`` and
-        ``bias_v``.
+        """Queries [N, H, L, D], keys and values [N, H, S, D], with ``bias_k`` and ``bias_v``
+        appended.
         """
         packed, bias = self.in_proj_weight, self.in_proj_bias
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -211,14 +211,14 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         return tuple(t.unflatten(-1, heads).permute(order) for t in (q, k, v))
 
     def _appended(self, name: str, named: list[str], rows: int, batch_dim: int) -> Tensor:
-        """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch; ``named`` are the
-        parameters of the probe's rows.
+        """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch; ``named`` holds the
+        parameter of each probe row.
         """
         parameter: Tensor = getattr(self, name)
         if self._opened is None or name not in named:
             return parameter.expand((1, rows, -1) if batch_dim else (rows, 1, -1))
         row = named.index(name)
-        # A table of one word, looked up once for each row.
+        # An embedding with one word, looked up once for each row.
         ids = parameter.new_zeros((1, rows) if batch_dim else (rows, 1), dtype=torch.int64)
         probe, plan = self._opened.probe[row : row + 1], functional.Plan(batch_dim=batch_dim)
         return functional.embedding(ids, parameter[0], probe, plan)[0]
@@ -234,8 +234,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
 def _weighted(
     q_NHLD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, bias: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    """The attention's output and its weights [N, H, L, S], by the very products that torch takes
-    where weights are asked for.
+    """The attention's output and its weights [N, H, L, S], by the same products as torch with
+    ``need_weights``.
     """
     (N, H, L, D), S = q_NHLD.shape, k_NHSD.shape[2]
     q, k, v = (t.flatten(0, 1) for t in (q_NHLD, k_NHSD, v_NHSD))

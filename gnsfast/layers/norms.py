@@ -49,7 +49,7 @@ class RMSNorm(DropIn, nn.RMSNorm):
 
 
 class _ForeignRMSNorm(DropIn):
-    """Over the RMS norms that models bring along; ``variant`` says how theirs applies its gain."""
+    """Drop-in for models' own RMS norms; ``variant`` says how theirs rounds and applies the gain."""
 
     route = "rms_norm"
     variant = ""
@@ -72,26 +72,26 @@ class _ForeignRMSNorm(DropIn):
 
 
 class LlamaRMSNorm(_ForeignRMSNorm):
-    """Over the RMS norms of Llama, Mistral, Qwen: normalised in float32, rounded, then times the
-    weight.
+    """For the RMS norms of Llama, Mistral and Qwen: normalise in float32, round, then multiply by
+    the weight.
     """
 
     variant = "llama"
 
 
 class OlmoRMSNorm(_ForeignRMSNorm):
-    """Over the RMS norms of OLMo 2: times the weight in float32, then rounded."""
+    """For the RMS norms of OLMo 2: multiply by the weight in float32, then round."""
 
     variant = "olmo"
 
 
 class T5RMSNorm(_ForeignRMSNorm):
-    """Over T5's layer norm: rounded only where the weight is narrow."""
+    """For T5's layer norm: round only if the weight is half precision."""
 
     variant = "t5"
 
 
 class GemmaRMSNorm(_ForeignRMSNorm):
-    """Over the RMS norms of Gemma: times ``1 + weight`` in float32, then rounded."""
+    """For the RMS norms of Gemma: multiply by ``1 + weight`` in float32, then round."""
 
     variant = "gemma"

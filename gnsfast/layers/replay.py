@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route for layers that no kernel knows: their forward is replayed in backward, one sample at a
-time.
+"""The route for layers that have no kernel: backward replays their forward, one sample at a time.
 
-Slower and exact. The layer's own gradient is not touched; only the norms of its own parameters come
-from the replay, whose outputs must be those of the forward pass: if they are not (dropout, state,
-an argument whose samples were not found), the call counter becomes NaN and the module is named.
-Buffers are put back after each replay; hooks on modules below it run once more for each sample.
+It is slower, but exact. The layer's own gradient stays that of torch; only the norms of its
+parameters come from the replay. The replay must give the outputs of the forward pass. If it does
+not (dropout, state, an argument whose samples were not found), the call counter becomes NaN, and
+the check that reads it names the module. Buffers are restored after each replay. The module's own
+hooks do not run again; those on submodules run once more for each sample.
 """
 
 import sys
@@ -28,13 +28,13 @@ _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, typ
 
 
 class Replayed(DropIn):
-    """Over a module whose parameters no kernel reaches: replays its forward for each sample."""
+    """Drop-in for a module whose parameters no kernel takes: replays its forward for each sample."""
 
     route = "replay"
 
     def open_probe(self, opened: Opened) -> None:
         super().open_probe(opened)
-        # The compiler cannot trace a replay; importing it to say so takes a second.
+        # The compiler cannot trace a replay. To import it just to disable it would take a second.
         if "torch._dynamo" in sys.modules and not hasattr(Replayed._watch, "_torchdynamo_disable"):
             Replayed._watch = torch.compiler.disable(Replayed._watch)  # type: ignore[method-assign]
 
@@ -49,7 +49,7 @@ class Replayed(DropIn):
         inputs = pytree.tree_leaves((args, kwargs))
         if odd := [type(a).__name__ for a in inputs if not isinstance(a, _PLAIN)]:
             raise self._replay_error(
-                f"its argument of type {odd[0]} may be changed by a second call"
+                f"a second call may change its argument of type {odd[0]}"
                 + (" (say use_cache=False to the model)" if odd[0].endswith("Cache") else "")
             )
         B = opened.samples
@@ -62,7 +62,7 @@ class Replayed(DropIn):
         for i in seen:
             dim = self._dim(leaves[i], B)
             if dim is None and leaves[i].ndim > 2 and leaves[i].shape[0] == 1:
-                leaves[i] = leaves[i].expand(B, *leaves[i].shape[1:])  # a table that samples share
+                leaves[i] = leaves[i].expand(B, *leaves[i].shape[1:])  # samples share this table
                 dims.append(-1)
                 continue
             if dim is None:
@@ -80,7 +80,7 @@ class Replayed(DropIn):
         return pytree.tree_unflatten(leaves, spec)
 
     def _dim(self, t: Tensor, B: int) -> int | None:
-        """The dimension of an argument or output that holds the samples, or None."""
+        """The dimension of an argument or output that holds the samples; None if there is none."""
         batch_dim = self.gnsfast.layout.batch_dim
         if isinstance(self, nn.MultiheadAttention):
             batch_dim = 0 if self.batch_first else 1
@@ -97,7 +97,7 @@ class Replayed(DropIn):
 
 
 class _Replay:
-    """One module call, kept to be repeated for each sample."""
+    """One call of a module, kept so that backward can repeat it for each sample."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Replay:
     def __call__(
         self, b: int, parameters: dict[str, Tensor], tensors: tuple[Tensor, ...]
     ) -> list[Tensor]:
-        """The outputs that the loss depends on, for sample b of the arguments ``tensors`` alone."""
+        """The outputs that require a gradient, from sample b alone of the arguments ``tensors``."""
 
         def only_b(t: Any) -> Any:
             dim = self.module._dim(t, self.B) if isinstance(t, Tensor) else None
@@ -143,7 +143,7 @@ class _Replay:
 
 @contextmanager
 def _same_buffers(module: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards what they were: a running mean counts the forward pass alone."""
+    """Restore the buffers at the end, so that a running mean counts the forward pass alone."""
     kept = [(b, b._version, b.detach().clone()) for b in module.buffers()]
     names = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
     try:
@@ -159,7 +159,7 @@ def _same_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _closed(module: nn.Module) -> Iterator[None]:
-    """No probe of the module or of its children sees the replay."""
+    """Close the probes of the module and its submodules during the replay."""
     open_ones = [(m, m._opened) for m in module.modules() if isinstance(m, DropIn) and m.is_open]
     for m, _ in open_ones:
         m._opened = None
@@ -172,9 +172,7 @@ def _closed(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _swapped(module: Replayed, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """The module with other tensors for its parameters, wherever below it they appear; its hooks do
-    not run.
-    """
+    """Put other tensors in place of the module's parameters, wherever in it they appear."""
     claimed = module.claimed_parameters()
     new = {id(claimed[name]): tensor for name, tensor in tensors.items()}
     saved = [
@@ -199,7 +197,7 @@ class _ReplayFunction(torch.autograd.Function):
         replay.tensors = []
         outputs = tensors[:count]
         ctx.save_for_backward(*tensors)
-        # Clones: an in-place operation may follow, and the replay is compared with what was.
+        # Clones: an in-place operation may follow, but the replay is compared with these values.
         return tuple(t.clone() for t in outputs)
 
     @staticmethod
@@ -207,11 +205,11 @@ class _ReplayFunction(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
         replay: _Replay = ctx.replay
         saved = ctx.saved_tensors
-        sqnorm_PB = _sqnorms(replay, saved[: ctx.count], saved[ctx.count :], douts)
-        return sqnorm_PB, None, None, *douts, *(None for _ in saved[ctx.count :])
+        rows = _probe_rows(replay, saved[: ctx.count], saved[ctx.count :], douts)
+        return rows, None, None, *douts, *(None for _ in saved[ctx.count :])
 
 
-def _sqnorms(
+def _probe_rows(
     replay: _Replay,
     outputs: tuple[Tensor, ...],
     tensors: tuple[Tensor, ...],
@@ -259,27 +257,27 @@ def _sqnorms(
     for k, n in enumerate(parameters):
         sqnorm_B = torch.stack(parts[k]) if parts[k] else totals[n].new_zeros(0)
         norms.append(torch.cat([sqnorm_B, reference.sqnorm(totals[n])[None]])[None])
-    sqnorm_PB = reference.probe_rows(norms, replay.B, norms[0])
+    rows = reference.probe_rows(norms, replay.B, norms[0])
     for i in used:
         if replay.dims[i] < 0 and (d := douts[i]) is not None:  # a table: do all samples use it?
             same.append(~((d[:1] != 0).any() & ~(d[1:] != 0).any()))
     if same:
-        sqnorm_PB[:, -1] = torch.where(torch.stack(same).all(), 1.0, torch.nan)
+        rows[:, -1] = torch.where(torch.stack(same).all(), 1.0, torch.nan)
     for k, n in enumerate(parameters):
-        if n not in reached:  # its forward does not use it: what gradient it has is not seen here
-            sqnorm_PB[k, -1] *= 0.0
-    return sqnorm_PB
+        if n not in reached:  # not used by the forward: a gradient it has came another way
+            rows[k, -1] *= 0.0
+    return rows
 
 
 OUT_OF_RANGE = 1e5
-"""Outputs larger than this many times the first decile are constants of a mask."""
+"""Outputs larger than this many times the first decile are taken for constants of a mask."""
 
 
 def _close(replayed: Tensor, output: Tensor) -> Tensor:
     """Whether a replay gave what the forward pass gave, up to rounding.
 
-    Measured by the largest output that is not far out of the others' range: a mask's -1e9 must not
-    excuse them.
+    The tolerance is relative to the largest output that is in the range of the others: a mask's
+    -1e9 must not hide their errors.
     """
     tolerance = max(1e-4, 4 * torch.finfo(output.dtype).eps)
     size, finite = output.abs(), output.isfinite()

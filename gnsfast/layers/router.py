@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of mixtures of experts."""
+"""The routers of mixtures of experts."""
 
 import inspect
 from typing import Any
@@ -14,8 +14,8 @@ from gnsfast.layers.batch_rows import BatchRows
 
 
 class Router(BatchRows):
-    """Over a router that owns its weight: its one ``F.linear`` with this weight becomes ours, the
-    rest of its code stays.
+    """Drop-in for a router that owns its weight: its one ``F.linear`` with this weight goes through
+    ``functional.linear``, and the rest of its code runs unchanged.
     """
 
     route = "router"
@@ -39,7 +39,7 @@ class Router(BatchRows):
         return output
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, interleaved: bool) -> Tensor:
-        """``F.linear`` on its rows, in whatever shape its code gave them."""
+        """``F.linear`` that fills the probe; ``x`` has the shape that the router's code gave it."""
         probe = self._measured.probe
         if not interleaved:
             return functional.linear(x, weight, bias, probe)
@@ -52,7 +52,7 @@ CASTS = (Tensor.to, Tensor.type, Tensor.float)
 
 
 class _OwnLinear(TorchFunctionMode):
-    """Sends ``F.linear`` with a router's weight, as it is or in another dtype, through
+    """Sends ``F.linear`` with a router's weight, also cast to another dtype, through
     ``functional.linear``.
     """
 
@@ -93,8 +93,8 @@ def _operands(
 
 
 def owns_router(module: nn.Module) -> bool:
-    """Whether this is a router of transformers: a weight [E, H] and perhaps a bias, a forward that
-    multiplies and picks the largest.
+    """Whether this is a router of transformers: a weight [E, H], perhaps a bias, no children, and a
+    forward that calls ``linear`` and ``topk``.
     """
     if isinstance(module, Router):
         return True

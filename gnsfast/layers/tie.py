@@ -10,27 +10,27 @@ from gnsfast.functional import Link
 
 
 class Tie:
-    """A weight shared by embeddings and at most one linear head; carries the links between its
-    uses.
+    """A weight that embeddings and at most one linear head share. It carries the links from the
+    earlier uses to the later ones.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the uses of a forward pass that is over."""
+        """Forget the uses of the last forward pass."""
         self.uses: tuple[Link, ...] = ()
         self.crossed = False
 
     def take(self, name: str) -> tuple[Link, ...]:
-        """The links to the embeddings used so far; the head, which comes last, takes them away."""
+        """Take the links of the embeddings used so far; the head is the last use."""
         links, self.uses = self.uses, ()
         if links:
             self.crossed = True
         elif self.crossed and not torch.compiler.is_compiling() and _in_backward():
             raise ObservationError(
-                f"{name}: this tied head is recomputed in backward (activation checkpointing) "
-                "without its embedding, so the two cannot be told apart from each other. "
+                f"{name}: activation checkpointing recomputes this tied head in backward without "
+                "its embedding, so the links between the two are lost. "
                 "Checkpoint both or neither, or leave the pair out: convert(model, "
                 f"exclude=[{name!r}, ...])."
             )
