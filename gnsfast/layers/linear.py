@@ -83,7 +83,9 @@ class OutProjection(Linear):
 
 
 class TransposedLinear(DropIn):
-    """Drop-in for Hugging Face's ``Conv1D``, a linear layer of weight [in_features, out_features]."""
+    """Drop-in for Hugging Face's ``Conv1D``, a linear layer with weight [in_features,
+    out_features].
+    """
 
     route = "linear"
     weight: Tensor

@@ -49,7 +49,7 @@ class RMSNorm(DropIn, nn.RMSNorm):
 
 
 class _ForeignRMSNorm(DropIn):
-    """Drop-in for models' own RMS norms; ``variant`` says how theirs rounds and applies the gain."""
+    """Drop-in for models' own RMS norms; ``variant`` is that of ``functional.rms_norm``."""
 
     route = "rms_norm"
     variant = ""

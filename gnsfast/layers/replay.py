@@ -28,7 +28,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, typ
 
 
 class Replayed(DropIn):
-    """Drop-in for a module whose parameters no kernel takes: replays its forward for each sample."""
+    """Drop-in for a module without a kernel: backward replays its forward for each sample."""
 
     route = "replay"
 
