@@ -4,7 +4,6 @@
 from gnsfast.conversion.converter import convert
 from gnsfast.conversion.coverage_table import Coverage, CoverageRow, coverage
 from gnsfast.conversion.fused_losses import fused_loss_of, project_of
-from gnsfast.conversion.routes import rms_norm_variant
 
 __all__ = [
     "Coverage",
@@ -13,5 +12,4 @@ __all__ = [
     "coverage",
     "fused_loss_of",
     "project_of",
-    "rms_norm_variant",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turning the modules of a model, in place, into their gnsfast twins."""
+"""``convert``: the modules of a model become, in place, modules of gnsfast."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -36,8 +36,7 @@ WRAPPERS = {
     "DataParallel": "its replicas are copies; use DistributedDataParallel",
 }
 SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-# Submodules whose output has lost the batch dimension: norms of theirs would be those of rows, not
-# samples.
+# Submodules whose output has no batch dimension: their norms would be those of rows, not samples.
 NO_BATCH = {"relative_attention_bias": "its output does not carry the batch dimension"}
 
 
@@ -50,26 +49,25 @@ def convert(
     replay: Iterable[str] | None = None,
     exclude: Iterable[str] | None = None,
 ) -> nn.Module:
-    """Make the layers of ``model`` able to yield per-sample gradient norms; returns ``model``,
+    """Make the layers of ``model`` able to yield per-sample gradient norms. Returns ``model``,
     changed in place.
 
     Only the classes of modules change: parameters, buffers, hooks, dtype, device, training state,
-    tied weights, ``state_dict`` and outputs stay what they were. Until
-    ``gnsfast.per_sample_sqnorms`` opens them, the modules run their torch code. Calling it again
-    applies the new options.
+    tied weights, ``state_dict`` and outputs stay as they were. Until ``gnsfast.per_sample_sqnorms``
+    opens them, the modules run their torch code. A second call applies its options instead.
 
     Args:
         batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models.
         fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
-        broadcast: patterns of embeddings that are given a bare index [T] which all samples share.
-        replay: patterns of modules to run once more for each sample in backward, with all that is
-            below them: exact for what no layer sees (a weight used as a tensor, a layer called
-            twice), but slow.
-        exclude: patterns of module names to leave out, with all that is below them; their
-            parameters have no norms.
+        broadcast: patterns of embeddings whose input is a bare index [T] that all samples share.
+        replay: patterns of modules that backward runs once more for each sample, with all their
+            submodules. It is slow, but exact for what no layer sees: a weight used as a tensor, a
+            layer called twice.
+        exclude: patterns of module names to leave out, with all their submodules; their parameters
+            have no norms.
 
-    Patterns are those of ``fnmatch`` over the names of ``named_modules``; one that matches nothing
-    is an error.
+    Patterns are those of ``fnmatch`` over the names of ``named_modules``. A pattern that matches
+    nothing is an error.
 
     Raises:
         ValueError: an option that matches nothing, a sequence-first model with ``batch_dim=0``, a
@@ -103,8 +101,8 @@ def convert(
     routes = _routes(named, claims_of, whole)
     if odd := [n for n in sorted(folded & routes.keys()) if issubclass(routes[n], Replayed)]:
         raise ValueError(
-            f"fold: {odd[0]!r} has no kernel and is replayed sample by sample, which folded rows "
-            "do not allow: replay a module around it, or exclude it"
+            f"fold: {odd[0]!r} has no kernel, and a replay sample by sample cannot fold rows: "
+            "replay a module around it, or exclude it"
         )
     flattened = {n for n, cls in routes.items() if _flattened(n, cls, named)}
     for name, module in named.items():
@@ -129,7 +127,7 @@ def convert(
 def _routes(
     named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]], whole: set[str]
 ) -> dict[str, type]:
-    """The class that each module becomes, found from what it was before any ``convert``."""
+    """The class that each module becomes, found from its class before any ``convert``."""
     before = {name: type(module) for name, module in named.items()}
     routes: dict[str, type] = {}
     try:
@@ -154,7 +152,7 @@ def _routes(
 
 
 def _flattened(name: str, cls: type, named: dict[str, nn.Module]) -> bool:
-    """Whether a module of a mixture of experts is known to be given the rows of a whole batch."""
+    """Whether a module of a mixture of experts is known to get the rows of a whole batch."""
     if not name or not issubclass(cls, (Experts, Router)):
         return False
     block = named[name.rpartition(".")[0]]
@@ -165,7 +163,7 @@ def _flattened(name: str, cls: type, named: dict[str, nn.Module]) -> bool:
 def _refuse_empty(
     option: str, patterns: Iterable[str] | None, claims_of: dict[str, tuple[str, ...]]
 ) -> None:
-    """An option that reaches no parameter would be ignored in silence."""
+    """Raise for a pattern that reaches no parameter: it would be ignored in silence."""
     for pattern in patterns or ():
         names = {n for n in claims_of if fnmatchcase(n, pattern)}
         reached = any(claims_of[n] for n in names)
@@ -174,7 +172,7 @@ def _refuse_empty(
         if not reached:
             raise ValueError(
                 f"{option}: what {pattern!r} matches has no parameters of its own (a container, or "
-                "inside of a replayed module): name the layers themselves"
+                "a part of a replayed module): name the layers themselves"
             )
 
 
@@ -183,10 +181,10 @@ def _inside(name: str, paths: set[str]) -> bool:
 
 
 def _claims(module: nn.Module, whole: bool) -> tuple[str, ...]:
-    """The parameters that a module answers for: its own, or all below it if it is replayed whole.
+    """The parameters that a module answers for: its own, or with ``whole`` all in it.
 
-    One that it shares with a submodule is the submodule's (BERT's head lists its decoder's bias as
-    its own). Those of a bare container are the module's that holds it.
+    A submodule answers for a parameter that both have (BERT's head lists its decoder's bias as its
+    own). The module that holds a bare container answers for the container's parameters.
     """
     if whole:
         return tuple(n for n, _ in module.named_parameters())
@@ -196,7 +194,7 @@ def _claims(module: nn.Module, whole: bool) -> tuple[str, ...]:
 
 
 def _held(named: dict[str, nn.Module]) -> set[str]:
-    """Names of the bare containers that a module with a forward holds."""
+    """The names of bare containers that a module with a forward holds."""
     return {
         f"{name}.{child}" if name else child
         for name, module in named.items()
@@ -216,7 +214,7 @@ def _refuse(named: dict[str, nn.Module], batch_dim: int) -> None:
         if getattr(forward, "__module__", "").startswith("transformers.distributed."):
             raise ValueError(
                 f"{name or 'the model'} has a forward of transformers' own model parallelism, "
-                "which goes around gnsfast's: convert, then use torch's parallelize_module"
+                "which bypasses gnsfast's: convert, then use torch's parallelize_module"
             )
         if isinstance(module, SEQUENCE_FIRST) and module.self_attn.batch_first == bool(batch_dim):
             first, say = ("batch", 0) if batch_dim else ("sequence", 1)

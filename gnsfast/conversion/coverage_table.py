@@ -16,9 +16,9 @@ MEASURES = (DOCUMENTS, METRIC, GROUPS)
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One parameter. ``observed`` is None before a first pass, then whether its module's backward
-    ran. ``measures`` are what its modules can measure beside the norms of samples: documents of
-    packed rows, norms under Adam's metric, groups of samples.
+    """One parameter. ``observed`` says whether its module's backward ran in the last pass; None
+    before the first pass. ``measures`` says what its modules can measure beside the samples' norms:
+    documents of packed rows, norms under Adam's metric, groups of samples.
     """
 
     parameter: str
@@ -42,7 +42,7 @@ class Coverage:
         return self._fraction([r for r in self.rows if r.static])
 
     def measured_fraction(self, measure: str) -> float:
-        """The same over elements that are also measured so; one of the rows' ``measures``."""
+        """The same fraction of the elements that support ``measure``, one of ``measures``."""
         return self._fraction([r for r in self.rows if measure in r.measures])
 
     def _fraction(self, rows: list[CoverageRow]) -> float:
@@ -78,9 +78,9 @@ class Coverage:
 def coverage(model: nn.Module) -> Coverage:
     """Say for each parameter of ``model`` how its per-sample norms are found, or why they are not.
 
-    ``static``: a route exists; a reason beside it says that the model's forward goes around it, as
-    those of Liger-Kernel and Cut Cross-Entropy do. ``observed``: in the last ``per_sample_sqnorms``
-    block its backward ran.
+    ``static``: a route exists. A reason beside it says that the model's forward bypasses it, as
+    those of Liger-Kernel and Cut Cross-Entropy do. ``observed``: its backward ran in the last
+    ``per_sample_sqnorms`` block.
 
     >>> model = gnsfast.convert(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8)))
     >>> gnsfast.coverage(model).rows[2].reason
@@ -94,7 +94,7 @@ def coverage(model: nn.Module) -> Coverage:
                 claimed.setdefault(id(p), []).append((module, name))
         for parameter in module._parameters.values():
             owners[id(parameter)] = module
-    for module in reversed(list(model.modules())):  # the outermost answers
+    for module in reversed(list(model.modules())):  # the outermost comes last and wins
         if uses_children_as_tensors(module):
             owners |= {id(p): module for p in module.parameters()}
     fused = fused_losses.notes(model)

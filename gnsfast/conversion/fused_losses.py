@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes of other projects, which leave out ours: fused losses take a head's weight without
-calling it.
+"""Forward passes of other projects that bypass gnsfast's: their fused losses take a head's weight
+without calling the head.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,15 +9,15 @@ from typing import Any
 from torch import nn
 
 PROJECTS = {"liger_kernel": "Liger-Kernel", "cut_cross_entropy": "Cut Cross-Entropy"}
-"""Top-level package -> project. Both put a forward of theirs on a causal model's class or, bound,
-on one model; in training it hands ``lm_head.weight`` to the loss."""
+"""Top-level package -> project. Both replace the forward of a causal model's class, or of one
+model. In training theirs hands ``lm_head.weight`` to the loss."""
 
 HEAD = "lm_head"
 
 
 def project_of(module: nn.Module) -> str:
-    """The project whose forward the module has; empty where it is none of them."""
-    for forward in _layers(module.forward):
+    """The project whose forward the module has; empty if it has none of theirs."""
+    for forward in _unwrapped(module.forward):
         package = (getattr(forward, "__module__", None) or "").partition(".")[0]
         if package in PROJECTS:
             return PROJECTS[package]
@@ -25,16 +25,16 @@ def project_of(module: nn.Module) -> str:
 
 
 def fused_loss_of(model: nn.Module, path: str) -> str:
-    """The project whose forward runs a module around the head ``path``; empty where there is none,
-    and for what is not a head.
+    """The project whose forward a module around the head ``path`` has; empty if there is none, or
+    if ``path`` is no head.
     """
     *around, last = path.split(".")
     paths = [".".join(around[:depth]) for depth in range(len(around) + 1)] if last == HEAD else []
     return next(filter(None, (project_of(model.get_submodule(p)) for p in paths)), "")
 
 
-def _layers(forward: Callable[..., Any]) -> Iterator[Any]:
-    """A forward and what it wraps: autocast, accelerate and Dynamo wrap theirs around it."""
+def _unwrapped(forward: Callable[..., Any]) -> Iterator[Any]:
+    """A forward, and the ones in it: autocast, accelerate and Dynamo wrap theirs around it."""
     seen = set()
     layer: Any = forward
     while layer is not None and id(layer) not in seen:
@@ -44,13 +44,13 @@ def _layers(forward: Callable[..., Any]) -> Iterator[Any]:
 
 
 def notes(model: nn.Module) -> dict[int, str]:
-    """What is known of heads before a pass: the id of a weight -> whose fused loss will take it."""
+    """The id of a head's weight -> a note about the fused loss that will take it."""
     found = {}
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is not None and (project := fused_loss_of(model, path)):
             found[id(weight)] = (
-                f"in training {project}'s forward hands it to a fused loss, past {path!r}: use "
-                f"{path}.cross_entropy instead"
+                f"in training {project}'s forward hands it to a fused loss without calling "
+                f"{path!r}: use {path}.cross_entropy instead"
             )
     return found

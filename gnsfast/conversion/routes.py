@@ -28,7 +28,7 @@ from gnsfast.layers import (
 
 
 class Route(NamedTuple):
-    """The class a module becomes; None leaves it as it is, for a reason."""
+    """The class that a module becomes; None leaves it as it is, for ``reason``."""
 
     cls: type | None
     reason: str = ""
@@ -46,7 +46,7 @@ KERNELS: dict[type[nn.Module], type[DropIn]] = {
 
 
 def original_class(cls: type) -> type:
-    """What a module's class was before ``convert``."""
+    """The class that a module had before ``convert``."""
     if (original := user_class(cls)) is not cls:
         return original
     return next((base for base, drop_in in KERNELS.items() if drop_in is cls), cls)
@@ -59,7 +59,7 @@ RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
 def uses_children_as_tensors(module: nn.Module) -> bool:
-    """Whether the module is known to use its children's parameters without calling the children."""
+    """Whether a module is known to use its children's parameters without calling the children."""
     mamba = "A_log" in module._parameters and hasattr(module, "conv1d")
     attention = isinstance(module, nn.MultiheadAttention)
     other = attention and _attention_route(module).cls is None
@@ -72,7 +72,7 @@ def _rebuilt_by_peft(module: nn.Module) -> bool:
 
 
 def _attention_route(module: nn.Module) -> Route:
-    """A kernel for attention that is torch's own inside, output projection included."""
+    """The kernel route for attention whose code and output projection are torch's own, else None."""
     attention: Any = nn.MultiheadAttention
     out: Any = module.out_proj
     cls = original_class(type(module))
@@ -89,7 +89,7 @@ def _attention_route(module: nn.Module) -> Route:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """A module's parameters, with those of bare containers it holds (LoRA embeddings)."""
+    """A module's parameters, with those of the bare containers that it holds (LoRA embeddings)."""
     own = {n: p for n, p in module._parameters.items() if p is not None}
     for child_name, child in module.named_children():
         if isinstance(child, CONTAINERS) and not isinstance(module, LISTS):
@@ -133,7 +133,7 @@ COMPUTED = Route(None, "its weight is computed from other parameters (parametriz
 def _computed(module: nn.Module) -> bool:
     own = module._parameters
     computed = isinstance(module, parametrize.ParametrizationList)
-    # prune, and the weight_norm and spectral_norm of old, leave a plain tensor under the name.
+    # prune and the deprecated weight_norm and spectral_norm leave a plain tensor as the weight.
     computed |= "weight_g" in own or any(n.endswith("_orig") for n in own)
     return computed or parametrize.is_parametrized(module)
 
@@ -155,8 +155,8 @@ def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) ->
 
 
 def _reaches_super(cls: type, base: type) -> bool:
-    """Whether every forward between ``cls`` and torch's class calls the next one, judged by its
-    code.
+    """Whether every forward between ``cls`` and torch's class calls the next one, as far as its
+    code shows.
     """
     for c in cls.__mro__[: cls.__mro__.index(base)]:
         for name in ("forward", "_conv_forward"):
@@ -172,9 +172,7 @@ def _calls_next(code: Any) -> bool:
 
 
 def rms_norm_variant(module: nn.Module) -> str | None:
-    """Which RMS norm of the Hugging Face family this is, told by its name and by its own results;
-    or None.
-    """
+    """Which of ``RMS_NORMS`` a module is, judged by its class name and its results; None if none."""
     if (
         not type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
         or "weight" not in module._parameters
@@ -215,13 +213,13 @@ RMS_DTYPES = [
 
 
 def _result(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor | None:
-    """What the module's own forward makes of ``x`` with another weight; None where it cannot."""
+    """The output of the module's own forward for ``x`` and another weight; None if it fails."""
     twin = object.__new__(type(module))
     twin.__dict__ = {**module.__dict__, "_parameters": {"weight": weight}}
     try:
         with torch.no_grad():
             y = type(module).forward(twin, x)
-    except Exception:  # a class that only bears the name: it goes the way of unknown modules
+    except Exception:  # only the name is that of an RMS norm: treat it as an unknown module
         return None
     return y if isinstance(y, Tensor) else None
 
@@ -231,7 +229,7 @@ def _identical(a: Tensor, b: Tensor) -> bool:
 
 
 def replayed(module: nn.Module) -> Route:
-    """The route for anything else: a replay, unless it would give other outputs."""
+    """The route without a kernel: a replay, unless that would give other outputs."""
     if isinstance(module, CONTAINERS):
         return Route(None, "a bare container of parameters that no module holds")
     if isinstance(module, nn.RNNBase):

@@ -10,7 +10,7 @@ from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast.conversion import rms_norm_variant
+from gnsfast.conversion.routes import rms_norm_variant
 
 SHAPES = {
     "two dimensions": (6, 5),
