@@ -72,7 +72,7 @@ def _rebuilt_by_peft(module: nn.Module) -> bool:
 
 
 def _attention_route(module: nn.Module) -> Route:
-    """The kernel route for attention whose code and output projection are torch's own, else None."""
+    """The kernel for attention whose code and output projection are torch's own, else None."""
     attention: Any = nn.MultiheadAttention
     out: Any = module.out_proj
     cls = original_class(type(module))
@@ -172,7 +172,7 @@ def _calls_next(code: Any) -> bool:
 
 
 def rms_norm_variant(module: nn.Module) -> str | None:
-    """Which of ``RMS_NORMS`` a module is, judged by its class name and its results; None if none."""
+    """Which of ``RMS_NORMS`` a module is, by its class name and its results; None if none."""
     if (
         not type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
         or "weight" not in module._parameters

@@ -141,8 +141,8 @@ class DropIn(nn.Module):
         if self.gnsfast.layout.batch_dim == 1 and len(leading) > 1 and leading[1] != 1:
             raise SampleShapeError(
                 f"{opened.name} ({type(self).__name__}): the sequence-first input of shape "
-                f"{list(x.shape)} interleaves the tokens of its rows: with documents (cu_seqlens) "
-                "there must be one row"
+                f"{list(x.shape)} interleaves the tokens of its rows: documents (cu_seqlens) need "
+                "one row there"
             )
         for k in range(1, len(leading) + 1):
             if leading[:k].numel() == tokens:

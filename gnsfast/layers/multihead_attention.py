@@ -90,8 +90,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         if is_causal and attn_mask is None:
             raise RuntimeError(
-                "is_causal=True is a hint that attn_mask is causal, and needs that mask: "
-                "nn.Transformer.generate_square_subsequent_mask makes one"
+                "is_causal=True is a hint that attn_mask is causal, and needs one: "
+                "nn.Transformer.generate_square_subsequent_mask makes it"
             )
         masked = need_weights or key_padding_mask is not None
         bias_NHLS = self._attention_bias(
