@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probes of a model: opened, read, checked."""
+"""The probes of a model: opening, reading and checking them."""
 
 from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The detectors of everything that makes a norm wrong in silence, and what they say."""
+"""The checks for what would make a norm wrong in silence, and their messages."""
 
 import math
 
@@ -11,27 +11,32 @@ from gnsfast.layers import DropIn
 
 
 def mark(p: Tensor) -> tuple[int, int] | None:
-    """Changes when a gradient is written to ``p.grad``."""
+    """A value that changes when a gradient is written to ``p.grad``."""
     if p.grad is None:
         return None
-    # Some writes to a DTensor count on it, some on the tensor inside of it (clipping: on neither).
+    # Some writes to a DTensor count in its version, some in that of its local tensor, and clipping
+    # in neither.
     return id(p.grad), p.grad._version + getattr(p.grad, "_local_tensor", p.grad)._version
 
 
 def may_repeat(module: DropIn) -> bool:
-    """A tied embedding links its uses to each other: any number of them is exact."""
+    """Whether a module may be called several times: links make any number of uses of a tied
+    embedding exact.
+    """
     return module.gnsfast.tie is not None and module.route == "embedding"
 
 
 def explain_calls(path: str, module: DropIn, calls: float) -> str:
-    """Why norms of ``calls`` passes in one block are wrong; NaN is a replay that did not agree."""
+    """Why the norms are wrong after ``calls`` calls in one block. NaN calls stand for a replay that
+    gave other outputs, or an index whose samples are not clear.
+    """
     where = f"{path or 'the model'} ({type(module).__name__})"
     if calls != calls and module.route == "embedding":
         return (
-            f"{where}: its index has no batch dimension (one row [1, T], or a bare [B]), which is "
-            "taken for positions that all samples share, or for one index a sample. Here it is not "
-            "clear: an irregular index [1, T], consecutive numbers [B], only the first sample's "
-            "rows were used, or all samples' rows got one gradient (a sum over dimension 0). Check "
+            f"{where}: its index has no batch dimension. A row [1, T] is taken for positions that "
+            "all samples share, a bare [B] for one index a sample. Here that is not clear: an "
+            "irregular index [1, T], consecutive numbers [B], only the first sample's rows were "
+            "used, or all samples' rows got one gradient (a sum over dimension 0). Check "
             "num_samples; say convert(model, broadcast=[...]) for an index that samples share. "
             f"{leave_out(path)}"
         )
@@ -48,12 +53,12 @@ def explain_calls(path: str, module: DropIn, calls: float) -> str:
 
 
 def leave_out(path: str) -> str:
-    """The last remedy for a module; the root of a model has none."""
+    """The last remedy for a module; empty for the root of a model."""
     return f"Leave it out: convert(model, exclude=[{path!r}])." if path else ""
 
 
 def explain_unseen(name: str, path: str, model: nn.Module) -> str:
-    """Why a parameter with a gradient but without a call of its module has no norms."""
+    """Why a parameter that got a gradient without a call of its module has no norms."""
     if project := project_of(model.get_submodule(path)):
         return (
             f"{name} got a gradient, but {path!r} was not called: {project} bound a forward of its "
@@ -68,9 +73,9 @@ def explain_unseen(name: str, path: str, model: nn.Module) -> str:
         )
     return (
         f"{name} got a gradient, but its module {path!r} was not called (or its forward ran before "
-        "the block, or backward(inputs=...) left it out): the weight is used as a tensor "
-        "somewhere, as fused losses (instead: the head's own cross_entropy) and kernels do. Its "
-        f"norms would be missing. {leave_out(path)}"
+        "the block, or backward(inputs=...) left it out). Its norms would be missing. The weight "
+        "is used as a tensor somewhere, as kernels and fused losses do; instead of a fused loss "
+        f"use the head's own cross_entropy. {leave_out(path)}"
     )
 
 
@@ -83,11 +88,12 @@ def explain_sums(
     samples: float,
     model: float,
 ) -> str | None:
-    """Whether all of a parameter's gradient passed through its modules: None, or what did not.
+    """What is wrong if not all of a parameter's gradient passed through its modules, else None.
 
-    ``ours`` is the squared norm that the probes saw, ``real`` that of the gradient, ``samples`` the
-    sum of the per-sample ones and ``model`` that over all parameters: beside it a gradient that is
-    zero in exact arithmetic is rounding. An overflow that a gradient scaler will skip says nothing.
+    ``ours`` is the squared norm that the probes saw, ``real`` that of the gradient. ``samples`` is
+    the sum of the samples' squared norms, ``model`` the same over all parameters; a gradient that
+    is zero in exact arithmetic is rounding, small beside it. An overflow, which a gradient scaler
+    will skip, is not checked.
     """
     tolerance = 1e-3 if p.dtype in (torch.float32, torch.float64) else 3e-2
     if not math.isfinite(real + ours + samples + model):
@@ -96,47 +102,47 @@ def explain_sums(
         return None
     where = " and ".join(repr(path) if path else "the model" for path in paths)
     return (
-        f"{name}: the squared norm of its gradient is {real:.6g}, but what passed through "
-        f"{where} has {ours:.6g}. The weight is also used outside of its "
+        f"{name}: the squared norm of its gradient is {real:.6g}, but that of what passed through "
+        f"{where} is {ours:.6g}. The weight is also used outside of its "
         "module (F.linear(x, module.weight), a fused loss, a penalty on the weights), so its norms "
         f"would be wrong. {leave_out(paths[0])}"
     )
 
 
 def explain_flags(flags: list[float]) -> str | None:
-    """What the flags of ``exchange.py`` say, or None."""
+    """What is wrong by the flags of an update (``FLAGS`` in ``estimator/exchange.py``), or None."""
     written, stale, another, padded, empty, apart, norms, weights = flags
     if padded:
         return (
             "samples without tokens (those beyond num_samples, or with 0 in tokens) have a "
-            "gradient, so tokens are not what the loss counts. Where several rows end in padding, "
-            "it lies between other documents: count it among num_samples, with 0 tokens"
+            "gradient, so tokens are not what the loss counts. If several rows end in padding, it "
+            "lies between other documents: count it among num_samples, with 0 tokens"
         )
     if empty:
         return (
-            "samples that were said to have tokens have no gradient at all: padding was counted. "
-            "tokens are what the loss counts of each sample, 0 for padding"
+            "samples with tokens have no gradient at all: padding was counted. tokens are what the "
+            "loss counts of each sample, 0 for padding"
         )
     if another:
         return (
-            "the grad_norm handed over is not the 2-norm of the gradient that passed through the "
-            "model (another norm_type, or a norm after clipping)"
+            "the grad_norm given to gns.update() is not the 2-norm of the gradient that passed "
+            "through the model (another norm_type, or a norm after clipping)"
         )
     if norms:
         return (
-            "processes handed different grad_norms over: it is the norm of the whole gradient, of "
-            "a pipeline that over all stages"
+            "processes gave different grad_norms to gns.update(): each must give the norm of the "
+            "whole gradient, in a pipeline that over all stages"
         )
     if weights:
         return (
-            "the pipeline's stages were told different tokens or scale, though they see the same "
+            "the pipeline's stages got different tokens or scale, though they see the same "
             "samples: give gns.microbatch the same on each"
         )
     if apart:
         return (
             "processes have different gradients at gns.update(), so nobody has averaged them: wrap "
-            "the model in DistributedDataParallel or fully_shard, or pass the process's own "
-            "process_group"
+            "the model in DistributedDataParallel or fully_shard, or pass a process_group of this "
+            "process alone"
         )
     if stale:
         return (
@@ -148,7 +154,7 @@ def explain_flags(flags: list[float]) -> str | None:
 
 REWRITTEN = (
     "gradients were written to after backward (clipping, a manual division or all_reduce), so "
-    "their norm has another scale: call gns.update() before that, or hand the unclipped norm over, "
+    "their norm has another scale: call gns.update() before that, or give it the unclipped norm, "
     "outside of the micro-batch: gns.update(grad_norm=clip_grad_norm_(...))"
 )
 

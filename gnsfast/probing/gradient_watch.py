@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watching what a backward pass brings to parameters, and comparing it with what probes saw."""
+"""Watches the gradients that arrive at parameters, and compares them with what probes saw."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,11 +15,11 @@ from gnsfast.tensors import is_dtensor
 
 
 class GradientWatch:
-    """What one backward pass brings to parameters, seen as it arrives: before it is added to
+    """The gradients of one backward pass as they arrive at parameters: before they are added to
     ``.grad``, averaged over processes or clipped.
 
-    Sharded parameters get theirs by other ways and are not watched. ``at_end`` runs when the
-    backward pass is over, averages over processes included.
+    The gradients of sharded parameters arrive in other ways and are not watched. ``at_end`` runs
+    after the backward pass and its averages over processes.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GradientWatch:
         self._handles: list[RemovableHandle] = []
         for name in self.watched:
             p = parameters[name]
-            if name in audited and not p._backward_hooks:  # a hook of the user's may change it
+            if name in audited and not p._backward_hooks:  # a user's hook may change the gradient
                 self.audited.append(name)
                 self._handles.append(p.register_hook(partial(self._arriving, name)))
             arrived = partial(self._arrived, name)
@@ -54,7 +54,7 @@ class GradientWatch:
         self.arrived[name] += 1
 
     def _wait(self, probe: Tensor) -> None:
-        """Call ``at_end`` after this pass: by a callback of a callback, which comes after those in
+        """Call ``at_end`` after this pass. A callback queued by a callback runs after those in
         which DDP and FSDP2 finish their gradients.
         """
         if self._at_end is None or self._waiting:
@@ -69,18 +69,18 @@ class GradientWatch:
             self._at_end()
 
     def stop(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._at_end = None
         for handle in self._handles:
             handle.remove()
 
 
 class Audit:
-    """Compares, over many passes and without waiting for the device, the squared norm of what
-    passed through the probes with that of what arrived at the parameters.
+    """Compares the squared norm of what passed through the probes with that of what arrived at the
+    parameters, over many passes and without waiting for the device.
 
-    A parameter is audited until it was found right once, and all of them again every
-    ``AUDIT_EVERY`` updates. The pass with the largest discrepancy is kept.
+    A parameter is audited until it was right once, and all parameters again every ``AUDIT_EVERY``
+    updates. For each the pass with the largest discrepancy is kept.
     """
 
     def __init__(self, names: list[str], device: torch.device) -> None:
@@ -94,7 +94,9 @@ class Audit:
         return [name for name in self.names if name not in self.right]
 
     def add(self, sums: Tensor, watch: GradientWatch) -> None:
-        """``sums`` [2, K] as ``ProbeSlab.collect`` returns them, for a pass that ``watch`` saw."""
+        """Add a pass that ``watch`` saw. ``sums`` [2, names] holds for each parameter the sum of
+        the samples' squared norms, and the squared norm of their sum.
+        """
         if not watch.audited:
             return
         rows = [self._index[name] for name in watch.audited]
@@ -107,12 +109,12 @@ class Audit:
         whole = sums[0].sum().expand_as(real)
         new = torch.stack([ours, real, samples, whole])
         old = self._found[:, index]
-        # Not finite: an overflow that a gradient scaler skips, which says nothing.
+        # Not finite: an overflow, which a gradient scaler skips.
         worse = new.isfinite().all(0) & (_discrepancy(new) >= _discrepancy(old))
         self._found[:, index] = torch.where(worse, new, old)
 
     def check(self, parameters: Mapping[str, Tensor], paths: Mapping[str, list[str]]) -> str | None:
-        """What is wrong, by the parameter's name, or None. Waits for the device."""
+        """What is wrong, with the parameter's name, or None. Waits for the device."""
         for name, (ours, real, samples, whole) in zip(self.names, self._found.T.tolist()):
             wrong = checks.explain_sums(
                 parameters[name], name, paths[name], ours, real, samples, whole
@@ -124,7 +126,7 @@ class Audit:
         return None
 
     def again(self) -> None:
-        """Audit all parameters anew."""
+        """Audit all parameters again."""
         self.right.clear()
 
 

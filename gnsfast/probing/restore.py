@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a look at a model must leave as it was: buffers, gradients, modes."""
+"""Restores what a measurement must not change in a model: buffers, gradients, modes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards all buffers are as before: those that were written to, and those replaced."""
+    """Restore all buffers at the end, those that were written to and those that were replaced."""
     held = [(m, dict(m._buffers)) for m in model.modules()]
     values = [(b, b.detach().clone()) for b in model.buffers()]
     try:
@@ -26,7 +26,7 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Gradients, which are None inside, buffers and training flags are afterwards as before."""
+    """Restore gradients, buffers and training flags at the end; inside, gradients are None."""
     grads = [(p, p.grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
     for p, _ in grads:

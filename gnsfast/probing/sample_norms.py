@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening and closing the probes of a model, and the per-sample norms of one backward pass."""
+"""``per_sample_sqnorms``: the per-sample norms of one backward pass."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from gnsfast.probing.slab import ProbeSlab
 
 
 class SampleNorms(Mapping[str, Tensor]):
-    """Parameter name -> [B] float32 squared norms of every sample's gradient, complete once the
+    """Parameter name -> [B] float32, every sample's squared gradient norm. It is complete when the
     block has ended.
     """
 
@@ -53,38 +53,40 @@ class per_sample_sqnorms:
     """Every sample's squared gradient norm from the one backward pass inside the block.
 
     Equals, for each covered parameter and each sample b, ``autograd.grad(loss_b,
-    p)[0].square().sum()`` where loss_b is the share that sample b has in the loss: a mean over B
-    samples scales it by 1 / B².
+    p)[0].square().sum()`` where loss_b is sample b's share of the loss: a mean over B samples
+    scales the squared norms by 1 / B².
 
     Args:
         model: a module made of gnsfast's layers, usually through ``gnsfast.convert``.
         num_samples: B, the samples of the one forward and backward pass inside the block.
-        cu_seqlens: where samples are documents packed into rows: integers [documents + 1], the
-            first row of each in all rows of the batch as one list, and the end of the last
-            (``gnsfast.cu_seqlens`` makes them of position ids). Documents beyond ``num_samples``
-            are padding. They must not attend to each other: the mask is block-diagonal.
-        audit: what arrives at each parameter is compared with what passed through its modules in
-            the ``"first"`` pass of a module, or ``"always"``: it finds weights that are also used
-            as tensors, for one more read of the gradients. Sharded parameters, and those with a
-            hook of the user's, are not audited.
+        cu_seqlens: for samples that are documents packed into rows: integers [documents + 1]. With
+            all rows of the batch as one list, they are the first row of each document, then the end
+            of the last (``gnsfast.cu_seqlens`` makes them from position ids). Documents beyond
+            ``num_samples`` are padding. Documents must not attend to each other: the mask is
+            block-diagonal.
+        audit: compares what arrives at each parameter with what passed through its modules, in the
+            ``"first"`` pass of a module or ``"always"``. It finds weights that are also used as
+            tensors, and costs one more read of the gradients. Sharded parameters, and those with a
+            user's hook, are not audited.
 
     The block yields a mapping from parameter name to [B] float32, with ``total()`` [B] over all of
     them. A trainable parameter that no module covers is not in it; ``gnsfast.coverage(model)``
     names those. A parameter without a gradient in this pass has norm zero. While the block is open
-    the model belongs to it: other threads must not run it.
+    other threads must not run the model.
 
     Raises:
         SampleShapeError: in forward, where an input does not have ``num_samples`` samples.
         ObservationError: at the end of the block, with the module's name, where backward did not go
             through a module exactly once, or its weight was used outside of it.
 
-    What no check sees: documents of packed rows that attend to each other; a load-balancing loss
-    that a model of experts is asked for by keyword; a table looked up once, [1, T], that is divided
-    by its own norm (inside of the block it is looked up for each sample). And (``gnsfast.verify``
-    sees these, except for the last): rows that are as many as the samples and are not samples
-    (tokens picked by a mask, an expert's tokens); samples that the model sorts; a loss term on a
-    table [1, ...] alone, which is looked up once for each sample and so counts B times (exclude
-    it); batch norm in training mode, below which no sample has a gradient of its own.
+    No check finds: documents of packed rows that attend to each other; a load-balancing loss that
+    the caller of a mixture of experts asks for by keyword; a table looked up once, [1, T], that is
+    divided by its own norm (inside the block it is looked up for each sample); batch norm in
+    training mode, before which no sample has a gradient of its own.
+
+    Only ``gnsfast.verify`` finds: rows that are as many as the samples but are not samples (tokens
+    picked by a mask, an expert's tokens); samples that the model sorts; a loss term on a table
+    [1, ...] alone, which is looked up once for each sample and so counts B times (exclude it).
 
     On a GPU tensor cores truncate as they accumulate, so half-precision norms of long samples come
     out low: by 1.9e-5 of a squared norm at 8,192 tokens and 1.8e-4 at 70,000, as simulated for
@@ -159,13 +161,13 @@ class per_sample_sqnorms:
             }
 
     def _touched(self, name: str) -> bool:
-        """Whether this pass brought a gradient to the parameter."""
+        """Whether the parameter got a gradient in this pass."""
         if name in self._watch.watched:
             return name in self._watch.arrived
         return checks.mark(self._parameters[name]) != self._before[name]
 
     def _check_calls(self, calls: dict[torch.device, list[float]]) -> None:
-        """Every module was called once, or its parameter got no gradient at all."""
+        """Raise unless every module was called once, or its parameter got no gradient at all."""
         for name, rows in self._slab.rows.items():
             for path, device, row in rows:
                 module, c = self._slab.modules[path], calls[device][row]
@@ -180,7 +182,7 @@ class per_sample_sqnorms:
     def _check_sums(
         self, sums: dict[torch.device, list[float]], samples: dict[torch.device, list[float]]
     ) -> None:
-        """Is all of each summed gradient ours?"""
+        """Raise unless all of each audited gradient passed through the parameter's modules."""
         whole = sum(map(sum, samples.values()))
         for name in self._watch.audited:
             p, rows = self._parameters[name], self._slab.rows[name]

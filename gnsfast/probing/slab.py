@@ -15,7 +15,7 @@ from gnsfast.layers import DropIn, Opened, Tie
 
 
 class Unit(NamedTuple):
-    """A parameter, or a block of one, whose norms are looked at by themselves."""
+    """A parameter, or a block of one, that has norms of its own."""
 
     parameter: str
     module: str
@@ -23,8 +23,8 @@ class Unit(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """What is measured beside the norms of samples: the modules that have a row more for each
-    parameter, for a metric, and those that have columns for ``num_groups`` groups of samples.
+    """What is measured beside the samples' norms. The modules of ``metric`` have one more row for
+    each parameter; those of ``groups`` have columns for ``num_groups`` groups of samples.
     """
 
     metric: frozenset[str] = frozenset()
@@ -36,8 +36,9 @@ NO_SIDES = Sides()
 
 
 class Read(NamedTuple):
-    """What a pass left, float64: of each of the K units, and of all rows under a metric, the sum of
-    the samples' squared norms and the squared norm of their sum; the calls of each of R rows.
+    """What a pass left, float64: the sum of the samples' squared norms and the squared norm of
+    their sum, for each of the K units and for all rows under a metric together; and the calls of
+    each of the R rows.
     """
 
     sums_2K: Tensor
@@ -46,12 +47,12 @@ class Read(NamedTuple):
 
 
 class ProbeSlab:
-    """The probes of all covered modules of a model, row views of one tensor per device.
+    """The probes of all covered modules of a model, and their gradients: views of one tensor for
+    each device.
 
-    ``grad`` of a device is [rows, B + 2 + G] and receives, in place, what backward adds: one
-    zeroing and one reading serve all modules and all that is measured, and addresses stay the same
-    while the slab is kept. The rows of a module are those of its parameters, then those under a
-    metric.
+    Backward adds to ``grad`` [rows, B + 2 + G] of a device in place. So it is zeroed and read once
+    for all modules, and its address stays the same while the slab is kept. A module has a row for
+    each parameter, then the same rows under a metric.
     """
 
     def __init__(self, model: nn.Module, num_samples: int, sides: Sides = NO_SIDES) -> None:
@@ -101,8 +102,8 @@ class ProbeSlab:
 
     @cached_property
     def _owner(self) -> dict[torch.device, Tensor]:
-        """The unit of each row. Sums of rows that are no unit's come last: first nobody's, then
-        those under a metric.
+        """The index of each row's unit. Rows without a unit come after the K units: K for those of
+        uncovered parameters, K + 1 for those under a metric.
         """
         K = len(self.units)
         last = {NOBODY: K, METRIC: K + 1}
@@ -113,7 +114,7 @@ class ProbeSlab:
 
     @cached_property
     def _plain(self) -> dict[torch.device, Tensor]:
-        """The rows of ``labels``: those that are not under a metric."""
+        """The rows that are not under a metric, in the order of ``labels``."""
         return {
             device: torch.tensor(
                 [row for row, o in enumerate(owners) if o != METRIC], device=device
@@ -150,8 +151,8 @@ class ProbeSlab:
                     )
 
     def taking(self, feature: str) -> frozenset[str]:
-        """The modules that measure a ``feature`` of the table, where all that share a parameter do
-        and all their parameters are covered.
+        """The modules that measure a ``feature`` of ``combinations``. All their parameters are
+        covered, and all modules that share one of them measure the feature too.
         """
         taking = {
             path
@@ -171,18 +172,18 @@ class ProbeSlab:
             taking -= apart
 
     def left_out(self, taking: frozenset[str]) -> tuple[str, ...]:
-        """The parameters that modules other than these hold too."""
+        """The parameters that a module not in ``taking`` holds."""
         return tuple(
             name for name, rows in self.rows.items() if not {path for path, _, _ in rows} <= taking
         )
 
     @property
     def version(self) -> int:
-        """Changes when a backward pass reaches a probe; read without waiting for a device."""
+        """A number that changes when backward reaches a probe; it waits for no device."""
         return sum(grad._version for grad in self.grad.values())
 
     def read(self, device: torch.device) -> Read:
-        """What the last pass left, on ``device``, without waiting for it."""
+        """What the last pass left, moved to ``device``, without waiting for it."""
         B, K = self.num_samples, len(self.units)
         sums = torch.zeros(2, K + 2, dtype=torch.float64, device=device)
         calls = []
@@ -194,8 +195,8 @@ class ProbeSlab:
         return Read(sums[:, :K], sums[:, K + 1], torch.cat(calls) if calls else sums.new_zeros(0))
 
     def groups(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Over the modules that measure groups, float64: each sample's squared norm [B], and that
-        of each group's sum [G].
+        """float64, over the modules that measure groups: each sample's squared norm [B], and the
+        squared norm of each group's sum [G].
         """
         B = self.num_samples
         p_B = torch.zeros(B, dtype=torch.float64, device=device)
@@ -211,14 +212,8 @@ class ProbeSlab:
         device, first, count = self._spans[path]
         return self.grad[device][first + count : first + 2 * count]
 
-    def module_sqnorms(self, path: str) -> Tensor:
-        """[B] float64: each sample's squared norm over a module's rows."""
-        device, first, count = self._spans[path]
-        rows = self.grad[device][first : first + count, : self.num_samples]
-        return rows.sum(0, dtype=torch.float64)
-
     def sample_sqnorms(self, device: torch.device) -> Tensor:
-        """[B] float64: each sample's squared norm over all rows, as the last pass left it."""
+        """[B] float64: each sample's squared norm over all rows, from the last pass."""
         total = torch.zeros(self.num_samples, dtype=torch.float64, device=device)
         for where, grad in self.grad.items():
             plain = grad[:, : self.num_samples].index_select(0, self._plain[where])
@@ -227,11 +222,11 @@ class ProbeSlab:
 
     @property
     def probes(self) -> list[Tensor]:
-        """The probes of the open pass, or of one that measures no side."""
+        """The probes of the open pass; before a first pass, those without a metric."""
         return [self._probe(*self._open.get(path, (path, 1))) for path in self.modules]
 
     def refuse_graph(self) -> None:
-        """With ``create_graph=True`` autograd puts new tensors in the place of the slab's views."""
+        """Raise after ``create_graph=True``, which replaces the slab's views by new tensors."""
         odd = [key for key, p in self._probes.items() if p.grad is not self._views[key]]
         for key in odd:
             self._probes[key].grad = self._views[key]
@@ -249,15 +244,15 @@ class ProbeSlab:
     ) -> None:
         """Zero the slab and let the modules fill it.
 
-        ``documents`` are the samples where they are packed into rows, ``members`` the samples of
-        each group, ``moments`` v of the parameters of each module whose metric is known; their
-        ``constants`` are filled in before.
+        ``documents`` says where packed samples begin, ``members`` holds the samples of each group,
+        and ``moments`` v of the parameters of each module whose metric is known. The caller fills
+        in their ``constants`` first.
         """
         if documents is not None:
             self._refuse_documents()
         if taken := [path for path, m in self.modules.items() if m.is_open]:
             raise ObservationError(
-                f"{taken[0] or 'the model'}: a probe is open on it already. Leave the other "
+                f"{taken[0] or 'the model'}: a probe is open on it already. End the other "
                 "per_sample_sqnorms block of this model first."
             )
         for grad in self.grad.values():
@@ -275,7 +270,7 @@ class ProbeSlab:
             module.open_probe(Opened(probe, name, placed[device], own_groups, v, constants))
 
     def _probe(self, path: str, measures: int) -> Tensor:
-        """The leaf whose gradient is the module's rows; made once."""
+        """The leaf whose gradient is the module's rows; it is made once and kept."""
         key = self._open[path] = path, measures
         if key not in self._probes:
             device, first, count = self._spans[path]
@@ -299,7 +294,7 @@ class ProbeSlab:
 
 
 NOBODY, METRIC = -1, -2
-"""Rows that are no unit's: those of uncovered parameters, and those under a metric."""
+"""Owners of rows without a unit: those of uncovered parameters, and those under a metric."""
 
 
 def _covered(module: nn.Module) -> bool:

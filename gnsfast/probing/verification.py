@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to "can I trust it here?": the one-sample loop on the user's own model, parameter by
-parameter.
-"""
+"""``verify``: the norms of a user's model, beside those of a loop over single samples."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +19,8 @@ from gnsfast.probing.sample_norms import per_sample_sqnorms
 
 @dataclass(frozen=True)
 class VerifiedParameter:
-    """``verdict``: "ok", "wrong", "too small" to tell, "uncovered" or "frozen"; ``error``: the
-    worst sample's relative error.
+    """``verdict`` is "ok", "wrong", "too small" (to tell), "uncovered" or "frozen". ``error`` is
+    the worst sample's relative error.
     """
 
     parameter: str
@@ -33,8 +31,8 @@ class VerifiedParameter:
 
 @dataclass(frozen=True)
 class Verification:
-    """The rows of ``gnsfast.verify``; prints as a table, and ``ok`` says whether every covered norm
-    is right.
+    """The rows of ``gnsfast.verify``, which print as a table. ``ok`` says whether every covered
+    norm is right.
     """
 
     rows: tuple[VerifiedParameter, ...]
@@ -73,22 +71,22 @@ def verify(
 ) -> Verification:
     """Compare the norms of one backward pass with a loop of single samples, for every parameter.
 
-    Equals, for sample b, ``autograd.grad(w_b * loss_fn(model, batch[b:b+1]), p)`` with its norm
-    summed in float64. The model runs in eval mode (dropout would draw other masks); its gradients,
-    modes and random state are restored.
+    The loop takes ``autograd.grad(w_b * loss_fn(model, batch[b:b+1]), p)`` for each sample b, and
+    sums its squared norm in float64. The model runs in eval mode (dropout would draw other masks);
+    its gradients, modes and random state are restored.
 
     Args:
         loss_fn: takes the model and a batch, returns a scalar loss.
-        batch: a tensor, or tuples, lists and dicts of them; a tensor with B entries along
-            ``batch_dim`` (1-d ones: along 0) is cut into samples, anything else is passed whole.
+        batch: a tensor, or tuples, lists and dicts of tensors. One with B entries along
+            ``batch_dim`` (1-d ones: along 0) is cut into samples; anything else is passed whole.
         loss_reduction: "mean" (w_b = 1 / B) or "sum" (w_b = 1) over the samples.
         weights: [B], w_b instead, for example tokens of the sample over tokens of the batch.
-        rtol: largest relative error that counts as right: 1e-3, or 5e-2 with half-precision
-            parameters.
+        rtol: the largest relative error that counts as right; by default 1e-3, or 5e-2 with
+            half-precision parameters.
 
     Raises:
-        ValueError: a batch without tensors, an unknown reduction. Whatever ``per_sample_sqnorms``
-            raises.
+        ValueError: for a batch without tensors or samples, and for an unknown reduction. Whatever
+            ``per_sample_sqnorms`` raises is raised too.
 
     >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
     >>> gnsfast.verify(model, lambda m, x: m(x).square().mean(), torch.randn(3, 5)).ok
@@ -136,7 +134,7 @@ def verify(
             continue
         ours_B, loop_B = norms[row.parameter].cpu().double(), loop[row.parameter]
         difference_B = (ours_B - loop_B).abs()
-        # A gradient that is zero in exact arithmetic (a key bias) is rounding noise on both sides.
+        # Where a gradient is zero in exact arithmetic (a key bias), both norms are rounding.
         noise_B = (8 * torch.finfo(trainable[row.parameter].dtype).eps) ** 2 * total_B
         error = (difference_B / loop_B.clamp_min(1e-300)).max().item()
         verdict, reason = "ok", ""
@@ -170,11 +168,11 @@ def _splits(summed: dict[str, Tensor | None], total: dict[str, Tensor], rtol: fl
 
 @contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers, training flags and random state are afterwards what they were."""
+    """Restore gradients, buffers, training flags, random state and ``audited`` at the end."""
     audited = [(m, m.gnsfast.audited) for m in model.modules() if isinstance(m, DropIn)]
     try:
         with kept(model), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for module, was in audited:  # what eval mode runs is not what training runs
+        for module, was in audited:  # a pass in eval mode does not audit what training runs
             module.know(audited=was)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's model inside of torch's wrappers."""
+"""The user's model inside torch's wrappers."""
 
 from torch import nn
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel and torch.compile, whose names are the user's."""
+    """The model inside DistributedDataParallel and torch.compile, with the user's names."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
