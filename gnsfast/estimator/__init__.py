@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update after the other: from probes and gradients to a noise scale."""
+"""``GradientNoiseScale``: from the probes and gradients of each update to a noise scale."""
 
 from gnsfast.estimator.estimator import GradientNoiseScale
 
-__all__ = [
-    "GradientNoiseScale",
-]
+__all__ = ["GradientNoiseScale"]

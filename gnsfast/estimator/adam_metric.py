@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""p and q of an update under Adam's metric: the diagonal P = 1 / (√(v / (1 - beta2^t)) + eps) that
-the optimizer's last step has left.
+"""p and q of an update under Adam's metric, the diagonal P = 1 / (√(v / (1 - beta2^t)) + eps) of
+the optimizer's last step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,39 +24,41 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class NoMetric:
-    """An update without a metric: nothing is measured, and nothing is in its vector."""
+    """The measurement of an update without a metric: it does nothing and adds no numbers."""
 
     width = 0
     modules: frozenset[str] = frozenset()
 
     def open(self, slab: ProbeSlab, first: bool) -> dict[str, list[Tensor]]:
-        """v of the parameters of each module whose metric is known; ``first`` of an update."""
+        """v of the parameters, for each module whose metric is known. ``first``: this micro-batch
+        begins an update.
+        """
         return {}
 
     def add(self, metric_2: Tensor) -> None:
-        """Take what a pass left under the metric, without a gradient scaler's factor."""
+        """Add what a pass left under the metric, with the gradient scaler's factor removed."""
 
     def finish(
         self, by_probe: bool, unscale: Callable[[Tensor], Tensor], touched: set[str]
     ) -> list[Tensor]:
-        """This process's share of p and q, [2]: q out of the probes, or read from ``.grad``."""
+        """This process's share of p and q, [2]; q from the probes, or from ``.grad``."""
         return []
 
     def refuse_norm(self) -> None:
-        """Raise where a ``grad_norm`` says too little."""
+        """Raise if ``grad_norm`` does not suffice."""
 
     def added(
         self, result: NoiseScale, metric: Tensor, scalars: Tensor, decay: float | None
     ) -> NoiseScale:
-        """The result with what the window [U, 2] says under the metric."""
+        """``result`` with the noise scale under the metric, from the window's p and q [U, 2]."""
         return result
 
 
 class AdamMetric(NoMetric):
     """Σ_b ‖g_b‖²_P and ‖Σ_b g_b‖²_P, over the parameters whose layers take a metric.
 
-    v is that of the beginning of the update. Where a parameter has none (before the optimizer's
-    first step) and gets a gradient, the update has no measurement: NaN.
+    v is that of the beginning of the update. If a parameter gets a gradient but has no v (before
+    the optimizer's first step), the measurement of the update is NaN.
     """
 
     width = 2
@@ -98,7 +100,7 @@ class AdamMetric(NoMetric):
         processes: Processes,
         device: torch.device,
     ) -> NoMetric:
-        """The metric that the settings ask for; its numbers are on ``device``."""
+        """The measurement that the settings ask for; its numbers are on ``device``."""
         if settings.optimizer is None:
             return NoMetric()
         return AdamMetric(model, slab, settings, processes, device)
@@ -171,12 +173,14 @@ class AdamMetric(NoMetric):
             raise ValueError(
                 f"the optimizer's {key} of {name} is a {type(v).__name__} of {v.dtype} "
                 f"{list(v.shape)} on {v.device}: metric='adam' takes plain floating-point tensors "
-                "that lie as the parameter does (no 8-bit, sharded or offloaded ones)"
+                "of the parameter's shape and device (no 8-bit, sharded or offloaded ones)"
             )
         return v
 
     def _fill(self, constants_R2: Tensor, weighed: list[tuple[int, nn.Parameter]]) -> None:
-        """s and eps of each row whose parameter has a v; where its step lies, nothing waits."""
+        """Fill in s and eps of each row whose parameter has a v. They are computed on the device of
+        the optimizer's step, so nothing waits for it.
+        """
         by_device: dict[torch.device, list[tuple[int, Tensor, Any, float]]] = {}
         for row, p in weighed:
             if p in self._moments:
@@ -200,16 +204,18 @@ class AdamMetric(NoMetric):
         return [(id(v), v._version, count) for v, count in zip(moments.values(), counts)]
 
     def _refuse_step(self, moments: Mapping[nn.Parameter, Tensor]) -> None:
-        """All of an update is measured with one v. Alone a ``local`` pass never looks back."""
+        """Raise if the optimizer has stepped: one v must serve the whole update. With ``local``
+        each pass is measured by itself, so there is nothing to compare.
+        """
         if not self._local and self._mark(moments) != self._marks:
             raise ObservationError(
                 "the optimizer has stepped since the first micro-batch of the update, so its v is "
-                "no longer that of the norms: call gns.update() before optimizer.step()"
+                "no longer that of the measured norms: call gns.update() before optimizer.step()"
             )
 
 
 def check_settings(metric: str | None, optimizer: Any, stages: Any) -> None:
-    """One clear error for settings that do not go together."""
+    """Raise for settings of the metric that do not go together."""
     if metric is not None:
         check_choice("metric", metric, ("adam",))
     if (metric is None) != (optimizer is None):
@@ -219,12 +225,12 @@ def check_settings(metric: str | None, optimizer: Any, stages: Any) -> None:
 
 
 def _groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:
-    """The parameter group of each parameter, where it is one of Adam's."""
+    """The optimizer's group of each parameter; raises if the optimizer is not Adam."""
     kind = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ValueError(
             f"{kind} spreads the second moments over processes: metric='adam' needs all of them on "
-            "each, as DistributedDataParallel with torch.optim.AdamW has them"
+            "each process, as with DistributedDataParallel and torch.optim.AdamW"
         )
     held = {p: group for group in optimizer.param_groups for p in group["params"]}
     for p, name in names.items():
@@ -241,14 +247,14 @@ def _groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parame
             )
         if not {"betas", "eps", "amsgrad"} <= held[p].keys():
             raise ValueError(
-                f"metric='adam' is that of torch.optim.Adam and AdamW (betas, eps, amsgrad), and "
-                f"{name} is trained by {kind}"
+                "metric='adam' is that of torch.optim.Adam and AdamW (betas, eps, amsgrad), but "
+                f"{kind} trains {name}"
             )
     return {p: held[p] for p in names}
 
 
 def _numbers(values: Sequence[Any], where: torch.device) -> Tensor:
-    """float64 on a device, from numbers or scalar tensors."""
+    """A float64 tensor on a device, from numbers or scalar tensors."""
     if not any(isinstance(v, Tensor) for v in values):
         return torch.tensor(values, dtype=torch.float64).to(where, non_blocking=True)
     scalars = (torch.as_tensor(v, dtype=torch.float64).to(where).flatten() for v in values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches opened by the model's own forward passes."""
+"""``attach``: the model's own forward passes open micro-batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Attachment:
-    """What ``attach`` returns; copies and pickles of the model are not attached."""
+    """What ``gns.attach()`` returns. Copies and pickles of the model are not attached."""
 
     def __init__(
         self,
@@ -26,14 +26,14 @@ class Attachment:
         ]
 
     def remove(self) -> None:
-        """End it; an open micro-batch counts if its backward pass has run, else it is forgotten."""
+        """Detach. An open micro-batch counts if its backward pass has run, else it is forgotten."""
         for handle in self._handles:
             handle.remove()
         self._removed(self)
 
 
 class _Hook:
-    """Calls ``run`` for one model; a copy of it does nothing."""
+    """Calls ``run`` for one model. A copy of the hook does nothing."""
 
     def __init__(
         self, model: nn.Module | None = None, run: Callable[[Any, Any], None] | None = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GradientNoiseScale``: the noise scale of a training run, from the backward passes it runs."""
+"""``GradientNoiseScale``: the noise scale of a training run, from its own backward passes."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,34 +36,33 @@ class GradientNoiseScale:
     Args:
         model: a model made of gnsfast's layers, usually through ``gnsfast.convert``. Parameters
             that no layer covers are left out of both tr Σ and |G|².
-        source: where |G|² comes from. ``"global"``: all micro-batches and processes of an update,
-            with the summed gradient read from ``.grad`` at ``update()``, or from its
-            ``grad_norm``. ``"auto"``: the same, but out of the probes, without reading a gradient,
-            where one micro-batch on one process makes the update. ``"local"``: each micro-batch by
-            itself; noisier, needs two samples in each, and never looks at ``.grad``.
+        source: where |G|² comes from. ``"global"``: from the summed gradient of all micro-batches
+            and processes of an update, read from ``.grad`` at ``update()``, or given as its
+            ``grad_norm``. ``"auto"``: the same, but an update of one micro-batch on one process
+            takes it from the probes and reads no gradient. ``"local"``: from each micro-batch by
+            itself; noisier, needs two samples in each, never reads ``.grad``.
         window: the number of newest measured updates that ``compute()`` averages.
         decay: the weight of an update relative to the next newer one, within the window.
-        every: measure every so many updates; the others are plain torch.
+        every: measure one update in so many; the others are plain torch.
         loss_reduction: ``"mean"`` over the micro-batch's samples (or tokens), or ``"sum"``.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss.
-        process_group: the processes that train this model together, data and model parallel; the
-            default group where there is one.
+        process_group: the processes that train this model together, data and model parallel; by
+            default all processes.
         stages: the processes among them that hold the pipeline stages of one model; ``model`` is
-            then this process's stage, or a ``ModuleList`` of several. All stages say the same
-            ``tokens``, ``scale`` and ``grad_norm`` (that over all stages), and save a state each.
-        metric, optimizer: ``"adam"`` and the ``torch.optim.Adam`` or ``AdamW`` in use: also the
-            noise scale in its geometry, ``compute().adam``.
+            then this process's stage, or a ``ModuleList`` of several. All stages pass the same
+            ``tokens``, ``scale`` and ``grad_norm`` (that over all stages); each saves its state.
+        metric, optimizer: ``"adam"`` and the ``torch.optim.Adam`` or ``AdamW`` in use, to measure
+            the noise scale under its metric too, ``compute().adam``.
         groups: names of groups of samples (data domains), each with a noise scale of its own in
-            ``compute().per_group``; ``microbatch(groups=...)`` says who is in them.
+            ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
 
-    Gradients over several processes are taken to be averaged, as DDP and FSDP2 do, and ``update()``
-    is then called on all of them: it sums one small vector over the group. Tensor parallel layers
-    (``parallelize_module``) are seen by themselves, also under FSDP2. Where q is read from
-    ``.grad``, nothing of the user's may rewrite a gradient as it arrives (a hook after
-    accumulation is not seen).
+    Several processes must average their gradients, as DDP and FSDP2 do, and all must call
+    ``update()``: it sums one small vector over them. Tensor parallel layers
+    (``parallelize_module``) need no setting, also under FSDP2. Where q is read from ``.grad``, no
+    hook may rewrite a gradient as it arrives; a hook after accumulation is not noticed.
 
     Raises:
-        ValueError: for a model without gnsfast layers, or a setting that cannot be.
+        ValueError: for a model without gnsfast layers, or a setting that is not possible.
         ObservationError: where a pass, a gradient or a micro-batch is missing or counted twice,
             with the remedy.
 
@@ -115,22 +114,22 @@ class GradientNoiseScale:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all measurements, and look at the model's parameters anew."""
+        """Forget all measurements, and look at the model's parameters again."""
         self.discard()
         self._observer: Observer | None = None
         self._seen = self._measured = 0
 
     def discard(self) -> None:
-        """Forget the update under way, also inside of its micro-batch: a batch that is not used.
+        """Forget the update under way, also from inside its micro-batch: its batch is not used.
 
-        ``optimizer.zero_grad()`` is the caller's. Measurements of earlier updates stay.
+        The caller has to call ``optimizer.zero_grad()``. Earlier measurements stay.
         """
         if (observer := getattr(self, "_observer", None)) is not None:
             observer.discard()
         self._inside, self._attached = False, None
 
     def _start(self) -> Observer:
-        """Bound at the first micro-batch: by then the model is moved, wrapped and sharded."""
+        """The observer; made at the first micro-batch, when the model is wrapped and sharded."""
         if self._observer is None:
             o = self._observer = Observer(self.model, self._settings)
             width, flags = o.exchange.width, o.exchange.flags
@@ -154,20 +153,21 @@ class GradientNoiseScale:
 
         Args:
             num_samples: the samples on this process.
-            tokens: for a loss that is a mean (or sum) over tokens, with samples of unequal length:
-                the number of tokens that the loss counts, in all or for each sample [num_samples].
-            scale: what the loss was multiplied with after its reduction, such as 1 / A for A
-                micro-batches; a ``grad_scaler`` is known by itself. A tensor of one number, as
-                those of ``tokens``, is read when the block ends. Where it is the same for all
-                micro-batches it does not change the noise scale, but tr Σ and |G|².
-            cu_seqlens: where samples are documents packed into rows: integers [documents + 1], the
-                first row of each in all rows of the batch as one list, and the end of the last
-                (``gnsfast.cu_seqlens`` makes them of position ids), on the CPU. Documents
-                beyond ``num_samples`` are padding. They must not attend to each other (to
-                transformers say ``use_cache=False``, or it leaves their mask out). ``tokens``
-                has to say what the loss counts of each: ``cu_seqlens.diff() - 1`` for next-token
+            tokens: the number of tokens that the loss counts, in all or for each sample
+                [num_samples]; for a loss that is a mean (or sum) over tokens of samples of unequal
+                length.
+            scale: the factor of the loss after its reduction, such as 1 / A for A micro-batches;
+                that of a ``grad_scaler`` is known. Tensors, also of ``tokens``, are read when the
+                block ends. A factor that all micro-batches share changes tr Σ and |G|², but not
+                the noise scale.
+            cu_seqlens: for samples that are documents packed into rows: integers [documents + 1] on
+                the CPU. With all rows of the batch as one list, they are the first row of each
+                document, then the end of the last (``gnsfast.cu_seqlens`` makes them from position
+                ids). Documents beyond ``num_samples`` are padding. Documents must not attend to
+                each other (with transformers pass ``use_cache=False``, else it drops their mask).
+                ``tokens`` is then needed for each: ``cu_seqlens.diff() - 1`` for next-token
                 losses, 0 for padding.
-            groups: of each sample the group it is in, by name.
+            groups: the name of each sample's group.
             schedule: the ``torch.distributed.pipelining`` schedule whose one ``step`` the block
                 holds; it divides ``num_samples`` into its own micro-batches.
 
@@ -195,11 +195,10 @@ class GradientNoiseScale:
         observer = self._open(passed, cu_seqlens, groups)
         self._inside = True
         try:
-            with (
-                nullcontext()
-                if pipeline is None
-                else pipeline.open(observer.probes, observer.pass_over)
-            ):
+            steps: AbstractContextManager[None] = nullcontext()
+            if pipeline is not None:
+                steps = pipeline.open(observer.probes, observer.pass_over)
+            with steps:
                 yield
         except BaseException:
             self.discard()
@@ -227,11 +226,11 @@ class GradientNoiseScale:
     def attach(self) -> Attachment:
         """Make every training forward of the model a micro-batch: ``microbatch`` is not needed.
 
-        The batch size is read off the first tensor among the model's arguments; losses must be
-        means (or sums, as ``loss_reduction`` says) over samples. Forward passes without grad mode
-        are not looked at. With A micro-batches whose losses are divided by A, tr Σ and |G|² are
-        those of the divided losses; the noise scale is the same. Give the constructor the model
-        that is called: the compiled or wrapped one. ``remove()`` on what is returned ends it.
+        The batch size is that of the first tensor among the model's arguments. Losses must be means
+        (or sums, as ``loss_reduction`` says) over samples. Forward passes without grad mode are
+        ignored. With A micro-batches whose losses are divided by A, tr Σ and |G|² are those of the
+        divided losses; the noise scale is the same. Give the constructor the model that is called:
+        the compiled or wrapped one. ``remove()`` on the result ends it.
         """
         if self._attachment is not None:
             raise ObservationError("gns.attach() was called before: remove() the first attachment")
@@ -254,7 +253,7 @@ class GradientNoiseScale:
         if not torch.is_grad_enabled() or not self._due or self._inside:
             return
         if self._attached is not None and not self._forward_ended:
-            self.discard()  # the last forward pass ended by an error
+            self.discard()  # the last forward pass ended in an error
         self._close_attached()
         leaves = pytree.tree_leaves((args, kwargs))
         x = next((t for t in leaves if isinstance(t, Tensor) and t.ndim), None)
@@ -295,20 +294,20 @@ class GradientNoiseScale:
 
         Args:
             grad_norm: the 2-norm of the whole gradient before clipping, as ``clip_grad_norm_``
-                returns it. No gradient is read then, and there are no noise scales by module. It
-                has the accuracy that it was computed with: on the CPU torch's norm is 1e-3 low for
-                tensors of 16M elements, which ``update()`` by itself is not.
+                returns it. No gradient is read then, and there are no noise scales by module. Its
+                own error stays: on the CPU torch's norm is 1e-3 low for tensors of 16M elements;
+                ``update()`` without it avoids that.
 
-        Nothing waits for the device. With several processes it is a collective: where one of them
+        Nothing waits for the device. With several processes it is a collective: if one of them
         raises, the others wait for it.
 
         Raises:
             ObservationError: without a micro-batch; where gradients are gone or were written to.
-            ValueError: with ``grad_norm`` where parameters are not covered, since it holds them.
+            ValueError: for a ``grad_norm`` where parameters are not covered, since it holds them.
         """
         if self._inside:
             raise ObservationError(
-                "gns.update() inside of a gns.microbatch block: call it after the last block"
+                "gns.update() inside a gns.microbatch block: call it after the last block"
             )
         due, self._seen = self._due, self._seen + 1
         if not due:
@@ -338,15 +337,15 @@ class GradientNoiseScale:
     def compute(self) -> NoiseScale:
         """The noise scale over the window, with its 95 % interval.
 
-        The one place that waits for the device. On several processes each may call it by itself.
+        This is the one call that waits for the device. Each process may call it by itself.
 
-        ``adam``, where ``metric="adam"``, is tr(PΣ) / GᵀPG with the diagonal P = 1 / (√(v / (1 -
-        beta2^t)) + eps) of the optimizer as it was before the step: the batch size at which noise
-        and gradient are as large *in the lengths that Adam measures steps with*. It counts the
-        updates that have a v, from the second on, and never mixes with the Euclidean numbers.
-        Learning rates of groups are not in P. It is no measured critical batch size either: that P
-        is a frozen one, momentum is not in it, and v, smoothed noise itself, is small where a
-        gradient was rare (weights that never had one count 1 / eps).
+        With ``metric="adam"`` the field ``adam`` is tr(PΣ) / GᵀPG, P = 1 / (√(v / (1 - beta2^t)) +
+        eps) being the optimizer's diagonal before the step. It is the batch size at which noise and
+        gradient are equally large *under Adam's metric*. It counts the updates that have a v, from
+        the second on, and never mixes with the Euclidean numbers. Learning rates of parameter
+        groups are not in P. It is no measured critical batch size: P is frozen, there is no
+        momentum, and v, itself smoothed noise, is small where gradients were rare (weights that
+        never had one count 1 / eps).
 
         Raises:
             ObservationError: with the module's name, where backward did not go through a module
@@ -368,8 +367,8 @@ class GradientNoiseScale:
         return observer.metric.added(found, metric, scalars, self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, on the CPU; the same on every process of a stage, as
-        ``torch.distributed.checkpoint`` takes them. Call it between updates.
+        """All measurements, on the CPU, between updates. They are the same on every process of a
+        stage, as ``torch.distributed.checkpoint`` expects.
         """
         observer = self._start()
         if observer.slab is not None or observer.pending is not None:
@@ -386,7 +385,7 @@ class GradientNoiseScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state_dict()``: the same bits as without the interruption.
+        """Continue from ``state_dict()``, with the same bits as without the interruption.
 
         Raises:
             ValueError: for a state of another model or of other settings, naming the difference.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of an update tell each other: one vector, added up over all of them.
+"""The exchange between the processes of an update: one vector, summed over all of them.
 
-Beside p and q it carries what must agree, so that a disagreement is seen: the weights of the
-samples on all pipeline stages, a norm that was handed over, and the gradients of data-parallel
+Beside p and q it holds what processes must agree on, so that a disagreement is noticed: the
+samples' weights on all pipeline stages, a given ``grad_norm``, and the gradients of data-parallel
 replicas.
 """
 
@@ -15,11 +15,10 @@ from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes
 
 FLAGS = 8
-"""Flags of an update besides the calls of its probe rows: whether gradients were written to after
-backward, whether they were not zero before the first micro-batch, whether a ``grad_norm`` was
-another one, whether samples without tokens have gradients, whether samples with tokens have none,
-whether processes have different gradients, different ``grad_norm``, and different weights of the
-same samples."""
+"""The flags of an update, beside the calls of its probe rows. In this order: gradients were written
+to after backward; they were not zero before the first micro-batch; ``grad_norm`` was not that of
+the probes; samples without tokens have gradients; samples with tokens have none; processes have
+different gradients, different ``grad_norm``, or different weights of the same samples."""
 
 
 class Exchange:
@@ -31,30 +30,30 @@ class Exchange:
         stages: Stages,
         group: "dist.ProcessGroup | None",
         device: torch.device,
-        metric: int,
+        extra: int,
     ) -> None:
-        self.metric = metric
+        self.extra = extra
         self.on, self.stages, self.group, self.device = processes, stages, group, device
         self._slot = stages.rank * processes.tensor + processes.coordinate
 
     @property
     def width(self) -> int:
-        """Numbers of an update: p and q of all K units, the whole q, the weights' scalars, and
-        ``metric`` more, p and q under a metric.
+        """How many numbers an update has: p and q of all K units, the whole q, the scalars of the
+        weights, and ``extra`` of a metric or of groups.
         """
-        return 2 * len(self.stages.units) + 1 + loss_factors.SCALARS + self.metric
+        return 2 * len(self.stages.units) + 1 + loss_factors.SCALARS + self.extra
 
     @property
     def flags(self) -> int:
-        """Calls and surplus calls of each probe row, then ``FLAGS``."""
+        """How many flags: calls and surplus calls of each probe row, then ``FLAGS``."""
         return 2 * len(self.stages.labels) + FLAGS
 
     def split(self, vectors_UW: Tensor) -> list[Tensor]:
-        """Of U updates: p [U, K], q [U, K], the whole q [U, 1], the scalars [U, SCALARS], and under
-        a metric p and q [U, 2].
+        """The parts of U updates: p [U, K], q [U, K], the whole q [U, 1], the scalars [U, SCALARS]
+        and those of a metric or of groups [U, ``extra``].
         """
         K = len(self.stages.units)
-        return list(vectors_UW.split([K, K, 1, loss_factors.SCALARS, self.metric], 1))
+        return list(vectors_UW.split([K, K, 1, loss_factors.SCALARS, self.extra], 1))
 
     def __call__(
         self,
@@ -65,13 +64,13 @@ class Exchange:
         flags: list[Tensor],
         norm: Tensor,
         replica: Tensor,
-        metric: list[Tensor],
+        extra: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         """The update's numbers [width] and flags, from this process's shares of them.
 
-        ``flags`` are the first five of ``FLAGS``, ``norm`` the one handed over (or zero),
-        ``replica`` the norm of gradients that data-parallel replicas share (or zero), ``metric``
-        p and q under a metric.
+        ``flags`` are the first five of ``FLAGS``. ``norm`` comes from a given ``grad_norm``,
+        ``replica`` from the gradients that data-parallel replicas share; both may be zero.
+        ``extra`` are the numbers of a metric or of groups.
         """
         on = self.on
         weights = scalars.new_zeros(on.stages, loss_factors.SCALARS)
@@ -86,12 +85,12 @@ class Exchange:
             torch.stack(flags),
             torch.stack([norm, norm.square()]),
             shared.flatten(),
-            torch.cat([*metric, whole.new_zeros(0)]),
+            torch.cat([*extra, whole.new_zeros(0)]),
         ]
         vector = torch.cat(parts)
         if on.world > 1:
             dist.all_reduce(vector, group=self.group)
-        p_q, whole, weights, calls, told, norms, shared, under = vector.split(
+        p_q, whole, weights, calls, told, norms, shared, extra_numbers = vector.split(
             [len(t.view(-1)) for t in parts]
         )
         weights = weights.view(on.stages, -1)
@@ -103,11 +102,11 @@ class Exchange:
             unlike.any(),
         ]
         return (
-            torch.cat([p_q, whole, weights[0], under]),
+            torch.cat([p_q, whole, weights[0], extra_numbers]),
             torch.cat([calls, told, torch.stack(found).double()]),
         )
 
 
 def _differ(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
-    """Whether ``count`` numbers are not all the same, from their sum and that of their squares."""
+    """Whether ``count`` numbers differ, from their sum and the sum of their squares."""
     return count * squares - total.square() > 1e-5 * total.square()

@@ -11,18 +11,19 @@ from gnsfast.parallel import Processes, parameter_groups
 from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 WITNESSES = 8
-"""Smallest gradients that a ``witness`` reads."""
+"""How many of the smallest gradients ``witness`` reads."""
 
 
 Block = tuple[nn.Parameter, tuple[slice, ...]]
-"""A parameter and where to look in it; everywhere without slices."""
+"""A parameter and a block of it; the whole parameter without slices."""
 
 
 def grad_sqnorms(blocks: list[Block], processes: Processes, device: torch.device) -> Tensor:
-    """float64 [K] on ``device``: shares of ‖p.grad[block]‖² whose sum over ``processes`` is it.
+    """float64 [K] on ``device``: this process's share of each ‖p.grad[block]‖². The shares of all
+    ``processes`` add up to it.
 
-    A replicated gradient is shared out equally, a sharded one by its shards. Where a parameter has
-    no gradient its share is zero. Nothing waits for the device.
+    The shares of a replicated gradient are equal, those of a sharded one are its shards'. Without a
+    gradient the share is zero. Nothing waits for the device.
     """
     norms = torch.zeros(len(blocks), dtype=torch.float64, device=device)
     by_device: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
@@ -34,7 +35,7 @@ def grad_sqnorms(blocks: list[Block], processes: Processes, device: torch.device
     for where, shares in by_device.items():
         index, grads, shared = (list(each) for each in zip(*shares))
         if where.type == "cpu":
-            # torch's own norm is 1e-3 low at 16.8M elements there.
+            # On the CPU torch's own norm is 1e-3 low at 16.8M elements.
             found = torch.stack([reference.sqnorm(g).double() for g in grads])
         else:
             found = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double()
@@ -45,7 +46,7 @@ def grad_sqnorms(blocks: list[Block], processes: Processes, device: torch.device
 
 
 def refuse_divide_factor(model: nn.Module) -> None:
-    """FSDP2's ``set_gradient_divide_factor`` puts another factor than 1/R on ``.grad``."""
+    """Raise for FSDP2's ``set_gradient_divide_factor``: ``.grad`` is then not a mean over R ranks."""
     for path, group in parameter_groups(model):
         if getattr(group, "gradient_divide_factor", None) is not None:
             raise NotImplementedError(
@@ -56,11 +57,12 @@ def refuse_divide_factor(model: nn.Module) -> None:
 
 
 def witness(parameters: list[nn.Parameter], device: torch.device) -> Tensor | None:
-    """float64 scalar on ``device``: the norm of the smallest gradients, which stand for all where
-    only a write to them is looked for; None where there are none.
+    """float64 scalar on ``device``: the summed norms of the smallest gradients; None without any.
+
+    It changes when gradients are scaled or clipped, and is cheap to read.
     """
     grads: list[Any] = [p.grad.detach() for p in parameters if p.grad is not None]
-    parts = sorted((g.to_local() if is_dtensor(g) else g for g in grads), key=_numel)
+    parts = sorted((g.to_local() if is_dtensor(g) else g for g in grads), key=Tensor.numel)
     few = [g for g in parts if g.numel() and not g.is_sparse][:WITNESSES]
     if not few:
         return None
@@ -71,12 +73,8 @@ def witness(parameters: list[nn.Parameter], device: torch.device) -> Tensor | No
     return torch.stack(norms).sum()
 
 
-def _numel(t: Tensor) -> int:
-    return t.numel()
-
-
 def _within(local: Tensor, grad: Any, block: tuple[slice, ...]) -> Tensor:
-    """The part of a block that lies here: a shard has some of a gradient's rows."""
+    """The part of a block that is on this process, whose shard has some of a gradient's rows."""
     if is_dtensor(grad):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -91,7 +89,7 @@ def _within(local: Tensor, grad: Any, block: tuple[slice, ...]) -> Tensor:
 
 
 def _local(grad: Any) -> Tensor:
-    """The part of a gradient that lies here."""
+    """The part of a gradient that is on this process."""
     if is_dtensor(grad):
         return grad.to_local()  # type: ignore[no-any-return]
     return grad.coalesce().values() if grad.is_sparse else grad  # type: ignore[no-any-return]

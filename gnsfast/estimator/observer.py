@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer update as the probes see it: sums over its micro-batches and processes."""
+"""What probes and gradients say of one update, summed over its micro-batches and processes."""
 
 from typing import Any
 
@@ -29,9 +29,9 @@ from gnsfast.tensors import is_dtensor
 class Observer:
     """Collects what probes and gradients say, on the device, without waiting for it.
 
-    ``finish`` returns an update as one float64 vector, p and q of each of K units (parameters, or
-    blocks of one), the whole q and the weights' scalars, beside the flags that ``check`` reads
-    (``Exchange``).
+    ``finish`` returns an update as one float64 vector and the flags that ``check`` reads
+    (``Exchange``). The vector holds p and q of each of K units (parameters, or blocks of them), the
+    whole q, and the scalars of the weights.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
@@ -96,7 +96,7 @@ class Observer:
 
     @property
     def all_labels(self) -> list[tuple[str, str]]:
-        """The probe rows of all pipeline stages: module and parameter."""
+        """The module and parameter of each probe row, over all pipeline stages."""
         return self._stages.labels
 
     def open(self, num_samples: int, cu_seqlens: Tensor | None = None, groups: Any = None) -> None:
@@ -135,7 +135,7 @@ class Observer:
         self._watch = GradientWatch(named, audited, slab.probes, self.pass_over)
 
     def pass_over(self) -> None:
-        """Take note of the gradients as a backward pass has left them."""
+        """Note the state of the gradients after a backward pass."""
         few = None if self.settings.local else gradients.witness(self.parameters, self.device)
         if few is not None:
             few = self._without_scale(few.square())
@@ -143,7 +143,7 @@ class Observer:
         self._split |= in_context_parallel()
 
     def _check_marks(self) -> None:
-        """Nothing but our own micro-batches may be in ``.grad``, where q is read from it."""
+        """Raise if ``.grad``, from which q is read, holds more than the update's micro-batches."""
         if self.settings.local:
             return
         if self.pending is not None:
@@ -163,7 +163,7 @@ class Observer:
                     )
 
     def _leftover(self) -> Tensor:
-        """1.0 where the update starts from gradients that are not zero; costs nothing where
+        """1.0 if the update starts from gradients that are not zero, else 0.0. It costs nothing if
         ``zero_grad`` sets them to None.
         """
         first = self.pending is None and not self.settings.local
@@ -176,11 +176,11 @@ class Observer:
         return [checks.mark(p) for p in self.parameters]
 
     def reached(self) -> bool:
-        """Whether backward has come to a probe of the open micro-batch."""
+        """Whether backward has reached a probe of the open micro-batch."""
         return self.slab is not None and self.slab.version != self._version
 
     def discard(self) -> None:
-        """Close the probes and forget the update: its gradients are not whole."""
+        """Close the probes and forget the update, whose gradients are not complete."""
         if self.slab is not None:
             self.slab.close()
             self._watch.stop()
@@ -260,28 +260,28 @@ class Observer:
         self.pending = new
 
     def _refuse_unscaled_stage(self) -> None:
-        """The last stage scales the loss; the others' scaler may not know the scale."""
+        """Raise if this stage's scaler has no scale: only the last stage scales the loss."""
         scaler = self.settings.grad_scaler
         if scaler is not None and scaler.is_enabled() and scaler._scale is None:
             raise ObservationError(
                 "the grad_scaler has scaled nothing on this pipeline stage, so its scale is not "
                 "known here: scale something on every stage, scaler.scale(torch.zeros(())), and "
-                "update it everywhere alike"
+                "call scaler.update() on all of them"
             )
 
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-        """The update's vector and its flags [2 R + FLAGS], summed over processes, and how many of
-        this one's micro-batches wrote to each parameter's gradient.
+        """The update's vector and its flags [2 R + FLAGS], summed over processes; and how many of
+        this process's micro-batches wrote to each parameter's gradient.
         """
         pending, s = self.pending, self.settings
         if pending is None:
             raise ObservationError(
-                "gns.update() without a micro-batch: run forward and backward inside of "
+                "gns.update() without a micro-batch: run forward and backward inside "
                 "gns.microbatch(num_samples), or call gns.attach() once"
             )
         self.pending, self.after_update = None, self._marks()
         on = self.processes
-        p, q = pending.sums / on.tensor  # all of those processes found the same
+        p, q = pending.sums / on.tensor  # tensor-parallel processes all found the same
         whole = q.sum()
         written = another = replica = handed = torch.zeros_like(whole)
         stale = pending.stale
@@ -289,7 +289,7 @@ class Observer:
         alone = pending.microbatches == 1 and on.world == 1 and s.source == "auto"
         if by_probe := s.local or alone:
             stale = torch.zeros_like(stale)
-            if norm is not None:  # the probes know better: it is only compared
+            if norm is not None:  # only compared: the probes are more accurate
                 another = ((norm - whole).abs() > 0.02 * whole).double()
         elif norm is not None:
             handed, whole = norm, norm * on.data**2 / on.world
@@ -306,8 +306,8 @@ class Observer:
         return vector, flags, pending.touched
 
     def _norm(self, grad_norm: float | Tensor) -> Tensor:
-        """The square of a norm handed over, in the units of the loss."""
-        full = getattr(grad_norm, "full_tensor", None)  # FSDP2's is spread over processes
+        """The square of a given norm, without a gradient scaler's factor."""
+        full = getattr(grad_norm, "full_tensor", None)  # that of FSDP2 is sharded
         norm = torch.as_tensor(grad_norm if full is None else full())
         if norm.dtype in (torch.float16, torch.bfloat16):
             raise ValueError(
@@ -335,13 +335,13 @@ class Observer:
         if all(m is None for m in found):
             raise ObservationError(
                 "no parameter has a gradient: call gns.update() before optimizer.zero_grad(). "
-                "Where the optimizer runs inside of backward, say source='local'."
+                "If the optimizer runs inside backward, use source='local'."
             )
         if found != expected:
             raise ObservationError(checks.REWRITTEN)
         q = self._unscale(gradients.grad_sqnorms(self._blocks, self.processes, self.device))
         written = q.new_zeros(())
-        # Not every write counts as a version: none of unscale_ on the CPU, nor of clipping shards.
+        # Not every write changes a version: unscale_ on the CPU does not, nor clipping shards.
         after = gradients.witness(self.parameters, self.device)
         if pending.end.witness is not None and after is not None:
             ratio = self._unscale(after.square()) / pending.end.witness
@@ -349,7 +349,7 @@ class Observer:
         return q * self.processes.data**2, written  # DDP and FSDP2 average
 
     def _unscale(self, sqnorm: Tensor) -> Tensor:
-        """Take the gradient scaler's factor off, unless ``unscale_`` has done so."""
+        """Remove the gradient scaler's factor, unless ``unscale_`` has done so."""
         done = loss_factors.unscaled(self.settings.grad_scaler)
         return sqnorm if done else self._without_scale(sqnorm)
 
@@ -360,7 +360,7 @@ class Observer:
         return sqnorm / factor.to(self.device, torch.float64, non_blocking=True).square()
 
     def check(self, flags: Tensor, touched: list[int]) -> None:
-        """Raise where all passes so far (on the host) make a norm wrong."""
+        """Raise if the flags of all passes so far, on the host, say that a norm is wrong."""
         calls_2R = self._stages.own_rows(flags[:-FLAGS].view(2, -1), len(self.labels))
         if wrong := checks.explain_flags(flags[-FLAGS:].tolist()):
             raise ObservationError(wrong)
@@ -386,7 +386,7 @@ class Observer:
 
 
 SLOTS = 32
-"""Numbers of documents are rounded up to a multiple of this, so that few slabs serve all."""
+"""The number of documents is rounded up to a multiple of this, so that few slabs suffice."""
 
 SLABS = 8
-"""Batch sizes whose probes are kept; a run with more of them makes new ones."""
+"""How many batch sizes' probes are kept; a run with more sizes makes them again."""

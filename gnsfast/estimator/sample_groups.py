@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """p and q of groups of samples (data domains), micro-batch by micro-batch.
 
-The summed gradient of a group's samples is known inside of one micro-batch alone, so that each
-measures by itself, as ``source="local"`` does for all samples.
+The summed gradient of a group is known only within one micro-batch. So each micro-batch is measured
+by itself, as ``source="local"`` does for all samples.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from gnsfast.parallel import Processes, gathered
 from gnsfast.probing import ProbeSlab
 
 WIDTH = 2 + loss_factors.SCALARS
-"""Numbers of a group in an update: p, q and the scalars of its samples' weights."""
+"""How many numbers a group has in an update: p, q and the scalars of its samples' weights."""
 
 
 class GroupMeasure:
-    """What updates say of each group, over the parameters whose layers take groups."""
+    """The measurement of each group, over the parameters whose layers support groups."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class GroupMeasure:
         together = gathered(names, settings.group) if names and processes.world > 1 else []
         if len(set(together)) > 1:
             raise ValueError(
-                "processes name other groups, or the same in another order: give "
+                "processes name different groups, or the same in another order: give "
                 "GradientNoiseScale(groups=[...]) the same list on each"
             )
         self._index = {name: k for k, name in enumerate(names)}
@@ -55,19 +55,19 @@ class GroupMeasure:
 
     @property
     def width(self) -> int:
-        """Numbers of an update."""
+        """How many numbers the groups have in an update."""
         return len(self.names) * WIDTH
 
     def open(self, of_samples: Any, num_samples: int) -> list[Tensor]:
-        """The samples of each group, from each sample's group, for the next pass.
+        """The samples of each group in the next pass, from each sample's group.
 
         Raises:
-            ValueError: where samples have no group, another number of them, or an unknown one.
+            ValueError: if the groups are missing, unknown, or not as many as the samples.
         """
         if (of_samples is None) != (not self.names):
             raise ValueError(
-                "groups are given to GradientNoiseScale(groups=[...]), their names, and to each "
-                "gns.microbatch(n, groups=...), one for each sample: give both or neither"
+                "groups need two arguments: GradientNoiseScale(groups=[...]), their names, and "
+                "gns.microbatch(n, groups=...), one for each sample. Give both or neither"
             )
         self._members = []
         if of_samples is None:
@@ -94,7 +94,7 @@ class GroupMeasure:
         loss_reduction: str,
         without_scale: Callable[[Tensor], Tensor],
     ) -> None:
-        """Take what the pass left."""
+        """Add what the pass left."""
         if not self._members:
             return
         assert tokens is None or isinstance(tokens, Tensor)
@@ -108,12 +108,12 @@ class GroupMeasure:
                 continue
             own = None if tokens is None else tokens[index.to(tokens.device)]
             said = loss_factors.microbatch_scalars(len(index), own, a, "sum", True, self._device)
-            said = torch.where(said[0] > 0, said, 0.0)  # without tokens there is no sample
+            said = torch.where(said[0] > 0, said, 0.0)  # all padding: no sample in this group
             p = p_B[index.to(self._device, non_blocking=True)].sum()
             self._sums[k] += torch.cat([without_scale(torch.stack([p, q_G[k]])), said])
 
     def start(self, first: bool) -> None:
-        """Begin a micro-batch; the ``first`` of an update finds what a refused one has left."""
+        """Begin a micro-batch; the ``first`` of an update forgets what a refused update left."""
         if first:
             self.discard()
 
@@ -127,7 +127,7 @@ class GroupMeasure:
         self._sums = torch.zeros_like(self._sums)
 
     def added(self, result: NoiseScale, told: Tensor, decay: float | None) -> NoiseScale:
-        """The result with what the window [U, width] says of each group."""
+        """``result`` with the noise scale of each group, from the window's numbers [U, width]."""
         if not self.names:
             return result
         parts = told.unflatten(1, (len(self.names), WIDTH)).unbind(1)

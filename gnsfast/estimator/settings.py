@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update under way is made of."""
+"""The settings of an estimator, and the state of an update under way."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +16,14 @@ Mark = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Settings:
-    """What stays the same over all updates."""
+    """The settings, which stay the same over all updates."""
 
     source: str
     loss_reduction: str
     grad_scaler: GradScaler | None
     group: "dist.ProcessGroup | None"
     stages: "dist.ProcessGroup | None"
-    optimizer: Any = None  # of which the metric is; None without one
+    optimizer: Any = None  # whose metric is measured; None without a metric
     groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class Settings:
         refuse(None, self.features())
 
     def features(self, documents: bool = False, schedule: bool = False) -> list[str]:
-        """What the table of ``combinations`` is asked for, also in one block."""
+        """The features of ``combinations`` in use; the arguments are those of a micro-batch."""
         asked = {
             DOCUMENTS: documents,
             METRIC: self.optimizer is not None,
@@ -44,7 +44,7 @@ class Settings:
         return [feature for feature, is_asked in asked.items() if is_asked]
 
     def check_block(self, tokens: Any, cu_seqlens: Any, groups: Any, schedule: Any) -> None:
-        """One clear error for what a micro-batch cannot be told together."""
+        """Raise for arguments of a micro-batch that do not go together."""
         if schedule is not None and self.local:
             raise ValueError("source='local' has no use for a schedule: use source='global'")
         refuse(None, self.features(cu_seqlens is not None, schedule is not None))
@@ -54,7 +54,7 @@ class Settings:
             raise ValueError(
                 "with cu_seqlens say tokens=..., the tokens of each document that the loss "
                 "counts (cu_seqlens.diff() - 1 for next-token losses, 0 for padding), or 1 for "
-                "each where it is a mean over documents"
+                "each if the loss is a mean over documents"
             )
 
     @property
@@ -64,7 +64,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class EndOfPass:
-    """The gradients as a backward pass left them: their versions, and the norm of a few."""
+    """The state of the gradients after a backward pass: ``mark`` of each, ``witness`` of a few."""
 
     marks: list[Mark]
     witness: Tensor | None
@@ -72,7 +72,7 @@ class EndOfPass:
 
 @dataclass
 class Pending:
-    """The micro-batches of the update under way."""
+    """Sums over the micro-batches of the update under way."""
 
     sums: Tensor
     calls: Tensor
@@ -86,7 +86,7 @@ class Pending:
 
 
 def ordered_names(names: Any) -> tuple[str, ...]:
-    """Names of groups: the same in the same order on all processes, so no set."""
+    """The names of groups as a tuple. A set is refused: all processes need the same order."""
     if isinstance(names, (str, set, frozenset)) or len(set(names)) < len(tuple(names)):
         raise ValueError(f"groups must be a list of different names, in one order, not {names!r}")
     return tuple(names)

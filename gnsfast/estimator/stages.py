@@ -16,7 +16,7 @@ Label = tuple[str, str]
 class Stages:
     """The units and probe rows of all pipeline stages, one stage after the other.
 
-    Names that two stages have (``0.weight``) get the stage's place in the group in front.
+    If two stages have the same name (``0.weight``), all names get a prefix, such as ``stage0``.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class Stages:
         self.units, self.labels = (list(chain(*(each[i] for each in found))) for i in (0, 1))
 
     def of_units(self, t: Tensor) -> Tensor:
-        """This stage's [..., K] among those of all stages, which are zero here."""
+        """This stage's [..., K], padded with zeros to the units of all stages."""
         return F.pad(t, (self._first, len(self.units) - self._first - t.shape[-1]))
 
     def of_rows(self, t: Tensor) -> Tensor:
-        """The same for [..., R], a number for each probe row."""
+        """This stage's [..., R], padded with zeros to the probe rows of all stages."""
         return F.pad(t, (self._row, len(self.labels) - self._row - t.shape[-1]))
 
     def own_rows(self, t: Tensor, count: int) -> Tensor:
-        """This stage's ``count`` numbers of [..., R] over all stages."""
+        """This stage's ``count`` of [..., R], the probe rows of all stages."""
         return t.narrow(-1, self._row, count)
 
 

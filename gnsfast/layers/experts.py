@@ -90,8 +90,8 @@ class Experts(BatchRows):
         used = self.config._experts_implementation
         if used not in IMPLEMENTATIONS:
             raise self._refuse(
-                "experts have norms only with experts_implementation "
-                f"{', '.join(map(repr, IMPLEMENTATIONS[1:]))}, not {used!r}"
+                f"experts have norms with {', '.join(map(repr, IMPLEMENTATIONS[1:]))} alone, not "
+                f"with experts_implementation={used!r}"
             )
         sharded = tensor_parallel(x_NH, *self._parameters.values())
         refuse(self.route, sharded, self._measured.name)

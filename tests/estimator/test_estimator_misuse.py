@@ -243,7 +243,7 @@ def test_graph_of_gradients_spoils_one_pass_alone() -> None:
 def test_update_inside_of_the_block() -> None:
     model = make()
     gns = gnsfast.GradientNoiseScale(model)
-    with pytest.raises(ObservationError, match=r"inside of a gns\.microbatch block"):
+    with pytest.raises(ObservationError, match=r"inside a gns\.microbatch block"):
         with gns.microbatch(N):
             model(torch.randn(N, I)).sum().backward()
             gns.update()

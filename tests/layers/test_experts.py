@@ -266,7 +266,9 @@ def test_load_balancing_loss() -> None:
 def test_other_kernels_are_refused() -> None:
     block = gnsfast.convert(make("mixtral", 2))
     block.experts.config._experts_implementation = "sonicmoe"
-    with pytest.raises(gnsfast.ObservationError, match="not of experts_implementation='sonicmoe'"):
+    with pytest.raises(
+        gnsfast.ObservationError, match="not with experts_implementation='sonicmoe'"
+    ):
         with gnsfast.per_sample_sqnorms(block, 3):
             loss(block, batch(3, 7))
 
