@@ -46,7 +46,7 @@ def grad_sqnorms(blocks: list[Block], processes: Processes, device: torch.device
 
 
 def refuse_divide_factor(model: nn.Module) -> None:
-    """Raise for FSDP2's ``set_gradient_divide_factor``: ``.grad`` is then not a mean over R ranks."""
+    """Raise if FSDP2's ``set_gradient_divide_factor`` gives ``.grad`` another factor than 1/R."""
     for path, group in parameter_groups(model):
         if getattr(group, "gradient_divide_factor", None) is not None:
             raise NotImplementedError(
