@@ -86,7 +86,8 @@ def refuse(layer: str | None, features: Iterable[str], module: str | None = None
     if why := reason(layer, features):
         if module is None:
             raise NotImplementedError(why)
-        remedy = REMEDIES.get(layer or "", f"Leave it out: convert(model, exclude=[{module!r}])")
+        leave_out = f"Leave the module out: convert(model, exclude=[{module!r}])"
+        remedy = REMEDIES.get(layer or "", leave_out)
         raise NotImplementedError(f"{module or 'the model'}: {why}. {remedy}.")
 
 

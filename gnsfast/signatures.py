@@ -59,7 +59,7 @@ def empty_rows(like: Tensor, rows: int, samples: int) -> Tensor:
 
 
 class LinearWgrad(NamedTuple):
-    """Of y = x Wᵀ + b: dW, db, the probe rows, and rows ``ids_BS`` of every sample's dW.
+    """Of y = x Wᵀ + b: dW, db, the probe rows, and with dW rows ``ids_BS`` of every sample's.
 
     Sample b's gradient is dy_bᵀ x_b. With ``starts`` [S + 1] the samples are segments of one list
     of rows: x is [N, I], dy is [N, O], and sample b owns rows ``starts[b]`` to ``starts[b + 1]``.
@@ -96,7 +96,8 @@ class LinearWgrad(NamedTuple):
         db = x.new_empty((*lead, O) if self.bias else (0,), dtype=self.dtype)
         measures = 1 + (self.constants_P2 is not None)
         rows = empty_rows(x, measures * (self.weight + self.bias), self.samples)
-        shape = (0,) if self.ids_BS is None else (*self.ids_BS.shape, I)
+        ids = self.ids_BS if self.weight else None
+        shape = (0,) if ids is None else (*ids.shape, I)
         return dw, db, rows, x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
 
 

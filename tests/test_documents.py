@@ -129,6 +129,21 @@ def test_chunked_cross_entropy(reduction: str) -> None:
         norms_of(Packed(tied=True), loss, batch, gnsfast.cu_seqlens(batch[1]))
 
 
+def test_a_tied_weight_with_empty_documents() -> None:
+    """The estimator fills up the number of documents with empty ones."""
+    model, batch = Packed(tied=True), draw()
+    lengths = [*LENGTHS[:2], 0, *LENGTHS[2:]]
+    truth = loop(model, packed_loss, batch, LENGTHS)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    with gnsfast.per_sample_sqnorms(
+        gnsfast.convert(model), len(lengths), cu_seqlens=starts
+    ) as norms:
+        packed_loss(model, batch).backward()
+    filled = [b for b, length in enumerate(lengths) if length]
+    assert_norms({n: norm[filled] for n, norm in norms.items()}, truth)
+    assert all(norm[2] == 0 for norm in norms.values())
+
+
 def test_compiled() -> None:
     model, batch = Packed(tied=False), draw()
     truth, starts = loop(model, packed_loss, batch, LENGTHS), gnsfast.cu_seqlens(batch[1])

@@ -23,7 +23,7 @@ def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
     check_dtypes("conv_wgrad", x, dy)
     (n, C), O = x.shape[:2], dy.shape[1]
     rows_a_sample = n // max(a.samples, 1)
-    dw = db = x.new_empty(0, dtype=a.dtype)
+    dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
     norms = []
     if a.weight:
         K = C // groups * math.prod(a.kernel)

@@ -42,7 +42,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if a.starts is not None:
         return _segments_wgrad(a, a.starts)
     x, dy = a.x_BTI, a.dy_BTO
-    dw = db = x.new_empty(0, dtype=a.dtype)
+    dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
     linked = x.new_empty(0, dtype=torch.float32)
     found = []
     if a.weight:
@@ -65,7 +65,7 @@ def _segments_wgrad(a: LinearWgrad, starts: Tensor) -> tuple[Tensor, Tensor, Ten
     """The same where samples are segments of one list of rows."""
     refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2, ids_BS=a.ids_BS)
     x, dy, E = a.x_BTI, a.dy_BTO, max(a.experts, 1)
-    dw = db = x.new_empty(0, dtype=a.dtype)
+    dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
     found = []
     if a.weight:
         left, right = (x, dy) if a.transposed else (dy, x)

@@ -18,7 +18,6 @@ from gnsfast.conversion.routes import (
 )
 from gnsfast.conversion.ties import link_ties
 from gnsfast.layers import (
-    Converted,
     DropIn,
     Experts,
     MultiheadAttention,
@@ -119,7 +118,8 @@ def convert(
         if name in excluded or _inside(name, excluded):
             reason = "excluded by convert"
         uncovered = dict.fromkeys(claims, reason) if reason else {}
-        module.gnsfast = Converted(claims, layout, uncovered)
+        facts = dict(claims=claims, layout=layout, uncovered=uncovered)
+        module.gnsfast = routes[name].gnsfast._replace(**facts)  # type: ignore[attr-defined]
     link_ties(named, claims_of)
     return model
 

@@ -119,7 +119,7 @@ def _row(
     if reasons:
         return CoverageRow(name, p.numel(), "", False, None, reasons[0])
     calls = [m.gnsfast.calls for m, _ in claims if m.gnsfast.calls is not None]
-    routes = " + ".join(dict.fromkeys(m.route for m, _ in claims))
+    routes = " + ".join(dict.fromkeys(m.gnsfast.route for m, _ in claims))
     measures = tuple(each for each in MEASURES if all(_measures(m, each) for m, _ in claims))
     observed = any(calls) if calls else None
     return CoverageRow(name, p.numel(), routes, True, observed, note, measures)
@@ -127,4 +127,4 @@ def _row(
 
 def _measures(module: DropIn, feature: str) -> bool:
     tied = [TIED] if module.gnsfast.tie is not None else []
-    return not combinations.reason(module.route, [feature, *tied])
+    return not combinations.reason(module.gnsfast.route, [feature, *tied])

@@ -79,22 +79,34 @@ class Plan(NamedTuple):
                 "block"
             )
         if tied or is_dtensor(weight) or not self.is_plain:
-            combinations.refuse(layer, self._features(is_dtensor(weight), tied), self.module)
+            features = self._features(layer, is_dtensor(weight), tied, probe.is_cuda)
+            combinations.refuse(layer, features, self.module)
+        metric = parameters if self.constants_P2 is not None else 0
+        if len(self.moments) != metric:
+            raise ValueError(
+                f"moments and constants_P2 go together, v, s and eps of each of the {parameters} "
+                f"trainable parameters; these are {len(self.moments)} moments"
+            )
+        if self.starts is not None and self.batch_dim != 0:
+            raise ValueError("documents (starts) lie one after the other: batch_dim must be 0")
+        if (self.experts and layer != "experts") or (self.transposed and layer not in FLAT):
+            raise ValueError(f"{layer} takes no experts, and no transposed weight")
         if self.members and sum(map(len, self.members)) != self.samples(probe):
             raise ValueError(
                 f"groups must hold each of the {self.samples(probe)} samples of the probe once, "
                 f"not {sum(map(len, self.members))} samples"
             )
 
-    def _features(self, tensor_parallel: bool, tied: bool) -> list[str]:
-        """The features of ``combinations`` that a call asks for."""
+    def _features(self, layer: str, tensor_parallel: bool, tied: bool, cuda: bool) -> list[str]:
+        """The features of ``combinations`` that a call of ``layer`` asks for."""
         asked = {
-            combinations.DOCUMENTS: self.starts is not None and not self.experts,
+            combinations.DOCUMENTS: self.starts is not None and layer != "experts",
             combinations.METRIC: self.constants_P2 is not None,
             combinations.GROUPS: bool(self.members),
             combinations.TIED: tied,
             combinations.TENSOR_PARALLEL: tensor_parallel,
             combinations.COMPILED: torch.compiler.is_compiling(),
+            combinations.CUDA: cuda,
         }
         return [feature for feature, is_asked in asked.items() if is_asked]
 
@@ -162,35 +174,46 @@ class Plan(NamedTuple):
         """Call the operator once for each group, on its samples, and add up the groups' gradients
         in the accumulation dtype. No product is computed twice.
         """
-        like, dtype, inputs, kinds = a[0], getattr(a, "dtype", None), *BY_SAMPLE[type(a)]
+        like, inputs, kinds = a[0], *BY_SAMPLE[type(a)]
         acc = accumulate_dtype(like.dtype)
+        dtype = getattr(a, "dtype", None)
         if dtype is not None:
             a = a._replace(dtype=acc)
-        own = ([t if t is None else t[index] for t in a[:inputs]] for index in self.members)
-        parts_of = [*zip(*(operator(type(a)(*some, *a[inputs:])) for some in own))]
-        sums = [
-            sum(parts[1:], parts[0].to(acc))
-            for parts, kind in zip(parts_of, kinds)
-            if kind == "sum"
-        ]
+        parts: list[list[Tensor]] = []
+        for index in self.members:
+            own = (t if t is None else t[index] for t in a[:inputs])
+            found = operator(type(a)(*own, *a[inputs:]))
+            if not parts:
+                dtypes = [dtype or t.dtype for t in found]
+                parts = [[t.to(acc) if kind == "sum" else t] for t, kind in zip(found, kinds)]
+                continue
+            for t, of_result, kind in zip(found, parts, kinds):
+                if kind == "sum":  # one at a time: a weight's gradient may be large
+                    of_result[0] += t
+                else:
+                    of_result.append(t)
+        sums = [of_result[0] for of_result, kind in zip(parts, kinds) if kind == "sum"]
         totals = [sqnorm(t) for t in compress(sums, wanted)]
-        next_sum = iter(sums)
-        found = []
-        for parts, kind in zip(parts_of, kinds):
+        whole: list[Tensor] = []
+        for of_result, kind, kept in zip(parts, kinds, dtypes):
             if kind == "sum":
-                found.append(next(next_sum).to(dtype or parts[0].dtype))
+                whole.append(of_result[0].to(kept))
             elif kind == "rows":
-                found.append(self._rows_of_groups(parts, len(like), totals))
-            elif parts[0].ndim == 1:  # not wanted
-                found.append(parts[0])
+                whole.append(self._rows_of_groups(of_result, len(like), totals))
             else:
-                whole = parts[0].new_empty(len(like), *parts[0].shape[1:])
-                for index, part in zip(self.members, parts):
-                    whole[index] = part
-                found.append(whole)
-        return tuple(found)
+                whole.append(self._in_order(of_result, len(like)))
+        return tuple(whole)
 
-    def _rows_of_groups(self, parts: tuple[Tensor, ...], B: int, totals: list[Tensor]) -> Tensor:
+    def _in_order(self, parts: list[Tensor], B: int) -> Tensor:
+        """The groups' samples in the order of the batch; an unwanted result stays empty."""
+        if parts[0].ndim == 1:
+            return parts[0]
+        whole = parts[0].new_empty(B, *parts[0].shape[1:])
+        for index, part in zip(self.members, parts):
+            whole[index] = part
+        return whole
+
+    def _rows_of_groups(self, parts: list[Tensor], B: int, totals: list[Tensor]) -> Tensor:
         """The probe rows of the whole batch, with a column for the sum of each group."""
         rows = parts[0].new_ones(len(parts[0]), B + 2 + len(parts))
         for g, (index, part) in enumerate(zip(self.members, parts)):
@@ -198,6 +221,9 @@ class Plan(NamedTuple):
         rows[:, B] = torch.stack(totals)
         return rows
 
+
+FLAT = ("linear", "experts")
+"""Layers whose weight may be stored transposed."""
 
 PLAIN = Plan()
 """Samples lie along dimension 0, and only their norms are measured."""

@@ -24,8 +24,7 @@ class SinkAttention(DropIn):
     tensor; so is a call that asks for attention weights.
     """
 
-    route = "attention"
-    gnsfast = Converted(claims=("sinks",))
+    gnsfast = Converted("attention", ("sinks",))
     sinks: Tensor
     config: Any
 

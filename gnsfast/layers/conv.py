@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gnsfast import functional
-from gnsfast.layers.drop_in import DropIn
+from gnsfast.layers.drop_in import Converted, DropIn
 
 
 class _Conv(DropIn):
     """Both convolutions; their forward in ``torch.nn`` calls ``_conv_forward``."""
 
-    route = "conv"
+    gnsfast = Converted("conv")
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: Any
@@ -27,7 +27,7 @@ class _Conv(DropIn):
             return y
         if unbatched := input.ndim == weight.ndim - 1:
             input = input[None]
-        plan = self._plan(input, features=input.ndim - 1)
+        plan = self._plan_for(input, features=input.ndim - 1)
         input, padding = self._pad(input)
         y = functional.conv(
             input,

@@ -28,11 +28,13 @@ class SampleLayout(NamedTuple):
 class Converted(NamedTuple):
     """What ``convert`` has decided about a module, and what later passes have found.
 
+    ``route`` is the layer's name in ``combinations.LAYERS``, which every drop-in class sets.
     ``claims`` are the parameters that the module answers for; ``uncovered`` says why some of them
     have no norms. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
     were compared with what arrived at the parameters.
     """
 
+    route: str = ""
     claims: tuple[str, ...] = ("weight", "bias")
     layout: SampleLayout = SampleLayout()
     uncovered: dict[str, str] = {}
@@ -75,7 +77,6 @@ class DropIn(nn.Module):
     is two attributes, so as not to clash with those of a user's class.
     """
 
-    route = ""
     gnsfast = Converted()
     _opened: Opened | None = None
 
@@ -99,6 +100,8 @@ class DropIn(nn.Module):
     def open_probe(self, opened: Opened) -> None:
         """Let the next forward pass fill the probe."""
         self._opened = opened
+        # An instance's own: a compiled graph must not depend on whether a pass has set it.
+        self.__dict__.setdefault("gnsfast", self.gnsfast)
         if self.gnsfast.tie is not None:
             self.gnsfast.tie.reset()
 
@@ -123,12 +126,14 @@ class DropIn(nn.Module):
         """What this forward pass measures; None without a probe or without grad mode."""
         return self._opened if torch.is_grad_enabled() else None
 
-    def _plan(self, x: Tensor, features: int, transposed: bool = False) -> Plan:
+    def _plan_for(self, x: Tensor, features: int, transposed: bool = False) -> Plan:
         """The plan for ``x``, whose last ``features`` dimensions hold no samples."""
         opened = self._measured
         starts = None if opened.documents is None else self._starts(x, features)
         side = opened.members, opened.moments, opened.constants_P2
-        return Plan(self._batch_dim(x, features), transposed, starts, 0, *side, opened.name)
+        # A name in the graph would make layers that are alike compile one graph each.
+        name = None if torch.compiler.is_compiling() else opened.name
+        return Plan(self._batch_dim(x, features), transposed, starts, 0, *side, name)
 
     def _starts(self, x: Tensor, features: int) -> Tensor:
         """Where documents begin in the rows of ``x``. With dimensions after those of the tokens

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast import functional
-from gnsfast.layers.drop_in import DropIn
+from gnsfast.layers.drop_in import Converted, DropIn
 from gnsfast.tensors import is_dtensor
 
 
@@ -23,7 +23,7 @@ class Embedding(DropIn, nn.Embedding):
     tensor([12.,  6.])
     """
 
-    route = "embedding"
+    gnsfast = Converted("embedding")
 
     def forward(self, input: Tensor) -> Tensor:
         if (opened := self._measuring()) is None:
@@ -51,7 +51,7 @@ class Embedding(DropIn, nn.Embedding):
             input,
             self.weight,
             opened.probe,
-            self._plan(input, features=0),
+            self._plan_for(input, features=0),
             () if tie is None else tie.uses,
             padding_idx=self.padding_idx,
             tied=tie is not None,

@@ -17,6 +17,7 @@ from gnsfast import functional
 from gnsfast.combinations import refuse, tensor_parallel
 from gnsfast.functional import autocast_dtype
 from gnsfast.layers.batch_rows import BatchRows
+from gnsfast.layers.drop_in import Converted
 from gnsfast.layers.router import owns_router
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
@@ -32,7 +33,7 @@ class Experts(BatchRows):
     ``config.output_router_logits`` asks for it, but not seen if the caller does by keyword.
     """
 
-    route = "experts"
+    gnsfast = Converted("experts")
     config: Any
     has_gate: bool
     is_transposed: bool
@@ -94,7 +95,7 @@ class Experts(BatchRows):
                 f"with experts_implementation={used!r}"
             )
         sharded = tensor_parallel(x_NH, *self._parameters.values())
-        refuse(self.route, sharded, self._measured.name)
+        refuse(self.gnsfast.route, sharded, self._measured.name)
         if getattr(self.config, "output_router_logits", False) and getattr(
             self.config, "router_aux_loss_coef", 0.0
         ):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gnsfast import functional
 from gnsfast.functional import Plan
-from gnsfast.layers.drop_in import DropIn, Opened
+from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import is_dtensor
 
 
@@ -23,12 +23,12 @@ class Linear(DropIn, nn.Linear):
     torch.Size([3])
     """
 
-    route = "linear"
+    gnsfast = Converted("linear")
 
     def forward(self, input: Tensor) -> Tensor:
         if (opened := self._measuring()) is None:
             return super().forward(input)
-        plan = self._plan(input, features=1)
+        plan = self._plan_for(input, features=1)
         return functional.linear(
             input, self.weight, self.bias, opened.probe, plan, self._links(opened)
         )
@@ -71,7 +71,7 @@ class Linear(DropIn, nn.Linear):
         plan = Plan(batch_dim=self.gnsfast.layout.batch_dim)
         options |= dict(bias=self.bias, plan=plan)
         if opened is not None:
-            plan = self._plan(input, features=1)
+            plan = self._plan_for(input, features=1)
             options |= dict(plan=plan, probe=opened.probe, links=self._links(opened))
         return functional.linear_cross_entropy(input, self.weight, labels, **options)
 
@@ -79,7 +79,7 @@ class Linear(DropIn, nn.Linear):
 class OutProjection(Linear):
     """The output projection of an attention layer, whose forward uses its parameters directly."""
 
-    route = "out_projection"
+    gnsfast = Converted("out_projection")
 
 
 class TransposedLinear(DropIn):
@@ -87,7 +87,7 @@ class TransposedLinear(DropIn):
     out_features].
     """
 
-    route = "linear"
+    gnsfast = Converted("linear")
     weight: Tensor
     bias: Tensor
 
@@ -95,5 +95,5 @@ class TransposedLinear(DropIn):
         if (opened := self._measuring()) is None:
             y: Tensor = super().forward(x)
             return y
-        plan = self._plan(x, features=1, transposed=True)
+        plan = self._plan_for(x, features=1, transposed=True)
         return functional.linear(x, self.weight, self.bias, opened.probe, plan)

@@ -38,8 +38,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
     ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']
     """
 
-    route = "in_projection"
-    gnsfast = Converted(claims=ATTENTION)
+    gnsfast = Converted("in_projection", ATTENTION)
     out_proj: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -134,7 +133,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         asked = [*tensor_parallel(query, self.out_proj.weight)]
         if opened.documents is not None:
             asked.append(DOCUMENTS)
-        refuse(module.route, asked, name)
+        refuse(module.gnsfast.route, asked, name)
         if not batched:
             if B != 1:
                 raise module._shape_error(query, "it has no batch dimension.")

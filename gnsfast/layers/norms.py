@@ -4,7 +4,7 @@
 from torch import Tensor, nn
 
 from gnsfast import functional
-from gnsfast.layers.drop_in import DropIn
+from gnsfast.layers.drop_in import Converted, DropIn
 
 
 class LayerNorm(DropIn, nn.LayerNorm):
@@ -17,13 +17,13 @@ class LayerNorm(DropIn, nn.LayerNorm):
     tensor([245., 245., 245.])
     """
 
-    route = "layer_norm"
+    gnsfast = Converted("layer_norm")
 
     def forward(self, input: Tensor) -> Tensor:
         if (opened := self._measuring()) is None:
             return super().forward(input)
         shape = self.normalized_shape
-        plan = self._plan(input, features=len(shape))
+        plan = self._plan_for(input, features=len(shape))
         return functional.layer_norm(
             input, shape, self.weight, self.bias, opened.probe, plan, eps=self.eps
         )
@@ -39,19 +39,19 @@ class RMSNorm(DropIn, nn.RMSNorm):
     torch.Size([3])
     """
 
-    route = "rms_norm"
+    gnsfast = Converted("rms_norm")
 
     def forward(self, x: Tensor) -> Tensor:
         if (opened := self._measuring()) is None:
             return super().forward(x)
-        plan = self._plan(x, features=len(self.normalized_shape))
+        plan = self._plan_for(x, features=len(self.normalized_shape))
         return functional.rms_norm(x, self.weight, opened.probe, plan, eps=self.eps)
 
 
 class _ForeignRMSNorm(DropIn):
     """Drop-in for models' own RMS norms; ``variant`` is that of ``functional.rms_norm``."""
 
-    route = "rms_norm"
+    gnsfast = Converted("rms_norm")
     variant = ""
     weight: Tensor
     eps: float
@@ -65,7 +65,7 @@ class _ForeignRMSNorm(DropIn):
             hidden_states,
             self.weight,
             opened.probe,
-            self._plan(hidden_states, features=1),
+            self._plan_for(hidden_states, features=1),
             eps=self.eps if eps is None else eps,
             variant=self.variant,
         )

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from gnsfast import reference
 from gnsfast.combinations import refuse, tensor_parallel
 from gnsfast.errors import ObservationError
-from gnsfast.layers.drop_in import DropIn, Opened
+from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import accumulate_dtype
 
 _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
@@ -30,7 +30,7 @@ _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, typ
 class Replayed(DropIn):
     """Drop-in for a module without a kernel: backward replays its forward for each sample."""
 
-    route = "replay"
+    gnsfast = Converted("replay")
 
     def open_probe(self, opened: Opened) -> None:
         super().open_probe(opened)
@@ -44,7 +44,9 @@ class Replayed(DropIn):
 
     def _watch(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         opened = self._measured
-        refuse(self.route, tensor_parallel(*self.claimed_parameters().values()), opened.name)
+        refuse(
+            self.gnsfast.route, tensor_parallel(*self.claimed_parameters().values()), opened.name
+        )
         leaves, spec = pytree.tree_flatten(output)
         inputs = pytree.tree_leaves((args, kwargs))
         if odd := [type(a).__name__ for a in inputs if not isinstance(a, _PLAIN)]:

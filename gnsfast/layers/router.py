@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from gnsfast import functional
 from gnsfast.combinations import refuse, tensor_parallel
 from gnsfast.layers.batch_rows import BatchRows
+from gnsfast.layers.drop_in import Converted
 
 
 class Router(BatchRows):
@@ -18,14 +19,14 @@ class Router(BatchRows):
     ``functional.linear``, and the rest of its code runs unchanged.
     """
 
-    route = "router"
+    gnsfast = Converted("router")
     weight: Tensor
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._measuring() is None:
             return super().forward(hidden_states, *args, **kwargs)
         sharded = tensor_parallel(self.weight, hidden_states)
-        refuse(self.route, sharded, self._measured.name)
+        refuse(self.gnsfast.route, sharded, self._measured.name)
         interleaved = self._interleaved()
         if hidden_states.ndim == 2:
             self._sample_of(hidden_states)

@@ -23,7 +23,7 @@ def may_repeat(module: DropIn) -> bool:
     """Whether a module may be called several times: links make any number of uses of a tied
     embedding exact.
     """
-    return module.gnsfast.tie is not None and module.route == "embedding"
+    return module.gnsfast.tie is not None and module.gnsfast.route == "embedding"
 
 
 def explain_calls(path: str, module: DropIn, calls: float) -> str:
@@ -31,7 +31,7 @@ def explain_calls(path: str, module: DropIn, calls: float) -> str:
     gave other outputs, or an index whose samples are not clear.
     """
     where = f"{path or 'the model'} ({type(module).__name__})"
-    if calls != calls and module.route == "embedding":
+    if calls != calls and module.gnsfast.route == "embedding":
         return (
             f"{where}: its index has no batch dimension. A row [1, T] is taken for positions that "
             "all samples share, a bare [B] for one index a sample. Here that is not clear: an "

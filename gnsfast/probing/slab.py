@@ -108,7 +108,7 @@ class ProbeSlab:
         K = len(self.units)
         last = {NOBODY: K, METRIC: K + 1}
         return {
-            device: torch.tensor([last.get(o, o) for o in owners], device=device)
+            device: torch.tensor([last.get(o, o) for o in owners]).to(device, non_blocking=True)
             for device, owners in self._owners.items()
         }
 
@@ -116,8 +116,8 @@ class ProbeSlab:
     def _plain(self) -> dict[torch.device, Tensor]:
         """The rows that are not under a metric, in the order of ``labels``."""
         return {
-            device: torch.tensor(
-                [row for row, o in enumerate(owners) if o != METRIC], device=device
+            device: torch.tensor([row for row, o in enumerate(owners) if o != METRIC]).to(
+                device, non_blocking=True
             )
             for device, owners in self._owners.items()
         }
@@ -129,7 +129,9 @@ class ProbeSlab:
         for path in self.sides.groups:
             device, first, count = self._spans[path]
             rows.setdefault(device, []).extend(range(first, first + count))
-        return {device: torch.tensor(own, device=device) for device, own in rows.items()}
+        return {
+            device: torch.tensor(own).to(device, non_blocking=True) for device, own in rows.items()
+        }
 
     def _refuse_untied(self) -> None:
         for name, rows in self.rows.items():
@@ -157,7 +159,9 @@ class ProbeSlab:
         taking = {
             path
             for path, m in self.modules.items()
-            if not reason(m.route, [feature, *([TIED] if m.gnsfast.tie is not None else [])])
+            if not reason(
+                m.gnsfast.route, [feature, *([TIED] if m.gnsfast.tie is not None else [])]
+            )
             and not m.gnsfast.uncovered.keys() & m.probed_parameters().keys()
         }
         while True:
@@ -283,9 +287,9 @@ class ProbeSlab:
 
     def _refuse_documents(self) -> None:
         for path, module in self.modules.items():
-            more = [TIED] if module.gnsfast.tie is not None else []
+            more = _tied(module)
             more += [CUDA] if self._spans[path][0].type != "cpu" else []
-            refuse(module.route, [DOCUMENTS, *more], path)
+            refuse(module.gnsfast.route, [DOCUMENTS, *more], path)
 
     def close(self) -> None:
         """Make all modules plain torch modules again."""
@@ -295,6 +299,10 @@ class ProbeSlab:
 
 NOBODY, METRIC = -1, -2
 """Owners of rows without a unit: those of uncovered parameters, and those under a metric."""
+
+
+def _tied(module: DropIn) -> list[str]:
+    return [] if module.gnsfast.tie is None else [TIED]
 
 
 def _covered(module: nn.Module) -> bool:

@@ -42,7 +42,7 @@ def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
     rows_a_sample = n // max(a.samples, 1)
     acc = accumulate_dtype(x.dtype)
     dw_GOK = x.new_zeros((groups, O // groups, C // groups * math.prod(a.kernel)), dtype=acc)
-    dw = db = x.new_empty(0, dtype=a.dtype)
+    dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
     parts, norms = [], []
     if a.weight:
         for b in range(a.samples):

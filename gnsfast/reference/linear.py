@@ -13,12 +13,10 @@ from gnsfast.tensors import accumulate_dtype
 
 def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``LinearWgrad``."""
-    x, dy = a.x_BTI, a.dy_BTO
+    x, dy, norms = a.x_BTI, a.dy_BTO, []
     if a.starts is not None:
         refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2)
-    dw = db = x.new_empty(0, dtype=a.dtype)
-    linked = x.new_empty(0, dtype=accumulate_dtype(x.dtype))
-    norms: list[Tensor] = []
+    # What is not wanted is an empty tensor of its own: results of an operator share no memory.
     if a.weight:
         left, right = (x, dy) if a.transposed else (dy, x)
         metric = metric_of(a.moments, a.constants_P2, 0)
@@ -27,6 +25,8 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         else:
             dw, norms_MB = segments.outer_wgrad(right, left, a.starts, a.experts, a.dtype)
         norms.append(norms_MB)
+    else:
+        dw = x.new_empty(0, dtype=a.dtype)
     if a.bias:
         metric = metric_of(a.moments, a.constants_P2, -1)
         if a.starts is None:
@@ -35,9 +35,14 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         else:
             db, norms_MB = segments.bias_wgrad(dy, a.starts, a.experts, a.dtype)
         norms.append(norms_MB)
-    if a.ids_BS is not None:
-        rows_of = tied_rows if a.starts is None else segments.tied_rows
-        linked = rows_of(x, dy, a.ids_BS, *([] if a.starts is None else [a.starts]))
+    else:
+        db = x.new_empty(0, dtype=a.dtype)
+    if a.ids_BS is None or not a.weight:
+        linked = x.new_empty(0, dtype=accumulate_dtype(x.dtype))
+    elif a.starts is None:
+        linked = tied_rows(x, dy, a.ids_BS)
+    else:
+        linked = segments.tied_rows(x, dy, a.ids_BS, a.starts)
     return dw, db, probe_rows(norms, a.samples, x), linked
 
 

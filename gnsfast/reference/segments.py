@@ -76,7 +76,7 @@ def tied_rows(x_NI: Tensor, dy_NO: Tensor, ids_1S: Tensor, starts: Tensor) -> Te
         ids_KT = ids_KN[:, of_document]
         dy_TS = dy_NO[of_document].index_select(1, ids_KT.flatten()).to(acc)
         rows_SI = dy_TS.T @ x_NI[of_document].to(acc)
-        rows_KNI[:, of_document] = rows_SI.view(*ids_KT.shape, -1)
+        rows_KNI[:, of_document] = rows_SI.view(*ids_KT.shape, x_NI.shape[1])
     return rows_KNI.flatten(0, 1)[None]
 
 

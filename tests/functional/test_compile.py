@@ -216,6 +216,19 @@ def test_checkpointing_compiled() -> None:
     assert_norms(norms, loop_sqnorms(model, loss_of, batch, B))
 
 
+def test_blocks_that_are_alike_share_a_graph() -> None:
+    """Compiled one by one they would exceed torch's limit of 8 graphs, were a name in each."""
+    counter = CompileCounterWithBackend("eager")
+    blocks = [nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.RMSNorm(4)) for _ in range(10)]
+    model = gnsfast.convert(nn.Sequential(*blocks))
+    for block in model:
+        block.compile(backend=counter)
+    for _ in range(2):
+        with gnsfast.per_sample_sqnorms(model, B):
+            model(torch.randn(B, 5, 4)).sum().backward()
+    assert counter.frame_count <= 4  # the first block has an input without a gradient
+
+
 def test_checkpointed_head_without_its_embedding_is_refused() -> None:
     model = gnsfast.convert(GPT(True, "last"))
     with pytest.raises((gnsfast.ObservationError, CheckpointError), match="head"):
