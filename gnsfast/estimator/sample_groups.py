@@ -66,8 +66,8 @@ class GroupMeasure:
         """
         if (of_samples is None) != (not self.names):
             raise ValueError(
-                "groups need two arguments: GradientNoiseScale(groups=[...]), their names, and "
-                "gns.microbatch(n, groups=...), one for each sample. Give both or neither"
+                "groups need two arguments, GradientNoiseScale(groups=[...]), their names, and "
+                "gns.microbatch(n, groups=...), one for each sample: give both or neither"
             )
         self._members = []
         if of_samples is None:
