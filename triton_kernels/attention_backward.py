@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with learned parameters, backward: the gradients of sinks, logit scales and gains fall
-off tiles that are in registers, for each sample. ``attention_tiles.py`` has the formulas.
+"""Attention with learned parameters, backward. Each sample's gradients of sinks, logit scales and
+gains come from tiles that are in registers anyway. ``attention_tiles.py`` has the formulas.
 
-A program of the first kernel takes a block of queries, one of the second a block of keys with the
-query heads that share it: nothing is added by two programs, so two runs give the same bits.
+A program of the first kernel takes a block of queries. One of the second takes a block of keys, and
+all query heads that share it. No two programs add to the same number, so two runs give the same
+bits.
 """
 
 import torch
@@ -46,7 +47,7 @@ def attention_queries_kernel(
     k_gain_ptr,
     mask_ptr,
     starts_ptr,
-    dsinks_ptr,  # [B, H, blocks] float32 partial sums, each absent where its parameter is
+    dsinks_ptr,  # [B, H, blocks] float32 partial sums; None without the parameter, as the next two
     dlogit_scale_ptr,
     dq_gain_ptr,  # [B, H, blocks, D]
     T,
@@ -131,7 +132,7 @@ def attention_queries_kernel(
         sink = tl.load(sinks_ptr + h).to(tl.float32)
         tl.store(dsinks_ptr + part, -tl.sum(exp(sink - highest) * inverse * delta))
     if dq_gain_ptr is not None:
-        plain = load_rows(q_at, offs_m, offs_d, q_stride_t, T, D)  # kept, it would cost registers
+        plain = load_rows(q_at, offs_m, offs_d, q_stride_t, T, D)  # again, to save registers
         sums = tl.sum(dq * plain.to(tl.float32), 0)
         tl.store(dq_gain_ptr + part * D + offs_d, sums, mask=offs_d < D)
     if q_gain_ptr is not None:
@@ -214,7 +215,7 @@ def attention_keys_kernel(
     if WINDOW:
         end = min(T, start + BLOCK_N - 1 + window)
     end = tl.where(start < S, end, 0)
-    # A head's factor beside the largest of the group: ds times 100 would leave float16.
+    # Heads of a group are scaled relative to the largest: ds times 100 would overflow float16.
     largest = 1.0
     if logit_scale_ptr is not None:
         for g in range(group):
@@ -271,7 +272,7 @@ def attention_backward(
     pattern: Pattern,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """dq, dk, dv, and of each wanted parameter the gradient [rows or documents, H or D]."""
+    """dq, dk, dv, and the gradient of each wanted parameter [rows or documents, H or D]."""
     (B, H, T, D), (K, S) = q_BHTD.shape, k_BKSD.shape[1:3]
     programs = pattern.programs(B)
     options = config(p, pattern, q_BHTD)

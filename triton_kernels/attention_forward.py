@@ -35,12 +35,12 @@ def attention_forward_kernel(
     o_ptr,
     highest_ptr,  # [B, H, T] float32: m, and 1 / l
     inverse_ptr,
-    sinks_ptr,  # parameters that are absent are None
+    sinks_ptr,  # this and the next three: None without the parameter
     logit_scale_ptr,
     q_gain_ptr,
     k_gain_ptr,
     mask_ptr,
-    starts_ptr,  # where documents begin, [documents + 1]
+    starts_ptr,  # [documents + 1]: where documents begin
     T,
     S,
     H,
@@ -110,7 +110,7 @@ def attention_forward_kernel(
         total = total * shrink + exp(sink - base)
         acc *= shrink[:, None]
         highest = higher
-    # A query that sees nothing has an output of zero, as in torch, and no weights in backward.
+    # A query that sees no key has an output of zero, as in torch, and no weights in backward.
     nothing = total == 0.0
     inverse = tl.where(nothing, 0.0, 1.0 / tl.where(nothing, 1.0, total))
     acc *= inverse[:, None]
@@ -127,8 +127,8 @@ def attention_forward_kernel(
 def attention_forward(
     q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, p: Parameters, pattern: Pattern
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o [B, H, T, D], and the highest logit and the inverse sum, [B, H, T] float32; zero for tokens
-    of no document.
+    """o [B, H, T, D], and the highest logit and the inverse sum, [B, H, T] float32. All are zero
+    for tokens outside the documents.
     """
     check_dtypes("attention", q_BHTD, k_BKSD, v_BKSD)
     (B, H, T, D), (K, S) = q_BHTD.shape, k_BKSD.shape[1:3]

@@ -24,8 +24,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def place(blocks, LAST_FIRST: tl.constexpr):
-    """The program's block and its sample; under causality the last block of queries has most to do
-    and goes first. One axis of the grid, as the others end at 65535.
+    """The program's block and its sample. Under causality the last block of queries has the most
+    work and goes first. Both share one axis of the grid, as the other axes end at 65535.
     """
     block = tl.program_id(0) % blocks
     if LAST_FIRST:
@@ -35,7 +35,7 @@ def place(blocks, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def sample_of(starts_ptr, b, T, S):
-    """Of sample ``b``: its row of the batch, its first token, its queries and keys."""
+    """Sample ``b``: its row of the batch, its first token, its number of queries and of keys."""
     row, first = b.to(tl.int64), b.to(tl.int64) * 0
     if starts_ptr is not None:
         end = min(tl.load(starts_ptr + b + 1), T)
@@ -47,7 +47,7 @@ def sample_of(starts_ptr, b, T, S):
 
 @triton.jit
 def load_rows(at, offs, offs_d, stride, rows, D: tl.constexpr):
-    """Rows ``offs`` of a matrix [rows, D]; what lies outside is zero."""
+    """Rows ``offs`` of a matrix [rows, D]; zero outside it."""
     mask = (offs < rows)[:, None] & (offs_d < D)[None, :]
     return tl.load(at + offs.to(tl.int64)[:, None] * stride + offs_d[None, :], mask=mask, other=0.0)
 
@@ -93,7 +93,7 @@ def allowed(t, s, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 def logits(
     left, right, factor, mask_at, t, s, mask_stride_t, mask_stride_s, seen, PRECISION: tl.constexpr
 ):
-    """The scaled products of two blocks of rows with the mask added; -inf where nothing is seen."""
+    """The scaled products of two blocks of rows, with the mask added; -inf if not ``seen``."""
     zeros = tl.zeros((left.shape[0], right.shape[0]), tl.float32)
     out = dot(left, right.T, zeros, PRECISION) * factor
     if mask_at is not None:
@@ -104,7 +104,7 @@ def logits(
 
 @triton.jit
 def exp(x):
-    """What is subtracted from a logit comes first: of a mask of -3e38 base 2 would make -inf."""
+    """e^x. Subtract from a logit before: a mask of -3e38 times log2(e) would already be -inf."""
     return tl.exp2(x * LOG2E)
 
 
@@ -113,7 +113,7 @@ def key_range(
     start, T, S, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The keys that a block of queries sees some of, from a multiple of ``BLOCK_N``."""
+    """The range of keys that a block of queries sees; it begins at a multiple of ``BLOCK_N``."""
     first, last = 0, S
     if CAUSAL:
         last = min(S, start + BLOCK_M)
@@ -125,7 +125,7 @@ def key_range(
 
 
 def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, int]]:
-    """Blocks and warps of each kernel, by name."""
+    """Block sizes and warps of each kernel, by its name."""
     loaded = pattern.mask is not None or p.q_gain_D is not None or p.k_gain_D is not None
     check_head_dim(q)
     block_d = max(16, triton.next_power_of_2(q.shape[3]))
@@ -143,8 +143,9 @@ def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, in
 
 
 # By head dim: (queries, keys, warps, stages) of forward, of the queries' gradient, of the keys'.
-# None spills on sm_80, 90 or 100 where strides are multiples of 16 elements, but one: the queries'
-# gradient in float32 with heads of more than 128. A thread multiplies whole rows there, 2 x 256.
+# With strides that are multiples of 16 elements none spills on sm_80, 90 or 100, but for the
+# queries' gradient in float32 with heads of more than 128. There a thread multiplies whole rows,
+# 2 x 256.
 HALF = {
     64: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 64, 8, 2)),
     128: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of the linear kernel: the fixed one, the named few that tuning chooses from, and how tiles
-are split over the device.
+"""The tiles of the linear kernel: a fixed one, a few that tuning chooses from, and how tiles are
+split over the device.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import triton
 from gnsfast.triton_kernels.tiles import INTERPRETED, tf32_allowed
 
 GROUP_O = 8
-"""Rows of tiles that go together: eight of 128 are 2 MiB of dy per 1024 tokens in bfloat16."""
+"""Rows of tiles that run together: eight of 128 are 2 MiB of dy per 1024 tokens in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Config:
     resident: int = 1  # programs that a multiprocessor holds, by their registers
 
     def options(self) -> dict[str, int]:
-        """What a kernel of such tiles is launched with."""
+        """The options that a kernel is launched with."""
         return {
             "BLOCK_O": self.block_o,
             "BLOCK_I": self.block_i,
@@ -43,10 +43,10 @@ class Config:
         )
 
 
-# Two float32 accumulators of 128 x 128 are half of the registers of eight warps; 128 x 256 spills.
-# Under a metric √P is a third tile in registers, and the rows of a tied head take pointers of
-# their own. No tile here spills a register as it is launched, on sm_80 to sm_100, by Triton 3.6
-# and 3.7; tests/triton_kernels/test_triton_compile.py compiles them all and prints the table.
+# Two float32 accumulators of 128 x 128 fill half of the registers of eight warps; 128 x 256 spills.
+# Under a metric √P is a third tile in registers, and the rows of a tied head need their own
+# pointers. With these options no tile here spills a register on sm_80 to sm_100, by Triton 3.6 and
+# 3.7; tests/triton_kernels/test_triton_compile.py compiles them all and prints the table.
 HALF = (
     Config(128, 128, 64, 8, 3),
     Config(128, 128, 64, 8, 4),
@@ -89,8 +89,8 @@ CANDIDATES = {
         "float32": (Config(32, 64, 32, 8, 2),),
     },
 }
-"""What is measured beside dW -> how blocks are multiplied -> the tiles that tuning chooses from, of
-which the first is the fixed one."""
+"""What is measured beside dW -> how blocks are multiplied -> the tiles that tuning chooses from.
+The first is the fixed one."""
 
 
 def candidates(
@@ -105,7 +105,7 @@ def candidates(
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of the device; of the interpreter a few, so that a program has several tiles there too."""
+    """How many the device has. The interpreter has 3, so that a program has several tiles there."""
     if INTERPRETED:
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions: their patches, and the linear layer's kernels."""
+"""Convolutions, by the linear layer's kernels on their patches."""
 
 import math
 
@@ -13,8 +13,8 @@ from gnsfast.triton_kernels.sqnorms import row_sqnorms, sums_wgrad, with_sum
 from gnsfast.triton_kernels.tiles import check_dtypes
 
 PATCHES = 1 << 26
-"""Elements of a convolution's patches, and of its samples' gradients, in memory at a time: 128 MiB
-in bfloat16."""
+"""The most elements in memory at a time of a convolution's patches, and of its samples' gradients:
+128 MiB in bfloat16."""
 
 
 def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,11 +50,11 @@ def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _add_groups(cols_BTGK: Tensor, dy_BTO: Tensor, dw_GOK: Tensor) -> Tensor:
-    """Add the samples' gradients into ``dw_GOK``; their squared norms [B], over all groups."""
+    """Add the samples' gradients to ``dw_GOK``. Returns their squared norms [B] over all groups."""
     (B, T, G, K), O = cols_BTGK.shape, dy_BTO.shape[2] // dw_GOK.shape[0]
     if G == 1 and B * T * K * O:
         return fused_wgrad(cols_BTGK[:, :, 0], dy_BTO, dw_GOK[0], add=True)[0, :-1]
-    # Small products, one for each group: all samples' gradients by one batched product.
+    # The products of groups are small: one batched product makes all samples' gradients.
     dy_BGOT = dy_BTO.unflatten(2, (G, O)).permute(0, 2, 3, 1).flatten(0, 1)
     cols_BGTK = cols_BTGK.transpose(1, 2).flatten(0, 1)
     g_BGOK = torch.bmm(dy_BGOT.float(), cols_BGTK.float()).reshape(B, G, O, K)

@@ -3,9 +3,10 @@
 
 Legend: B samples, T tokens of a sample, D model width, V vocabulary; N = B T tokens.
 
-Tokens are sorted by (id, sample): the rows of one id are a run, and inside of it the rows of one
-sample are a segment. A sample's squared norm is the sum over its segments of ‖Σ dy‖²; a row of dW
-is the sum over a run. One program takes the head of each segment or run, the others leave at once.
+Tokens are sorted by (id, sample). The rows of one id are a run, and in it the rows of one sample
+are a segment. A sample's squared norm is the sum of ‖Σ dy‖² over its segments; a row of dW is the
+sum over a run. There is a program for each token: that of the first token of a segment or run sums
+it, and the others return at once.
 """
 
 from typing import Any
@@ -19,15 +20,15 @@ from gnsfast.triton_kernels.tiles import most_registers, root_metric
 
 
 def config(D: int) -> dict[str, Any]:
-    """Most runs are a few rows, and most programs leave at once: few, wide programs."""
+    """Few and wide programs: most runs have a few rows, and most programs return at once."""
     block_d = min(512, max(16, triton.next_power_of_2(D)))
-    most = most_registers(4) if D % 16 else None  # else it spills 16 bytes there
+    most = most_registers(4) if D % 16 else None  # unaligned rows would spill 16 bytes
     return {"BLOCK_R": 8, "BLOCK_D": block_d, "num_warps": 4, "maxnreg": most}
 
 
 @triton.jit
 def run_sum(dy_ptr, order_ptr, key_ptr, first, key, N, D, offs_d, BLOCK_R: tl.constexpr):
-    """The sum of the rows of dy from sorted position ``first`` on, as long as the key stays."""
+    """The sum of the rows of dy from sorted position ``first`` on, while their key is ``key``."""
     total = tl.zeros((offs_d.shape[0],), tl.float32)
     position = first
     going = True
@@ -46,12 +47,12 @@ def run_sum(dy_ptr, order_ptr, key_ptr, first, key, N, D, offs_d, BLOCK_R: tl.co
     return total
 
 
-@triton.jit(do_not_specialize=["N"])  # of one token it would be a Python integer, without .to()
+@triton.jit(do_not_specialize=["N"])  # specialized, N = 1 would be a Python int, without .to()
 def segment_sqnorms_kernel(
     dy_ptr,  # [N, D]
     order_ptr,  # [N] int64: the token at each sorted position
     key_ptr,  # [N] int64, sorted: id * B + sample
-    partial_ptr,  # [N, D blocks] float32 zeros: at the token of a segment's head
+    partial_ptr,  # [N, D blocks] float32 zeros; a segment's number is at its first token
     v_ptr,  # [V, D] second moments, where METRIC; partial_ptr is then [2, N, D blocks]
     constants_ptr,  # [2] float64, where METRIC
     N,
@@ -118,8 +119,8 @@ def embedding_wgrad(
     dtype: torch.dtype,
     metric: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dW [V, D] and the squared norms [B + 1] of the samples and of their sum; with a ``metric``
-    (contiguous second moments [V, D] and their constants) [2, B + 1], those under it last.
+    """dW [V, D] and the squared norms [B + 1] of the samples and of their sum. With a ``metric``
+    (contiguous second moments [V, D] and their constants) they are [2, B + 1], those under it last.
     """
     B, T, _ = dy_BTD.shape
     sample_BT = torch.arange(B, device=ids_BT.device)[:, None].expand(B, T)
@@ -142,8 +143,8 @@ def rows_wgrad(
     dtype: torch.dtype,
     metric: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dW [V, D]; [K, N] float32, whose sums over each sample's rows are its squared norm; those of
-    the samples' sum [K]. K = 1, or 2 with a metric.
+    """dW [V, D]; [K, N] float32, whose sum over a sample's tokens is its squared norm; and [K], the
+    squared norm of the samples' sum. K is 1, or 2 with a metric.
     """
     N, D = dy_ND.shape
     dy_ND = dy_ND.contiguous()

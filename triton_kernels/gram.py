@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every sample's squared norm of a linear layer's weight gradient, without the gradient: for short
-samples, whose weight gradient itself is then one plain matrix product.
+"""Every sample's squared norm of a linear layer's weight gradient, without that sample's gradient.
+It suits short samples; dW is then one plain matrix product.
 
-‖dy_bᵀ x_b‖² = Σ_{t,s} (dy_t·dy_s)(x_t·x_s). A program takes one sample; the two T x T products stay
-in its registers. Where the terms cancel (tokens alike, dy that sums to zero: key projections) their
-rounding is larger than their sum: such a sample's program goes through the product itself, tile by
-tile, which cancels before it is squared. For T = 1 the norm is ‖dy_b‖² ‖x_b‖².
+‖dy_bᵀ x_b‖² = Σ_{t,s} (dy_t·dy_s)(x_t·x_s). A program takes one sample, and its two T x T products
+stay in registers. Where the terms cancel, their rounding exceeds their sum: key projections do
+that, with similar tokens and a dy that sums to zero. The program of such a sample computes dy_bᵀ
+x_b itself, tile by tile, which cancels before it is squared. For T = 1 the norm is ‖dy_b‖² ‖x_b‖².
 """
 
 import torch
@@ -16,20 +16,20 @@ from torch import Tensor
 from gnsfast.triton_kernels.tiles import dot, precision
 
 MAX_TOKENS = 128
-"""Two products of 128 x 128 are half of the registers of eight warps."""
+"""Two products of 128 x 128 fill half of the registers of eight warps."""
 
 CANCELLED = 0.02
-"""A sum below this share of its terms' absolute sum has lost too many digits."""
+"""A sum below this share of the sum of its absolute terms has lost too many digits."""
 
 TILE = 64
-"""Rows and columns of the product's tiles, where a sample goes through it."""
+"""Rows and columns of the tiles of dy_bᵀ x_b, for a sample whose terms cancel."""
 
 
 @triton.jit
 def self_product(
     rows, mask_t, N, PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The products [BLOCK_T, BLOCK_T] of the rows of N numbers with one another."""
+    """The products [BLOCK_T, BLOCK_T] of a sample's rows of N numbers with each other."""
     product = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for k in range(0, N, BLOCK_K):
         columns = (k + tl.arange(0, BLOCK_K))[None, :]
@@ -103,8 +103,8 @@ def gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
 
 
 def widened(t_BTN: Tensor) -> Tensor:
-    """``t_BTN`` with zeros up to rows that are loaded in wide pieces: single elements of 128 rows
-    take so many registers that up to 816 bytes are spilled.
+    """``t_BTN`` padded with zeros to rows that wide loads can read. Loads of single elements of 128
+    rows take so many registers that up to 816 bytes spill.
     """
     (B, T, N), strides = t_BTN.shape, t_BTN.stride()[:2]
     if t_BTN.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in (*strides, N)):
@@ -115,8 +115,8 @@ def widened(t_BTN: Tensor) -> Tensor:
 
 
 def config(block_t: int, dtype: torch.dtype) -> dict[str, int]:
-    """Wide loads for few rows; the two products of 128 rows take eight warps, and those of 64 in
-    tf32, which spill 16 bytes of four on sm_80.
+    """Wide loads for few rows. The two products of 128 rows take eight warps; so do those of 64
+    rows in tf32, which with four warps spill 16 bytes on sm_80.
     """
     block_k = 32 if dtype == torch.float32 else 128 if block_t == 16 else 64
     many = MAX_TOKENS // 2 if dtype == torch.float32 else MAX_TOKENS
@@ -155,7 +155,7 @@ ROW_BLOCK = 2048
 
 
 def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
-    """‖x_b‖² ‖dy_b‖² and ‖dy_b‖², both [B]: a one-token sample's weight and bias."""
+    """‖x_b‖² ‖dy_b‖² and ‖dy_b‖², both [B]: of the weight and the bias of one-token samples."""
     B = len(x_BI)
     product_B, dy_sqnorm_B = x_BI.new_empty((2, B), dtype=torch.float32)
     token_sqnorms_kernel[(B,)](

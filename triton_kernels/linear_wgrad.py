@@ -14,10 +14,11 @@ A program owns a tile [BLOCK_O, BLOCK_I] of dW and walks over the samples:
     BLOCK_O, │  │               │   after the last sample:
     T]    └──┘  └───────────────┘     partial[tile, B] = ‖total‖²,  dW[tile] = total
 
-No sample's gradient reaches memory. All steps, of all samples and tiles of a program, are one loop:
-the loads of the next sample are under way while the last one is squared. Too few tiles for the
-device are split by whole samples; their sums meet in a scratch, and a second kernel adds them. The
-partials are added over the tiles in a fixed order, without atomics: two runs give the same bits.
+No sample's gradient reaches memory. The steps of all samples and tiles of a program are one loop,
+so the next sample is being loaded while the last one is squared. If there are too few tiles for the
+device, each is split by whole samples: the sums go to a scratch tensor, and a second kernel adds
+them. The partials are added over the tiles in a fixed order, without atomics, so two runs give the
+same bits.
 """
 
 import torch
@@ -80,7 +81,8 @@ def linear_wgrad_kernel(
     if METRIC:
         root = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
 
-    # Counters instead of divisions of the step: seven divisions cost half of a step's time slots.
+    # Counters replace divisions of the step: seven divisions would take half of a step's issue
+    # slots.
     item = tl.program_id(0) - programs
     block = -1
     sample = -1
@@ -103,10 +105,10 @@ def linear_wgrad_kernel(
 
         offs_o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
         offs_i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
-        if TMA:  # what lies outside of [B, T, features] is read as zero
+        if TMA:  # reads zeros outside [B, T, features]
             dy_OT = dy.load([b, block * BLOCK_T, tile_o * BLOCK_O]).reshape(BLOCK_T, BLOCK_O).T
             x_TI = x.load([b, block * BLOCK_T, tile_i * BLOCK_I]).reshape(BLOCK_T, BLOCK_I)
-        else:  # dy is read as [O, T]: read as [T, O] and transposed it would miss the pipeline
+        else:  # dy is read as [O, T]: read as [T, O] and transposed it would not be pipelined
             offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
             mask_t = (offs_t < T) & (b < B)
             rows_t = offs_t.to(tl.int64)
@@ -160,7 +162,7 @@ def linear_wgrad_kernel(
 def tile_root(
     v_ptr, constants_ptr, tile_o, tile_i, O, I, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):
-    """√P of a tile of the weight; beyond it gradients are zero."""
+    """√P of a tile of the weight. Its values outside the weight do not matter: dW is zero there."""
     within_o = tl.arange(0, BLOCK_O)[:, None]
     within_i = tl.arange(0, BLOCK_I)[None, :]
     corner = v_ptr + (tile_o * BLOCK_O).to(tl.int64) * I + tile_i * BLOCK_I
@@ -212,7 +214,7 @@ def merge_splits_kernel(
 
 
 MERGE_WARPS = 16
-"""A part of a tile, its sum and its place in dW: eight warps spill up to 56 bytes with them."""
+"""Each warp holds a part of a tile, its sum and its pointers: eight warps spill up to 56 bytes."""
 
 
 def fused(
@@ -226,17 +228,18 @@ def fused(
     links: tuple[Tensor, Tensor] | None = None,
     metric: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)`` and return the partial squared
-    norms [tiles, B + 1]: of each sample's own product, and last of their sum.
+    """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)``. Returns partial squared norms
+    [tiles, B + 1] of each sample's product; the last column is that of their sum.
 
     Args:
         x_BTI, dy_BTO: not empty, of one dtype, with a unit inner stride.
-        dw_OI: contiguous; with ``add`` float32, and added to (the norms are those of what is
-            added).
-        parts: into how many parts of whole samples the tiles are split, else by the rule.
+        dw_OI: contiguous. With ``add`` it is float32 and added to; the norms are those of what is
+            added.
+        parts: how many parts of whole samples the tiles are split into; by default the rule of
+            ``configs.py``.
         links: ``slots`` [B, O] int32 and ``rows`` [B, S, I] float32. Row o of sample b's gradient
             is also written to ``rows[b, slots[b, o]]``, where that slot is not negative.
-        metric: contiguous second moments [O, I], and their ``constants`` [2]: the partials are then
+        metric: contiguous second moments [O, I] and their ``constants`` [2]. The partials are then
             [2, tiles, B + 1], those under the metric last.
     """
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
@@ -286,22 +289,22 @@ def fused(
 
 
 def aligned(t_BTN: Tensor) -> bool:
-    """Whether blocks of ``t_BTN`` can be loaded in wide pieces: by the copy engine, or by pointers
-    whose row strides Triton knows to be multiples of 16 elements.
+    """Whether wide loads can read blocks of ``t_BTN``: by the tensor memory accelerator, or by
+    pointers whose row strides Triton knows to be multiples of 16 elements.
     """
     wide = t_BTN.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in _row_strides(t_BTN))
     return wide or fits_tma(t_BTN)
 
 
 PADDING_PAYS = 3.5
-"""Loads of an element from which a copy of unaligned rows costs less, for each of its bytes
-(counted for an H200). A copy reads and writes the byte: 0.47 ps at 4.3 TB/s. A load takes 0.13 ps,
-if each of 132 multiprocessors loads a warp of single elements every cycle."""
+"""How often an element must be loaded, for each of its bytes, so that a copy with aligned rows
+costs less (counted for an H200). A copy reads and writes the byte: 0.47 ps at 4.3 TB/s. A load
+takes 0.13 ps, if each of 132 multiprocessors loads a warp of single elements every cycle."""
 
 
 def padded(t_BTN: Tensor, loads: float) -> Tensor:
-    """``t_BTN``, or a copy with aligned rows where that is cheaper than so many loads of each
-    element: a vocabulary of 50257 words makes rows that no wide load and no descriptor can take.
+    """``t_BTN``, or a copy with aligned rows if that costs less than ``loads`` loads of each
+    element. A vocabulary of 50257 words makes rows that no wide load and no descriptor can read.
 
     The copy is as large as ``t_BTN``: 1.65 GB for 16k tokens of that vocabulary in bfloat16. It
     lives while the kernel runs, after the loss has freed what it keeps of the logits.
@@ -315,14 +318,14 @@ def padded(t_BTN: Tensor, loads: float) -> Tensor:
 
 
 def _row_strides(t_BTN: Tensor) -> list[int]:
-    """Strides of samples and tokens, of which there is more than one."""
+    """The strides of samples and tokens; a dimension of one is left out."""
     return [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
 
 
 def fits_tma(t_BTN: Tensor) -> bool:
-    """Whether the tensor memory accelerator reads ``t_BTN``: on Hopper and later (and in the
-    interpreter), aligned rows that are not expanded. float32 on the ordinary cores takes pointers:
-    blocks from shared memory spill 440 bytes a thread there.
+    """Whether the tensor memory accelerator reads ``t_BTN``: aligned rows that are not expanded, on
+    Hopper and later and in the interpreter. float32 without tf32 takes pointers: with blocks from
+    shared memory it spills 440 bytes a thread.
     """
     if not INTERPRETED:
         if torch.version.hip or torch.cuda.get_device_capability(t_BTN.device) < (9, 0):

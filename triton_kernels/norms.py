@@ -7,9 +7,9 @@ With n = (x - mean) rstd and g = dy·w:  dx = rstd (g - n mean(g·n) - mean(g)),
 mean and mean(g); the gain's gradient is Σ_t dy·n, the bias's Σ_t dy.
 
 A program takes a chunk of one sample's tokens, reads x and dy once, writes dx, and keeps the
-chunk's sums in registers; they are the sample's gradients once its chunks are added. Rows wider
-than ``ROW`` do not fit into the registers: a first kernel then takes the two means of every row,
-and a second one goes through the columns block by block.
+chunk's sums in registers. The sums of a sample's chunks add up to its gradients. Rows wider than
+``ROW`` do not fit into the registers: then a first kernel computes the two means of every row, and
+a second one goes through the columns block by block.
 """
 
 from typing import Any
@@ -23,21 +23,21 @@ from gnsfast.triton_kernels.configs import multiprocessors
 from gnsfast.triton_kernels.tiles import most_registers
 
 ROW = 1 << 13
-"""The widest row that is held in registers, if its length is a multiple of 16; else half of it."""
+"""The widest row held in registers if its length is a multiple of 16; else half of this."""
 
 COLUMN_BLOCK = 512
 """Columns of a program for wider rows."""
 
 PROGRAMS = 4
-"""Chunks are as many as keep so many programs a multiprocessor busy."""
+"""How many programs a multiprocessor should have; the number of chunks follows from it."""
 
 
 @triton.jit
 def norm_backward_kernel(
     dy_ptr,
     x_ptr,
-    mean_ptr,  # [B, T]; absent where RMS
-    rstd_ptr,  # [B, T]; absent where RMS and not MEANS
+    mean_ptr,  # [B, T]; not with RMS
+    rstd_ptr,  # [B, T]; not with RMS unless MEANS
     mean_gn_ptr,  # [B, T]: mean(g·n) and mean(g), where MEANS
     mean_g_ptr,
     w_ptr,  # [N], where WEIGHT
@@ -53,7 +53,7 @@ def norm_backward_kernel(
     dy_stride_t,
     x_stride_b,
     x_stride_t,
-    MEANS: tl.constexpr,  # whether the rows' means are given: a program then has some columns
+    MEANS: tl.constexpr,  # the rows' means are given: a program takes a block of columns
     RMS: tl.constexpr,
     WEIGHT: tl.constexpr,
     GAIN: tl.constexpr,
@@ -83,7 +83,7 @@ def norm_backward_kernel(
         dy = tl.load(dy_at, mask=mask, other=0.0).to(tl.float32)
         if RMS and not MEANS:
             rstd = tl.rsqrt(tl.sum(normed * normed, 1) / N + eps)
-            rstd = tl.where(mask_t, rstd, 0.0)[:, None]  # without eps a missing row's is infinite
+            rstd = tl.where(mask_t, rstd, 0.0)[:, None]  # infinite for a missing row without eps
         else:
             rstd = tl.load(rstd_ptr + b * T + offs_t, mask=mask_t, other=0.0)[:, None]
         if not RMS:
@@ -117,8 +117,8 @@ def norm_backward_kernel(
 def norm_means_kernel(
     dy_ptr,
     x_ptr,
-    mean_ptr,  # [B, T]; absent where RMS
-    rstd_ptr,  # [B, T]; written where RMS
+    mean_ptr,  # [B, T]; not with RMS
+    rstd_ptr,  # [B, T]; written with RMS
     mean_gn_ptr,  # [B, T]
     mean_g_ptr,  # [B, T]
     w_ptr,
@@ -134,7 +134,7 @@ def norm_means_kernel(
     WEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """mean(g·n) and mean(g) of a row, and for RMS norm its rstd."""
+    """A row's mean(g·n) and mean(g), and for RMS norm its rstd."""
     b = tl.program_id(0).to(tl.int64) // T
     t = tl.program_id(0).to(tl.int64) % T
     mean = 0.0
@@ -165,8 +165,8 @@ def norm_means_kernel(
 
 
 def config(N: int) -> dict[str, Any]:
-    """Several short rows at a time, or a long one over more warps: 16 numbers a thread of each of
-    seven arrays.
+    """Several short rows at a time, or a long one over more warps: a thread holds 16 numbers of
+    each of seven arrays.
     """
     in_registers = N <= (ROW if N % 16 == 0 else ROW // 2)
     block_n = max(16, triton.next_power_of_2(N)) if in_registers else COLUMN_BLOCK
@@ -177,7 +177,7 @@ def config(N: int) -> dict[str, Any]:
         "BLOCK_N": block_n,
         "num_warps": num_warps,
         "NUM_STAGES": 2,
-        # Only where a spill was seen: the other widths would lose a block or two.
+        # Only for widths that spilled: the others would lose a block or two per multiprocessor.
         "maxnreg": most_registers(num_warps) if N % 16 else None,
     }
 
@@ -195,10 +195,10 @@ def norm_backward(
     eps: float = 0.0,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, and each sample's gradients [B, N] of the gain and of the bias, where they are wanted.
+    """dx, and each sample's gradients [B, N] of the gain and the bias; None for those not wanted.
 
-    ``stats`` are layer norm's float32 mean and reciprocal deviation, contiguous [B, T, 1]; without
-    them it is RMS norm.
+    ``stats`` are layer norm's float32 mean and reciprocal deviation, contiguous [B, T, 1]. Without
+    them this is RMS norm.
     """
     B, T, N = x_BTN.shape
     blocks = config(N)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators on a GPU: the arguments and results of ``signatures.py`` by the kernels of this
-folder.
+"""The operators on a GPU: the kernels of this folder behind the signatures of ``signatures.py``.
 
-Plain sums (over tokens, over partials) are torch reductions, as they are in the plain backward
-pass.
+Plain sums (over tokens, over partials) are torch reductions, as in torch's own backward pass.
 """
 
 import torch
@@ -32,8 +30,8 @@ from gnsfast.triton_kernels.sqnorms import row_sqnorms, sums_wgrad, with_sum
 from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner
 
 SMALL_VOCABULARY = 256
-"""Few ids are long runs of tokens, one program each: 10 ms for two ids of 131k tokens (counted). As
-one-hot rows they are a linear layer."""
+"""At most so many ids are one-hot rows of a linear layer. With few ids the runs of tokens are long,
+and each is one program: 10 ms for two ids of 131k tokens (counted)."""
 
 
 def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,7 +60,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _segments_wgrad(a: LinearWgrad, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same where samples are segments of one list of rows."""
+    """``linear_wgrad`` for samples that are segments of one list of rows."""
     refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2, ids_BS=a.ids_BS)
     x, dy, E = a.x_BTI, a.dy_BTO, max(a.experts, 1)
     dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
@@ -129,7 +127,7 @@ def _embedding_wgrad_of_documents(a: EmbeddingWgrad, starts: Tensor) -> tuple[Te
 
 
 def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See ``NormBackward``. Sums of documents have no kernel of the rows' own pass."""
+    """See ``NormBackward``. For documents plain torch, since the kernel sums whole samples only."""
     check_dtypes("norm_backward", a.dy_BTF, a.x_BTF, one=False)
     if a.starts is not None:
         return reference.norm_backward_aten(a, segments.segment_sums)
@@ -178,7 +176,7 @@ def attention_backward(a: AttentionBackward) -> tuple[Tensor, ...]:
 
 
 def nothing_to_do(a: AttentionForward | AttentionBackward) -> bool:
-    """No query, no key or no document: a kernel would have no program."""
+    """Whether there is no query, no key or no document: a kernel would have no program."""
     no_document = a.pattern.programs(len(a.q_BHTD)) == 0
     return a.q_BHTD.numel() * a.k_BKSD.numel() == 0 or no_document
 
@@ -186,7 +184,7 @@ def nothing_to_do(a: AttentionForward | AttentionBackward) -> bool:
 def attention_arguments(
     a: AttentionForward | AttentionBackward, q: Tensor, k: Tensor
 ) -> tuple[Parameters, Pattern]:
-    """What kernels take: unit strides, and a mask that is a float and broadcast to every head."""
+    """The arguments as kernels take them: unit strides, and a float mask [B, H, T, S]."""
     p = Parameters(*(t if t is None else unit_inner(t) for t in a.parameters))
     pattern = a.pattern
     if pattern.cu_seqlens is not None:

@@ -30,8 +30,9 @@ def outer_wgrad(
     links: Links | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dW [O, I], in ``out`` if given, and the norms [M, B + 1] of dy_bᵀ x_b and of their sum; with
-    ``links`` always fused, with a ``metric`` fused but for one token.
+    """dW [O, I], in ``out`` if given, and the squared norms [M, B + 1] of dy_bᵀ x_b and their sum.
+
+    The route is always fused with ``links``, and with a ``metric`` unless samples have one token.
     """
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
     dw_OI = x_BTI.new_empty((O, I), dtype=dtype) if out is None else out
@@ -67,8 +68,8 @@ def fused_wgrad(
     metric: Metric | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Fill (or, with ``add``, add to) ``dw_OI``; the squared norms of what each sample gave
-    and of their sum, float64 [M, B + 1].
+    """Fill ``dw_OI``, or add to it with ``add``. Returns the squared norms of each sample's dy_bᵀ
+    x_b and of their sum, float64 [M, B + 1].
     """
     x, dy = unit_inner(x_BTI), unit_inner(dy_BTO)
     plain = links is None and metric is None
@@ -76,17 +77,17 @@ def fused_wgrad(
     if extended and extension.takes(x, dy, dw_OI, add):
         return extension.linear_wgrad(x, dy, dw_OI, add).sum(0, dtype=torch.float64)[None]
     (_, T, I), O = x.shape, dy.shape[2]
-    tile = NARROW[0]  # of unaligned rows: each block of the other operand's features loads them
+    tile = NARROW[0]  # for unaligned rows, loaded once for each block of the other operand
     x, dy = fused_kernel.padded(x, O / tile.block_o), fused_kernel.padded(dy, I / tile.block_i)
     if config is None:
-        # Rows of dW that no wide store takes need registers as unaligned loads do.
+        # Rows of dW that no wide store can write need as many registers as unaligned loads.
         aligned = fused_kernel.aligned(x) and fused_kernel.aligned(dy) and I % 16 == 0
         configs = candidates(x.dtype, aligned, metric is not None, links is not None)
         tma = fused_kernel.fits_tma(x) and fused_kernel.fits_tma(dy)
         key = ("linear_wgrad", I, O, triton.next_power_of_2(T), x.dtype, dw_OI.dtype, tma)
         key = key if metric is None else (*key, "metric", metric[0].dtype)
         key = key if links is None else (*key, "links")
-        scratch = functools.cache(lambda: torch.empty_like(dw_OI))  # dw itself may be added to
+        scratch = functools.cache(lambda: torch.empty_like(dw_OI))  # tuning must not add to dW
         measured = functools.partial(fused_kernel.fused, x, dy, links=links, metric=metric)
         config = choose(key, configs, lambda c: measured(scratch(), c))
     partial = fused_kernel.fused(x, dy, dw_OI, config, add=add, links=links, metric=metric)
@@ -103,8 +104,8 @@ def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor) -> None:
-    """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)``, accumulated and kept in float32
-    where its dtype is wider.
+    """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)``. If it has another dtype than
+    ``x``, the product is float32 until it is copied.
     """
     x_NI, dy_NO = x_BTI.flatten(0, 1), dy_BTO.flatten(0, 1)
     if x_NI.dtype == dw_OI.dtype:
@@ -118,7 +119,7 @@ def dense_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor) -> None:
 def bias_wgrad(
     dy_BTO: Tensor, dtype: torch.dtype, metric: Metric | None = None
 ) -> tuple[Tensor, Tensor]:
-    """db and the norms of the samples' own and of their sum."""
+    """db and the squared norms of the samples' gradients and of their sum."""
     B, T, O = dy_BTO.shape
     if T == 1 and B * O and metric is None:
         _, sqnorm_B = token_sqnorms(dy_BTO[:, 0], dy_BTO[:, 0])
@@ -128,16 +129,16 @@ def bias_wgrad(
 
 
 def tied_slots(ids_BS: Tensor, dy_BTO: Tensor, x_BTI: Tensor) -> Links:
-    """Which slot of ``rows`` [B, S, I] row o of a sample's gradient goes to, and these rows."""
+    """The slot of ``rows`` [B, S, I] for each row o of a sample's gradient, and ``rows`` itself."""
     rows_BSI = x_BTI.new_empty((*ids_BS.shape, x_BTI.shape[2]), dtype=torch.float32)
     slots_BO = x_BTI.new_full((len(x_BTI), dy_BTO.shape[2]), -1, dtype=torch.int32)
-    # Of ids that repeat one slot is kept, whichever: all of them read their row from it.
+    # For a repeated id any one slot is kept: all of its uses read their row from that slot.
     position_BS = torch.arange(ids_BS.shape[1], device=ids_BS.device, dtype=torch.int32)
     set_columns(slots_BO, ids_BS.long(), position_BS.expand_as(ids_BS))
     return slots_BO, rows_BSI
 
 
 def tied_rows(ids_BS: Tensor, slots_BO: Tensor, rows_BSI: Tensor) -> Tensor:
-    """Each id's own row of the sample's gradient."""
+    """[B, S, I]: each id's row of its sample's gradient."""
     kept_BS = slots_BO.gather(1, ids_BS.long()).long()
     return rows_BSI.gather(1, kept_BS[..., None].expand_as(rows_BSI))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of linear layers whose samples are segments of unequal length of one list of rows:
-documents of a packed sequence (``cu_seqlens``), or the rows of every expert of a mixture, sorted by
-expert and then by sample. The kernel of ``linear_wgrad.py`` with the bounds read from memory.
+"""The gradients of linear layers whose samples are segments, of unequal length, of one list of
+rows: the documents of a packed sequence (``cu_seqlens``), or the rows of a mixture's experts,
+sorted by expert and then by sample. The kernel is that of ``linear_wgrad.py``, but reads the bounds
+from memory. They stay on the device, so nothing waits for it.
 
-Legend: N rows, B samples, E experts, I in_features, O out_features; segment e B + b is the rows of
-sample b that expert e was given. Nothing waits for the device: the bounds stay there.
+Legend: N rows, B samples, E experts, I in_features, O out_features. Segment e B + b holds the rows
+of sample b that expert e was given.
 """
 
 import torch
@@ -52,7 +53,7 @@ def linear_wgrad_segments_kernel(
         end = tl.load(bounds_ptr + b + 1).to(tl.int64)
         acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
         for first in range(start, end, BLOCK_T):
-            offs_t = first + tl.arange(0, BLOCK_T)  # int64, and never of the next sample
+            offs_t = first + tl.arange(0, BLOCK_T)  # int64; those of the next sample are masked
             dy_OT = tl.load(
                 dy_ptr + offs_t[None, :] * dy_stride + offs_o[:, None],
                 mask=(offs_t < end)[None, :] & mask_o,
@@ -74,7 +75,7 @@ def linear_wgrad_segments_kernel(
 @triton.jit
 def segment_sums_kernel(
     dy_ptr,
-    sums_ptr,  # [S, O], of the dtype that is summed in
+    sums_ptr,  # [S, O] in the accumulation dtype
     starts_ptr,  # [S + 1]
     O,
     dy_stride,
@@ -101,8 +102,8 @@ SUMS = {"BLOCK_R": 32, "BLOCK_O": 128, "num_warps": 4}
 
 
 def fixed_config(dtype: torch.dtype, aligned: bool) -> Config:
-    """The linear kernel's tile, where it spills nothing here too: on the ordinary cores it spills
-    24 bytes (sm_90, Triton 3.6), of unaligned rows in tf32 8 bytes (sm_100).
+    """The linear kernel's fixed tile, except where it would spill here: 24 bytes in float32 without
+    tf32 (sm_90, Triton 3.6), 8 bytes for unaligned rows in tf32 (sm_100).
     """
     if dtype == torch.float32 and not tf32_allowed():
         return SMALL[0]
@@ -112,7 +113,7 @@ def fixed_config(dtype: torch.dtype, aligned: bool) -> Config:
 
 
 def aligned(t_NI: Tensor) -> bool:
-    """Whether Triton knows that rows can be loaded in wide pieces."""
+    """Whether Triton knows that wide loads can read the rows."""
     return t_NI.data_ptr() % 16 == 0 and t_NI.shape[1] % 16 == t_NI.stride(0) % 16 == 0
 
 
@@ -124,7 +125,7 @@ def outer_wgrad(
     dtype: torch.dtype,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dW [E, O, I] and the squared norms [B + 1], of each sample's gradient and of their sum."""
+    """dW [E, O, I] and the squared norms [B + 1] of each sample's gradient and of their sum."""
     x, dy = unit_inner(x_NI), unit_inner(dy_NO)
     B, I, O = (len(starts) - 1) // experts, x.shape[1], dy.shape[1]
     config = config or fixed_config(x.dtype, aligned(x) and aligned(dy))
@@ -142,8 +143,8 @@ def outer_wgrad(
 
 
 def segment_sums(dy_NO: Tensor, starts: Tensor) -> Tensor:
-    """[S, O]: the sum of each segment's rows, without atomics; of float64 rows, as the cross terms
-    of tied weights are, in float64.
+    """[S, O]: the sum of each segment's rows, without atomics. float64 rows, which the cross terms
+    of tied weights have, are summed in float64.
     """
     dy, S = unit_inner(dy_NO), len(starts) - 1
     sums = dy.new_empty((S, dy.shape[1]), dtype=accumulate_dtype(dy.dtype))

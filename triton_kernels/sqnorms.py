@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Squared norms of rows and of their sums, by torch's own reductions.
 
-Norms of a parameter are float64 [M, B + 1]: those of the samples' gradients and of their sum, then
-the same under a metric.
+The squared norms of a parameter are float64 [M, B + 1]: of the samples' gradients and their sum,
+then the same under a metric.
 """
 
 import torch
@@ -14,21 +14,21 @@ from gnsfast.signatures import Metric
 
 
 def row_sqnorms(t_RN: Tensor) -> Tensor:
-    """The squared norm of each row, float64; narrow types are widened as they are read."""
+    """The squared norm of each row, float64; half precision is widened as it is read."""
     wide = tensors.accumulate_dtype(t_RN.dtype)
     norms_R: Tensor = torch.linalg.vector_norm(t_RN, dim=1, dtype=wide)
     return norms_R.double().square()
 
 
 def with_sum(sqnorm_B: Tensor, total_ON: Tensor) -> Tensor:
-    """[1, B + 1]: the samples' squared norms and that of their sum."""
+    """[1, B + 1]: the samples' squared norms, and that of ``total_ON``, their sum."""
     return torch.cat([sqnorm_B.double(), row_sqnorms(total_ON).sum()[None]])[None]
 
 
 def sums_wgrad(
     g_BN: Tensor, dtype: torch.dtype, metric: Metric | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of a parameter, and its norms, from its samples' gradients."""
+    """A parameter's gradient and its squared norms [M, B + 1], from the samples' gradients."""
     total_N = g_BN.sum(0)
     norms = with_sum(row_sqnorms(g_BN), total_N[None])
     if metric is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels share: the order of tiles, products of blocks, which dtypes they take."""
+"""What the kernels share: the order of tiles, the products of blocks, the dtypes they take."""
 
 import torch
 import triton
@@ -14,8 +14,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @triton.jit
 def tile_position(tile, tiles_o, tiles_i, GROUP: tl.constexpr):
-    """Row and column of a tile: ``GROUP`` rows of tiles go together, so that programs that run at
-    the same time share dy and x in L2.
+    """The row and column of a tile. ``GROUP`` rows of tiles run together, so that programs that run
+    at the same time share dy and x in L2.
     """
     first = tile // (GROUP * tiles_i) * GROUP
     rows = min(tiles_o - first, GROUP)
@@ -37,8 +37,8 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def round_tf32(t):
-    """To the nearest tf32. The tensor cores ignore the 13 bits that it lacks: squared norms would
-    be 0.14 % low, and rounded they are off by 4e-6 (both simulated, T = 256).
+    """Round to the nearest tf32. Tensor cores just drop the 13 bits that tf32 lacks: squared norms
+    would be 0.14 % low. Rounded they are off by 4e-6 (both simulated, T = 256).
     """
     return tl.inline_asm_elementwise(
         "cvt.rna.tf32.f32 $0, $1;", "=r,r", [t], dtype=tl.float32, is_pure=True, pack=1
@@ -47,21 +47,21 @@ def round_tf32(t):
 
 @triton.jit
 def root_metric(v, constants_ptr):
-    """√P = (√v s + eps)^-1/2, from v as it was loaded and the two constants."""
+    """√P = (√v s + eps)^-1/2, from a block of v and the two constants."""
     s = tl.load(constants_ptr).to(tl.float32)
     eps = tl.load(constants_ptr + 1).to(tl.float32)
     return tl.rsqrt(tl.sqrt(v.to(tl.float32)) * s + eps)
 
 
 def most_registers(num_warps: int) -> int:
-    """``maxnreg`` of a kernel that one block fills a multiprocessor with: else ptxas spills up to
-    48 bytes to fit one more block there.
+    """``maxnreg`` for a kernel of which one block fills a multiprocessor. Without it ptxas spills
+    up to 48 bytes so that a second block fits.
     """
     return min(255, 65536 // (32 * num_warps))
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How blocks are multiplied: float32 as tf32 only where PyTorch's own switch allows it."""
+    """How blocks are multiplied: float32 as tf32 only if PyTorch's own switch allows it."""
     if INTERPRETED:
         return "widen"
     return "tf32" if dtype == torch.float32 and tf32_allowed() else "ieee"
@@ -72,8 +72,8 @@ def tf32_allowed() -> bool:
 
 
 def check_dtypes(op: str, *tensors: Tensor, one: bool = True) -> None:
-    """Raise for tensors that no kernel takes (``one``: nor of several dtypes), naming the operator
-    and the remedy.
+    """Raise for tensors of a dtype that no kernel takes, or with ``one`` of several dtypes. The
+    error names the operator and the remedy.
     """
     dtypes = {t.dtype for t in tensors}
     if not dtypes <= set(DTYPES) or (one and len(dtypes) > 1):
@@ -87,5 +87,5 @@ def check_dtypes(op: str, *tensors: Tensor, one: bool = True) -> None:
 
 
 def unit_inner(t: Tensor) -> Tensor:
-    """``t`` with a unit inner stride: a copy where it has another one."""
+    """``t`` if its inner stride is one, else a contiguous copy."""
     return t if t.stride(-1) == 1 else t.contiguous()

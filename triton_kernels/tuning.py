@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured choice among the named configurations, kept in memory and in Triton's cache on disk."""
+"""Chooses a configuration by measuring, and keeps the choice in memory and in Triton's cache on
+disk.
+"""
 
 import hashlib
 import json
@@ -18,8 +20,8 @@ _chosen: dict[tuple[object, ...], Config] = {}
 
 
 def tuned() -> bool:
-    """Whether configurations are chosen by measuring: not where ``GNSFAST_AUTOTUNE=0``, nor where
-    torch's deterministic algorithms are asked for (each process may choose another).
+    """Whether configurations are chosen by measuring: not with ``GNSFAST_AUTOTUNE=0``, nor with
+    torch's deterministic algorithms, since each process may choose another configuration.
     """
     off = INTERPRETED or os.environ.get("GNSFAST_AUTOTUNE", "1") == "0"
     return not (off or torch.are_deterministic_algorithms_enabled())
@@ -28,10 +30,10 @@ def tuned() -> bool:
 def choose(
     key: tuple[object, ...], configs: Sequence[Config], run: Callable[[Config], object]
 ) -> Config:
-    """The fastest of ``configs`` for ``key``, or the first, fixed one where nothing is measured, as
-    while a CUDA graph is captured.
+    """The fastest of ``configs`` for ``key``. Where nothing is measured, as during the capture of a
+    CUDA graph, it is the first, the fixed one.
 
-    ``run`` must leave no trace: what it writes is thrown away.
+    ``run`` must write only to memory that nobody else reads.
     """
     if len(configs) == 1 or not tuned():
         return configs[0]
@@ -46,7 +48,7 @@ def choose(
 def _fastest(
     key: tuple[object, ...], configs: Sequence[Config], run: Callable[[Config], object]
 ) -> Config:
-    """From Triton's cache on disk, or measured and put there."""
+    """The fastest by the times in Triton's cache on disk; they are measured if missing there."""
     versions = (torch.cuda.get_device_name(), triton.__version__, torch.__version__)
     text = repr((key[:-1], tuple(configs), versions))
     cache = get_cache_manager(hashlib.sha256(text.encode()).hexdigest())
@@ -62,5 +64,5 @@ def _fastest(
 def _milliseconds(config: Config, run: Callable[[Config], object]) -> float:
     try:
         return float(triton.testing.do_bench(lambda: run(config), warmup=5, rep=30))
-    except (OutOfResources, torch.OutOfMemoryError):  # shared memory; the memory that is left
+    except (OutOfResources, torch.OutOfMemoryError):  # too little shared or global memory
         return float("inf")

@@ -247,8 +247,8 @@ def _groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parame
             )
         if not {"betas", "eps", "amsgrad"} <= held[p].keys():
             raise ValueError(
-                "metric='adam' is that of torch.optim.Adam and AdamW (betas, eps, amsgrad), but "
-                f"{kind} trains {name}"
+                "metric='adam' is that of torch.optim.Adam and AdamW (betas, eps, amsgrad), and "
+                f"{name} is trained by {kind}"
             )
     return {p: held[p] for p in names}
 

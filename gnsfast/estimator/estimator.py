@@ -58,8 +58,8 @@ class GradientNoiseScale:
 
     Several processes must average their gradients, as DDP and FSDP2 do, and all must call
     ``update()``: it sums one small vector over them. Tensor parallel layers
-    (``parallelize_module``) need no setting, also under FSDP2. Where q is read from ``.grad``, no
-    hook may rewrite a gradient as it arrives; a hook after accumulation is not noticed.
+    (``parallelize_module``) need no setting, also under FSDP2. Where |G|² is read from ``.grad``,
+    no hook may rewrite a gradient as it arrives; a hook after accumulation is not noticed.
 
     Raises:
         ValueError: for a model without gnsfast layers, or a setting that is not possible.

@@ -29,11 +29,9 @@ class Exchange:
         processes: Processes,
         stages: Stages,
         group: "dist.ProcessGroup | None",
-        device: torch.device,
         extra: int,
     ) -> None:
-        self.extra = extra
-        self.on, self.stages, self.group, self.device = processes, stages, group, device
+        self.processes, self.stages, self.group, self.extra = processes, stages, group, extra
         self._slot = stages.rank * processes.tensor + processes.coordinate
 
     @property
@@ -72,7 +70,7 @@ class Exchange:
         ``replica`` from the gradients that data-parallel replicas share; both may be zero.
         ``extra`` are the numbers of a metric or of groups.
         """
-        on = self.on
+        on = self.processes
         weights = scalars.new_zeros(on.stages, loss_factors.SCALARS)
         weights[self.stages.rank] = scalars / on.tensor
         shared = scalars.new_zeros(on.stages * on.tensor, 3)
@@ -90,20 +88,20 @@ class Exchange:
         vector = torch.cat(parts)
         if on.world > 1:
             dist.all_reduce(vector, group=self.group)
-        p_q, whole, weights, calls, told, norms, shared, extra_numbers = vector.split(
+        p_q, whole, weights, calls, own_flags, norms, shared, extra_numbers = vector.split(
             [len(t.view(-1)) for t in parts]
         )
         weights = weights.view(on.stages, -1)
-        unlike = (weights - weights[0]).abs() > 1e-6 * weights[0].abs()
+        weights_differ = (weights - weights[0]).abs() > 1e-6 * weights[0].abs()
         shared = shared.view(-1, 3).T
-        found = [
+        disagreements = [
             _differ(*shared).any(),
             _differ(norms.new_tensor(on.world), *norms),
-            unlike.any(),
+            weights_differ.any(),
         ]
         return (
             torch.cat([p_q, whole, weights[0], extra_numbers]),
-            torch.cat([calls, told, torch.stack(found).double()]),
+            torch.cat([calls, own_flags, torch.stack(disagreements).double()]),
         )
 
 

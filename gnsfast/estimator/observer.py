@@ -68,7 +68,7 @@ class Observer:
         self.groups = GroupMeasure(s, slab, self.processes, self.device)
         self._sides = Sides(self.metric.modules, self.groups.modules, len(s.groups))
         width = self.metric.width + self.groups.width
-        self.exchange = Exchange(self.processes, self._stages, s.group, self.device, width)
+        self.exchange = Exchange(self.processes, self._stages, s.group, width)
         spread = fsdp_degrees(self.model)
         replicas = [id(self.parameters[k]) not in spread for k in self._of_host]
         self._replicas = torch.tensor(replicas, dtype=torch.float64, device=self.device)

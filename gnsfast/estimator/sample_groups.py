@@ -66,8 +66,8 @@ class GroupMeasure:
         """
         if (of_samples is None) != (not self.names):
             raise ValueError(
-                "groups need two arguments: GradientNoiseScale(groups=[...]), their names, and "
-                "gns.microbatch(n, groups=...), one for each sample. Give both or neither"
+                "groups need two arguments, GradientNoiseScale(groups=[...]), their names, and "
+                "gns.microbatch(n, groups=...), one for each sample: give both or neither"
             )
         self._members = []
         if of_samples is None:
@@ -76,13 +76,13 @@ class GroupMeasure:
             raise ValueError(
                 f"groups must be one for each sample, not of shape {list(of_samples.shape)}"
             )
-        told = of_samples.tolist() if isinstance(of_samples, Tensor) else list(of_samples)
-        if len(told) != num_samples:
-            raise ValueError(f"groups names {len(told)} samples, num_samples is {num_samples}")
-        if odd := [g for g in told if g not in self._index]:
+        groups = of_samples.tolist() if isinstance(of_samples, Tensor) else list(of_samples)
+        if len(groups) != num_samples:
+            raise ValueError(f"groups names {len(groups)} samples, num_samples is {num_samples}")
+        if odd := [g for g in groups if g not in self._index]:
             raise ValueError(f"group {odd[0]!r} is none of {', '.join(map(repr, self.names))}")
-        of_B = torch.tensor([self._index[g] for g in told])
-        self._members = [(of_B == k).nonzero()[:, 0] for k in range(len(self.names))]
+        group_B = torch.tensor([self._index[g] for g in groups])
+        self._members = [(group_B == k).nonzero()[:, 0] for k in range(len(self.names))]
         return self._members
 
     def add(
@@ -107,10 +107,10 @@ class GroupMeasure:
             if not len(index):
                 continue
             own = None if tokens is None else tokens[index.to(tokens.device)]
-            said = loss_factors.microbatch_scalars(len(index), own, a, "sum", True, self._device)
-            said = torch.where(said[0] > 0, said, 0.0)  # all padding: no sample in this group
+            scalars = loss_factors.microbatch_scalars(len(index), own, a, "sum", True, self._device)
+            scalars = torch.where(scalars[0] > 0, scalars, 0.0)  # all padding: no sample here
             p = p_B[index.to(self._device, non_blocking=True)].sum()
-            self._sums[k] += torch.cat([without_scale(torch.stack([p, q_G[k]])), said])
+            self._sums[k] += torch.cat([without_scale(torch.stack([p, q_G[k]])), scalars])
 
     def start(self, first: bool) -> None:
         """Begin a micro-batch; the ``first`` of an update forgets what a refused update left."""
@@ -126,11 +126,11 @@ class GroupMeasure:
         """Forget the update under way."""
         self._sums = torch.zeros_like(self._sums)
 
-    def added(self, result: NoiseScale, told: Tensor, decay: float | None) -> NoiseScale:
+    def added(self, result: NoiseScale, numbers: Tensor, decay: float | None) -> NoiseScale:
         """``result`` with the noise scale of each group, from the window's numbers [U, width]."""
         if not self.names:
             return result
-        parts = told.unflatten(1, (len(self.names), WIDTH)).unbind(1)
+        parts = numbers.unflatten(1, (len(self.names), WIDTH)).unbind(1)
         groups = {
             name: summarize_group(part, self.left_out, decay)
             for name, part in zip(self.names, parts)
