@@ -30,7 +30,8 @@ class Converted(NamedTuple):
 
     ``claims`` are the parameters that the module answers for; ``uncovered`` says why some of them
     have no norms. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
-    were compared with what arrived at the parameters.
+    were compared with what arrived at the parameters. ``half``: it was replayed under autocast, in
+    which torch rounds its gradients to half precision.
     """
 
     claims: tuple[str, ...] = ("weight", "bias")
@@ -39,6 +40,7 @@ class Converted(NamedTuple):
     tie: Tie | None = None
     calls: int | None = None
     audited: bool = False
+    half: bool = False
 
 
 class Opened(NamedTuple):
