@@ -381,7 +381,7 @@ class Observer:
             if seen[name] < (times if alone else min(times, 1)):
                 raise ObservationError(checks.explain_unseen(name, self.paths[name][0], self.model))
         named = dict(zip(self.names, self.parameters))
-        if wrong := self.audit.check(named, self.paths):
+        if wrong := self.audit.check(named, self.paths, self.modules):
             raise ObservationError(wrong)
 
 

@@ -31,7 +31,8 @@ class Converted(NamedTuple):
     ``route`` is the layer's name in ``combinations.LAYERS``, which every drop-in class sets.
     ``claims`` are the parameters that the module answers for; ``uncovered`` says why some of them
     have no norms. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
-    were compared with what arrived at the parameters.
+    were compared with what arrived at the parameters. ``half``: it was replayed under autocast, in
+    which torch rounds its gradients to half precision.
     """
 
     route: str = ""
@@ -41,6 +42,7 @@ class Converted(NamedTuple):
     tie: Tie | None = None
     calls: int | None = None
     audited: bool = False
+    half: bool = False
 
 
 class Opened(NamedTuple):

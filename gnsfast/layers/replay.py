@@ -74,6 +74,7 @@ class Replayed(DropIn):
                 )
             dims.append(dim)
         replay = _Replay(self, args, kwargs, seen, dims, B)
+        self.know(half=self.gnsfast.half or replay.autocast[2])
         watched = _ReplayFunction.apply(
             opened.probe, replay, len(seen), *(leaves[i] for i in seen), *replay.tensors
         )
@@ -133,12 +134,13 @@ class _Replay:
             leaves[i] = only_b(t)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         kind, dtype, enabled = self.autocast
-        with _closed(self.module), _swapped(self.module, parameters), _same_buffers(self.module):
-            with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
-                try:
-                    output = self.module.forward(*args, **kwargs)
-                except Exception as e:
-                    raise self.module._replay_error(f"{type(e).__name__}: {e}") from e
+        module = self.module
+        try:
+            with _closed(module), _swapped(module, parameters), _same_buffers(module):
+                with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
+                    output = module.forward(*args, **kwargs)
+        except Exception as e:
+            raise module._replay_error(f"{type(e).__name__}: {e}") from e
         outputs = pytree.tree_leaves(output)
         return [outputs[i] for i in self.seen]
 

@@ -2,8 +2,8 @@
 """The checks for what would make a norm wrong in silence, and their messages."""
 
 import math
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from gnsfast.conversion import fused_loss_of, project_of
@@ -82,7 +82,7 @@ def explain_unseen(name: str, path: str, model: nn.Module) -> str:
 def explain_sums(
     p: Tensor,
     name: str,
-    paths: list[str],
+    modules: Mapping[str, DropIn],
     ours: float,
     real: float,
     samples: float,
@@ -95,17 +95,19 @@ def explain_sums(
     is zero in exact arithmetic is rounding, small beside it. An overflow, which a gradient scaler
     will skip, is not checked.
     """
-    tolerance = 1e-3 if p.dtype in (torch.float32, torch.float64) else 3e-2
+    # bfloat16 autocast moved the squared norm of a replayed bias of 3 channels by 1 %.
+    half = p.dtype.itemsize < 4 or any(m.gnsfast.half for m in modules.values())
+    tolerance = 3e-2 if half else 1e-3
     if not math.isfinite(real + ours + samples + model):
         return None
     if abs(ours - real) <= tolerance * max(ours, real) + 1e-6 * samples + 1e-10 * model:
         return None
-    where = " and ".join(repr(path) if path else "the model" for path in paths)
+    where = " and ".join(repr(path) if path else "the model" for path in modules)
     return (
         f"{name}: the squared norm of its gradient is {real:.6g}, but that of what passed through "
         f"{where} is {ours:.6g}. The weight is also used outside of its "
         "module (F.linear(x, module.weight), a fused loss, a penalty on the weights), so its norms "
-        f"would be wrong. {leave_out(paths[0])}"
+        f"would be wrong. {leave_out(next(iter(modules)))}"
     )
 
 

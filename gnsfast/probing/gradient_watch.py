@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gnsfast import reference
+from gnsfast.layers import DropIn
 from gnsfast.probing import checks
 from gnsfast.tensors import is_dtensor
 
@@ -113,12 +114,16 @@ class Audit:
         worse = new.isfinite().all(0) & (_discrepancy(new) >= _discrepancy(old))
         self._found[:, index] = torch.where(worse, new, old)
 
-    def check(self, parameters: Mapping[str, Tensor], paths: Mapping[str, list[str]]) -> str | None:
+    def check(
+        self,
+        parameters: Mapping[str, Tensor],
+        paths: Mapping[str, list[str]],
+        modules: Mapping[str, DropIn],
+    ) -> str | None:
         """What is wrong, with the parameter's name, or None. Waits for the device."""
         for name, (ours, real, samples, whole) in zip(self.names, self._found.T.tolist()):
-            wrong = checks.explain_sums(
-                parameters[name], name, paths[name], ours, real, samples, whole
-            )
+            own = {path: modules[path] for path in paths[name]}
+            wrong = checks.explain_sums(parameters[name], name, own, ours, real, samples, whole)
             if wrong is not None:
                 return wrong
             if ours > 0:

@@ -188,10 +188,9 @@ class per_sample_sqnorms:
             p, rows = self._parameters[name], self._slab.rows[name]
             ours, of_samples = (sum(each[d][r] for _, d, r in rows) for each in (sums, samples))
             real = self._watch.sqnorms[name].item() if name in self._watch.sqnorms else 0.0
-            paths = [path for path, _, _ in rows]
-            if wrong := checks.explain_sums(p, name, paths, ours, real, of_samples, whole):
+            modules = {path: self._slab.modules[path] for path, _, _ in rows}
+            if wrong := checks.explain_sums(p, name, modules, ours, real, of_samples, whole):
                 raise ObservationError(wrong)
-            for path in paths:
-                module = self._slab.modules[path]
+            for module in modules.values():
                 seen = bool(module.gnsfast.calls) and math.isfinite(real + ours)
                 module.know(audited=module.gnsfast.audited or seen)

@@ -26,11 +26,6 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def steps(path: Path) -> list[int]:
-    [run] = read_runs([path])
-    return [p.step for p in run.points]
-
-
 def test_a_tracker_is_read_back(tmp_path: Path) -> None:
     tracker = JSONLTracker(tmp_path / "a.jsonl", run={"name": "small", "steps": 2})
     tracker.log({"loss": 2.0, "gns/b_simple": 8.0, "gns/layer/0_lo": 3.0, "lr": 0.1}, 1)
@@ -152,9 +147,12 @@ def test_decisions_that_lag_behind_their_line_delete_nothing(tmp_path: Path) -> 
 
 
 def test_a_restart_without_decisions(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", line(10), line(20), line(30), line(20, loss=9.0))
-    assert steps(path) == [10, 20]
-    assert read_runs([path])[0].points[1].values["loss"] == 9.0
+    first, again = ({"gns/layer/0": v} for v in (1.0, 2.0))
+    lines = line(10), line(20, **first), line(30, **first), line(20, loss=9.0, **again)
+    [run] = read_runs([write(tmp_path / "a.jsonl", *lines)])
+    assert [p.step for p in run.points] == [10, 20]
+    assert run.points[1].values["loss"] == 9.0
+    assert [(each.step, each.values) for each in run.layers] == [(20, {"0": 2.0})]
 
 
 def test_numbers_of_one_step_are_put_together(tmp_path: Path) -> None:

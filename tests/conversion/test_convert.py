@@ -233,6 +233,14 @@ def test_exclude_and_fold_on_a_container() -> None:
         gnsfast.convert(model, replay=["0"], exclude=["0.0"])
 
 
+@pytest.mark.parametrize("option", ["exclude", "replay"])
+def test_names_that_begin_alike(option: str) -> None:
+    """'10' is not inside of '1'."""
+    model = nn.ModuleDict({name: nn.Linear(5, 5) for name in ("1", "10")})
+    rows = gnsfast.coverage(gnsfast.convert(model, **{option: ["1"]})).rows
+    assert [r.static and r.route == "linear" for r in rows] == [False] * 2 + [True] * 2
+
+
 def test_converted_again_after_a_replay() -> None:
     """Every route is found from what the module was before any convert."""
     x = torch.randn(3, 4, 8)

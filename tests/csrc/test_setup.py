@@ -99,6 +99,19 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path("setup.py")
 
 
+@pytest.mark.parametrize("release", [(12, 5), (12, 6), (13, 0)])
+def test_nvcc_that_is_taken(
+    release: tuple[int, int],
+    tmp_path: Path,
+    functions: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvcc = fake_nvcc(tmp_path, "{}.{}".format(*release))
+    monkeypatch.setenv("GNSFAST_CUDA", "1")
+    monkeypatch.setenv("CUDACXX", nvcc)
+    assert functions["find_nvcc"]() == (nvcc, release)
+
+
 @pytest.mark.parametrize(
     ("release", "asked", "wanted"),
     [

@@ -209,6 +209,15 @@ def test_every_and_window() -> None:
     check(gns.compute(), expected(model, updates[6::2]))
 
 
+def test_wrapped_window_is_oldest_first() -> None:
+    """With decay the order counts: updates that left the window leave no trace."""
+    updates, found = [draw(1) for _ in range(5)], []
+    for own in (updates, updates[2:]):
+        model = make()
+        found.append(run(model, gnsfast.GradientNoiseScale(model, window=3, decay=0.5), own))
+    assert found[0] == found[1]
+
+
 def lengths_model() -> nn.Module:
     return gnsfast.convert(nn.Linear(64, 1, bias=False))
 

@@ -95,6 +95,20 @@ def test_audit_of_a_layer_that_joins_later() -> None:
         gns.compute()
 
 
+def test_audit_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that was found right comes to be used as a tensor later."""
+    monkeypatch.setattr("gnsfast.estimator.estimator.AUDIT_EVERY", 2)
+    s = Scaled()
+    for step in range(3):
+        s.measure(penalty=step > 0)
+        s.gns.update()
+        s.model.zero_grad()
+        if step == 0:
+            s.gns.compute()
+    with pytest.raises(ObservationError, match=r"0\.weight.*outside of its module"):
+        s.gns.compute()
+
+
 def test_norms_of_another_kind() -> None:
     model = make()
     for microbatches in (1, 2):

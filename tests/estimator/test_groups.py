@@ -83,8 +83,9 @@ def truth(model: nn.Module, updates: list[Any], name: str) -> tuple[float, float
 def measure(model: nn.Module, updates: list[Any], **settings: Any) -> gnsfast.NoiseScale:
     gns = gnsfast.GradientNoiseScale(model, groups=NAMES, **settings)
     for groups, batch in updates:
+        factor = len(groups) if settings.get("loss_reduction") == "sum" else 1
         with gns.microbatch(len(groups), groups=groups):
-            loss_of(model, batch).backward()
+            (factor * loss_of(model, batch)).backward()
         gns.update()
         model.zero_grad()
     return gns.compute()
@@ -130,9 +131,18 @@ def test_groups(source: str) -> None:
         torch.testing.assert_close(p.grad, ours)
 
 
+def test_sum_loss() -> None:
+    """A loss summed over samples says the same of a group as their mean."""
+    model, updates = make(), batches()[:4]
+    found = [measure(model, updates, loss_reduction=r).per_group["code"] for r in ("sum", "mean")]
+    assert found[0].trace == pytest.approx(found[1].trace, rel=1e-5)
+    assert found[0].grad_sqnorm == pytest.approx(found[1].grad_sqnorm, rel=1e-5)
+
+
 f = gnsfast.functional
 LAYERS: dict[str, Any] = {
     "linear": lambda ids, x, w, gain, *last: f.linear(x, w, None, *last),
+    "frozen weight": lambda ids, x, w, gain, *last: f.linear(x, w.detach(), w[:, 0], *last),
     "embedding": lambda ids, x, w, gain, *last: f.embedding(ids, w, *last)[0],
     "layer_norm": lambda ids, x, w, gain, *last: f.layer_norm(x, (D,), gain, None, *last),
     "rms_norm": lambda ids, x, w, gain, *last: f.rms_norm(x, gain, *last),

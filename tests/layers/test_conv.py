@@ -19,6 +19,7 @@ CONVS: dict[str, dict[str, Any]] = {
     "valid": dict(kernel_size=3, padding="valid"),
     "strided and dilated": dict(kernel_size=3, stride=2, dilation=2, padding=2),
     "patches": dict(kernel_size=3, stride=3),
+    "dilated patches": dict(kernel_size=3, stride=3, dilation=2),
     "groups": dict(kernel_size=3, groups=2, padding=2),
     "depthwise": dict(kernel_size=3, groups=4),
     "reflected": dict(kernel_size=3, padding=1, padding_mode="reflect"),

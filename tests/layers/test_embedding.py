@@ -148,6 +148,18 @@ def test_tied_embedding_called_twice_is_exact() -> None:
     assert_norms(norms, loop)
 
 
+def test_tied_head_called_twice_is_refused() -> None:
+    class Twice(Tied):
+        def forward(self, *ids_BT: Tensor) -> Tensor:
+            y = super().forward(*ids_BT)
+            return y + self.head(y[..., :5])
+
+    model, batch = gnsfast.convert(Twice()), (ids(4, 9), torch.randn(4, 9, 6))
+    with pytest.raises(gnsfast.ObservationError, match=r"head \(Linear\).*2 times"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            weighted_loss(model, batch).backward()
+
+
 def test_tied_head_without_its_embedding() -> None:
     """As with ``inputs_embeds``: the embedding takes no part, the head's norm is the weight's."""
     model, batch = Tied(), (torch.randn(4, 9, 5), torch.randn(4, 9, 6))

@@ -78,16 +78,17 @@ def test_route_is_chosen_by_cost() -> None:
     assert outer.linear_route(256, 4096, 4096) == "gram"
 
 
-def test_summed_norm_and_counter() -> None:
-    layer = gnsfast.Linear(5, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_summed_norm_and_counter(dtype: torch.dtype) -> None:
+    """The norm is that of the sum before it is rounded to the parameter's dtype."""
+    layer = gnsfast.Linear(5, 3).to(dtype)
+    x_BTI, dy_BTO = torch.randn(4, 7, 5).to(dtype), torch.randn(4, 7, 3).to(dtype)
     probe = torch.zeros(2, 4 + 2, requires_grad=True)
-    gnsfast.functional.linear(
-        torch.randn(4, 7, 5), layer.weight, layer.bias, probe
-    ).sum().backward()
+    gnsfast.functional.linear(x_BTI, layer.weight, layer.bias, probe).backward(dy_BTO)
     assert probe.grad is not None
-    for row, p in zip(probe.grad, layer.parameters()):
-        assert p.grad is not None
-        torch.testing.assert_close(row[4], p.grad.square().sum())
+    dw_OI = torch.einsum("bto,bti->oi", dy_BTO.double(), x_BTI.double())
+    for row, grad in zip(probe.grad, (dw_OI, dy_BTO.double().sum((0, 1)))):
+        torch.testing.assert_close(row[4].double(), grad.square().sum(), rtol=1e-5, atol=0)
         assert row[5] == 1.0
 
 

@@ -174,6 +174,24 @@ def test_replay_reaches_what_no_layer_sees() -> None:
     assert_norms(norms, loop)
 
 
+def test_autocast() -> None:
+    """The replay runs under the autocast of the forward pass, which backward has left. Its audit
+    allows for torch's gradients, which are rounded to half precision.
+    """
+    model = nn.Sequential(nn.Conv1d(4, 16, 1), nn.ConvTranspose1d(16, 3, 4, stride=2))
+    batch = torch.randn(8, 4, 20), torch.randn(8, 3, 42)
+    loop = loop_sqnorms(model, weighted_loss, batch, 8)
+    gns = gnsfast.GradientNoiseScale(gnsfast.convert(model), loss_reduction="sum")
+    for block in (gns.microbatch(8), gnsfast.per_sample_sqnorms(model, 8)):
+        with block as norms:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(batch[0])
+            (y * batch[1]).sum().backward()
+    assert_norms(norms, loop, rtol=2e-2)
+    gns.update()
+    assert gns.compute().updates == 1
+
+
 class Random(Scale):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.5)
@@ -198,6 +216,17 @@ class Counting(Scale):
 def test_replay_that_differs_is_named(make: type[nn.Module]) -> None:
     model = gnsfast.convert(nn.Sequential(make()))
     with pytest.raises(gnsfast.ObservationError, match=r"0 \(.*other outputs"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            model(torch.randn(4, 9, 5)).sum().backward()
+
+
+def test_replay_that_fails_is_named() -> None:
+    class Pairs(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.unflatten(0, (2, -1)).flatten(0, 1))
+
+    model = gnsfast.convert(nn.Sequential(Pairs()))
+    with pytest.raises(gnsfast.ObservationError, match=r"0 \(Pairs\).*sample by sample: Runtime"):
         with gnsfast.per_sample_sqnorms(model, 4):
             model(torch.randn(4, 9, 5)).sum().backward()
 

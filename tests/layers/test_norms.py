@@ -16,7 +16,7 @@ SHAPES = {
     "two dimensions": (6, 5),
     "three dimensions": (4, 9, 5),
     "four dimensions": (3, 2, 7, 5),
-    "long samples": (2, 300, 33),  # the branch that runs torch's kernel sample by sample
+    "long samples": (2, 300, 33),
     "one sample": (1, 9, 5),
     "no sample": (0, 9, 5),
 }
@@ -41,6 +41,13 @@ def scattered(layer: nn.Module) -> nn.Module:
 def test_shapes(make: object, shape: tuple[int, ...]) -> None:
     assert callable(make)
     assert_layer(scattered(make(shape[-1])), torch.randn(shape), shape[0])
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_one_kernel_call_per_sample(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU route of samples with more than ``ROWWISE`` elements."""
+    monkeypatch.setattr("gnsfast.reference.norms.ROWWISE", 4 * 5)
+    assert_layer(scattered(gnsfast.LayerNorm(5, bias=bias)), torch.randn(4, 9, 5), 4)
 
 
 @pytest.mark.parametrize("make", [gnsfast.LayerNorm, gnsfast.RMSNorm])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gnsfast.noise_scale import loss_factors
 from gnsfast.noise_scale import statistics as st
 
 N, D, WINDOW = 32, 1000, 64
@@ -163,3 +164,11 @@ def test_length_variance() -> None:
         found.append(st.length_variance(n.sum(), totals.sum(), count, (totals**2 / n).sum()))
     mean = torch.stack(found)
     assert abs(mean.mean() - 81) < 3 * mean.std() / math.sqrt(400)
+
+
+def test_squared_lengths_from_a_total() -> None:
+    """Σ L² = N² / n + (n - 1) Var L, where Var L is the unbiased variance."""
+    lengths = torch.tensor([3.0, 5.0, 10.0, 2.0], dtype=torch.float64)
+    scalars = loss_factors.microbatch_scalars(4, 20, 1.0, "sum", False, lengths.device)
+    known, unknown = scalars[-2:]
+    torch.testing.assert_close(known + unknown * lengths.var(), lengths.square().sum())
