@@ -21,9 +21,9 @@ def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
     t_RC.view(-1).scatter_(0, (first_R1 + column_RK).flatten(), value_RK.flatten())
 
 
-PLAIN = (Tensor, nn.Parameter)
+PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def is_dtensor(t: object) -> bool:
     """Whether ``t`` is a DTensor, without importing torch.distributed to ask."""
-    return type(t) not in PLAIN and hasattr(t, "placements")
+    return type(t) not in PLAIN_TYPES and hasattr(t, "placements")

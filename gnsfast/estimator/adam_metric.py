@@ -86,7 +86,7 @@ class AdamMetric(NoMetric):
         self._own = {path: [*of[path].probed_parameters().values()] for path in self.modules}
         taken = {p for own in self._own.values() for p in own}
         self._names = {p: name for name, p in model.named_parameters() if p in taken}
-        self._groups = _groups(self._optimizer, self._names)
+        self._group_of = _parameter_groups(self._optimizer, self._names)
         self._slab: ProbeSlab | None = None
         self._moments: dict[nn.Parameter, Tensor] = {}
         self._marks: list[Any] = []
@@ -161,7 +161,7 @@ class AdamMetric(NoMetric):
         state = self._optimizer.state.get(p)
         if not state:
             return None
-        key = "max_exp_avg_sq" if self._groups[p]["amsgrad"] else "exp_avg_sq"
+        key = "max_exp_avg_sq" if self._group_of[p]["amsgrad"] else "exp_avg_sq"
         v = state.get(key)
         if not isinstance(v, Tensor) or "step" not in state:
             raise ValueError(
@@ -184,7 +184,7 @@ class AdamMetric(NoMetric):
         by_device: dict[torch.device, list[tuple[int, Tensor, Any, float]]] = {}
         for row, p in weighed:
             if p in self._moments:
-                step, group = torch.as_tensor(self._step(p)), self._groups[p]
+                step, group = torch.as_tensor(self._step(p)), self._group_of[p]
                 of_row = row, step, group["betas"][1], group["eps"]
                 by_device.setdefault(step.device, []).append(of_row)
         for where, found in by_device.items():
@@ -224,7 +224,7 @@ def check_settings(metric: str | None, optimizer: Any, stages: Any) -> None:
         refuse(None, [METRIC, PIPELINE])
 
 
-def _groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:
+def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:
     """The optimizer's group of each parameter; raises if the optimizer is not Adam."""
     kind = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
