@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test starts from one seed, computes in full float32, and whatever nobody wrote is NaN."""
+"""Every test starts from one seed and computes in full float32. Uninitialised memory is filled with
+NaN.
+"""
 
 import gc
 import os
