@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of what can be measured together: which features each layer supports, and which of
-them exclude each other. Every refusal comes from here.
+them exclude each other. Layers, plans, the slab and the estimator refuse by it.
 """
 
 from collections.abc import Iterable

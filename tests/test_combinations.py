@@ -316,6 +316,7 @@ def test_the_table_is_whole() -> None:
     kinds = (m for m in vars(gnsfast.layers).values() if isinstance(m, type))
     routes = {m.gnsfast.route for m in kinds if hasattr(m, "gnsfast")}
     assert routes - {""} <= table.LAYERS.keys()
+    assert {*MODELS, "attention"} == {*table.LAYERS}  # that of functional: test_attention.py
     for pair in table.APART:
         assert pair <= {*table.FEATURES}
 
