@@ -16,8 +16,8 @@ from benchmarks import measure, model
 from benchmarks.cases import LayerCase
 from benchmarks.cuda_kernels import operands, plain_wgrad
 from benchmarks.growing import Growing, Rows, Tables
-from benchmarks.signed import Signed
 from gnsfast.ops import operators
+from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward
 
 TOKENS = 16384
 
@@ -70,7 +70,7 @@ def ops(
 def weight_gradient(device: str, rounds: int, case: LayerCase) -> Rows:
     x, dy = operands(case, device)
     plain = partial(plain_wgrad, x, dy)
-    ours = lambda: Signed(operators).linear_wgrad(x, dy, True, False, False, x.dtype)
+    ours = lambda: operators.linear_wgrad(LinearWgrad(x, dy, True, False, False, x.dtype))
     timing = measure.interleave({"plain": plain, "gnsfast": ours}, rounds, clock(device))
     flop = 2 * case.B * case.T * case.I * case.O
     rates = {name: flop / (1e9 * t.milliseconds) for name, t in timing.items()}
@@ -105,8 +105,10 @@ def layer_norm(device: str, rounds: int, tokens: int, N: int) -> Rows:
     aten = torch.ops.aten.native_layer_norm_backward
     ways = {
         "plain": lambda: aten(dy, x, [N], mean, rstd, w, b, [True, True, True]),
-        "gnsfast": lambda: Signed(operators).norm_backward(*args),
-        "gnsfast, compiled aten": _compiled(Signed(operators).norm_backward, args),
+        "gnsfast": lambda: operators.norm_backward(NormBackward(*args)),
+        "gnsfast, compiled aten": _compiled(
+            lambda *fields: operators.norm_backward(NormBackward(*fields)), args
+        ),
     }
     return [_row(BACKWARD, f"layer norm {N}", measure.interleave(ways, rounds, clock(device)))]
 
@@ -119,7 +121,7 @@ def embedding(device: str, rounds: int, tokens: int, table: tuple[int, int]) -> 
     dy = torch.randn(B, T, D, device=device, dtype=torch.bfloat16)
     ways = {
         "plain": lambda: torch.ops.aten.embedding_dense_backward(dy, ids, V, -1, False),
-        "gnsfast": lambda: Signed(operators).embedding_wgrad(dy, ids, V, -1, dy.dtype),
+        "gnsfast": lambda: operators.embedding_wgrad(EmbeddingWgrad(dy, ids, V, -1, dy.dtype)),
     }
     return [_row(BACKWARD, f"embedding {V} x {D}", measure.interleave(ways, rounds, clock(device)))]
 

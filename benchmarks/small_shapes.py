@@ -3,37 +3,44 @@
 compute-sanitizer watches.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from benchmarks.signed import Signed
 from gnsfast.functional import attention
 from gnsfast.ops import extension, operators
+from gnsfast.signatures import OPERATORS
+
+
+def run(name: str, *fields: Any, **more: Any) -> None:
+    """One launch of an operator, of the fields of its signature."""
+    getattr(operators, name)(OPERATORS[name](*fields, **more))
 
 
 def main(device: str = "cuda") -> None:
-    ops, f32 = Signed(operators), torch.float32
+    f32 = torch.float32
     for dtype in (torch.float32, torch.bfloat16):
         for B, T, I, O in ((3, 70, 37, 21), (3, 70, 136, 200), (5, 9, 40, 24), (6, 1, 40, 24)):
             x = torch.randn(B, T, I, device=device, dtype=dtype)
             dy = torch.randn(B, T, O, device=device, dtype=dtype)
-            ops.linear_wgrad(x, dy, True, True, False, f32)
-            ops.linear_wgrad(x, dy, True, True, True, f32)
+            run("linear_wgrad", x, dy, True, True, False, f32)
+            run("linear_wgrad", x, dy, True, True, True, f32)
             ids = torch.randint(0, O, (B, T), device=device)
-            ops.linear_wgrad(x, dy, True, True, False, f32, ids_BS=ids)
-            ops.embedding_wgrad(x, ids, O, 3, f32)
+            run("linear_wgrad", x, dy, True, True, False, f32, ids_BS=ids)
+            run("embedding_wgrad", x, ids, O, 3, f32)
             w = x[0, 0].clone()
-            ops.norm_backward(x, x, None, None, w, None, True, False, 1e-5, 1.0)
+            run("norm_backward", x, x, None, None, w, None, True, False, 1e-5, 1.0)
             starts = torch.tensor([0, T // 2, T, B * T], dtype=torch.int32, device=device)
             rows = x.flatten(0, 1), dy.flatten(0, 1)
             for experts in (0, 1):
-                ops.linear_wgrad(*rows, True, True, False, f32, starts, experts)
-            ops.embedding_wgrad(rows[0], ids.flatten(), O, 3, f32, starts)
+                run("linear_wgrad", *rows, True, True, False, f32, starts, experts)
+            run("embedding_wgrad", rows[0], ids.flatten(), O, 3, f32, starts)
             _, mean, rstd = torch.native_layer_norm(x, [I], w, w, 1e-5)
-            ops.norm_backward(x, x, mean, rstd, w, w, True, True)
+            run("norm_backward", x, x, mean, rstd, w, w, True, True)
             of_rows = (t.flatten(0, 1) for t in (x, x, mean, rstd))
-            ops.norm_backward(*of_rows, w, w, True, True, starts=starts)
-            ops.in_projection_wgrad([x, x[:, :1]], [dy, dy[:, :1]], True, True, f32)
+            run("norm_backward", *of_rows, w, w, True, True, starts=starts)
+            run("in_projection_wgrad", [x, x[:, :1]], [dy, dy[:, :1]], True, True, f32)
             run_metric(x, dy, ids, mean, rstd)
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = (
@@ -52,7 +59,7 @@ def main(device: str = "cuda") -> None:
             attention(q, k, v, **learned, **options, probe=probe).sum().backward()
     x, dy = torch.randn(4, 6, 9, 9, device=device), torch.randn(4, 8, 7, 7, device=device)
     for groups in (1, 2):
-        ops.conv_wgrad(x, dy, 2, [3, 3], [1, 1], [0, 0], [1, 1], groups, True, True, f32)
+        run("conv_wgrad", x, dy, 2, [3, 3], [1, 1], [0, 0], [1, 1], groups, True, True, f32)
     print("every operator ran")
     if device == "cuda":
         torch.cuda.synchronize()
@@ -61,19 +68,19 @@ def main(device: str = "cuda") -> None:
 
 def run_metric(x: Tensor, dy: Tensor, ids: Tensor, mean: Tensor, rstd: Tensor) -> None:
     """The operators with norms under a metric, tied ones too."""
-    ops, f32, (I, O) = Signed(operators), torch.float32, (x.shape[2], dy.shape[2])
+    f32, (I, O) = torch.float32, (x.shape[2], dy.shape[2])
     v, v_O, v_I = (torch.rand(*shape, device=x.device) for shape in ((O, I), (O,), (I,)))
     constants = torch.tensor([[1.5, 1e-3]] * 2, dtype=torch.float64, device=x.device)
     w = x[0, 0].clone()
     one, both = (dict(constants_P2=constants[:n]) for n in (1, 2))
     for tied in (None, ids):
         more = dict(ids_BS=tied, moments=[v, v_O], **both)
-        ops.linear_wgrad(x, dy, True, True, False, f32, **more)
-    ops.linear_wgrad(x, dy, True, False, True, f32, moments=[v.mT.contiguous()], **one)
-    ops.embedding_wgrad(x, ids, O, 3, f32, moments=[v], **one)
-    ops.norm_backward(x, x, mean, rstd, w, w, True, True, moments=[v_I, v_I], **both)
+        run("linear_wgrad", x, dy, True, True, False, f32, **more)
+    run("linear_wgrad", x, dy, True, False, True, f32, moments=[v.mT.contiguous()], **one)
+    run("embedding_wgrad", x, ids, O, 3, f32, moments=[v], **one)
+    run("norm_backward", x, x, mean, rstd, w, w, True, True, moments=[v_I, v_I], **both)
     rms = None, None, w, None, True, False, 1e-5, 1.0
-    ops.norm_backward(x, x, *rms, moments=[v_I], **one)
+    run("norm_backward", x, x, *rms, moments=[v_I], **one)
 
 
 def run_extension() -> int:

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from signed import Signed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from benchmarks.signed import Signed
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none

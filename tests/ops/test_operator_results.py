@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from benchmarks.signed import Signed
+from signed import Signed
+
 from gnsfast.ops import operators
 from gnsfast.signatures import OPERATORS
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from signed import Signed
 from torch import Tensor
 
-from benchmarks.signed import Signed
 from gnsfast import functional, reference
 from gnsfast.ops import operators
 from gnsfast.reference import segments

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from signed import Signed
 from torch import Tensor
-
-from benchmarks.signed import Signed
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 

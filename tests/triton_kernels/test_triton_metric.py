@@ -6,9 +6,8 @@ one, else in Triton's interpreter.
 import pytest
 import torch
 import torch.nn.functional as F
+from signed import Signed
 from torch import Tensor
-
-from benchmarks.signed import Signed
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 

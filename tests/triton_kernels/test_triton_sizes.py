@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from signed import Signed
 from torch import Tensor
-
-from benchmarks.signed import Signed
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
