@@ -66,15 +66,16 @@ REMEDIES = {"linear_cross_entropy": "Compute the loss from the head's output"}
 
 def reason(layer: str | None, features: Iterable[str]) -> str:
     """Why ``layer`` (None: any layer) has no norms with all of ``features``; empty if it has."""
-    asked = [f for f in FEATURES if f in set(features)]
+    together = {*features}
+    asked = [f for f in FEATURES if f in together]
     kind = "the model" if layer is None else layer
     if layer is not None:
         for feature in asked:
             if feature not in LAYERS[layer]:
                 return f"{kind} has no norms for {feature}"
-        for together in APART_IN.get(layer, ()):
-            if together <= set(asked):
-                return f"{kind} has no norms for {_listed(f for f in asked if f in together)}"
+        for apart in APART_IN.get(layer, ()):
+            if apart <= together:
+                return f"{kind} has no norms for {_listed(f for f in asked if f in apart)}"
     for pair in combinations(asked, 2):
         if (why := APART.get(frozenset(pair))) is not None:
             return f"{kind} has no norms for {_listed(pair)}" + (f": {why}" if why else "")

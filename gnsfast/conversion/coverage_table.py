@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gnsfast import combinations
-from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, TIED
+from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, reason
 from gnsfast.conversion import fused_losses
 from gnsfast.conversion.routes import route_of, uses_children_as_tensors
 from gnsfast.layers import DropIn
@@ -120,11 +119,9 @@ def _row(
         return CoverageRow(name, p.numel(), "", False, None, reasons[0])
     calls = [m.gnsfast.calls for m, _ in claims if m.gnsfast.calls is not None]
     routes = " + ".join(dict.fromkeys(m.gnsfast.route for m, _ in claims))
-    measures = tuple(each for each in MEASURES if all(_measures(m, each) for m, _ in claims))
+    own = [m.gnsfast for m, _ in claims]
+    measures = tuple(
+        each for each in MEASURES if not any(reason(m.route, m.features(each)) for m in own)
+    )
     observed = any(calls) if calls else None
     return CoverageRow(name, p.numel(), routes, True, observed, note, measures)
-
-
-def _measures(module: DropIn, feature: str) -> bool:
-    tied = [TIED] if module.gnsfast.tie is not None else []
-    return not combinations.reason(module.gnsfast.route, [feature, *tied])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnsfast.combinations import TIED
 from gnsfast.errors import SampleShapeError
 from gnsfast.functional import Documents, Plan
 from gnsfast.layers.tie import Tie
@@ -43,6 +44,10 @@ class Converted(NamedTuple):
     calls: int | None = None
     audited: bool = False
     half: bool = False
+
+    def features(self, *asked: str) -> list[str]:
+        """``asked`` of ``combinations``, and what the module brings along."""
+        return [*asked] if self.tie is None else [*asked, TIED]
 
 
 class Opened(NamedTuple):

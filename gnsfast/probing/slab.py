@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gnsfast.combinations import CUDA, DOCUMENTS, TIED, reason, refuse
+from gnsfast.combinations import CUDA, DOCUMENTS, reason, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.functional import Documents
 from gnsfast.layers import DropIn, Opened, Tie
@@ -98,7 +98,7 @@ class ProbeSlab:
         self._owners = owners
         self._probes: dict[tuple[str, int], Tensor] = {}
         self._views: dict[tuple[str, int], Tensor] = {}
-        self._open: dict[str, tuple[str, int]] = {}
+        self._measures: dict[str, int] = {}  # of each module, in the last pass
 
     @cached_property
     def _owner(self) -> dict[torch.device, Tensor]:
@@ -159,9 +159,7 @@ class ProbeSlab:
         taking = {
             path
             for path, m in self.modules.items()
-            if not reason(
-                m.gnsfast.route, [feature, *([TIED] if m.gnsfast.tie is not None else [])]
-            )
+            if not reason(m.gnsfast.route, m.gnsfast.features(feature))
             and not m.gnsfast.uncovered.keys() & m.probed_parameters().keys()
         }
         while True:
@@ -227,7 +225,7 @@ class ProbeSlab:
     @property
     def probes(self) -> list[Tensor]:
         """The probes of the open pass; before a first pass, those without a metric."""
-        return [self._probe(*self._open.get(path, (path, 1))) for path in self.modules]
+        return [self._probe(path, self._measures.get(path, 1)) for path in self.modules]
 
     def refuse_graph(self) -> None:
         """Raise after ``create_graph=True``, which replaces the slab's views by new tensors."""
@@ -269,13 +267,14 @@ class ProbeSlab:
             if v:
                 constants = self.constants[device][first : first + count]
             own_groups = groups[device] if path in self.sides.groups else ()
-            probe = self._probe(path, 1 + bool(v))
+            measures = self._measures[path] = 1 + bool(v)
+            probe = self._probe(path, measures)
             name = path or type(module).__name__
             module.open_probe(Opened(probe, name, placed[device], own_groups, v, constants))
 
     def _probe(self, path: str, measures: int) -> Tensor:
         """The leaf whose gradient is the module's rows; it is made once and kept."""
-        key = self._open[path] = path, measures
+        key = path, measures
         if key not in self._probes:
             device, first, count = self._spans[path]
             rows = slice(first, first + measures * count)
@@ -287,9 +286,8 @@ class ProbeSlab:
 
     def _refuse_documents(self) -> None:
         for path, module in self.modules.items():
-            more = _tied(module)
-            more += [CUDA] if self._spans[path][0].type != "cpu" else []
-            refuse(module.gnsfast.route, [DOCUMENTS, *more], path)
+            where = () if self._spans[path][0].type == "cpu" else (CUDA,)
+            refuse(module.gnsfast.route, module.gnsfast.features(DOCUMENTS, *where), path)
 
     def close(self) -> None:
         """Make all modules plain torch modules again."""
@@ -299,10 +297,6 @@ class ProbeSlab:
 
 NOBODY, METRIC = -1, -2
 """Owners of rows without a unit: those of uncovered parameters, and those under a metric."""
-
-
-def _tied(module: DropIn) -> list[str]:
-    return [] if module.gnsfast.tie is None else [TIED]
 
 
 def _covered(module: nn.Module) -> bool:
