@@ -29,6 +29,7 @@ from gnsfast.triton_kernels import (
     configs,
     embedding,
     gram,
+    linear_finish,
     linear_wgrad,
     norms,
     segments,
@@ -84,7 +85,7 @@ def cases(capability: int) -> Iterator[Case]:
             dtype,
             dict(BLOCK=gram.ROW_BLOCK),
             4,
-            pointers=fp32,
+            pointers=fp32 | {"tickets_ptr": "*i32"},
         )
 
 
@@ -170,25 +171,7 @@ def linear_cases(capability: int) -> Iterator[Case]:
             for config in tiles:
                 yield from wgrad_cases(measured, kind, config, capability)
     yield wgrad("fp16", configs.HALF[0], tma=capability >= 90)
-    for metric in (False, True):
-        sizes = {
-            (c.block_o, c.block_i)
-            for measured, kinds in configs.CANDIDATES.items()
-            for tiles in kinds.values()
-            for c in tiles
-            if ("metric" in measured) is metric
-        }
-        for height, width in sorted(sizes):
-            tile = dict(BLOCK_O=height, BLOCK_I=width, GROUP=configs.GROUP_O)
-            yield Case(
-                f"merge_splits {height}x{width}{' metric' * metric}",
-                linear_wgrad.merge_splits_kernel,
-                "bf16",
-                dict(ADD=False, METRIC=metric) | tile | absent_metric(metric),
-                linear_wgrad.MERGE_WARPS,
-                pointers=dict.fromkeys(("scratch_ptr", "partial_ptr", "v_ptr"), "*fp32")
-                | {"constants_ptr": "*fp64"},
-            )
+    yield from finish_cases()
     yield from segments_cases()
     for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32")):
         for block_t, aligned in product((16, 32, 64, gram.MAX_TOKENS), (True, False)):
@@ -208,7 +191,7 @@ def linear_cases(capability: int) -> Iterator[Case]:
                 ),
                 options["num_warps"],
                 options["num_stages"],
-                {"sqnorm_ptr": "*fp32"},
+                {"sqnorm_ptr": "*fp32", "tickets_ptr": "*i32"},
                 tensor_cores=True,
                 aligned=aligned,
             )
@@ -217,11 +200,11 @@ def linear_cases(capability: int) -> Iterator[Case]:
 def wgrad_cases(
     measured: str, kind: str, config: configs.Config, capability: int
 ) -> Iterator[Case]:
-    """Everything that a tile of ``configs.CANDIDATES`` is launched as: dW whole, in the inputs'
-    dtype or in float32 (under autocast), split over programs, or added to; by descriptors and by
-    pointers; of float32 on the ordinary cores also with unaligned rows.
+    """Everything that a tile of ``configs.CANDIDATES`` is launched as: dW in the inputs' dtype or
+    in float32 (under autocast), tiles whole or shared by programs, or added to; by descriptors and
+    by pointers; of float32 on the ordinary cores also with unaligned rows.
     """
-    flags = {"LINKS": "links" in measured, "METRIC": "metric" in measured}
+    flags = {"METRIC": measured == "metric"}
     dtype = "bf16" if kind.startswith("half") else "fp32"
     options: dict[str, Any] = dict(PRECISION="tf32") if kind.startswith("tf32") else {}
     if kind == "float32":
@@ -230,12 +213,56 @@ def wgrad_cases(
         ways = [dict(aligned=False)]
     else:
         ways = [dict(tma=False), dict(tma=True)] if capability >= 90 else [dict(tma=False)]
-    for way in ways:
+    for way, balanced in product(ways, (False, True)):
         for dw in dict.fromkeys((dtype, "fp32")):
-            yield wgrad(dtype, config, dw=dw, **way, **options, **flags)
-        yield wgrad(dtype, config, dw="fp32", SPLIT=True, **way, **options, **flags)
+            yield wgrad(dtype, config, dw=dw, BALANCED=balanced, **way, **options, **flags)
         if measured == "plain":
-            yield wgrad(dtype, config, dw="fp32", ADD=True, **way, **options)
+            yield wgrad(dtype, config, dw="fp32", BALANCED=balanced, ADD=True, **way, **options)
+
+
+def finish_cases() -> Iterator[Case]:
+    """The kernel that finishes linear layers: each tile's pieces, or those of a plain product, and
+    a bias with as many samples or with chunks of tokens; alone, together, and under a metric.
+    """
+    everything = [
+        (config, metric)
+        for measured, kinds in configs.CANDIDATES.items()
+        for metric in ({False, measured == "metric"})
+        for tiles in kinds.values()
+        for config in tiles
+    ]
+    sizes = {(c.block_o, c.block_i): (c, metric) for c, metric in everything}
+    weights = [
+        linear_finish.Squares(512, 512, c, configs.balance(16, 9, 12)) for c, _ in sizes.values()
+    ]
+    for dtype, weight, (bias, tokens), metric in product(
+        ("bf16", "fp32"),
+        (None, linear_finish.Squares(512, 512), *weights),
+        ((False, 1), (True, 16), (True, 4096)),
+        (False, True),
+    ):
+        if weight is None and not bias:
+            continue
+        plan = linear_finish.plan((4, tokens, 768), weight, bias, metric=metric, processors=132)
+        absent = ([] if weight else ["dw_ptr"]) + ([] if bias else ["dy_ptr", "db_ptr"])
+        absent += [] if metric and weight else ["v_ptr", "constants_ptr"]
+        absent += [] if metric and bias else ["bias_v_ptr", "bias_constants_ptr"]
+        floats = ("work_ptr", "rows_ptr", "v_ptr", "bias_v_ptr")
+        doubles = ("constants_ptr", "bias_constants_ptr")
+        kind = "no weight" if weight is None else "plain" if weight.config is None else ""
+        if weight and weight.config:
+            kind = f"{weight.config.block_o}x{weight.config.block_i}"
+        words = [f"bias {plan.options['CHUNKS']}"] * bias + ["metric"] * metric
+        yield Case(
+            " ".join(["linear_finish", kind, *words]),
+            linear_finish.linear_finish_kernel,
+            dtype,
+            plan.options | dict.fromkeys(absent),
+            linear_finish.WARPS,
+            pointers=dict.fromkeys(floats, "*fp32")
+            | dict.fromkeys(doubles, "*fp64")
+            | {"tickets_ptr": "*i32"},
+        )
 
 
 def absent_metric(metric: bool) -> dict[str, None]:
@@ -294,14 +321,11 @@ def wgrad(
     **options: bool,
 ) -> Case:
     dw = dw or dtype
-    flags = {flag: options.get(flag, False) for flag in ("ADD", "SPLIT", "LINKS", "METRIC")}
+    flags = {flag: options.get(flag, False) for flag in ("ADD", "BALANCED", "METRIC")}
     constants = blocks(config) | flags | dict(TMA=tma, PRECISION=PRECISION)
-    absent = [] if flags["SPLIT"] else ["scratch_ptr"]
-    absent += [] if flags["LINKS"] else ["slots_ptr", "rows_ptr"]
-    absent += absent_metric(flags["METRIC"])
-    pointers = {name: "*fp32" for name in ("partial_ptr", "scratch_ptr", "rows_ptr", "v_ptr")}
-    pointers["constants_ptr"] = "*fp64"
-    pointers |= {"slots_ptr": "*i32", "dw_ptr": f"*{dw}"}
+    absent = absent_metric(flags["METRIC"])
+    pointers = {"work_ptr": "*fp32", "tickets_ptr": "*i32", "dw_ptr": f"*{dw}"}
+    pointers |= {"v_ptr": "*fp32", "constants_ptr": "*fp64"}
     if tma:
         pointers["x"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_i}]>"
         pointers["dy"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_o}]>"
@@ -309,12 +333,12 @@ def wgrad(
         pointers |= {"x": f"*{dtype}", "dy": f"*{dtype}"}
     words = [flag.lower() for flag, on in flags.items() if on] + ["TMA"] * tma
     words += [PRECISION] * (dtype == "fp32") + ["unaligned"] * (not aligned)
-    words += [f"to {dw}"] * (dw != dtype and not (flags["SPLIT"] or flags["ADD"]))
+    words += [f"to {dw}"] * (dw != dtype and not flags["ADD"])
     return Case(
         " ".join(["linear_wgrad", str(config), *words]),
         linear_wgrad.linear_wgrad_kernel,
         dtype,
-        constants | dict.fromkeys(absent),
+        constants | absent,
         config.num_warps,
         config.num_stages,
         pointers,

@@ -144,21 +144,17 @@ def routes(device: str, cases_: list[LayerCase] = ROUTES, rounds: int = 11) -> I
 
 
 def crossover(device: str, rounds: int, case: LayerCase) -> Rows:
-    from gnsfast.triton_kernels import gram, outer, sqnorms
+    from gnsfast.signatures import empty_rows
+    from gnsfast.triton_kernels import outer
 
     x, dy = operands(case, device)
 
-    def gram_route() -> Tensor:
+    def by(route: str) -> None:
         dw = x.new_empty((dy.shape[2], x.shape[2]))
-        outer.dense_wgrad(x, dy, dw)
-        return sqnorms.with_sum(gram.gram(x, dy), dw)
-
-    def fused_route() -> Tensor:
-        dw = x.new_empty((dy.shape[2], x.shape[2]))
-        return outer.fused_wgrad(x, dy, dw)
+        outer.outer_wgrad(x, dy, dw, empty_rows(x, 1, len(x)), route=route)
 
     plain = partial(plain_wgrad, x, dy)
-    ways = {"plain": plain, "gram": gram_route, "fused": fused_route}
+    ways = {"plain": plain, "gram": partial(by, "gram"), "fused": partial(by, "fused")}
     timings = measure.interleave(ways, rounds, clock(device))
     return [_row("weight gradient", case.name, timings) | {"counted rule": route(case, device)}]
 
@@ -184,10 +180,12 @@ def _seconds_of_tiles(
     """None for a tile that needs more shared memory or registers than the device has."""
     from triton.runtime.errors import OutOfResources
 
+    from gnsfast.signatures import empty_rows
     from gnsfast.triton_kernels import outer
 
+    rows = empty_rows(x, 1, len(x))
     for config in configs:
-        run = lambda: outer.fused_wgrad(x, dy, dw, config=config)  # noqa: B023
+        run = lambda: outer.fused_wgrad(x, dy, dw, rows, config=config)  # noqa: B023
         try:
             run()
         except OutOfResources:

@@ -183,18 +183,16 @@ class Plan:
     tiles: int
     samples: int
     split_tiles: int
-    parts: int
+    parts: float
 
 
 def triton_plan(gpu: GPU, kernel: Kernel, B: int, T: int, I: int, O: int) -> Plan:
-    from gnsfast.triton_kernels.configs import splits
+    from gnsfast.triton_kernels.configs import balance
 
     tiles = math.ceil(O / kernel.o) * math.ceil(I / kernel.i)
-    parts = splits(tiles, B, padded(T) // BLOCK_T, gpu.processors)
-    each = math.ceil(B / parts)
-    parts = math.ceil(B / each)
-    waves = math.ceil(tiles * parts / gpu.processors)
-    return Plan(tiles, waves * each, tiles if parts > 1 else 0, parts)
+    plan = balance(tiles, B, gpu.processors, padded(T) // BLOCK_T)
+    parts = plan.unfinished
+    return Plan(tiles, plan.most, plan.remaining if parts else 0, parts / max(1, plan.remaining))
 
 
 def sm90_plan(gpu: GPU, kernel: Kernel, B: int, T: int, I: int, O: int) -> Plan:

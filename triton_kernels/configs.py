@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiles of the linear kernel: a fixed one, a few that tuning chooses from, and how tiles are
-split over the device.
+shared out among programs.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -44,9 +45,9 @@ class Config:
 
 
 # Two float32 accumulators of 128 x 128 fill half of the registers of eight warps; 128 x 256 spills.
-# Under a metric √P is a third tile in registers, and the rows of a tied head need their own
-# pointers. With these options no tile here spills a register on sm_80 to sm_100, by Triton 3.6 and
-# 3.7; tests/triton_kernels/test_triton_compile.py compiles them all and prints the table.
+# Under a metric √P is a third tile in registers. With these options no tile here spills a register
+# on sm_80 to sm_100, by Triton 3.6 and 3.7; tests/triton_kernels/test_triton_compile.py compiles
+# them all and prints the table.
 HALF = (
     Config(128, 128, 64, 8, 3),
     Config(128, 128, 64, 8, 4),
@@ -67,13 +68,6 @@ CANDIDATES = {
         "tf32, unaligned": TF32[:1],
         "float32": NARROW,
     },
-    "links": {
-        "half": NARROWER,
-        "half, unaligned": NARROW,
-        "tf32": TF32[:1],
-        "tf32, unaligned": (Config(64, 64, 32, 8, 3),),
-        "float32": NARROW,
-    },
     "metric": {
         "half": NARROWER,
         "half, unaligned": NARROW,
@@ -81,23 +75,14 @@ CANDIDATES = {
         "tf32, unaligned": NARROW,
         "float32": NARROW,
     },
-    "links and metric": {
-        "half": (Config(64, 64, 64, 8, 3), Config(64, 64, 64, 8, 2)),
-        "half, unaligned": SMALL,
-        "tf32": SMALL,
-        "tf32, unaligned": SMALL,
-        "float32": (Config(32, 64, 32, 8, 2),),
-    },
 }
 """What is measured beside dW -> how blocks are multiplied -> the tiles that tuning chooses from.
 The first is the fixed one."""
 
 
-def candidates(
-    dtype: torch.dtype, aligned: bool, metric: bool = False, links: bool = False
-) -> tuple[Config, ...]:
+def candidates(dtype: torch.dtype, aligned: bool, metric: bool = False) -> tuple[Config, ...]:
     """The row of ``CANDIDATES`` for inputs of this dtype."""
-    measured = ("plain", "links", "metric", "links and metric")[links + 2 * metric]
+    measured = "metric" if metric else "plain"
     if dtype == torch.float32 and not tf32_allowed():
         return CANDIDATES[measured]["float32"]
     multiplied = "tf32" if dtype == torch.float32 else "half"
@@ -111,23 +96,54 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-MERGE_LAUNCH = 16
-"""Launching the kernel that adds the parts, in steps of a block (0.3 µs each, counted)."""
-
-MERGE_TILE = 0.1
-"""Writing and reading one part of one tile, in such steps: 2 · 64 KiB at 4.3 TB/s."""
+MERGE = 7
+"""Writing one part of a tile in each program, in steps of a block (0.3 µs each): 132 · 64 KiB at
+4.3 TB/s, counted. The finishing kernel reads the parts from L2 while it waits for dy."""
 
 
-def splits(tiles: int, B: int, blocks: int, programs: int) -> int:
-    """Into how many parts of whole samples each tile is split, so that the last wave of programs is
-    not half empty: the counted time of each choice, in steps of a block. Two full waves are enough:
-    there parts would cost memory for a few per cent.
+class Balance(NamedTuple):
+    """How the (tile, sample) pairs of a weight gradient are shared out among programs.
+
+    Program p computes the whole tiles ``p``, ``p + programs``, ... of ``waves`` waves. The
+    ``remaining`` tiles, fewer than there are programs, each have a program that takes their first
+    ``own`` samples. The other programs, the helpers, cut the line of what is left, tile after tile,
+    into runs of ``own`` samples. So each program ends with at most one run, and the busiest has as
+    many pairs as whole samples allow.
+
+    All owners are at the same sample at the same time, and the helpers at the few samples that
+    owners leave out: tiles of a row or a column of dW share dy and x in L2. One line over all tiles
+    cut into equal runs would have the same busiest program, but its programs would be at as many
+    samples as there are, and read several times what they share.
+
+    What is left unbalanced is less than a sample for each program: B = 1 has whole tiles alone.
     """
 
-    def steps(parts: int) -> float:
-        waves = triton.cdiv(tiles * parts, programs)
-        merge = MERGE_LAUNCH + MERGE_TILE * tiles * parts if parts > 1 else 0.0
-        return waves * triton.cdiv(B, parts) * blocks + merge
+    programs: int
+    waves: int
+    remaining: int
+    own: int
+    most: int  # (tile, sample) pairs of the busiest program
+    unfinished: int  # parts of tiles in the scratch tensor
 
-    most = min(B, 16, max(1, 2 * programs // tiles)) if tiles < 2 * programs else 1
-    return min(range(1, max(1, most) + 1), key=lambda parts: (steps(parts), parts))
+    @property
+    def first_tile(self) -> int:
+        """The first of the remaining tiles."""
+        return self.waves * self.programs
+
+
+def balance(tiles: int, B: int, programs: int, blocks: int = 16) -> Balance:
+    """The plan for ``tiles`` of ``B`` samples of ``blocks`` steps each, on a device that holds so
+    many programs. Tiles stay whole where their parts would cost more than they save.
+    """
+    waves, remaining = divmod(tiles, programs)
+    at_once = programs if waves else remaining
+    whole = Balance(at_once, waves, remaining, B, (waves + (remaining > 0)) * B, 0)
+    if not remaining:
+        return whole
+    own = triton.cdiv(remaining * B, programs)
+    helpers = triton.cdiv(remaining * (B - own), own)
+    parts = 2 * remaining + helpers - 1  # where cuts of the line fall on a tile's end, fewer
+    if (B - own) * blocks <= MERGE * parts / programs:
+        return whole
+    at_once = programs if waves else remaining + helpers
+    return Balance(at_once, waves, remaining, own, waves * B + own, parts)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.reference import probe_rows, unfold
-from gnsfast.signatures import ConvWgrad
+from gnsfast.signatures import ConvWgrad, empty_rows
 from gnsfast.triton_kernels.outer import fused_wgrad
 from gnsfast.triton_kernels.sqnorms import row_sqnorms, sums_wgrad, with_sum
 from gnsfast.triton_kernels.tiles import check_dtypes
@@ -53,7 +53,9 @@ def _add_groups(cols_BTGK: Tensor, dy_BTO: Tensor, dw_GOK: Tensor) -> Tensor:
     """Add the samples' gradients to ``dw_GOK``. Returns their squared norms [B] over all groups."""
     (B, T, G, K), O = cols_BTGK.shape, dy_BTO.shape[2] // dw_GOK.shape[0]
     if G == 1 and B * T * K * O:
-        return fused_wgrad(cols_BTGK[:, :, 0], dy_BTO, dw_GOK[0], add=True)[0, :-1]
+        rows = empty_rows(dw_GOK, 1, B)
+        fused_wgrad(cols_BTGK[:, :, 0], dy_BTO, dw_GOK[0], rows, add=True)
+        return rows[0, :B]
     # The products of groups are small: one batched product makes all samples' gradients.
     dy_BGOT = dy_BTO.unflatten(2, (G, O)).permute(0, 2, 3, 1).flatten(0, 1)
     cols_BGTK = cols_BTGK.transpose(1, 2).flatten(0, 1)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gnsfast.triton_kernels.finish import clear_tickets
 from gnsfast.triton_kernels.tiles import dot, precision
 
 MAX_TOKENS = 128
@@ -38,11 +39,13 @@ def self_product(
     return product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tickets"])
 def gram_kernel(
     x_ptr,
     dy_ptr,
     sqnorm_ptr,  # [B] float32
+    tickets_ptr,  # [tickets] int32, which the finishing kernel finds at zero; or None
+    tickets,
     T,
     I,
     O,
@@ -57,6 +60,8 @@ def gram_kernel(
     CANCELLED: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
+    if tickets_ptr is not None:
+        clear_tickets(tickets_ptr, tickets)
     offs_t = tl.arange(0, BLOCK_T)
     mask_t = (offs_t < T)[:, None]
     rows_t = offs_t.to(tl.int64)[:, None]
@@ -82,16 +87,21 @@ def gram_kernel(
     tl.store(sqnorm_ptr + b, sqnorm)
 
 
-def gram(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
-    """[B]: ``torch.bmm(dy.mT, x).square().sum((1, 2))`` for samples of at most ``MAX_TOKENS``."""
+def gram(
+    x_BTI: Tensor, dy_BTO: Tensor, sqnorm_B: Tensor | None = None, tickets: Tensor | None = None
+) -> Tensor:
+    """[B]: ``torch.bmm(dy.mT, x).square().sum((1, 2))`` for samples of at most ``MAX_TOKENS``, in
+    ``sqnorm_B`` if given. Sets ``tickets`` to zero.
+    """
     B, T, _ = x_BTI.shape
     block_t = max(16, triton.next_power_of_2(T))
     if block_t == MAX_TOKENS:
         x_BTI, dy_BTO = widened(x_BTI), widened(dy_BTO)
     I, O = x_BTI.shape[2], dy_BTO.shape[2]
-    sqnorm_B = x_BTI.new_empty(B, dtype=torch.float32)
+    if sqnorm_B is None:
+        sqnorm_B = x_BTI.new_empty(B, dtype=torch.float32)
     gram_kernel[(B,)](
-        *(x_BTI, dy_BTO, sqnorm_B, T, I, O),
+        *(x_BTI, dy_BTO, sqnorm_B, tickets, 0 if tickets is None else len(tickets), T, I, O),
         *(x_BTI.stride(0), x_BTI.stride(1), dy_BTO.stride(0), dy_BTO.stride(1)),
         PRECISION=precision(x_BTI.dtype),
         BLOCK_T=block_t,
@@ -124,11 +134,24 @@ def config(block_t: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 @triton.jit
+def row_sqnorm(row_ptr, N, BLOCK: tl.constexpr):
+    """The squared norm of a row of ``N`` numbers."""
+    offs = tl.arange(0, BLOCK)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for k in range(0, N, BLOCK):
+        t = tl.load(row_ptr + k + offs, mask=k + offs < N, other=0.0).to(tl.float32)
+        squares += t * t
+    return tl.sum(squares)
+
+
+@triton.jit(do_not_specialize=["tickets"])
 def token_sqnorms_kernel(
-    x_ptr,
+    x_ptr,  # None: of the bias alone
     dy_ptr,
-    product_ptr,  # [B] float32
-    dy_sqnorm_ptr,  # [B] float32
+    product_ptr,  # [B] float32, or None
+    dy_sqnorm_ptr,  # [B] float32, or None
+    tickets_ptr,  # [tickets] int32, which the finishing kernel finds at zero; or None
+    tickets,
     I,
     O,
     x_stride,
@@ -136,32 +159,32 @@ def token_sqnorms_kernel(
     BLOCK: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    offs = tl.arange(0, BLOCK)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for k in range(0, I, BLOCK):
-        x = tl.load(x_ptr + b * x_stride + k + offs, mask=k + offs < I, other=0.0).to(tl.float32)
-        squares += x * x
-    x_sqnorm = tl.sum(squares)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for k in range(0, O, BLOCK):
-        dy = tl.load(dy_ptr + b * dy_stride + k + offs, mask=k + offs < O, other=0.0)
-        squares += dy.to(tl.float32) * dy.to(tl.float32)
-    dy_sqnorm = tl.sum(squares)
-    tl.store(product_ptr + b, x_sqnorm * dy_sqnorm)
-    tl.store(dy_sqnorm_ptr + b, dy_sqnorm)
+    if tickets_ptr is not None:
+        clear_tickets(tickets_ptr, tickets)
+    dy_sqnorm = row_sqnorm(dy_ptr + b * dy_stride, O, BLOCK)
+    if product_ptr is not None:
+        tl.store(product_ptr + b, row_sqnorm(x_ptr + b * x_stride, I, BLOCK) * dy_sqnorm)
+    if dy_sqnorm_ptr is not None:
+        tl.store(dy_sqnorm_ptr + b, dy_sqnorm)
 
 
 ROW_BLOCK = 2048
 
 
-def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
-    """‖x_b‖² ‖dy_b‖² and ‖dy_b‖², both [B]: of the weight and the bias of one-token samples."""
-    B = len(x_BI)
-    product_B, dy_sqnorm_B = x_BI.new_empty((2, B), dtype=torch.float32)
-    token_sqnorms_kernel[(B,)](
-        *(x_BI, dy_BO, product_B, dy_sqnorm_B, x_BI.shape[1], dy_BO.shape[1]),
-        *(x_BI.stride(0), dy_BO.stride(0)),
+def token_sqnorms(
+    x_BI: Tensor | None,
+    dy_BO: Tensor,
+    product_B: Tensor | None,
+    dy_sqnorm_B: Tensor | None,
+    tickets: Tensor | None = None,
+) -> None:
+    """‖x_b‖² ‖dy_b‖² and ‖dy_b‖², those of the weight and of the bias of one-token samples, each
+    where a [B] float32 is given. Sets ``tickets`` to zero.
+    """
+    x = dy_BO if x_BI is None else x_BI
+    token_sqnorms_kernel[(len(dy_BO),)](
+        *(x_BI, dy_BO, product_B, dy_sqnorm_B, tickets, 0 if tickets is None else len(tickets)),
+        *(x.shape[1], dy_BO.shape[1], x.stride(0), dy_BO.stride(0)),
         BLOCK=ROW_BLOCK,
         num_warps=4,
     )
-    return product_B, dy_sqnorm_B

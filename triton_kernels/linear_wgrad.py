@@ -10,15 +10,15 @@ A program owns a tile [BLOCK_O, BLOCK_I] of dW and walks over the samples:
                 │ BLOCK_T rows  │ one step: two loads, one product of blocks
                 └───────────────┘
     dy_bᵀ ┌──┐  ┌───────────────┐   after the last block of sample b:
-    [     │  │  │  acc = dy_bᵀx_b│     partial[tile, b] = ‖acc‖²,  total += acc,  acc = 0
+    [     │  │  │  acc = dy_bᵀx_b│     partial[b, tile] = ‖acc‖²,  total += acc,  acc = 0
     BLOCK_O, │  │               │   after the last sample:
-    T]    └──┘  └───────────────┘     partial[tile, B] = ‖total‖²,  dW[tile] = total
+    T]    └──┘  └───────────────┘     sums[tile] = ‖total‖²,  dW[tile] = total
 
 No sample's gradient reaches memory. The steps of all samples and tiles of a program are one loop,
-so the next sample is being loaded while the last one is squared. If there are too few tiles for the
-device, each is split by whole samples: the sums go to a scratch tensor, and a second kernel adds
-them. The partials are added over the tiles in a fixed order, without atomics, so two runs give the
-same bits.
+so the next sample is being loaded while the last one is squared. Tiles that do not fill a wave of
+programs are shared by whole samples (``configs.balance``): their sums go to a scratch tensor, and
+the kernel that finishes the operator (``linear_finish.py``) adds them. All is added in a fixed
+order, so two runs give the same bits.
 """
 
 import torch
@@ -27,7 +27,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gnsfast.triton_kernels.configs import GROUP_O, Config, multiprocessors, splits
+from gnsfast.signatures import Metric
+from gnsfast.triton_kernels import configs, linear_finish
+from gnsfast.triton_kernels.configs import Config, multiprocessors
+from gnsfast.triton_kernels.finish import clear_tickets
+from gnsfast.triton_kernels.linear_finish import Bias
 from gnsfast.triton_kernels.tiles import (
     INTERPRETED,
     dot,
@@ -37,33 +41,37 @@ from gnsfast.triton_kernels.tiles import (
     tile_position,
 )
 
+SIZES = ("B", "T", "waves", "remaining", "own", "partial_at", "sums_at", "sums", "tickets")
+"""Arguments whose values the compiler is not to specialise on: they vary with the batch."""
 
-@triton.jit(do_not_specialize=["B", "T", "S", "samples_a_split", "items"])
+
+@triton.jit(do_not_specialize=SIZES)
 def linear_wgrad_kernel(
     x,  # pointer, or a descriptor of [1, BLOCK_T, BLOCK_I] where TMA
     dy,
     dw_ptr,
-    partial_ptr,  # [tiles, B + 1] float32; where METRIC [2, tiles, B + 1]
-    scratch_ptr,  # [splits, tiles, BLOCK_O, BLOCK_I] float32, where SPLIT
-    slots_ptr,  # [B, O] int32: where in rows_ptr a row of the sample's gradient goes, or -1
-    rows_ptr,  # [B, S, I] float32, where LINKS
+    work_ptr,  # float32: parts of tiles [parts, BLOCK_O, BLOCK_I], then what begins at the offsets
+    tickets_ptr,  # [tickets] int32, which the finishing kernel finds at zero
     v_ptr,  # [O, I] second moments, where METRIC
     constants_ptr,  # [2] float64, where METRIC
     B,
     T,
     I,
     O,
-    S,
-    samples_a_split,
-    items,  # tiles times splits
+    waves,
+    remaining,
+    own,
+    partial_at,  # [M, B, tiles]; M is 2 where METRIC
+    sums_at,  # [M, sums], of which the first are those of whole tiles
+    sums,
+    tickets,
     x_stride_b,
     x_stride_t,
     dy_stride_b,
     dy_stride_t,
     TMA: tl.constexpr,
     ADD: tl.constexpr,
-    SPLIT: tl.constexpr,
-    LINKS: tl.constexpr,
+    BALANCED: tl.constexpr,
     METRIC: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -71,7 +79,9 @@ def linear_wgrad_kernel(
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    program = tl.program_id(0)
     programs = tl.num_programs(0)
+    clear_tickets(tickets_ptr, tickets)
     blocks = tl.cdiv(T, BLOCK_T)
     tiles_o = tl.cdiv(O, BLOCK_O)
     tiles_i = tl.cdiv(I, BLOCK_I)
@@ -81,27 +91,50 @@ def linear_wgrad_kernel(
     if METRIC:
         root = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
 
+    # The last run of samples, after the whole tiles: the first of a remaining tile, or, for
+    # programs beyond those, a run of what is left of all of them.
+    remainder = program
+    first = 0
+    count = tl.where(program < remaining, own, 0)
+    if BALANCED:
+        rest = B - own
+        if program >= remaining:
+            start = (program - remaining) * own
+            remainder = start // rest
+            first = own + start % rest
+            count = max(0, min(own, remaining * rest - start))
+
     # Counters replace divisions of the step: seven divisions would take half of a step's issue
     # slots.
-    item = tl.program_id(0) - programs
+    wave = -1
     block = -1
-    sample = -1
-    b = 0
+    b = B - 1
+    last = B - 1
     tile = 0
     tile_o = 0
     tile_i = 0
-    steps = tl.cdiv(items - tl.program_id(0), programs) * samples_a_split * blocks
-    for _ in range(steps):
+    slot = 0
+    for _ in range((waves * B + count) * blocks):
         block = tl.where(block == blocks - 1, 0, block + 1)
         if block == 0:
-            sample = tl.where(sample == samples_a_split - 1, 0, sample + 1)
-            if sample == 0:
-                item += programs
-                tile = item % tiles
+            b += 1
+            if b > last:
+                wave += 1
+                tile = wave * programs + program
+                b = 0
+                last = B - 1
+                if wave >= waves:
+                    tile = waves * programs + remainder
+                    b = first
+                    last = min(B, first + count) - 1
+                    if BALANCED:
+                        slot = remainder + tl.where(program < remaining, 0, program)
+                        count -= last + 1 - first
+                        first = own
+                        remainder += 1
                 tile_o, tile_i = tile_position(tile, tiles_o, tiles_i, GROUP)
                 if METRIC:
                     root = tile_root(v_ptr, constants_ptr, tile_o, tile_i, O, I, BLOCK_O, BLOCK_I)
-            b = item // tiles * samples_a_split + sample
 
         offs_o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
         offs_i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -110,7 +143,7 @@ def linear_wgrad_kernel(
             x_TI = x.load([b, block * BLOCK_T, tile_i * BLOCK_I]).reshape(BLOCK_T, BLOCK_I)
         else:  # dy is read as [O, T]: read as [T, O] and transposed it would not be pipelined
             offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-            mask_t = (offs_t < T) & (b < B)
+            mask_t = offs_t < T
             rows_t = offs_t.to(tl.int64)
             dy_OT = tl.load(
                 dy + b.to(tl.int64) * dy_stride_b + rows_t[None, :] * dy_stride_t + offs_o[:, None],
@@ -125,36 +158,31 @@ def linear_wgrad_kernel(
         acc = dot(dy_OT, x_TI, acc, PRECISION)
 
         if block == blocks - 1:
-            row = partial_ptr + tile.to(tl.int64) * (B + 1)
-            tl.store(row + b, tl.sum(acc * acc), mask=b < B)
+            square = work_ptr + partial_at + b.to(tl.int64) * tiles + tile
+            tl.store(square, tl.sum(acc * acc))
             if METRIC:
                 weighed = acc * root
-                of_metric = row + tiles.to(tl.int64) * (B + 1)
-                tl.store(of_metric + b, tl.sum(weighed * weighed), mask=b < B)
-            if LINKS:
-                mask_o = (offs_o < O) & (b < B)
-                slot = tl.load(slots_ptr + b.to(tl.int64) * O + offs_o, mask=mask_o, other=-1)
-                tl.store(
-                    rows_ptr + (b.to(tl.int64) * S + slot)[:, None] * I + offs_i[None, :],
-                    acc,
-                    mask=(slot >= 0)[:, None] & (offs_i < I)[None, :],
-                )
+                tl.store(square + B.to(tl.int64) * tiles, tl.sum(weighed * weighed))
             total += acc
             acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
-            if sample == samples_a_split - 1:
-                if SPLIT:
-                    within = tl.arange(0, BLOCK_O)[:, None] * BLOCK_I + tl.arange(0, BLOCK_I)
-                    tl.store(scratch_ptr + item.to(tl.int64) * (BLOCK_O * BLOCK_I) + within, total)
-                else:
-                    tl.store(row + B, tl.sum(total * total))
+            if b == last:
+                whole = True
+                if BALANCED:
+                    whole = wave < waves
+                if whole:
+                    sums_ptr = work_ptr + sums_at
+                    tl.store(sums_ptr + tile, tl.sum(total * total))
                     if METRIC:
                         weighed = total * root
-                        tl.store(of_metric + B, tl.sum(weighed * weighed))
+                        tl.store(sums_ptr + sums + tile, tl.sum(weighed * weighed))
                     at = dw_ptr + offs_o[:, None].to(tl.int64) * I + offs_i[None, :]
                     mask = (offs_o < O)[:, None] & (offs_i < I)[None, :]
                     if ADD:
                         total += tl.load(at, mask=mask, other=0.0)
                     tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=mask)
+                else:
+                    within = tl.arange(0, BLOCK_O)[:, None] * BLOCK_I + tl.arange(0, BLOCK_I)
+                    tl.store(work_ptr + slot.to(tl.int64) * (BLOCK_O * BLOCK_I) + within, total)
                 total = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
 
 
@@ -171,121 +199,65 @@ def tile_root(
     return root_metric(v, constants_ptr)
 
 
-@triton.jit
-def merge_splits_kernel(
-    scratch_ptr,  # [splits, tiles, BLOCK_O, BLOCK_I] float32
-    dw_ptr,
-    partial_ptr,  # [tiles, B + 1] float32; where METRIC [2, tiles, B + 1]
-    v_ptr,
-    constants_ptr,
-    B,
-    I,
-    O,
-    splits,
-    ADD: tl.constexpr,
-    METRIC: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """``dW[tile] = Σ_split scratch[split, tile]`` in the order of the splits; its squared norm."""
-    tile = tl.program_id(0)
-    tiles_o = tl.cdiv(O, BLOCK_O)
-    tiles_i = tl.cdiv(I, BLOCK_I)
-    tile_o, tile_i = tile_position(tile, tiles_o, tiles_i, GROUP)
-    within = tl.arange(0, BLOCK_O)[:, None] * BLOCK_I + tl.arange(0, BLOCK_I)
-    total = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
-    for split in range(splits):
-        item = split * tl.num_programs(0) + tile
-        total += tl.load(scratch_ptr + item.to(tl.int64) * (BLOCK_O * BLOCK_I) + within)
-    row = partial_ptr + tile.to(tl.int64) * (B + 1)
-    tl.store(row + B, tl.sum(total * total))
-    if METRIC:
-        weighed = total * tile_root(v_ptr, constants_ptr, tile_o, tile_i, O, I, BLOCK_O, BLOCK_I)
-        of_metric = row + tl.num_programs(0).to(tl.int64) * (B + 1)
-        tl.store(of_metric + B, tl.sum(weighed * weighed))
-    offs_o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
-    offs_i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
-    at = dw_ptr + offs_o[:, None].to(tl.int64) * I + offs_i[None, :]
-    mask = (offs_o < O)[:, None] & (offs_i < I)[None, :]
-    if ADD:
-        total += tl.load(at, mask=mask, other=0.0)
-    tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=mask)
-
-
-MERGE_WARPS = 16
-"""Each warp holds a part of a tile, its sum and its pointers: eight warps spill up to 56 bytes."""
-
-
 def fused(
     x_BTI: Tensor,
     dy_BTO: Tensor,
     dw_OI: Tensor,
+    rows: Tensor,
     config: Config,
     *,
+    bias: Bias | None = None,
     add: bool = False,
-    parts: int | None = None,
-    links: tuple[Tensor, Tensor] | None = None,
-    metric: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)``. Returns partial squared norms
-    [tiles, B + 1] of each sample's product; the last column is that of their sum.
+    metric: Metric | None = None,
+    programs: int | None = None,
+) -> None:
+    """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)``, the bias's gradient, and the
+    probe rows of both.
 
     Args:
         x_BTI, dy_BTO: not empty, of one dtype, with a unit inner stride.
         dw_OI: contiguous. With ``add`` it is float32 and added to; the norms are those of what is
             added.
-        parts: how many parts of whole samples the tiles are split into; by default the rule of
-            ``configs.py``.
-        links: ``slots`` [B, O] int32 and ``rows`` [B, S, I] float32. Row o of sample b's gradient
-            is also written to ``rows[b, slots[b, o]]``, where that slot is not negative.
-        metric: contiguous second moments [O, I] and their ``constants`` [2]. The partials are then
-            [2, tiles, B + 1], those under the metric last.
+        rows: [M P, B + 2] float32 of any row stride.
+        bias: its dy has as many samples and tokens, and a unit inner stride.
+        metric: contiguous second moments [O, I] and their ``constants`` [2]; M is then 2.
+        programs: how many run at the same time; by default what the device holds.
     """
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
+    processors = multiprocessors(x_BTI.device)
     tiles = triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
-    programs = multiprocessors(x_BTI.device) * config.resident
-    if parts is None:
-        parts = splits(tiles, B, triton.cdiv(T, config.block_t), programs)
-    samples_a_split = triton.cdiv(B, parts)
-    parts = triton.cdiv(B, samples_a_split)
-    kinds = () if metric is None else (2,)
-    partial = x_BTI.new_empty((*kinds, tiles, B + 1), dtype=torch.float32)
-    scratch = None
-    if parts > 1:
-        shape = (parts * tiles, config.block_o, config.block_i)
-        scratch = x_BTI.new_empty(shape, dtype=torch.float32)
+    programs = programs or processors * config.resident
+    balance = configs.balance(tiles, B, programs, triton.cdiv(T, config.block_t))
+    ending = linear_finish.plan(
+        (B, T, 0 if bias is None else bias.dy_BTN.shape[2]),
+        linear_finish.Squares(O, I, config, balance),
+        bias is not None,
+        metric=metric is not None,
+        add=add,
+        processors=processors,
+    )
+    work = x_BTI.new_empty(ending.floats, dtype=torch.float32)
+    tickets = x_BTI.new_empty(ending.tickets, dtype=torch.int32)
     x, dy = x_BTI, dy_BTO
     tma = fits_tma(x) and fits_tma(dy)
     if tma:
         x = descriptor(x, config.block_t, config.block_i)
         dy = descriptor(dy, config.block_t, config.block_o)
-    slots, rows = links or (None, None)
     v, constants = metric or (None, None)
-    linear_wgrad_kernel[(min(programs, tiles * parts),)](
-        *(x, dy, dw_OI, partial, scratch, slots, rows, v, constants),
-        *(B, T, I, O, 0 if rows is None else rows.shape[1]),
-        *(samples_a_split, tiles * parts),
+    sizes = ending.sizes
+    linear_wgrad_kernel[(balance.programs,)](
+        *(x, dy, dw_OI, work, tickets, v, constants, B, T, I, O),
+        *(balance.waves, balance.remaining, balance.own),
+        *(sizes["partial_at"], sizes["sums_at"], sizes["sums"], ending.tickets),
         *(x_BTI.stride(0), x_BTI.stride(1), dy_BTO.stride(0), dy_BTO.stride(1)),
         TMA=tma,
         ADD=add,
-        SPLIT=parts > 1,
-        LINKS=links is not None,
+        BALANCED=balance.unfinished > 0,
         METRIC=metric is not None,
         PRECISION=precision(x_BTI.dtype),
         **config.options(),
     )
-    if parts > 1:
-        merge_splits_kernel[(tiles,)](
-            *(scratch, dw_OI, partial, v, constants, B, I, O, parts),
-            ADD=add,
-            METRIC=metric is not None,
-            BLOCK_O=config.block_o,
-            BLOCK_I=config.block_i,
-            GROUP=GROUP_O,
-            num_warps=MERGE_WARPS,
-        )
-    return partial
+    linear_finish.finish(ending, work, tickets, rows, dw_OI, bias, metric)
 
 
 def aligned(t_BTN: Tensor) -> bool:

@@ -15,6 +15,7 @@ from gnsfast.signatures import (
     EmbeddingWgrad,
     InProjectionWgrad,
     LinearWgrad,
+    Metric,
     NormBackward,
     Parameters,
     Pattern,
@@ -25,7 +26,8 @@ from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, norms, segments
 from gnsfast.triton_kernels.conv import conv_wgrad as conv_wgrad
-from gnsfast.triton_kernels.outer import bias_wgrad, outer_wgrad, tied_rows, tied_slots
+from gnsfast.triton_kernels.linear_finish import Bias
+from gnsfast.triton_kernels.outer import bias_wgrad, outer_wgrad, tied_rows
 from gnsfast.triton_kernels.sqnorms import row_sqnorms, sums_wgrad, with_sum
 from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner
 
@@ -40,23 +42,21 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if a.starts is not None:
         return _segments_wgrad(a, a.starts)
     x, dy = a.x_BTI, a.dy_BTO
-    dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
-    linked = x.new_empty(0, dtype=torch.float32)
-    found = []
+    dw, db, rows, linked = a.results()
+    bias = Bias(dy, db, _contiguous(metric_of(a.moments, a.constants_P2, -1))) if a.bias else None
     if a.weight:
         left, right = (x, dy) if a.transposed else (dy, x)
-        metric = metric_of(a.moments, a.constants_P2, 0)
-        if metric is not None:
-            metric = metric[0].contiguous(), metric[1]
-        slots = None if a.ids_BS is None else tied_slots(a.ids_BS, dy, x)
-        dw, norms_MB = outer_wgrad(right, left, a.dtype, metric, slots)
-        found.append(norms_MB)
-        if a.ids_BS is not None and slots is not None:
-            linked = tied_rows(a.ids_BS, *slots)
-    if a.bias:
-        db, norms_MB = bias_wgrad(dy, a.dtype, metric_of(a.moments, a.constants_P2, -1))
-        found.append(norms_MB)
-    return dw, db, probe_rows(found, a.samples, x), linked
+        metric = _contiguous(metric_of(a.moments, a.constants_P2, 0))
+        outer_wgrad(right, left, dw, rows, bias, metric)
+        if a.ids_BS is not None:
+            tied_rows(a.ids_BS, dy, x, linked)
+    elif bias is not None:
+        bias_wgrad(bias, rows)
+    return dw, db, rows, linked
+
+
+def _contiguous(metric: Metric | None) -> Metric | None:
+    return metric and (metric[0].contiguous(), metric[1])
 
 
 def _segments_wgrad(a: LinearWgrad, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -82,18 +82,18 @@ def _segments_wgrad(a: LinearWgrad, starts: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
     """See ``InProjectionWgrad``."""
-    x, heights = a.x_BTI[0], [dy.shape[2] for dy in a.dy_BTO]
-    dw = x.new_empty((sum(heights), x.shape[2]) if a.weight else (0,), dtype=a.dtype)
-    db = x.new_empty(sum(heights) if a.bias else 0, dtype=a.dtype)
-    found = []
-    for x, dy, out in zip(a.x_BTI, a.dy_BTO, dw.split(heights) if a.weight else ()):
+    dw, db, rows = a.results()
+    heights, parts = [dy.shape[2] for dy in a.dy_BTO], len(a.dy_BTO)
+    dws = dw.split(heights) if a.weight else ()
+    dbs = db.split(heights) if a.bias else ()
+    for i, (x, dy) in enumerate(zip(a.x_BTI, a.dy_BTO)):
         check_dtypes("in_projection_wgrad", x, dy)
-        found.append(outer_wgrad(x, dy, a.dtype, out=out)[1])
-    for dy, out in zip(a.dy_BTO, db.split(heights) if a.bias else ()):
-        total_O, norms_1B = bias_wgrad(dy, a.dtype)
-        out.copy_(total_O)
-        found.append(norms_1B)
-    return dw, db, probe_rows(found, len(x), x)
+        bias = Bias(dy, dbs[i]) if a.bias else None
+        if a.weight:
+            outer_wgrad(x, dy, dws[i], rows[i::parts], bias)
+        elif bias is not None:
+            bias_wgrad(bias, rows[i::parts])
+    return dw, db, rows
 
 
 def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
@@ -101,16 +101,15 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     check_dtypes("embedding_wgrad", a.dy_BTD)
     if a.starts is not None:
         return _embedding_wgrad_of_documents(a, a.starts)
-    metric = metric_of(a.moments, a.constants_P2, 0)
-    if metric is not None:
-        metric = metric[0].contiguous(), metric[1]
+    metric = _contiguous(metric_of(a.moments, a.constants_P2, 0))
     if a.num_embeddings <= SMALL_VOCABULARY:
         ids_V = torch.arange(a.num_embeddings, device=a.ids_BT.device)
         onehot_BTV = (a.ids_BT[..., None] == ids_V) & (ids_V != a.padding_idx)
-        dw, norms_MB = outer_wgrad(a.dy_BTD, onehot_BTV.to(a.dy_BTD.dtype), a.dtype, metric)
-    else:
-        last = a.num_embeddings, a.padding_idx, a.dtype, metric
-        dw, norms_MB = embedding.embedding_wgrad(a.dy_BTD, a.ids_BT, *last)
+        dw, rows = a.results()
+        outer_wgrad(a.dy_BTD, onehot_BTV.to(a.dy_BTD.dtype), dw, rows, metric=metric)
+        return dw, rows
+    last = a.num_embeddings, a.padding_idx, a.dtype, metric
+    dw, norms_MB = embedding.embedding_wgrad(a.dy_BTD, a.ids_BT, *last)
     return dw, probe_rows([norms_MB.view(-1, a.samples + 1)], a.samples, a.dy_BTD)
 
 

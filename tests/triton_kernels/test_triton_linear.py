@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast import reference
 from gnsfast.triton_kernels import configs, crossovers, gram, linear_wgrad, operators, outer  # noqa: E402
-from gnsfast.triton_kernels.configs import Config, candidates, splits  # noqa: E402
+from gnsfast.triton_kernels.configs import Config, candidates  # noqa: E402
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNELS = Signed(operators)
@@ -57,6 +57,14 @@ def assert_wgrad(dw: Tensor, sqnorm_B1: Tensor, want: tuple[Tensor, Tensor]) -> 
     torch.testing.assert_close(sqnorm_B1.double(), want[1], rtol=1e-5, atol=0)
 
 
+def fused(x: Tensor, dy: Tensor, dw: Tensor, config: Config, **more: object) -> Tensor:
+    """Fills ``dw`` by tiles. Returns the squared norms [B + 1]."""
+    rows = torch.empty(1, len(x) + 2, device=x.device)
+    linear_wgrad.fused(x, dy, dw, rows, config, **more)
+    assert rows[0, -1] == 1.0
+    return rows[0, :-1]
+
+
 @DTYPES
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -80,30 +88,30 @@ def test_linear_wgrad(
 WIDTHS = {True: (208, 144), False: (201, 137)}
 
 
+@pytest.fixture
+def shared_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of a test are too short for parts of tiles to pay."""
+    monkeypatch.setattr(configs, "MERGE", 0)
+
+
 @DTYPES
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("programs", [1, 3, 11])
 def test_fused_tiles(
-    parts: int,
-    aligned: bool,
-    dtype: torch.dtype,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
+    programs: int, aligned: bool, dtype: torch.dtype, device: str, shared_at_any_size: None
 ) -> None:
-    """Every named configuration, by descriptors and by pointers, whole and split by samples; on any
-    device a program has several tiles. No kernel asks which half precision it has: bfloat16 takes
+    """Every named configuration, by descriptors and by pointers, on a device of so many programs:
+    one has all tiles, eleven share them. No kernel asks which half precision it has: bfloat16 takes
     every tile, float16 the first.
     """
-    monkeypatch.setattr(linear_wgrad, "multiprocessors", lambda device: 3)
     I, O = WIDTHS[aligned]
-    x, dy = draw(7, 70, I, O, dtype, device)  # three parts of three: two samples too many
+    x, dy = draw(7, 70, I, O, dtype, device)
     want = loop(x, dy)
     tiles = candidates(dtype, aligned)[: 1 if dtype == F16 else None]
     for config in (*tiles, Config(32, 64, 32, 8, 2)):
         assert linear_wgrad.aligned(x) is linear_wgrad.aligned(dy) is aligned
         dw = torch.empty(O, I, device=device)
-        partial = linear_wgrad.fused(x, dy, dw, config, parts=parts)
-        assert_wgrad(dw, partial.double().sum(0), want)
+        assert_wgrad(dw, fused(x, dy, dw, config, programs=programs), want)
 
 
 @pytest.mark.parametrize("out", [F32, F16, BF16], ids=str)
@@ -118,16 +126,14 @@ def test_dw_in_the_dtype_of_the_weight(out: torch.dtype, device: str) -> None:
     torch.testing.assert_close(rows[0, :-1].double(), want[1], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_adds_into_a_buffer(parts: int, device: str) -> None:
+@pytest.mark.parametrize("programs", [1, 3])
+def test_adds_into_a_buffer(programs: int, device: str, shared_at_any_size: None) -> None:
     """The norms are those of what is added, not of the buffer."""
     x, dy = draw(4, 70, 144, 40, BF16, device)
     buffer = torch.randn(40, 144, device=device)
     before = buffer.clone().double()
-    config = candidates(BF16, True)[0]
-    partial = linear_wgrad.fused(x, dy, buffer, config, add=True, parts=parts)
-    want = loop(x, dy)
-    assert_wgrad(buffer.double() - before, partial.double().sum(0), want)
+    norms = fused(x, dy, buffer, candidates(BF16, True)[0], add=True, programs=programs)
+    assert_wgrad(buffer.double() - before, norms, loop(x, dy))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -224,7 +230,8 @@ def test_gram_that_cancels(T: int, device: str) -> None:
 
 def test_rows(device: str) -> None:
     x, dy = draw(5, 1, 3000, 70, BF16, device)
-    product, dy_sqnorm = gram.token_sqnorms(x[:, 0], dy[:, 0])
+    product, dy_sqnorm = torch.empty(2, 5, device=device)
+    gram.token_sqnorms(x[:, 0], dy[:, 0], product, dy_sqnorm)
     torch.testing.assert_close(product.double(), loop(x, dy)[1][:-1], rtol=1e-5, atol=0)
     bias = loop(torch.ones_like(x[..., :1]), dy)
     torch.testing.assert_close(dy_sqnorm.double(), bias[1][:-1], rtol=1e-5, atol=0)
@@ -244,20 +251,6 @@ def test_route_is_chosen_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert crossovers.linear_route(4, 128, 4096, 4096, x) == "fused"  # four programs would be slow
     assert crossovers.linear_route(32, 512, 4096, 4096, x) == "fused"
     assert crossovers.linear_route(1024, 16, 4096, 4096, x.float()) == "fused"
-
-
-@pytest.mark.parametrize("B", [1, 8, 16, 32])
-@pytest.mark.parametrize(("I", "O"), [(768, 768), (4096, 4096), (8192, 8192), (4096, 128256)])
-def test_splits_fill_the_device(I: int, O: int, B: int) -> None:
-    """Parts are made only where tiles are few, and their sums stay small."""
-    tiles = -(-I // 128) * -(-O // 128)
-    parts = splits(tiles, B, 32, 132)
-    assert parts <= B
-    assert parts == 1 or tiles * parts * 128 * 128 * 4 <= 32 << 20
-    if tiles == 36 and B > 1:
-        assert parts > 1
-    if tiles >= 264:
-        assert parts == 1
 
 
 @pytest.mark.parametrize(
@@ -300,39 +293,8 @@ def test_unaligned_rows_are_copied_where_that_is_cheaper(
     read, fused = [], linear_wgrad.fused
     run = lambda x, dy, *args, **kwargs: read.append(dy) or fused(x, dy, *args, **kwargs)
     monkeypatch.setattr(linear_wgrad, "fused", run)
-    dw = torch.empty(137, I, device=device)
-    [sqnorm_B1] = outer.fused_wgrad(x, dy, dw)
-    assert_wgrad(dw, sqnorm_B1, loop(x, dy))
+    dw, rows = torch.empty(137, I, device=device), torch.empty(1, 5, device=device)
+    outer.fused_wgrad(x, dy, dw, rows)
+    assert_wgrad(dw, rows[0, :-1], loop(x, dy))
     assert [linear_wgrad.aligned(t) for t in read] == [copied]
     assert (read[0] is dy) is not copied
-
-
-def test_tied_tiles_are_tuned_with_their_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile that is fast without the rows may spill with them."""
-    x, dy = draw(3, 9, 48, 152, BF16, device)
-    tried: list[Config] = []
-    keys: list[object] = []
-    launched, fused = [], linear_wgrad.fused
-
-    def run(*args: object, **kwargs: object) -> Tensor:
-        launched.append(kwargs["links"] is not None)
-        return fused(*args, **kwargs)
-
-    def choose(key: object, configs: list[Config], run: object) -> Config:
-        keys.append(key)
-        tried.extend(configs)
-        for config in configs:
-            run(config)
-        return configs[-1]
-
-    monkeypatch.setattr(linear_wgrad, "fused", run)
-    monkeypatch.setattr(outer, "choose", choose)
-    ids = torch.randint(0, 152, (3, 9), device=device)
-    dw, _, rows, tied = KERNELS.linear_wgrad(x, dy, True, False, False, F32, ids_BS=ids)
-    assert tried == list(candidates(BF16, True, links=True)) and len(tried) > 1
-    assert launched == [True] * (len(tried) + 1)
-    assert_wgrad(dw, rows[0, :-1], loop(x, dy))
-    want = torch.stack([g.T[i] @ a for g, i, a in zip(dy.double(), ids, x.double())])
-    torch.testing.assert_close(tied.double(), want, rtol=1e-5, atol=1e-5)
-    outer.fused_wgrad(x, dy, torch.empty(152, 48, device=device))
-    assert keys[0] != keys[1], "a head that is not tied would take a tied one's tile"

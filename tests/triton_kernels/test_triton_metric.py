@@ -85,16 +85,16 @@ def test_linear(
     assert_rows(rows, [g, bias], [v, v_O])
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_tiles(parts: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and split by samples; a program has several tiles."""
-    monkeypatch.setattr(linear_wgrad, "multiprocessors", lambda device: 3)
+@pytest.mark.parametrize("programs", [3, 11])
+def test_tiles(programs: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of programs that have several, and of programs that share them."""
+    monkeypatch.setattr(configs, "MERGE", 0)
     x, dy = draw(7, 20, 208, 136, BF16, device)
     v, dw = moments(136, 208).to(device), torch.empty(136, 208, device=device)
     metric = v, constants(1)[0].to(device)
     config = configs.candidates(BF16, True, metric=True)[0]
-    partial = linear_wgrad.fused(x, dy, dw, config, parts=parts, metric=metric)
-    rows = torch.nn.functional.pad(partial.sum(1), (0, 1), value=1.0)
+    rows = torch.empty(2, 9, device=device)
+    linear_wgrad.fused(x, dy, dw, rows, config, programs=programs, metric=metric)
     g = dy.double().mT @ x.double()
     assert_gradient(dw, g)
     assert_rows(rows, [g], [v])
