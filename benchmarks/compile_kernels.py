@@ -201,10 +201,13 @@ def wgrad_cases(
     measured: str, kind: str, config: configs.Config, capability: int
 ) -> Iterator[Case]:
     """Everything that a tile of ``configs.CANDIDATES`` is launched as: dW in the inputs' dtype or
-    in float32 (under autocast), tiles whole or shared by programs, or added to; by descriptors and
-    by pointers; of float32 on the ordinary cores also with unaligned rows.
+    in float32 (under autocast), or added to; tiles whole, shared by programs, or both; by
+    descriptors and by pointers; of float32 on the ordinary cores also with unaligned rows.
     """
     flags = {"METRIC": measured == "metric"}
+    tiles = [dict(), dict(WHOLE=False, SHARED=True)]
+    if measured == "plain":
+        tiles.append(dict(SHARED=True))
     dtype = "bf16" if kind.startswith("half") else "fp32"
     options: dict[str, Any] = dict(PRECISION="tf32") if kind.startswith("tf32") else {}
     if kind == "float32":
@@ -213,28 +216,26 @@ def wgrad_cases(
         ways = [dict(aligned=False)]
     else:
         ways = [dict(tma=False), dict(tma=True)] if capability >= 90 else [dict(tma=False)]
-    for way, balanced in product(ways, (False, True)):
-        for dw in dict.fromkeys((dtype, "fp32")):
-            yield wgrad(dtype, config, dw=dw, BALANCED=balanced, **way, **options, **flags)
-        if measured == "plain":
-            yield wgrad(dtype, config, dw="fp32", BALANCED=balanced, ADD=True, **way, **options)
+    for way, of_tiles in product(ways, tiles):
+        constants = way | of_tiles | options | flags
+        for dw in dict.fromkeys((dtype, "fp32")) if of_tiles.get("WHOLE", True) else ("fp32",):
+            yield wgrad(dtype, config, dw=dw, **constants)
+        if measured == "plain" and of_tiles.get("WHOLE", True):
+            yield wgrad(dtype, config, dw="fp32", ADD=True, **constants)
 
 
 def finish_cases() -> Iterator[Case]:
     """The kernel that finishes linear layers: each tile's pieces, or those of a plain product, and
     a bias with as many samples or with chunks of tokens; alone, together, and under a metric.
     """
-    everything = [
-        (config, metric)
-        for measured, kinds in configs.CANDIDATES.items()
-        for metric in ({False, measured == "metric"})
-        for tiles in kinds.values()
-        for config in tiles
-    ]
-    sizes = {(c.block_o, c.block_i): (c, metric) for c, metric in everything}
-    weights = [
-        linear_finish.Squares(512, 512, c, configs.balance(16, 9, 12)) for c, _ in sizes.values()
-    ]
+    tiles = {
+        (config.block_o, config.block_i): config
+        for kinds in configs.CANDIDATES.values()
+        for candidates in kinds.values()
+        for config in candidates
+    }
+    balance = configs.balance(16, 9, 12)
+    weights = [linear_finish.Squares(512, 512, config, balance) for config in tiles.values()]
     for dtype, weight, (bias, tokens), metric in product(
         ("bf16", "fp32"),
         (None, linear_finish.Squares(512, 512), *weights),
@@ -321,7 +322,7 @@ def wgrad(
     **options: bool,
 ) -> Case:
     dw = dw or dtype
-    flags = {flag: options.get(flag, False) for flag in ("ADD", "BALANCED", "METRIC")}
+    flags = dict(ADD=False, WHOLE=True, SHARED=False, METRIC=False) | options
     constants = blocks(config) | flags | dict(TMA=tma, PRECISION=PRECISION)
     absent = absent_metric(flags["METRIC"])
     pointers = {"work_ptr": "*fp32", "tickets_ptr": "*i32", "dw_ptr": f"*{dw}"}
@@ -331,7 +332,8 @@ def wgrad(
         pointers["dy"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_o}]>"
     else:
         pointers |= {"x": f"*{dtype}", "dy": f"*{dtype}"}
-    words = [flag.lower() for flag, on in flags.items() if on] + ["TMA"] * tma
+    words = ["add"] * flags["ADD"] + ["metric"] * flags["METRIC"] + ["TMA"] * tma
+    words += [("shared", "mixed")[flags["WHOLE"]]] * flags["SHARED"]
     words += [PRECISION] * (dtype == "fp32") + ["unaligned"] * (not aligned)
     words += [f"to {dw}"] * (dw != dtype and not flags["ADD"])
     return Case(

@@ -131,14 +131,16 @@ class Balance(NamedTuple):
         return self.waves * self.programs
 
 
-def balance(tiles: int, B: int, programs: int, blocks: int = 16) -> Balance:
+def balance(tiles: int, B: int, programs: int, blocks: int = 16, mixed: bool = True) -> Balance:
     """The plan for ``tiles`` of ``B`` samples of ``blocks`` steps each, on a device that holds so
-    many programs. Tiles stay whole where their parts would cost more than they save.
+    many programs. Tiles stay whole where their parts would cost more than they save, and unless
+    ``mixed`` also where programs would have whole tiles and parts: under a metric the code of both
+    spills up to 56 bytes (sm_90 and sm_100, without TMA).
     """
     waves, remaining = divmod(tiles, programs)
     at_once = programs if waves else remaining
     whole = Balance(at_once, waves, remaining, B, (waves + (remaining > 0)) * B, 0)
-    if not remaining:
+    if not remaining or (waves and not mixed):
         return whole
     own = triton.cdiv(remaining * B, programs)
     helpers = triton.cdiv(remaining * (B - own), own)

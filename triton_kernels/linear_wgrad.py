@@ -71,7 +71,8 @@ def linear_wgrad_kernel(
     dy_stride_t,
     TMA: tl.constexpr,
     ADD: tl.constexpr,
-    BALANCED: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether any tile is one program's
+    SHARED: tl.constexpr,  # whether any is not
     METRIC: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -96,7 +97,7 @@ def linear_wgrad_kernel(
     remainder = program
     first = 0
     count = tl.where(program < remaining, own, 0)
-    if BALANCED:
+    if SHARED:
         rest = B - own
         if program >= remaining:
             start = (program - remaining) * own
@@ -127,7 +128,7 @@ def linear_wgrad_kernel(
                     tile = waves * programs + remainder
                     b = first
                     last = min(B, first + count) - 1
-                    if BALANCED:
+                    if SHARED:
                         slot = remainder + tl.where(program < remaining, 0, program)
                         count -= last + 1 - first
                         first = own
@@ -166,8 +167,8 @@ def linear_wgrad_kernel(
             total += acc
             acc = tl.zeros((BLOCK_O, BLOCK_I), tl.float32)
             if b == last:
-                whole = True
-                if BALANCED:
+                whole = WHOLE
+                if WHOLE and SHARED:
                     whole = wave < waves
                 if whole:
                     sums_ptr = work_ptr + sums_at
@@ -227,7 +228,8 @@ def fused(
     processors = multiprocessors(x_BTI.device)
     tiles = triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
     programs = programs or processors * config.resident
-    balance = configs.balance(tiles, B, programs, triton.cdiv(T, config.block_t))
+    blocks = triton.cdiv(T, config.block_t)
+    balance = configs.balance(tiles, B, programs, blocks, mixed=metric is None)
     ending = linear_finish.plan(
         (B, T, 0 if bias is None else bias.dy_BTN.shape[2]),
         linear_finish.Squares(O, I, config, balance),
@@ -252,7 +254,8 @@ def fused(
         *(x_BTI.stride(0), x_BTI.stride(1), dy_BTO.stride(0), dy_BTO.stride(1)),
         TMA=tma,
         ADD=add,
-        BALANCED=balance.unfinished > 0,
+        WHOLE=balance.waves > 0 or not balance.unfinished,
+        SHARED=balance.unfinished > 0,
         METRIC=metric is not None,
         PRECISION=precision(x_BTI.dtype),
         **config.options(),
