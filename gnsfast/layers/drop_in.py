@@ -45,6 +45,11 @@ class Converted(NamedTuple):
     audited: bool = False
     half: bool = False
 
+    @property
+    def decided(self) -> tuple[Any, ...]:
+        """What ``convert`` has decided, without what passes have found."""
+        return self[:5]
+
     def features(self, *asked: str) -> list[str]:
         """``asked`` of ``combinations``, and what the module brings along."""
         return [*asked] if self.tie is None else [*asked, TIED]
@@ -89,7 +94,13 @@ class DropIn(nn.Module):
 
     def know(self, **facts: Any) -> None:
         """Replace some fields of ``Converted``."""
-        self.gnsfast = self.gnsfast._replace(**facts)
+        self.__dict__["gnsfast"] = self.gnsfast._replace(**facts)
+
+    def called(self, count: float) -> None:
+        """Note the calls of a pass; NaN, which is none, stands for calls that gave no norms."""
+        calls = None if count != count else int(count)
+        if calls != self.gnsfast.calls:
+            self.know(calls=calls)
 
     def claimed_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this module answers for, by their names in it."""
@@ -106,17 +117,14 @@ class DropIn(nn.Module):
 
     def open_probe(self, opened: Opened) -> None:
         """Let the next forward pass fill the probe."""
-        self._opened = opened
+        own = self.__dict__  # past nn.Module.__setattr__, which takes 5 µs
+        own["_opened"] = opened
         # An instance's own: a compiled graph must not depend on whether a pass has set it.
-        self.__dict__.setdefault("gnsfast", self.gnsfast)
-        if self.gnsfast.tie is not None:
-            self.gnsfast.tie.reset()
+        own.setdefault("gnsfast", self.gnsfast)
 
     def close_probe(self) -> None:
         """Become a plain torch module again."""
-        self._opened = None
-        if self.gnsfast.tie is not None:
-            self.gnsfast.tie.reset()
+        self.__dict__["_opened"] = None
 
     @property
     def is_open(self) -> bool:
