@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a linear layer's gradient is shared out among programs and finished: each pair of a tile and
+a sample once, by whichever program comes last, in two launches.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from signed import Signed
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is there on Linux alone")
+pytest.importorskip("benchmarks")  # a wheel has none
+
+from benchmarks.launches import Launches  # noqa: E402
+from gnsfast.triton_kernels import configs, linear_finish, linear_wgrad, operators, outer  # noqa: E402
+from gnsfast.triton_kernels.configs import Config, balance  # noqa: E402
+
+F32, BF16 = torch.float32, torch.bfloat16
+KERNELS = Signed(operators)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="counts and orders programs")
+SMALL = Config(16, 16, 16, 4, 2)
+
+
+def loop(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """dW and the squared norms [B + 1], sample by sample in float64."""
+    g = torch.stack([b.T @ a for a, b in zip(x.double(), dy.double())])
+    g = torch.cat([g, g.sum(0, keepdim=True)])
+    return g[-1], g.square().sum((1, 2))
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    scale = want.abs().max().item()
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * scale * (want.ndim == 2))
+
+
+# GPT-2, a model of a billion parameters, Llama-3-8B: I, O, tokens of a sample.
+LAYERS = {
+    "gpt2 qkv": (768, 2304, 1024),
+    "gpt2 out": (768, 768, 1024),
+    "gpt2 up": (768, 3072, 1024),
+    "gpt2 down": (3072, 768, 1024),
+    "1B out": (2048, 2048, 2048),
+    "1B up": (2048, 8192, 2048),
+    "8B q": (4096, 4096, 2048),
+    "8B k": (4096, 1024, 2048),
+    "8B up": (4096, 14336, 2048),
+    "8B k, long": (4096, 1024, 8192),
+    "8B up, long": (4096, 14336, 8192),
+}
+
+FEW_TILES = {
+    ("gpt2 out", 8, 132): 0.73,
+    ("gpt2 out", 16, 132): 0.87,
+    ("gpt2 out", 8, 108): 0.89,
+    ("gpt2 out", 16, 108): 0.89,
+}
+"""Layers whose 36 tiles have 2.2 to 5.3 samples for each multiprocessor, of which the busiest takes
+3 to 6: whole samples allow no more."""
+
+
+def test_no_wave_is_nearly_empty() -> None:
+    """The mean program's work by the busiest one's, on A100, H100 and B200."""
+    below, table = {}, []
+    for (name, (I, O, T)), B, processors in itertools.product(
+        LAYERS.items(), (8, 16, 32), (132, 108, 148)
+    ):
+        tiles = -(-I // 128) * -(-O // 128)
+        plan = balance(tiles, B, processors, T // 64)
+        filled = tiles * B / processors / plan.most
+        table.append(f"{name:12} B {B:3} on {processors}: {filled:.2f}, {plan.unfinished} parts")
+        if filled < 0.9:
+            below[name, B, processors] = round(filled, 2)
+        assert plan.unfinished * 128 * 128 * 4 <= 20 << 20
+    print("\n".join(table))
+    assert below == FEW_TILES
+    assert balance(108, 16, 108).unfinished == 0, "108 tiles fill a wave of 108 programs"
+    assert balance(144, 1, 132).unfinished == 0 and balance(144, 1, 132).most == 2
+
+
+def test_tiles_stay_whole_where_parts_cost_more() -> None:
+    assert balance(108, 8, 132, blocks=16).unfinished
+    assert not balance(108, 8, 132, blocks=4).unfinished
+    assert balance(100, 8, 132, mixed=False).unfinished
+    assert not balance(144, 8, 132, mixed=False).unfinished
+
+
+@pytest.mark.parametrize("metric", [False, True], ids=["", "metric"])
+def test_every_sharing(metric: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six tiles, few and many samples, on devices of few and many programs."""
+    monkeypatch.setattr(configs, "MERGE", 0)
+    for B, programs in itertools.product((1, 2, 5), (1, 4, 5, 7, 13, 40)):
+        x, dy = torch.randn(B, 5, 32, device=device), torch.randn(B, 5, 48, device=device)
+        v, constants = torch.rand(48, 32, device=device), torch.ones(2, device=device).double()
+        dw, rows = torch.empty(48, 32, device=device), torch.empty(1 + metric, B + 2, device=device)
+        of_metric = (v, constants) if metric else None
+        linear_wgrad.fused(x, dy, dw, rows, SMALL, programs=programs, metric=of_metric)
+        want = loop(x, dy)
+        assert_close(dw, want[0])
+        assert_close(rows[0, :-1], want[1])
+        plan = balance(6, B, programs, 1, mixed=not metric)
+        assert plan.programs <= programs
+        if metric:
+            g = dy.double().mT @ x.double()
+            p = 1 / (v.double().sqrt() + 1)
+            g = torch.cat([g, g.sum(0, keepdim=True)])
+            assert_close(rows[1, :-1], (p * g.square()).sum((1, 2)))
+
+
+BIASES = {
+    "one long sample": (1, 500, 300),
+    "chunks of tokens": (3, 300, 130),
+    "a chunk that is shorter": (2, 513, 24),
+    "many samples": (27, 3, 20),
+    "many samples, several columns": (15, 9, 260),
+    "one token": (5, 1, 40),
+    "one sample of one token": (1, 1, 200),
+    "many of one token": (150, 1, 150),
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES.keys())
+def test_bias(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    """Beside a weight, alone, and of rows that begin anywhere."""
+    B, T, N = shape
+    scale = torch.logspace(-2, 0, B, device=device)[:, None, None]
+    wide = (torch.randn(B, T, N + 3, device=device) * scale).to(dtype)
+    x = torch.randn(B, T, 16, device=device).to(dtype)
+    for dy, weight in itertools.product((wide[..., :N].contiguous(), wide[..., 3:]), (True, False)):
+        _, db, rows, _ = KERNELS.linear_wgrad(x, dy, weight, True, False, F32)
+        want = loop(torch.ones_like(x[..., :1]), dy)
+        assert_close(db[:, None], want[0])
+        assert_close(rows[-1, :-1], want[1])
+        assert (rows[:, -1] == 1.0).all()
+
+
+def test_pieces_of_a_bias() -> None:
+    """Few samples are cut into chunks of tokens, so that B = 1 fills the device."""
+    assert linear_finish.share(1, 4096, 6, 132) == (32, 1)
+    assert linear_finish.share(16, 1024, 6, 132) == (4, 1)
+    assert linear_finish.share(16, 1024, 24, 132) == (1, 1)
+    assert linear_finish.share(4096, 16, 32, 132) == (1, 241)
+    for B, T, columns in itertools.product((1, 3, 7, 100), (1, 50, 129, 5000), (1, 24, 400)):
+        chunks, each = linear_finish.share(B, T, columns, 132)
+        assert chunks & (chunks - 1) == 0 and (chunks == 1 or each == 1)
+        assert chunks * B <= 128 or chunks == 1
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Programs in the interpreter run by the order that it is set to."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    original, state = builder.set_grid_idx, {"of": lambda n: range(n)}
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        original(list(state["of"](builder.grid_dim[0]))[x], y, z)
+
+    monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
+    yield state
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(5, 300, 40, 300), (3, 9, 300, 512), (40, 1, 40, 300)], ids=str)
+def test_whoever_comes_last(
+    shape: tuple[int, int, int, int], order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits in any order of programs."""
+    monkeypatch.setattr(configs, "MERGE", 0)
+    B, T, I, O = shape
+    x, dy = torch.randn(B, T, I), torch.randn(B, T, O)
+    v, v_O, constants = torch.rand(O, I), torch.rand(O), torch.ones(2, 2, dtype=torch.float64)
+    for more in ({}, dict(moments=[v, v_O], constants_P2=constants)):
+        found = []
+        for of in (range, lambda n: reversed(range(n)), lambda n: [*range(1, n), 0]):
+            order["of"] = of
+            found.append(KERNELS.linear_wgrad(x, dy, True, True, False, F32, **more))
+        for one in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], one))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Counts a call's launches: Triton's, which do nothing, and torch's. Views and ``empty`` are
+    none.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    def count(call: Any) -> int:
+        with Launches() as found:
+            monkeypatch.setattr(GridExecutor, "__call__", lambda *args, **kw: found.triton(1, 1, 1))
+            call()
+        return found.counts.total()
+
+    torch.use_deterministic_algorithms(False)  # which fills what is empty
+    return count
+
+
+@interpreted
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_launches(
+    bias: bool, transposed: bool, counted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, dy = torch.randn(4, 70, 40), torch.randn(4, 70, 24)
+    shapes = {"fused": 2, "gram": 3, "closed": 3}
+    for route, launches in shapes.items():
+        monkeypatch.setattr(outer, "linear_route", lambda *args, route=route: route)
+        T = {"fused": 70, "gram": 9, "closed": 1}[route]
+        short = x[:, :T].contiguous(), dy[:, :T].contiguous()
+        call = lambda short=short: KERNELS.linear_wgrad(*short, True, bias, transposed, F32)
+        assert counted(call) == launches, route
+    if bias:
+        assert counted(lambda: KERNELS.linear_wgrad(x, dy, False, True, False, F32)) == 2
+    monkeypatch.setattr(outer, "linear_route", lambda *args: "fused")
+    parts = [x] * 3, [dy, dy[..., :8].contiguous(), dy]
+    assert counted(lambda: KERNELS.in_projection_wgrad(*parts, True, bias, F32)) == 6
+    shape = (40, 24) if transposed else (24, 40)
+    moments, constants = [torch.rand(shape), torch.rand(24)][: 1 + bias], torch.ones(1 + bias, 2)
+    metric = dict(moments=moments, constants_P2=constants.double())
+    assert counted(lambda: KERNELS.linear_wgrad(x, dy, True, bias, transposed, F32, **metric)) == 2
