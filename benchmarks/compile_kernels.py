@@ -30,6 +30,7 @@ from gnsfast.triton_kernels import (
     embedding,
     gram,
     linear_finish,
+    linear_plan,
     linear_wgrad,
     norms,
     segments,
@@ -235,16 +236,20 @@ def finish_cases() -> Iterator[Case]:
         for config in candidates
     }
     balance = configs.balance(16, 9, 12)
-    weights = [linear_finish.Squares(512, 512, config, balance) for config in tiles.values()]
+    weights = [linear_plan.Squares(512, 512, config, balance) for config in tiles.values()]
     for dtype, weight, (bias, tokens), metric in product(
         ("bf16", "fp32"),
-        (None, linear_finish.Squares(512, 512), *weights),
+        (None, linear_plan.Squares(512, 512), *weights),
         ((False, 1), (True, 16), (True, 4096)),
         (False, True),
     ):
         if weight is None and not bias:
             continue
-        plan = linear_finish.plan((4, tokens, 768), weight, bias, metric=metric, processors=132)
+        of_bias = (768, 768 * tokens, 768) if bias else None
+        shape = dict(row_stride=6, processors=132)
+        plan = linear_plan.plan((4, tokens), weight, of_bias, metric=metric, **shape)
+        values = plan.launch.values[len(linear_plan.FIXED) :]
+        constants = dict(zip(linear_plan.CONSTANTS, values))
         absent = ([] if weight else ["dw_ptr"]) + ([] if bias else ["dy_ptr", "db_ptr"])
         absent += [] if metric and weight else ["v_ptr", "constants_ptr"]
         absent += [] if metric and bias else ["bias_v_ptr", "bias_constants_ptr"]
@@ -253,12 +258,12 @@ def finish_cases() -> Iterator[Case]:
         kind = "no weight" if weight is None else "plain" if weight.config is None else ""
         if weight and weight.config:
             kind = f"{weight.config.block_o}x{weight.config.block_i}"
-        words = [f"bias {plan.options['CHUNKS']}"] * bias + ["metric"] * metric
+        words = [f"bias {constants['CHUNKS']}"] * bias + ["metric"] * metric
         yield Case(
             " ".join(["linear_finish", kind, *words]),
             linear_finish.linear_finish_kernel,
             dtype,
-            plan.options | dict.fromkeys(absent),
+            constants | dict.fromkeys(absent),
             linear_finish.WARPS,
             pointers=dict.fromkeys(floats, "*fp32")
             | dict.fromkeys(doubles, "*fp64")

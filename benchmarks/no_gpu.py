@@ -65,6 +65,21 @@ def load_binary(
     return None, None, registers, spilled, 1024
 
 
+class Compiled:
+    """What Triton's compiler returns."""
+
+    function = packed_metadata = None
+
+    def __init__(self, launch: Launch) -> None:
+        self.run = launch
+
+    def launch_metadata(self, *args: Any) -> None:
+        """For profilers."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Launch:
+        return lambda *args: self.run(*grid, *args)
+
+
 def front_end(launch: Launch) -> Callable[[Any, GPUTarget, dict[str, Any]], Any]:
     """Triton's compiler up to its first intermediate form, which it verifies."""
 
@@ -76,10 +91,7 @@ def front_end(launch: Launch) -> Callable[[Any, GPUTarget, dict[str, Any]], Any]
         backend.load_dialects(context)
         generated = backend.get_codegen_implementation(parsed), backend.get_module_map()
         src.make_ir(target, parsed, *generated, context)
-        nothing = lambda *args: None
-        return SimpleNamespace(
-            run=launch, launch_metadata=nothing, function=None, packed_metadata=None
-        )
+        return Compiled(launch)
 
     return compile
 

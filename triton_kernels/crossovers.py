@@ -3,6 +3,8 @@
 (``python -m benchmarks gpu --only routes``).
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -35,6 +37,7 @@ def linear_route(B: int, T: int, I: int, O: int, x: Tensor) -> str:
     return counted_route(B, T, I, O, multiprocessors(x.device))
 
 
+@functools.lru_cache(maxsize=4096)
 def counted_route(B: int, T: int, I: int, O: int, processors: int) -> str:
     """The rule on a device of so many multiprocessors, for what the tensor cores multiply."""
     if T == 1:

@@ -17,15 +17,9 @@ The last program of all adds what the others have found about the sum and about 
 partials are float64, in a fixed order.
 """
 
-import functools
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from gnsfast.signatures import Metric
-from gnsfast.triton_kernels.configs import GROUP_O, Balance, Config
 from gnsfast.triton_kernels.finish import arrives_last, column_sums
 from gnsfast.triton_kernels.tiles import root_metric, tile_position
 
@@ -220,9 +214,9 @@ def square_piece(
 
 
 SIZES = (
-    *("B", "first_tile", "remaining", "own", "tiles", "sums", "span", "elements"),
+    *("B", "row_stride", "first_tile", "remaining", "own", "tiles", "sums", "span", "elements"),
     *("bias_B", "bias_T", "each", "length", "bias_programs", "piece_programs", "arrivals"),
-    *("partial_at", "sums_at", "bias_sums_at", "norms_at", "row_stride"),
+    *("partial_at", "sums_at", "bias_sums_at", "norms_at"),
 )
 """Arguments whose values the compiler is not to specialise on: they vary with the batch."""
 
@@ -334,131 +328,3 @@ def linear_finish_kernel(
                         found = column_sums(of_m, columns, bias_B + 1, offs, mask, ROWS)
                         tl.store(row + (B - bias_B) + offs, found.to(tl.float32), mask=mask)
                     tl.store(row + B + 1, 1.0)
-
-
-class Bias(NamedTuple):
-    """A bias's gradient: what it sums, where it goes, and its metric."""
-
-    dy_BTN: Tensor
-    db_N: Tensor
-    metric: Metric | None = None
-
-
-class Finish(NamedTuple):
-    """A launch of the finishing kernel: its arguments beside tensors, and the memory it needs."""
-
-    programs: int
-    floats: int  # of the work tensor
-    tickets: int
-    sizes: dict[str, int]
-    options: dict[str, Any]
-
-
-class Squares(NamedTuple):
-    """Where a weight's norms come from: the tiles of ``config``, shared out by ``balance``; or,
-    without them, the finished dW and rows that are already there.
-    """
-
-    O: int
-    I: int
-    config: Config | None = None
-    balance: Balance | None = None
-
-
-@functools.lru_cache(maxsize=4096)
-def plan(
-    shape: tuple[int, int, int],
-    weight: Squares | None,
-    bias: bool,
-    *,
-    metric: bool = False,
-    add: bool = False,
-    one_token: bool = False,
-    processors: int,
-) -> Finish:
-    """Of ``shape`` B, T, N. With ``one_token`` the rows already hold the samples' numbers of the
-    bias too.
-    """
-    B, T, N = shape
-    M = 1 + metric
-    sizes = dict.fromkeys(SIZES[:-1], 0) | {"B": B, "I": 0, "O": 0, "N": N}
-    options: dict[str, Any] = {"WEIGHT": weight is not None, "BIAS": bias, "METRIC": metric}
-    options |= {"TILES": False, "ADD": add, "BLOCK_O": HEIGHT, "BLOCK_I": 1, "GROUP": GROUP_O}
-    options |= {"BLOCK_N": BLOCK_N, "ROWS": ROWS, "HEIGHT": HEIGHT, "SPAN": SPAN}
-    floats, samples = 0, 0
-    if weight is not None:
-        sizes |= {"I": weight.I, "O": weight.O}
-        config, balance = weight.config, weight.balance
-        if config is None or balance is None:
-            elements = weight.I * weight.O
-            span = triton.cdiv(elements, 8 * processors * SPAN) * SPAN
-            sums = pieces = triton.cdiv(elements, span)
-            sizes |= {"span": span, "elements": elements}
-        else:
-            tiles = triton.cdiv(weight.O, config.block_o) * triton.cdiv(weight.I, config.block_i)
-            shared = balance.remaining if balance.unfinished else 0
-            pieces = shared * (config.block_o // HEIGHT)
-            sums, samples = tiles - shared + pieces, B
-            floats = balance.unfinished * config.block_o * config.block_i
-            sizes |= {"first_tile": balance.first_tile, "remaining": balance.remaining}
-            sizes |= {"own": balance.own, "tiles": tiles, "partial_at": floats}
-            options |= {"TILES": True, "BLOCK_O": config.block_o, "BLOCK_I": config.block_i}
-            floats += M * B * tiles
-        sizes |= {"sums": sums, "sums_at": floats, "piece_programs": pieces}
-        floats += M * sums
-    arrivals, columns = samples + sizes["piece_programs"], 0
-    options |= {"CHUNKS": 1, "BLOCK_T": ROWS}
-    if bias:
-        columns = triton.cdiv(N, BLOCK_N)
-        bias_B, bias_T = (1, B) if one_token else (B, T)
-        chunks, each = share(bias_B, bias_T, columns, processors)
-        pieces = triton.cdiv(bias_B, each) * chunks
-        sizes |= {"bias_B": bias_B, "bias_T": bias_T, "each": each}
-        sizes |= {"length": triton.cdiv(bias_T, chunks), "bias_programs": columns * pieces}
-        sizes |= {"bias_sums_at": floats, "norms_at": floats + pieces * N}
-        floats += pieces * N + M * columns * (bias_B + 1)
-        options |= {"CHUNKS": chunks, "BLOCK_T": min(ROWS, triton.next_power_of_2(bias_T))}
-        arrivals += columns
-    programs = sizes["bias_programs"] + sizes["piece_programs"] + samples
-    return Finish(programs, floats, 1 + columns, sizes | {"arrivals": arrivals}, options)
-
-
-def share(B: int, T: int, columns: int, processors: int) -> tuple[int, int]:
-    """Into how many chunks, a power of two, the tokens of each sample are cut, and how many samples
-    each program adds: four programs for a multiprocessor, or a little more.
-
-    A column's last program adds one row from each of the others, so there are at most 128 of them
-    unless there are more samples than that to be cut.
-    """
-    pieces = min(128, triton.cdiv(4 * processors, columns))
-    if B >= pieces:
-        return 1, triton.cdiv(B, pieces)
-    chunks = min(pieces // B, triton.cdiv(T, 4 * ROWS), ROWS)
-    return 1 << (chunks.bit_length() - 1), 1
-
-
-def finish(
-    plan: Finish,
-    work: Tensor,
-    tickets: Tensor,
-    rows: Tensor,
-    dw_OI: Tensor | None,
-    bias: Bias | None,
-    metric: Metric | None = None,
-) -> None:
-    """Launch the kernel; ``tickets`` are zeros by then. ``rows`` [M P, B + 2] has any stride."""
-    v, constants = metric or (None, None)
-    dy, db, of_bias = bias or (None, None, None)
-    bias_v, bias_constants = of_bias or (None, None)
-    strides = (0, 0) if dy is None else dy.stride()[:2]
-    if plan.sizes["bias_B"] != plan.sizes["B"]:  # one-token samples are the tokens of one
-        strides = (0, strides[0])
-    linear_finish_kernel[(plan.programs,)](
-        *(work, tickets, dw_OI, dy, db, rows, v, constants, bias_v, bias_constants),
-        row_stride=rows.stride(0),
-        dy_stride_b=strides[0],
-        dy_stride_t=strides[1],
-        **plan.sizes,
-        **plan.options,
-        num_warps=WARPS,
-    )

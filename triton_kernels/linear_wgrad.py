@@ -21,25 +21,29 @@ the kernel that finishes the operator (``linear_finish.py``) adds them. All is a
 order, so two runs give the same bits.
 """
 
-import torch
+import functools
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gnsfast.signatures import Metric
-from gnsfast.triton_kernels import configs, linear_finish
+from gnsfast.triton_kernels import configs
 from gnsfast.triton_kernels.configs import Config, multiprocessors
 from gnsfast.triton_kernels.finish import clear_tickets
-from gnsfast.triton_kernels.linear_finish import Bias
-from gnsfast.triton_kernels.tiles import (
-    INTERPRETED,
-    dot,
-    precision,
-    root_metric,
-    tf32_allowed,
-    tile_position,
+from gnsfast.triton_kernels.launch import Launch
+from gnsfast.triton_kernels.linear_plan import (
+    Bias,
+    Finish,
+    Squares,
+    bias_strides,
+    finish,
+    memory,
+    plan,
 )
+from gnsfast.triton_kernels.operands import Operand, descriptor, fits_tma, operand
+from gnsfast.triton_kernels.tiles import dot, precision, root_metric, tile_position
 
 SIZES = ("B", "T", "waves", "remaining", "own", "partial_at", "sums_at", "sums", "tickets")
 """Arguments whose values the compiler is not to specialise on: they vary with the batch."""
@@ -224,96 +228,70 @@ def fused(
         metric: contiguous second moments [O, I] and their ``constants`` [2]; M is then 2.
         programs: how many run at the same time; by default what the device holds.
     """
-    (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
-    processors = multiprocessors(x_BTI.device)
+    x, dy = operand(x_BTI), operand(dy_BTO)
+    strides, measured = bias_strides(bias), metric is not None
+    of_rows = rows.stride(0)
+    how = launches(x, dy, config, programs, strides, of_rows, add, measured, precision(x.dtype))
+    work, tickets = memory(x_BTI, how.ending)
+    if how.tma:
+        x_blocks = descriptor(x_BTI, config.block_t, config.block_i)
+        dy_blocks = descriptor(dy_BTO, config.block_t, config.block_o)
+        how.product(x_blocks, dy_blocks, dw_OI, work, tickets, *(metric or (None, None)))
+    else:
+        how.product(x_BTI, dy_BTO, dw_OI, work, tickets, *(metric or (None, None)))
+    finish(how.ending, work, tickets, rows, dw_OI, bias, metric)
+
+
+class Launches(NamedTuple):
+    """The two launches of ``fused``."""
+
+    product: Launch
+    ending: Finish
+    tma: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def launches(
+    x: Operand,
+    dy: Operand,
+    config: Config,
+    programs: int | None,
+    bias: tuple[int, int, int] | None,
+    row_stride: int,
+    add: bool,
+    metric: bool,
+    multiplied: str,
+) -> Launches:
+    """All that can be known before the addresses of tensors."""
+    (B, T, I), O = x.shape, dy.shape[2]
+    processors = multiprocessors(x.device)
     tiles = triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
     programs = programs or processors * config.resident
     blocks = triton.cdiv(T, config.block_t)
-    balance = configs.balance(tiles, B, programs, blocks, mixed=metric is None)
-    ending = linear_finish.plan(
-        (B, T, 0 if bias is None else bias.dy_BTN.shape[2]),
-        linear_finish.Squares(O, I, config, balance),
-        bias is not None,
-        metric=metric is not None,
+    balance = configs.balance(tiles, B, programs, blocks, mixed=not metric)
+    ending = plan(
+        (B, T),
+        Squares(O, I, config, balance),
+        bias,
+        row_stride=row_stride,
+        metric=metric,
         add=add,
         processors=processors,
     )
-    work = x_BTI.new_empty(ending.floats, dtype=torch.float32)
-    tickets = x_BTI.new_empty(ending.tickets, dtype=torch.int32)
-    x, dy = x_BTI, dy_BTO
     tma = fits_tma(x) and fits_tma(dy)
-    if tma:
-        x = descriptor(x, config.block_t, config.block_i)
-        dy = descriptor(dy, config.block_t, config.block_o)
-    v, constants = metric or (None, None)
-    sizes = ending.sizes
-    linear_wgrad_kernel[(balance.programs,)](
-        *(x, dy, dw_OI, work, tickets, v, constants, B, T, I, O),
-        *(balance.waves, balance.remaining, balance.own),
-        *(sizes["partial_at"], sizes["sums_at"], sizes["sums"], ending.tickets),
-        *(x_BTI.stride(0), x_BTI.stride(1), dy_BTO.stride(0), dy_BTO.stride(1)),
-        TMA=tma,
-        ADD=add,
-        WHOLE=balance.waves > 0 or not balance.unfinished,
-        SHARED=balance.unfinished > 0,
-        METRIC=metric is not None,
-        PRECISION=precision(x_BTI.dtype),
-        **config.options(),
+    values = ending.values
+    whole, shared = balance.waves > 0 or not balance.unfinished, balance.unfinished > 0
+    options = config.options()
+    product = Launch(
+        linear_wgrad_kernel,
+        balance.programs,
+        (
+            *(B, T, I, O, balance.waves, balance.remaining, balance.own),
+            *(values["partial_at"], values["sums_at"], values["sums"], ending.tickets),
+            *(*x.strides[:2], *dy.strides[:2], tma, add, whole, shared, metric, multiplied),
+            *(config.block_o, config.block_i, config.block_t, options["GROUP"]),
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
-    linear_finish.finish(ending, work, tickets, rows, dw_OI, bias, metric)
-
-
-def aligned(t_BTN: Tensor) -> bool:
-    """Whether wide loads can read blocks of ``t_BTN``: by the tensor memory accelerator, or by
-    pointers whose row strides Triton knows to be multiples of 16 elements.
-    """
-    wide = t_BTN.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in _row_strides(t_BTN))
-    return wide or fits_tma(t_BTN)
-
-
-PADDING_PAYS = 3.5
-"""How often an element must be loaded, for each of its bytes, so that a copy with aligned rows
-costs less (counted for an H200). A copy reads and writes the byte: 0.47 ps at 4.3 TB/s. A load
-takes 0.13 ps, if each of 132 multiprocessors loads a warp of single elements every cycle."""
-
-
-def padded(t_BTN: Tensor, loads: float) -> Tensor:
-    """``t_BTN``, or a copy with aligned rows if that costs less than ``loads`` loads of each
-    element. A vocabulary of 50257 words makes rows that no wide load and no descriptor can read.
-
-    The copy is as large as ``t_BTN``: 1.65 GB for 16k tokens of that vocabulary in bfloat16. It
-    lives while the kernel runs, after the loss has freed what it keeps of the logits.
-    """
-    if t_BTN.dtype == torch.float32 and not tf32_allowed():
-        return t_BTN  # the product takes longer than its loads
-    if aligned(t_BTN) or loads < PADDING_PAYS * t_BTN.element_size():
-        return t_BTN
-    B, T, N = t_BTN.shape
-    return t_BTN.new_empty((B, T, triton.cdiv(N, 16) * 16))[..., :N].copy_(t_BTN)
-
-
-def _row_strides(t_BTN: Tensor) -> list[int]:
-    """The strides of samples and tokens; a dimension of one is left out."""
-    return [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
-
-
-def fits_tma(t_BTN: Tensor) -> bool:
-    """Whether the tensor memory accelerator reads ``t_BTN``: aligned rows that are not expanded, on
-    Hopper and later and in the interpreter. float32 without tf32 takes pointers: with blocks from
-    shared memory it spills 440 bytes a thread.
-    """
-    if not INTERPRETED:
-        if torch.version.hip or torch.cuda.get_device_capability(t_BTN.device) < (9, 0):
-            return False
-        if t_BTN.dtype == torch.float32 and not tf32_allowed():
-            return False
-    size = t_BTN.element_size()
-    rows = all(stride > 0 and stride * size % 16 == 0 for stride in _row_strides(t_BTN))
-    return rows and t_BTN.data_ptr() % 16 == 0 and t_BTN.shape[2] * size >= 16
-
-
-def descriptor(t_BTN: Tensor, block_t: int, block_n: int) -> TensorDescriptor:
-    """A descriptor of blocks [1, block_t, block_n]; a dimension of one gets a valid stride."""
-    row = triton.cdiv(t_BTN.shape[2], 16) * 16
-    strides = [s if n > 1 else row for n, s in zip(t_BTN.shape[:2], t_BTN.stride())]
-    return TensorDescriptor(t_BTN, list(t_BTN.shape), [*strides, 1], [1, block_t, block_n])
+    return Launches(product, ending, tma)

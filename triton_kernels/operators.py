@@ -26,7 +26,7 @@ from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, norms, segments
 from gnsfast.triton_kernels.conv import conv_wgrad as conv_wgrad
-from gnsfast.triton_kernels.linear_finish import Bias
+from gnsfast.triton_kernels.linear_plan import Bias
 from gnsfast.triton_kernels.outer import bias_wgrad, outer_wgrad, tied_rows
 from gnsfast.triton_kernels.sqnorms import row_sqnorms, sums_wgrad, with_sum
 from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner

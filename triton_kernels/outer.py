@@ -3,21 +3,27 @@
 with it: the bias's gradient, and a tied head's rows.
 """
 
-import functools
-
 import torch
-import triton
 from torch import Tensor
 
 from gnsfast.ops import backends, extension
 from gnsfast.reference import one_token_metric, root_metric
 from gnsfast.signatures import Metric
-from gnsfast.triton_kernels import gram, linear_finish
+from gnsfast.triton_kernels import gram
 from gnsfast.triton_kernels import linear_wgrad as fused_kernel
-from gnsfast.triton_kernels.configs import NARROW, Config, candidates, multiprocessors
+from gnsfast.triton_kernels.configs import Config, candidates, multiprocessors
 from gnsfast.triton_kernels.crossovers import linear_route
-from gnsfast.triton_kernels.linear_finish import Bias
-from gnsfast.triton_kernels.tiles import unit_inner
+from gnsfast.triton_kernels.linear_plan import (
+    Bias,
+    Finish,
+    Squares,
+    bias_strides,
+    finish,
+    memory,
+    plan,
+)
+from gnsfast.triton_kernels.operands import operand, padded, reading
+from gnsfast.triton_kernels.tiles import tf32_allowed, unit_inner
 from gnsfast.triton_kernels.tuning import choose
 
 
@@ -50,7 +56,7 @@ def outer_wgrad(
         return
     dense_wgrad(x_BTI, dy_BTO, dw_OI)
     one_token = route == "closed" and metric is None
-    ending, work, tickets = _finish(x_BTI, linear_finish.Squares(O, I), bias, metric, one_token)
+    ending, work, tickets = _finish(x_BTI, Squares(O, I), bias, rows, metric, one_token)
     if route == "gram":
         gram.gram(unit_inner(x_BTI), unit_inner(dy_BTO), rows[0], tickets)
     else:
@@ -62,27 +68,29 @@ def outer_wgrad(
         root_OI = root_metric(*metric, torch.float32)
         weighed_B = one_token_metric(x_BTI[:, 0].float(), dy_BTO[:, 0].float(), root_OI)
         rows[len(rows) // 2, :B] = weighed_B
-    linear_finish.finish(ending, work, tickets, rows, dw_OI, bias, metric)
+    finish(ending, work, tickets, rows, dw_OI, bias, metric)
 
 
 def _finish(
     x_BTI: Tensor,
-    weight: linear_finish.Squares | None,
+    weight: Squares | None,
     bias: Bias | None,
+    rows: Tensor,
     metric: Metric | None,
     one_token: bool,
-) -> tuple[linear_finish.Finish, Tensor, Tensor]:
+) -> tuple[Finish, Tensor, Tensor]:
     """What the finishing kernel does where norms do not come from tiles, its memory and tickets."""
-    ending = linear_finish.plan(
-        (*x_BTI.shape[:2], bias.dy_BTN.shape[2] if bias else 0),
+    B, T, _ = x_BTI.shape
+    ending = plan(
+        (B, T),
         weight,
-        bias is not None,
+        bias_strides(bias),
+        row_stride=rows.stride(0),
         metric=metric is not None,
         one_token=one_token and bias is not None,
         processors=multiprocessors(x_BTI.device),
     )
-    work = x_BTI.new_empty(ending.floats, dtype=torch.float32)
-    return ending, work, x_BTI.new_empty(ending.tickets, dtype=torch.int32)
+    return ending, *memory(x_BTI, ending)
 
 
 def bias_wgrad(bias: Bias, rows: Tensor) -> None:
@@ -94,12 +102,12 @@ def bias_wgrad(bias: Bias, rows: Tensor) -> None:
         _no_rows(rows)
         return
     one_token = dy_BTN.shape[1] == 1 and metric is None
-    ending, work, tickets = _finish(dy_BTN, None, bias, metric, one_token)
+    ending, work, tickets = _finish(dy_BTN, None, bias, rows, metric, one_token)
     if one_token:
         token_sqnorms(None, dy_BTN[:, 0], None, rows[0], tickets)
     else:
         tickets.zero_()
-    linear_finish.finish(ending, work, tickets, rows, None, bias, metric)
+    finish(ending, work, tickets, rows, None, bias, metric)
 
 
 def _no_rows(rows: Tensor) -> None:
@@ -131,20 +139,19 @@ def fused_wgrad(
         if bias and not own:
             bias_wgrad(bias, rows[1:])
         return
-    (_, T, I), O = x.shape, dy.shape[2]
-    tile = NARROW[0]  # for unaligned rows, loaded once for each block of the other operand
-    x, dy = fused_kernel.padded(x, O / tile.block_o), fused_kernel.padded(dy, I / tile.block_i)
+    how = reading(operand(x), operand(dy), tf32_allowed())
+    if how.pad_x or how.pad_dy:
+        x, dy = padded(x) if how.pad_x else x, padded(dy) if how.pad_dy else dy
+        how = reading(operand(x), operand(dy), tf32_allowed())
     if config is None:
-        # Rows of dW that no wide store can write need as many registers as unaligned loads.
-        aligned = fused_kernel.aligned(x) and fused_kernel.aligned(dy) and I % 16 == 0
-        configs = candidates(x.dtype, aligned, metric is not None)
-        tma = fused_kernel.fits_tma(x) and fused_kernel.fits_tma(dy)
-        key = ("linear_wgrad", I, O, triton.next_power_of_2(T), x.dtype, dw_OI.dtype, tma)
+        (_, T, I), O = x.shape, dy.shape[2]
+        configs = candidates(x.dtype, how.aligned, metric is not None)
+        key = ("linear_wgrad", I, O, 1 << (T - 1).bit_length(), x.dtype, dw_OI.dtype, how.tma)
         key = key if metric is None else (*key, "metric", metric[0].dtype)
         # Tuning must not add to dW.
-        scratch = functools.cache(lambda: (torch.empty_like(dw_OI), torch.empty_like(rows)))
-        measured = functools.partial(fused_kernel.fused, x, dy, metric=metric)
-        config = choose(key, configs, lambda c: measured(*scratch(), c))
+        scratch = lambda: (torch.empty_like(dw_OI), torch.empty_like(rows))
+        measured = fused_kernel.fused
+        config = choose(key, configs, lambda c: measured(x, dy, *scratch(), c, metric=metric))
     fused_kernel.fused(x, dy, dw_OI, rows, config, bias=bias, add=add, metric=metric)
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks.launches import Launches  # noqa: E402
-from gnsfast.triton_kernels import configs, linear_finish, linear_wgrad, operators, outer  # noqa: E402
+from gnsfast.triton_kernels import configs, linear_plan, linear_wgrad, operators, outer  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, balance  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -92,6 +92,7 @@ def test_tiles_stay_whole_where_parts_cost_more() -> None:
 def test_every_sharing(metric: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six tiles, few and many samples, on devices of few and many programs."""
     monkeypatch.setattr(configs, "MERGE", 0)
+    linear_wgrad.launches.cache_clear()
     for B, programs in itertools.product((1, 2, 5), (1, 4, 5, 7, 13, 40)):
         x, dy = torch.randn(B, 5, 32, device=device), torch.randn(B, 5, 48, device=device)
         v, constants = torch.rand(48, 32, device=device), torch.ones(2, device=device).double()
@@ -140,12 +141,12 @@ def test_bias(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> N
 
 def test_pieces_of_a_bias() -> None:
     """Few samples are cut into chunks of tokens, so that B = 1 fills the device."""
-    assert linear_finish.share(1, 4096, 6, 132) == (32, 1)
-    assert linear_finish.share(16, 1024, 6, 132) == (4, 1)
-    assert linear_finish.share(16, 1024, 24, 132) == (1, 1)
-    assert linear_finish.share(4096, 16, 32, 132) == (1, 241)
+    assert linear_plan.share(1, 4096, 6, 132) == (32, 1)
+    assert linear_plan.share(16, 1024, 6, 132) == (4, 1)
+    assert linear_plan.share(16, 1024, 24, 132) == (1, 1)
+    assert linear_plan.share(4096, 16, 32, 132) == (1, 241)
     for B, T, columns in itertools.product((1, 3, 7, 100), (1, 50, 129, 5000), (1, 24, 400)):
-        chunks, each = linear_finish.share(B, T, columns, 132)
+        chunks, each = linear_plan.share(B, T, columns, 132)
         assert chunks & (chunks - 1) == 0 and (chunks == 1 or each == 1)
         assert chunks * B <= 128 or chunks == 1
 
@@ -172,6 +173,7 @@ def test_whoever_comes_last(
 ) -> None:
     """The same bits in any order of programs."""
     monkeypatch.setattr(configs, "MERGE", 0)
+    linear_wgrad.launches.cache_clear()
     B, T, I, O = shape
     x, dy = torch.randn(B, T, I), torch.randn(B, T, O)
     v, v_O, constants = torch.rand(O, I), torch.rand(O), torch.ones(2, 2, dtype=torch.float64)

@@ -14,7 +14,15 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast import reference
-from gnsfast.triton_kernels import configs, crossovers, gram, linear_wgrad, operators, outer  # noqa: E402
+from gnsfast.triton_kernels import (  # noqa: E402
+    configs,
+    crossovers,
+    gram,
+    linear_wgrad,
+    operands,
+    operators,
+    outer,
+)
 from gnsfast.triton_kernels.configs import Config, candidates  # noqa: E402
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -57,6 +65,10 @@ def assert_wgrad(dw: Tensor, sqnorm_B1: Tensor, want: tuple[Tensor, Tensor]) -> 
     torch.testing.assert_close(sqnorm_B1.double(), want[1], rtol=1e-5, atol=0)
 
 
+def is_aligned(t: Tensor) -> bool:
+    return operands.aligned(operands.operand(t))
+
+
 def fused(x: Tensor, dy: Tensor, dw: Tensor, config: Config, **more: object) -> Tensor:
     """Fills ``dw`` by tiles. Returns the squared norms [B + 1]."""
     rows = torch.empty(1, len(x) + 2, device=x.device)
@@ -92,6 +104,7 @@ WIDTHS = {True: (208, 144), False: (201, 137)}
 def shared_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of a test are too short for parts of tiles to pay."""
     monkeypatch.setattr(configs, "MERGE", 0)
+    linear_wgrad.launches.cache_clear()
 
 
 @DTYPES
@@ -109,7 +122,7 @@ def test_fused_tiles(
     want = loop(x, dy)
     tiles = candidates(dtype, aligned)[: 1 if dtype == F16 else None]
     for config in (*tiles, Config(32, 64, 32, 8, 2)):
-        assert linear_wgrad.aligned(x) is linear_wgrad.aligned(dy) is aligned
+        assert is_aligned(x) is is_aligned(dy) is aligned
         dw = torch.empty(O, I, device=device)
         assert_wgrad(dw, fused(x, dy, dw, config, programs=programs), want)
 
@@ -198,11 +211,11 @@ def test_cases_of_every_device(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for module in (linear_wgrad, configs):
+    for module in (operands, configs):
         monkeypatch.setattr(module, "INTERPRETED", False)
     for aligned, widths in WIDTHS.items():
         for N, dtype in itertools.product(widths, (F32, F16, BF16)):
-            assert linear_wgrad.aligned(torch.empty(7, 70, N, dtype=dtype)) is aligned
+            assert is_aligned(torch.empty(7, 70, N, dtype=dtype)) is aligned
     for T, width, route in ROUTES:
         assert crossovers.linear_route(3, T, width, width, torch.empty(0, dtype=BF16)) == route
 
@@ -296,5 +309,5 @@ def test_unaligned_rows_are_copied_where_that_is_cheaper(
     dw, rows = torch.empty(137, I, device=device), torch.empty(1, 5, device=device)
     outer.fused_wgrad(x, dy, dw, rows)
     assert_wgrad(dw, rows[0, :-1], loop(x, dy))
-    assert [linear_wgrad.aligned(t) for t in read] == [copied]
+    assert [is_aligned(t) for t in read] == [copied]
     assert (read[0] is dy) is not copied

@@ -89,6 +89,7 @@ def test_linear(
 def test_tiles(programs: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of programs that have several, and of programs that share them."""
     monkeypatch.setattr(configs, "MERGE", 0)
+    linear_wgrad.launches.cache_clear()
     x, dy = draw(7, 20, 208, 136, BF16, device)
     v, dw = moments(136, 208).to(device), torch.empty(136, 208, device=device)
     metric = v, constants(1)[0].to(device)
