@@ -337,6 +337,8 @@ def wgrad(
         pointers["dy"] = f"tensordesc<{dtype}[1, {config.block_t}, {config.block_o}]>"
     else:
         pointers |= {"x": f"*{dtype}", "dy": f"*{dtype}"}
+    mixed = flags["WHOLE"] and flags["SHARED"]
+    roomy = flags["ADD"] or (mixed and not tma)
     words = ["add"] * flags["ADD"] + ["metric"] * flags["METRIC"] + ["TMA"] * tma
     words += [("shared", "mixed")[flags["WHOLE"]]] * flags["SHARED"]
     words += [PRECISION] * (dtype == "fp32") + ["unaligned"] * (not aligned)
@@ -351,6 +353,7 @@ def wgrad(
         pointers,
         tensor_cores=PRECISION == "tf32" or dtype != "fp32",
         aligned=aligned,
+        maxnreg=config.registers(roomy),
     )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from gnsfast.triton_kernels.tiles import INTERPRETED, tf32_allowed
+from gnsfast.triton_kernels.tiles import INTERPRETED, most_registers, tf32_allowed
 
 GROUP_O = 8
 """Rows of tiles that run together: eight of 128 are 2 MiB of dy per 1024 tokens in bfloat16."""
@@ -25,6 +25,12 @@ class Config:
     num_warps: int
     num_stages: int
     resident: int = 1  # programs that a multiprocessor holds, by their registers
+
+    def registers(self, roomy: bool = False) -> int:
+        """The most that a thread may have, so that ``resident`` programs fit; one alone where that
+        would spill (``roomy``).
+        """
+        return most_registers(self.num_warps * (1 if roomy else self.resident))
 
     def options(self) -> dict[str, int]:
         """The options that a kernel is launched with."""

@@ -293,5 +293,6 @@ def launches(
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.registers(roomy=add or (whole and shared and not tma)),
     )
     return Launches(product, ending, tma)

@@ -139,10 +139,11 @@ def fused_wgrad(
         if bias and not own:
             bias_wgrad(bias, rows[1:])
         return
-    how = reading(operand(x), operand(dy), tf32_allowed())
+    tf32 = x.dtype == torch.float32 and tf32_allowed()
+    how = reading(operand(x), operand(dy), tf32)
     if how.pad_x or how.pad_dy:
         x, dy = padded(x) if how.pad_x else x, padded(dy) if how.pad_dy else dy
-        how = reading(operand(x), operand(dy), tf32_allowed())
+        how = reading(operand(x), operand(dy), tf32)
     if config is None:
         (_, T, I), O = x.shape, dy.shape[2]
         configs = candidates(x.dtype, how.aligned, metric is not None)
