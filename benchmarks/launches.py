@@ -7,21 +7,15 @@ An operator may launch several kernels (a sort does). It does so in plain PyTorc
 gnsfast adds are few such operators.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gnsfast
 from benchmarks import no_gpu
-from benchmarks.budget import Budget
 from benchmarks.models import gpt_batch, gpt_loss
 from benchmarks.steps import NarrowGPT2
 from gnsfast.ops import backends

@@ -15,7 +15,6 @@ the code chooses the fastest of several tiles, each of them is launched.
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # tests/conftest.py would set 1

@@ -98,12 +98,13 @@ class ProbeSlab:
         """
         K = len(self.units)
         last = {NOBODY: K, METRIC: K + 1}
-        return torch.tensor([last.get(o, o) for o in self._owners]).to(device, non_blocking=True)
+        found = [last.get(o, o) for o in self._owners]
+        return torch.tensor(found, dtype=torch.int64).to(device, non_blocking=True)
 
     def plain(self, device: torch.device) -> Tensor:
         """On ``device``, the rows that are not under a metric, in the order of ``labels``."""
         rows = [row for row, o in enumerate(self._owners) if o != METRIC]
-        return torch.tensor(rows).to(device, non_blocking=True)
+        return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
     def _refuse_untied(self) -> None:
         for name, rows in self.rows.items():
