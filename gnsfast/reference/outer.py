@@ -55,16 +55,18 @@ def outer_wgrad(
     if route == "fused" or (metric is not None and T > 1):
         dw_OI, norms_MB = fused_wgrad(x_BTI, dy_BTO, acc, metric)
         return dw_OI.to(dtype), [(norms_B,) for norms_B in norms_MB.unbind()]
-    x_BTI, dy_BTO = x_BTI.to(acc), dy_BTO.to(acc)
-    dw_OI = dy_BTO.reshape(-1, O).T @ x_BTI.reshape(-1, I)
+    if x_BTI.dtype != acc:
+        x_BTI, dy_BTO = x_BTI.to(acc), dy_BTO.to(acc)
+    x_NI, dy_NO = x_BTI.flatten(0, 1), dy_BTO.flatten(0, 1)
+    dw_OI = dy_NO.T @ x_NI
+    norms: Norms
     if route == "gram":
-        norms_B = gram_sqnorms(x_BTI, dy_BTO).sqrt_().to(acc)
-        return dw_OI.to(dtype), [(norms_B, norm(dw_OI))]
-    x_BI, dy_BO = x_BTI[:, 0], dy_BTO[:, 0]
-    norms: Norms = [(norm_rows(x_BI) * norm_rows(dy_BO), norm(dw_OI))]
+        norms = [(gram_sqnorms(x_BTI, dy_BTO).sqrt_().to(acc), norm(dw_OI))]
+    else:
+        norms = [(norm_rows(x_NI) * norm_rows(dy_NO), norm(dw_OI))]
     if metric is not None:
         root_OI = root_metric(*metric, acc)
-        weighed_B = one_token_metric(x_BI, dy_BO, root_OI).sqrt_().to(acc)
+        weighed_B = one_token_metric(x_NI, dy_NO, root_OI).sqrt_().to(acc)
         norms.append((weighed_B, norm(root_OI.mul_(dw_OI))))
     return dw_OI.to(dtype), norms
 
