@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import gnsfast
 from benchmarks.budget import Budget, Rows
 from benchmarks.models import GPT, gpt_batch, gpt_loss
-from benchmarks.steps import NarrowGPT2
+from benchmarks.narrow import NarrowGPT2, Perceptron, labelled, perceptron_loss
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 8  # after which CPython has specialised a function's bytecode
@@ -83,14 +83,6 @@ class TinyGPT(GPT):
         super().__init__(width=32, heads=2, layers=1)
 
 
-def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
-
-
-def perceptron_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
 def norms(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor, ...]) -> Runs:
     """Forward and backward; ours with every sample's norms."""
     plain, ours = make(), gnsfast.convert(make())
@@ -139,10 +131,6 @@ def asked() -> Runs:
     return run_plain, run_ours
 
 
-def labelled() -> tuple[Tensor, Tensor]:
-    return torch.randn(16, 32), torch.randint(0, 8, (16,))
-
-
 CASES: dict[str, Callable[[], Runs]] = {
     "Linear, closed form": lambda: linear(1024, 1),
     "Linear, Gram": lambda: linear(256, 4),
@@ -153,8 +141,8 @@ CASES: dict[str, Callable[[], Runs]] = {
     "GPT step": lambda: estimator(TinyGPT, gpt_loss, gpt_batch(TinyGPT)),
     "GPT step, asked": asked,
     "GPT-2 step": lambda: estimator(NarrowGPT2, gpt_loss, gpt_batch(NarrowGPT2)),
-    "Perceptron, norms": lambda: norms(perceptron, perceptron_loss, labelled()),
-    "Perceptron, estimator": lambda: estimator(perceptron, perceptron_loss, labelled()),
+    "Perceptron, norms": lambda: norms(Perceptron, perceptron_loss, labelled()),
+    "Perceptron, estimator": lambda: estimator(Perceptron, perceptron_loss, labelled()),
 }
 
 # How a program speaks to valgrind, as machine code, so that no compiler is needed: mov rax, rdi;
