@@ -78,7 +78,7 @@ class Cost:
 
 
 class Balance(NamedTuple):
-    """How the pairs (tile, sample) lie on programs: pairs of the busiest one, and the parts of
+    """How the pairs (tile, sample) lie on programs: pairs of the busiest one, and most parts of
     tiles that more than one program works at, which go through scratch.
     """
 
@@ -88,17 +88,16 @@ class Balance(NamedTuple):
 
 
 def balance(tiles: int, B: int, programs: int) -> Balance:
-    """The pairs in one line, tile by tile, cut into runs as equal as whole samples allow."""
-    pairs = tiles * B
-    programs = min(programs, pairs)
-    edges = [pairs * p // programs for p in range(programs + 1)]
-    most = max(end - start for start, end in zip(edges, edges[1:]))
-    unfinished = 0
-    for start, end in zip(edges, edges[1:]):
-        first, last = start // B, (end - 1) // B
-        whole = sum(start <= tile * B and tile * B + B <= end for tile in {first, last})
-        unfinished += len({first, last}) - whole
-    return Balance(programs, most, unfinished)
+    """Whole waves of tiles; the pairs of the tiles that are left are dealt out in runs as equal as
+    whole samples allow. Counted as if x and dy came from memory once: all programs must be at one
+    sample at a time, or they read several times what they share.
+    """
+    waves, rest = divmod(tiles, programs)
+    run = math.ceil(rest * B / programs)
+    if run in (0, B):
+        return Balance(programs if waves else rest, (waves + bool(rest)) * B, 0)
+    runs = math.ceil(rest * B / run)
+    return Balance(programs if waves else runs, waves * B + run, runs + rest - 1)
 
 
 def end_clocks(gpu: GPU, kernel: Kernel, T: int, share: float, a: Assumed) -> float:
