@@ -107,5 +107,7 @@ def install(capability: int, processors: int, launch: Launch, whole: bool = Fals
     torch.cuda.get_device_properties = lambda device=None: properties
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
     from gnsfast.ops import backends
+    from gnsfast.probing import gradient_watch
 
     backends.missing = lambda name, device: ""
+    gradient_watch.norm_on_cpu = gradient_watch.norm_on_gpu

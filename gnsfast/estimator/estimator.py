@@ -206,20 +206,14 @@ class GradientNoiseScale:
             self._inside = False
             observer.close(num_samples, tokens, scale, pipeline)
 
-    def _open(
-        self,
-        num_samples: int,
-        cu_seqlens: Tensor | None = None,
-        groups: Any = None,
-        counted: bool = False,
-    ) -> Observer:
+    def _open(self, num_samples: int, *details: Any) -> Observer:
         if self._settings.local and num_samples < 2:
             raise ValueError(
                 "source='local' measures each micro-batch by itself and needs two samples in it: "
                 "with one sample per micro-batch use source='global'"
             )
         observer = self._start()
-        observer.open(num_samples, cu_seqlens, groups, counted)
+        observer.open(num_samples, *details)
         return observer
 
     @property

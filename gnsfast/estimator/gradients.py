@@ -23,7 +23,7 @@ class Sqnorms(NamedTuple):
     device their ``indices``, their ``norms`` and of how many equal ones each is a share.
     """
 
-    count: int
+    blocks: int
     indices: list[list[int]]
     norms: list[Tensor]
     copies: list[list[int]]
@@ -32,7 +32,7 @@ class Sqnorms(NamedTuple):
         """float64 [K]: the shares of all processes add up to the squared norm. Without a gradient
         the share is zero.
         """
-        found = torch.zeros(self.count, dtype=torch.float64, device=device)
+        found = torch.zeros(self.blocks, dtype=torch.float64, device=device)
         for own, norms, copies in zip(self.indices, self.norms, self.copies):
             index, of = (torch.tensor(t).to(device, non_blocking=True) for t in (own, copies))
             found[index] = norms.to(device, non_blocking=True).double().square() / of
@@ -83,8 +83,7 @@ def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None
     for p in smallest:
         if p.grad is None or p.grad.is_sparse:
             continue
-        grad = p.grad.detach()
-        grad = grad.to_local() if is_dtensor(grad) else grad
+        grad = _local(p.grad.detach())
         if grad.numel():
             few.setdefault(grad.device, []).append(grad)
             left -= 1

@@ -14,6 +14,7 @@ from gnsfast.estimator.adam_metric import NoMetric
 from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.gradients import Sqnorms
 from gnsfast.estimator.sample_groups import GroupMeasure, GroupRows
+from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import loss_factors
 from gnsfast.probing import Audit, ProbeSlab, checks
 
@@ -60,8 +61,7 @@ class Numbers:
         self,
         slab: ProbeSlab,
         exchange: Exchange,
-        local: bool,
-        loss_reduction: str,
+        settings: Settings,
         replicas: list[bool],
         audit: Audit,
         metric: NoMetric,
@@ -69,9 +69,10 @@ class Numbers:
         device: torch.device,
     ) -> None:
         self._exchange, self._processes = exchange, exchange.processes
-        self._local, self._loss_reduction, self.device = local, loss_reduction, device
+        self._settings, self.device = settings, device
         self._audit, self._metric, self._groups = audit, metric, groups
         self._units, self._names = len(slab.units), len(slab.rows)
+        self._no_rows = torch.zeros(0, 3, dtype=torch.float64, device=device)  # of an empty stage
         self._owners, self._plain = slab.owners(device), slab.plain(device)
         index = {name: k for k, name in enumerate(slab.rows)}
         parameters = [index[unit.parameter] for unit in slab.units.values()]
@@ -113,7 +114,7 @@ class Numbers:
         """p and q of the units, the same under a metric, calls and surplus calls, the scalars of
         the weights, and the flags of misplaced tokens.
         """
-        rows = torch.cat([t.to(self.device) for t in each.rows])
+        rows = torch.cat([self._no_rows, *(t.to(self.device) for t in each.rows)])
         K = self._units
         sums = rows.new_zeros(2, K + 2).index_add_(1, self._owners, rows[:, :2].T)
         of_parameters = sums.new_zeros(2, self._names)
@@ -123,7 +124,7 @@ class Numbers:
         surplus = (calls - each.passes).clamp(min=0) * self._single
         scalars = loss_factors.block_scalars(
             *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
-            *(self._loss_reduction, self._local, self.device),
+            *(self._settings.loss_reduction, self._settings.local, self.device),
         )
         lost = rows.new_zeros(2)
         if each.samples:

@@ -50,6 +50,8 @@ class Observer:
         self.slab: ProbeSlab | None = None
         self._passes: list[Pass] = []  # of the update under way
         self._touched: list[int] = []
+        self._end: EndOfPass | None = None  # of the open pass
+        self._last = EndOfPass([], None)  # of the pass before
         self.after_update: list[Mark] | None = None
         self._bind(ProbeSlab(self.model, 1))
 
@@ -92,8 +94,8 @@ class Observer:
         where = self.device if self.processes.world > 1 else torch.device("cpu")
         self.audit = Audit(self.names, where)
         self.numbers = Numbers(
-            *(self._slabs.slab(self.model, 1, self._sides), self.exchange, s.local),
-            *(s.loss_reduction, replicas, self.audit, self.metric, self.groups, where),
+            *(self._slabs.slab(self.model, 1, self._sides), self.exchange, s, replicas),
+            *(self.audit, self.metric, self.groups, where),
         )
         self._all = list(parameters.values())
         self._trainable = self._signature()
@@ -146,6 +148,8 @@ class Observer:
         if first:
             self._leftover = None if self.settings.local else self._witness()
         named = slab.parameters
+        # DistributedDataParallel writes gradients of its own, also where none arrives.
+        counted |= self.processes.world > 1
         self._watch = GradientWatch(named, self.audit.next(), self.names if counted else ())
 
     def _refuse_changes(self) -> None:

@@ -56,19 +56,15 @@ class Converted(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What a module measures while its probe is open; ``name`` is its name in messages."""
+    """What a module measures while its probe is open. ``name`` is its name in messages; ``plan``
+    serves inputs whose samples lie along dimension 0.
+    """
 
     probe: Tensor
     name: str
+    samples: int
+    plan: Plan
     documents: Documents | None = None
-    members: tuple[Tensor, ...] = ()
-    moments: tuple[Tensor, ...] = ()
-    constants_P2: Tensor | None = None
-
-    @property
-    def samples(self) -> int:
-        """B, the number of samples."""
-        return self.probe.shape[1] - 2 - len(self.members)
 
 
 class ProbeRow(NamedTuple):
@@ -145,10 +141,13 @@ class DropIn(nn.Module):
         """The plan for ``x``, whose last ``features`` dimensions hold no samples."""
         opened = self._measured
         starts = None if opened.documents is None else self._starts(x, features)
-        side = opened.members, opened.moments, opened.constants_P2
-        # A name in the graph would make layers that are alike compile one graph each.
-        name = None if torch.compiler.is_compiling() else opened.name
-        return Plan(self._batch_dim(x, features), transposed, starts, 0, *side, name)
+        dim, plan = self._batch_dim(x, features), opened.plan
+        if torch.compiler.is_compiling():
+            # A name in the graph would make layers that are alike compile one graph each.
+            plan = Plan(0, False, None, 0, *plan[4:7], None)
+        if dim == 0 and starts is None and not transposed:
+            return plan
+        return Plan(dim, transposed, starts, *plan[3:])
 
     def _starts(self, x: Tensor, features: int) -> Tensor:
         """Where documents begin in the rows of ``x``. With dimensions after those of the tokens
@@ -177,10 +176,10 @@ class DropIn(nn.Module):
     def _batch_dim(self, x: Tensor, features: int) -> int:
         """The dimension of ``x`` that holds the samples; raises if it does not hold B."""
         opened = self._measured
-        B, layout = opened.samples, self.gnsfast.layout
-        leading = x.shape[: x.ndim - features]
         if opened.documents is not None:
             return 0
+        B, layout = opened.samples, self.gnsfast.layout
+        leading = x.shape[: x.ndim - features]
         if not leading:
             if B == 1:
                 return 0

@@ -4,6 +4,7 @@
 import math
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -38,9 +39,10 @@ class Arrival:
 
     def of_numbers(self) -> bool:
         """Whether it is not all zeros, which ``zero_grad`` writes too. Waits for the device."""
-        if not self:
+        grad: Any = self._p.grad if self else None
+        if grad is None:
             return False
-        grad = getattr(self._p.grad, "_local_tensor", self._p.grad)
+        grad = getattr(grad, "_local_tensor", grad)
         return bool((grad._values() if grad.is_sparse else grad).any())
 
 

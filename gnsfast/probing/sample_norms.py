@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.arguments import integer
@@ -130,15 +131,23 @@ class per_sample_sqnorms:
     def __enter__(self) -> SampleNorms:
         self._norms = SampleNorms()
         self._slab.open(self._documents)
-        self._touched = {name: checks.Arrival(p) for name, p in self._parameters.items()}
+        self._arrivals = {name: checks.Arrival(p) for name, p in self._parameters.items()}
         modules = self._slab.modules
         audited = [
             name
             for name, rows in self._slab.rows.items()
             if self._always or not all(modules[path].gnsfast.audited for path, _, _ in rows)
         ]
-        self._watch = GradientWatch(self._parameters, audited)
+        # DistributedDataParallel writes gradients of its own, also where none arrives.
+        counted = self._parameters if dist.is_available() and dist.is_initialized() else ()
+        self._watch = GradientWatch(self._parameters, audited, counted)
         return self._norms
+
+    def _got_gradient(self, name: str) -> bool:
+        """Whether the parameter got a gradient in this pass."""
+        if name in self._watch.counted:
+            return name in self._watch.arrived
+        return self._arrivals[name].of_numbers()
 
     def __exit__(
         self,
@@ -170,7 +179,7 @@ class per_sample_sqnorms:
                 module.called(c)
                 if c not in (0, 1) and not (c > 1 and checks.may_repeat(module)):
                     raise ObservationError(checks.explain_calls(path, module, c))
-            if not any(counts) and self._touched[name].of_numbers():
+            if not any(counts) and self._got_gradient(name):
                 raise ObservationError(checks.explain_unseen(name, rows[0][0], self._model))
         if not any(row[2] != 0 for rows in sums.values() for row in rows):
             raise ObservationError(NO_BACKWARD)

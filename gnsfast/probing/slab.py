@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gnsfast.combinations import CUDA, DOCUMENTS, reason, refuse
 from gnsfast.errors import ObservationError
-from gnsfast.functional import Documents
+from gnsfast.functional import Documents, Plan
 from gnsfast.layers import DropIn, Opened, Tie
 
 
@@ -91,6 +91,7 @@ class ProbeSlab:
         self._opened: dict[str, Opened] = {}
         self._at_end: Callable[[], None] | None = None
         self._waiting = False
+        self._hooked: set[tuple[str, int]] = set()
 
     def owners(self, device: torch.device) -> Tensor:
         """On ``device``, the index of each row's unit. Rows without a unit come after the K units:
@@ -98,12 +99,13 @@ class ProbeSlab:
         """
         K = len(self.units)
         last = {NOBODY: K, METRIC: K + 1}
-        return torch.tensor([last.get(o, o) for o in self._owners]).to(device, non_blocking=True)
+        found = [last.get(o, o) for o in self._owners]
+        return torch.tensor(found, dtype=torch.int64).to(device, non_blocking=True)
 
     def plain(self, device: torch.device) -> Tensor:
         """On ``device``, the rows that are not under a metric, in the order of ``labels``."""
         rows = [row for row, o in enumerate(self._owners) if o != METRIC]
-        return torch.tensor(rows).to(device, non_blocking=True)
+        return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
     def _refuse_untied(self) -> None:
         for name, rows in self.rows.items():
@@ -166,7 +168,8 @@ class ProbeSlab:
             rows = count * (1 + (path in self.sides.metric))
             found = self.rows_of(path)
             if found is not None:
-                parts[device].append(found[:, : self.num_samples + 2])
+                grouped = path in self.sides.groups
+                parts[device].append(found[:, : self.num_samples + 2] if grouped else found)
             if missing := rows - (0 if found is None else len(found)):
                 parts[device].append(self._zero[device].expand(missing, self.num_samples + 2))
         return {device: torch.cat(rows) for device, rows in parts.items()}
@@ -180,13 +183,10 @@ class ProbeSlab:
         norm of their sum, and the calls of each row in the last pass.
         """
         B = self.num_samples
-        found = []
-        for grad in self.grad.values():
-            sums = grad.new_empty(len(grad), 3, dtype=torch.float64)
-            torch.sum(grad[:, :B], 1, dtype=torch.float64, out=sums[:, 0])
-            sums[:, 1:] = grad[:, B:]
-            found.append(sums)
-        return found
+        return [
+            torch.cat([grad[:, :B].sum(1, True, dtype=torch.float64), grad[:, B:].double()], 1)
+            for grad in self.grad.values()
+        ]
 
     def groups(self) -> list[Tensor]:
         """float32 [rows, B + 2 + G] on each device: the rows of modules that measure groups."""
@@ -252,7 +252,6 @@ class ProbeSlab:
                 "per_sample_sqnorms block of this model first."
             )
         self.__dict__.pop("grad", None)
-        self._at_end, self._waiting = at_end, False
         plain = documents is None and not members and not moments
         if not (plain and self._opened):
             self._opened = self._openings(documents, members, moments)
@@ -260,6 +259,7 @@ class ProbeSlab:
             tie.reset()
         for probe in self._probes.values():
             probe.grad = None
+        self._watch_end(at_end)
         for path, opened in self._opened.items():
             self.modules[path].open_probe(opened)
         if not plain:
@@ -283,7 +283,8 @@ class ProbeSlab:
             own_groups = groups[device] if path in self.sides.groups else ()
             measures = self._measures[path] = 1 + bool(v)
             name, probe = path or type(module).__name__, self._probe(path, measures)
-            openings[path] = Opened(probe, name, placed[device], own_groups, v, constants)
+            plan = Plan(0, False, None, 0, own_groups, v, constants, name)
+            openings[path] = Opened(probe, name, self.num_samples, plan, placed[device])
         return openings
 
     def _probe(self, path: str, measures: int) -> Tensor:
@@ -293,10 +294,15 @@ class ProbeSlab:
             device, _, count = self._spans[path]
             groups = self.sides.num_groups if path in self.sides.groups else 0
             shape = measures * count, self.num_samples + 2 + groups
-            probe = self._zero[device].expand(shape).requires_grad_()
-            probe.register_post_accumulate_grad_hook(self._arrives)
-            self._probes[key] = probe
+            self._probes[key] = self._zero[device].expand(shape).requires_grad_()
         return self._probes[key]
+
+    def _watch_end(self, at_end: Callable[[], None] | None) -> None:
+        self._at_end, self._waiting = at_end, False
+        for key, probe in self._probes.items() if at_end is not None else ():
+            if key not in self._hooked:  # for good: a hook takes 8 µs to make, and 1 to run
+                self._hooked.add(key)
+                probe.register_post_accumulate_grad_hook(self._arrives)
 
     def _arrives(self, probe: Tensor) -> None:
         """Call ``at_end`` after this pass. A callback queued by a callback runs after those in
