@@ -127,13 +127,13 @@ def linear_wgrad_kernel(
                 wave += 1
                 tile = wave * programs + program
                 b = 0
-                last = B - 1
-                if wave >= waves:
-                    tile = waves * programs + remainder
-                    b = first
-                    last = min(B, first + count) - 1
-                    if SHARED:
+                if SHARED:
+                    last = B - 1
+                    if wave >= waves:
+                        tile = waves * programs + remainder
                         slot = remainder + tl.where(program < remaining, 0, program)
+                        b = first
+                        last = min(B, first + count) - 1
                         count -= last + 1 - first
                         first = own
                         remainder += 1
