@@ -40,7 +40,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_dtypes("linear_wgrad", a.x_BTI, a.dy_BTO)
     if a.starts is not None:
         return _segments_wgrad(a, a.starts)
-    x, dy = a.x_BTI, a.dy_BTO
+    x, dy = unit_inner(a.x_BTI), unit_inner(a.dy_BTO)  # one copy for weight and bias
     dw, db, rows, linked = a.results()
     bias = Bias(dy, db, _contiguous(metric_of(a.moments, a.constants_P2, -1))) if a.bias else None
     if a.weight:
@@ -87,6 +87,7 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
     dbs = db.split(heights) if a.bias else ()
     for i, (x, dy) in enumerate(zip(a.x_BTI, a.dy_BTO)):
         check_dtypes("in_projection_wgrad", x, dy)
+        dy = unit_inner(dy)
         bias = Bias(dy, dbs[i]) if a.bias else None
         if a.weight:
             outer_wgrad(x, dy, dws[i], rows[i::parts], bias)

@@ -223,6 +223,8 @@ def test_launches(
     parts = [x] * 3, [dy, dy[..., :8].contiguous(), dy]
     assert counted(lambda: KERNELS.in_projection_wgrad(*parts, True, bias, F32)) == 6
     shape = (40, 24) if transposed else (24, 40)
+    strided = torch.randn(4, 24, 70).mT  # one copy more
+    assert counted(lambda: KERNELS.linear_wgrad(x, strided, True, bias, transposed, F32)) == 3
     moments, constants = [torch.rand(shape), torch.rand(24)][: 1 + bias], torch.ones(1 + bias, 2)
     metric = dict(moments=moments, constants_P2=constants.double())
     assert counted(lambda: KERNELS.linear_wgrad(x, dy, True, bias, transposed, F32, **metric)) == 2
