@@ -66,12 +66,12 @@ def outer_wgrad(
     dw_OI = dy_NO.T @ x_NI
     norms: Norms
     if route == "gram":
-        norms = [(gram_sqnorms(x_BTI, dy_BTO).sqrt_().to(acc), norm(dw_OI))]
+        norms = [(gram_sqnorms(x_BTI, dy_BTO).sqrt_(), norm(dw_OI))]
     else:
         norms = [(norm_rows(x_NI) * norm_rows(dy_NO), norm(dw_OI))]
     if metric is not None:
         root_OI = root_metric(*metric, acc)
-        weighed_B = one_token_metric(x_NI, dy_NO, root_OI).sqrt_().to(acc)
+        weighed_B = one_token_metric(x_NI, dy_NO, root_OI).sqrt_()
         norms.append((weighed_B, norm(root_OI.mul_(dw_OI))))
     return dw_OI.to(dtype), norms
 
