@@ -14,7 +14,7 @@ from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.numbers import Update
 
 MOST = 64
-"""So many updates may wait for their arithmetic. Then it is done once the device is through with
+"""So many passes may wait for their arithmetic. Then it is done once the device is through with
 them, which does not hold up a run that never asks for its numbers."""
 
 
@@ -32,13 +32,15 @@ class Ledger:
         self.count = 0  # updates in the ring so far
         self._numbers, self._at_once = numbers, exchange.processes.world > 1
         self._waiting: list[Any] = []
+        self._passes = 0
         self._coming: Transfer | None = None
 
     def add(self, update: Update) -> None:
         """Add an update; where processes add up their numbers, this is the moment."""
         self._waiting.append(self._numbers(update) if self._at_once else update)
-        if self._coming is None and len(self._waiting) >= MOST:
-            self._coming, self._waiting = Transfer(self._waiting), []
+        self._passes += len(update.passes)
+        if self._coming is None and self._passes >= MOST:
+            self._coming = self._send()
         elif self._coming is not None and self._coming.arrived():
             self._take(self._coming)
 
@@ -46,9 +48,12 @@ class Ledger:
         """Do the arithmetic of all updates. Waits for the device."""
         if self._coming is not None:
             self._take(self._coming)
-        if self._waiting:
-            coming, self._waiting = Transfer(self._waiting), []
-            self._take(coming)
+        self._take(self._send())
+
+    def _send(self) -> "Transfer":
+        coming = Transfer(self._waiting)
+        self._waiting, self._passes = [], 0
+        return coming
 
     def _take(self, coming: "Transfer") -> None:
         self._coming = None

@@ -30,13 +30,13 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     def by_sample(t_SD: Tensor) -> Tensor:
         sqnorm_B = t_SD.new_zeros(a.samples, dtype=torch.float64)
         squares_S = norm_rows(t_SD).double().square_()
-        return sqnorm_B.index_add_(0, sample_S, squares_S).sqrt_().to(t_SD.dtype)
+        return sqnorm_B.index_add_(0, sample_S, squares_S).sqrt_()
 
     norms: Norms = [(by_sample(sum_SD), norm(dw_VD))]
     metric = metric_of(a.moments, a.constants_P2, 0)
     if metric is not None:
         v_VD, constants_2 = metric
         weighed_SD = sum_SD.mul_(root_metric(v_VD[id_S], constants_2, sum_SD.dtype))
-        total = metric_sqnorm(dw_VD, v_VD, constants_2).sqrt_().to(sum_SD.dtype)
+        total = metric_sqnorm(dw_VD, v_VD, constants_2).sqrt_()
         norms.append((by_sample(weighed_SD), total[None]))
     return dw_VD.to(a.dtype), probe_rows([norms], a.samples, dy_ND)

@@ -48,7 +48,7 @@ def probe_rows(found: list[Norms], samples: int, like: Tensor) -> Tensor:
         return like.new_empty((0, samples + 2), dtype=torch.float32)
     one = found[0][0][0].new_ones(1)
     parts = [t for of_measure in zip(*found) for norms in of_measure for t in (*norms, one)]
-    return torch.cat(parts).view(-1, samples + 2).square_().to(torch.float32)
+    return torch.cat(parts).view(-1, samples + 2).double().square_().to(torch.float32)
 
 
 def sum_tokens(t_BTN: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def outer_wgrad(
             dw_EOI[e] += g_OI
     _short_sqnorms(x_NI, dy_NO, short, sqnorm_S)
     dw = (dw_EOI if experts else dw_EOI[0]).to(dtype)
-    return dw, [(sqnorm_S.view(E, B).sum(0).sqrt_().to(acc), norm(dw_EOI))]
+    return dw, [(sqnorm_S.view(E, B).sum(0).sqrt_(), norm(dw_EOI))]
 
 
 def bias_wgrad(
