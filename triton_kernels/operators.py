@@ -48,7 +48,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         metric = _contiguous(metric_of(a.moments, a.constants_P2, 0))
         outer_wgrad(right, left, dw, rows, bias, metric)
         if a.ids_BS is not None:
-            tied_rows(a.ids_BS, dy, x, linked)
+            linked = tied_rows(a.ids_BS, dy, x)
     elif bias is not None:
         bias_wgrad(bias, rows)
     return dw, db, rows, linked

@@ -187,8 +187,8 @@ def dense_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor) -> None:
         dw_OI.copy_(dy_NO.float().T @ x_NI.float())
 
 
-def tied_rows(ids_BS: Tensor, dy_BTO: Tensor, x_BTI: Tensor, rows_BSI: Tensor) -> None:
-    """Fill ``rows_BSI`` with rows ``ids_BS`` of every sample's dy_bᵀ x_b: a gather of columns of dy
+def tied_rows(ids_BS: Tensor, dy_BTO: Tensor, x_BTI: Tensor) -> Tensor:
+    """[B, S, I] float32: rows ``ids_BS`` of every sample's dy_bᵀ x_b, by a gather of columns of dy
     and one batched product.
 
     Counted on an H200 for 16k tokens, 50257 words and width 768: 0.2 ms beside the 1.8 ms of the
@@ -197,6 +197,5 @@ def tied_rows(ids_BS: Tensor, dy_BTO: Tensor, x_BTI: Tensor, rows_BSI: Tensor) -
     index = ids_BS.long()[:, None, :].expand(-1, dy_BTO.shape[1], -1)
     columns_BST = dy_BTO.gather(2, index).mT
     if x_BTI.dtype != torch.float32 and x_BTI.is_cuda and not torch.version.hip:
-        torch.bmm(columns_BST, x_BTI, out_dtype=torch.float32, out=rows_BSI)
-    else:
-        torch.bmm(columns_BST.float(), x_BTI.float(), out=rows_BSI)
+        return torch.bmm(columns_BST, x_BTI, out_dtype=torch.float32)
+    return torch.bmm(columns_BST.float(), x_BTI.float())
