@@ -61,7 +61,7 @@ HALF = (
     Config(64, 128, 64, 8, 3, 2),
     Config(64, 64, 64, 4, 2, 2),
 )
-NARROWER = (Config(64, 128, 64, 8, 3), Config(128, 64, 32, 8, 3), Config(64, 64, 64, 4, 2, 2))
+NARROWER = (Config(64, 128, 64, 8, 3), Config(128, 64, 32, 8, 3))
 TF32 = (Config(64, 128, 32, 8, 3), Config(128, 128, 32, 8, 2))
 NARROW = (Config(128, 64, 32, 8, 2),)
 SMALL = (Config(64, 64, 32, 8, 2),)
