@@ -52,11 +52,14 @@ def _capability(device: int) -> tuple[int, int]:
 
 def fits(t_BTN: Tensor) -> bool:
     """Whether the kernels can load the rows of ``t_BTN`` 16 bytes at a time."""
-    strides = [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
-    rows = all(0 < stride < 1 << 39 and stride % 8 == 0 for stride in strides)
-    rows = rows and t_BTN.stride(2) == 1
-    whole = t_BTN.shape[2] % 8 == 0 and t_BTN.data_ptr() % 16 == 0
-    return t_BTN.dtype in ELEMENTS and rows and whole and t_BTN.numel() > 0
+    return t_BTN.data_ptr() % 16 == 0 and _laid_out(t_BTN.shape, t_BTN.stride(), t_BTN.dtype)
+
+
+@functools.cache  # 3 us otherwise
+def _laid_out(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> bool:
+    strides = [step for n, step in zip(shape[:2], stride) if n > 1]
+    rows = all(0 < step < 1 << 39 and step % 8 == 0 for step in strides)
+    return dtype in ELEMENTS and rows and stride[2] == 1 and shape[2] % 8 == 0 and 0 not in shape
 
 
 def kernel_for(capability: tuple[int, int]) -> str:
@@ -91,7 +94,8 @@ def linear_wgrad(
     not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
     """
     device, shape = x_BTI.get_device(), (*x_BTI.shape, dy_BTO.shape[2])
-    call, workspace = _planned(kernel, shape, x_BTI.dtype, dw_OI.dtype, db_O is not None, device)
+    call, nbytes = _planned(kernel, shape, x_BTI.dtype, dw_OI.dtype, db_O is not None, device)
+    workspace = x_BTI.new_empty(nbytes, dtype=torch.uint8)  # kept until the launches are made
     stride_b, stride_t, _ = x_BTI.stride()
     dy_stride_b, dy_stride_t, _ = dy_BTO.stride()
     call(
@@ -105,7 +109,7 @@ def linear_wgrad(
         0 if db_O is None else db_O.data_ptr(),
         rows.data_ptr(),
         rows.stride(0),
-        x_BTI.new_empty(workspace, dtype=torch.uint8).data_ptr(),
+        workspace.data_ptr(),
         add,
         _stream(device),
     )

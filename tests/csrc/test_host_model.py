@@ -175,6 +175,10 @@ FINISH_BUGS = {
     "norm of a share lost": ("k < p.tasks.parts; k", "k < p.tasks.parts - 1; k"),
     "second row beside the first": ("f.rows[f.row_stride + column]", "f.rows[p.B + 2 + column]"),
     "no count of calls": ("    f.rows[p.B + 1] = 1.f;\n", ""),
+    "an order of its own": (
+        "total += shared[k * 32 + lane];",
+        "total = float(total + shared[(k + block_index()) % kFinishWarps * 32 + lane]);",
+    ),
     "half of a sum left out": ("half = kFinishThreads / 2", "half = kFinishThreads / 4"),
 }
 TOKEN_BUGS = {
