@@ -63,6 +63,18 @@ def test_blocks_are_filled(kernel: str, shape: str, processors: int) -> None:
     assert less == WHOLE_SAMPLES_FORBID.get((kernel, shape, processors), {})
 
 
+@pytest.mark.parametrize("B", [1, 3, *BATCHES])
+@pytest.mark.parametrize("shape", SHAPES)
+@hopper
+def test_the_counted_model_has_this_plan(shape: str, B: int) -> None:
+    model = pytest.importorskip("benchmarks.model_linear", reason="a wheel has none")
+    for processors in PROCESSORS:
+        found = plan("sm90", B, 1024, *SHAPES[shape], processors)
+        counted = model.balance(found["tiles"], B, processors // 2)
+        assert counted.most == found["busiest"]
+        assert counted.unfinished * 2 * 128 * 192 == found["scratch_elements"]
+
+
 @hopper
 def test_plan_for_hopper() -> None:
     """Tiles of a pair of blocks are 256 x 192; 66 pairs run at a time."""
