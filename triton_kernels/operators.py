@@ -126,24 +126,12 @@ def _embedding_wgrad_of_documents(a: EmbeddingWgrad, starts: Tensor) -> tuple[Te
     return dw, probe_rows([torch.cat([sqnorm_B, total_1])[None]], a.samples, dy_ND)
 
 
-def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
     """See ``NormBackward``. For documents plain torch, since the kernel sums whole samples only."""
     check_dtypes("norm_backward", a.dy_BTF, a.x_BTF, one=False)
     if a.starts is not None:
         return reference.norm_backward_aten(a, segments.segment_sums)
-    stats = None if a.mean_BT1 is None or a.rstd_BT1 is None else (a.mean_BT1, a.rstd_BT1)
-    dx, dw_BF, db_BF = norms.norm_backward(
-        *(unit_inner(a.dy_BTF), unit_inner(a.x_BTF), stats),
-        *(a.w_F if a.w_F is None else unit_inner(a.w_F), a.weight, a.bias, a.eps, a.offset),
-    )
-    none = dx.new_empty(0, dtype=torch.float32)
-    grads, found = [none, none.clone()], []
-    for i, (g_BF, parameter) in enumerate(((dw_BF, a.w_F), (db_BF, a.b_F))):
-        if g_BF is not None and parameter is not None:
-            metric = metric_of(a.moments, a.constants_P2, len(found))
-            grads[i], norms_MB = sums_wgrad(g_BF, parameter.dtype, metric)
-            found.append(norms_MB)
-    return dx, grads[0], grads[1], probe_rows(found, a.samples, a.x_BTF)
+    return norms.norm_backward(a)
 
 
 def attention_forward(a: AttentionForward) -> tuple[Tensor, Tensor, Tensor]:
