@@ -143,17 +143,31 @@ def sums_cases() -> Iterator[Case]:
 
 
 def embedding_cases() -> Iterator[Case]:
-    for dtype in ("bf16", "fp32"):
-        meta = {key: embedding.config(4096)[key] for key in ("BLOCK_R", "BLOCK_D")}
-        ids = {"order_ptr": "*i64", "key_ptr": "*i64", "id_ptr": "*i64"}
-        fp32 = {"dw_ptr": "*fp32", "partial_ptr": "*fp32", "v_ptr": "*fp32"}
-        pointers = ids | fp32 | {"constants_ptr": "*fp64"}
-        for fn in (embedding.segment_sqnorms_kernel, embedding.run_sums_kernel):
-            for metric in (False, True):
-                constants = meta | {"METRIC": metric} | absent_metric(metric)
-                name = fn.__name__ + " metric" * metric
-                most = embedding.config(4096)["maxnreg"]
-                yield Case(name, fn, dtype, constants, 4, pointers=pointers, maxnreg=most)
+    pointers = dict.fromkeys(("dw_ptr", "square_ptr", "sum_ptr", "rows_ptr", "v_ptr"), "*fp32")
+    pointers |= {"order_ptr": "*i64", "ids_ptr": "*i64", "starts_ptr": "*i32"}
+    pointers |= {"tickets_ptr": "*i32", "constants_ptr": "*fp64"}
+    options = embedding.config(4096)
+    meta, most = {key: options[key] for key in ("BLOCK_R", "BLOCK_D")}, options["maxnreg"]
+    for dtype, metric, key in product(("bf16", "fp32"), (False, True), ("i32", "i64")):
+        constants = meta | {"METRIC": metric} | absent_metric(metric)
+        name = f"embedding_wgrad {key}{' metric' * metric}"
+        kinds = pointers | {"key_ptr": f"*{key}"}
+        fn = embedding.embedding_wgrad_kernel
+        yield Case(name, fn, dtype, constants, 4, pointers=kinds, maxnreg=most)
+    for documents, key in product((False, True), ("i32", "i64")):
+        constants = {"BLOCK": embedding.KEYS} | ({} if documents else {"starts_ptr": None})
+        name = f"embedding_keys {key}{' documents' * documents}"
+        kinds = pointers | {"key_ptr": f"*{key}"}
+        yield Case(name, embedding.embedding_keys_kernel, "bf16", constants, 4, pointers=kinds)
+    for squares, documents, metric in product((1, 4096), (False, True), (False, True)):
+        if documents and metric:
+            continue
+        finish = embedding.finish_config(squares)
+        warps = finish.pop("num_warps")
+        constants = finish | {"METRIC": metric} | ({} if documents else {"starts_ptr": None})
+        name = f"embedding_finish {squares}{' documents' * documents}{' metric' * metric}"
+        fn = embedding.embedding_finish_kernel
+        yield Case(name, fn, "bf16", constants, warps, pointers=pointers)
 
 
 def absent_metric(metric: bool) -> dict[str, None]:

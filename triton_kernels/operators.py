@@ -100,30 +100,20 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     """See ``EmbeddingWgrad``."""
     check_dtypes("embedding_wgrad", a.dy_BTD)
     if a.starts is not None:
-        return _embedding_wgrad_of_documents(a, a.starts)
+        refuse_with_segments("embedding_wgrad", constants_P2=a.constants_P2)
+    elif a.num_embeddings <= SMALL_VOCABULARY:
+        return _small_embedding_wgrad(a)
+    return embedding.embedding_wgrad(a)
+
+
+def _small_embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     metric = metric_of(a.moments, a.constants_P2, 0)
     if metric is not None:
         metric = metric[0].contiguous(), metric[1]
-    if a.num_embeddings <= SMALL_VOCABULARY:
-        ids_V = torch.arange(a.num_embeddings, device=a.ids_BT.device)
-        onehot_BTV = (a.ids_BT[..., None] == ids_V) & (ids_V != a.padding_idx)
-        dw, norms_MB = outer_wgrad(a.dy_BTD, onehot_BTV.to(a.dy_BTD.dtype), a.dtype, metric)
-    else:
-        last = a.num_embeddings, a.padding_idx, a.dtype, metric
-        dw, norms_MB = embedding.embedding_wgrad(a.dy_BTD, a.ids_BT, *last)
+    ids_V = torch.arange(a.num_embeddings, device=a.ids_BT.device)
+    onehot_BTV = (a.ids_BT[..., None] == ids_V) & (ids_V != a.padding_idx)
+    dw, norms_MB = outer_wgrad(a.dy_BTD, onehot_BTV.to(a.dy_BTD.dtype), a.dtype, metric)
     return dw, probe_rows([norms_MB.view(-1, a.samples + 1)], a.samples, a.dy_BTD)
-
-
-def _embedding_wgrad_of_documents(a: EmbeddingWgrad, starts: Tensor) -> tuple[Tensor, Tensor]:
-    refuse_with_segments("embedding_wgrad", constants_P2=a.constants_P2)
-    dy_ND, ids_N = a.dy_BTD.flatten(0, -2), a.ids_BT.flatten()
-    row_N = torch.arange(len(ids_N), device=ids_N.device, dtype=starts.dtype)
-    sample_N = torch.searchsorted(starts[1:-1].contiguous(), row_N, right=True)
-    dw, sqnorm_1N, total_1 = embedding.rows_wgrad(
-        dy_ND, ids_N, sample_N, a.samples, a.num_embeddings, a.padding_idx, a.dtype
-    )
-    sqnorm_B = segments.segment_sums(sqnorm_1N.mT, starts)[:, 0].double()
-    return dw, probe_rows([torch.cat([sqnorm_B, total_1])[None]], a.samples, dy_ND)
 
 
 def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
