@@ -123,12 +123,14 @@ def sums_cases() -> Iterator[Case]:
     """The gradients are bfloat16, which needs the most conversions; blocks of samples and pieces,
     from samples of one piece to a single sample.
     """
-    for pieces, parameters, metric in product((1, 4, 16, 64, 256), (1, 2, 4), (False, True)):
-        if metric and parameters == 4:
+    sizes = [(pieces, 768) for pieces in (1, 4, 16, 64, 256)]
+    sizes += [(pieces, 4096) for pieces in (1, 4, 16, 64)] + [
+        (pieces, 16384) for pieces in (1, 4, 16)
+    ]
+    for (pieces, N), parameters, metric in product(sizes, (1, 2, 4), (False, True)):
+        if parameters == 4 and (metric or N > 768):
             continue  # attention
-        options = dict(
-            sums.plan(8, (pieces,) * parameters, (768,) * parameters, 1 + metric).options
-        )
+        options = dict(sums.plan(8, (pieces,) * parameters, (N,) * parameters, 1 + metric).options)
         warps = options.pop("num_warps")
         each = {"partials": "*fp32", "grads": "*bf16", "moments": "*fp32"}
         each |= {"pieces": "i32", "widths": "i32"}
@@ -136,7 +138,7 @@ def sums_cases() -> Iterator[Case]:
         pointers |= dict.fromkeys(("rows_ptr", "scratch_ptr"), "*fp32")
         pointers |= {"tickets_ptr": "*i32", "constants_ptr": "*fp64"}
         absent = {} if metric else dict.fromkeys(("moments", "constants_ptr"))
-        name = f"finish_sums {parameters} of {pieces}{' metric' * metric}"
+        name = f"finish_sums {N} {parameters} of {pieces}{' metric' * metric}"
         yield Case(
             name, sums.finish_sums_kernel, "bf16", options | absent, warps, pointers=pointers
         )

@@ -34,6 +34,7 @@ from gnsfast.triton_kernels import (
     gram,
     linear_wgrad,
     segments,
+    sums,
 )
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -150,7 +151,8 @@ def segments_cases() -> Iterator[Case]:
             blocks(config) | dict(PRECISION=precision),
             config.num_warps,
             config.num_stages,
-            {"partial_ptr": "*fp32", "starts_ptr": "*i32", "dw_ptr": f"*{dw}"},
+            {"partial_ptr": "*fp32", "dw_ptr": f"*{dw}"}
+            | {"starts_ptr": "*i32", "tickets_ptr": "*i32"},
             tensor_cores=precision == "tf32" or dtype != "fp32",
             aligned=aligned,
         )
@@ -160,8 +162,23 @@ def segments_cases() -> Iterator[Case]:
         "bf16",
         {name: size for name, size in segments.SUMS.items() if name.isupper()},
         segments.SUMS["num_warps"],
-        pointers={"sums_ptr": "*fp32", "starts_ptr": "*i32"},
+        pointers={"sums_ptr": "*fp32", "starts_ptr": "*i32", "tickets_ptr": "*i32"},
     )
+    options = sums.plan(8, (1,), (768,), 1).options
+    for weight, bias in ((True, False), (False, True), (True, True)):
+        absent = [] if weight else ["partial_ptr"]
+        absent += [] if bias else ["sums_ptr"]
+        names = ("rows_ptr", "partial_ptr", "sums_ptr", "scratch_ptr")
+        yield Case(
+            f"segments_finish{' weight' * weight}{' bias' * bias}",
+            segments.segments_finish_kernel,
+            "bf16",
+            {name: size for name, size in options.items() if name.startswith("BLOCK")}
+            | dict(WEIGHT=weight, BIAS=bias, BLOCK_W=32)
+            | dict.fromkeys(absent),
+            options["num_warps"],
+            pointers=dict.fromkeys(names, "*fp32") | {"tickets_ptr": "*i32"},
+        )
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, norms, segments
 from gnsfast.triton_kernels.conv import conv_wgrad as conv_wgrad
 from gnsfast.triton_kernels.outer import bias_wgrad, outer_wgrad, tied_rows, tied_slots
-from gnsfast.triton_kernels.sqnorms import row_sqnorms, sums_wgrad, with_sum
+from gnsfast.triton_kernels.sqnorms import sums_wgrad
 from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner
 
 SMALL_VOCABULARY = 256
@@ -34,11 +34,12 @@ SMALL_VOCABULARY = 256
 and each is one program: 10 ms for two ids of 131k tokens (counted)."""
 
 
-def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, ...]:
     """See ``LinearWgrad``."""
     check_dtypes("linear_wgrad", a.x_BTI, a.dy_BTO)
     if a.starts is not None:
-        return _segments_wgrad(a, a.starts)
+        refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2, ids_BS=a.ids_BS)
+        return segments.linear_wgrad(a)
     x, dy = a.x_BTI, a.dy_BTO
     dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
     linked = x.new_empty(0, dtype=torch.float32)
@@ -56,27 +57,6 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if a.bias:
         db, norms_MB = bias_wgrad(dy, a.dtype, metric_of(a.moments, a.constants_P2, -1))
         found.append(norms_MB)
-    return dw, db, probe_rows(found, a.samples, x), linked
-
-
-def _segments_wgrad(a: LinearWgrad, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``linear_wgrad`` for samples that are segments of one list of rows."""
-    refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2, ids_BS=a.ids_BS)
-    x, dy, E = a.x_BTI, a.dy_BTO, max(a.experts, 1)
-    dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
-    found = []
-    if a.weight:
-        left, right = (x, dy) if a.transposed else (dy, x)
-        dw, sqnorm_B1 = segments.outer_wgrad(right, left, starts, E, a.dtype)
-        dw = dw if a.experts else dw[0]
-        found.append(sqnorm_B1[None])
-    if a.bias:
-        sums_SO = segments.segment_sums(dy, starts)
-        db_EO = sums_SO.unflatten(0, (E, a.samples)).sum(1)
-        sqnorm_B = row_sqnorms(sums_SO).view(E, a.samples).sum(0)
-        db = (db_EO if a.experts else db_EO[0]).to(a.dtype)
-        found.append(with_sum(sqnorm_B, db_EO))
-    linked = x.new_empty(0, dtype=torch.float32)
     return dw, db, probe_rows(found, a.samples, x), linked
 
 

@@ -24,12 +24,13 @@ from torch import Tensor
 from gnsfast.triton_kernels.finish import arrives_last, column_sums
 from gnsfast.triton_kernels.tiles import root_metric
 
-ROWS = 256
-"""Pieces that a program loads at a time. With ``COLUMNS`` a thread of 256 has 32 numbers in flight,
-so that nearly every program waits once for memory."""
+TILE = 8192
+"""Numbers that a program loads at a time: 32 of a thread, so that most programs wait for memory
+once."""
 
-COLUMNS = 32
-"""A row of 128 bytes, so that a GPT-2 width makes 24 programs for each block of samples."""
+WIDTHS = (32, 128, 512)
+"""Columns of a program: a row of 128 bytes, so that a GPT-2 width makes 24 programs for each block
+of samples; more where there would be over 64 of them, whose norms one program adds."""
 
 
 @triton.jit
@@ -184,17 +185,18 @@ class Plan:
 @functools.lru_cache(4096)
 def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...], measures: int) -> Plan:
     """For parameters of ``widths`` numbers whose samples have so many ``pieces``."""
-    blocks = 1
-    while blocks < min(ROWS, max(pieces)):
-        blocks *= 4  # few variants to compile
-    block_b = ROWS // blocks
-    columns, parts = triton.cdiv(max(widths), COLUMNS), triton.cdiv(B, block_b)
-    options = {"BLOCK_B": block_b, "BLOCK_C": blocks, "BLOCK_N": COLUMNS, "METRIC": measures > 1}
+    block_n = next((n for n in WIDTHS if max(widths) <= 64 * n), WIDTHS[-1])
+    rows, block_c = TILE // block_n, 1
+    while block_c < min(rows, max(pieces)):
+        block_c *= 4  # few variants to compile
+    block_b = rows // block_c
+    columns, parts = triton.cdiv(max(widths), block_n), triton.cdiv(B, block_b)
+    options = {"BLOCK_B": block_b, "BLOCK_C": block_c, "BLOCK_N": block_n, "METRIC": measures > 1}
     return Plan(
         (columns, parts, len(widths)),
         pieces,
         widths,
-        columns * (measures * (B + 1) + parts * COLUMNS),
+        columns * (measures * (B + 1) + parts * block_n),
         parts + columns + 1,
         options | {"BLOCK_P": min(128, 2048 // block_b), "num_warps": 8},
     )

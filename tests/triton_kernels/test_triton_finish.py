@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
 from gnsfast.triton_kernels import embedding as embeddings  # noqa: E402
-from gnsfast.triton_kernels import operators, sums  # noqa: E402
+from gnsfast.triton_kernels import operators, segments, sums  # noqa: E402
 from gnsfast.triton_kernels.tiles import INTERPRETED  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
@@ -51,6 +51,12 @@ def embedding_of_documents(device: str) -> Callable[[], Any]:
     return lambda: KERNELS.embedding_wgrad(dy, ids, 300, -1, F32, starts)
 
 
+def experts(device: str, bias: bool) -> Callable[[], Any]:
+    starts = torch.tensor([0, 2, 2, 7, 9, 20, 22], device=device)
+    x, dy = torch.randn(22, 200, device=device), torch.randn(22, 70, device=device)
+    return lambda: KERNELS.linear_wgrad(x, dy, True, bias, False, F32, starts, 2)
+
+
 EMBEDDING = ["aten.zero_", "embedding_keys_kernel", "aten.sort", "embedding_wgrad_kernel"]
 EMBEDDING += ["embedding_finish_kernel"]
 
@@ -71,6 +77,14 @@ CALLS: dict[str, tuple[Callable[[str], Callable[[], Any]], list[str]]] = {
     "embedding under a metric": (
         lambda device: embedding(device, 2, 9, 40, **metric(device, torch.rand(300, 40))),
         EMBEDDING,
+    ),
+    "experts": (
+        lambda device: experts(device, True),
+        ["linear_wgrad_segments_kernel", "segment_sums_kernel", "segments_finish_kernel"],
+    ),
+    "router": (
+        lambda device: experts(device, False),
+        ["linear_wgrad_segments_kernel", "segments_finish_kernel"],
     ),
     "embedding of documents": (embedding_of_documents, EMBEDDING),
 }
@@ -96,13 +110,15 @@ def test_order_of_programs(case: tuple[Any, list[str]]) -> None:
         assert not any(t.isnan().any() for t in got)
 
 
-# Samples, pieces and widths of the parameters; blocks are of 256 pieces and 32 columns.
+# Samples, pieces and widths of the parameters; a block is of 8192 numbers and at least 32 columns.
 SIZES = {
     "one": (1, (1,), (1,)),
     "samples in parts": (530, (1,), (40,)),
     "samples of a few pieces in parts": (70, (3,), (65,)),
     "pieces of several blocks": (2, (600,), (33,)),
-    "columns of several blocks": (3, (2,), (32 * 130,)),
+    "columns of several blocks": (3, (1,), (300,)),
+    "wide": (70, (2,), (2100,)),
+    "wider": (20, (5,), (8300,)),
     "unlike parameters": (5, (70, 9, 1, 300), (3, 100, 64, 1)),
 }
 
@@ -162,3 +178,25 @@ def test_squares_of_embeddings(
 def test_blocks_of_squares(squares: int) -> None:
     found = embeddings.finish_config(squares)
     assert found["BLOCK_B"] >= 1 and found["BLOCK_T"] >= min(squares, embeddings.SQUARES)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("E", [1, 3])
+def test_tiles_of_segments(
+    E: int, bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several programs add the tiles' partial norms, for more samples than they add at a time."""
+    monkeypatch.setattr(segments, "SHARE", 2)
+    lengths = torch.randint(0, 4, (E * 67,))
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(device)
+    x, dy = (torch.randn(int(starts[-1]), n, device=device) for n in (200, 150))
+    dw, db, rows, _ = KERNELS.linear_wgrad(x, dy, True, bias, False, F32, starts, E)
+    pairs = list(zip(x.double().split(lengths.tolist()), dy.double().split(lengths.tolist())))
+    weights = torch.stack([b.T @ a for a, b in pairs]).unflatten(0, (E, 67))
+    biases = torch.stack([b.sum(0) for _, b in pairs]).unflatten(0, (E, 67))
+    for grad, row, g in zip((dw, db), rows, (weights, biases)[: 1 + bias], strict=bias):
+        torch.testing.assert_close(grad.double(), g.sum(1), rtol=1e-5, atol=1e-4)
+        norms = torch.cat([g.square().flatten(2).sum((0, 2)), g.sum(1).square().sum()[None]])
+        torch.testing.assert_close(
+            row.double(), torch.cat([norms, norms.new_ones(1)]), rtol=1e-5, atol=0
+        )
