@@ -79,7 +79,8 @@ def attention_cases() -> Iterator[Case]:
                 | {n: None for n in absent if n in names},
                 warps,
                 stages,
-                dict.fromkeys([n for n in fp32 if n in names], "*fp32") | {"starts_ptr": "*i32"},
+                dict.fromkeys([n for n in fp32 if n in names], "*fp32")
+                | {"starts_ptr": "*i32", "tickets_ptr": "*i32"},
                 tensor_cores=dtype != "fp32",
                 maxnreg=most,
             )
@@ -131,7 +132,7 @@ def sums_cases() -> Iterator[Case]:
         if parameters == 4 and (metric or N > 768):
             continue  # attention
         options = dict(sums.plan(8, (pieces,) * parameters, (N,) * parameters, 1 + metric).options)
-        warps = options.pop("num_warps")
+        warps, most = options.pop("num_warps"), options.pop("maxnreg")
         each = {"partials": "*fp32", "grads": "*bf16", "moments": "*fp32"}
         each |= {"pieces": "i32", "widths": "i32"}
         pointers: dict[str, str | tuple[str, ...]] = {n: (t,) * parameters for n, t in each.items()}
@@ -139,9 +140,8 @@ def sums_cases() -> Iterator[Case]:
         pointers |= {"tickets_ptr": "*i32", "constants_ptr": "*fp64"}
         absent = {} if metric else dict.fromkeys(("moments", "constants_ptr"))
         name = f"finish_sums {N} {parameters} of {pieces}{' metric' * metric}"
-        yield Case(
-            name, sums.finish_sums_kernel, "bf16", options | absent, warps, pointers=pointers
-        )
+        fn, constants = sums.finish_sums_kernel, options | absent
+        yield Case(name, fn, "bf16", constants, warps, pointers=pointers, maxnreg=most)
 
 
 def embedding_cases() -> Iterator[Case]:

@@ -152,7 +152,7 @@ def segments_cases() -> Iterator[Case]:
             config.num_warps,
             config.num_stages,
             {"partial_ptr": "*fp32", "dw_ptr": f"*{dw}"}
-            | {"starts_ptr": "*i32", "tickets_ptr": "*i32"},
+            | {"starts_ptr": "*i32", "ticket_ptr": "*i32"},
             tensor_cores=precision == "tf32" or dtype != "fp32",
             aligned=aligned,
         )
@@ -178,6 +178,7 @@ def segments_cases() -> Iterator[Case]:
             | dict.fromkeys(absent),
             options["num_warps"],
             pointers=dict.fromkeys(names, "*fp32") | {"tickets_ptr": "*i32"},
+            maxnreg=options["maxnreg"],
         )
 
 

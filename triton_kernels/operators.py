@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators on a GPU: the kernels of this folder behind the signatures of ``signatures.py``.
-
-Plain sums (over tokens, over partials) are torch reductions, as in torch's own backward pass.
-"""
+"""The operators on a GPU: the kernels of this folder behind the signatures of ``signatures.py``."""
 
 import torch
 from torch import Tensor
@@ -26,7 +23,6 @@ from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, norms, segments
 from gnsfast.triton_kernels.conv import conv_wgrad as conv_wgrad
 from gnsfast.triton_kernels.outer import bias_wgrad, outer_wgrad, tied_rows, tied_slots
-from gnsfast.triton_kernels.sqnorms import sums_wgrad
 from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner
 
 SMALL_VOCABULARY = 256
@@ -116,21 +112,8 @@ def attention_backward(a: AttentionBackward) -> tuple[Tensor, ...]:
     """See ``AttentionBackward``."""
     if nothing_to_do(a):
         return reference.attention_backward(a)
-    do, q, k, v = (unit_inner(t) for t in (a.do_BHTD, a.q_BHTD, a.k_BKSD, a.v_BKSD))
-    p, pattern = attention_arguments(a, q, k)
-    dq, dk, dv, g = attention_kernels.attention_backward(
-        do, q, k, v, a.o_BHTD, a.highest_BHT, a.inverse_BHT, p, pattern, a.wanted
-    )
-    grads, found = [], []
-    for t, parameter in zip(g, p):
-        if t is None or parameter is None:
-            grads.append(q.new_empty(0))
-        else:
-            of_samples = t.unflatten(0, (a.samples, -1)).sum(1)
-            grad, norms_1B = sums_wgrad(of_samples, parameter.dtype)
-            grads.append(grad)
-            found.append(norms_1B)
-    return dq, dk, dv, *grads, probe_rows(found, a.samples, q)
+    q, k = unit_inner(a.q_BHTD), unit_inner(a.k_BKSD)
+    return attention_kernels.attention_backward(a, q, k, *attention_arguments(a, q, k))
 
 
 def nothing_to_do(a: AttentionForward | AttentionBackward) -> bool:

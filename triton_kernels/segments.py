@@ -31,8 +31,7 @@ def linear_wgrad_segments_kernel(
     dw_ptr,  # [E, O, I]
     partial_ptr,  # [E, tiles, B + 1] float32
     starts_ptr,  # [E B + 1]: the first row of each segment, and the end of the last
-    tickets_ptr,
-    tickets,
+    ticket_ptr,  # set to zero, unless segment_sums_kernel does
     B,
     I,
     O,
@@ -44,7 +43,6 @@ def linear_wgrad_segments_kernel(
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    clear_tickets(tickets_ptr, tickets)
     tiles_o = tl.cdiv(O, BLOCK_O)
     tiles_i = tl.cdiv(I, BLOCK_I)
     item = tl.program_id(0)
@@ -79,6 +77,8 @@ def linear_wgrad_segments_kernel(
     tl.store(row + B, tl.sum(total * total))
     at = dw_ptr + (expert * O + offs_o[:, None]) * I + offs_i[None, :]
     tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=mask_o & mask_i)
+    if ticket_ptr is not None:
+        tl.store(ticket_ptr, 0)
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
         pieces = E * triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
         partial = x.new_empty((pieces, B + 1), dtype=torch.float32)
         linear_wgrad_segments_kernel[(pieces,)](
-            *(right, left, dw, partial, starts, tickets[1], tickets[0]),
+            *(right, left, dw, partial, starts, None if a.bias else tickets[1]),
             *(B, I, O, right.stride(0), left.stride(0)),
             PRECISION=precision(x.dtype),
             **config.options(),

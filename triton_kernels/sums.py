@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gnsfast.triton_kernels.finish import arrives_last, column_sums
-from gnsfast.triton_kernels.tiles import root_metric
+from gnsfast.triton_kernels.tiles import most_registers, root_metric
 
 TILE = 8192
 """Numbers that a program loads at a time: 32 of a thread, so that most programs wait for memory
@@ -192,11 +192,13 @@ def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...], measures: int
     block_b = rows // block_c
     columns, parts = triton.cdiv(max(widths), block_n), triton.cdiv(B, block_b)
     options = {"BLOCK_B": block_b, "BLOCK_C": block_c, "BLOCK_N": block_n, "METRIC": measures > 1}
+    options |= {"BLOCK_P": min(128, 2048 // block_b), "num_warps": 8, "maxnreg": most_registers(8)}
     return Plan(
         (columns, parts, len(widths)),
         pieces,
         widths,
         columns * (measures * (B + 1) + parts * block_n),
         parts + columns + 1,
-        options | {"BLOCK_P": min(128, 2048 // block_b), "num_warps": 8},
+        options
+        | {"BLOCK_P": min(128, 2048 // block_b), "num_warps": 8, "maxnreg": most_registers(8)},
     )

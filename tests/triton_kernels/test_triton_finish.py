@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
+from gnsfast import reference
 from gnsfast.triton_kernels import embedding as embeddings  # noqa: E402
 from gnsfast.triton_kernels import operators, segments, sums  # noqa: E402
 from gnsfast.triton_kernels.tiles import INTERPRETED  # noqa: E402
@@ -57,6 +58,20 @@ def experts(device: str, bias: bool) -> Callable[[], Any]:
     return lambda: KERNELS.linear_wgrad(x, dy, True, bias, False, F32, starts, 2)
 
 
+def attention(device: str, wanted: list[bool], documents: bool = False) -> Callable[[], Any]:
+    """Two rows a sample, or three documents."""
+    B, H, K, T, D = (1 if documents else 4), 4, 2, 9, 16
+    q, k, v, do = (torch.randn(B, h, T, D, device=device) for h in (H, K, K, H))
+    learned = [torch.randn(n, device=device) for n in (H, H, D, D)]
+    starts = torch.tensor([0, 2, 2, T], device=device) if documents else None
+    pattern = None, starts, True, 0.3, 0, 0
+    saved = Signed(reference).attention_forward(q, k, v, *learned, *pattern)
+    samples = 3 if documents else 2
+    return lambda: KERNELS.attention_backward(
+        do, q, k, v, *saved, *learned, *pattern, samples, wanted
+    )
+
+
 EMBEDDING = ["aten.zero_", "embedding_keys_kernel", "aten.sort", "embedding_wgrad_kernel"]
 EMBEDDING += ["embedding_finish_kernel"]
 
@@ -85,6 +100,19 @@ CALLS: dict[str, tuple[Callable[[str], Callable[[], Any]], list[str]]] = {
     "router": (
         lambda device: experts(device, False),
         ["linear_wgrad_segments_kernel", "segments_finish_kernel"],
+    ),
+    "attention": (
+        lambda device: attention(device, [True] * 4),
+        ["attention_queries_kernel", "attention_keys_kernel", "finish_sums_kernel"],
+    ),
+    "attention of documents": (
+        lambda device: attention(device, [True, False, False, True], documents=True),
+        [*["aten.zero_"] * 3, "attention_queries_kernel", "attention_keys_kernel"]
+        + ["finish_sums_kernel"],
+    ),
+    "attention, all frozen": (
+        lambda device: attention(device, [False] * 4),
+        ["attention_queries_kernel", "attention_keys_kernel"],
     ),
     "embedding of documents": (embedding_of_documents, EMBEDDING),
 }
