@@ -289,11 +289,11 @@ def attention_backward(
         for want, (pieces, N) in zip(a.wanted, shapes)
     ]
     found = [t for t in partials if t is not None]
-    plan = tickets = None
+    plan, tickets, count = None, None, 0
     if found:
         sizes = (tuple(t.shape[dim] for t in found) for dim in (1, 2))
         plan = sums.plan(a.samples, *sizes, 1)
-        tickets = plan.tickets(q_BHTD)
+        tickets, count = plan.tickets(q_BHTD)
     common = dict(
         CAUSAL=pattern.is_causal,
         WINDOW=pattern.window > 0,
@@ -303,8 +303,7 @@ def attention_backward(
     more = (H // K, pattern.scale, pattern.window)
     attention_queries_kernel[(query_blocks * programs, H)](
         *(q_BHTD, k_BKSD, v_BKSD, a.o_BHTD, do_BHTD, a.highest_BHT, a.inverse_BHT, delta, dq, *p),
-        *(pattern.mask, pattern.cu_seqlens, *partials[:3]),
-        *(tickets, 0 if tickets is None else len(tickets)),
+        *(pattern.mask, pattern.cu_seqlens, *partials[:3], tickets, count),
         *(T, S, H, query_blocks, *more),
         *(s for t in (q_BHTD, k_BKSD, v_BKSD, a.o_BHTD, do_BHTD, dq) for s in t.stride()[:3]),
         *mask_strides(pattern.mask),

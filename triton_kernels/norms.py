@@ -247,7 +247,7 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
     measures = 1 + (a.constants_P2 is not None)
     p = plan(B, T, N, gain + bias, measures, multiprocessors(x.device))
     partials = [dx.new_empty((*p.grid[:2], N), dtype=torch.float32) for _ in range(gain + bias)]
-    tickets = None if p.finish is None else p.finish.tickets(dx)
+    tickets, count = (None, 0) if p.finish is None else p.finish.tickets(dx)
     mean, rstd, means = a.mean_BT1, a.rstd_BT1, (None, None)
     wide = p.grid[2] > 1
     strides = (dy.stride(0), dy.stride(1), x.stride(0), x.stride(1))
@@ -263,7 +263,7 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
     norm_backward_kernel[p.grid](
         *(dy, x, mean, rstd, *means, w, dx),
         *(partials[0] if gain else None, partials[-1] if bias else None, tickets),
-        *(T, N, p.chunk, 0 if tickets is None else len(tickets), a.eps, a.offset, *strides),
+        *(T, N, p.chunk, count, a.eps, a.offset, *strides),
         MEANS=wide,
         RMS=rms,
         WEIGHT=w is not None,
@@ -271,7 +271,7 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
         BIAS=bias,
         **p.blocks,
     )
-    if p.finish is not None:
+    if p.finish is not None and tickets is not None:
         grads = [g for g, wanted in zip(results[1:3], (gain, bias)) if wanted]
         p.finish.run(partials, grads, rows, tickets, a.moments, a.constants_P2)
     return results

@@ -150,9 +150,10 @@ class Plan:
     ticket_stride: int
     options: dict[str, Any]
 
-    def tickets(self, like: Tensor) -> Tensor:
-        """Uninitialised: an earlier kernel calls ``finish.clear_tickets``."""
-        return like.new_empty(self.grid[2] * self.ticket_stride, dtype=torch.int32)
+    def tickets(self, like: Tensor) -> tuple[Tensor, int]:
+        """Uninitialised, and how many: an earlier kernel calls ``finish.clear_tickets``."""
+        count = self.grid[2] * self.ticket_stride
+        return like.new_empty(count, dtype=torch.int32), count
 
     def run(
         self,

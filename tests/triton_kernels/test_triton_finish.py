@@ -60,7 +60,7 @@ def experts(device: str, bias: bool) -> Callable[[], Any]:
 
 def attention(device: str, wanted: list[bool], documents: bool = False) -> Callable[[], Any]:
     """Two rows a sample, or three documents."""
-    B, H, K, T, D = (1 if documents else 4), 4, 2, 9, 16
+    B, H, K, T, D = (1 if documents else 4), 2, 1, 9, 16
     q, k, v, do = (torch.randn(B, h, T, D, device=device) for h in (H, K, K, H))
     learned = [torch.randn(n, device=device) for n in (H, H, D, D)]
     starts = torch.tensor([0, 2, 2, T], device=device) if documents else None
@@ -110,10 +110,6 @@ CALLS: dict[str, tuple[Callable[[str], Callable[[], Any]], list[str]]] = {
         [*["aten.zero_"] * 3, "attention_queries_kernel", "attention_keys_kernel"]
         + ["finish_sums_kernel"],
     ),
-    "attention, all frozen": (
-        lambda device: attention(device, [False] * 4),
-        ["attention_queries_kernel", "attention_keys_kernel"],
-    ),
     "embedding of documents": (embedding_of_documents, EMBEDDING),
 }
 """An operator's call -> what it launches."""
@@ -145,8 +141,8 @@ SIZES = {
     "samples of a few pieces in parts": (70, (3,), (65,)),
     "pieces of several blocks": (2, (600,), (33,)),
     "columns of several blocks": (3, (1,), (300,)),
-    "wide": (70, (2,), (2100,)),
-    "wider": (20, (5,), (8300,)),
+    "wide": (20, (2,), (2100,)),
+    "wider": (5, (2,), (8200,)),
     "unlike parameters": (5, (70, 9, 1, 300), (3, 100, 64, 1)),
 }
 
@@ -164,7 +160,7 @@ def test_sums(
     measures = 1 + under_metric
     rows = torch.empty(measures * len(widths), B + 2, device=device)
     plan = sums.plan(B, pieces, widths, measures)
-    plan.run(partials, grads, rows, plan.tickets(rows).zero_(), **more)
+    plan.run(partials, grads, rows, plan.tickets(rows)[0].zero_(), **more)
     for i, (partial, grad) in enumerate(zip(partials, grads)):
         g_BN = partial.double().sum(1)
         total_N = g_BN.sum(0)
