@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from benchmarks.model_linear import GPU
+from benchmarks.model_gpu import GPU
 from gnsfast.ops import backends, extension
 
 OURS = {"triton": "gnsfast, Triton", "cuda": "gnsfast, CUDA", "reference": "gnsfast, plain PyTorch"}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import cases, contestants, gate, gpu_step, measure, model, model_linear
+from benchmarks import cases, contestants, gate, gpu_step, measure, model, model_gpu
 from benchmarks.cases import LayerCase, Problem
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant
 from benchmarks.contestants.sessions import Gnsfast, Loss
@@ -293,7 +293,7 @@ def curve(device: str, rounds: int, case: LayerCase) -> Rows:
 def predicted(case: LayerCase, contestant: str, device: str) -> float | str:
     """Of the three products of forward and backward one is the weight gradient."""
     name = device_name(device)
-    ratio = model.predicted(case, name, kernel_of(contestant, model_linear.of_device(name)))
+    ratio = model.predicted(case, name, kernel_of(contestant, model_gpu.of_device(name)))
     return ratio if isinstance(ratio, str) else round(1 + (ratio - 1) / 3, 3)
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gnsfast
-from benchmarks import measure, model_linear, model_step, models
+from benchmarks import measure, model_gpu, model_plain, model_step, models
 from benchmarks.gpu_backends import OURS, forced, kernel_of, launches, present
 from benchmarks.gpu_ops import device_name, wall_clock
 from benchmarks.growing import Growing, Rows, Tables
@@ -54,23 +54,23 @@ def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
         if key == OURS["cuda"]:
             row["CUDA launches"] = launched[key]
         if key != "plain":
-            eager = predicted(name, device_name(device), key)
-            row["predicted"] = "-" if compiled else eager
+            row["predicted"] = predicted(name, device_name(device), key, compiled)
         rows.append(row)
         print(row, flush=True)
     return rows
 
 
-def predicted(name: str, device: str, contestant: str) -> float | str:
-    """Time with norms over plain, counted, eager; for GPT-2 on a GPU that is in the table."""
-    gpu = model_linear.of_device(device)
+def predicted(name: str, device: str, contestant: str, compiled: bool = False) -> float | str:
+    """Time with norms over plain, counted; for GPT-2 on a GPU that is in the table."""
+    gpu = model_gpu.of_device(device)
     if gpu is None or name != "gpt2" or "plain" in contestant:
         return "-"
     counted = model_step.step(
         gpu,
-        model_step.MODELS["gpt-2"],
+        model_plain.MODELS["gpt-2"],
         *(models.GPT2.T, models.GPT2.B),
         kernel=kernel_of(contestant, gpu),
+        compiled=compiled,
     )
     return round(1 + counted.overhead, 3)
 

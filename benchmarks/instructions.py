@@ -20,19 +20,22 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import gnsfast
 from benchmarks.budget import Budget, Rows
-from benchmarks.cases import GPT, gpt_batch, gpt_loss
+from benchmarks.models import GPT, gpt_batch, gpt_loss
+from benchmarks.narrow import NarrowGPT2, Perceptron, labelled, perceptron_loss
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 8  # after which CPython has specialised a function's bytecode
 CALLS = 3  # counted one by one: they differ by up to 0.5 %, their least by 0.25 % from run to run
 
 Runs = tuple[Callable[[], None], Callable[[], None]]
+Loss = Callable[[Any, tuple[Any, ...]], Tensor]
 
 
 def layer(make: Callable[[], nn.Module], x: Tensor, dy: Tensor) -> Runs:
@@ -80,20 +83,50 @@ class TinyGPT(GPT):
         super().__init__(width=32, heads=2, layers=1)
 
 
-def step() -> Runs:
-    """Forward and backward; ours with a noise scale."""
-    plain, ours, batch = TinyGPT(), gnsfast.convert(TinyGPT()), gpt_batch(TinyGPT)
-    gns = gnsfast.GradientNoiseScale(ours)
+def norms(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor, ...]) -> Runs:
+    """Forward and backward; ours with every sample's norms."""
+    plain, ours = make(), gnsfast.convert(make())
 
     def run_plain() -> None:
-        gpt_loss(plain, batch).backward()
+        loss_of(plain, batch).backward()
         plain.zero_grad()
+
+    def run_ours() -> None:
+        with gnsfast.per_sample_sqnorms(ours, len(batch[0])):
+            loss_of(ours, batch).backward()
+        ours.zero_grad()
+
+    return run_plain, run_ours
+
+
+def estimator(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor, ...]) -> Runs:
+    """The same; ours with a noise scale, which is not asked for."""
+    run_plain, _ = norms(make, loss_of, batch)
+    ours = gnsfast.convert(make())
+    gns = gnsfast.GradientNoiseScale(ours)
+
+    def run_ours() -> None:
+        with gns.microbatch(len(batch[0])):
+            loss_of(ours, batch).backward()
+        gns.update()
+        ours.zero_grad()
+
+    return run_plain, run_ours
+
+
+def asked() -> Runs:
+    """A noise scale that is asked for after each update; beside it one that is not."""
+    batch = gpt_batch(TinyGPT)
+    _, run_plain = estimator(TinyGPT, gpt_loss, batch)
+    ours = gnsfast.convert(TinyGPT())
+    gns = gnsfast.GradientNoiseScale(ours)
 
     def run_ours() -> None:
         with gns.microbatch(TinyGPT.B):
             gpt_loss(ours, batch).backward()
         gns.update()
         ours.zero_grad()
+        gns.compute()
 
     return run_plain, run_ours
 
@@ -105,7 +138,11 @@ CASES: dict[str, Callable[[], Runs]] = {
     "Embedding": embedding,
     "LayerNorm, short samples": lambda: layer_norm(16, 64),
     "LayerNorm, long samples": lambda: layer_norm(4, 256),
-    "GPT step": step,
+    "GPT step": lambda: estimator(TinyGPT, gpt_loss, gpt_batch(TinyGPT)),
+    "GPT step, asked": asked,
+    "GPT-2 step": lambda: estimator(NarrowGPT2, gpt_loss, gpt_batch(NarrowGPT2)),
+    "Perceptron, norms": lambda: norms(Perceptron, perceptron_loss, labelled()),
+    "Perceptron, estimator": lambda: estimator(Perceptron, perceptron_loss, labelled()),
 }
 
 # How a program speaks to valgrind, as machine code, so that no compiler is needed: mov rax, rdi;

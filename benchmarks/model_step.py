@@ -1,152 +1,137 @@
 # SPDX-License-Identifier: Apache-2.0
 """What norms cost a whole training step, counted: each layer's weight gradient by
-``model_linear.py``, the other parameters, the estimator, and what processes exchange.
+``model_linear.py``, the other parameters, the estimator, what processes exchange, the host.
 """
 
 import math
 from dataclasses import dataclass
 
-from benchmarks.model_linear import ASSUMED, GPU, Assumed, Cost, Layer, weight_gradient
+from benchmarks.model_gpu import ASSUMED, GPU, Assumed, Work, product_seconds
+from benchmarks.model_host import added_instructions, plain_instructions, seconds
+from benchmarks.model_linear import Cost, Layer, weight_gradient
+from benchmarks.model_plain import Model, between, product_kernels, products_seconds
 
+NORM_LAUNCHES = {"eager": 0, "compiled": 2}
+"""Kernels beside plain ones, of which torch has two as well. Compiled, norm layers are plain
+operations that the compiler joins: the squares and the probe's row."""
 
-@dataclass(frozen=True)
-class Model:
-    """A transformer by its parameters: linear layers, embeddings, and ``norms`` norm layers."""
+EMBEDDING_LAUNCHES = {"eager": 3, "compiled": 8}
+"""Beside plain ones: keys, segments of a sample, the finishing kernel. Compiled, plain needs no
+sort, which is about five."""
 
-    name: str
-    layers: tuple[Layer, ...]
-    blocks: int
-    width: int
-    vocabulary: int
-    positions: int
-    norms: int
-    norm_bias: bool
+TIED_LAUNCHES = {"eager": 16, "compiled": 4}
+"""The gather of dy's columns, the batched product, dW's rows, and the embedding's cross terms with
+them: the masked rows of dy, products and sums for the samples and for the sum."""
 
-    @property
-    def linear_parameters(self) -> int:
-        return sum(layer.count * layer.I * layer.O for layer in self.layers)
+TIED_PASSES = {"eager": 13, "compiled": 4}
+"""How often [B, T, D] float32 moves for a tie: the product writes the head's rows; dW's are read
+and written, dy is masked; then twice a product, three, and its sum, one. Compiled, one kernel reads
+dy, the rows and dW's."""
 
-    @property
-    def parameters(self) -> int:
-        biases = sum(layer.count * layer.O for layer in self.layers if layer.bias)
-        tied = any(layer.tied for layer in self.layers)
-        tables = (0 if tied else self.vocabulary) + self.positions
-        gains = self.norms * (2 if self.norm_bias else 1)
-        return self.linear_parameters + biases + (tables + gains) * self.width
-
-    @property
-    def modules(self) -> int:
-        """Modules with a probe."""
-        tables = 1 + bool(self.positions)
-        return sum(layer.count for layer in self.layers) + tables + self.norms
-
-    @property
-    def units(self) -> int:
-        """Trainable parameters, each with its own p and q."""
-        linears = sum(layer.count * (1 + layer.bias - layer.tied) for layer in self.layers)
-        return linears + 1 + bool(self.positions) + self.norms * (1 + self.norm_bias)
-
-
-MODELS = {
-    model.name: model
-    for model in (
-        Model(
-            "gpt-2",
-            (
-                Layer("qkv", 768, 2304, 12, bias=True),
-                Layer("out", 768, 768, 12, bias=True),
-                Layer("up", 768, 3072, 12, bias=True),
-                Layer("down", 3072, 768, 12, bias=True),
-                Layer("head, tied", 768, 50304, tied=True),
-            ),
-            *(12, 768, 50304, 1024, 25, True),
-        ),
-        Model(
-            "llama-3-8b",
-            (
-                Layer("q", 4096, 4096, 32),
-                Layer("k, v", 4096, 1024, 64),
-                Layer("out", 4096, 4096, 32),
-                Layer("gate, up", 4096, 14336, 64),
-                Layer("down", 14336, 4096, 32),
-                Layer("head", 4096, 128256),
-            ),
-            *(32, 4096, 128256, 0, 65, False),
-        ),
-    )
-}
-
-BIAS_LAUNCHES = 10
-NORM_LAUNCHES = {False: 12, True: 23}  # RMS norm; layer norm with its bias
-EMBEDDING_LAUNCHES = 13
-TIED_LAUNCHES = 10
-"""Kernels beside those of plain PyTorch, eager: compiled, norm layers are plain operations that the
-compiler joins."""
-
-ESTIMATOR_LAUNCHES = 105
+ESTIMATOR_LAUNCHES = 10
 """Of ``GradientNoiseScale`` in a step of one micro-batch, whatever the model."""
+
+AUDIT_LAUNCHES = 4
+"""A parameter's squared norm: its rows' norms, widened, squared, added."""
 
 SCALARS = 19
 """Numbers of an update's vector beside two for each parameter and two for each row of a probe."""
 
+SECTOR = 32
+"""Bytes that a read of one number takes from memory."""
+
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a training step, plain, and what is added to it, by cause. The optimizer and what
-    is between the matrix products are not in ``plain``.
+    """Seconds of a training step: the device's, plain, and what is added to it by cause; the
+    host's. The longer of the two is how long the step takes.
     """
 
-    plain: float
+    device: float
+    host: float
+    host_added: float
     costs: tuple[Cost, ...]  # of the model's layers, each once
     gradients: float  # all plain weight gradients
+    parts: dict[str, float]  # of the plain device time
     added: dict[str, float]
 
     @property
+    def plain(self) -> float:
+        return max(self.device, self.host)
+
+    @property
+    def ours(self) -> float:
+        return max(self.device + sum(self.added.values()), self.host + self.host_added)
+
+    @property
+    def bound(self) -> str:
+        """Which of the two takes longer, with norms."""
+        return "host" if self.ours == self.host + self.host_added else "device"
+
+    @property
     def overhead(self) -> float:
-        return sum(self.added.values()) / self.plain
+        return self.ours / self.plain - 1
+
+    @property
+    def on_device(self) -> float:
+        """What norms add to the device's time, of that time."""
+        return sum(self.added.values()) / self.device
 
     @property
     def gradient_overhead(self) -> float:
         return self.added["weight gradients"] / self.gradients
 
 
-def attention_flop(model: Model, B: int, T: int) -> float:
-    """Causal: half of 4 T² D forward; backward 2.5 times that, as scores are recomputed."""
-    return 3.5 * model.blocks * 2 * B * T * T * model.width
-
-
-def plain_seconds(gpu: GPU, model: Model, B: int, T: int, a: Assumed) -> float:
-    """6 x parameters x tokens, and attention."""
-    products = 6 * model.linear_parameters * B * T / (a.gemm * gpu.flops)
-    return products + attention_flop(model, B, T) / (a.attention * gpu.flops)
-
-
 def other_parameters(
-    gpu: GPU, model: Model, B: int, T: int, weights: int, a: Assumed
+    gpu: GPU, model: Model, B: int, T: int, weights: int, mode: str, a: Assumed
 ) -> dict[str, float]:
-    """Biases, norm layers, embeddings: bytes that plain PyTorch does not move, and kernels."""
-    bandwidth = a.memory * gpu.memory
-    biases = [(layer.count, layer.O) for layer in model.layers if layer.bias]
-    bias = sum(n * (12 * B * O / bandwidth + BIAS_LAUNCHES * a.kernel) for n, O in biases)
+    """Norm layers and embeddings: bytes that plain PyTorch does not move, and kernels."""
+    n = B * T * model.width
     kinds = 1 + model.norm_bias
-    # Each sample's gains: partial sums of at least one program a sample, written and read twice.
-    norm_bytes = 12 * kinds * max(B, 2 * gpu.processors) * model.width
-    norm = model.norms * (norm_bytes / bandwidth + NORM_LAUNCHES[model.norm_bias] * a.kernel)
-    tables = 1 + bool(model.positions)
-    rows = 2 * B * T * model.width  # dy once more: runs of an id are summed besides segments
-    embedding = tables * (rows / bandwidth + EMBEDDING_LAUNCHES * a.kernel)
-    for layer in model.layers:
-        if layer.tied:
-            # Rows of the head's gradient, float32: stored, gathered, read; slots [B, V].
-            link = 16 * B * T * layer.I + 8 * B * layer.O + 2 * weights * B * T * layer.I
-            embedding += link / bandwidth + TIED_LAUNCHES * a.kernel
-    return {"biases": bias, "norm layers": norm, "embeddings, tie": embedding}
+    # Each sample's sums, one row at least; eager of so many programs that they fill the device.
+    # The kernel that writes them also makes dx: it saves the read of x and dy that torch's has.
+    rows = max(B, 4 * gpu.processors) if mode == "eager" else B
+    saved = 2 * weights * n if mode == "eager" else 0
+    norm = Work(8 * kinds * rows * model.width - saved, NORM_LAUNCHES[mode])
+    # dy once more: runs of an id are summed besides segments.
+    embedding = Work(weights * n, EMBEDDING_LAUNCHES[mode])
+    norms = norm.seconds(gpu, a) + (a.arrival if mode == "eager" else 0.0)
+    tables = embedding.seconds(gpu, a) + a.arrival
+    return {"norm layers": model.norms * norms, "embeddings": model.tables * tables}
 
 
-def estimator_seconds(gpu: GPU, model: Model, B: int, a: Assumed) -> float:
-    """The slab zeroed, added to and read; small kernels, and one for each module's row."""
-    slab = 4 * model.units * (B + 2) * 4
-    return slab / (a.memory * gpu.memory) + (ESTIMATOR_LAUNCHES + model.modules) * a.kernel
+def tie(gpu: GPU, layer: Layer, B: int, T: int, mode: str, a: Assumed) -> float:
+    """The rows of a tied head's gradient at the words of each sample, beside its weight gradient
+    which takes the route of any other; then their products with the table's own.
+    """
+    work = tie_work(layer, B, T, mode)
+    # The product of a sample is [T, T] x [T, I], float32.
+    nbytes = B * T * (2 * T + 2 * layer.I + 4 * layer.I)
+    product = product_seconds(gpu, B * T, layer.I, T, nbytes, a)
+    return work.seconds(gpu, a) + product
+
+
+def tie_work(layer: Layer, B: int, T: int, mode: str) -> Work:
+    """All but the batched product. A column of dy is a number of each row; ``T`` words drawn evenly
+    from the vocabulary touch so many of a row's sectors.
+    """
+    sectors = 2 * layer.O / SECTOR
+    touched = sectors * (1 - (1 - 1 / sectors) ** T) if sectors > 1 else 1.0
+    columns = B * T * (SECTOR * touched + 2 * T)
+    passes = TIED_PASSES[mode] - 1  # the first is the product's own
+    return Work(columns + passes * 4 * B * T * layer.I, TIED_LAUNCHES[mode])
+
+
+def audit_work(model: Model, weights: int) -> Work:
+    """The first pass of each parameter: its gradient is read once more. What the host does for that
+    was not counted.
+    """
+    return Work(weights * model.parameters, AUDIT_LAUNCHES * model.units)
+
+
+def estimator_work(model: Model, B: int) -> Work:
+    """The slab written, read and zeroed, as one; small kernels."""
+    return Work(4 * model.units * (B + 2) * 4, ESTIMATOR_LAUNCHES)
 
 
 def exchange_bytes(model: Model) -> int:
@@ -179,18 +164,37 @@ def step(
     kernel: str = "triton",
     a: Assumed = ASSUMED,
     sharded: bool = True,
+    compiled: bool = False,
+    audit: bool = False,
 ) -> Step:
     """One micro-batch of B samples of T tokens on each of ``world`` processes."""
+    mode = "compiled" if compiled else "eager"
+    shards = world if sharded else 1
     costs = tuple(
-        weight_gradient(gpu, layer, T, B, weights=weights, kernel=kernel, a=a)
+        weight_gradient(gpu, layer, T, B, weights=weights, kernel=kernel, a=a, compiled=compiled)
         for layer in model.layers
     )
     counts = [layer.count for layer in model.layers]
+    tied = (layer for layer in model.layers if layer.tied)
     added = {
         "weight gradients": sum(n * c.more for n, c in zip(counts, costs)),
-        **other_parameters(gpu, model, B, T, weights, a),
-        "estimator": estimator_seconds(gpu, model, B, a),
+        **other_parameters(gpu, model, B, T, weights, mode, a),
+        "tied head": sum(tie(gpu, layer, B, T, mode, a) for layer in tied),
+        "estimator": estimator_work(model, B).seconds(gpu, a),
         "processes": communication_seconds(gpu, model, world, weights, a, sharded),
     }
-    gradients = sum(n * c.plain for n, c in zip(counts, costs))
-    return Step(plain_seconds(gpu, model, B, T, a), costs, gradients, added)
+    if audit:
+        added["audit"] = audit_work(model, weights).seconds(gpu, a)
+    parts = between(model, B, T, weights, compiled, shards)
+    device = {"products, attention": products_seconds(gpu, model, B, T, a)}
+    device |= {part: work.seconds(gpu, a) for part, work in parts.items()}
+    kernels = product_kernels(model) + sum(work.kernels for work in parts.values())
+    return Step(
+        sum(device.values()),
+        seconds(plain_instructions(kernels, compiled)),
+        seconds(added_instructions(model, compiled)),
+        costs,
+        sum(n * c.plain for n, c in zip(counts, costs)),
+        device,
+        added,
+    )

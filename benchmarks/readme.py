@@ -13,8 +13,9 @@ from pathlib import Path
 
 from benchmarks import figures, record
 from benchmarks.figures import OURS, Steps
-from benchmarks.model_linear import GPUS
-from benchmarks.model_step import MODELS, step
+from benchmarks.model_gpu import GPUS
+from benchmarks.model_plain import MODELS
+from benchmarks.model_step import step
 from benchmarks.record import Record
 
 README = record.RESULTS.parents[1] / "README.md"
@@ -140,7 +141,7 @@ def compiled() -> str:
 
 
 def counted() -> str:
-    """The model of a GPU's time, by the kernel of the fused route."""
+    """The model of a whole step's time on a GPU, by the kernel of the fused route."""
     rows = []
     for name, T in (("llama-3-8b", 2048), ("gpt-2", 1024)):
         ratios = []

@@ -5,16 +5,18 @@ import argparse
 import shutil
 from collections.abc import Iterator
 
-from benchmarks import budget, instructions, kernel_tables, record
+from benchmarks import budget, instructions, kernel_tables, launches, record
 from benchmarks.budget import Budget
 
-PARTS = ("instructions", "triton", "cuda")
+PARTS = ("instructions", "launches", "triton", "cuda")
 
 
 def counted(part: str) -> Iterator[tuple[str, Budget]]:
     """A part's budgets by name, one after the other."""
     if part == "instructions":
         yield part, instructions.count()
+    elif part == "launches":
+        yield part, launches.count()
     elif part == "triton":
         for capability in kernel_tables.CAPABILITIES:
             rows = kernel_tables.triton_rows(capability)

@@ -196,6 +196,16 @@ def measured(case: Case, features: tuple[str, ...]) -> ProbeSlab:
     return slab
 
 
+def rows_of(slab: ProbeSlab, case: Case, name: str, measure: int) -> list[Tensor]:
+    """A parameter's rows in all probes, with the columns of groups: plain, or under a metric."""
+    parameter, found = case.model.get_parameter(name), []
+    for path in dict.fromkeys(path for path, _, _ in slab.rows[name]):
+        own = list(slab.modules[path].probed_parameters().values())
+        k = next(k for k, p in enumerate(own) if p is parameter)
+        found.append(slab.rows_of(path)[measure * len(own) + k])
+    return found
+
+
 def assert_right(slab: ProbeSlab, case: Case, features: tuple[str, ...]) -> None:
     v = moments_of(case.model)
     for name, g in single_grads(case, DOCUMENTS in features).items():
@@ -207,20 +217,12 @@ def assert_right(slab: ProbeSlab, case: Case, features: tuple[str, ...]) -> None
         )
         if GROUPS in features:
             want = torch.stack([g[m].sum(0).square().sum() for m in MEMBERS])
-            found = sum(row[B + 2 :] for row in rows).double()
+            found = sum(row[B + 2 :] for row in rows_of(slab, case, name, 0)).double()
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-8)
         if METRIC in features:
             P = 1 / (v[name].double().sqrt() * S + EPS)
             want = (torch.cat([g, g.sum(0)[None]]).square() * P).flatten(1).sum(1)
-            own = {id(p): n for n, p in case.model.named_parameters()}
-            weighed = [
-                row
-                for path in slab.sides.metric
-                for p, row in zip(
-                    slab.modules[path].probed_parameters().values(), slab.weighed_rows(path)
-                )
-                if own[id(p)] == name
-            ]
+            weighed = rows_of(slab, case, name, 1)
             found = sum(row[: B + 1] for row in weighed).double()
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-8)
 

@@ -6,10 +6,10 @@ import math
 import torch
 from torch import Tensor
 
-from gnsfast.reference import probe_rows, unfold
+from gnsfast.reference import unfold
 from gnsfast.signatures import ConvWgrad
 from gnsfast.triton_kernels.outer import fused_wgrad
-from gnsfast.triton_kernels.sqnorms import row_sqnorms, sums_wgrad, with_sum
+from gnsfast.triton_kernels.sqnorms import probe_rows, row_sqnorms, sums_wgrad, with_sum
 from gnsfast.triton_kernels.tiles import check_dtypes
 
 PATCHES = 1 << 26

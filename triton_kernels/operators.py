@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from gnsfast import reference
-from gnsfast.reference import probe_rows
 from gnsfast.signatures import (
     AttentionBackward,
     AttentionForward,
@@ -23,6 +22,7 @@ from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, norms, segments
 from gnsfast.triton_kernels.conv import conv_wgrad as conv_wgrad
 from gnsfast.triton_kernels.outer import bias_wgrad, outer_wgrad, tied_rows, tied_slots
+from gnsfast.triton_kernels.sqnorms import probe_rows
 from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner
 
 SMALL_VOCABULARY = 256

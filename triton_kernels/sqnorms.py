@@ -36,3 +36,13 @@ def sums_wgrad(
         weighed = with_sum(row_sqnorms(g_BN * root_N), (total_N * root_N)[None])
         norms = torch.cat([norms, weighed])
     return total_N.to(dtype), norms
+
+
+def probe_rows(norms: list[Tensor], samples: int, like: Tensor) -> Tensor:
+    """Probe rows [M P, B + 2] from each parameter's squared norms [M, B + 1]."""
+    if not norms:
+        return like.new_empty((0, samples + 2), dtype=torch.float32)
+    found = norms[0] if len(norms) == 1 else torch.stack(norms, 1).flatten(0, 1)
+    rows = torch.ones(len(found), samples + 2, dtype=torch.float32, device=like.device)
+    rows[:, :-1] = found
+    return rows

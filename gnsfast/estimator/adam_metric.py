@@ -3,7 +3,7 @@
 the optimizer's last step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,13 +35,14 @@ class NoMetric:
         """
         return {}
 
-    def add(self, metric_2: Tensor) -> None:
-        """Add what a pass left under the metric, with the gradient scaler's factor removed."""
+    def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
+        """This process's share of q from ``.grad``; None where the probes have it."""
+        return None
 
-    def finish(
-        self, by_probe: bool, unscale: Callable[[Tensor], Tensor], touched: set[str]
+    def numbers(
+        self, metric_2: Tensor, q: Tensor | None, loss_scale: Tensor | None
     ) -> list[Tensor]:
-        """This process's share of p and q, [2]; q from the probes, or from ``.grad``."""
+        """This process's share of p and q, [2], from the sums of the probes and from ``finish``."""
         return []
 
     def refuse_norm(self) -> None:
@@ -90,7 +91,7 @@ class AdamMetric(NoMetric):
         self._slab: ProbeSlab | None = None
         self._moments: dict[nn.Parameter, Tensor] = {}
         self._marks: list[Any] = []
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._device = device
 
     @staticmethod
     def of(
@@ -110,7 +111,6 @@ class AdamMetric(NoMetric):
         moments = {p: v for p, v in found.items() if v is not None}
         if first:
             self._moments, self._marks = moments, self._mark(moments)
-            self._sums = torch.zeros_like(self._sums)
         self._refuse_step(moments)
         self._slab = slab
         for device, rows in slab.weighed.items():
@@ -121,19 +121,14 @@ class AdamMetric(NoMetric):
             if moments.keys() >= {*own}
         }
 
-    def add(self, metric_2: Tensor) -> None:
-        self._sums = self._sums + metric_2
-
-    def finish(
-        self, by_probe: bool, unscale: Callable[[Tensor], Tensor], touched: set[str]
-    ) -> list[Tensor]:
+    def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
         if any(name in touched and p not in self._moments for p, name in self._names.items()):
-            return [torch.full_like(self._sums, torch.nan)]
+            return torch.full((), torch.nan, dtype=torch.float64)
         if by_probe:
-            return [self._sums]
+            return None
         self._refuse_step(self._moments)
         assert self._slab is not None
-        q = torch.zeros_like(self._sums[0])
+        q = torch.zeros((), dtype=torch.float64, device=self._device)
         left = dict(self._moments)
         for device, rows in self._slab.weighed.items():
             constants = self._slab.constants[device].unbind()
@@ -142,7 +137,18 @@ class AdamMetric(NoMetric):
                 if v is not None and p.grad is not None:
                     found = metric_sqnorm(p.grad.detach(), v, constants_2)
                     q += (found / self._processes.copies(p.grad)).to(q.device)
-        return [torch.stack([self._sums[0], unscale(q) * self._processes.data**2])]
+        return q
+
+    def numbers(
+        self, metric_2: Tensor, q: Tensor | None, loss_scale: Tensor | None
+    ) -> list[Tensor]:
+        if q is None:
+            return [metric_2]
+        q = q.to(metric_2.device)
+        if loss_scale is not None:
+            q = q / loss_scale.to(q.device).double().square()
+        p = metric_2[0] + 0.0 * q  # NaN where a v is missing
+        return [torch.stack([p, q * self._processes.data**2])]
 
     def refuse_norm(self) -> None:
         raise ValueError(

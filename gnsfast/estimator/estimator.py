@@ -16,6 +16,7 @@ from gnsfast.conversion import coverage
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.adam_metric import check_settings
 from gnsfast.estimator.attachment import Attachment
+from gnsfast.estimator.ledger import Ledger
 from gnsfast.estimator.observer import Observer
 from gnsfast.estimator.saved_state import identity, refuse_other
 from gnsfast.estimator.settings import Settings, ordered_names
@@ -132,9 +133,7 @@ class GradientNoiseScale:
         """The observer; made at the first micro-batch, when the model is wrapped and sharded."""
         if self._observer is None:
             o = self._observer = Observer(self.model, self._settings)
-            width, flags = o.exchange.width, o.exchange.flags
-            self._ring = torch.zeros(self.window, width, dtype=torch.float64, device=o.device)
-            self._flags = torch.zeros(flags, dtype=torch.float64, device=o.device)
+            self._ledger = Ledger(self.window, o.exchange, o.numbers)
             self._touched = [0] * len(o.names)
         return self._observer
 
@@ -192,7 +191,7 @@ class GradientNoiseScale:
         if schedule is not None:
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
             passed = pipeline.num_samples
-        observer = self._open(passed, cu_seqlens, groups)
+        observer = self._open(passed, cu_seqlens, groups, pipeline is not None)
         self._inside = True
         try:
             steps: AbstractContextManager[None] = nullcontext()
@@ -207,16 +206,14 @@ class GradientNoiseScale:
             self._inside = False
             observer.close(num_samples, tokens, scale, pipeline)
 
-    def _open(
-        self, num_samples: int, cu_seqlens: Tensor | None = None, groups: Any = None
-    ) -> Observer:
+    def _open(self, num_samples: int, *details: Any) -> Observer:
         if self._settings.local and num_samples < 2:
             raise ValueError(
                 "source='local' measures each micro-batch by itself and needs two samples in it: "
                 "with one sample per micro-batch use source='global'"
             )
         observer = self._start()
-        observer.open(num_samples, cu_seqlens, groups)
+        observer.open(num_samples, *details)
         return observer
 
     @property
@@ -316,8 +313,8 @@ class GradientNoiseScale:
         observer = self._start()
         if grad_norm is not None:
             self._refuse_partial_norm()
-        self._ring[self._measured % self.window], flags, touched = observer.finish(grad_norm)
-        self._flags += flags
+        update, touched = observer.finish(grad_norm)
+        self._ledger.add(update)
         self._touched = [a + b for a, b in zip(self._touched, touched)]
         self._measured += 1
         if self._measured % AUDIT_EVERY == 0:
@@ -356,10 +353,11 @@ class GradientNoiseScale:
                 **vars(NOT_MEASURED), drift=False, updates=0, skipped=0, samples=0, per_module={}
             )
         observer = self._observer
+        self._ledger.settle()
         first = max(0, self._measured - self.window)
         order = [k % self.window for k in range(first, self._measured)]
-        observer.check(self._flags.cpu(), self._touched)
-        p, q, whole_q, scalars, more = observer.exchange.split(self._ring.cpu()[order])
+        observer.check(self._ledger.flags, self._touched)
+        p, q, whole_q, scalars, more = observer.exchange.split(self._ledger.ring[order])
         metric, groups = more.split([observer.metric.width, observer.groups.width], 1)
         local, modules = self._settings.local, [unit.module for unit in observer.units]
         found = summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
@@ -371,16 +369,17 @@ class GradientNoiseScale:
         stage, as ``torch.distributed.checkpoint`` expects.
         """
         observer = self._start()
-        if observer.slab is not None or observer.pending is not None:
+        if observer.midway:
             raise ObservationError(
                 "state_dict in the middle of an update: call it after gns.update()"
             )
+        self._ledger.settle()
         return {
             **identity(observer, self.window, self.every),
             "seen": self._seen,
             "measured": self._measured,
-            "ring": self._ring.cpu().clone(),
-            "flags": self._flags.cpu().clone(),
+            "ring": self._ledger.ring.clone(),
+            "flags": self._ledger.flags.clone(),
             "touched": dict(zip(observer.names, self._touched)),
         }
 
@@ -394,6 +393,7 @@ class GradientNoiseScale:
         self.reset()
         self._start()
         self._seen, self._measured = state["seen"], state["measured"]
-        self._ring.copy_(state["ring"])
-        self._flags.copy_(state["flags"])
+        self._ledger.count = self._measured
+        self._ledger.ring.copy_(state["ring"])
+        self._ledger.flags.copy_(state["flags"])
         self._touched = [state["touched"].get(name, 0) for name in self._start().names]

@@ -1,48 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Squared norms of the gradients that an optimizer is about to use."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gnsfast import reference
 from gnsfast.parallel import Processes, parameter_groups
-from gnsfast.tensors import accumulate_dtype, is_dtensor
+from gnsfast.tensors import is_dtensor
 
 WITNESSES = 8
-"""How many of the smallest gradients ``witness`` reads."""
+"""How many gradients ``witness`` reads."""
 
 
 Block = tuple[nn.Parameter, tuple[slice, ...]]
 """A parameter and a block of it; the whole parameter without slices."""
 
 
-def grad_sqnorms(blocks: list[Block], processes: Processes, device: torch.device) -> Tensor:
-    """float64 [K] on ``device``: this process's share of each ‖p.grad[block]‖². The shares of all
-    ``processes`` add up to it.
-
-    The shares of a replicated gradient are equal, those of a sharded one are its shards'. Without a
-    gradient the share is zero. Nothing waits for the device.
+class Sqnorms(NamedTuple):
+    """This process's share of ‖p.grad[block]‖² for K blocks, before any arithmetic: for those of a
+    device their ``indices``, their ``norms`` and of how many equal ones each is a share.
     """
-    norms = torch.zeros(len(blocks), dtype=torch.float64, device=device)
+
+    blocks: int
+    indices: list[list[int]]
+    norms: list[Tensor]
+    copies: list[list[int]]
+
+    def shares(self, device: torch.device) -> Tensor:
+        """float64 [K]: the shares of all processes add up to the squared norm. Without a gradient
+        the share is zero.
+        """
+        found = torch.zeros(self.blocks, dtype=torch.float64, device=device)
+        for own, norms, copies in zip(self.indices, self.norms, self.copies):
+            index, of = (torch.tensor(t).to(device, non_blocking=True) for t in (own, copies))
+            found[index] = norms.to(device, non_blocking=True).double().square() / of
+        return found
+
+
+def grad_sqnorms(blocks: list[Block], processes: Processes) -> Sqnorms:
+    """Read the gradients. The shares of a replicated one are equal, those of a sharded one are its
+    shards'. Nothing waits for the device.
+    """
     by_device: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
     for k, (p, block) in enumerate(blocks):
         if p.grad is not None:
             grad, copies = _local(p.grad.detach()), processes.copies(p.grad)
             grad = _within(grad, p.grad, block) if block else grad
             by_device.setdefault(grad.device, []).append((k, grad, copies))
+    found = Sqnorms(len(blocks), [], [], [])
     for where, shares in by_device.items():
         index, grads, shared = (list(each) for each in zip(*shares))
         if where.type == "cpu":
             # On the CPU torch's own norm is 1e-3 low at 16.8M elements.
-            found = torch.stack([reference.sqnorm(g).double() for g in grads])
+            norms = torch.stack([reference.sqnorm(g).double() for g in grads]).sqrt()
         else:
-            found = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double()
-            found = found.square()
-        share = torch.tensor(shared, dtype=torch.float64).reciprocal().to(where, non_blocking=True)
-        norms[torch.tensor(index).to(device, non_blocking=True)] = (found * share).to(device)
-    return norms
+            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+        found.indices.append(index)
+        found.norms.append(norms)
+        found.copies.append(shared)
+    return found
 
 
 def refuse_divide_factor(model: nn.Module) -> None:
@@ -56,21 +74,25 @@ def refuse_divide_factor(model: nn.Module) -> None:
             )
 
 
-def witness(parameters: list[nn.Parameter], device: torch.device) -> Tensor | None:
-    """float64 scalar on ``device``: the summed norms of the smallest gradients; None without any.
-
-    It changes when gradients are scaled or clipped, and is cheap to read.
+def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None:
+    """The norms of a few gradients, those of the first of ``smallest`` that have one; None without
+    any. They change when gradients are scaled or clipped, and are cheap to read.
     """
-    grads: list[Any] = [p.grad.detach() for p in parameters if p.grad is not None]
-    parts = sorted((g.to_local() if is_dtensor(g) else g for g in grads), key=Tensor.numel)
-    few = [g for g in parts if g.numel() and not g.is_sparse][:WITNESSES]
+    few: dict[torch.device, list[Tensor]] = {}
+    left = WITNESSES
+    for p in smallest:
+        if p.grad is None or p.grad.is_sparse:
+            continue
+        grad = _local(p.grad.detach())
+        if grad.numel():
+            few.setdefault(grad.device, []).append(grad)
+            left -= 1
+        if not left:
+            break
     if not few:
         return None
-    norms = [
-        torch.linalg.vector_norm(g, dtype=accumulate_dtype(g.dtype)).to(device).double()
-        for g in few
-    ]
-    return torch.stack(norms).sum()
+    norms = [torch.stack(torch._foreach_norm(grads)).to(device) for grads in few.values()]
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
 def _within(local: Tensor, grad: Any, block: tuple[slice, ...]) -> Tensor:

@@ -5,9 +5,8 @@ The summed gradient of a group is known only within one micro-batch. So each mic
 by itself, as ``source="local"`` does for all samples.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +21,13 @@ WIDTH = 2 + loss_factors.SCALARS
 """How many numbers a group has in an update: p, q and the scalars of its samples' weights."""
 
 
+class GroupRows(NamedTuple):
+    """What a pass left: the samples of each group, and the rows of ``ProbeSlab.groups``."""
+
+    members: list[Tensor]
+    rows: list[Tensor]
+
+
 class GroupMeasure:
     """The measurement of each group, over the parameters whose layers support groups."""
 
@@ -30,10 +36,8 @@ class GroupMeasure:
         settings: Settings,
         slab: ProbeSlab,
         processes: Processes,
-        device: torch.device,
     ) -> None:
         names = self.names = settings.groups
-        self._device = device
         if names and processes.tensor > 1:
             refuse(None, [GROUPS, TENSOR_PARALLEL])
         together = gathered(names, settings.group) if names and processes.world > 1 else []
@@ -51,7 +55,7 @@ class GroupMeasure:
                 "and their like do, where no weight is tied): leave groups out"
             )
         self._members: list[Tensor] = []
-        self._sums = torch.zeros(len(names), WIDTH, dtype=torch.float64, device=device)
+        self._loss_reduction = settings.loss_reduction
 
     @property
     def width(self) -> int:
@@ -85,46 +89,35 @@ class GroupMeasure:
         self._members = [(group_B == k).nonzero()[:, 0] for k in range(len(self.names))]
         return self._members
 
-    def add(
-        self,
-        slab: ProbeSlab,
-        num_samples: int,
-        tokens: int | Tensor | None,
-        scale: float | Tensor,
-        loss_reduction: str,
-        without_scale: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Add what the pass left."""
-        if not self._members:
-            return
-        assert tokens is None or isinstance(tokens, Tensor)
-        p_B, q_G = slab.groups(self._device)
-        a: float | Tensor = scale
-        if loss_reduction == "mean":
-            total = num_samples if tokens is None else tokens.to(self._device).double().sum()
-            a = scale / total
-        for k, index in enumerate(self._members):
+    def rows(self, slab: ProbeSlab) -> GroupRows | None:
+        """What the pass left."""
+        return GroupRows(self._members, slab.groups()) if self._members else None
+
+    def numbers(self, each: Any, device: torch.device) -> Tensor:
+        """This process's share of a micro-batch's numbers, [G, WIDTH]."""
+        found = torch.zeros(len(self.names), WIDTH, dtype=torch.float64, device=device)
+        if each.groups is None:
+            return found
+        tokens, (members, rows) = each.tokens, each.groups
+        B, G = sum(map(len, members)), len(members)
+        sums = torch.stack([t.sum(0, dtype=torch.float64).to(device) for t in rows]).sum(0)
+        p_B, q_G = sums[:B], sums[-G:]
+        a: float | Tensor = each.scale
+        if self._loss_reduction == "mean":
+            total = each.num_samples if tokens is None else tokens.to(device).double().sum()
+            a = each.scale / total
+        for k, index in enumerate(members):
             if not len(index):
                 continue
             own = None if tokens is None else tokens[index.to(tokens.device)]
-            scalars = loss_factors.microbatch_scalars(len(index), own, a, "sum", True, self._device)
+            scalars = loss_factors.microbatch_scalars(len(index), own, a, "sum", True, device)
             scalars = torch.where(scalars[0] > 0, scalars, 0.0)  # all padding: no sample here
-            p = p_B[index.to(self._device, non_blocking=True)].sum()
-            self._sums[k] += torch.cat([without_scale(torch.stack([p, q_G[k]])), scalars])
-
-    def start(self, first: bool) -> None:
-        """Begin a micro-batch; the ``first`` of an update forgets what a refused update left."""
-        if first:
-            self.discard()
-
-    def finish(self) -> list[Tensor]:
-        """This process's share of the update's numbers."""
-        found, self._sums = self._sums, torch.zeros_like(self._sums)
-        return [found.flatten()]
-
-    def discard(self) -> None:
-        """Forget the update under way."""
-        self._sums = torch.zeros_like(self._sums)
+            p = p_B[index.to(device, non_blocking=True)].sum()
+            of_group = torch.stack([p, q_G[k]])
+            if each.loss_scale is not None:
+                of_group = of_group / each.loss_scale.to(device).double().square()
+            found[k] = torch.cat([of_group, scalars])
+        return found
 
     def added(self, result: NoiseScale, numbers: Tensor, decay: float | None) -> NoiseScale:
         """``result`` with the noise scale of each group, from the window's numbers [U, width]."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of an estimator, and the state of an update under way."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -68,21 +68,6 @@ class EndOfPass:
 
     marks: list[Mark]
     witness: Tensor | None
-
-
-@dataclass
-class Pending:
-    """Sums over the micro-batches of the update under way."""
-
-    sums: Tensor
-    calls: Tensor
-    scalars: Tensor
-    end: EndOfPass
-    stale: Tensor
-    lengths: bool
-    microbatches: int = 0
-    touched: list[int] = field(default_factory=list)
-    lost: list[Tensor] = field(default_factory=list)
 
 
 def ordered_names(names: Any) -> tuple[str, ...]:

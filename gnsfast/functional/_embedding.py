@@ -66,9 +66,11 @@ class _Embedding(torch.autograd.Function):
             of_samples, of_sum = dlinks or (None, None)
             if link_ids or of_samples is not None or of_sum is not None:
                 taught_BTD = dy_BTD.to(accumulate_dtype(dy.dtype))
-                taught_BTD = taught_BTD.masked_fill((ids_BT == ctx.padding_idx)[..., None], 0.0)
+                if ctx.padding_idx >= 0:
+                    padding_BT1 = (ids_BT == ctx.padding_idx)[..., None]
+                    taught_BTD = taught_BTD.masked_fill(padding_BT1, 0.0)
                 if of_samples is not None and of_sum is not None:
-                    rows = add_cross_terms(rows, taught_BTD, ids_BT, plan, of_samples, of_sum)
+                    add_cross_terms(rows, taught_BTD, ids_BT, plan, of_samples, of_sum)
                 if link_ids:
                     linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
                     to_links = link_grads(link_ids, linked, dw)

@@ -49,24 +49,24 @@ def add_cross_terms(
     plan: Plan,
     of_samples: Tensor,
     of_sum: Tensor,
-) -> Tensor:
-    """Add 2 a·b to an embedding's probe row, for each sample and for the sum; also to the row under
-    a metric, if there is one.
+) -> None:
+    """Add 2 a·b to an embedding's probe row, in place, for each sample and for the sum; also to the
+    row under a metric, if there is one.
     """
     weighed = [dy_BTD]
     if plan.constants_P2 is not None:
         v_BTD = F.embedding(ids_BT, plan.moments[0])
         root_BTD = root_metric(v_BTD, plan.constants_P2[0], dy_BTD.dtype)
         weighed.append(dy_BTD * root_BTD.square())
-    cross = rows_MB.new_zeros(rows_MB.shape, dtype=torch.float64)
-    for row, dy_BTD in zip(cross, weighed):
-        own_BT = (dy_BTD * of_samples).sum(2, dtype=torch.float64)
+    for row, dy_BTD in zip(rows_MB, weighed):
         if plan.starts is None:
-            row[:-2] = own_BT.sum(1)
+            own_B = (dy_BTD * of_samples).sum((1, 2), dtype=torch.float64)
         else:
-            row[:-2].index_add_(0, _documents_of_rows(plan.starts, own_BT.shape[1]), own_BT[0])
-        row[-2] = (dy_BTD * of_sum).sum(dtype=torch.float64)
-    return (rows_MB + 2.0 * cross).to(torch.float32)
+            own_1N = (dy_BTD * of_samples).sum(2, dtype=torch.float64)
+            own_B = own_1N.new_zeros(len(row) - 2)
+            own_B.index_add_(0, _documents_of_rows(plan.starts, own_1N.shape[1]), own_1N[0])
+        own_1 = (dy_BTD * of_sum).sum(dtype=torch.float64)[None]
+        row[:-1].add_(torch.cat([own_B, own_1]), alpha=2.0)
 
 
 def _documents_of_rows(starts: Tensor, N: int) -> Tensor:

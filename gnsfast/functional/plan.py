@@ -78,6 +78,9 @@ class Plan(NamedTuple):
                 "unfrozen or parametrized, call gnsfast.convert(model) again, outside of an open "
                 "block"
             )
+        simple = self.is_plain and not (tied or self.moments or self.experts or self.transposed)
+        if simple and not is_dtensor(weight):
+            return
         if tied or is_dtensor(weight) or not self.is_plain:
             features = self._features(layer, is_dtensor(weight), tied, probe.is_cuda)
             combinations.refuse(layer, features, self.module)
@@ -233,6 +236,8 @@ def samples_first(x: Tensor, B: int, batch_dim: int) -> Tensor:
     """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample."""
     if batch_dim == 1 and x.ndim > 2:
         x = x.transpose(0, 1)
+    if x.ndim == 3 and x.shape[0] == B:
+        return x
     rows = x.shape[:-1].numel()
     T = rows // B if B else 0
     if T * B != rows:

@@ -45,25 +45,26 @@ class Converted(NamedTuple):
     audited: bool = False
     half: bool = False
 
+    @property
+    def decided(self) -> tuple[Any, ...]:
+        """What ``convert`` has decided, without what passes have found."""
+        return self[:5]
+
     def features(self, *asked: str) -> list[str]:
         """``asked`` of ``combinations``, and what the module brings along."""
         return [*asked] if self.tie is None else [*asked, TIED]
 
 
 class Opened(NamedTuple):
-    """What a module measures while its probe is open; ``name`` is its name in messages."""
+    """What a module measures while its probe is open. ``name`` is its name in messages; ``plan``
+    serves inputs whose samples lie along dimension 0.
+    """
 
     probe: Tensor
     name: str
+    samples: int
+    plan: Plan
     documents: Documents | None = None
-    members: tuple[Tensor, ...] = ()
-    moments: tuple[Tensor, ...] = ()
-    constants_P2: Tensor | None = None
-
-    @property
-    def samples(self) -> int:
-        """B, the number of samples."""
-        return self.probe.shape[1] - 2 - len(self.members)
 
 
 class ProbeRow(NamedTuple):
@@ -89,7 +90,13 @@ class DropIn(nn.Module):
 
     def know(self, **facts: Any) -> None:
         """Replace some fields of ``Converted``."""
-        self.gnsfast = self.gnsfast._replace(**facts)
+        self.__dict__["gnsfast"] = self.gnsfast._replace(**facts)
+
+    def called(self, count: float) -> None:
+        """Note the calls of a pass; NaN, which is none, stands for calls that gave no norms."""
+        calls = None if count != count else int(count)
+        if calls != self.gnsfast.calls:
+            self.know(calls=calls)
 
     def claimed_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this module answers for, by their names in it."""
@@ -106,17 +113,14 @@ class DropIn(nn.Module):
 
     def open_probe(self, opened: Opened) -> None:
         """Let the next forward pass fill the probe."""
-        self._opened = opened
+        own = self.__dict__  # past nn.Module.__setattr__, which takes 5 µs
+        own["_opened"] = opened
         # An instance's own: a compiled graph must not depend on whether a pass has set it.
-        self.__dict__.setdefault("gnsfast", self.gnsfast)
-        if self.gnsfast.tie is not None:
-            self.gnsfast.tie.reset()
+        own.setdefault("gnsfast", self.gnsfast)
 
     def close_probe(self) -> None:
         """Become a plain torch module again."""
-        self._opened = None
-        if self.gnsfast.tie is not None:
-            self.gnsfast.tie.reset()
+        self.__dict__["_opened"] = None
 
     @property
     def is_open(self) -> bool:
@@ -137,10 +141,13 @@ class DropIn(nn.Module):
         """The plan for ``x``, whose last ``features`` dimensions hold no samples."""
         opened = self._measured
         starts = None if opened.documents is None else self._starts(x, features)
-        side = opened.members, opened.moments, opened.constants_P2
-        # A name in the graph would make layers that are alike compile one graph each.
-        name = None if torch.compiler.is_compiling() else opened.name
-        return Plan(self._batch_dim(x, features), transposed, starts, 0, *side, name)
+        dim, plan = self._batch_dim(x, features), opened.plan
+        if torch.compiler.is_compiling():
+            # A name in the graph would make layers that are alike compile one graph each.
+            plan = Plan(0, False, None, 0, *plan[4:7], None)
+        if dim == 0 and starts is None and not transposed:
+            return plan
+        return Plan(dim, transposed, starts, *plan[3:])
 
     def _starts(self, x: Tensor, features: int) -> Tensor:
         """Where documents begin in the rows of ``x``. With dimensions after those of the tokens
@@ -169,10 +176,10 @@ class DropIn(nn.Module):
     def _batch_dim(self, x: Tensor, features: int) -> int:
         """The dimension of ``x`` that holds the samples; raises if it does not hold B."""
         opened = self._measured
-        B, layout = opened.samples, self.gnsfast.layout
-        leading = x.shape[: x.ndim - features]
         if opened.documents is not None:
             return 0
+        B, layout = opened.samples, self.gnsfast.layout
+        leading = x.shape[: x.ndim - features]
         if not leading:
             if B == 1:
                 return 0

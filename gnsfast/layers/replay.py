@@ -254,14 +254,9 @@ def _probe_rows(
             if g is not None:
                 totals[n] += g
                 reached.add(n)
-            parts[k].append(
-                totals[n].new_zeros((), dtype=torch.float64) if g is None else reference.sqnorm(g)
-            )
-    norms = []
-    for k, n in enumerate(parameters):
-        sqnorm_B = torch.stack(parts[k]) if parts[k] else totals[n].new_zeros(0)
-        norms.append(torch.cat([sqnorm_B, reference.sqnorm(totals[n])[None]])[None])
-    rows = reference.probe_rows(norms, replay.B, norms[0])
+            parts[k].append(totals[n].new_zeros(1) if g is None else reference.norm(g))
+    norms = [[(*of_samples, reference.norm(totals[n]))] for n, of_samples in zip(totals, parts)]
+    rows = reference.probe_rows(norms, replay.B, norms[0][0][-1])
     for i in used:
         if replay.dims[i] < 0 and (d := douts[i]) is not None:  # a table: do all samples use it?
             same.append(~((d[:1] != 0).any() & ~(d[1:] != 0).any()))

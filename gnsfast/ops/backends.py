@@ -16,7 +16,6 @@ import torch
 
 from gnsfast import reference
 from gnsfast.ops import extension
-from gnsfast.signatures import OPERATORS
 
 VARIABLE = "GNSFAST_BACKEND"
 NAMES = ("reference", "triton", "cuda")
@@ -35,8 +34,11 @@ def chosen() -> str | None:
 
 def backend(device: str) -> str:
     """The back-end that runs tensors of a device type, ``cpu`` or ``cuda``."""
-    default = "cuda" if extension.PREFERRED and not extension.missing() else "triton"
-    return chosen() or ("reference" if device == "cpu" else default)
+    if name := chosen():
+        return name
+    if device == "cpu":
+        return "reference"
+    return "cuda" if extension.PREFERRED and not extension.missing() else "triton"
 
 
 def missing(name: str, device: str) -> str:
@@ -52,21 +54,18 @@ def missing(name: str, device: str) -> str:
     return ""
 
 
-def implementation(op: str, device: str) -> Callable[..., Any]:
-    """The function that runs operator ``op`` on a device type. It takes the fields of the
-    operator's signature.
-    """
+def implementation(op: str, device: str) -> Callable[[Any], Any]:
+    """The function that runs operator ``op`` on a device type; it takes its signature."""
     on_cpu = getattr(reference, op) if device == "cpu" else None
-    signature: Any = OPERATORS[op]
 
-    def run(*fields: Any) -> Any:
+    def run(a: Any) -> Any:
         name = backend(device)
         if on_cpu is not None and name == "reference":
-            return on_cpu(signature._make(fields))
-        first = fields[0][0] if isinstance(fields[0], list) else fields[0]
+            return on_cpu(a)
+        first = a[0][0] if isinstance(a[0], list) else a[0]
         # Triton launches on the current device, whatever device its tensors are on.
         with torch.cuda.device_of(first):
-            return getattr(_module(name, op, device), op)(signature._make(fields))
+            return getattr(_module(name, op, device), op)(a)
 
     return run
 

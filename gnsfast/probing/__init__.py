@@ -7,6 +7,7 @@ from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
 from gnsfast.probing.restore import kept, kept_buffers
 from gnsfast.probing.sample_norms import SampleNorms, per_sample_sqnorms
 from gnsfast.probing.slab import ProbeSlab, Sides, Unit
+from gnsfast.probing.slabs import Slabs
 from gnsfast.probing.verification import Verification, VerifiedParameter, verify
 from gnsfast.probing.wrappers import unwrapped
 
@@ -18,6 +19,7 @@ __all__ = [
     "ProbeSlab",
     "SampleNorms",
     "Sides",
+    "Slabs",
     "Unit",
     "Verification",
     "VerifiedParameter",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.arguments import integer
@@ -14,7 +15,7 @@ from gnsfast.functional import document_slots
 from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import GradientWatch
-from gnsfast.probing.slab import ProbeSlab
+from gnsfast.probing.slabs import Slabs
 
 
 class SampleNorms(Mapping[str, Tensor]):
@@ -116,28 +117,37 @@ class per_sample_sqnorms:
         if cu_seqlens is not None:
             slots = max(len(cu_seqlens) - 1, 0)
             self._documents = document_slots(cu_seqlens, num_samples, slots)
-        self._slab = ProbeSlab(model, slots)
+        slabs = Slabs.of(model)
+        slabs.refresh(model)
+        self._slab = slabs.slab(model, slots)
         if not self._slab.rows:
             raise ValueError(
                 f"{type(model).__name__} has no trainable parameter under a gnsfast module: "
                 "call gnsfast.convert(model) first"
             )
-        self._model, parameters = model, dict(model.named_parameters())
-        self._parameters = {name: parameters[name] for name in self._slab.rows}
+        self._model, self._parameters = model, self._slab.parameters
         self._always = audit == "always"
 
     def __enter__(self) -> SampleNorms:
         self._norms = SampleNorms()
         self._slab.open(self._documents)
-        self._before = {name: checks.mark(p) for name, p in self._parameters.items()}
+        self._arrivals = {name: checks.Arrival(p) for name, p in self._parameters.items()}
         modules = self._slab.modules
         audited = [
             name
             for name, rows in self._slab.rows.items()
             if self._always or not all(modules[path].gnsfast.audited for path, _, _ in rows)
         ]
-        self._watch = GradientWatch(self._parameters, audited)
+        # DistributedDataParallel writes gradients of its own, also where none arrives.
+        counted = self._parameters if dist.is_available() and dist.is_initialized() else ()
+        self._watch = GradientWatch(self._parameters, audited, counted)
         return self._norms
+
+    def _got_gradient(self, name: str) -> bool:
+        """Whether the parameter got a gradient in this pass."""
+        if name in self._watch.counted:
+            return name in self._watch.arrived
+        return self._arrivals[name].of_numbers()
 
     def __exit__(
         self,
@@ -147,50 +157,47 @@ class per_sample_sqnorms:
     ) -> None:
         self._watch.stop()
         self._slab.close()
-        if kind is None:
-            self._slab.refuse_graph()
-            host = {d: grad.to("cpu", torch.float64) for d, grad in self._slab.grad.items()}
-            self._check_calls({d: grad[:, -1].tolist() for d, grad in host.items()})
-            self._check_sums(
-                {d: grad[:, -2].tolist() for d, grad in host.items()},
-                {d: grad[:, :-2].sum(1).tolist() for d, grad in host.items()},
-            )
-            self._norms._norms = {
-                name: sum(self._slab.grad[d][r, :-2] for _, d, r in rows)[: self._num_samples]  # type: ignore[index]
-                for name, rows in self._slab.rows.items()
-            }
+        if kind is not None:
+            return
+        self._slab.refuse_graph()
+        found = [sums.tolist() for sums in self._slab.sums()]
+        sums = dict(zip(self._slab.devices, found))
+        self._check_calls(sums)
+        self._check_sums(sums)
+        rows = {d: grad[:, : self._num_samples].unbind() for d, grad in self._slab.grad.items()}
+        norms = self._norms._norms = {}
+        for name, ((_, device, row), *more) in self._slab.rows.items():
+            norms[name] = sum((rows[d][r] for _, d, r in more), rows[device][row])
 
-    def _touched(self, name: str) -> bool:
-        """Whether the parameter got a gradient in this pass."""
-        if name in self._watch.watched:
-            return name in self._watch.arrived
-        return checks.mark(self._parameters[name]) != self._before[name]
-
-    def _check_calls(self, calls: dict[torch.device, list[float]]) -> None:
+    def _check_calls(self, sums: "Sums") -> None:
         """Raise unless every module was called once, or its parameter got no gradient at all."""
         for name, rows in self._slab.rows.items():
+            counts = []
             for path, device, row in rows:
-                module, c = self._slab.modules[path], calls[device][row]
-                module.know(calls=None if c != c else int(c))
+                module, c = self._slab.modules[path], sums[device][row][2]
+                counts.append(c)
+                module.called(c)
                 if c not in (0, 1) and not (c > 1 and checks.may_repeat(module)):
                     raise ObservationError(checks.explain_calls(path, module, c))
-            if all(calls[d][r] == 0 for _, d, r in rows) and self._touched(name):
+            if not any(counts) and self._got_gradient(name):
                 raise ObservationError(checks.explain_unseen(name, rows[0][0], self._model))
-        if not any(c != 0 for rows in calls.values() for c in rows):
+        if not any(row[2] != 0 for rows in sums.values() for row in rows):
             raise ObservationError(NO_BACKWARD)
 
-    def _check_sums(
-        self, sums: dict[torch.device, list[float]], samples: dict[torch.device, list[float]]
-    ) -> None:
+    def _check_sums(self, sums: "Sums") -> None:
         """Raise unless all of each audited gradient passed through the parameter's modules."""
-        whole = sum(map(sum, samples.values()))
-        for name in self._watch.audited:
+        whole = sum(row[0] for rows in sums.values() for row in rows)
+        for name, norms in self._watch.norms.items():
             p, rows = self._parameters[name], self._slab.rows[name]
-            ours, of_samples = (sum(each[d][r] for _, d, r in rows) for each in (sums, samples))
-            real = self._watch.sqnorms[name].item() if name in self._watch.sqnorms else 0.0
+            of_samples, ours = (sum(sums[d][r][i] for _, d, r in rows) for i in (0, 1))
+            real = sum(norm.item() ** 2 for norm in norms)
             modules = {path: self._slab.modules[path] for path, _, _ in rows}
             if wrong := checks.explain_sums(p, name, modules, ours, real, of_samples, whole):
                 raise ObservationError(wrong)
             for module in modules.values():
                 seen = bool(module.gnsfast.calls) and math.isfinite(real + ours)
                 module.know(audited=module.gnsfast.audited or seen)
+
+
+Sums = dict[torch.device, list[list[float]]]
+"""The rows of ``ProbeSlab.sums`` of each device."""

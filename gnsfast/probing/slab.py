@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes of a whole model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from gnsfast.combinations import CUDA, DOCUMENTS, reason, refuse
 from gnsfast.errors import ObservationError
-from gnsfast.functional import Documents
+from gnsfast.functional import Documents, Plan
 from gnsfast.layers import DropIn, Opened, Tie
 
 
@@ -35,24 +36,11 @@ class Sides(NamedTuple):
 NO_SIDES = Sides()
 
 
-class Read(NamedTuple):
-    """What a pass left, float64: the sum of the samples' squared norms and the squared norm of
-    their sum, for each of the K units and for all rows under a metric together; and the calls of
-    each of the R rows.
-    """
-
-    sums_2K: Tensor
-    metric_2: Tensor
-    calls_R: Tensor
-
-
 class ProbeSlab:
-    """The probes of all covered modules of a model, and their gradients: views of one tensor for
-    each device.
+    """The probes of all covered modules of a model, and what a pass left in them.
 
-    Backward adds to ``grad`` [rows, B + 2 + G] of a device in place. So it is zeroed and read once
-    for all modules, and its address stays the same while the slab is kept. A module has a row for
-    each parameter, then the same rows under a metric.
+    A module has a row for each parameter, then the same rows under a metric. Backward hands them
+    over as the gradient of the module's probe, without a copy. ``grad`` is all of them.
     """
 
     def __init__(self, model: nn.Module, num_samples: int, sides: Sides = NO_SIDES) -> None:
@@ -62,6 +50,7 @@ class ProbeSlab:
         self.units: dict[tuple[str, str], Unit] = {}
         self.weighed: dict[torch.device, list[tuple[int, nn.Parameter]]] = {}
         self._spans: dict[str, tuple[torch.device, int, int]] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
         names = {id(p): name for name, p in model.named_parameters()}
         owners: dict[torch.device, list[int]] = {}
         labels: dict[torch.device, list[tuple[str, str]]] = {}
@@ -78,6 +67,7 @@ class ProbeSlab:
                     labels.setdefault(device, []).append(("", ""))
                     continue
                 full = names[id(parameters[name])]
+                self.parameters[full] = parameters[name]
                 self.rows.setdefault(full, []).append((path, device, row))
                 where = ".".join(filter(None, (full.rpartition(".")[0], part)))
                 self.units.setdefault((full, part), Unit(full, where, block))
@@ -88,50 +78,34 @@ class ProbeSlab:
                 weighed = self.weighed.setdefault(device, [])
                 weighed += [(first + row, p) for row, p in enumerate(parameters.values())]
         self._refuse_untied()
-        width = num_samples + 2 + sides.num_groups
-        self.grad = {d: torch.zeros(len(o), width, device=d) for d, o in owners.items()}
+        self.devices = list(owners)
         self.constants = {
             d: torch.zeros(len(owners[d]), 2, dtype=torch.float64, device=d) for d in self.weighed
         }
-        self._zeros = {device: torch.zeros_like(grad) for device, grad in self.grad.items()}
+        self._zero = {d: torch.zeros((), device=d) for d in owners}
         self.labels = [label for of_device in labels.values() for label in of_device]
-        self._owners = owners
+        self._owners = list(chain(*owners.values()))
+        self._ties = {m.gnsfast.tie for m in self.modules.values()} - {None}
         self._probes: dict[tuple[str, int], Tensor] = {}
-        self._views: dict[tuple[str, int], Tensor] = {}
         self._measures: dict[str, int] = {}  # of each module, in the last pass
+        self._opened: dict[str, Opened] = {}
+        self._at_end: Callable[[], None] | None = None
+        self._waiting = False
+        self._hooked: set[tuple[str, int]] = set()
 
-    @cached_property
-    def _owner(self) -> dict[torch.device, Tensor]:
-        """The index of each row's unit. Rows without a unit come after the K units: K for those of
-        uncovered parameters, K + 1 for those under a metric.
+    def owners(self, device: torch.device) -> Tensor:
+        """On ``device``, the index of each row's unit. Rows without a unit come after the K units:
+        K for those of uncovered parameters, K + 1 for those under a metric.
         """
         K = len(self.units)
         last = {NOBODY: K, METRIC: K + 1}
-        return {
-            device: torch.tensor([last.get(o, o) for o in owners]).to(device, non_blocking=True)
-            for device, owners in self._owners.items()
-        }
+        found = [last.get(o, o) for o in self._owners]
+        return torch.tensor(found, dtype=torch.int64).to(device, non_blocking=True)
 
-    @cached_property
-    def _plain(self) -> dict[torch.device, Tensor]:
-        """The rows that are not under a metric, in the order of ``labels``."""
-        return {
-            device: torch.tensor([row for row, o in enumerate(owners) if o != METRIC]).to(
-                device, non_blocking=True
-            )
-            for device, owners in self._owners.items()
-        }
-
-    @cached_property
-    def _grouped(self) -> dict[torch.device, Tensor]:
-        """The rows of modules that measure groups."""
-        rows: dict[torch.device, list[int]] = {}
-        for path in self.sides.groups:
-            device, first, count = self._spans[path]
-            rows.setdefault(device, []).extend(range(first, first + count))
-        return {
-            device: torch.tensor(own).to(device, non_blocking=True) for device, own in rows.items()
-        }
+    def plain(self, device: torch.device) -> Tensor:
+        """On ``device``, the rows that are not under a metric, in the order of ``labels``."""
+        rows = [row for row, o in enumerate(self._owners) if o != METRIC]
+        return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
     def _refuse_untied(self) -> None:
         for name, rows in self.rows.items():
@@ -180,47 +154,67 @@ class ProbeSlab:
         )
 
     @property
-    def version(self) -> int:
-        """A number that changes when backward reaches a probe; it waits for no device."""
-        return sum(grad._version for grad in self.grad.values())
+    def reached(self) -> bool:
+        """Whether backward has reached a probe of the last pass."""
+        return any(probe.grad is not None for probe in self._probes.values())
 
-    def read(self, device: torch.device) -> Read:
-        """What the last pass left, moved to ``device``, without waiting for it."""
-        B, K = self.num_samples, len(self.units)
-        sums = torch.zeros(2, K + 2, dtype=torch.float64, device=device)
-        calls = []
-        for where, grad in self.grad.items():
-            rows = torch.stack([grad[:, :B].sum(1, dtype=torch.float64), grad[:, B].double()])
-            sums.index_add_(1, self._owner[where].to(device), rows.to(device, non_blocking=True))
-            of_rows = grad[:, B + 1].index_select(0, self._plain[where])
-            calls.append(of_rows.to(device, torch.float64, non_blocking=True))
-        return Read(sums[:, :K], sums[:, K + 1], torch.cat(calls) if calls else sums.new_zeros(0))
+    @cached_property
+    def grad(self) -> dict[torch.device, Tensor]:
+        """[R, B + 2] on each device: the rows that the last pass left, zero where backward did not
+        go.
+        """
+        parts: dict[torch.device, list[Tensor]] = {d: [] for d in self.devices}
+        for path, (device, _, count) in self._spans.items():
+            rows = count * (1 + (path in self.sides.metric))
+            found = self.rows_of(path)
+            if found is not None:
+                grouped = path in self.sides.groups
+                parts[device].append(found[:, : self.num_samples + 2] if grouped else found)
+            if missing := rows - (0 if found is None else len(found)):
+                parts[device].append(self._zero[device].expand(missing, self.num_samples + 2))
+        return {device: torch.cat(rows) for device, rows in parts.items()}
 
-    def groups(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """float64, over the modules that measure groups: each sample's squared norm [B], and the
-        squared norm of each group's sum [G].
+    def rows_of(self, path: str) -> Tensor | None:
+        """[M P, B + 2 + G]: what the last pass left in a module's probe; None if nothing did."""
+        return self._probe(path, self._measures.get(path, 1)).grad
+
+    def sums(self) -> list[Tensor]:
+        """float64 [R, 3] on each of ``devices``: the sum of the samples' squared norms, the squared
+        norm of their sum, and the calls of each row in the last pass.
         """
         B = self.num_samples
-        p_B = torch.zeros(B, dtype=torch.float64, device=device)
-        q_G = torch.zeros(self.sides.num_groups, dtype=torch.float64, device=device)
-        for where, rows in self._grouped.items():
-            grad = self.grad[where].index_select(0, rows)
-            p_B += grad[:, :B].sum(0, dtype=torch.float64).to(device, non_blocking=True)
-            q_G += grad[:, B + 2 :].sum(0, dtype=torch.float64).to(device, non_blocking=True)
-        return p_B, q_G
+        return [
+            torch.cat([grad[:, :B].sum(1, True, dtype=torch.float64), grad[:, B:].double()], 1)
+            for grad in self.grad.values()
+        ]
 
-    def weighed_rows(self, path: str) -> Tensor:
-        """[P, B + 2]: a module's rows under the metric, as the last pass left them."""
-        device, first, count = self._spans[path]
-        return self.grad[device][first + count : first + 2 * count]
+    def groups(self) -> list[Tensor]:
+        """float32 [rows, B + 2 + G] on each device: the rows of modules that measure groups."""
+        parts: dict[torch.device, list[Tensor]] = {}
+        for path in self.sides.groups:
+            if (found := self.rows_of(path)) is not None:
+                parts.setdefault(found.device, []).append(found)
+        return [torch.cat(rows) for rows in parts.values()]
 
-    def sample_sqnorms(self, device: torch.device) -> Tensor:
-        """[B] float64: each sample's squared norm over all rows, from the last pass."""
-        total = torch.zeros(self.num_samples, dtype=torch.float64, device=device)
-        for where, grad in self.grad.items():
-            plain = grad[:, : self.num_samples].index_select(0, self._plain[where])
-            total += plain.sum(0, dtype=torch.float64).to(device, non_blocking=True)
-        return total
+    def sample_sqnorms(self) -> list[Tensor]:
+        """[B] float64 on each device: each sample's squared norm over all rows but those under a
+        metric, from the last pass.
+        """
+        found = []
+        for device, grad in self.grad.items():
+            rows = grad[:, : self.num_samples]
+            if self.sides.metric:
+                rows = rows.index_select(0, self._plain[device])
+            found.append(rows.sum(0, dtype=torch.float64))
+        return found
+
+    @cached_property
+    def _plain(self) -> dict[torch.device, Tensor]:
+        """The rows of each device that are not under a metric."""
+        rows: dict[torch.device, list[int]] = {d: [] for d in self.devices}
+        for device, first, count in self._spans.values():
+            rows[device] += range(first, first + count)
+        return {d: torch.tensor(own).to(d, non_blocking=True) for d, own in rows.items()}
 
     @property
     def probes(self) -> list[Tensor]:
@@ -228,27 +222,27 @@ class ProbeSlab:
         return [self._probe(path, self._measures.get(path, 1)) for path in self.modules]
 
     def refuse_graph(self) -> None:
-        """Raise after ``create_graph=True``, which replaces the slab's views by new tensors."""
-        odd = [key for key, p in self._probes.items() if p.grad is not self._views[key]]
-        for key in odd:
-            self._probes[key].grad = self._views[key]
-        if odd:
-            raise ObservationError(
-                f"{odd[0][0] or 'the model'}: backward(create_graph=True) has no per-sample norms: "
-                "run the pass to measure without it"
-            )
+        """Raise after ``create_graph=True``, whose gradients have a graph of their own."""
+        for (path, _), probe in self._probes.items():
+            if probe.grad is not None and probe.grad.requires_grad:
+                raise ObservationError(
+                    f"{path or 'the model'}: backward(create_graph=True) has no per-sample norms: "
+                    "run the pass to measure without it"
+                )
 
     def open(
         self,
         documents: Documents | None = None,
         members: Sequence[Tensor] = (),
         moments: Mapping[str, Sequence[Tensor]] = {},
+        at_end: Callable[[], None] | None = None,
     ) -> None:
-        """Zero the slab and let the modules fill it.
+        """Forget the last pass and let the modules fill the probes.
 
         ``documents`` says where packed samples begin, ``members`` holds the samples of each group,
         and ``moments`` v of the parameters of each module whose metric is known. The caller fills
-        in their ``constants`` first.
+        in their ``constants`` first. ``at_end`` is called after each backward pass and its averages
+        over processes.
         """
         if documents is not None:
             self._refuse_documents()
@@ -257,10 +251,30 @@ class ProbeSlab:
                 f"{taken[0] or 'the model'}: a probe is open on it already. End the other "
                 "per_sample_sqnorms block of this model first."
             )
-        for grad in self.grad.values():
-            grad.zero_()
-        placed = {d: documents and documents.to(d) for d in self.grad}
-        groups = {d: tuple(m.to(d, non_blocking=True) for m in members) for d in self.grad}
+        self.__dict__.pop("grad", None)
+        plain = documents is None and not members and not moments
+        if not (plain and self._opened):
+            self._opened = self._openings(documents, members, moments)
+        for tie in self._ties:
+            tie.reset()
+        for probe in self._probes.values():
+            probe.grad = None
+        self._watch_end(at_end)
+        for path, opened in self._opened.items():
+            self.modules[path].open_probe(opened)
+        if not plain:
+            self._opened = {}
+
+    def _openings(
+        self,
+        documents: Documents | None,
+        members: Sequence[Tensor],
+        moments: Mapping[str, Sequence[Tensor]],
+    ) -> dict[str, Opened]:
+        """What each module is told to measure."""
+        placed = {d: documents and documents.to(d) for d in self.devices}
+        groups = {d: tuple(m.to(d, non_blocking=True) for m in members) for d in self.devices}
+        openings = {}
         for path, module in self.modules.items():
             device, first, count = self._spans[path]
             v, constants = tuple(moments.get(path, ())), None
@@ -268,21 +282,42 @@ class ProbeSlab:
                 constants = self.constants[device][first : first + count]
             own_groups = groups[device] if path in self.sides.groups else ()
             measures = self._measures[path] = 1 + bool(v)
-            probe = self._probe(path, measures)
-            name = path or type(module).__name__
-            module.open_probe(Opened(probe, name, placed[device], own_groups, v, constants))
+            name, probe = path or type(module).__name__, self._probe(path, measures)
+            plan = Plan(0, False, None, 0, own_groups, v, constants, name)
+            openings[path] = Opened(probe, name, self.num_samples, plan, placed[device])
+        return openings
 
     def _probe(self, path: str, measures: int) -> Tensor:
-        """The leaf whose gradient is the module's rows; it is made once and kept."""
+        """The leaf whose gradient is the module's rows; it is made once and holds one number."""
         key = path, measures
         if key not in self._probes:
-            device, first, count = self._spans[path]
-            rows = slice(first, first + measures * count)
+            device, _, count = self._spans[path]
             groups = self.sides.num_groups if path in self.sides.groups else 0
-            columns = slice(0, self.num_samples + 2 + groups)
-            self._probes[key] = self._zeros[device][rows, columns].detach().requires_grad_()
-            self._probes[key].grad = self._views[key] = self.grad[device][rows, columns]
+            shape = measures * count, self.num_samples + 2 + groups
+            self._probes[key] = self._zero[device].expand(shape).requires_grad_()
         return self._probes[key]
+
+    def _watch_end(self, at_end: Callable[[], None] | None) -> None:
+        self._at_end, self._waiting = at_end, False
+        for key, probe in self._probes.items() if at_end is not None else ():
+            if key not in self._hooked:  # for good: a hook takes 8 µs to make, and 1 to run
+                self._hooked.add(key)
+                probe.register_post_accumulate_grad_hook(self._arrives)
+
+    def _arrives(self, probe: Tensor) -> None:
+        """Call ``at_end`` after this pass. A callback queued by a callback runs after those in
+        which DDP and FSDP2 finish their gradients.
+        """
+        if self._at_end is None or self._waiting:
+            return
+        self._waiting = True
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(self._end))
+
+    def _end(self) -> None:
+        self._waiting = False
+        if self._at_end is not None:
+            self._at_end()
 
     def _refuse_documents(self) -> None:
         for path, module in self.modules.items():
@@ -291,8 +326,11 @@ class ProbeSlab:
 
     def close(self) -> None:
         """Make all modules plain torch modules again."""
+        self._at_end = None
         for module in self.modules.values():
             module.close_probe()
+        for tie in self._ties:
+            tie.reset()
 
 
 NOBODY, METRIC = -1, -2

@@ -9,7 +9,7 @@ from gnsfast.reference.embedding import embedding_wgrad
 from gnsfast.reference.linear import in_projection_wgrad, linear_wgrad
 from gnsfast.reference.metric import one_token_metric, root_metric
 from gnsfast.reference.norms import norm_backward, norm_backward_aten
-from gnsfast.reference.rows import metric_sqnorm, probe_rows, sqnorm
+from gnsfast.reference.rows import metric_sqnorm, norm, probe_rows, sqnorm
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -20,6 +20,7 @@ __all__ = [
     "in_projection_wgrad",
     "linear_wgrad",
     "metric_sqnorm",
+    "norm",
     "norm_backward",
     "norm_backward_aten",
     "one_token_metric",

@@ -153,7 +153,7 @@ def parameter_grads(
         if g is None or parameter is None:
             grads.append(like.new_empty(0))
         else:
-            grad, norms_1B = sum_wgrad(g, parameter.dtype)
+            grad, found = sum_wgrad(g, parameter.dtype)
             grads.append(grad)
-            norms.append(norms_1B)
+            norms.append(found)
     return *grads, probe_rows(norms, samples, like)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gnsfast.reference.rows import probe_rows, sqnorm, sum_wgrad, with_sum
+from gnsfast.reference.rows import Norms, norm, probe_rows, sum_wgrad
 from gnsfast.signatures import ConvWgrad
 from gnsfast.tensors import accumulate_dtype
 
@@ -43,7 +43,8 @@ def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
     acc = accumulate_dtype(x.dtype)
     dw_GOK = x.new_zeros((groups, O // groups, C // groups * math.prod(a.kernel)), dtype=acc)
     dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
-    parts, norms = [], []
+    parts: list[Tensor] = []
+    norms: list[Norms] = []
     if a.weight:
         for b in range(a.samples):
             x_b, dy_b = (t.narrow(0, b * rows_a_sample, rows_a_sample) for t in (x, dy))
@@ -51,14 +52,13 @@ def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
             cols_GLK = cols_nLK.unflatten(2, (groups, -1)).permute(2, 0, 1, 3).flatten(1, 2)
             dy_GOL = dy_b.to(acc).flatten(2).transpose(0, 1).unflatten(0, (groups, -1)).flatten(2)
             g_GOK = torch.bmm(dy_GOL, cols_GLK)
-            parts.append(sqnorm(g_GOK))
+            parts.append(norm(g_GOK))
             dw_GOK += g_GOK
-        sqnorm_B = torch.stack(parts) if parts else x.new_zeros(0, dtype=torch.float64)
-        norms.append(with_sum(sqnorm_B, dw_GOK))
+        norms.append([(*parts, norm(dw_GOK))])
         dw = dw_GOK.reshape(O, C // groups, *a.kernel).to(a.dtype)
     if a.bias:
         sum_nO = dy.flatten(2).sum(2, dtype=acc)
         sum_BO = sum_nO.reshape(a.samples, rows_a_sample, O).sum(1)
-        db, norms_1B = sum_wgrad(sum_BO, a.dtype)
-        norms.append(norms_1B)
+        db, found = sum_wgrad(sum_BO, a.dtype)
+        norms.append(found)
     return dw, db, probe_rows(norms, a.samples, x)

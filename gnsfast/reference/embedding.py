@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.reference.metric import root_metric
-from gnsfast.reference.rows import metric_sqnorm, probe_rows, sqnorm_rows, with_sum
+from gnsfast.reference.rows import Norms, metric_sqnorm, norm, norm_rows, probe_rows
 from gnsfast.reference.segments import samples_of_rows
 from gnsfast.signatures import EmbeddingWgrad, metric_of
 from gnsfast.tensors import accumulate_dtype
@@ -29,14 +29,14 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
 
     def by_sample(t_SD: Tensor) -> Tensor:
         sqnorm_B = t_SD.new_zeros(a.samples, dtype=torch.float64)
-        return sqnorm_B.index_add_(0, sample_S, sqnorm_rows(t_SD))
+        squares_S = norm_rows(t_SD).double().square_()
+        return sqnorm_B.index_add_(0, sample_S, squares_S).sqrt_()
 
-    norms_MB = with_sum(by_sample(sum_SD), dw_VD)
+    norms: Norms = [(by_sample(sum_SD), norm(dw_VD))]
     metric = metric_of(a.moments, a.constants_P2, 0)
     if metric is not None:
         v_VD, constants_2 = metric
         weighed_SD = sum_SD.mul_(root_metric(v_VD[id_S], constants_2, sum_SD.dtype))
-        total = metric_sqnorm(dw_VD, v_VD, constants_2)
-        weighed_B1 = torch.cat([by_sample(weighed_SD), total[None]])
-        norms_MB = torch.cat([norms_MB, weighed_B1[None]])
-    return dw_VD.to(a.dtype), probe_rows([norms_MB], a.samples, dy_ND)
+        total = metric_sqnorm(dw_VD, v_VD, constants_2).sqrt_()
+        norms.append((by_sample(weighed_SD), total[None]))
+    return dw_VD.to(a.dtype), probe_rows([norms], a.samples, dy_ND)

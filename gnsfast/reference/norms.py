@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gnsfast.reference.rows import probe_rows, sum_tokens, sum_wgrad
+from gnsfast.reference.rows import Norms, probe_rows, sum_tokens, sum_wgrad
 from gnsfast.reference.segments import segment_sums
 from gnsfast.signatures import NormBackward, metric_of
 from gnsfast.tensors import accumulate_dtype
@@ -88,12 +88,12 @@ def affine_wgrad(
     a: NormBackward, dw_BF: Tensor | None, db_BF: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dW, db and the probe rows, from the samples' gradients; None marks those not wanted."""
-    none = a.x_BTF.new_empty(0, dtype=accumulate_dtype(a.x_BTF.dtype))
-    grads = [none, none.clone()]
-    norms: list[Tensor] = []
+    acc = accumulate_dtype(a.x_BTF.dtype)
+    grads = [a.x_BTF.new_empty(0, dtype=acc) for _ in range(2)]
+    norms: list[Norms] = []
     for i, (g_BF, parameter) in enumerate(((dw_BF, a.w_F), (db_BF, a.b_F))):
         if g_BF is not None and parameter is not None:
             metric = metric_of(a.moments, a.constants_P2, len(norms))
-            grads[i], norms_MB = sum_wgrad(g_BF, parameter.dtype, metric)
-            norms.append(norms_MB)
+            grads[i], found = sum_wgrad(g_BF, parameter.dtype, metric)
+            norms.append(found)
     return grads[0], grads[1], probe_rows(norms, a.samples, a.x_BTF)

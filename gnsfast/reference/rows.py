@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Squared norms of rows and of their sums, and the probe rows that they fill."""
+"""Norms of rows and of their sums, and the probe rows that they fill."""
 
 import torch
 from torch import Tensor
@@ -9,41 +9,46 @@ from gnsfast.signatures import Metric
 from gnsfast.tensors import accumulate_dtype
 
 # A float32 sum of squares loses digits with its length: a dot product of 16.8M numbers is 5e-4 low,
-# a norm of 2.4M numbers 8e-5, one of ``PIECE`` less than 1e-7. Longer rows are cut into pieces,
-# whose squared norms are added in float64.
+# a norm of 2.4M numbers 8e-5, one of ``PIECE`` less than 1e-7. The norm of a longer row is that of
+# the norms of its pieces.
 PIECE = 1 << 13
+
+
+Norms = list[tuple[Tensor, ...]]
+"""A parameter's norms, not squared, for each of the M measures: tensors that make up one of B + 1
+numbers, the norms of the samples and of their sum."""
+
+
+def norm_rows(t_RN: Tensor) -> Tensor:
+    """The norm of each row of ``t_RN``, in the accumulation dtype."""
+    acc = accumulate_dtype(t_RN.dtype)
+    if t_RN.dtype != acc:
+        t_RN = t_RN.to(acc)
+    if t_RN.shape[1] > PIECE:
+        t_RN = torch.stack([torch.linalg.vector_norm(t, dim=1) for t in t_RN.split(PIECE, 1)], 1)
+    norms_R: Tensor = torch.linalg.vector_norm(t_RN, dim=1)
+    return norms_R
+
+
+def norm(t: Tensor) -> Tensor:
+    """[1]: the Frobenius norm of ``t``, in the accumulation dtype."""
+    if t.numel() <= PIECE or t.ndim < 2:
+        return norm_rows(t.reshape(1, -1))
+    return norm_rows(norm_rows(t.flatten(0, -2))[None])
 
 
 def sqnorm(t: Tensor) -> Tensor:
     """The squared Frobenius norm of ``t``, a float64 scalar."""
-    return sqnorm_rows(t.flatten(0, -2) if t.ndim > 1 else t.reshape(1, -1)).sum()
+    return norm(t).double().square_()[0]
 
 
-def sqnorm_rows(t_RN: Tensor) -> Tensor:
-    """The squared norm of each row of ``t_RN``, float64."""
-    t_RN = t_RN.to(accumulate_dtype(t_RN.dtype))
-    if t_RN.shape[1] <= PIECE:
-        norms_R: Tensor = torch.linalg.vector_norm(t_RN, dim=1)
-        return norms_R.to(torch.float64).square_()
-    norms_PR = [torch.linalg.vector_norm(piece, dim=1) for piece in t_RN.split(PIECE, dim=1)]
-    return torch.stack(norms_PR).to(torch.float64).square_().sum(0)
-
-
-def probe_rows(norms: list[Tensor], samples: int, like: Tensor) -> Tensor:
-    """Probe rows [M P, B + 2] from each parameter's squared norms [M, B + 1], those of the samples
-    and that of their sum.
-    """
-    if not norms:
+def probe_rows(found: list[Norms], samples: int, like: Tensor) -> Tensor:
+    """Probe rows [M P, B + 2] from the norms of each parameter."""
+    if not found:
         return like.new_empty((0, samples + 2), dtype=torch.float32)
-    found = norms[0] if len(norms) == 1 else torch.stack(norms, 1).flatten(0, 1)
-    rows = torch.ones(len(found), samples + 2, dtype=torch.float32, device=like.device)
-    rows[:, :-1] = found
-    return rows
-
-
-def with_sum(sqnorm_B: Tensor, total: Tensor) -> Tensor:
-    """[1, B + 1]: the samples' squared norms, and that of ``total``, their sum."""
-    return torch.cat([sqnorm_B, sqnorm(total)[None]])[None]
+    one = found[0][0][0].new_ones(1)
+    parts = [t for of_measure in zip(*found) for norms in of_measure for t in (*norms, one)]
+    return torch.cat(parts).view(-1, samples + 2).double().square_().to(torch.float32)
 
 
 def sum_tokens(t_BTN: Tensor) -> Tensor:
@@ -64,16 +69,15 @@ GEMM_SUM = 1 << 21
 
 def sum_wgrad(
     g_BN: Tensor, dtype: torch.dtype, metric: Metric | None = None
-) -> tuple[Tensor, Tensor]:
-    """A parameter's gradient and its squared norms [M, B + 1], from the samples' gradients."""
+) -> tuple[Tensor, Norms]:
+    """A parameter's gradient and its norms, from the samples' gradients."""
     g_BN = g_BN.to(accumulate_dtype(g_BN.dtype))
     total_N = g_BN.sum(0)
-    all_N = torch.cat([g_BN, total_N[None]])
-    norms = sqnorm_rows(all_N)
-    if metric is None:
-        return total_N.to(dtype), norms[None]
-    weighed = sqnorm_rows(all_N * root_metric(*metric, g_BN.dtype).flatten())
-    return total_N.to(dtype), torch.stack([norms, weighed])
+    norms: Norms = [(norm_rows(g_BN), norm(total_N))]
+    if metric is not None:
+        root_N = root_metric(*metric, g_BN.dtype).flatten()
+        norms.append((norm_rows(g_BN * root_N), norm(total_N * root_N)))
+    return total_N.to(dtype), norms
 
 
 def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.reference.outer import gram_sqnorms, linear_route
-from gnsfast.reference.rows import sqnorm, sqnorm_rows, with_sum
+from gnsfast.reference.rows import Norms, norm, norm_rows, sqnorm
 from gnsfast.tensors import accumulate_dtype
 
 PADDED = 1 << 22
@@ -19,9 +19,9 @@ PADDED = 1 << 22
 
 def outer_wgrad(
     x_NI: Tensor, dy_NO: Tensor, starts: Tensor, experts: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """dW [E, O, I], or [O, I] without ``experts``, and squared norms [1, B + 1]: Σ_e ‖dy_ebᵀ x_eb‖²
-    for each sample, and Σ_e ‖dW_e‖².
+) -> tuple[Tensor, Norms]:
+    """dW [E, O, I], or [O, I] without ``experts``, and its norms; their squares are
+    Σ_e ‖dy_ebᵀ x_eb‖² for each sample, and Σ_e ‖dW_e‖².
 
     An expert whose segments are all short takes the Gram route, many segments at a time. The
     segments of other experts have a product each.
@@ -49,19 +49,20 @@ def outer_wgrad(
             dw_EOI[e] += g_OI
     _short_sqnorms(x_NI, dy_NO, short, sqnorm_S)
     dw = (dw_EOI if experts else dw_EOI[0]).to(dtype)
-    return dw, with_sum(sqnorm_S.view(E, B).sum(0), dw_EOI)
+    return dw, [(sqnorm_S.view(E, B).sum(0).sqrt_(), norm(dw_EOI))]
 
 
 def bias_wgrad(
     dy_NO: Tensor, starts: Tensor, experts: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """db [E, O], or [O] without ``experts``, and squared norms [1, B + 1]."""
+) -> tuple[Tensor, Norms]:
+    """db [E, O], or [O] without ``experts``, and its norms."""
     E = max(experts, 1)
     B = (len(starts) - 1) // E
     sums_SO = segment_sums(dy_NO, starts)
     total_EO = sums_SO.unflatten(0, (E, B)).sum(1)
     db = (total_EO if experts else total_EO[0]).to(dtype)
-    return db, with_sum(sqnorm_rows(sums_SO).view(E, B).sum(0), total_EO)
+    norms_B = torch.linalg.vector_norm(norm_rows(sums_SO).view(E, B), dim=0)
+    return db, [(norms_B, norm(total_EO))]
 
 
 def tied_rows(x_NI: Tensor, dy_NO: Tensor, ids_1S: Tensor, starts: Tensor) -> Tensor:

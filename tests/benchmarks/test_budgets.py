@@ -8,15 +8,23 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks import budget, instructions, kernel_tables  # noqa: E402
+from benchmarks import budget, instructions, kernel_tables, launches  # noqa: E402
 from benchmarks.budget import Budget  # noqa: E402
+from gnsfast import ops  # noqa: E402
+from gnsfast.signatures import LinearWgrad  # noqa: E402
 
 pytestmark = pytest.mark.source
 
-NAMES = ["instructions", "cuda", *(f"triton-sm_{each}" for each in kernel_tables.CAPABILITIES)]
+NAMES = [
+    "instructions",
+    "launches",
+    "cuda",
+    *(f"triton-sm_{each}" for each in kernel_tables.CAPABILITIES),
+]
 THEN = Budget(
     {"torch": "2.0"},
     {
@@ -34,6 +42,24 @@ def test_instructions() -> None:
         pytest.skip(f"the budget instructions is not compared: {why}")
     if why := budget.hold("instructions", instructions.count()):
         pytest.skip(why)
+
+
+def test_launches() -> None:
+    """No more than in the budget, for a step of GPT-2's layers and of a perceptron."""
+    pytest.importorskip("triton", reason="triton is there on Linux alone")
+    if why := budget.hold("launches", launches.count()):
+        pytest.skip(why)
+
+
+def test_what_launches() -> None:
+    """An operator counts once, a view not at all, what an operator of gnsfast does one by one."""
+    counter, x, dy = launches.Launches(), torch.randn(3, 4, 5), torch.randn(3, 4, 2)
+    assert counter.of(lambda: (x[0].T + 1).sum()) == 2
+    assert counter.of(lambda: torch.empty_like(x).view(-1).expand(2, 60)) == 0
+    assert counter.of(lambda: x.clone().add_(1)) == 2
+    a = LinearWgrad(x, dy, True, False, False, torch.float32)
+    plain = counter.of(lambda: dy.flatten(0, 1).T @ x.flatten(0, 1))
+    assert counter.of(lambda: ops.linear_wgrad(a)) > plain == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -133,7 +133,7 @@ def test_copies_of_an_open_model_are_closed() -> None:
     model = make()
     gns = measured(model, warm(model))
     with gns.microbatch(N):
-        assert model[0]._measured.moments
+        assert model[0]._measured.plan.moments
         assert not copy.deepcopy(model)[0].is_open
         x, y = draw(1)[0]
         F.cross_entropy(model(x), y).backward()

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gnsfast
 from gnsfast.functional import _cross_entropy as cross_entropy
 from gnsfast.ops import backends
+from gnsfast.signatures import OPERATORS
 
 aten = torch.ops.aten
 TO_THE_HOST = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero)
@@ -30,7 +31,9 @@ class NoWaits(TorchDispatchMode):
             raise RuntimeError(f"in deterministic mode {fn} of {list(args[0].shape)} waits")
         if fn.namespace == "gnsfast":
             with self:  # what it is made of is seen too
-                return backends.implementation(what.__name__, "cpu")(*args)
+                return backends.implementation(what.__name__, "cpu")(
+                    OPERATORS[what.__name__](*args)
+                )
         return fn(*args, **(kwargs or {}))
 
 

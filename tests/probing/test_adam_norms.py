@@ -16,11 +16,12 @@ from gnsfast.reference import outer, rows
 
 def measured_norms(model: nn.Module, gns: gnsfast.GradientNoiseScale) -> dict[str, Tensor]:
     """Parameter name -> [B + 1] that the probes hold."""
-    [slab] = gns._start().slabs.values()
+    *_, slab = gns._start()._slabs._slabs.values()
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, Tensor] = {}
     for path in slab.sides.metric:
-        for p, row in zip(slab.modules[path].probed_parameters().values(), slab.weighed_rows(path)):
+        parameters = slab.modules[path].probed_parameters().values()
+        for p, row in zip(parameters, slab.rows_of(path)[len(parameters) :]):
             assert row[-1] == 1.0
             name = names[id(p)]
             found[name] = found.get(name, 0.0) + row[:-1].double()  # a tie has several rows

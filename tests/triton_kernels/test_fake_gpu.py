@@ -79,7 +79,7 @@ def test_what_fails(tmp_path: Path) -> None:
     """Errors of the front end, spills, grids; a run without a launch."""
     (tmp_path / "test_kernels.py").write_text(KERNELS)
     (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTHONOPTIMIZE": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONOPTIMIZE": "1"}
     run = [sys.executable, "-m", "pytest", "-q", "--assert=plain", "-p", "fake_gpu", "--gpu", "90"]
 
     def pytest_of(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What norms add to the launches of a training step on a GPU, counted without one: each operator
+that PyTorch dispatches is one, and so is each launch of Triton's. Views, and tensors that are only
+made, count nothing.
+
+``count()`` runs this file in a process of its own, which takes tensors on the CPU for those of a
+GPU. An operator may launch several kernels, as a sort does; it does so in plain PyTorch too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gnsfast
+from benchmarks.budget import Budget, Rows
+from benchmarks.models import gpt_batch, gpt_loss
+from benchmarks.narrow import NarrowGPT2, Perceptron, labelled, perceptron_loss
+from gnsfast.ops import backends
+from gnsfast.signatures import OPERATORS
+
+ROOT = Path(__file__).parents[1]
+MADE = ("empty", "new_empty", "detach", "_unsafe_view", "sym_", "is_")
+"""Beginnings of the names of operators that launch nothing, beside views."""
+
+AUDITED = 8
+"""Passes after which every parameter has been audited."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts by name what is dispatched inside its block, also by gnsfast's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def triton(self, x: int, y: int, z: int, *args: Any) -> None:
+        """In the place of a launch."""
+        self.counts["triton"] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "gnsfast":
+            with self:
+                return backends.implementation(name, "cpu")(OPERATORS[name](*args))
+        aliases = [result.alias_info for result in func._schema.returns]
+        view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+        if not view and not name.startswith(MADE):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, run: Callable[[], object]) -> int:
+        """What ``run`` launches."""
+        self.counts.clear()
+        with self:
+            run()
+        return self.counts.total()
+
+
+def rows(launches: Launches) -> Rows:
+    """Forward and backward, plain; with a noise scale, while parameters are audited and later; and
+    with every sample's norms.
+    """
+    found: Rows = {}
+    for name, make, loss_of, batch in (
+        ("GPT-2", NarrowGPT2, gpt_loss, gpt_batch(NarrowGPT2)),
+        ("Perceptron", Perceptron, perceptron_loss, labelled()),
+    ):
+        plain, ours, samples = make(), gnsfast.convert(make()), len(batch[0])
+        gns = gnsfast.GradientNoiseScale(ours)
+
+        def step() -> None:
+            with gns.microbatch(samples):  # noqa: B023
+                loss_of(ours, batch).backward()  # noqa: B023
+            gns.update()  # noqa: B023
+            ours.zero_grad()  # noqa: B023
+
+        before = launches.of(lambda: loss_of(plain, batch).backward())  # noqa: B023
+        audited = launches.of(step)
+        for _ in range(AUDITED):
+            step()
+        for row, count in ((f"{name}, audited", audited), (name, launches.of(step))):
+            found[row] = {"plain": before, "gnsfast": count, "launches": count - before}
+    return found
+
+
+def count() -> Budget:
+    """What is counted here; needs Triton."""
+    import triton
+
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GNSFAST_")}
+    environment |= {"GNSFAST_BACKEND": "triton", "GNSFAST_AUTOTUNE": "0", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "benchmarks.launches"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    return Budget(versions, json.loads(done.stdout))
+
+
+if __name__ == "__main__":
+    from benchmarks import no_gpu
+
+    counter = Launches()
+    no_gpu.install(90, 132, counter.triton)
+    print(json.dumps(rows(counter)))

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of the newest updates, on the host, and the updates whose arithmetic is still to be
+done.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gnsfast.estimator.exchange import Exchange
+from gnsfast.estimator.numbers import Update
+
+MOST = 64
+"""So many passes may wait for their arithmetic. Then it is done once the device is through with
+them, which does not hold up a run that never asks for its numbers."""
+
+
+class Ledger:
+    """The vectors of the newest ``window`` updates, in ``ring``, and the sum of all flags."""
+
+    def __init__(
+        self,
+        window: int,
+        exchange: Exchange,
+        numbers: Callable[[Update], tuple[Tensor, Tensor]],
+    ) -> None:
+        self.ring = torch.zeros(window, exchange.width, dtype=torch.float64)
+        self.flags = torch.zeros(exchange.flags, dtype=torch.float64)
+        self.count = 0  # updates in the ring so far
+        self._numbers, self._at_once = numbers, exchange.processes.world > 1
+        self._waiting: list[Any] = []
+        self._passes = 0
+        self._coming: Transfer | None = None
+
+    def add(self, update: Update) -> None:
+        """Add an update; where processes add up their numbers, this is the moment."""
+        self._waiting.append(self._numbers(update) if self._at_once else update)
+        self._passes += len(update.passes)
+        if self._coming is None and self._passes >= MOST:
+            self._coming = self._send()
+        elif self._coming is not None and self._coming.arrived():
+            self._take(self._coming)
+
+    def settle(self) -> None:
+        """Do the arithmetic of all updates. Waits for the device."""
+        if self._coming is not None:
+            self._take(self._coming)
+        self._take(self._send())
+
+    def _send(self) -> "Transfer":
+        coming = Transfer(self._waiting)
+        self._waiting, self._passes = [], 0
+        return coming
+
+    def _take(self, coming: "Transfer") -> None:
+        self._coming = None
+        for each in coming.result():
+            vector, flags = each if self._at_once else self._numbers(each)
+            self.ring[self.count % len(self.ring)] = vector
+            self.flags += flags
+            self.count += 1
+
+
+class Transfer:
+    """Tensors, anywhere in ``what``, on their way to the host, all of a device in one copy."""
+
+    def __init__(self, what: Any) -> None:
+        self._leaves, self._spec = pytree.tree_flatten(what)
+        far: dict[torch.device, list[int]] = {}
+        for k, leaf in enumerate(self._leaves):
+            if isinstance(leaf, Tensor) and leaf.device.type != "cpu":
+                far.setdefault(leaf.device, []).append(k)
+        self._copies = []
+        for device, own in far.items():
+            flat = torch.cat([self._leaves[k].reshape(-1).double() for k in own])
+            copy = flat.to("cpu", non_blocking=True)
+            self._copies.append((own, copy, torch.cuda.current_stream(device).record_event()))
+
+    def arrived(self) -> bool:
+        """Whether the copies are complete."""
+        return all(event.query() for _, _, event in self._copies)
+
+    def result(self) -> Any:
+        """``what``, on the host. Waits for the device."""
+        for own, copy, event in self._copies:
+            event.synchronize()
+            sizes = [self._leaves[k].numel() for k in own]
+            for k, part in zip(own, copy.split(sizes)):
+                leaf = self._leaves[k]
+                self._leaves[k] = part.view(leaf.shape).to(leaf.dtype)
+        return pytree.tree_unflatten(self._leaves, self._spec)

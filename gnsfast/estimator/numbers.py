@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the passes of an update left to its numbers.
+
+A pass and an update only keep tensors, as they are. The arithmetic follows in ``compute()``, on the
+host; where processes must add up their numbers, in ``update()``, on the device.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnsfast.estimator.adam_metric import NoMetric
+from gnsfast.estimator.exchange import Exchange
+from gnsfast.estimator.gradients import Sqnorms
+from gnsfast.estimator.sample_groups import GroupMeasure, GroupRows
+from gnsfast.estimator.settings import Settings
+from gnsfast.noise_scale import loss_factors
+from gnsfast.probing import Audit, ProbeSlab, checks
+
+
+class Pass(NamedTuple):
+    """What a micro-batch left: ``rows`` are those of ``ProbeSlab.sums``, ``samples`` each sample's
+    squared norm where ``tokens`` are known for each. ``loss_scale`` is a gradient scaler's factor.
+    ``divided`` is what a pipeline's schedule divides gradients by, after the pass.
+    """
+
+    rows: list[Tensor]
+    num_samples: int
+    passes: int
+    tokens: int | Tensor | None
+    scale: float | Tensor
+    divided: float
+    loss_scale: Tensor | None
+    samples: list[Tensor]
+    groups: GroupRows | None
+    arrived: dict[str, list[Tensor]]
+
+
+class Update(NamedTuple):
+    """What an update left. q comes from ``sqnorms``, the final gradients, or from ``norm``, that of
+    the whole gradient, or from the probes. ``witnesses`` are some gradients' norms after the last
+    backward pass and at ``update()``, ``leftover`` those before the first; ``loss_scale`` is the
+    factor that is still on the gradients.
+    """
+
+    passes: list[Pass]
+    by_probe: bool
+    leftover: Tensor | None
+    norm: Tensor | None
+    sqnorms: Sqnorms | None
+    witnesses: tuple[Tensor | None, Tensor | None]
+    loss_scale: Tensor | None
+    metric_q: Tensor | None
+
+
+class Numbers:
+    """Computes the vector and the flags of ``Exchange`` on one device, that of the tensors."""
+
+    def __init__(
+        self,
+        slab: ProbeSlab,
+        exchange: Exchange,
+        settings: Settings,
+        replicas: list[bool],
+        audit: Audit,
+        metric: NoMetric,
+        groups: GroupMeasure,
+        device: torch.device,
+    ) -> None:
+        self._exchange, self._processes = exchange, exchange.processes
+        self._settings, self.device = settings, device
+        self._audit, self._metric, self._groups = audit, metric, groups
+        self._units, self._names = len(slab.units), len(slab.rows)
+        self._no_rows = torch.zeros(0, 3, dtype=torch.float64, device=device)  # of an empty stage
+        self._owners, self._plain = slab.owners(device), slab.plain(device)
+        index = {name: k for k, name in enumerate(slab.rows)}
+        parameters = [index[unit.parameter] for unit in slab.units.values()]
+        self._parameters = torch.tensor(parameters, dtype=torch.int64, device=device)
+        self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
+        single = [not checks.may_repeat(slab.modules[path]) for path, _ in slab.labels]
+        self._single = torch.tensor(single, dtype=torch.float64, device=device)
+
+    def __call__(self, update: Update) -> tuple[Tensor, Tensor]:
+        found = [self._of_pass(each) for each in update.passes]
+        sums, metric_2, calls, scalars, lost = (torch.stack(t).sum(0) for t in zip(*found))
+        p, q = sums / self._processes.tensor  # tensor-parallel processes all found the same
+        whole = q.sum()
+        written = another = replica = handed = stale = torch.zeros_like(whole)
+        norm = None if update.norm is None else _without(update.norm, update.loss_scale)
+        if update.by_probe:
+            if norm is not None:  # only compared: the probes are more accurate
+                another = ((norm - whole).abs() > 0.02 * whole).double()
+        else:
+            if update.leftover is not None:
+                stale = (update.leftover.sum() != 0).double()
+            if norm is not None:
+                handed, whole = norm, norm * self._processes.data**2 / self._processes.world
+                q = torch.full_like(q, torch.nan)
+            elif update.sqnorms is not None:
+                data = self._processes.data**2  # DDP and FSDP2 average
+                q = _without(update.sqnorms.shares(self.device), update.loss_scale) * data
+                whole, replica = q.sum(), (q * self._replicas).sum()
+                written = self._written(update)
+        metric = self._metric.numbers(metric_2, update.metric_q, update.loss_scale)
+        groups = [self._groups.numbers(each, self.device) for each in update.passes]
+        return self._exchange(
+            *(torch.stack([p, q]), whole, scalars, calls),
+            *([written, stale, another, *lost], handed, replica),
+            [*metric, *(torch.stack(groups).sum(0).flatten()[None] if groups else ())],
+        )
+
+    def _of_pass(self, each: Pass) -> tuple[Tensor, ...]:
+        """p and q of the units, the same under a metric, calls and surplus calls, the scalars of
+        the weights, and the flags of misplaced tokens.
+        """
+        rows = torch.cat([self._no_rows, *(t.to(self.device) for t in each.rows)])
+        K = self._units
+        sums = rows.new_zeros(2, K + 2).index_add_(1, self._owners, rows[:, :2].T)
+        of_parameters = sums.new_zeros(2, self._names)
+        self._audit.add(of_parameters.index_add_(1, self._parameters, sums[:, :K]), each.arrived)
+        sums = _without(sums, each.loss_scale)
+        calls = rows[:, 2][self._plain]
+        surplus = (calls - each.passes).clamp(min=0) * self._single
+        scalars = loss_factors.block_scalars(
+            *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
+            *(self._settings.loss_reduction, self._settings.local, self.device),
+        )
+        lost = rows.new_zeros(2)
+        if each.samples:
+            assert isinstance(each.tokens, Tensor)
+            sqnorm_B = torch.stack([t.to(self.device) for t in each.samples]).sum(0)
+            lost = torch.stack(loss_factors.misplaced(sqnorm_B, each.tokens))
+        return (
+            sums[:, :K] * each.divided**2,
+            sums[:, K + 1],
+            torch.stack([calls, torch.where(calls.isnan(), calls, surplus)]),
+            scalars,
+            lost,
+        )
+
+    def _written(self, update: Update) -> Tensor:
+        """1.0 if the gradients were written to after backward, else 0.0. Not every write changes a
+        version: ``unscale_`` on the CPU does not, nor clipping shards.
+        """
+        before, after = update.witnesses
+        if before is None or after is None:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        then = _without(before.double().sum().square(), update.passes[-1].loss_scale)
+        now = _without(after.double().sum().square(), update.loss_scale)
+        return ((now / then - 1).abs() > 1e-3).double()
+
+
+def _without(sqnorm: Tensor, loss_scale: Tensor | None) -> Tensor:
+    """A squared norm without a gradient scaler's factor."""
+    if loss_scale is None:
+        return sqnorm
+    return sqnorm / loss_scale.to(sqnorm.device, torch.float64, non_blocking=True).square()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slabs of one model: made once for each number of samples, while the model stays the same."""
+
+from typing import Any
+
+from torch import nn
+
+from gnsfast.layers import DropIn
+from gnsfast.probing.slab import NO_SIDES, ProbeSlab, Sides
+
+SLABS = 8
+"""How many numbers of samples are kept; a run with more makes their slabs again."""
+
+
+class Slabs:
+    """The slabs of one model, by their number of samples. A copy is empty, so that a copy of a
+    model does not share its slabs.
+    """
+
+    def __init__(self) -> None:
+        self._facts: list[Any] = []
+        self._slabs: dict[tuple[int, Sides], ProbeSlab] = {}
+
+    @staticmethod
+    def of(model: nn.Module) -> "Slabs":
+        """Those that the model carries."""
+        slabs: Slabs = vars(model).setdefault("_gnsfast_slabs", Slabs())
+        return slabs
+
+    def refresh(self, model: nn.Module) -> bool:
+        """Forget the slabs after any change of the model's modules, parameters, or of what
+        ``convert`` has decided about them. Returns whether there was one.
+        """
+        facts = _facts(model)
+        if facts == self._facts:
+            return False
+        self._facts = facts
+        self._slabs.clear()
+        return True
+
+    def slab(self, model: nn.Module, num_samples: int, sides: Sides = NO_SIDES) -> ProbeSlab:
+        """The slab for so many samples, of the model as it was at the last ``refresh``."""
+        key = num_samples, sides
+        slab = self._slabs.pop(key, None) or ProbeSlab(model, num_samples, sides)
+        self._slabs[key] = slab  # the newest comes last
+        if len(self._slabs) > SLABS:
+            del self._slabs[next(iter(self._slabs))]
+        return slab
+
+    def __deepcopy__(self, memo: Any) -> "Slabs":
+        return Slabs()
+
+    def __reduce__(self) -> Any:
+        return Slabs, ()
+
+
+def _facts(model: nn.Module) -> list[Any]:
+    """What a slab is made from. Slabs hold the parameters, so an id names one of them for good."""
+    facts: list[Any] = []
+    seen, stack = set(), [model]
+    while stack:
+        module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        facts += id(module), module.__class__, *module._modules
+        if isinstance(module, DropIn):
+            facts.append(module.gnsfast.decided)
+        for name, p in module._parameters.items():
+            if p is not None:
+                facts += name, id(p), p.requires_grad, p.device
+        stack += filter(None, module._modules.values())
+    return facts
