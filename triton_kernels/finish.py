@@ -32,3 +32,12 @@ def column_sums(partial_ptr, pieces, stride, offs, mask, BLOCK_P: tl.constexpr):
         found = tl.load(at, mask=(piece < pieces)[:, None] & mask[None, :], other=0.0)
         total += tl.sum(found.to(tl.float64), 0)
     return total
+
+
+@triton.jit
+def clear_tickets(tickets_ptr, tickets):
+    """Set them to zero, in the first program of a kernel before the one that takes them."""
+    if tl.program_id(0) == 0:
+        for first in range(0, tickets, 128):
+            offs = first + tl.arange(0, 128)
+            tl.store(tickets_ptr + offs, 0, mask=offs < tickets)
