@@ -34,7 +34,7 @@ SINCE = {"80": OLDEST, "90": OLDEST, "100": (12, 8), "120": (12, 8)}
 HOPPER = "-gencode=arch=compute_90a,code=sm_90a"
 HOPPER_UNITS = ("linear_wgrad_sm90.cu",)
 VARIANT_UNITS = ("variants_sm90.cu",)
-GENERIC_UNITS = ("linear_wgrad_sm80.cu", "token_sqnorms.cu")
+GENERIC_UNITS = ("linear_wgrad_sm80.cu", "token_sqnorms.cu", "finish.cu")
 
 
 def architectures(release: tuple[int, int]) -> list[str]:

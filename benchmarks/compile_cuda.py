@@ -24,7 +24,8 @@ INSTANCES = [
 ]
 GENERIC_ARCHITECTURES = ("80", "90", "100", "120")
 TOKEN_SQNORMS = '#include "token_sqnorms.cu"\n'
-TOKEN_SQNORMS_ARCHITECTURES = ("80", "120")
+FINISH = '#include "finish.cu"\n'
+SIMT_ARCHITECTURES = ("80", "120")
 
 
 def sm90_source(instance: tuple[str, str, str]) -> str:
@@ -34,8 +35,6 @@ def sm90_source(instance: tuple[str, str, str]) -> str:
 template __global__ void gnsfast::linear_wgrad_kernel<{element}, {output}, gnsfast::{variant}>(
     const __grid_constant__ CUtensorMap, const __grid_constant__ CUtensorMap, {output}*,
     const __grid_constant__ gnsfast::Problem);
-template __global__ void gnsfast::merge_kernel<{output}, gnsfast::{variant}>(
-    {output}*, const __grid_constant__ gnsfast::Problem);
 """
 
 
@@ -54,7 +53,7 @@ def units() -> list[tuple[str, str]]:
     return [
         *((sm90_source(instance), "90a") for instance in INSTANCES),
         *((generic_source(), arch) for arch in GENERIC_ARCHITECTURES),
-        *((TOKEN_SQNORMS, arch) for arch in TOKEN_SQNORMS_ARCHITECTURES),
+        *((source, arch) for source in (TOKEN_SQNORMS, FINISH) for arch in SIMT_ARCHITECTURES),
     ]
 
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.compile_cases import (
+    DTYPES,
+    Case,
+    absent_metric,
+    attention_cases,
+    embedding_cases,
+    norm_cases,
+    sums_cases,
+)
 from benchmarks.compile_cuda import instructions
-from gnsfast.signatures import Parameters, Pattern
 from gnsfast.triton_kernels import (
-    attention_backward,
-    attention_forward,
-    attention_tiles,
     configs,
-    embedding,
     gram,
     linear_finish,
     linear_plan,
     linear_wgrad,
-    norms,
     segments,
+    sums,
 )
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -43,42 +46,13 @@ ALIGNED = {"I", "O", "D", "N", "x_stride", "dy_stride"} | {
 }
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass
-class Case:
-    """A kernel, the dtype of its inputs, what is constant; None for an absent tensor."""
-
-    name: str
-    fn: Any
-    dtype: str
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int = 3
-    pointers: dict[str, str] = field(default_factory=dict)
-    tensor_cores: bool = False
-    aligned: bool = True
-    maxnreg: int | None = None
-
-
 def cases(capability: int) -> Iterator[Case]:
     yield from linear_cases(capability)
     yield from attention_cases()
-    for N in (40, 768, 1024, 2048, 4095, 4096, 8192, 16384):
-        for rms in (True, False):
-            yield from norm_cases(N, rms)
+    yield from norm_cases()
+    yield from sums_cases()
+    yield from embedding_cases()
     for dtype in ("bf16", "fp32"):
-        meta = {key: embedding.config(4096)[key] for key in ("BLOCK_R", "BLOCK_D")}
-        ids = {"order_ptr": "*i64", "key_ptr": "*i64", "id_ptr": "*i64"}
-        fp32 = {"dw_ptr": "*fp32", "partial_ptr": "*fp32", "v_ptr": "*fp32"}
-        pointers = ids | fp32 | {"constants_ptr": "*fp64"}
-        for fn in (embedding.segment_sqnorms_kernel, embedding.run_sums_kernel):
-            for metric in (False, True):
-                constants = meta | {"METRIC": metric} | absent_metric(metric)
-                name = fn.__name__ + " metric" * metric
-                most = embedding.config(4096)["maxnreg"]
-                yield Case(name, fn, dtype, constants, 4, pointers=pointers, maxnreg=most)
         fp32 = {"product_ptr": "*fp32", "dy_sqnorm_ptr": "*fp32"}
         yield Case(
             "token_sqnorms",
@@ -88,82 +62,6 @@ def cases(capability: int) -> Iterator[Case]:
             4,
             pointers=fp32 | {"tickets_ptr": "*i32"},
         )
-
-
-def attention_cases() -> Iterator[Case]:
-    kernels = {
-        "forward": attention_forward.attention_forward_kernel,
-        "queries": attention_backward.attention_queries_kernel,
-        "keys": attention_backward.attention_keys_kernel,
-    }
-    learned = ("sinks", "logit_scale", "q_gain", "k_gain")
-    absent_ones: dict[str, tuple[str, ...]] = {
-        "all": ("mask", "starts"),
-        "all, masked": ("starts",),
-        "sinks": ("logit_scale", "q_gain", "k_gain", "mask", "starts"),
-        "documents": ("mask", *learned[1:]),
-    }
-    runs = [("bf16", 32, "all, masked"), ("bf16", 128, "documents"), ("fp32", 64, "documents")]
-    runs += [("bf16", D, what) for D in (64, 128, 256) for what in ("sinks", "all, masked")]
-    runs += [("fp32", D, what) for D in (32, 64, 128, 256) for what in ("all", "sinks")]
-    runs += [("fp32", D, "all, masked") for D in (32, 64, 128, 256)]
-    for dtype, D, what in runs:
-        tensors = {n: torch.empty(0) for n in (*learned, "mask") if n not in absent_ones[what]}
-        parameters = Parameters(*(tensors.get(n) for n in learned))
-        pattern = Pattern(tensors.get("mask"), None, True, 1.0, 0, 0)
-        q = torch.empty(0, 0, 0, D, dtype=DTYPES[dtype])
-        for name, options in attention_tiles.config(parameters, pattern, q).items():
-            fn, options = kernels[name], dict(options)
-            warps, stages = options.pop("num_warps"), options.pop("num_stages")
-            most = options.pop("maxnreg", None)
-            absent = [f"{p}_ptr" for p in absent_ones[what]]
-            absent += [f"d{p}" for p in absent if p.split("_ptr")[0] in learned]
-            names = fn.arg_names
-            fp32 = [
-                f"{n}_ptr"
-                for n in ("highest", "inverse", "delta", *learned, *(f"d{p}" for p in learned))
-            ]
-            yield Case(
-                f"attention {name} {D} {what}",
-                fn,
-                dtype,
-                dict(CAUSAL=True, WINDOW=what == "sinks", D=D, PRECISION="ieee")
-                | options
-                | {n: None for n in absent if n in names},
-                warps,
-                stages,
-                dict.fromkeys([n for n in fp32 if n in names], "*fp32") | {"starts_ptr": "*i32"},
-                tensor_cores=dtype != "fp32",
-                maxnreg=most,
-            )
-
-
-def norm_cases(N: int, rms: bool) -> Iterator[Case]:
-    name, options = "rms" if rms else "layer", norms.config(N)
-    wide = options["BLOCK_N"] < N
-    stats = ("mean_ptr", "rstd_ptr", "mean_gn_ptr", "mean_g_ptr")
-    pointers = dict.fromkeys((*stats, "w_ptr", "dw_ptr", "db_ptr"), "*fp32")
-    absent = ["mean_ptr", "db_ptr"] if rms else []
-    absent += ["rstd_ptr"] if rms and not wide else []
-    absent += [] if wide else ["mean_gn_ptr", "mean_g_ptr"]
-    variant = dict(RMS=rms, WEIGHT=True)
-    yield Case(
-        f"norm_backward {name} {N}",
-        norms.norm_backward_kernel,
-        "bf16",
-        dict(MEANS=wide, GAIN=True, BIAS=not rms, **variant, **dict.fromkeys(absent))
-        | {key: options[key] for key in ("BLOCK_T", "BLOCK_N", "NUM_STAGES")},
-        options["num_warps"],
-        pointers=pointers,
-        aligned=N % 16 == 0,
-        maxnreg=options["maxnreg"],
-    )
-    if wide:
-        constants = variant | dict(BLOCK_N=norms.MEANS_CONFIG["BLOCK_N"])
-        constants |= dict(mean_ptr=None) if rms else {}
-        warps = norms.MEANS_CONFIG["num_warps"]
-        fn = norms.norm_means_kernel
-        yield Case(f"norm_means {name}", fn, "bf16", constants, warps, pointers=pointers)
 
 
 def linear_cases(capability: int) -> Iterator[Case]:
@@ -271,10 +169,6 @@ def finish_cases() -> Iterator[Case]:
         )
 
 
-def absent_metric(metric: bool) -> dict[str, None]:
-    return {} if metric else dict.fromkeys(("v_ptr", "constants_ptr"))
-
-
 def segments_cases() -> Iterator[Case]:
     half = [("bf16", "ieee", aligned, dw) for aligned in (True, False) for dw in ("bf16", "fp32")]
     single = [("fp32", p, aligned, "fp32") for p in ("ieee", "tf32") for aligned in (True, False)]
@@ -290,7 +184,8 @@ def segments_cases() -> Iterator[Case]:
             blocks(config) | dict(PRECISION=precision),
             config.num_warps,
             config.num_stages,
-            {"partial_ptr": "*fp32", "starts_ptr": "*i32", "dw_ptr": f"*{dw}"},
+            {"partial_ptr": "*fp32", "dw_ptr": f"*{dw}"}
+            | {"starts_ptr": "*i32", "ticket_ptr": "*i32"},
             tensor_cores=precision == "tf32" or dtype != "fp32",
             aligned=aligned,
         )
@@ -300,8 +195,24 @@ def segments_cases() -> Iterator[Case]:
         "bf16",
         {name: size for name, size in segments.SUMS.items() if name.isupper()},
         segments.SUMS["num_warps"],
-        pointers={"sums_ptr": "*fp32", "starts_ptr": "*i32"},
+        pointers={"sums_ptr": "*fp32", "starts_ptr": "*i32", "tickets_ptr": "*i32"},
     )
+    options = sums.plan(8, (1,), (768,), 1).options
+    for weight, bias in ((True, False), (False, True), (True, True)):
+        absent = [] if weight else ["partial_ptr"]
+        absent += [] if bias else ["sums_ptr"]
+        names = ("rows_ptr", "partial_ptr", "sums_ptr", "scratch_ptr")
+        yield Case(
+            f"segments_finish{' weight' * weight}{' bias' * bias}",
+            segments.segments_finish_kernel,
+            "bf16",
+            {name: size for name, size in options.items() if name.startswith("BLOCK")}
+            | dict(WEIGHT=weight, BIAS=bias, BLOCK_W=32)
+            | dict.fromkeys(absent),
+            options["num_warps"],
+            pointers=dict.fromkeys(names, "*fp32") | {"tickets_ptr": "*i32"},
+            maxnreg=options["maxnreg"],
+        )
 
 
 @contextmanager
@@ -369,8 +280,10 @@ def compile_case(case: Case, capability: int) -> dict[str, Any]:
         if name in case.constants:
             signature[name] = "constexpr"
         elif name in case.pointers or name.endswith("_ptr"):
-            signature[name] = case.pointers.get(name, f"*{case.dtype}")
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            kind = signature[name] = case.pointers.get(name, f"*{case.dtype}")
+            paths = [(i, k) for k in range(len(kind))] if isinstance(kind, tuple) else [(i,)]
+            if name != "pieces" and (case.aligned or name != "widths"):
+                attributes |= {path: [["tt.divisibility", 16]] for path in paths}
         else:
             signature[name] = "fp32" if name in ("eps", "offset", "scale") else "i32"
             if case.aligned and (name in ALIGNED or attention_stride(name)):

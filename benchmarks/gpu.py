@@ -43,6 +43,7 @@ ROOT = Path(__file__).parents[1]
 
 SUITES = (
     "triton_kernels/test_linear_finish.py",
+    "triton_kernels/test_triton_finish.py",
     "triton_kernels/test_triton_linear.py",
     "triton_kernels/test_triton_layers.py",
     "triton_kernels/test_triton_metric.py",

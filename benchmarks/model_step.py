@@ -19,20 +19,21 @@ EMBEDDING_LAUNCHES = {"eager": 3, "compiled": 8}
 """Beside plain ones: keys, segments of a sample, the finishing kernel. Compiled, plain needs no
 sort, which is about five."""
 
-TIED_LAUNCHES = {"eager": 16, "compiled": 4}
+TIED_LAUNCHES = {"eager": 9, "compiled": 4}
 """The gather of dy's columns, the batched product, dW's rows, and the embedding's cross terms with
-them: the masked rows of dy, products and sums for the samples and for the sum."""
+them: products and sums for the samples and for the sum, laid together and added."""
 
-TIED_PASSES = {"eager": 13, "compiled": 4}
+TIED_PASSES = {"eager": 11, "compiled": 4}
 """How often [B, T, D] float32 moves for a tie: the product writes the head's rows; dW's are read
-and written, dy is masked; then twice a product, three, and its sum, one. Compiled, one kernel reads
-dy, the rows and dW's."""
+and written; then twice a product, three, and its sum, one. Compiled, one kernel reads dy, the rows
+and dW's."""
 
-ESTIMATOR_LAUNCHES = 10
-"""Of ``GradientNoiseScale`` in a step of one micro-batch, whatever the model."""
+ESTIMATOR_LAUNCHES = 7
+"""Of ``GradientNoiseScale`` in a step of one micro-batch, whatever the model: four that gather and
+add the probes' rows, three for the norms of a few gradients."""
 
-AUDIT_LAUNCHES = 4
-"""A parameter's squared norm: its rows' norms, widened, squared, added."""
+AUDITED = 32
+"""The parameters audited in one pass (``probing.gradient_watch.AT_ONCE``), by a kernel each."""
 
 SCALARS = 19
 """Numbers of an update's vector beside two for each parameter and two for each row of a probe."""
@@ -123,10 +124,11 @@ def tie_work(layer: Layer, B: int, T: int, mode: str) -> Work:
 
 
 def audit_work(model: Model, weights: int) -> Work:
-    """The first pass of each parameter: its gradient is read once more. What the host does for that
-    was not counted.
+    """A pass that audits: an average share of the gradients is read once more. What the host does
+    for that was not counted.
     """
-    return Work(weights * model.parameters, AUDIT_LAUNCHES * model.units)
+    audited = min(AUDITED, model.units)
+    return Work(weights * model.parameters * audited / model.units, audited)
 
 
 def estimator_work(model: Model, B: int) -> Work:

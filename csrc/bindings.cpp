@@ -53,14 +53,6 @@ T* pointer(const char* name, uintptr_t address, bool optional = false) {
   return reinterpret_cast<T*>(address);
 }
 
-gnsfast::Rows rows(const char* name, uintptr_t data, const py::tuple& strides) {
-  if (strides.size() != 2) {
-    throw std::invalid_argument(std::string(name) + "_strides must be (of samples, of tokens)");
-  }
-  return {pointer<const void>(name, data), strides[0].cast<int64_t>(),
-          strides[1].cast<int64_t>()};
-}
-
 const gnsfast::Kernel& kernel_of(const std::string& name, int processors) {
   if (processors < 2) throw std::invalid_argument("processors must be two or more");
   for (const auto& kernel : gnsfast::kernels()) {
@@ -79,46 +71,76 @@ std::vector<std::string> kernels() {
 
 py::dict plan(const std::string& kernel, const py::tuple& shape, int processors) {
   const Shape s = shape_of(shape);
-  const auto p = kernel_of(kernel, processors).plan(s[0], s[1], s[2], s[3], processors);
+  const auto p = kernel_of(kernel, processors).plan(s[0], s[2], s[3], processors);
   py::dict result;
+  result["tiles"] = p.tiles;
   result["whole_tiles"] = p.whole_tiles;
-  result["parts"] = p.parts;
-  result["partial_rows"] = p.partial_rows;
-  result["scratch_elements"] = p.scratch_elements;
+  result["runs"] = p.runs;
+  result["run"] = p.run;
+  result["busiest"] = p.busiest(s[0]);
+  result["at_once"] = p.at_once;
+  result["partial_rows"] = p.norm_rows();
+  result["scratch_elements"] = p.scratch_elements();
   return result;
 }
 
-void linear_wgrad(const std::string& kernel, uintptr_t x, const py::tuple& x_strides, uintptr_t dy,
-                  const py::tuple& dy_strides, const py::tuple& shape, const std::string& element,
-                  uintptr_t dw, const std::string& output, bool add, uintptr_t partial,
-                  uintptr_t scratch, int processors, uintptr_t stream, int device) {
-  const Shape s = shape_of(shape);
-  const gnsfast::Kernel& functions = kernel_of(kernel, processors);
-  gnsfast::LinearWgrad call{};
-  call.x = rows("x", x, x_strides);
-  call.dy = rows("dy", dy, dy_strides);
-  call.B = s[0];
-  call.T = s[1];
-  call.I = s[2];
-  call.O = s[3];
-  call.element = half_of(element, s);
-  call.output = dtype_of(output);
-  if (call.output != Dtype::kFloat32 && call.output != call.element) {
-    throw std::invalid_argument("dw must be float32 or " + element + ", not " + output);
+// All that stays the same from call to call: checked and planned once. Calls are positional, as
+// names cost time.
+class LinearWgrad {
+ public:
+  LinearWgrad(const std::string& kernel, const py::tuple& shape, const std::string& element,
+              const std::string& output, bool bias, int processors, int device)
+      : functions_(kernel_of(kernel, processors)), bias_(bias) {
+    const Shape s = shape_of(shape);
+    call_.B = s[0];
+    call_.T = s[1];
+    call_.I = s[2];
+    call_.O = s[3];
+    call_.element = half_of(element, s);
+    call_.output = dtype_of(output);
+    if (call_.output != Dtype::kFloat32 && call_.output != call_.element) {
+      throw std::invalid_argument("dw must be float32 or " + element + ", not " + output);
+    }
+    call_.device = device;
+    plan_ = functions_.plan(call_.B, call_.I, call_.O, processors);
+    const auto tasks = gnsfast::tasks_of(plan_, call_.B, call_.T, call_.O, bias);
+    workspace_ = gnsfast::workspace_of(plan_, tasks, call_.B, nullptr).bytes;
   }
-  call.add = add;
-  if (add && call.output != Dtype::kFloat32) {
-    throw std::invalid_argument("only a float32 dw is added to, not " + output);
+
+  int64_t workspace() const { return workspace_; }
+
+  void operator()(uintptr_t x, int64_t x_stride_b, int64_t x_stride_t, uintptr_t dy,
+                  int64_t dy_stride_b, int64_t dy_stride_t, uintptr_t dw, uintptr_t db,
+                  uintptr_t rows, int64_t row_stride, uintptr_t workspace, bool add,
+                  uintptr_t stream) const {
+    gnsfast::LinearWgrad call = call_;
+    call.x = {pointer<const void>("x", x), x_stride_b, x_stride_t};
+    call.dy = {pointer<const void>("dy", dy), dy_stride_b, dy_stride_t};
+    call.dw = pointer<void>("dw", dw);
+    call.db = pointer<void>("db", db, !bias_);
+    if (db && !bias_) throw std::invalid_argument("this call was made without a bias");
+    if (add && call.output != Dtype::kFloat32) {
+      throw std::invalid_argument("only a float32 dw is added to");
+    }
+    call.add = add;
+    call.rows = pointer<float>("rows", rows);
+    call.row_stride = row_stride;
+    call.workspace = pointer<void>("workspace", workspace);
+    if (workspace % 16) {
+      throw std::invalid_argument("the workspace must be at a multiple of 16 bytes");
+    }
+    call.stream = pointer<void>("stream", stream, true);
+    py::gil_scoped_release release;
+    functions_.launch(call, plan_);
   }
-  call.dw = pointer<void>("dw", dw);
-  call.partial = pointer<float>("partial", partial);
-  const auto p = functions.plan(call.B, call.T, call.I, call.O, processors);
-  call.scratch = pointer<float>("scratch", scratch, p.scratch_elements == 0);
-  call.stream = pointer<void>("stream", stream, true);
-  call.device = device;
-  py::gil_scoped_release release;
-  functions.launch(call, p, processors);
-}
+
+ private:
+  gnsfast::Kernel functions_;
+  gnsfast::LinearWgrad call_{};
+  gnsfast::Plan plan_;
+  int64_t workspace_;
+  bool bias_;
+};
 
 void token_sqnorms(uintptr_t x, int64_t x_stride, uintptr_t dy, int64_t dy_stride,
                    const py::tuple& shape, const std::string& element, uintptr_t product,
@@ -149,11 +171,17 @@ PYBIND11_MODULE(_C, m) {
   m.def("missing_device", &gnsfast::missing_device, "Why no kernel can be launched; else empty.");
   m.def("plan_linear_wgrad", &plan, py::arg("kernel"), py::arg("shape"), py::arg("processors"),
         "How (B, T, I, O) is split, and what memory that needs.");
-  m.def("linear_wgrad", &linear_wgrad, py::arg("kernel"), py::kw_only(), py::arg("x"), py::arg("x_strides"),
-        py::arg("dy"), py::arg("dy_strides"), py::arg("shape"), py::arg("element"), py::arg("dw"),
-        py::arg("output"), py::arg("add"), py::arg("partial"), py::arg("scratch"),
-        py::arg("processors"), py::arg("stream"), py::arg("device"),
-        "dW [O, I] and the partial squared norms [partial_rows, B + 1], launched on a stream.");
+  py::class_<LinearWgrad>(m, "LinearWgrad", "Weight gradients of one shape, on one device.")
+      .def(py::init<const std::string&, const py::tuple&, const std::string&, const std::string&,
+                    bool, int, int>(),
+           py::arg("kernel"), py::kw_only(), py::arg("shape"), py::arg("element"),
+           py::arg("output"), py::arg("bias"), py::arg("processors"), py::arg("device"))
+      .def_property_readonly("workspace", &LinearWgrad::workspace, "Bytes that a call needs.")
+      .def("__call__", &LinearWgrad::operator(), py::arg("x"), py::arg("x_stride_b"),
+           py::arg("x_stride_t"), py::arg("dy"), py::arg("dy_stride_b"), py::arg("dy_stride_t"),
+           py::arg("dw"), py::arg("db"), py::arg("rows"), py::arg("row_stride"),
+           py::arg("workspace"), py::arg("add"), py::arg("stream"),
+           "dW [O, I], db [O] unless 0, and their rows [1 or 2, B + 2], launched on a stream.");
   m.def("kernels", &kernels, "The names of linear_wgrad's kernels in this build.");
   m.def("token_sqnorms", &token_sqnorms, py::kw_only(), py::arg("x"), py::arg("x_stride"),
         py::arg("dy"), py::arg("dy_stride"), py::arg("shape"), py::arg("element"),

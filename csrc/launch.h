@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -18,36 +19,19 @@ inline void check(cudaError_t status, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-constexpr int kMostParts = 16;
-
-inline int tiles_along(int size, int tile) { return (size + tile - 1) / tile; }
-
-// In units of the time that a tile takes for one token: the launch of the second kernel; writing and
-// reading one part of a tile, while all tiles that run at a time do so.
-constexpr double kMergeLaunch = 500, kMergePart = 100;
-
-// Splits the tiles of a last, partly filled wave by whole samples where that saves time; ``at_once``
-// tiles run at a time.
-inline Plan plan_tiles(int tiles_o, int tiles_i, int at_once, int B, int T) {
-  const int tiles = tiles_o * tiles_i, last = tiles % at_once;
-  Plan plan{tiles_i, tiles, tiles, 1, 0, 0};
-  double best = static_cast<double>(B) * T;
-  for (int parts = 2; last && parts <= B && parts <= kMostParts; ++parts) {
-    const int waves = (last * parts + at_once - 1) / at_once, samples = (B + parts - 1) / parts;
-    const double tokens = static_cast<double>(waves) * samples * T;
-    const double cost = tokens + kMergeLaunch + kMergePart * parts * last / at_once;
-    if (cost < best) {
-      best = cost;
-      plan.whole_tiles = tiles - last;
-      plan.parts = parts;
-    }
-  }
-  return plan;
+// Lets a kernel have its shared memory. A device remembers that, so each of the first 64 is asked
+// once; two threads may both ask.
+inline void allow_shared(const void* kernel, int bytes, int device,
+                         std::atomic<uint64_t>& allowed) {
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (allowed & bit) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "cudaFuncSetAttribute");
+  allowed |= bit;
 }
 
-inline Problem problem_of(const LinearWgrad& call, const Plan& plan) {
-  return {call.B,    call.T,   call.I,       call.O,      plan.tiles_i, plan.tiles, plan.whole_tiles,
-          plan.parts, call.add, call.partial, call.scratch};
+inline int grid_of(const Plan& plan) {
+  return std::min(units_of(plan), plan.at_once) * plan.tile.cluster;
 }
 
 // Calls ``launch`` with a value of the inputs' type and one of dW's.
@@ -66,5 +50,19 @@ inline std::string described(const char* name, const Rows& rows, int B, int T, i
          std::to_string(features) + "] with strides (" + std::to_string(rows.stride_b) + ", " +
          std::to_string(rows.stride_t) + ", 1)";
 }
+
+inline Problem problem_of(const LinearWgrad& call, const Plan& plan) {
+  const bool bias = call.db != nullptr;
+  const Problem p =
+      problem_of(call.B, call.T, call.I, call.O, call.add, plan, bias, call.workspace);
+  if (p.tasks.blocks() > INT32_MAX) {
+    throw std::invalid_argument(described("dy", call.dy, call.B, call.T, call.O) +
+                                " has too many samples for one launch");
+  }
+  return p;
+}
+
+// The second kernel of a call, whichever the first was.
+void launch_finish(const LinearWgrad& call, const Problem& p);
 
 }  // namespace gnsfast

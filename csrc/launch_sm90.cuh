@@ -62,17 +62,12 @@ inline CUtensorMap encode(const char* name, const Rows& rows, int features, int 
 }
 
 template <class V>
-Plan plan_sm90(int B, int T, int I, int O, int processors) {
-  Plan plan = plan_tiles(tiles_along(O, kTileO * V::kCluster), tiles_along(I, V::kTileI),
-                         processors / V::kCluster, B, T);
-  plan.partial_rows = static_cast<int64_t>(plan.tiles) * V::kCluster * kConsumerWarps;
-  plan.scratch_elements = static_cast<int64_t>(plan.tiles - plan.whole_tiles) * plan.parts *
-                          V::kCluster * kTileO * V::kTileI;
-  return plan;
+Plan plan_sm90(int B, int I, int O, int processors) {
+  return plan_tiles(V::kTile, B, I, O, processors);
 }
 
 template <class Element, class Output, class V>
-void launch_sm90(const LinearWgrad& call, const Plan& plan, int processors) {
+void launch_sm90(const LinearWgrad& call, const Plan& plan) {
   // A thread of autograd may have no context yet, which encoding a tensor map needs.
   check(cudaSetDevice(call.device), "cudaSetDevice");
   const Problem p = problem_of(call, plan);
@@ -80,23 +75,17 @@ void launch_sm90(const LinearWgrad& call, const Plan& plan, int processors) {
       encode("dy", call.dy, call.O, call.T, call.B, kBlockT, call.element);
   const CUtensorMap map_x =
       encode("x", call.x, call.I, call.T, call.B, kBlockT / V::kCluster, call.element);
-  auto* dw = static_cast<Output*>(call.dw);
-  const auto stream = static_cast<cudaStream_t>(call.stream);
 
+  static std::atomic<uint64_t> allowed{0};
   const auto kernel = linear_wgrad_kernel<Element, Output, V>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, V::kSharedBytes),
-        "cudaFuncSetAttribute");
-  const int split = p.tiles - p.whole_tiles, units = units_of(p);
-  const int clusters = std::min(units, processors / V::kCluster);
-  kernel<<<clusters * V::kCluster, kThreads, V::kSharedBytes, stream>>>(map_dy, map_x, dw, p);
+  allow_shared(reinterpret_cast<const void*>(kernel), V::kSharedBytes, call.device, allowed);
+  kernel<<<grid_of(plan), kThreads, V::kSharedBytes, static_cast<cudaStream_t>(call.stream)>>>(
+      map_dy, map_x, static_cast<Output*>(call.dw), p);
   check(cudaGetLastError(), "linear_wgrad_sm90");
-  if (split) {
-    merge_kernel<Output, V><<<split * V::kCluster, kConsumers, 0, stream>>>(dw, p);
-    check(cudaGetLastError(), "linear_wgrad_sm90, merge");
-  }
+  launch_finish(call, p);
 }
 
 // The standard variant for every dtype; linear_wgrad_sm90.cu compiles it, once.
-void launch_standard(const LinearWgrad& call, const Plan& plan, int processors);
+void launch_standard(const LinearWgrad& call, const Plan& plan);
 
 }  // namespace gnsfast

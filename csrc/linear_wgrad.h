@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "plan.h"
+
 namespace gnsfast {
 
 enum class Dtype { kBfloat16, kFloat16, kFloat32 };
@@ -13,21 +15,15 @@ struct Rows {  // of x or dy: [B, T, features], the features side by side
   int64_t stride_b, stride_t;  // in elements
 };
 
-struct Plan {  // the first tiles are whole, each of the others is split into parts
-  int tiles_i, tiles;
-  int whole_tiles, parts;
-  int64_t partial_rows;      // of B + 1 float32
-  int64_t scratch_elements;  // float32
-};
-
 struct LinearWgrad {
   Rows x, dy;
   int B, T, I, O;
   Dtype element, output;
-  void* dw;
+  void *dw, *db;  // db may be null
   bool add;
-  float* partial;
-  float* scratch;
+  float* rows;  // [1, or 2 with db; B + 2]
+  int64_t row_stride;
+  void* workspace;
   void* stream;
   int device;
 };
@@ -35,11 +31,11 @@ struct LinearWgrad {
 struct Kernel {
   const char* name;
   // ``processors``: multiprocessors of the device, at least two.
-  Plan (*plan)(int B, int T, int I, int O, int processors);
+  Plan (*plan)(int B, int I, int O, int processors);
   // Launches a plan on ``call.device``, which becomes the thread's current one. Throws
   // std::invalid_argument for rows that the kernel cannot read, std::runtime_error for what CUDA
   // reports.
-  void (*launch)(const LinearWgrad& call, const Plan& plan, int processors);
+  void (*launch)(const LinearWgrad& call, const Plan& plan);
 };
 
 // Every kernel of this build. The file of a kernel registers it when the module is loaded.

@@ -18,37 +18,28 @@ Operand operand_of(const char* name, const Rows& rows, int features, int T, int 
 }
 
 template <class Element, class Output>
-void launch(const LinearWgrad& call, const Plan& plan, int processors) {
+void launch(const LinearWgrad& call, const Plan& plan) {
   check(cudaSetDevice(call.device), "cudaSetDevice");
   const Problem p = problem_of(call, plan);
   const Operand dy = operand_of("dy", call.dy, call.O, call.T, call.B);
   const Operand x = operand_of("x", call.x, call.I, call.T, call.B);
-  auto* dw = static_cast<Output*>(call.dw);
-  const auto stream = static_cast<cudaStream_t>(call.stream);
 
+  static std::atomic<uint64_t> allowed{0};
   const auto kernel = linear_wgrad_kernel<Element, Output>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-        "cudaFuncSetAttribute");
-  const int split = p.tiles - p.whole_tiles, units = units_of(p);
-  kernel<<<std::min(units, processors), kThreads, kSharedBytes, stream>>>(dy, x, dw, p);
+  allow_shared(reinterpret_cast<const void*>(kernel), kSharedBytes, call.device, allowed);
+  kernel<<<grid_of(plan), kThreads, kSharedBytes, static_cast<cudaStream_t>(call.stream)>>>(
+      dy, x, static_cast<Output*>(call.dw), p);
   check(cudaGetLastError(), "linear_wgrad_sm80");
-  if (split) {
-    merge_kernel<Output><<<split, kThreads, 0, stream>>>(dw, p);
-    check(cudaGetLastError(), "linear_wgrad_sm80, merge");
-  }
+  launch_finish(call, p);
 }
 
-Plan plan_sm80(int B, int T, int I, int O, int processors) {
-  Plan plan = plan_tiles(tiles_along(O, kTileO), tiles_along(I, kTileI), processors, B, T);
-  plan.partial_rows = static_cast<int64_t>(plan.tiles) * kWarps;
-  plan.scratch_elements =
-      static_cast<int64_t>(plan.tiles - plan.whole_tiles) * plan.parts * kTileO * kTileI;
-  return plan;
+Plan plan_sm80(int B, int I, int O, int processors) {
+  return plan_tiles(kTile, B, I, O, processors);
 }
 
-void launch_sm80(const LinearWgrad& call, const Plan& plan, int processors) {
+void launch_sm80(const LinearWgrad& call, const Plan& plan) {
   with_types(call, [&](auto element, auto output) {
-    launch<decltype(element), decltype(output)>(call, plan, processors);
+    launch<decltype(element), decltype(output)>(call, plan);
   });
 }
 

@@ -14,7 +14,8 @@
 //      └──┘ │ w1 │ w3 │ w5 │ w7 │
 //           └────┴────┴────┴────┘
 //
-// Tiles are split as in linear_wgrad_sm90.cuh; merge_kernel adds the parts in a fixed order.
+// Whole waves of tiles come first; a block then takes a run of samples of the tiles that are left
+// (plan.h). finish_kernel adds the parts of cut tiles in a fixed order.
 #pragma once
 #ifdef GNSFAST_HOST_MODEL
 #include "host_model/primitives.h"
@@ -27,12 +28,14 @@ namespace gnsfast {
 
 constexpr int kTileO = 128;
 constexpr int kTileI = 128;
+constexpr Tile kTile{kTileO, kTileI, 1};
 constexpr int kBlockT = 32;  // tokens of a stage
 constexpr int kStages = 4;
 constexpr int kTokenStep = 16;  // tokens of one product
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+static_assert(kWarps == kWarpsOfTile);
 constexpr int kWarpO = 64, kWarpI = 32;
 constexpr int kBlocksO = kWarpO / 16, kBlocksI = kWarpI / 8;  // products of 16 x 8
 constexpr int kAccumulators = kBlocksO * kBlocksI * 4;
@@ -101,21 +104,21 @@ GNSFAST_DEVICE void multiply_stage(float (&acc)[kBlocksO][kBlocksI][4], uint32_t
 
 // Stores a thread's 64 values of the warp's 64 x 32 at (o, i).
 template <class Output>
-GNSFAST_DEVICE void store_tile(Output* dw, const Problem& p, const float (&v)[kAccumulators], int o,
+GNSFAST_DEVICE void store_tile(const Matrix<Output>& to, const float (&v)[kAccumulators], int o,
                                int i, uint32_t lane) {
 #pragma unroll
   for (int k = 0; k < kAccumulators; k += 2) {
     const int m = k / (kBlocksI * 4), n = k / 4 % kBlocksI;
     const int row = o + m * 16 + lane / 4 + (k % 4 == 2 ? 8 : 0);
     const int column = i + n * 8 + lane % 4 * 2;
-    if (row < p.O && column < p.I) {
-      store_pair(dw + static_cast<int64_t>(row) * p.I + column, v[k], v[k + 1], p.add);
+    if (row < to.rows && column < to.columns) {
+      store_pair(to.data + static_cast<int64_t>(row) * to.columns + column, v[k], v[k + 1], to.add);
     }
   }
 }
 
 template <class Element, class Output>
-GNSFAST_SIMT_KERNEL(kThreads)
+GNSFAST_SIMT_KERNEL(kThreads, 1)
 linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_CONSTANT Operand x,
                     Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
   GNSFAST_SHARED(memory);
@@ -124,15 +127,21 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_C
   const int warp_o = warp % 2 * kWarpO, warp_i = warp / 2 * kWarpI;
   const int blocks = (p.T + kBlockT - 1) / kBlockT;
 
-  for (int unit = block_index(); unit < units_of(p); unit += block_count()) {
-    const Unit u = locate<kTileO, kTileI, 1>(p, unit, 0);
-    const int steps = (u.end - u.begin) * blocks;
+  clear_tickets(p, kThreads);
+  // Two pieces of a unit are two rounds: they share one loop's code.
+#pragma unroll 1
+  for (int round = block_index() * 2; round < units_of(p.plan) * 2;
+       round += round % 2 ? block_count() * 2 - 1 : 1) {
+    const Piece piece = piece_of(p, round / 2, round % 2);
+    if (piece.begin >= piece.end) continue;
+    const Corner corner = corner_of(p.plan, kTile, piece.tile, 0);
+    const int steps = (piece.end - piece.begin) * blocks;
     auto fill = [&](int step) {
       if (step < steps) {
         const uint32_t stage = shared + step % kStages * kStageBytes;
-        const int b = u.begin + step / blocks, token = step % blocks * kBlockT;
-        fill_operand<Element>(stage, dy, u.o, b, token, p.T);
-        fill_operand<Element>(stage + kOperandBytes, x, u.i, b, token, p.T);
+        const int b = piece.begin + step / blocks, token = step % blocks * kBlockT;
+        fill_operand<Element>(stage, dy, corner.o, b, token, p.T);
+        fill_operand<Element>(stage + kOperandBytes, x, corner.i, b, token, p.T);
       }
       copy_commit();  // a group for every step, so that waiting counts steps
     };
@@ -140,9 +149,9 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_C
     auto& flat = reinterpret_cast<float(&)[kAccumulators]>(acc);
     clear(flat);
     clear(total);
-    float* partial = p.partial + (static_cast<int64_t>(u.tile) * kWarps + warp) * (p.B + 1);
+    float* norms = p.work.norms + (static_cast<int64_t>(piece.tile) * kWarps + warp) * (p.B + 1);
     for (int step = 0; step < kStages - 1; ++step) fill(step);
-    int block = 0, b = u.begin;
+    int block = 0, b = piece.begin;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       copy_wait<kStages - 2>();
@@ -150,7 +159,7 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_C
       fill(step + kStages - 1);
       multiply_stage<Element>(acc, shared + step % kStages * kStageBytes, warp_o, warp_i, lane);
       if (++block == blocks) {
-        store_sqnorm(partial + b, sqnorm_of(flat), lane);
+        store_sqnorm(norms + b, sqnorm_of(flat), lane);
 #pragma unroll
         for (int k = 0; k < kAccumulators; ++k) total[k] += flat[k];
         clear(flat);
@@ -159,28 +168,17 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_C
       }
     }
     copy_wait<0>();
-    block_sync();  // before the next unit fills what is still being read
-    if (u.whole) {
-      store_sqnorm(partial + p.B, sqnorm_of(total), lane);
-      store_tile(dw, p, total, u.o + warp_o, u.i + warp_i, lane);
+    block_sync();  // before the next piece fills what is still being read
+    if (piece.slot < 0) {
+      store_sqnorm(norms + p.B, sqnorm_of(total), lane);
+      const Matrix<Output> to{dw, p.O, p.I, p.add};
+      store_tile(to, total, corner.o + warp_o, corner.i + warp_i, lane);
     } else {
-      store_part<kThreads, 1>(p, u, 0, thread_index(), total);
+      float* part = part_at(p, kTile, piece.slot, 0);
+      if (piece.begin == 0 && lane == 0) norms[p.B] = 0.f;  // finish_kernel has that of the sum
+      store_tile(Matrix<float>{part, kTileO, kTileI, 0}, total, warp_o, warp_i, lane);
     }
   }
-}
-
-// One block for each split tile: adds the parts in order, then takes the norm of the sum.
-template <class Output>
-GNSFAST_SIMT_KERNEL(kThreads)
-merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
-  const int split = block_index(), tile = p.whole_tiles + split;
-  const uint32_t warp = thread_index() / 32, lane = thread_index() % 32;
-  float total[kAccumulators];
-  add_parts<kThreads, 1>(p, tile, 0, thread_index(), total);
-  const Unit u = locate<kTileO, kTileI, 1>(p, p.whole_tiles + split * p.parts, 0);
-  float* partial = p.partial + (static_cast<int64_t>(tile) * kWarps + warp) * (p.B + 1);
-  store_sqnorm(partial + p.B, sqnorm_of(total), lane);
-  store_tile(dw, p, total, u.o + warp % 2 * kWarpO, u.i + warp / 2 * kWarpI, lane);
 }
 
 }  // namespace gnsfast

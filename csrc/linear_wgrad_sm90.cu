@@ -4,9 +4,9 @@
 
 namespace gnsfast {
 
-void launch_standard(const LinearWgrad& call, const Plan& plan, int processors) {
+void launch_standard(const LinearWgrad& call, const Plan& plan) {
   with_types(call, [&](auto element, auto output) {
-    launch_sm90<decltype(element), decltype(output), Standard>(call, plan, processors);
+    launch_sm90<decltype(element), decltype(output), Standard>(call, plan);
   });
 }
 

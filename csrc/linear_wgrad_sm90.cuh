@@ -23,9 +23,9 @@
 //   warpgroup 0  ═══════╗end b╔═══════╗
 //   warpgroup 1     ═══════╗end b╔═══════╗
 //
-// The tiles of a last, partly filled wave are split by whole samples. Their parts go to a scratch
-// buffer, which merge_kernel adds up in a fixed order. No element is written by two blocks, so two
-// runs give the same bits.
+// Whole waves of tiles come first; a cluster then takes a run of samples of the tiles that are left
+// (plan.h). Parts of a cut tile go to a scratch buffer; finish_kernel adds them in a fixed order.
+// No element is written by two blocks, so two runs give the same bits.
 #pragma once
 #ifdef GNSFAST_HOST_MODEL
 #include "host_model/primitives.h"
@@ -44,7 +44,7 @@ constexpr int kTokenStep = 16;  // tokens of one wgmma
 constexpr int kBoxBytes = kBlockT * kColumns * 2;
 constexpr int kDyBytes = kTileO / kColumns * kBoxBytes;
 
-constexpr int kConsumerWarps = 8;
+constexpr int kConsumerWarps = kWarpsOfTile;
 constexpr int kConsumers = 32 * kConsumerWarps;
 constexpr int kThreads = kConsumers + 128;
 // 384 threads start with 168 registers each; 128 · 40 + 256 · 232 redistributes them.
@@ -57,6 +57,7 @@ template <int kWidth, int kCTAs, bool kInTurn, bool kTwoSums>
 struct Variant {
   static constexpr int kTileI = kWidth;
   static constexpr int kCluster = kCTAs;
+  static constexpr Tile kTile{kTileO, kTileI, kCluster};
   static constexpr bool kOrdered = kInTurn;
   static constexpr bool kTotal = kTwoSums;
   static constexpr int kStageBytes = kDyBytes + kTileI / kColumns * kBoxBytes;
@@ -101,10 +102,14 @@ GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x,
   constexpr int kTileI = V::kTileI, kCluster = V::kCluster, kStageBytes = V::kStageBytes;
   constexpr int kShare = kBlockT / kCluster;  // tokens of x that this CTA loads
   const int clusters = block_count() / kCluster;
-  for (int unit = block_index() / kCluster; unit < units_of(p); unit += clusters) {
-    const Unit u = locate<kTileO, kTileI, kCluster>(p, unit, rank);
+  // Two pieces of a unit are two steps: they share one loop's code.
+#pragma unroll 1
+  for (int step = block_index() / kCluster * 2; step < units_of(p.plan) * 2;
+       step += step % 2 ? clusters * 2 - 1 : 1) {
+    const Piece piece = piece_of(p, step / 2, step % 2);
+    const Corner corner = corner_of(p.plan, V::kTile, piece.tile, rank);
 #pragma unroll 1  // unrolled it spills
-    for (int b = u.begin; b < u.end; ++b) {
+    for (int b = piece.begin; b < piece.end; ++b) {
 #pragma unroll 1
       for (int block = 0; block < blocks_of(p); ++block) {
         mbarrier_wait(ring.empty_barrier(), ring.phase ^ 1);
@@ -114,12 +119,12 @@ GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x,
         const int token = block * kBlockT;
 #pragma unroll
         for (int c = 0; c < kTileO / kColumns; ++c) {
-          tma_load(dy + c * kBoxBytes, &map_dy, full, u.o + c * kColumns, token, b);
+          tma_load(dy + c * kBoxBytes, &map_dy, full, corner.o + c * kColumns, token, b);
         }
 #pragma unroll
         for (int c = 0; c < kTileI / kColumns; ++c) {
           const uint32_t to = x + c * kBoxBytes + rank * kShare * kColumns * 2;
-          const int feature = u.i + c * kColumns, first = token + rank * kShare;
+          const int feature = corner.i + c * kColumns, first = token + rank * kShare;
           if constexpr (kCluster == 1) {
             tma_load(to, &map_x, full, feature, first, b);
           } else {
@@ -135,16 +140,15 @@ GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x,
 // Stores a consumer's values of the tile at (o, i), two neighbours at a time. Of each eight columns a
 // thread holds two in its own row and two in the row eight below.
 template <class Output, int kCount>
-GNSFAST_DEVICE void store_tile(Output* dw, const Problem& p, const float (&v)[kCount], int o, int i,
+GNSFAST_DEVICE void store_tile(const Matrix<Output>& to, const float (&v)[kCount], int o, int i,
                                uint32_t consumer) {
   const uint32_t warp = consumer / 32, lane = consumer % 32;
   const int row = o + warp * 16 + lane / 4, first = i + lane % 4 * 2;
 #pragma unroll
   for (int k = 0; k < kCount; k += 2) {
     const int r = row + (k % 4 == 2 ? 8 : 0), column = first + k / 4 * 8;
-    if (r < p.O && column < p.I) {
-      Output* to = dw + static_cast<int64_t>(r) * p.I + column;
-      store_pair(to, v[k], v[k + 1], p.add);
+    if (r < to.rows && column < to.columns) {
+      store_pair(to.data + static_cast<int64_t>(r) * to.columns + column, v[k], v[k + 1], to.add);
     }
   }
 }
@@ -164,14 +168,17 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring<
   if constexpr (kOrdered) {
     if (group == 1) named_barrier_arrive(1, kConsumers);  // warpgroup 0 goes first
   }
-  for (int unit = block_index() / kCluster; unit < units_of(p); unit += clusters) {
-    const Unit u = locate<kTileO, V::kTileI, kCluster>(p, unit, rank);
-    const int64_t row = (static_cast<int64_t>(u.tile) * kCluster + rank) * kConsumerWarps + warp;
-    float* partial = p.partial + row * (p.B + 1);
+#pragma unroll 1
+  for (int step = block_index() / kCluster * 2; step < units_of(p.plan) * 2;
+       step += step % 2 ? clusters * 2 - 1 : 1) {
+    const Piece piece = piece_of(p, step / 2, step % 2);
+    if (piece.begin >= piece.end) continue;
+    const int64_t block = static_cast<int64_t>(piece.tile) * kCluster + rank;
+    float* norms = p.work.norms + (block * kConsumerWarps + warp) * (p.B + 1);
     float pending = 0.f;  // the sample before this one, not yet stored
     if constexpr (V::kTotal) clear(total);
 #pragma unroll 1
-    for (int b = u.begin; b < u.end; ++b) {
+    for (int b = piece.begin; b < piece.end; ++b) {
 #pragma unroll 1
       for (int block = 0; block < blocks_of(p); ++block) {
         mbarrier_wait(ring.full_barrier(), ring.phase);
@@ -190,8 +197,8 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring<
         if (block > 0) {
           wgmma_wait<1>();  // the block before this one has been read
           release(ring.previous_empty_barrier());
-        } else if (b > u.begin) {
-          store_sqnorm(partial + b - 1, pending, lane);  // under the products just issued
+        } else if (b > piece.begin) {
+          store_sqnorm(norms + b - 1, pending, lane);  // under the products just issued
         }
         ring.advance();
       }
@@ -204,13 +211,16 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring<
         for (int k = 0; k < V::kAccumulators; ++k) total[k] += acc[k];
       }
     }
-    if (u.end > u.begin) store_sqnorm(partial + u.end - 1, pending, lane);
+    store_sqnorm(norms + piece.end - 1, pending, lane);
     const uint32_t consumer = warp * 32 + lane;
-    if (u.whole) {
-      store_sqnorm(partial + p.B, sqnorm_of(total), lane);
-      store_tile(dw, p, total, u.o, u.i, consumer);
+    if (piece.slot < 0) {
+      const Corner corner = corner_of(p.plan, V::kTile, piece.tile, rank);
+      store_sqnorm(norms + p.B, sqnorm_of(total), lane);
+      store_tile(Matrix<Output>{dw, p.O, p.I, p.add}, total, corner.o, corner.i, consumer);
     } else {
-      store_part<kConsumers, kCluster>(p, u, rank, consumer, total);
+      float* part = part_at(p, V::kTile, piece.slot, rank);
+      if (piece.begin == 0 && lane == 0) norms[p.B] = 0.f;  // finish_kernel has that of the sum
+      store_tile(Matrix<float>{part, kTileO, V::kTileI, 0}, total, 0, 0, consumer);
     }
   }
   if constexpr (kOrdered) {
@@ -241,6 +251,7 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT CUtensorMap map_dy,
     }
     mbarrier_init_fence();
   }
+  clear_tickets(p, kThreads);
   // PTX requires all lanes of a warp to reach the barriers and the register hand-over below together.
   // After a branch that one lane takes, nothing else ensures that.
   warp_sync();
@@ -263,24 +274,6 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT CUtensorMap map_dy,
     warp_sync();     // one lane produced, and lanes outside of the tile stored nothing
     cluster_sync();  // a CTA's memory outlives what others send to it
   }
-}
-
-// One CTA for each split tile of a CTA: adds the parts in order, then takes the norm of the sum.
-template <class Output, class V>
-GNSFAST_SIMT_KERNEL(kConsumers)
-merge_kernel(Output* dw, const GNSFAST_GRID_CONSTANT Problem p) {
-  constexpr int kCluster = V::kCluster;
-  const int rank = block_index() % kCluster, split = block_index() / kCluster;
-  const int tile = p.whole_tiles + split;
-  const uint32_t consumer = thread_index();
-  float total[V::kAccumulators];
-  add_parts<kConsumers, kCluster>(p, tile, rank, consumer, total);
-  const Unit u =
-      locate<kTileO, V::kTileI, kCluster>(p, p.whole_tiles + split * p.parts, rank);
-  const uint32_t warp = consumer / 32;
-  const int64_t row = (static_cast<int64_t>(tile) * kCluster + rank) * kConsumerWarps + warp;
-  store_sqnorm(p.partial + row * (p.B + 1) + p.B, sqnorm_of(total), consumer % 32);
-  store_tile(dw, p, total, u.o, u.i, consumer);
 }
 
 }  // namespace gnsfast

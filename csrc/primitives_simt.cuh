@@ -9,7 +9,8 @@
 
 #define GNSFAST_DEVICE __device__ __forceinline__
 #define GNSFAST_HOST_DEVICE __host__ __device__ __forceinline__
-#define GNSFAST_SIMT_KERNEL(threads) __global__ void __launch_bounds__(threads, 1)
+// ``blocks``: of a multiprocessor at a time, at least.
+#define GNSFAST_SIMT_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define GNSFAST_GRID_CONSTANT __grid_constant__
 #define GNSFAST_SHARED(name) extern __shared__ __align__(1024) uint8_t name[]
 
@@ -58,11 +59,33 @@ GNSFAST_DEVICE void store_pair(float* to, float a, float b, int add) {
     *reinterpret_cast<float2*>(to) = make_float2(a, b);
   }
 }
+GNSFAST_DEVICE void load_pair(float (&v)[2], const float* from) {
+  const float2 pair = *reinterpret_cast<const float2*>(from);
+  v[0] = pair.x;
+  v[1] = pair.y;
+}
 GNSFAST_DEVICE void store_pair(__nv_bfloat16* to, float a, float b, int) {
   *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
 }
 GNSFAST_DEVICE void store_pair(__half* to, float a, float b, int) {
   *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
+}
+GNSFAST_DEVICE void store_one(float* to, float v, int add) { *to = add ? *to + v : v; }
+GNSFAST_DEVICE void store_one(__nv_bfloat16* to, float v, int) { *to = __float2bfloat16_rn(v); }
+GNSFAST_DEVICE void store_one(__half* to, float v, int) { *to = __float2half_rn(v); }
+
+// Between blocks of a kernel: what a block stores for others is visible to a block whose
+// ``atomic_add`` comes after its own, with a fence before the one and after the other. Loads go to
+// L2, as L1 may hold what was there before.
+GNSFAST_DEVICE void fence() { __threadfence(); }
+GNSFAST_DEVICE int atomic_add(int* to, int value) { return atomicAdd(to, value); }
+template <class Number>
+GNSFAST_DEVICE void store_for_others(Number* to, Number value) {
+  __stcg(to, value);
+}
+template <class Number>
+GNSFAST_DEVICE Number load_of_others(const Number* from) {
+  return __ldcg(from);
 }
 
 }  // namespace gnsfast

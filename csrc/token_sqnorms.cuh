@@ -39,7 +39,7 @@ GNSFAST_DEVICE float row_share(const TokenRows& rows, int b, uint32_t lane) {
 }
 
 template <class Element>
-GNSFAST_SIMT_KERNEL(32 * kRowWarps)
+GNSFAST_SIMT_KERNEL(32 * kRowWarps, 1)
 token_sqnorms_kernel(const GNSFAST_GRID_CONSTANT TokenRows x, const GNSFAST_GRID_CONSTANT TokenRows dy,
                      int B, float* product, float* dy_sqnorm) {
   const uint32_t lane = thread_index() % 32;

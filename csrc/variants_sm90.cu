@@ -7,7 +7,7 @@ namespace gnsfast {
 namespace {
 
 template <class V>
-void launch(const LinearWgrad& call, const Plan& plan, int processors) {
+void launch(const LinearWgrad& call, const Plan& plan) {
   if (call.element != Dtype::kBfloat16 || call.output != Dtype::kBfloat16) {
     throw std::invalid_argument("the benchmarks' variants take bfloat16 and give bfloat16");
   }
@@ -15,14 +15,13 @@ void launch(const LinearWgrad& call, const Plan& plan, int processors) {
     throw std::invalid_argument("the 128 x 256 tile has room for one sample, not for B = " +
                                 std::to_string(call.B));
   }
-  launch_sm90<__nv_bfloat16, __nv_bfloat16, V>(call, plan, processors);
+  launch_sm90<__nv_bfloat16, __nv_bfloat16, V>(call, plan);
 }
 
-Plan plan_unsplit(int B, int T, int I, int O, int processors) {
-  Plan plan = plan_sm90<Standard>(B, T, I, O, processors);
+Plan plan_unsplit(int B, int I, int O, int processors) {
+  Plan plan = plan_sm90<Standard>(B, I, O, processors);
   plan.whole_tiles = plan.tiles;
-  plan.parts = 1;
-  plan.scratch_elements = 0;
+  plan.runs = 0;
   return plan;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of linear_wgrad share: a block's tile and samples, and sums of squares.
+// What the kernels of linear_wgrad share: the pieces of work of a block, and sums of squares.
 #pragma once
+#include "plan.h"
 
 namespace gnsfast {
 
@@ -8,53 +9,70 @@ constexpr int kBand = 8;  // rows of tiles that run together, so that x stays in
 
 struct Problem {
   int B, T, I, O;
-  int tiles_i = 0;
-  int tiles = 0;        // of a whole cluster
-  int whole_tiles = 0;  // the first ones; each of the others is split into parts
-  int parts = 1;
-  int add = 0;               // to what dw holds
-  float* partial = nullptr;  // [tiles · cluster · warps, B + 1]
-  float* scratch = nullptr;  // [(tiles - whole_tiles) · parts · cluster, tile]
+  int add;  // to what dw and db hold
+  Plan plan;
+  Tasks tasks;
+  Workspace work;
 };
 
-// Tiles, or parts of tiles, are numbered; a cluster takes every num_clusters-th.
-struct Unit {
-  int tile, part;
-  int o, i;        // the CTA's own first row, the cluster's first column
-  int begin, end;  // samples
-  bool whole;
+inline Problem problem_of(int B, int T, int I, int O, bool add, const Plan& plan, bool bias,
+                          void* memory) {
+  const Tasks tasks = tasks_of(plan, B, T, O, bias);
+  return {B, T, I, O, add, plan, tasks, workspace_of(plan, tasks, B, memory)};
+}
+
+// Whole tiles and runs are numbered; a cluster takes every num_clusters-th. As the whole tiles are
+// whole waves where there are runs, each cluster takes one run, last.
+GNSFAST_HOST_DEVICE int units_of(const Plan& plan) { return plan.whole_tiles + plan.runs; }
+
+// Samples of one tile, which one cluster goes through.
+struct Piece {
+  int tile;
+  int begin, end;  // samples; a unit may have no second piece: then there are none
+  int slot;        // in the scratch, for a part of a tile; -1 for a whole tile
 };
 
-GNSFAST_HOST_DEVICE int units_of(const Problem& p) {
-  return p.whole_tiles + (p.tiles - p.whole_tiles) * p.parts;
+GNSFAST_DEVICE Piece piece_of(const Problem& p, int unit, int second) {
+  const Plan& plan = p.plan;
+  const int run = unit - plan.whole_tiles;
+  if (run < 0) return {unit, 0, second ? 0 : p.B, -1};
+  const int pairs = (plan.tiles - plan.whole_tiles) * p.B, first = run * plan.run;
+  const int last = first + plan.run < pairs ? first + plan.run : pairs;
+  const int cut = first / p.B + second;  // which of the cut tiles
+  const int begin = first - cut * p.B, end = last - cut * p.B;
+  return {plan.whole_tiles + cut, begin < 0 ? 0 : begin, end < p.B ? end : p.B, run + cut};
 }
 
-template <int kTileO, int kTileI, int kCluster>
-GNSFAST_DEVICE Unit locate(const Problem& p, int unit, int rank) {
-  Unit u;
-  const int beyond = unit - p.whole_tiles;
-  u.whole = beyond < 0;
-  u.tile = u.whole ? unit : p.whole_tiles + beyond / p.parts;
-  u.part = u.whole ? 0 : beyond % p.parts;
-  const int parts = u.whole ? 1 : p.parts;
-  const int each = p.B / parts, more = p.B % parts;  // the first parts have one sample more
-  u.begin = u.part * each + (u.part < more ? u.part : more);
-  u.end = u.begin + each + (u.part < more);
+struct Corner {
+  int o, i;
+};
 
-  constexpr int kRows = kBand / kCluster;
-  const int band = u.tile / (kRows * p.tiles_i);
-  const int within = u.tile % (kRows * p.tiles_i);
-  const int left = p.tiles / p.tiles_i - band * kRows;
-  const int rows = left < kRows ? left : kRows;
-  u.o = ((band * kRows + within % rows) * kCluster + rank) * kTileO;
-  u.i = within / rows * kTileI;
-  return u;
+// The first row and column of the tile that a CTA of a cluster owns.
+GNSFAST_DEVICE Corner corner_of(const Plan& plan, Tile size, int tile, int rank) {
+  const int rows_of_band = kBand / size.cluster;
+  const int band = tile / (rows_of_band * plan.tiles_i);
+  const int within = tile % (rows_of_band * plan.tiles_i);
+  const int left = plan.tiles / plan.tiles_i - band * rows_of_band;
+  const int rows = left < rows_of_band ? left : rows_of_band;
+  return {((band * rows_of_band + within % rows) * size.cluster + rank) * size.o,
+          within / rows * size.i};
 }
 
-// Where a CTA's part of a split tile lies in the scratch, in tiles.
-template <int kCluster>
-GNSFAST_DEVICE int64_t scratch_slot(const Problem& p, int tile, int part, int rank) {
-  return (static_cast<int64_t>(tile - p.whole_tiles) * p.parts + part) * kCluster + rank;
+// Where values of a tile go: dW, or a part's place in the scratch, which has no edge.
+template <class Output>
+struct Matrix {
+  Output* data;
+  int rows, columns, add;
+};
+
+GNSFAST_DEVICE float* part_at(const Problem& p, Tile size, int slot, int rank) {
+  return p.work.scratch + (static_cast<int64_t>(slot) * size.cluster + rank) * (size.o * size.i);
+}
+
+// The tickets of the finishing kernel, which runs after this one.
+GNSFAST_DEVICE void clear_tickets(const Problem& p, int threads) {
+  if (block_index() != 0) return;
+  for (int k = thread_index(); k < p.tasks.columns + 1; k += threads) p.work.tickets[k] = 0;
 }
 
 template <bool kFirst, class A, class B>
@@ -70,28 +88,6 @@ template <int kCount>
 GNSFAST_DEVICE void clear(float (&v)[kCount]) {
 #pragma unroll
   for (int k = 0; k < kCount; ++k) v[k] = 0.f;
-}
-
-// A CTA's part of a split tile goes to the scratch in its threads' layout, and is added up from there.
-template <int kThreads, int kCluster, int kCount>
-GNSFAST_DEVICE void store_part(const Problem& p, const Unit& u, int rank, uint32_t thread,
-                               const float (&v)[kCount]) {
-  const int64_t slot = scratch_slot<kCluster>(p, u.tile, u.part, rank);
-  float* to = p.scratch + slot * kCount * kThreads + thread;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) to[k * kThreads] = v[k];
-}
-template <int kThreads, int kCluster, int kCount>
-GNSFAST_DEVICE void add_parts(const Problem& p, int tile, int rank, uint32_t thread,
-                              float (&total)[kCount]) {
-  clear(total);
-#pragma unroll 1
-  for (int part = 0; part < p.parts; ++part) {
-    const int64_t slot = scratch_slot<kCluster>(p, tile, part, rank);
-    const float* from = p.scratch + slot * kCount * kThreads + thread;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) total[k] += from[k * kThreads];
-  }
 }
 
 GNSFAST_DEVICE float warp_sum(float value) {

@@ -127,22 +127,34 @@ def assert_extension(
     from gnsfast.ops import extension
 
     (B, _, I), O = x.shape, dy.shape[2]
-    dw = torch.full((O, I), 1.0 if add else torch.nan, device="cuda", dtype=out)
-    assert extension.takes(x, dy, dw, add)
-    again = dw.clone()
-    partial = extension.linear_wgrad(x, dy, dw, add, kernel)
-    assert torch.equal(partial, extension.linear_wgrad(x, dy, again, add, kernel))
-    assert torch.equal(dw, again)
+    start = 1.0 if add else torch.nan
+    filled = []
+    for _ in range(2):
+        dw = torch.full((O, I), start, device="cuda", dtype=out)
+        db = torch.full((O,), start, device="cuda", dtype=out)
+        rows = torch.full((2, B + 4), torch.nan, device="cuda")[:, : B + 2]  # of a wider matrix
+        assert extension.takes(x, dy, dw, add)
+        extension.linear_wgrad(x, dy, dw, db, rows, add, kernel)
+        filled.append((dw, db, rows))
+    for one, other in zip(*filled):
+        assert torch.equal(one, other)
     total = torch.zeros(O, I, device="cuda", dtype=torch.float64)
+    want = torch.ones(2, B + 2, device="cuda", dtype=torch.float64)
     for b in range(B):
         g = dy[b].double().T @ x[b].double()
-        norm = partial[:, b].sum(dtype=torch.float64)
-        torch.testing.assert_close(norm, g.square().sum(), rtol=1e-5, atol=0)
+        want[0, b] = g.square().sum()
         total += g
-    norm = partial[:, B].sum(dtype=torch.float64)
-    torch.testing.assert_close(norm, total.square().sum(), rtol=1e-5, atol=0)
-    scale = total.abs().max().item()
-    torch.testing.assert_close(dw.double() - add, total, rtol=rtol, atol=1e-5 * scale + 1e-6)
+    want[0, B] = total.square().sum()
+    db_BO = dy.double().sum(1)
+    want[1, :B], want[1, B] = db_BO.square().sum(1), db_BO.sum(0).square().sum()
+    torch.testing.assert_close(rows.double(), want, rtol=1e-5, atol=0)
+    for got, sum_ in ((dw, total), (db, db_BO.sum(0))):
+        scale = sum_.abs().max().item()
+        torch.testing.assert_close(got.double() - add, sum_, rtol=rtol, atol=1e-5 * scale + 1e-6)
+    alone = torch.full_like(rows[:1], torch.nan)
+    again = torch.full_like(dw, start)
+    extension.linear_wgrad(x, dy, again, None, alone, add, kernel)
+    assert torch.equal(alone, rows[:1]) and torch.equal(again, dw)
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["stored", "added"])
@@ -193,8 +205,8 @@ def test_extension_splits() -> None:
     from gnsfast import _C
 
     plans = {n: _C.plan_linear_wgrad("sm90", shape, 132) for n, shape in EXTENSION.items()}
-    assert plans["split"]["whole_tiles"] == 0 and plans["split"]["parts"] > 1
-    assert plans["whole and split"]["whole_tiles"] > 0 and plans["whole and split"]["parts"] > 1
+    assert plans["split"]["whole_tiles"] == 0 and plans["split"]["runs"] > 1
+    assert plans["whole and split"]["whole_tiles"] > 0 and plans["whole and split"]["runs"] > 1
 
 
 EXTENSION_STRIDES = {

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gnsfast.signatures import Parameters, Pattern, new_token_major
+from gnsfast.signatures import AttentionBackward, Parameters, Pattern
+from gnsfast.triton_kernels import sums
 from gnsfast.triton_kernels.attention_tiles import (
     allowed,
     config,
@@ -27,7 +28,8 @@ from gnsfast.triton_kernels.attention_tiles import (
     sample_of,
     store_rows,
 )
-from gnsfast.triton_kernels.tiles import dot, precision
+from gnsfast.triton_kernels.finish import clear_tickets
+from gnsfast.triton_kernels.tiles import dot, precision, unit_inner
 
 
 @triton.jit
@@ -47,9 +49,11 @@ def attention_queries_kernel(
     k_gain_ptr,
     mask_ptr,
     starts_ptr,
-    dsinks_ptr,  # [B, H, blocks] float32 partial sums; None without the parameter, as the next two
+    dsinks_ptr,  # [B, blocks, H] float32 partial sums; None without the parameter, as the next two
     dlogit_scale_ptr,
     dq_gain_ptr,  # [B, H, blocks, D]
+    tickets_ptr,  # zeroed for the finishing kernel; None without a wanted parameter
+    tickets,
     T,
     S,
     H,
@@ -124,22 +128,25 @@ def attention_queries_kernel(
         ds = p * (dp - delta[:, None])
         dq = dot(ds.to(k.dtype), k, dq, PRECISION)
     dq *= scale
-    part = (b.to(tl.int64) * H + h) * blocks + block
+    scalar_part = (b.to(tl.int64) * blocks + block) * H + h
     if dlogit_scale_ptr is not None:
-        tl.store(dlogit_scale_ptr + part, tl.sum(dq * q.to(tl.float32)))
+        tl.store(dlogit_scale_ptr + scalar_part, tl.sum(dq * q.to(tl.float32)))
     dq *= of_head
     if dsinks_ptr is not None:
         sink = tl.load(sinks_ptr + h).to(tl.float32)
-        tl.store(dsinks_ptr + part, -tl.sum(exp(sink - highest) * inverse * delta))
+        tl.store(dsinks_ptr + scalar_part, -tl.sum(exp(sink - highest) * inverse * delta))
     if dq_gain_ptr is not None:
         plain = load_rows(q_at, offs_m, offs_d, q_stride_t, T, D)  # again, to save registers
         sums = tl.sum(dq * plain.to(tl.float32), 0)
+        part = (b.to(tl.int64) * H + h) * blocks + block
         tl.store(dq_gain_ptr + part * D + offs_d, sums, mask=offs_d < D)
     if q_gain_ptr is not None:
         gain = tl.load(q_gain_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
         dq *= gain[None, :]
     dq_at = dq_ptr + row * dq_stride_b + h * dq_stride_h + first * dq_stride_t
     store_rows(dq_at, dq, offs_m, offs_d, dq_stride_t, T, D)
+    if tickets_ptr is not None:
+        clear_tickets(tickets_ptr, tickets)
 
 
 @triton.jit
@@ -261,35 +268,32 @@ def attention_keys_kernel(
 
 
 def attention_backward(
-    do_BHTD: Tensor,
-    q_BHTD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    o_BHTD: Tensor,
-    highest_BHT: Tensor,
-    inverse_BHT: Tensor,
-    p: Parameters,
-    pattern: Pattern,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """dq, dk, dv, and the gradient of each wanted parameter [rows or documents, H or D]."""
+    a: AttentionBackward, q_BHTD: Tensor, k_BKSD: Tensor, p: Parameters, pattern: Pattern
+) -> tuple[Tensor, ...]:
+    """See ``AttentionBackward``; q, k, parameters and pattern as the kernels take them."""
+    dq, dk, dv, *grads, rows = results = a.results()
+    do_BHTD, v_BKSD = unit_inner(a.do_BHTD), unit_inner(a.v_BKSD)
     (B, H, T, D), (K, S) = q_BHTD.shape, k_BKSD.shape[1:3]
     programs = pattern.programs(B)
     options = config(p, pattern, q_BHTD)
-    delta = torch.empty_like(highest_BHT)
-    dq, dk, dv = (new_token_major(t) for t in (q_BHTD, k_BKSD, v_BKSD))
+    delta = torch.empty_like(a.highest_BHT)
     if pattern.cu_seqlens is not None:
         for t in (dq, dk, dv):
             t.zero_()  # tokens of no document
     query_blocks = triton.cdiv(pattern.longest(T), options["queries"]["BLOCK_M"])
     key_blocks = triton.cdiv(pattern.longest(S), options["keys"]["BLOCK_N"])
-
-    def partial(i: int, heads: int, blocks: int, *more: int) -> Tensor | None:
-        shape = (programs, heads, blocks, *more)
-        return q_BHTD.new_empty(shape, dtype=torch.float32) if wanted[i] else None
-
-    dsinks, dlogit_scale = partial(0, H, query_blocks), partial(1, H, query_blocks)
-    dq_gain, dk_gain = partial(2, H, query_blocks, D), partial(3, K, key_blocks, D)
+    k = programs // a.samples  # rows of a sample
+    shapes = [(query_blocks, H), (query_blocks, H), (H * query_blocks, D), (K * key_blocks, D)]
+    partials = [
+        q_BHTD.new_empty((a.samples, k * pieces, N), dtype=torch.float32) if want else None
+        for want, (pieces, N) in zip(a.wanted, shapes)
+    ]
+    found = [t for t in partials if t is not None]
+    plan, tickets, count = None, None, 0
+    if found:
+        sizes = (tuple(t.shape[dim] for t in found) for dim in (1, 2))
+        plan = sums.plan(a.samples, *sizes, 1)
+        tickets, count = plan.tickets(q_BHTD)
     common = dict(
         CAUSAL=pattern.is_causal,
         WINDOW=pattern.window > 0,
@@ -298,23 +302,23 @@ def attention_backward(
     )
     more = (H // K, pattern.scale, pattern.window)
     attention_queries_kernel[(query_blocks * programs, H)](
-        *(q_BHTD, k_BKSD, v_BKSD, o_BHTD, do_BHTD, highest_BHT, inverse_BHT, delta, dq, *p),
-        *(pattern.mask, pattern.cu_seqlens, dsinks, dlogit_scale, dq_gain),
+        *(q_BHTD, k_BKSD, v_BKSD, a.o_BHTD, do_BHTD, a.highest_BHT, a.inverse_BHT, delta, dq, *p),
+        *(pattern.mask, pattern.cu_seqlens, *partials[:3], tickets, count),
         *(T, S, H, query_blocks, *more),
-        *(s for t in (q_BHTD, k_BKSD, v_BKSD, o_BHTD, do_BHTD, dq) for s in t.stride()[:3]),
+        *(s for t in (q_BHTD, k_BKSD, v_BKSD, a.o_BHTD, do_BHTD, dq) for s in t.stride()[:3]),
         *mask_strides(pattern.mask),
         **common,
         **options["queries"],
     )
     attention_keys_kernel[(key_blocks * programs, K)](
-        *(q_BHTD, k_BKSD, v_BKSD, do_BHTD, highest_BHT, inverse_BHT, delta, dk, dv, *p[1:]),
-        *(pattern.mask, pattern.cu_seqlens, dk_gain),
+        *(q_BHTD, k_BKSD, v_BKSD, do_BHTD, a.highest_BHT, a.inverse_BHT, delta, dk, dv, *p[1:]),
+        *(pattern.mask, pattern.cu_seqlens, partials[3]),
         *(T, S, H, key_blocks, *more),
         *(s for t in (q_BHTD, k_BKSD, v_BKSD, do_BHTD, dk, dv) for s in t.stride()[:3]),
         *mask_strides(pattern.mask),
         **common,
         **options["keys"],
     )
-    of_heads = [None if t is None else t.sum(2) for t in (dsinks, dlogit_scale)]
-    of_gains = [None if t is None else t.sum((1, 2)) for t in (dq_gain, dk_gain)]
-    return dq, dk, dv, of_heads + of_gains
+    if plan is not None and tickets is not None:
+        plan.run(found, [g for g, want in zip(grads, a.wanted) if want], rows, tickets)
+    return results

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight gradient of an embedding with every sample's squared norm.
 
-Legend: B samples, T tokens of a sample, D model width, V vocabulary; N = B T tokens.
+Legend: B samples, T tokens of a sample, D model width, V vocabulary, M measures; N tokens of all
+samples.
 
 Tokens are sorted by (id, sample). The rows of one id are a run, and in it the rows of one sample
 are a segment. A sample's squared norm is the sum of ‖Σ dy‖² over its segments; a row of dW is the
 sum over a run. There is a program for each token: that of the first token of a segment or run sums
-it, and the others return at once.
+it, and the others return at once. A last kernel adds the squares of each sample and those of dW.
 """
 
 from typing import Any
@@ -16,7 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gnsfast.signatures import EmbeddingWgrad, metric_of
+from gnsfast.triton_kernels.finish import arrives_last, clear_tickets, column_sums
 from gnsfast.triton_kernels.tiles import most_registers, root_metric
+
+SQUARES = 4096
+"""Squares of a long sample that a program of the last kernel loads at a time. Of several short
+samples it loads half as many, for which registers are left."""
+
+KEYS = 1024
+"""Tokens of a program that makes keys."""
 
 
 def config(D: int) -> dict[str, Any]:
@@ -26,34 +36,76 @@ def config(D: int) -> dict[str, Any]:
     return {"BLOCK_R": 8, "BLOCK_D": block_d, "num_warps": 4, "maxnreg": most}
 
 
+def finish_config(squares: int) -> dict[str, int]:
+    """For samples of so many squares: a long one, or many short ones in a program."""
+    length = 16
+    while length < min(SQUARES, squares):
+        length *= 4  # few variants to compile
+    return {"BLOCK_B": max(1, SQUARES // 2 // length), "BLOCK_T": length, "num_warps": 8}
+
+
+@triton.jit(do_not_specialize=["N", "T", "B"])
+def embedding_keys_kernel(
+    ids_ptr,  # [N]
+    key_ptr,  # [N]: id * B + sample
+    starts_ptr,  # [B + 1], where samples are not all T tokens
+    tickets_ptr,
+    N,
+    T,
+    B,
+    halvings,  # enough to find one of B
+    BLOCK: tl.constexpr,
+):
+    clear_tickets(tickets_ptr, 1)
+    offs_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs_n < N
+    if starts_ptr is None:
+        sample = offs_n // T
+    else:
+        sample = tl.zeros((BLOCK,), tl.int32)  # the last one that does not start behind the token
+        end = sample + B
+        for _ in range(halvings):
+            middle = (sample + end) // 2
+            before = tl.load(starts_ptr + middle, mask=mask, other=0) <= offs_n
+            sample = tl.where(before, middle, sample)
+            end = tl.where(before, end, middle)
+    dtype = key_ptr.dtype.element_ty
+    key = tl.load(ids_ptr + offs_n, mask=mask, other=0).to(dtype) * B + sample
+    tl.store(key_ptr + offs_n, key.to(dtype), mask=mask)
+
+
 @triton.jit
-def run_sum(dy_ptr, order_ptr, key_ptr, first, key, N, D, offs_d, BLOCK_R: tl.constexpr):
-    """The sum of the rows of dy from sorted position ``first`` on, while their key is ``key``."""
+def sum_below(dy_ptr, order_ptr, key_ptr, first, end, N, D, offs_d, BLOCK_R: tl.constexpr):
+    """The sum of the rows of dy from sorted position ``first`` on, while their key is below
+    ``end``.
+    """
     total = tl.zeros((offs_d.shape[0],), tl.float32)
     position = first
     going = True
     while going:
         offs_r = position + tl.arange(0, BLOCK_R)
-        same = tl.load(key_ptr + offs_r, mask=offs_r < N, other=-1) == key
-        rows = tl.load(order_ptr + offs_r, mask=same, other=0)
+        inside = offs_r < N
+        inside = inside & (tl.load(key_ptr + offs_r, mask=inside, other=0).to(tl.int64) < end)
+        rows = tl.load(order_ptr + offs_r, mask=inside, other=0)
         dy = tl.load(
             dy_ptr + rows[:, None] * D + offs_d[None, :],
-            mask=same[:, None] & (offs_d < D)[None, :],
+            mask=inside[:, None] & (offs_d < D)[None, :],
             other=0.0,
         )
         total += tl.sum(dy.to(tl.float32), 0)
         position += BLOCK_R
-        going = tl.sum(same.to(tl.int32)) == BLOCK_R
+        going = tl.sum(inside.to(tl.int32)) == BLOCK_R
     return total
 
 
-@triton.jit(do_not_specialize=["N"])  # specialized, N = 1 would be a Python int, without .to()
-def segment_sqnorms_kernel(
+@triton.jit(do_not_specialize=["N", "B"])  # specialized, 1 would be a Python int, without .to()
+def embedding_wgrad_kernel(
     dy_ptr,  # [N, D]
     order_ptr,  # [N] int64: the token at each sorted position
-    key_ptr,  # [N] int64, sorted: id * B + sample
-    partial_ptr,  # [N, D blocks] float32 zeros; a segment's number is at its first token
-    v_ptr,  # [V, D] second moments, where METRIC; partial_ptr is then [2, N, D blocks]
+    key_ptr,  # [N], sorted: id * B + sample
+    dw_ptr,  # [V, D] zeros
+    square_ptr,  # [M, 2, N, D blocks] float32: of segments by token, of runs by sorted position
+    v_ptr,  # [V, D] second moments, where METRIC
     constants_ptr,  # [2] float64, where METRIC
     N,
     D,
@@ -65,102 +117,127 @@ def segment_sqnorms_kernel(
 ):
     n = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    key = tl.load(key_ptr + n)
-    before = tl.load(key_ptr + n - 1, mask=n > 0, other=-1)
-    if (key != before) & (key // B != padding_idx):
-        offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-        total = run_sum(dy_ptr, order_ptr, key_ptr, n, key, N, D, offs_d, BLOCK_R)
-        token = tl.load(order_ptr + n)
-        at = partial_ptr + token * tl.num_programs(1) + block
-        tl.store(at, tl.sum(total * total))
-        if METRIC:
-            v = tl.load(v_ptr + key // B * D + offs_d, mask=offs_d < D, other=1.0)
-            total *= root_metric(v, constants_ptr)
-            tl.store(at + N.to(tl.int64) * tl.num_programs(1), tl.sum(total * total))
+    offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    key = tl.load(key_ptr + n).to(tl.int64)
+    before = tl.load(key_ptr + n - 1, mask=n > 0, other=0).to(tl.int64)
+    row = key // B
+    segment, weighed_segment = 0.0, 0.0
+    run, weighed_run = 0.0, 0.0
+    if row != padding_idx:
+        if (n == 0) | (key != before):
+            total = sum_below(dy_ptr, order_ptr, key_ptr, n, key + 1, N, D, offs_d, BLOCK_R)
+            segment = tl.sum(total * total)
+            if METRIC:
+                v = tl.load(v_ptr + row * D + offs_d, mask=offs_d < D, other=1.0)
+                total *= root_metric(v, constants_ptr)
+                weighed_segment = tl.sum(total * total)
+        if (n == 0) | (row * B > before):
+            end = (row + 1) * B
+            total = sum_below(dy_ptr, order_ptr, key_ptr, n, end, N, D, offs_d, BLOCK_R)
+            at = dw_ptr + row * D + offs_d
+            tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=offs_d < D)
+            run = tl.sum(total * total)
+            if METRIC:
+                v = tl.load(v_ptr + row * D + offs_d, mask=offs_d < D, other=1.0)
+                total *= root_metric(v, constants_ptr)
+                weighed_run = tl.sum(total * total)
+    blocks = tl.num_programs(1)
+    size = N.to(tl.int64) * blocks
+    at_segment = square_ptr + tl.load(order_ptr + n) * blocks + block
+    at_run = square_ptr + size + n * blocks + block
+    tl.store(at_segment, segment)
+    tl.store(at_run, run)
+    if METRIC:
+        tl.store(at_segment + 2 * size, weighed_segment)
+        tl.store(at_run + 2 * size, weighed_run)
 
 
-@triton.jit(do_not_specialize=["N"])
-def run_sums_kernel(
-    dy_ptr,  # [N, D]
-    order_ptr,  # [N] int64
-    id_ptr,  # [N] int64, sorted
-    dw_ptr,  # [V, D] zeros
-    partial_ptr,  # [N, D blocks] float32 zeros; where METRIC [2, N, D blocks]
-    v_ptr,
-    constants_ptr,
+@triton.jit(do_not_specialize=["N", "T", "B"])
+def embedding_finish_kernel(
+    square_ptr,  # [M, 2, N, blocks] float32
+    starts_ptr,  # [B + 1], where samples are not all T tokens
+    sum_ptr,  # [M, programs] float32
+    tickets_ptr,
+    rows_ptr,  # [M, B + 2]
     N,
-    D,
-    padding_idx,
+    T,
+    B,
+    blocks,
     METRIC: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
-    n = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    row = tl.load(id_ptr + n)
-    before = tl.load(id_ptr + n - 1, mask=n > 0, other=-1)
-    if (row != before) & (row != padding_idx):
-        offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-        total = run_sum(dy_ptr, order_ptr, id_ptr, n, row, N, D, offs_d, BLOCK_R)
-        tl.store(dw_ptr + row * D + offs_d, total.to(dw_ptr.dtype.element_ty), mask=offs_d < D)
-        at = partial_ptr + n * tl.num_programs(1) + block
-        tl.store(at, tl.sum(total * total))
-        if METRIC:
-            v = tl.load(v_ptr + row * D + offs_d, mask=offs_d < D, other=1.0)
-            total *= root_metric(v, constants_ptr)
-            tl.store(at + N.to(tl.int64) * tl.num_programs(1), tl.sum(total * total))
-
-
-def embedding_wgrad(
-    dy_BTD: Tensor,
-    ids_BT: Tensor,
-    num_embeddings: int,
-    padding_idx: int,
-    dtype: torch.dtype,
-    metric: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """dW [V, D] and the squared norms [B + 1] of the samples and of their sum. With a ``metric``
-    (contiguous second moments [V, D] and their constants) they are [2, B + 1], those under it last.
+    """A program adds the squares of some samples' tokens, and those of the runs that begin at as
+    many sorted positions.
     """
-    B, T, _ = dy_BTD.shape
-    sample_BT = torch.arange(B, device=ids_BT.device)[:, None].expand(B, T)
-    dw_VD, sqnorm_KN, total_K = rows_wgrad(
-        *(dy_BTD.flatten(0, 1), ids_BT.flatten(), sample_BT.flatten(), B),
-        *(num_embeddings, padding_idx, dtype, metric),
-    )
-    sqnorm_KB = sqnorm_KN.unflatten(1, (B, T)).sum(2, dtype=torch.float64)
-    sqnorm_KB1 = torch.cat([sqnorm_KB, total_K[:, None]], 1)
-    return dw_VD, sqnorm_KB1[0] if metric is None else sqnorm_KB1
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    offs_b = program * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_b = offs_b < B
+    if starts_ptr is None:
+        start = offs_b.to(tl.int64) * T
+        end = tl.where(mask_b, start + T, start)
+    else:
+        start = tl.load(starts_ptr + offs_b, mask=mask_b, other=0).to(tl.int64)
+        end = tl.load(starts_ptr + offs_b + 1, mask=mask_b, other=0).to(tl.int64)
+    start, end = start * blocks, end * blocks
+    longest = tl.max(end - start)
+    size = N.to(tl.int64) * blocks
+    for m in range(1 + METRIC):
+        segments = tl.zeros((BLOCK_B,), tl.float64)
+        runs = tl.zeros((BLOCK_B,), tl.float64)
+        for first in range(0, longest, BLOCK_T):
+            offs = start[:, None] + first + tl.arange(0, BLOCK_T)[None, :]
+            at, mask = square_ptr + 2 * m * size + offs, offs < end[:, None]
+            segments += tl.sum(tl.load(at, mask=mask, other=0.0).to(tl.float64), 1)
+            runs += tl.sum(tl.load(at + size, mask=mask, other=0.0).to(tl.float64), 1)
+        row = rows_ptr + m * (B + 2).to(tl.int64)
+        tl.store(row + offs_b, segments.to(tl.float32), mask=mask_b)
+        tl.store(sum_ptr + m * programs + program, tl.sum(runs).to(tl.float32))
+    if arrives_last(tickets_ptr, programs):
+        one = tl.arange(0, 1)
+        for m in range(1 + METRIC):
+            row = rows_ptr + m * (B + 2).to(tl.int64)
+            total = column_sums(sum_ptr + m * programs, programs, 1, one, one == 0, 256)
+            tl.store(row + B + one, total.to(tl.float32))
+            tl.store(row + B + 1, 1.0)
 
 
-def rows_wgrad(
-    dy_ND: Tensor,
-    ids_N: Tensor,
-    sample_N: Tensor,
-    B: int,
-    num_embeddings: int,
-    padding_idx: int,
-    dtype: torch.dtype,
-    metric: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dW [V, D]; [K, N] float32, whose sum over a sample's tokens is its squared norm; and [K], the
-    squared norm of the samples' sum. K is 1, or 2 with a metric.
-    """
-    N, D = dy_ND.shape
-    dy_ND = dy_ND.contiguous()
-    dw_VD = dy_ND.new_zeros((num_embeddings, D), dtype=dtype)
-    key_N, order_N = (ids_N.long() * B + sample_N).sort(stable=True)
-    id_N = key_N // max(B, 1)
+def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
+    """See ``EmbeddingWgrad``."""
+    dw, rows = a.results()
+    dw.zero_()
+    ids_N, dy_ND = a.ids_BT.flatten(), a.dy_BTD.flatten(0, -2).contiguous()
+    (N, D), B = dy_ND.shape, a.samples
+    if not dy_ND.numel():
+        rows.zero_()[:, -1] = 1.0
+        return dw, rows
     tile = config(D)
-    blocks = triton.cdiv(D, tile["BLOCK_D"])
-    kinds = 1 if metric is None else 2
+    blocks, T = triton.cdiv(D, tile["BLOCK_D"]), N // B
+    # Half as many bits take half of the sort's time.
+    narrow = a.num_embeddings * B < 1 << 31
+    key_N = dy_ND.new_empty(N, dtype=torch.int32 if narrow else torch.int64)
+    tickets = dy_ND.new_empty(1, dtype=torch.int32)
+    starts = None if a.starts is None else a.starts.contiguous()
+    embedding_keys_kernel[(triton.cdiv(N, KEYS),)](
+        *(ids_N, key_N, starts, tickets, N, T, B, B.bit_length()), BLOCK=KEYS
+    )
+    key_N, order_N = key_N.sort(stable=True)
+    metric = metric_of(a.moments, a.constants_P2, 0)
     v, constants = metric or (None, None)
-    partial, total = dy_ND.new_zeros((2, kinds, N, blocks), dtype=torch.float32)
-    if N and D:
-        grid, tile = (N, blocks), {**tile, "METRIC": metric is not None}
-        last = v, constants, N, D
-        segment_sqnorms_kernel[grid](
-            *(dy_ND, order_N, key_N, partial, *last, B, padding_idx), **tile
-        )
-        run_sums_kernel[grid](*(dy_ND, order_N, id_N, dw_VD, total, *last, padding_idx), **tile)
-    return dw_VD, partial.sum(2), total.sum((1, 2), dtype=torch.float64)
+    measures = 1 + (metric is not None)
+    squares = dy_ND.new_empty((measures, 2, N, blocks), dtype=torch.float32)
+    embedding_wgrad_kernel[(N, blocks)](
+        *(dy_ND, order_N, key_N, dw, squares, v if v is None else v.contiguous(), constants),
+        *(N, D, B, a.padding_idx),
+        METRIC=metric is not None,
+        **tile,
+    )
+    finish = finish_config(T * blocks)
+    programs = triton.cdiv(B, finish["BLOCK_B"])
+    sums = dy_ND.new_empty((measures, programs), dtype=torch.float32)
+    embedding_finish_kernel[(programs,)](
+        *(squares, starts, sums, tickets, rows, N, T, B, blocks),
+        METRIC=metric is not None,
+        **finish,
+    )
+    return dw, rows

@@ -7,11 +7,13 @@ With n = (x - mean) rstd and g = dy·w:  dx = rstd (g - n mean(g·n) - mean(g)),
 mean and mean(g); the gain's gradient is Σ_t dy·n, the bias's Σ_t dy.
 
 A program takes a chunk of one sample's tokens, reads x and dy once, writes dx, and keeps the
-chunk's sums in registers. The sums of a sample's chunks add up to its gradients. Rows wider than
-``ROW`` do not fit into the registers: then a first kernel computes the two means of every row, and
-a second one goes through the columns block by block.
+chunk's sums in registers. ``sums.py`` adds them. Rows wider than ``ROW`` do not fit into the
+registers: then a first kernel computes the two means of every row, and a second one goes through
+the columns block by block.
 """
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gnsfast.signatures import NormBackward
+from gnsfast.triton_kernels import sums
 from gnsfast.triton_kernels.configs import multiprocessors
-from gnsfast.triton_kernels.tiles import most_registers
+from gnsfast.triton_kernels.finish import clear_tickets
+from gnsfast.triton_kernels.tiles import most_registers, unit_inner
 
 ROW = 1 << 13
 """The widest row held in registers if its length is a multiple of 16; else half of this."""
@@ -28,8 +33,12 @@ ROW = 1 << 13
 COLUMN_BLOCK = 512
 """Columns of a program for wider rows."""
 
-PROGRAMS = 4
-"""How many programs a multiprocessor should have; the number of chunks follows from it."""
+WARPS = 16
+"""How many warps of this kernel a multiprocessor holds, by their registers."""
+
+CHUNK = 3
+"""A chunk's sums are written and read once more: 16 bytes for each column, as much as three tokens
+of bfloat16 x, dy and dx."""
 
 
 @triton.jit
@@ -44,9 +53,11 @@ def norm_backward_kernel(
     dx_ptr,  # [B, T, N]
     dw_ptr,  # [B, chunks, N] float32, where GAIN
     db_ptr,  # [B, chunks, N] float32, where BIAS
+    tickets_ptr,  # zeroed for the finishing kernel, where GAIN or BIAS
     T,
     N,
     chunk,  # tokens of a program
+    tickets,
     eps,
     offset,
     dy_stride_b,
@@ -62,6 +73,8 @@ def norm_backward_kernel(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    if GAIN or BIAS:
+        clear_tickets(tickets_ptr, tickets)
     b = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1)
     offs_n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -185,52 +198,80 @@ def config(N: int) -> dict[str, Any]:
 MEANS_CONFIG = {"BLOCK_N": 2048, "num_warps": 4}
 
 
-def norm_backward(
-    dy_BTN: Tensor,
-    x_BTN: Tensor,
-    stats: tuple[Tensor, Tensor] | None,
-    w_N: Tensor | None,
-    gain: bool,
-    bias: bool,
-    eps: float = 0.0,
-    offset: float = 0.0,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, and each sample's gradients [B, N] of the gain and the bias; None for those not wanted.
+@dataclass(frozen=True)
+class Plan:
+    """How one call runs: what depends on sizes alone."""
 
-    ``stats`` are layer norm's float32 mean and reciprocal deviation, contiguous [B, T, 1]. Without
-    them this is RMS norm.
-    """
-    B, T, N = x_BTN.shape
+    grid: tuple[int, int, int]  # samples, chunks, blocks of columns
+    chunk: int
+    blocks: dict[str, Any]
+    finish: sums.Plan | None  # None where no parameter is wanted
+
+
+@functools.lru_cache(4096)
+def plan(B: int, T: int, N: int, parameters: int, measures: int, processors: int) -> Plan:
+    """For inputs that are not empty."""
     blocks = config(N)
     columns = triton.cdiv(N, blocks["BLOCK_N"])
-    wanted = triton.cdiv(PROGRAMS * multiprocessors(x_BTN.device), max(1, B * columns))
-    chunk = triton.cdiv(triton.cdiv(T, wanted), blocks["BLOCK_T"]) * blocks["BLOCK_T"]
-    chunks = triton.cdiv(T, chunk) if T else 0
-    dx = x_BTN.new_empty(x_BTN.shape)
-    dw, db = (
-        x_BTN.new_empty((B, chunks, N), dtype=torch.float32) if want else None
-        for want in (gain, bias)
-    )
-    strides = (dy_BTN.stride(0), dy_BTN.stride(1), x_BTN.stride(0), x_BTN.stride(1))
-    variant = {"RMS": stats is None, "WEIGHT": w_N is not None}
-    mean, rstd = stats or (None, None)
-    mean_gn = mean_g = None
-    if x_BTN.numel():
-        if columns > 1:
-            mean_gn, mean_g = x_BTN.new_empty((2, B, T), dtype=torch.float32)
-            rstd = x_BTN.new_empty((B, T), dtype=torch.float32) if rstd is None else rstd
-            norm_means_kernel[(B * T,)](
-                *(dy_BTN, x_BTN, mean, rstd, mean_gn, mean_g, w_N, T, N, eps, offset, *strides),
-                **variant,
-                **MEANS_CONFIG,
-            )
-        norm_backward_kernel[(B, chunks, columns)](
-            *(dy_BTN, x_BTN, mean, rstd, mean_gn, mean_g, w_N, dx, dw, db),
-            *(T, N, chunk, eps, offset, *strides),
-            MEANS=columns > 1,
-            GAIN=gain,
-            BIAS=bias,
-            **variant,
-            **blocks,
+    slots = processors * max(1, WARPS // blocks["num_warps"])
+
+    def tokens(chunks: int) -> int:
+        return triton.cdiv(triton.cdiv(T, chunks), blocks["BLOCK_T"]) * blocks["BLOCK_T"]
+
+    def steps(chunks: int) -> int:
+        """The counted time, in tokens: full waves of programs."""
+        return triton.cdiv(B * columns * chunks, slots) * (tokens(chunks) + CHUNK)
+
+    most = min(T, triton.cdiv(4 * slots, B * columns))
+    chunk = tokens(min(range(1, most + 1), key=steps))
+    chunks = triton.cdiv(T, chunk)
+    finish = None
+    if parameters:
+        finish = sums.plan(B, (chunks,) * parameters, (N,) * parameters, measures)
+    return Plan((B, chunks, columns), chunk, blocks, finish)
+
+
+def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
+    """See ``NormBackward``; samples are rows of the batch."""
+    dx, *_, rows = results = a.results()
+    gain, bias = a.weight, a.bias
+    if not a.x_BTF.numel():
+        for t in results[1:]:
+            t.zero_()
+        rows[:, -1] = 1.0
+        return results
+    x, dy = unit_inner(a.x_BTF), unit_inner(a.dy_BTF)
+    w = a.w_F if a.w_F is None else unit_inner(a.w_F)
+    rms = a.mean_BT1 is None
+    B, T, N = x.shape
+    measures = 1 + (a.constants_P2 is not None)
+    p = plan(B, T, N, gain + bias, measures, multiprocessors(x.device))
+    partials = [dx.new_empty((*p.grid[:2], N), dtype=torch.float32) for _ in range(gain + bias)]
+    tickets, count = (None, 0) if p.finish is None else p.finish.tickets(dx)
+    mean, rstd, means = a.mean_BT1, a.rstd_BT1, (None, None)
+    wide = p.grid[2] > 1
+    strides = (dy.stride(0), dy.stride(1), x.stride(0), x.stride(1))
+    if wide:
+        means = x.new_empty((2, B, T), dtype=torch.float32).unbind()
+        rstd = x.new_empty((B, T), dtype=torch.float32) if rms else rstd
+        norm_means_kernel[(B * T,)](
+            *(dy, x, mean, rstd, *means, w, T, N, a.eps, a.offset, *strides),
+            RMS=rms,
+            WEIGHT=w is not None,
+            **MEANS_CONFIG,
         )
-    return dx, None if dw is None else dw.sum(1), None if db is None else db.sum(1)
+    norm_backward_kernel[p.grid](
+        *(dy, x, mean, rstd, *means, w, dx),
+        *(partials[0] if gain else None, partials[-1] if bias else None, tickets),
+        *(T, N, p.chunk, count, a.eps, a.offset, *strides),
+        MEANS=wide,
+        RMS=rms,
+        WEIGHT=w is not None,
+        GAIN=gain,
+        BIAS=bias,
+        **p.blocks,
+    )
+    if p.finish is not None and tickets is not None:
+        grads = [g for g, wanted in zip(results[1:3], (gain, bias)) if wanted]
+        p.finish.run(partials, grads, rows, tickets, a.moments, a.constants_P2)
+    return results

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators on a GPU: the kernels of this folder behind the signatures of ``signatures.py``.
-
-Plain sums (over tokens, over partials) are torch reductions, as in torch's own backward pass.
-"""
+"""The operators on a GPU: the kernels of this folder behind the signatures of ``signatures.py``."""
 
 import torch
 from torch import Tensor
@@ -27,7 +24,6 @@ from gnsfast.triton_kernels import embedding, norms, segments
 from gnsfast.triton_kernels.conv import conv_wgrad as conv_wgrad
 from gnsfast.triton_kernels.linear_plan import Bias
 from gnsfast.triton_kernels.outer import bias_wgrad, outer_wgrad, tied_rows
-from gnsfast.triton_kernels.sqnorms import probe_rows, row_sqnorms, sums_wgrad, with_sum
 from gnsfast.triton_kernels.tiles import check_dtypes, unit_inner
 
 SMALL_VOCABULARY = 256
@@ -35,11 +31,12 @@ SMALL_VOCABULARY = 256
 and each is one program: 10 ms for two ids of 131k tokens (counted)."""
 
 
-def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, ...]:
     """See ``LinearWgrad``."""
     check_dtypes("linear_wgrad", a.x_BTI, a.dy_BTO)
     if a.starts is not None:
-        return _segments_wgrad(a, a.starts)
+        refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2, ids_BS=a.ids_BS)
+        return segments.linear_wgrad(a)
     x, dy = unit_inner(a.x_BTI), unit_inner(a.dy_BTO)  # one copy for weight and bias
     dw, db, rows, linked = a.results()
     bias = Bias(dy, db, _contiguous(metric_of(a.moments, a.constants_P2, -1))) if a.bias else None
@@ -56,27 +53,6 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _contiguous(metric: Metric | None) -> Metric | None:
     return metric and (metric[0].contiguous(), metric[1])
-
-
-def _segments_wgrad(a: LinearWgrad, starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``linear_wgrad`` for samples that are segments of one list of rows."""
-    refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2, ids_BS=a.ids_BS)
-    x, dy, E = a.x_BTI, a.dy_BTO, max(a.experts, 1)
-    dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
-    found = []
-    if a.weight:
-        left, right = (x, dy) if a.transposed else (dy, x)
-        dw, sqnorm_B1 = segments.outer_wgrad(right, left, starts, E, a.dtype)
-        dw = dw if a.experts else dw[0]
-        found.append(sqnorm_B1[None])
-    if a.bias:
-        sums_SO = segments.segment_sums(dy, starts)
-        db_EO = sums_SO.unflatten(0, (E, a.samples)).sum(1)
-        sqnorm_B = row_sqnorms(sums_SO).view(E, a.samples).sum(0)
-        db = (db_EO if a.experts else db_EO[0]).to(a.dtype)
-        found.append(with_sum(sqnorm_B, db_EO))
-    linked = x.new_empty(0, dtype=torch.float32)
-    return dw, db, probe_rows(found, a.samples, x), linked
 
 
 def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,49 +76,27 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     """See ``EmbeddingWgrad``."""
     check_dtypes("embedding_wgrad", a.dy_BTD)
     if a.starts is not None:
-        return _embedding_wgrad_of_documents(a, a.starts)
+        refuse_with_segments("embedding_wgrad", constants_P2=a.constants_P2)
+    elif a.num_embeddings <= SMALL_VOCABULARY:
+        return _small_embedding_wgrad(a)
+    return embedding.embedding_wgrad(a)
+
+
+def _small_embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
+    ids_V = torch.arange(a.num_embeddings, device=a.ids_BT.device)
+    onehot_BTV = (a.ids_BT[..., None] == ids_V) & (ids_V != a.padding_idx)
+    dw, rows = a.results()
     metric = _contiguous(metric_of(a.moments, a.constants_P2, 0))
-    if a.num_embeddings <= SMALL_VOCABULARY:
-        ids_V = torch.arange(a.num_embeddings, device=a.ids_BT.device)
-        onehot_BTV = (a.ids_BT[..., None] == ids_V) & (ids_V != a.padding_idx)
-        dw, rows = a.results()
-        outer_wgrad(a.dy_BTD, onehot_BTV.to(a.dy_BTD.dtype), dw, rows, metric=metric)
-        return dw, rows
-    last = a.num_embeddings, a.padding_idx, a.dtype, metric
-    dw, norms_MB = embedding.embedding_wgrad(a.dy_BTD, a.ids_BT, *last)
-    return dw, probe_rows([norms_MB.view(-1, a.samples + 1)], a.samples, a.dy_BTD)
+    outer_wgrad(a.dy_BTD, onehot_BTV.to(a.dy_BTD.dtype), dw, rows, metric=metric)
+    return dw, rows
 
 
-def _embedding_wgrad_of_documents(a: EmbeddingWgrad, starts: Tensor) -> tuple[Tensor, Tensor]:
-    refuse_with_segments("embedding_wgrad", constants_P2=a.constants_P2)
-    dy_ND, ids_N = a.dy_BTD.flatten(0, -2), a.ids_BT.flatten()
-    row_N = torch.arange(len(ids_N), device=ids_N.device, dtype=starts.dtype)
-    sample_N = torch.searchsorted(starts[1:-1].contiguous(), row_N, right=True)
-    dw, sqnorm_1N, total_1 = embedding.rows_wgrad(
-        dy_ND, ids_N, sample_N, a.samples, a.num_embeddings, a.padding_idx, a.dtype
-    )
-    sqnorm_B = segments.segment_sums(sqnorm_1N.mT, starts)[:, 0].double()
-    return dw, probe_rows([torch.cat([sqnorm_B, total_1])[None]], a.samples, dy_ND)
-
-
-def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
     """See ``NormBackward``. For documents plain torch, since the kernel sums whole samples only."""
     check_dtypes("norm_backward", a.dy_BTF, a.x_BTF, one=False)
     if a.starts is not None:
         return reference.norm_backward_aten(a, segments.segment_sums)
-    stats = None if a.mean_BT1 is None or a.rstd_BT1 is None else (a.mean_BT1, a.rstd_BT1)
-    dx, dw_BF, db_BF = norms.norm_backward(
-        *(unit_inner(a.dy_BTF), unit_inner(a.x_BTF), stats),
-        *(a.w_F if a.w_F is None else unit_inner(a.w_F), a.weight, a.bias, a.eps, a.offset),
-    )
-    none = dx.new_empty(0, dtype=torch.float32)
-    grads, found = [none, none.clone()], []
-    for i, (g_BF, parameter) in enumerate(((dw_BF, a.w_F), (db_BF, a.b_F))):
-        if g_BF is not None and parameter is not None:
-            metric = metric_of(a.moments, a.constants_P2, len(found))
-            grads[i], norms_MB = sums_wgrad(g_BF, parameter.dtype, metric)
-            found.append(norms_MB)
-    return dx, grads[0], grads[1], probe_rows(found, a.samples, a.x_BTF)
+    return norms.norm_backward(a)
 
 
 def attention_forward(a: AttentionForward) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,21 +111,8 @@ def attention_backward(a: AttentionBackward) -> tuple[Tensor, ...]:
     """See ``AttentionBackward``."""
     if nothing_to_do(a):
         return reference.attention_backward(a)
-    do, q, k, v = (unit_inner(t) for t in (a.do_BHTD, a.q_BHTD, a.k_BKSD, a.v_BKSD))
-    p, pattern = attention_arguments(a, q, k)
-    dq, dk, dv, g = attention_kernels.attention_backward(
-        do, q, k, v, a.o_BHTD, a.highest_BHT, a.inverse_BHT, p, pattern, a.wanted
-    )
-    grads, found = [], []
-    for t, parameter in zip(g, p):
-        if t is None or parameter is None:
-            grads.append(q.new_empty(0))
-        else:
-            of_samples = t.unflatten(0, (a.samples, -1)).sum(1)
-            grad, norms_1B = sums_wgrad(of_samples, parameter.dtype)
-            grads.append(grad)
-            found.append(norms_1B)
-    return dq, dk, dv, *grads, probe_rows(found, a.samples, q)
+    q, k = unit_inner(a.q_BHTD), unit_inner(a.k_BKSD)
+    return attention_kernels.attention_backward(a, q, k, *attention_arguments(a, q, k))
 
 
 def nothing_to_do(a: AttentionForward | AttentionBackward) -> bool:

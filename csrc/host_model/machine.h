@@ -2,7 +2,8 @@
 // A model of the parts of a Hopper GPU that the kernel uses, on one CPU thread: a fiber for every
 // CUDA thread of a cluster, run in random order. Copies and matrix products run late, at random
 // points, the copies in random order too; what they write is NaN until then. So a missing wait shows
-// as NaN, an early release as a race, a wrong count as a deadlock.
+// as NaN, an early release as a race, a wrong count as a deadlock. Blocks come in random order, and
+// those without clusters several at a time; what one stores for others stays hidden until its fence.
 //
 // It cannot show whether the hardware does what its documents say, whether the text of the
 // instructions is right, and how fast they are.
@@ -60,7 +61,7 @@ struct Block;
 
 struct Thread {
   ucontext_t context;
-  std::vector<char> stack;
+  std::unique_ptr<char[]> stack;
   Block* block = nullptr;
   int index = 0;
   bool done = false;
@@ -83,7 +84,17 @@ struct Block {
   uint32_t exchange[16][32][6];  // what the lanes of a warp show one another
   uint32_t rank = 0, index = 0;
   int live = 0;
+  bool unfenced = false;  // since its last atomic operation
   std::vector<std::unique_ptr<Thread>> threads;
+};
+
+struct Held {  // a store for other blocks that they do not see yet
+  std::function<void()> land;
+  const Block* block;
+  const Thread* thread;
+  double value;
+  bool synced;  // a barrier of its block came after it, so that any thread's fence lets it land
+  bool late;    // its block has arrived without a fence: it lands when the kernel ends
 };
 
 struct Copy {
@@ -98,6 +109,7 @@ struct Machine {
   ucontext_t scheduler;
   std::mt19937 random;
   std::vector<Copy> copies;
+  std::map<const void*, Held> held;
   NamedBarrier cluster_barrier;
   int cluster = 1, block_count = 1;
   bool turns = false;  // whether the warpgroups must commit their products in turn
@@ -111,6 +123,9 @@ inline Machine*& machine() {
 }
 inline Thread& self() { return *machine()->current; }
 inline Block& block() { return *self().block; }
+
+// A block of the same cluster.
+inline Block& peer(int rank) { return machine()->cluster > 1 ? *machine()->blocks[rank] : block(); }
 
 inline void yield() {
   Thread* thread = machine()->current;
@@ -252,24 +267,29 @@ inline void run_thread() {
   yield();
 }
 
-inline void start_cluster(Machine& m, int first_block, int threads, int shared_bytes) {
+// The last blocks of ``order``: a cluster, or some that run at a time.
+inline void start_blocks(Machine& m, std::vector<int>& order, int threads, int shared_bytes) {
+  constexpr size_t kAtATime = 4;
   m.blocks.clear();
   m.copies.clear();
   m.cluster_barrier = NamedBarrier();
-  for (int rank = 0; rank < m.cluster; ++rank) {
+  const size_t count = m.cluster > 1 ? m.cluster : std::min(kAtATime, order.size());
+  while (m.blocks.size() < count) {
     auto b = std::make_unique<Block>();
     b->shared.assign(shared_bytes + 16, 0xFF);  // NaN in every format
-    b->rank = rank;
-    b->index = first_block + rank;
+    b->rank = m.cluster > 1 ? m.blocks.size() : 0;
+    b->index = order.back();
+    order.pop_back();
     b->live = threads;
     while (static_cast<int>(b->threads.size()) < threads) {
       auto thread = std::make_unique<Thread>();
       thread->block = b.get();
       thread->index = b->threads.size();
-      thread->stack.resize(64 << 10);
+      constexpr size_t kStack = 64 << 10;
+      thread->stack.reset(new char[kStack]);
       getcontext(&thread->context);
-      thread->context.uc_stack.ss_sp = thread->stack.data();
-      thread->context.uc_stack.ss_size = thread->stack.size();
+      thread->context.uc_stack.ss_sp = thread->stack.get();
+      thread->context.uc_stack.ss_size = kStack;
       thread->context.uc_link = nullptr;
       makecontext(&thread->context, run_thread, 0);
       b->threads.push_back(std::move(thread));
@@ -301,6 +321,17 @@ inline void must_be_at_rest(const Block& b) {
   }
 }
 
+// The blocks of a launch from last to first, clusters in random order.
+inline std::vector<int> shuffled_blocks(Machine& m) {
+  std::vector<int> clusters(m.block_count / m.cluster), order;
+  for (size_t k = 0; k < clusters.size(); ++k) clusters[k] = k;
+  std::shuffle(clusters.begin(), clusters.end(), m.random);
+  for (int cluster : clusters) {
+    for (int rank = m.cluster - 1; rank >= 0; --rank) order.push_back(cluster * m.cluster + rank);
+  }
+  return order;
+}
+
 // Runs a kernel, one cluster after the other, the threads of a cluster interleaved. Returns how many
 // copies overwrote what a product still had to read.
 inline uint64_t launch(int block_count, int cluster, int threads, int shared_bytes, unsigned seed,
@@ -312,8 +343,8 @@ inline uint64_t launch(int block_count, int cluster, int threads, int shared_byt
   m.block_count = block_count;
   m.random.seed(seed);
   m.kernel = std::move(kernel);
-  for (int first = 0; first < block_count; first += cluster) {
-    start_cluster(m, first, threads, shared_bytes);
+  for (auto order = shuffled_blocks(m); !order.empty();) {
+    start_blocks(m, order, threads, shared_bytes);
     std::vector<Thread*> all;
     for (auto& b : m.blocks) {
       for (auto& thread : b->threads) all.push_back(thread.get());
@@ -356,6 +387,7 @@ inline uint64_t launch(int block_count, int cluster, int threads, int shared_byt
     while (!m.copies.empty()) land(0);
     for (auto& b : m.blocks) must_be_at_rest(*b);
   }
+  for (auto& [address, store] : m.held) store.land();
   return m.races;
 }
 

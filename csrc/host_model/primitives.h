@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions of primitives_sm90.cuh on the host model.
+// The functions of primitives_*.cuh on the host model.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -40,7 +40,7 @@ struct CUtensorMap {
 #define GNSFAST_DEVICE inline
 #define GNSFAST_HOST_DEVICE inline
 #define GNSFAST_KERNEL(cluster, threads) void
-#define GNSFAST_SIMT_KERNEL(threads) void
+#define GNSFAST_SIMT_KERNEL(threads, blocks) void
 #define GNSFAST_GRID_CONSTANT
 #define GNSFAST_SHARED(name) uint8_t* name = host_model::block().shared.data() + 16
 
@@ -105,7 +105,7 @@ inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   ++host_model::machine()->progress;
 }
 inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
-  auto& other = *host_model::machine()->blocks[rank];
+  auto& other = host_model::peer(rank);
   host_model::must_be_live(other);
   auto& b = host_model::visible_barrier(other, barrier);
   --b.missing;
@@ -125,7 +125,7 @@ inline void tma_load_multicast(uint32_t to, const CUtensorMap* map, uint32_t bar
   if (to % 1024 && to % (m.box_tokens * 128)) host_model::fail("a box is not aligned");
   for (int rank = 0; rank < host_model::machine()->cluster; ++rank) {
     if (!(ranks >> rank & 1)) continue;
-    host_model::Block* b = host_model::machine()->blocks[rank].get();
+    host_model::Block* b = &host_model::peer(rank);
     host_model::visible_barrier(*b, barrier);
     auto land = [=] {
       host_model::must_be_live(*b);
@@ -216,6 +216,9 @@ inline void named_barrier_arrive(int id, int threads) {
 inline void block_sync() {
   must_be_together();
   auto& b = host_model::block();
+  if (b.named[0].arrived + 1 == static_cast<int>(b.threads.size())) {
+    for (auto& [address, store] : host_model::machine()->held) store.synced |= store.block == &b;
+  }
   host_model::named_sync(b.named[0], b.threads.size());
 }
 inline void cluster_sync() {
@@ -297,6 +300,54 @@ void load_8(float (&v)[8], const Element* from) {
   if (reinterpret_cast<uintptr_t>(from) % 16) host_model::fail("a load is not aligned");
   for (int k = 0; k < 8; ++k) v[k] = to_float(from[k]);
 }
+inline void load_pair(float (&v)[2], const float* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 8) host_model::fail("a load is not aligned");
+  v[0] = from[0];
+  v[1] = from[1];
+}
+template <class Output>
+void store_one(Output* to, float v, int add) {
+  from_float(v + (add ? to_float(*to) : 0.f), to);
+}
+
+// A fence lets what its thread has stored for others land, and what others of its block have stored
+// before a barrier that it has passed.
+inline void fence() {
+  auto& held = host_model::machine()->held;
+  for (auto store = held.begin(); store != held.end();) {
+    const bool before = store->second.synced && store->second.block == &host_model::block();
+    if (!store->second.late && (before || store->second.thread == &host_model::self())) {
+      store->second.land();
+      store = held.erase(store);
+    } else {
+      ++store;
+    }
+  }
+  host_model::block().unfenced = false;
+}
+inline int atomic_add(int* to, int value) {
+  host_model::block().unfenced = true;
+  for (auto& [address, store] : host_model::machine()->held) {  // too late for whoever comes now
+    if (store.block == &host_model::block()) store.late = true;
+  }
+  const int before = *to;
+  *to += value;
+  return before;
+}
+template <class Number>
+void store_for_others(Number* to, Number value) {
+  host_model::machine()->held[to] = {[=] { *to = value; }, &host_model::block(),
+                                     &host_model::self(), value, false, false};
+}
+template <class Number>
+Number load_of_others(const Number* from) {
+  if (host_model::block().unfenced) host_model::fail("no fence between an atomic and a load");
+  const auto& held = host_model::machine()->held;
+  const auto found = held.find(from);
+  const bool own = found != held.end() && found->second.block == &host_model::block();
+  return own ? static_cast<Number>(found->second.value) : *from;
+}
+
 template <class Output>
 void store_pair(Output* to, float a, float b, int add) {
   from_float(a + (add ? to_float(to[0]) : 0.f), to);

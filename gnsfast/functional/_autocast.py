@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any device; asking for one takes five times as long."""
 

@@ -42,17 +42,24 @@ def _reads(x_BTI: Tensor, dy_BTO: Tensor) -> bool:
     """Whether the extension runs on this device and can read both tensors."""
     if not x_BTI.is_cuda or missing() or x_BTI.dtype != dy_BTO.dtype:
         return False
-    capable = torch.cuda.get_device_capability(x_BTI.device) >= (8, 0)
-    return capable and fits(x_BTI) and fits(dy_BTO)
+    return _capability(x_BTI.get_device()) >= (8, 0) and fits(x_BTI) and fits(dy_BTO)
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def fits(t_BTN: Tensor) -> bool:
     """Whether the kernels can load the rows of ``t_BTN`` 16 bytes at a time."""
-    strides = [stride for n, stride in zip(t_BTN.shape[:2], t_BTN.stride()) if n > 1]
-    rows = all(0 < stride < 1 << 39 and stride % 8 == 0 for stride in strides)
-    rows = rows and t_BTN.stride(2) == 1
-    whole = t_BTN.shape[2] % 8 == 0 and t_BTN.data_ptr() % 16 == 0
-    return t_BTN.dtype in ELEMENTS and rows and whole and t_BTN.numel() > 0
+    return t_BTN.data_ptr() % 16 == 0 and _laid_out(t_BTN.shape, t_BTN.stride(), t_BTN.dtype)
+
+
+@functools.cache  # 3 us otherwise
+def _laid_out(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> bool:
+    strides = [step for n, step in zip(shape[:2], stride) if n > 1]
+    rows = all(0 < step < 1 << 39 and step % 8 == 0 for step in strides)
+    return dtype in ELEMENTS and rows and stride[2] == 1 and shape[2] % 8 == 0 and 0 not in shape
 
 
 def kernel_for(capability: tuple[int, int]) -> str:
@@ -68,40 +75,66 @@ def takes_tokens(x_BI: Tensor, dy_BO: Tensor) -> bool:
 
 
 def linear_wgrad(
-    x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool, kernel: str | None = None
-) -> Tensor:
-    """Fill ``dw_OI``, or add to it with ``add``. Returns partial squared norms [rows, B + 1] of
-    each sample's dy_bᵀ x_b; the last column is that of their sum.
+    x_BTI: Tensor,
+    dy_BTO: Tensor,
+    dw_OI: Tensor,
+    db_O: Tensor | None,
+    rows: Tensor,
+    add: bool,
+    kernel: str | None = None,
+) -> None:
+    """Fill ``dw_OI`` and ``db_O``, or add to them with ``add``, and fill ``rows`` in two launches.
+
+    ``rows`` [1, or 2 with ``db_O``; B + 2] float32: the squared norms of each sample's dy_bᵀ x_b,
+    that of their sum, and 1; then the same of the bias. Its rows may lie apart. ``db_O`` is
+    contiguous and has dW's dtype.
 
     Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``. ``kernel`` is that of the device, or another one for
     a comparison. Raises RuntimeError with what CUDA reports, and ValueError for a kernel that was
     not built (``GNSFAST_CUDA_ARCHS`` in ``setup.py``).
     """
-    module = _module()
-    (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
-    processors = torch.cuda.get_device_properties(x_BTI.device).multi_processor_count
-    kernel = kernel or kernel_for(torch.cuda.get_device_capability(x_BTI.device))
-    plan = module.plan_linear_wgrad(kernel, (B, T, I, O), processors)
-    partial = x_BTI.new_empty((plan["partial_rows"], B + 1), dtype=torch.float32)
-    scratch = x_BTI.new_empty(plan["scratch_elements"], dtype=torch.float32)
-    module.linear_wgrad(
-        kernel,
-        x=x_BTI.data_ptr(),
-        x_strides=x_BTI.stride()[:2],
-        dy=dy_BTO.data_ptr(),
-        dy_strides=dy_BTO.stride()[:2],
-        shape=(B, T, I, O),
-        element=ELEMENTS[x_BTI.dtype],
-        dw=dw_OI.data_ptr(),
-        output=str(dw_OI.dtype).removeprefix("torch."),
-        add=add,
-        partial=partial.data_ptr(),
-        scratch=scratch.data_ptr(),
-        processors=processors,
-        stream=torch.cuda.current_stream(x_BTI.device).cuda_stream,
-        device=x_BTI.device.index,
+    device, shape = x_BTI.get_device(), (*x_BTI.shape, dy_BTO.shape[2])
+    call, nbytes = _planned(kernel, shape, x_BTI.dtype, dw_OI.dtype, db_O is not None, device)
+    workspace = x_BTI.new_empty(nbytes, dtype=torch.uint8)  # kept until the launches are made
+    stride_b, stride_t, _ = x_BTI.stride()
+    dy_stride_b, dy_stride_t, _ = dy_BTO.stride()
+    call(
+        x_BTI.data_ptr(),
+        stride_b,
+        stride_t,
+        dy_BTO.data_ptr(),
+        dy_stride_b,
+        dy_stride_t,
+        dw_OI.data_ptr(),
+        0 if db_O is None else db_O.data_ptr(),
+        rows.data_ptr(),
+        rows.stride(0),
+        workspace.data_ptr(),
+        add,
+        _stream(device),
     )
-    return partial
+
+
+@functools.cache
+def _planned(
+    kernel: str | None,
+    shape: tuple[int, ...],
+    element: torch.dtype,
+    output: torch.dtype,
+    bias: bool,
+    device: int,
+) -> tuple[Any, int]:
+    """What calls of this shape share, and the bytes that each needs."""
+    call = _module().LinearWgrad(
+        kernel or kernel_for(_capability(device)),
+        shape=shape,
+        element=ELEMENTS[element],
+        output=str(output).removeprefix("torch."),
+        bias=bias,
+        processors=torch.cuda.get_device_properties(device).multi_processor_count,
+        device=device,
+    )
+    return call, call.workspace
 
 
 def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,6 +145,7 @@ def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
     """
     (B, I), O = x_BI.shape, dy_BO.shape[1]
     product_B, dy_sqnorm_B = x_BI.new_empty((2, B), dtype=torch.float32)
+    device = x_BI.get_device()
     _module().token_sqnorms(
         x=x_BI.data_ptr(),
         x_stride=x_BI.stride(0),
@@ -121,10 +155,16 @@ def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
         element=ELEMENTS[x_BI.dtype],
         product=product_B.data_ptr(),
         dy_sqnorm=dy_sqnorm_B.data_ptr(),
-        stream=torch.cuda.current_stream(x_BI.device).cuda_stream,
-        device=x_BI.device.index,
+        stream=_stream(device),
+        device=device,
     )
     return product_B, dy_sqnorm_B
+
+
+def _stream(device: int) -> int:
+    """As ``torch.cuda.current_stream(device).cuda_stream``, without an object for it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
 
 
 @functools.cache

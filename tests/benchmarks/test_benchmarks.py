@@ -303,9 +303,8 @@ def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
 
-    def launch(x: torch.Tensor, dy: torch.Tensor, dw: Any, add: bool, name: str) -> torch.Tensor:
-        launched.append((len(x), name))
-        return x.new_zeros(3, len(x) + 1)
+    def launch(x: torch.Tensor, *arguments: Any) -> None:
+        launched.append((len(x), arguments[-1]))
 
     monkeypatch.setattr(extension, "linear_wgrad", launch)
     return launched

@@ -12,9 +12,9 @@ from proofs import proof
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SEEDS = (1, 2, 3)
-CASES = {"sm90": 14, "sm80": 11, "token_sqnorms": 4}
+CASES = {"sm90": 15, "sm80": 13, "finish": 9, "token_sqnorms": 4}
 SOURCES = {"sm90": "linear_wgrad_sm90.cuh", "sm80": "linear_wgrad_sm80.cuh"}
-SOURCES["token_sqnorms"] = "token_sqnorms.cuh"
+SOURCES |= {"finish": "finish.cuh", "token_sqnorms": "token_sqnorms.cuh"}
 
 pytestmark = [
     pytest.mark.source,
@@ -34,7 +34,7 @@ def build(folder: Path, kernel: str, optimised: str) -> Path:
 
 @pytest.mark.parametrize("kernel", CASES)
 def test_kernel(kernel: str, tmp_path: Path) -> None:
-    """T from 1 to 197, ragged I and O, clusters, splits, every output; norms to 1e-5."""
+    """T from 1 to 601, ragged I and O, clusters, cut tiles, every output; norms to 1e-5."""
     shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
     program = build(tmp_path, kernel, "-O2")
     for seed in SEEDS:
@@ -86,11 +86,18 @@ BUGS = {
     ),
     "no fence after initialising barriers": ("    mbarrier_init_fence();\n", ""),
     "no fence before products": ("        wgmma_fence();\n", ""),
-    "norm of the sample before lost": ("store_sqnorm(partial + b - 1, pending, lane);", ""),
-    "norm in the next sample's place": ("partial + u.end - 1, pending", "partial + u.end, pending"),
-    "total kept from tile to tile": ("if constexpr (V::kTotal) clear", "if (unit < 1) clear"),
-    "a part left out of the merge": ("part < p.parts; ++part", "part < p.parts - 1; ++part"),
-    "parts of a split overlap": ("u.begin = u.part * each +", "u.begin = u.part * each / 2 +"),
+    "norm of the sample before lost": ("store_sqnorm(norms + b - 1, pending, lane);", ""),
+    "norm in the next sample's place": (
+        "norms + piece.end - 1, pending",
+        "norms + piece.end, pending",
+    ),
+    "total kept from piece to piece": ("if constexpr (V::kTotal) clear", "if (step < 1) clear"),
+    "norm of a cut tile's sum left open": (
+        "if (piece.begin == 0 && lane == 0) norms",
+        "if (lane > 31) norms",
+    ),
+    "rank left out of a part's place": ("piece.slot, rank);", "piece.slot, 0);"),
+    "tickets not cleared": ("  clear_tickets(p, kThreads);\n", ""),
 }
 
 
@@ -111,13 +118,68 @@ SM80_BUGS = {
     "columns eight further": ("/ 8 + lane / 16;", "/ 8;"),
     "accumulators kept over a sample's end": ("        clear(flat);\n", ""),
     "rows eight below": ("(k % 4 == 2 ? 8 : 0)", "(k % 4 == 2 ? 4 : 0)"),
-    "no barrier between units": ("    block_sync();  // before the next", "    // before the next"),
-    "norm in the next sample's place": (
-        "store_sqnorm(partial + b,",
-        "store_sqnorm(partial + b + 1,",
+    "no barrier between pieces": (
+        "    block_sync();  // before the next",
+        "    // before the next",
     ),
-    "a part left out of the merge": ("part < p.parts; ++part", "part < p.parts - 1; ++part"),
-    "total kept from tile to tile": ("    clear(total);\n", "    if (unit < 1) clear(total);\n"),
+    "norm in the next sample's place": ("store_sqnorm(norms + b,", "store_sqnorm(norms + b + 1,"),
+    "total kept from piece to piece": ("    clear(total);\n", "    if (round < 1) clear(total);\n"),
+    "norm of a cut tile's sum left open": (
+        "if (piece.begin == 0 && lane == 0) norms",
+        "if (lane > 31) norms",
+    ),
+    "tickets not cleared": ("  clear_tickets(p, kThreads);\n", ""),
+    "last ticket not cleared": ("k < p.tasks.columns + 1;", "k < p.tasks.columns;"),
+    "first pair of a run lost": ("first = run * plan.run;", "first = run * plan.run + (run > 0);"),
+    "last pair of a run in the next run too": (
+        "first + plan.run < pairs ? first + plan.run :",
+        "first + plan.run + 1 < pairs ? first + plan.run + 1 :",
+    ),
+    "second tile of a run lost": ("first / p.B + second;", "first / p.B + 0 * second;"),
+    "second tile from its second sample": ("begin < 0 ? 0 : begin,", "begin < 0 ? 1 : begin,"),
+    "tiles of a run share a slot": (": p.B, run + cut};", ": p.B, run};"),
+    "last run left out": (
+        "plan.runs = cut ? times(pairs, plan.run)",
+        "plan.runs = cut ? pairs / plan.run",
+    ),
+    "cut tiles counted from the first": ("return {plan.whole_tiles + cut,", "return {cut,"),
+}
+FINISH_BUGS = {
+    "last part lost": ("run <= last; ++run", "run < last; ++run"),
+    "first part lost": ("= pair / plan.run", "= (pair + plan.run - 1) / plan.run"),
+    "a part of the next tile": ("(pair + p.B - 1) / plan.run", "(pair + p.B) / plan.run"),
+    "a part added twice": ("plan.tile, run + cut,", "plan.tile, (run < last ? run : first) + cut,"),
+    "rank left out of a part's place": ("plan.tile, run + cut, rank)", "plan.tile, run + cut, 0)"),
+    "cut tiles counted from the first": ("plan.whole_tiles + cut, rank);", "cut, rank);"),
+    "tile's edge": ("row < p.O && column < p.I", "row < p.O"),
+    "last ticket one short": ("tasks.norms + tasks.columns;", "tasks.norms + tasks.columns - 1;"),
+    "ticket one short": ("== blocks - 1;", "== blocks - 2;"),
+    "ticket one over": ("== blocks - 1;", "== blocks;"),
+    "first block goes on, not the last": ("== blocks - 1;", "== 0 * blocks;"),
+    "one ticket for all columns": ("p.work.tickets + columns, of", "p.work.tickets, of"),
+    "no fence before the arrival": ("    fence();\n    *flag", "    *flag"),
+    "no fence after the arrival": ("blocks - 1;\n    fence();", "blocks - 1;"),
+    "no barrier before the arrival": ("  block_sync();  // the stores", "  // the stores"),
+    "no barrier after the arrival": ("  block_sync();\n  return *flag;", "  return *flag;"),
+    "no barrier before a sum": ("  block_sync();  // the sum", "  // the sum"),
+    "no barrier within a sum": ("  block_sync();\n  double total", "  double total"),
+    "no barrier after tokens": ("  block_sync();\n  float total", "  float total"),
+    "chunk of tokens lost": ("times(T, kBiasTokens)", "T / kBiasTokens + (T < kBiasTokens)"),
+    "tokens beyond the sample": ("< kBiasTokens ? p.T :", "< 1 ? p.T :"),
+    "rows of norms lost": ("norm_rows = times(tasks.rows, kNormRows)", "norm_rows = 1"),
+    "rows of norms beyond the last": ("< p.tasks.rows ? begin", "< 0 ? begin"),
+    "samples beyond 32 lost": ("times(B + 1, 32)", "times(32, 32)"),
+    "sample's sum goes on in the next": ("        sum = 0;\n", ""),
+    "bias norm in the next sample's place": ("store_norm(b++, sum)", "store_norm(++b, sum)"),
+    "norm of cut tiles left out": ("if (column == p.B) sum += of_parts;", ""),
+    "norm of a share lost": ("k < p.tasks.parts; k", "k < p.tasks.parts - 1; k"),
+    "second row beside the first": ("f.rows[f.row_stride + column]", "f.rows[p.B + 2 + column]"),
+    "no count of calls": ("    f.rows[p.B + 1] = 1.f;\n", ""),
+    "an order of its own": (
+        "total += shared[k * 32 + lane];",
+        "total = float(total + shared[(k + block_index()) % kFinishWarps * 32 + lane]);",
+    ),
+    "half of a sum left out": ("half = kFinishThreads / 2", "half = kFinishThreads / 4"),
 }
 TOKEN_BUGS = {
     "elements of a row left out": ("k += 32 * kRowElements", "k += 64 * kRowElements"),
@@ -126,7 +188,7 @@ TOKEN_BUGS = {
     "bias norm twice": ("of_x * of_dy;", "of_x * of_dy * of_dy;"),
     "lanes left out of a sum": ("mask = 16; mask;", "mask = 8; mask;"),
 }
-PLANTED = {"sm90": BUGS, "sm80": SM80_BUGS, "token_sqnorms": TOKEN_BUGS}
+PLANTED = {"sm90": BUGS, "sm80": SM80_BUGS, "finish": FINISH_BUGS, "token_sqnorms": TOKEN_BUGS}
 ALL_BUGS = [("sm90", HANDED_OVER_EARLY)]
 ALL_BUGS += [(kernel, bug) for kernel, bugs in PLANTED.items() for bug in bugs]
 
@@ -139,7 +201,7 @@ def test_planted_bug(kernel: str, bug: str, tmp_path: Path) -> None:
     else:
         changes = [PLANTED[kernel][bug]]
     shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
-    names = (SOURCES[kernel], "work.cuh")
+    names = (SOURCES[kernel], "work.cuh", "plan.h")
     for right, wrong in changes:
         texts = {name: (tmp_path / name).read_text(encoding="utf-8") for name in names}
         found = {name: text.count(right) for name, text in texts.items()}

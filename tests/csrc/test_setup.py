@@ -136,7 +136,7 @@ def test_architectures(
     units = functions["units"](functions["architectures"](release))
     hopper = units.pop("linear_wgrad_sm90.cu", "")
     assert hopper == (functions["HOPPER"] if "sm_90" in wanted else "")
-    assert list(units) == ["linear_wgrad_sm80.cu", "token_sqnorms.cu"]
+    assert list(units) == ["linear_wgrad_sm80.cu", "token_sqnorms.cu", "finish.cu"]
     for flags in units.values():
         assert re.findall(r",code=(\w+)", flags) == wanted.split()
     told = "nvcc of CUDA 12.7 leaves out 100 and 120, which need CUDA 12.8"
@@ -189,8 +189,8 @@ def test_ninja_on_the_path(tmp_path: Path) -> None:
 WITHOUT_HOPPER = """\
 #include "linear_wgrad.h"
 namespace gnsfast {
-Plan plan(int, int, int, int, int) { return {}; }
-void launch(const LinearWgrad&, const Plan&, int) {}
+Plan plan(int B, int I, int O, int devices) { return plan_tiles({8, 8, 1}, B, I, O, devices); }
+void launch(const LinearWgrad&, const Plan&) {}
 const Registered sm80{{"sm80", plan, launch}};
 void token_sqnorms(const TokenSqnorms&) {}
 const char* missing_device() { return ""; }

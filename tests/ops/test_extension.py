@@ -3,6 +3,7 @@
 one line what it refuses. ``test_gpu.py`` runs its kernels.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,43 +13,45 @@ from gnsfast.ops import extension
 
 _C = pytest.importorskip("gnsfast._C", reason="built without nvcc")
 
-CALL: dict[str, Any] = dict(
-    kernel="sm80",
-    x=1024,
-    x_strides=(64, 8),
-    dy=1024,
-    dy_strides=(64, 8),
-    shape=(2, 8, 8, 8),
-    element="bfloat16",
-    dw=1024,
-    output="float32",
-    add=False,
-    partial=1024,
-    scratch=0,
-    processors=132,
-    stream=0,
-    device=0,
-)
+MADE: dict[str, Any] = dict(kernel="sm80", shape=(2, 8, 8, 8), element="bfloat16")
+MADE |= dict(output="float32", bias=True, processors=132, device=0)
+CALL: dict[str, Any] = dict(x=1024, x_stride_b=64, x_stride_t=8, dy=1024, dy_stride_b=64)
+CALL |= dict(dy_stride_t=8, dw=1024, db=1024, rows=1024, row_stride=4, workspace=1024)
+CALL |= dict(add=False, stream=0)
 
-REFUSED = {
+REFUSED_SHAPES = {
     "every size must be 1 to .*T 0": dict(shape=(2, 0, 8, 8)),
     r"shape must be \(B, T, I, O\)": dict(shape=(2, 8, 8)),
     "no kernel for float64": dict(element="float64"),
     "x and dy must be bfloat16 or float16": dict(element="float32"),
     "dw must be float32 or bfloat16, not float16": dict(output="float16"),
-    "only a float32 dw is added to": dict(output="bfloat16", add=True),
-    "dw is a null pointer": dict(dw=0),
     "this build has no kernel sm70": dict(kernel="sm70"),
     "processors must be two or more": dict(processors=0),
-    r"x_strides must be": dict(x_strides=(8,)),
-    "scratch is a null pointer": dict(shape=(16, 1024, 768, 768)),
 }
+REFUSED = {
+    "only a float32 dw is added to": (dict(output="bfloat16"), dict(add=True)),
+    "x is a null pointer": ({}, dict(x=0)),
+    "dy is a null pointer": ({}, dict(dy=0)),
+    "dw is a null pointer": ({}, dict(dw=0)),
+    "db is a null pointer": ({}, dict(db=0)),
+    "made without a bias": (dict(bias=False), {}),
+    "rows is a null pointer": ({}, dict(rows=0)),
+    "workspace is a null pointer": ({}, dict(workspace=0)),
+    "at a multiple of 16 bytes": ({}, dict(workspace=1032)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_SHAPES)
+def test_refused_shapes(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _C.LinearWgrad(**{**MADE, **REFUSED_SHAPES[message]})
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_refused(message: str) -> None:
+    made, call = REFUSED[message]
     with pytest.raises(ValueError, match=message):
-        _C.linear_wgrad(**{**CALL, **REFUSED[message]})
+        _C.LinearWgrad(**{**MADE, **made})(**{**CALL, **call})
 
 
 def test_without_a_device() -> None:
@@ -56,9 +59,57 @@ def test_without_a_device() -> None:
         assert _C.missing_device() == extension.missing() == ""
     else:
         assert extension.missing().startswith("no device: ")
-        for kernel in _C.kernels():
+        for kernel in (name for name in _C.kernels() if " " not in name):  # no variant
             with pytest.raises(RuntimeError, match="cudaSetDevice: "):
-                _C.linear_wgrad(**{**CALL, "kernel": kernel})
+                _C.LinearWgrad(**{**MADE, "kernel": kernel})(**CALL)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_arguments_of_a_call(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By place, as the extension takes them; the plan of a shape is made once."""
+    B, T, I, O = 3, 5, 8, 16
+    x, dy = torch.zeros(T, B, I).transpose(0, 1), torch.zeros(B, T, O)
+    dw, db = torch.zeros(O, I), torch.zeros(O) if bias else None
+    rows = torch.zeros(2, B + 7)[:, : B + 2]
+    made: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+
+    class Recorded:
+        workspace = 640
+
+        def __init__(self, kernel: str, **arguments: Any) -> None:
+            made.append(dict(arguments, kernel=kernel))
+
+        def __call__(self, *arguments: Any) -> None:
+            calls.append(dict(zip(CALL, arguments, strict=True)))
+
+    monkeypatch.setattr(extension, "ELEMENTS", {torch.float32: "bfloat16"})
+    monkeypatch.setattr(extension, "_module", lambda: SimpleNamespace(LinearWgrad=Recorded))
+    monkeypatch.setattr(extension, "_stream", lambda device: 77)
+    device = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    extension._planned.cache_clear()
+    for _ in range(2):
+        extension.linear_wgrad(x, dy, dw, db, rows, True, "sm80")
+    extension._planned.cache_clear()
+    shape = dict(kernel="sm80", shape=(B, T, I, O), element="bfloat16", output="float32")
+    assert made == [dict(shape, bias=bias, processors=132, device=-1)]
+    call = dict(calls[-1])
+    assert call.pop("workspace") % 16 == 0
+    assert call == dict(
+        x=x.data_ptr(),
+        x_stride_b=I,
+        x_stride_t=B * I,
+        dy=dy.data_ptr(),
+        dy_stride_b=T * O,
+        dy_stride_t=O,
+        dw=dw.data_ptr(),
+        db=0 if db is None else db.data_ptr(),
+        rows=rows.data_ptr(),
+        row_stride=B + 7,
+        add=True,
+        stream=77,
+    )
 
 
 TOKENS: dict[str, Any] = dict(x=1024, x_stride=8, dy=1024, dy_stride=8, shape=(2, 8, 8))
@@ -79,33 +130,6 @@ def test_refused_tokens(message: str) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="cudaSetDevice: "):
             _C.token_sqnorms(**TOKENS)
-
-
-def plan(kernel: str, B: int, T: int, I: int, O: int) -> dict[str, int]:
-    return _C.plan_linear_wgrad(kernel, (B, T, I, O), 132)
-
-
-@pytest.mark.skipif("sm90" not in _C.kernels(), reason="built without 90 in GNSFAST_CUDA_ARCHS")
-def test_plan_for_hopper() -> None:
-    """Tiles of a pair of blocks are 256 x 192; 66 pairs run at a time."""
-    assert plan("sm90", 16, 1024, 4096, 4096)["whole_tiles"] == 330  # of 352: five waves
-    assert plan("sm90", 16, 1024, 4096, 4096)["parts"] == 3  # 22 tiles left for 66 pairs
-    small = plan("sm90", 16, 1024, 768, 768)
-    assert (small["whole_tiles"], small["parts"]) == (0, 16)  # three waves of one sample
-    assert small["partial_rows"] == 12 * 2 * 8
-    assert small["scratch_elements"] == 12 * 16 * 2 * 128 * 192
-    assert plan("sm90", 16, 1024, 768, 2304)["parts"] == 16  # 36 tiles: nine waves, not sixteen
-    assert plan("sm90", 1, 8192, 768, 768)["parts"] == 1  # one sample cannot be split
-    assert plan("sm90", 4, 16, 768, 768)["parts"] == 1  # too little to do
-
-
-def test_plan_for_others() -> None:
-    """Tiles are 128 x 128, and 132 run at a time."""
-    small = plan("sm80", 16, 1024, 768, 768)
-    assert small["whole_tiles"] == 0 and small["parts"] > 2  # 36 tiles
-    assert small["partial_rows"] == 36 * 8
-    assert small["scratch_elements"] == 36 * small["parts"] * 128 * 128
-    assert plan("sm80", 16, 1024, 4096, 4224)["parts"] == 1  # 1056 tiles: eight whole waves
 
 
 FITS = {

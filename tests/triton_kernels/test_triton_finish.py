@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of an operator: how many launches it takes, the same bits whichever program arrives last,
+and sizes for which every loop of the finishing kernels turns more than once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_launches import launched, shuffled_programs
+from signed import Signed
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is there on Linux alone")
+
+from gnsfast import reference
+from gnsfast.triton_kernels import embedding as embeddings  # noqa: E402
+from gnsfast.triton_kernels import operators, segments, sums  # noqa: E402
+from gnsfast.triton_kernels.tiles import INTERPRETED  # noqa: E402
+
+F32, F16 = torch.float32, torch.float16
+KERNELS = Signed(operators)
+
+
+def metric(device: str, *v: Tensor) -> dict[str, Any]:
+    constants = torch.tensor([[1.5, 1e-3]] * len(v), dtype=torch.float64, device=device)
+    return dict(moments=[t.to(device) for t in v], constants_P2=constants)
+
+
+def layer_norm(device: str, shape: tuple[int, int, int], **more: Any) -> Callable[[], Any]:
+    x, dy = (torch.randn(shape, device=device) for _ in range(2))
+    w, b = (torch.randn(shape[2], device=device) for _ in range(2))
+    _, mean, rstd = torch.native_layer_norm(x, [shape[2]], w, b, 1e-5)
+    return lambda: KERNELS.norm_backward(dy, x, mean, rstd, w, b, True, True, **more)
+
+
+def rms_norm(device: str, shape: tuple[int, int, int], **more: Any) -> Callable[[], Any]:
+    x, dy = (torch.randn(shape, device=device) for _ in range(2))
+    w = torch.randn(shape[2], device=device)
+    return lambda: KERNELS.norm_backward(dy, x, None, None, w, None, True, False, 1e-5, **more)
+
+
+def embedding(device: str, B: int, T: int, D: int, **more: Any) -> Callable[[], Any]:
+    ids, dy = torch.randint(0, 300, (B, T), device=device), torch.randn(B, T, D, device=device)
+    return lambda: KERNELS.embedding_wgrad(dy, ids, 300, 2, F32, **more)
+
+
+def embedding_of_documents(device: str) -> Callable[[], Any]:
+    starts = torch.tensor([0, 4, 4, 9, 20], device=device)
+    ids, dy = torch.randint(0, 300, (20,), device=device), torch.randn(20, 40, device=device)
+    return lambda: KERNELS.embedding_wgrad(dy, ids, 300, -1, F32, starts)
+
+
+def experts(device: str, bias: bool) -> Callable[[], Any]:
+    starts = torch.tensor([0, 2, 2, 7, 9, 20, 22], device=device)
+    x, dy = torch.randn(22, 200, device=device), torch.randn(22, 70, device=device)
+    return lambda: KERNELS.linear_wgrad(x, dy, True, bias, False, F32, starts, 2)
+
+
+def attention(device: str, wanted: list[bool], documents: bool = False) -> Callable[[], Any]:
+    """Two rows a sample, or three documents."""
+    B, H, K, T, D = (1 if documents else 4), 2, 1, 9, 16
+    q, k, v, do = (torch.randn(B, h, T, D, device=device) for h in (H, K, K, H))
+    learned = [torch.randn(n, device=device) for n in (H, H, D, D)]
+    starts = torch.tensor([0, 2, 2, T], device=device) if documents else None
+    pattern = None, starts, True, 0.3, 0, 0
+    saved = Signed(reference).attention_forward(q, k, v, *learned, *pattern)
+    samples = 3 if documents else 2
+    return lambda: KERNELS.attention_backward(
+        do, q, k, v, *saved, *learned, *pattern, samples, wanted
+    )
+
+
+EMBEDDING = ["aten.zero_", "embedding_keys_kernel", "aten.sort", "embedding_wgrad_kernel"]
+EMBEDDING += ["embedding_finish_kernel"]
+
+CALLS: dict[str, tuple[Callable[[str], Callable[[], Any]], list[str]]] = {
+    "layer norm": (
+        lambda device: layer_norm(device, (3, 40, 100)),
+        ["norm_backward_kernel", "finish_sums_kernel"],
+    ),
+    "rms norm under a metric": (
+        lambda device: rms_norm(device, (3, 40, 100), **metric(device, torch.rand(100))),
+        ["norm_backward_kernel", "finish_sums_kernel"],
+    ),
+    "wide rms norm": (
+        lambda device: rms_norm(device, (2, 1, 4101)),
+        ["norm_means_kernel", "norm_backward_kernel", "finish_sums_kernel"],
+    ),
+    "embedding": (lambda device: embedding(device, 3, 9, 600), EMBEDDING),
+    "embedding under a metric": (
+        lambda device: embedding(device, 2, 9, 40, **metric(device, torch.rand(300, 40))),
+        EMBEDDING,
+    ),
+    "experts": (
+        lambda device: experts(device, True),
+        ["linear_wgrad_segments_kernel", "segment_sums_kernel", "segments_finish_kernel"],
+    ),
+    "router": (
+        lambda device: experts(device, False),
+        ["linear_wgrad_segments_kernel", "segments_finish_kernel"],
+    ),
+    "attention": (
+        lambda device: attention(device, [True] * 4),
+        ["attention_queries_kernel", "attention_keys_kernel", "finish_sums_kernel"],
+    ),
+    "attention of documents": (
+        lambda device: attention(device, [True, False, False, True], documents=True),
+        [*["aten.zero_"] * 3, "attention_queries_kernel", "attention_keys_kernel"]
+        + ["finish_sums_kernel"],
+    ),
+    "embedding of documents": (embedding_of_documents, EMBEDDING),
+}
+"""An operator's call -> what it launches."""
+
+
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS.keys())
+def test_launches(case: tuple[Any, list[str]], device: str) -> None:
+    make, names = case
+    assert launched(make(device)) == names
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS.keys())
+def test_order_of_programs(case: tuple[Any, list[str]]) -> None:
+    """Whoever arrives last, the bits are the same."""
+    call = case[0]("cpu")
+    want = call()
+    for seed in range(2):
+        with shuffled_programs(seed):
+            got = call()
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+        assert not any(t.isnan().any() for t in got)
+
+
+# Samples, pieces and widths of the parameters; a block is of 8192 numbers and at least 32 columns.
+SIZES = {
+    "one": (1, (1,), (1,)),
+    "samples in parts": (530, (1,), (40,)),
+    "samples of a few pieces in parts": (70, (3,), (65,)),
+    "pieces of several blocks": (2, (600,), (33,)),
+    "columns of several blocks": (3, (1,), (300,)),
+    "wide": (20, (2,), (2100,)),
+    "wider": (5, (2,), (8200,)),
+    "unlike parameters": (5, (70, 9, 1, 300), (3, 100, 64, 1)),
+}
+
+
+@pytest.mark.parametrize("under_metric", [False, True], ids=["", "metric"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+def test_sums(
+    size: tuple[int, tuple[int, ...], tuple[int, ...]], under_metric: bool, device: str
+) -> None:
+    B, pieces, widths = size
+    partials = [torch.randn(B, c, n, device=device) + 1 for c, n in zip(pieces, widths)]
+    dtypes = [F32, F16, F32, F16]  # the interpreter cuts off what bfloat16 lacks
+    grads = [torch.empty(n, dtype=d, device=device) for n, d in zip(widths, dtypes)]
+    more = metric(device, *(torch.rand(n, device=device) for n in widths)) if under_metric else {}
+    measures = 1 + under_metric
+    rows = torch.empty(measures * len(widths), B + 2, device=device)
+    plan = sums.plan(B, pieces, widths, measures)
+    plan.run(partials, grads, rows, plan.tickets(rows)[0].zero_(), **more)
+    for i, (partial, grad) in enumerate(zip(partials, grads)):
+        g_BN = partial.double().sum(1)
+        total_N = g_BN.sum(0)
+        rtol = 2**-11 if grad.dtype == F16 else 1e-5
+        torch.testing.assert_close(grad.double(), total_N, rtol=rtol, atol=1e-4)
+        for m in range(measures):
+            p_N = 1 / (more["moments"][i].double().sqrt() * 1.5 + 1e-3) if m else 1.0
+            row = rows[m * len(widths) + i].double()
+            torch.testing.assert_close(row[:B], (p_N * g_BN**2).sum(1), rtol=1e-5, atol=0)
+            torch.testing.assert_close(row[B], (p_N * total_N**2).sum(), rtol=1e-5, atol=0)
+            assert row[B + 1] == 1.0
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+def test_squares_of_embeddings(
+    documents: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several programs of several samples, and samples longer than a block."""
+    monkeypatch.setattr(embeddings, "SQUARES", 64)
+    ids, dy = torch.randint(0, 6, (7, 10), device=device), torch.randn(7, 10, 1100, device=device)
+    dy *= torch.logspace(-2, 0, 7, device=device)[:, None, None]
+    if not documents:
+        starts, ends = None, list(range(0, 71, 10))
+        assert embeddings.finish_config(30)["BLOCK_B"] == 1
+    else:
+        ends = [0, 1, 1, 45, 47, 48, 49, 70]
+        starts = torch.tensor(ends, device=device, dtype=torch.int32)
+        ids, dy = ids.flatten(), dy.flatten(0, 1)
+    dw, rows = KERNELS.embedding_wgrad(dy, ids, 300, -1, F32, starts)
+    onehot = torch.nn.functional.one_hot(ids.flatten(), 300).double()
+    dy_ND = dy.double().view(-1, 1100)
+    g = [onehot[i:j].T @ dy_ND[i:j] for i, j in zip(ends, ends[1:])]
+    want = [t.square().sum() for t in (*g, sum(g))]
+    torch.testing.assert_close(rows[0].double(), torch.stack([*want, want[0] * 0 + 1]))
+    torch.testing.assert_close(dw.double(), sum(g), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("squares", [1, 17, 300, 1025, 5000])
+def test_blocks_of_squares(squares: int) -> None:
+    found = embeddings.finish_config(squares)
+    assert found["BLOCK_B"] >= 1 and found["BLOCK_T"] >= min(squares, embeddings.SQUARES)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("E", [1, 3])
+def test_tiles_of_segments(
+    E: int, bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several programs add the tiles' partial norms, for more samples than they add at a time."""
+    monkeypatch.setattr(segments, "SHARE", 2)
+    lengths = torch.randint(0, 4, (E * 67,))
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(device)
+    x, dy = (torch.randn(int(starts[-1]), n, device=device) for n in (200, 150))
+    dw, db, rows, _ = KERNELS.linear_wgrad(x, dy, True, bias, False, F32, starts, E)
+    pairs = list(zip(x.double().split(lengths.tolist()), dy.double().split(lengths.tolist())))
+    weights = torch.stack([b.T @ a for a, b in pairs]).unflatten(0, (E, 67))
+    biases = torch.stack([b.sum(0) for _, b in pairs]).unflatten(0, (E, 67))
+    for grad, row, g in zip((dw, db), rows, (weights, biases)[: 1 + bias], strict=bias):
+        torch.testing.assert_close(grad.double(), g.sum(1), rtol=1e-5, atol=1e-4)
+        norms = torch.cat([g.square().flatten(2).sum((0, 2)), g.sum(1).square().sum()[None]])
+        torch.testing.assert_close(
+            row.double(), torch.cat([norms, norms.new_ones(1)]), rtol=1e-5, atol=0
+        )
