@@ -200,6 +200,5 @@ def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...], measures: int
         widths,
         columns * (measures * (B + 1) + parts * block_n),
         parts + columns + 1,
-        options
-        | {"BLOCK_P": min(128, 2048 // block_b), "num_warps": 8, "maxnreg": most_registers(8)},
+        options,
     )

@@ -199,7 +199,7 @@ def test_tie_moves_what_is_counted() -> None:
 
 
 def test_audit() -> None:
-    """32 of the 148 gradients of GPT-2, 108 of 498 MB float32: 24.9 µs, and a kernel each, 64 µs."""
+    """32 of GPT-2's 148 gradients, 108 of 498 MB float32: 24.9 µs, and a kernel each, 64 µs."""
     on, off = (step(H200, GPT2, 1024, 16, audit=audit) for audit in (True, False))
     assert sum(on.added.values()) - sum(off.added.values()) == pytest.approx(88.9e-6, rel=1e-3)
     assert on.device == off.device
