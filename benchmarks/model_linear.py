@@ -8,7 +8,7 @@ Legend: B samples, T tokens of a sample, I in_features, O out_features; seconds 
 
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.model_gpu import (
     ASSUMED,
@@ -88,9 +88,10 @@ class Balance(NamedTuple):
 
 
 def balance(tiles: int, B: int, programs: int) -> Balance:
-    """Whole waves of tiles; the pairs of the tiles that are left are dealt out in runs as equal as
-    whole samples allow. Counted as if x and dy came from memory once: all programs must be at one
-    sample at a time, or they read several times what they share.
+    """As the CUDA kernels do it (``csrc/plan.h``): whole waves of tiles; the pairs of the tiles
+    that are left are dealt out in runs as equal as whole samples allow. Counted as if x and dy came
+    from memory once: all programs must be at one sample at a time, or they read several times what
+    they share.
     """
     waves, rest = divmod(tiles, programs)
     run = math.ceil(rest * B / programs)
@@ -191,10 +192,14 @@ def gram_seconds(gpu: GPU, B: int, T: int, I: int, O: int, a: Assumed) -> float:
     return max(flop / (a.gram * gpu.flops * filled), 2 * B * T * (I + O) / (a.memory * gpu.memory))
 
 
-def work(gpu: GPU, kernel: Kernel, B: int, I: int, O: int) -> tuple[int, Balance]:
+def work(gpu: GPU, kernel: Kernel, B: int, T: int, I: int, O: int) -> tuple[int, Any]:
     """Tiles, of a whole cluster, and how they lie on the device."""
+    from gnsfast.triton_kernels import configs
+
     tiles = math.ceil(O / (kernel.o * kernel.cluster)) * math.ceil(I / kernel.i)
-    return tiles, balance(tiles, B, gpu.processors // kernel.cluster)
+    if kernel.in_turn:
+        return tiles, balance(tiles, B, gpu.processors // kernel.cluster)
+    return tiles, configs.balance(tiles, B, gpu.processors, math.ceil(T / BLOCK_T))
 
 
 def _fused(
@@ -209,7 +214,7 @@ def _fused(
 ) -> Cost:
     B, T, I, O = shape
     share, bandwidth = loop_share(gpu, kernel, a.loop), a.memory * gpu.memory
-    tiles, plan = work(gpu, kernel, B, I, O)
+    tiles, plan = work(gpu, kernel, B, T, I, O)
     clocks = padded(T) * kernel.flop / (gpu.flop_a_clock * share)
     rows, out = 2 * B * T * (I + O), weights * O * I
     sums = 2 * B * T * O if bias else 0  # dy once more, as plain's own sum
