@@ -6,9 +6,11 @@ from typing import Any
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+Argument = Tensor | tuple[Tensor, ...] | TensorDescriptor | None
+
 
 class Launch:
-    """A kernel with all fixed but its tensors, which are its first arguments.
+    """A kernel with all fixed but its tensors, and tuples of them, which are its first arguments.
 
     ``kernel[grid](...)`` binds and classifies every argument at each call. The compiled kernel that
     it returns is launched directly from then on, as in Triton's tutorial on a fused softmax. Which
@@ -16,13 +18,15 @@ class Launch:
     whether it begins at a multiple of 16 bytes. A descriptor's dtype and blocks are fixed.
     """
 
-    def __init__(self, kernel: Any, programs: int, values: tuple[Any, ...], **options: Any) -> None:
-        self.kernel, self.grid = kernel, (programs, 1, 1)
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], values: tuple[Any, ...], **options: Any
+    ) -> None:
+        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.values, self.options = values, options
         self.compiled: dict[tuple[object, ...], Any] = {}
 
-    def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
-        key = tuple([_kind(t) if isinstance(t, Tensor) else None for t in tensors])
+    def __call__(self, *tensors: Argument) -> None:
+        key = tuple([_kind(t) for t in tensors])
         launch = self.compiled.get(key)
         if launch is not None:
             launch(*tensors, *self.values)
@@ -32,5 +36,7 @@ class Launch:
             self.compiled[key] = compiled[self.grid]
 
 
-def _kind(t: Tensor) -> tuple[object, ...]:
-    return t.dtype, t.data_ptr() % 16 == 0, t.get_device()
+def _kind(t: Argument) -> object:
+    if isinstance(t, Tensor):
+        return t.dtype, t.data_ptr() % 16 == 0, t.get_device()
+    return tuple([_kind(each) for each in t]) if isinstance(t, tuple) else None

@@ -118,7 +118,7 @@ def plan(
     programs = sizes["bias_programs"] + sizes["piece_programs"] + samples
     sizes["arrivals"] = arrivals
     values = (*(sizes[name] for name in FIXED), *(options[name] for name in CONSTANTS))
-    launch = Launch(linear_finish_kernel, programs, values, num_warps=WARPS)
+    launch = Launch(linear_finish_kernel, (programs,), values, num_warps=WARPS)
     return Finish(launch, floats, 1 + columns, sizes)
 
 

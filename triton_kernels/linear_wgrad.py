@@ -284,7 +284,7 @@ def launches(
     options = config.options()
     product = Launch(
         linear_wgrad_kernel,
-        balance.programs,
+        (balance.programs,),
         (
             *(B, T, I, O, balance.waves, balance.remaining, balance.own),
             *(values["partial_at"], values["sums_at"], values["sums"], ending.tickets),

@@ -25,6 +25,7 @@ from gnsfast.signatures import NormBackward
 from gnsfast.triton_kernels import sums
 from gnsfast.triton_kernels.configs import multiprocessors
 from gnsfast.triton_kernels.finish import clear_tickets
+from gnsfast.triton_kernels.launch import Launch
 from gnsfast.triton_kernels.tiles import most_registers, unit_inner
 
 ROW = 1 << 13
@@ -198,7 +199,7 @@ def config(N: int) -> dict[str, Any]:
 MEANS_CONFIG = {"BLOCK_N": 2048, "num_warps": 4}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """How one call runs: what depends on sizes alone."""
 
@@ -231,6 +232,17 @@ def plan(B: int, T: int, N: int, parameters: int, measures: int, processors: int
     return Plan((B, chunks, columns), chunk, blocks, finish)
 
 
+@functools.lru_cache(4096)
+def backward(p: Plan, T: int, N: int, *fixed: Any) -> Launch:
+    """The launch; ``fixed`` are eps, offset, four strides, then RMS, WEIGHT, GAIN and BIAS."""
+    count = 0 if p.finish is None else p.finish.grid[2] * p.finish.ticket_stride
+    blocks = dict(p.blocks)
+    registers = {name: blocks.pop(name) for name in ("num_warps", "maxnreg")}
+    shapes = (blocks[name] for name in ("BLOCK_T", "BLOCK_N", "NUM_STAGES"))
+    values = T, N, p.chunk, count, *fixed[:6], p.grid[2] > 1, *fixed[6:], *shapes
+    return Launch(norm_backward_kernel, p.grid, values, **registers)
+
+
 def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
     """See ``NormBackward``; samples are rows of the batch."""
     dx, *_, rows = results = a.results()
@@ -247,7 +259,7 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
     measures = 1 + (a.constants_P2 is not None)
     p = plan(B, T, N, gain + bias, measures, multiprocessors(x.device))
     partials = [dx.new_empty((*p.grid[:2], N), dtype=torch.float32) for _ in range(gain + bias)]
-    tickets, count = (None, 0) if p.finish is None else p.finish.tickets(dx)
+    tickets = None if p.finish is None else p.finish.tickets(dx)[0]
     mean, rstd, means = a.mean_BT1, a.rstd_BT1, (None, None)
     wide = p.grid[2] > 1
     strides = (dy.stride(0), dy.stride(1), x.stride(0), x.stride(1))
@@ -260,16 +272,10 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, ...]:
             WEIGHT=w is not None,
             **MEANS_CONFIG,
         )
-    norm_backward_kernel[p.grid](
+    flags = rms, w is not None, gain, bias
+    backward(p, T, N, a.eps, a.offset, *strides, *flags)(
         *(dy, x, mean, rstd, *means, w, dx),
         *(partials[0] if gain else None, partials[-1] if bias else None, tickets),
-        *(T, N, p.chunk, count, a.eps, a.offset, *strides),
-        MEANS=wide,
-        RMS=rms,
-        WEIGHT=w is not None,
-        GAIN=gain,
-        BIAS=bias,
-        **p.blocks,
     )
     if p.finish is not None and tickets is not None:
         grads = [g for g, wanted in zip(results[1:3], (gain, bias)) if wanted]

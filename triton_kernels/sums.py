@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gnsfast.triton_kernels.finish import arrives_last, column_sums
+from gnsfast.triton_kernels.launch import Launch
 from gnsfast.triton_kernels.tiles import most_registers, root_metric
 
 TILE = 8192
@@ -144,11 +145,10 @@ class Plan:
     """How one call finishes: what depends on sizes alone."""
 
     grid: tuple[int, int, int]
-    pieces: tuple[int, ...]
-    widths: tuple[int, ...]
     scratch_stride: int
     ticket_stride: int
     options: dict[str, Any]
+    launch: Launch
 
     def tickets(self, like: Tensor) -> tuple[Tensor, int]:
         """Uninitialised, and how many: an earlier kernel calls ``finish.clear_tickets``."""
@@ -165,22 +165,11 @@ class Plan:
         constants_P2: Tensor | None = None,
     ) -> None:
         """Fill ``grads`` and the probe ``rows``; tickets are zero."""
-        metric = constants_P2 is not None
-        finish_sums_kernel[self.grid](
-            rows,
-            tuple(partials),
-            tuple(grads),
-            tuple(v.reshape(-1).contiguous() for v in moments) if metric else None,
-            constants_P2,
-            rows.new_empty(self.grid[2] * self.scratch_stride),
-            tickets,
-            self.pieces,
-            self.widths,
-            rows.shape[1] - 2,
-            self.scratch_stride,
-            self.ticket_stride,
-            **self.options,
-        )
+        v = None
+        if constants_P2 is not None:
+            v = tuple([t.reshape(-1).contiguous() for t in moments])
+        scratch = rows.new_empty(self.grid[2] * self.scratch_stride)
+        self.launch(rows, tuple(partials), tuple(grads), v, constants_P2, scratch, tickets)
 
 
 @functools.lru_cache(4096)
@@ -192,13 +181,10 @@ def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...], measures: int
         block_c *= 4  # few variants to compile
     block_b = rows // block_c
     columns, parts = triton.cdiv(max(widths), block_n), triton.cdiv(B, block_b)
-    options = {"BLOCK_B": block_b, "BLOCK_C": block_c, "BLOCK_N": block_n, "METRIC": measures > 1}
-    options |= {"BLOCK_P": min(128, 2048 // block_b), "num_warps": 8, "maxnreg": most_registers(8)}
-    return Plan(
-        (columns, parts, len(widths)),
-        pieces,
-        widths,
-        columns * (measures * (B + 1) + parts * block_n),
-        parts + columns + 1,
-        options,
-    )
+    scratch, tickets = columns * (measures * (B + 1) + parts * block_n), parts + columns + 1
+    blocks: dict[str, Any] = {"METRIC": measures > 1, "BLOCK_B": block_b, "BLOCK_C": block_c}
+    blocks |= {"BLOCK_N": block_n, "BLOCK_P": min(128, 2048 // block_b)}
+    registers = {"num_warps": 8, "maxnreg": most_registers(8)}
+    grid, values = (columns, parts, len(widths)), (pieces, widths, B, scratch, tickets)
+    launch = Launch(finish_sums_kernel, grid, (*values, *blocks.values()), **registers)
+    return Plan(grid, scratch, tickets, blocks | registers, launch)

@@ -35,7 +35,7 @@ def kernel(x_ptr, out_ptr, v_ptr, N, M, ADD: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out_ptr + offs, x)
 
 
-launch = Launch(kernel, 7, (5, 1, False, 16), num_warps=4)
+launch = Launch(kernel, (7,), (5, 1, False, 16), num_warps=4)
 
 
 def check(*tensors, compilations):
