@@ -118,7 +118,9 @@ def plan(
     programs = sizes["bias_programs"] + sizes["piece_programs"] + samples
     sizes["arrivals"] = arrivals
     values = (*(sizes[name] for name in FIXED), *(options[name] for name in CONSTANTS))
-    launch = Launch(linear_finish_kernel, (programs,), values, num_warps=WARPS)
+    # Two blocks of a multiprocessor: for three ptxas spills up to 24 bytes (sm_80, 80 registers).
+    registers = 65536 // (2 * 32 * WARPS) if metric and bias is not None else None
+    launch = Launch(linear_finish_kernel, (programs,), values, num_warps=WARPS, maxnreg=registers)
     return Finish(launch, floats, 1 + columns, sizes)
 
 
