@@ -163,7 +163,7 @@ def finish_cases() -> Iterator[Case]:
             dtype,
             constants | dict.fromkeys(absent),
             linear_finish.WARPS,
-            maxnreg=plan.launch.options["maxnreg"],
+            maxnreg=plan.launch.options.get("maxnreg"),
             pointers=dict.fromkeys(floats, "*fp32")
             | dict.fromkeys(doubles, "*fp64")
             | {"tickets_ptr": "*i32"},

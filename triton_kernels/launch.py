@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -22,6 +23,8 @@ class Launch:
         self, kernel: Any, grid: tuple[int, ...], values: tuple[Any, ...], **options: Any
     ) -> None:
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+        if torch.version.hip or options.get("maxnreg") is None:
+            options.pop("maxnreg", None)  # which an AMD device does not know
         self.values, self.options = values, options
         self.compiled: dict[tuple[object, ...], Any] = {}
 

@@ -36,12 +36,16 @@ def operand(t_BTN: Tensor) -> Operand:
     return Operand(t_BTN.shape, t_BTN.stride(), t_BTN.dtype, address % 16, t_BTN.device)
 
 
-def aligned(o: Operand) -> bool:
-    """Whether wide loads can read blocks of it: by the tensor memory accelerator, or by pointers
-    whose row strides Triton knows to be multiples of 16 elements.
+def wide(o: Operand) -> bool:
+    """Whether wide loads by pointers can read blocks of it: Triton knows that its row strides are
+    multiples of 16 elements.
     """
-    wide = o.offset == 0 and all(stride % 16 == 0 for stride in o.row_strides)
-    return wide or fits_tma(o)
+    return o.offset == 0 and all(stride % 16 == 0 for stride in o.row_strides)
+
+
+def aligned(o: Operand) -> bool:
+    """Whether wide loads can read blocks of it, by pointers or by the tensor memory accelerator."""
+    return wide(o) or fits_tma(o)
 
 
 def fits_tma(o: Operand) -> bool:
@@ -79,7 +83,8 @@ def reading(x: Operand, dy: Operand, tf32: bool) -> Reading:
     """``tf32`` is whether float32 may be multiplied as such."""
     I, O = x.shape[2], dy.shape[2]
     tile = NARROW[0]  # for unaligned rows, loaded once for each block of the other operand
-    both_aligned, tma = aligned(x) and aligned(dy), fits_tma(x) and fits_tma(dy)
+    tma = fits_tma(x) and fits_tma(dy)
+    both_aligned = tma or (wide(x) and wide(dy))
     # Rows of dW that no wide store can write need as many registers as unaligned loads.
     return Reading(
         _padding_pays(x, O / tile.block_o, tf32),

@@ -37,16 +37,21 @@ def outer_wgrad(
     route: str | None = None,
 ) -> None:
     """Fill dW, db and the probe ``rows`` [M P, B + 2] of weight and bias, which may have any row
-    stride.
+    stride. The ``bias`` sums ``dy_BTO``; that of a weight that is stored transposed sums ``x_BTI``.
 
     ``route`` is that of ``linear_route``, or another one for a comparison. With a ``metric`` it is
     fused unless samples have one token.
     """
     (B, T, I), O = x_BTI.shape, dy_BTO.shape[2]
-    bias = bias and bias._replace(dy_BTN=unit_inner(bias.dy_BTN))
+    transposed = bias is not None and bias.dy_BTN is not dy_BTO
+    dy_BTO = unit_inner(dy_BTO)
+    if bias:
+        bias = bias._replace(dy_BTN=unit_inner(bias.dy_BTN) if transposed else dy_BTO)
     if B * T * I * O == 0:
         dw_OI.zero_()
-        bias_wgrad(bias, rows) if bias else _no_rows(rows)
+        _no_rows(rows)
+        if bias:
+            bias_wgrad(bias, rows[1::2])
         return
     if metric is not None and T > 1:
         route = "fused"
@@ -58,10 +63,10 @@ def outer_wgrad(
     one_token = route == "closed" and metric is None
     ending, work, tickets = _finish(x_BTI, Squares(O, I), bias, rows, metric, one_token)
     if route == "gram":
-        gram.gram(unit_inner(x_BTI), unit_inner(dy_BTO), rows[0], tickets)
+        gram.gram(unit_inner(x_BTI), dy_BTO, rows[0], tickets)
     else:
         x_BI, dy_BO = x_BTI[:, 0], dy_BTO[:, 0]
-        if bias and bias.dy_BTN is not dy_BTO:  # of a weight that is stored transposed
+        if transposed:
             x_BI, dy_BO = dy_BO, x_BI
         token_sqnorms(x_BI, dy_BO, rows[0], rows[1] if bias and one_token else None, tickets)
     if metric is not None:
@@ -94,7 +99,7 @@ def _finish(
 
 
 def bias_wgrad(bias: Bias, rows: Tensor) -> None:
-    """Fill db and its probe ``rows`` [M, B + 2], the last of each measure."""
+    """Fill db and its probe ``rows`` [M, B + 2]."""
     bias = bias._replace(dy_BTN=unit_inner(bias.dy_BTN))
     dy_BTN, metric = bias.dy_BTN, bias.metric
     if dy_BTN.numel() == 0:

@@ -191,7 +191,7 @@ class GradientNoiseScale:
         if schedule is not None:
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
             passed = pipeline.num_samples
-        observer = self._open(passed, cu_seqlens, groups, pipeline is not None)
+        observer = self._open(passed, cu_seqlens, groups)
         self._inside = True
         try:
             steps: AbstractContextManager[None] = nullcontext()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gnsfast import reference
 from gnsfast.parallel import Processes, parameter_groups
-from gnsfast.tensors import is_dtensor
+from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 WITNESSES = 8
 """How many gradients ``witness`` reads."""
@@ -91,7 +91,10 @@ def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None
             break
     if not few:
         return None
-    norms = [torch.stack(torch._foreach_norm(grads)).to(device) for grads in few.values()]
+    norms = []
+    for grads in few.values():
+        wide = max((accumulate_dtype(g.dtype) for g in grads), key=lambda dtype: dtype.itemsize)
+        norms.append(torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).to(device))
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 

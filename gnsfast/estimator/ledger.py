@@ -27,41 +27,46 @@ class Ledger:
         exchange: Exchange,
         numbers: Callable[[Update], tuple[Tensor, Tensor]],
     ) -> None:
-        self.ring = torch.zeros(window, exchange.width, dtype=torch.float64)
-        self.flags = torch.zeros(exchange.flags, dtype=torch.float64)
+        self.ring = torch.zeros(window, exchange.width, dtype=torch.float64, device="cpu")
+        self.flags = torch.zeros(exchange.flags, dtype=torch.float64, device="cpu")
         self.count = 0  # updates in the ring so far
         self._numbers, self._at_once = numbers, exchange.processes.world > 1
         self._waiting: list[Any] = []
         self._passes = 0
         self._coming: Transfer | None = None
+        self._arrived: list[Any] = []  # on the host
 
     def add(self, update: Update) -> None:
         """Add an update; where processes add up their numbers, this is the moment."""
         self._waiting.append(self._numbers(update) if self._at_once else update)
         self._passes += len(update.passes)
         if self._coming is None and self._passes >= MOST:
-            self._coming = self._send()
+            self._send()
         elif self._coming is not None and self._coming.arrived():
-            self._take(self._coming)
+            self._take()
 
     def settle(self) -> None:
         """Do the arithmetic of all updates. Waits for the device."""
-        if self._coming is not None:
-            self._take(self._coming)
-        self._take(self._send())
+        self._take()
+        self._send()
+        self._take()
 
-    def _send(self) -> "Transfer":
-        coming = Transfer(self._waiting)
+    def _send(self) -> None:
+        self._coming = Transfer(self._waiting)
         self._waiting, self._passes = [], 0
-        return coming
 
-    def _take(self, coming: "Transfer") -> None:
-        self._coming = None
-        for each in coming.result():
+    def _take(self) -> None:
+        """Add what has come; an update whose arithmetic is interrupted stays."""
+        if self._coming is not None:
+            self._arrived += self._coming.result()
+            self._coming = None
+        while self._arrived:
+            each = self._arrived[0]
             vector, flags = each if self._at_once else self._numbers(each)
             self.ring[self.count % len(self.ring)] = vector
             self.flags += flags
             self.count += 1
+            del self._arrived[0]
 
 
 class Transfer:

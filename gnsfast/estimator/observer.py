@@ -46,11 +46,12 @@ class Observer:
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._wrapped, self.model, self.settings = model, unwrapped(model), settings
-        self._slabs = Slabs()
+        self._slabs, self._changed = Slabs(), False
         self.slab: ProbeSlab | None = None
         self._passes: list[Pass] = []  # of the update under way
         self._touched: list[int] = []
-        self._end: EndOfPass | None = None  # of the open pass
+        self._watch: GradientWatch | None = None  # of the open pass, as is
+        self._end: EndOfPass | None = None
         self._last = EndOfPass([], None)  # of the pass before
         self.after_update: list[Mark] | None = None
         self._bind(ProbeSlab(self.model, 1))
@@ -123,16 +124,17 @@ class Observer:
         num_samples: int,
         cu_seqlens: Tensor | None = None,
         groups: Any = None,
-        counted: bool = False,
     ) -> None:
-        """Let the next forward and backward pass fill the probes; ``counted``: several of them."""
+        """Let the next forward and backward pass fill the probes."""
         if self.slab is not None:
             raise ObservationError(
                 "a micro-batch is open already: one forward and one backward pass belong to one "
                 "gns.microbatch(...) block"
             )
-        if self._slabs.refresh(self.model):
+        self._changed |= self._slabs.refresh(self.model)
+        if self._changed:
             self._refuse_changes()
+            self._changed = False
         refuse_context_parallel()
         self._check_marks()
         slots, documents = num_samples, None
@@ -144,13 +146,15 @@ class Observer:
         moments = self.metric.open(slab, first)
         slab.open(documents, self.groups.open(groups, num_samples), moments, self.pass_over)
         self.slab, self._end, self._split = slab, None, False
-        self._before = [None if p.grad is None else checks.Arrival(p) for p in self.parameters]
+        self._audited = self.audit.next()
+        try:
+            self._watch = GradientWatch(slab.parameters, self._audited)
+        except RuntimeError:
+            self.discard()
+            raise
+        self._before = self._marks()
         if first:
             self._leftover = None if self.settings.local else self._witness()
-        named = slab.parameters
-        # DistributedDataParallel writes gradients of its own, also where none arrives.
-        counted |= self.processes.world > 1
-        self._watch = GradientWatch(named, self.audit.next(), self.names if counted else ())
 
     def _refuse_changes(self) -> None:
         replaced = any(owner.get(key) is not p for owner, key, p in self._owners)
@@ -175,7 +179,7 @@ class Observer:
             return
         if self._passes:
             if self._marks() != self._last.marks:
-                self._passes = []
+                self._drop()
                 raise ObservationError(
                     "gradients were written to between two micro-batches of an update (another "
                     "backward pass, clipping, zero_grad without gns.update()): each backward pass "
@@ -200,9 +204,18 @@ class Observer:
         """Close the probes and forget the update, whose gradients are not complete."""
         if self.slab is not None:
             self.slab.close()
-            self._watch.stop()
-            self.audit.again()
-        self.slab, self._passes, self.after_update = None, [], self._marks()
+            self.slab.forget()
+            self.audit.undo(self._audited)
+            if self._watch is not None:
+                self._watch.stop()
+        self._drop()
+        self.slab, self._watch, self.after_update = None, None, self._marks()
+
+    def _drop(self) -> None:
+        """Forget the passes of the update under way."""
+        for each in self._passes:
+            self.audit.undo(each.arrived)
+        self._passes = []
 
     def close(
         self,
@@ -212,9 +225,11 @@ class Observer:
         pipeline: PipelinePasses | None = None,
     ) -> None:
         """Take what backward left in the probes and add it to the update."""
-        slab = self.slab
-        assert slab is not None
+        slab, watch = self.slab, self._watch
+        assert slab is not None and watch is not None
+        passes, divided = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
         try:
+            loss_factors.check_passes(num_samples, passes, tokens)
             slab.refuse_graph()
             if self.names and not self.reached():
                 raise ObservationError(NO_BACKWARD)
@@ -222,13 +237,12 @@ class Observer:
                 self._refuse_unscaled_stage()
             if self._split:
                 refuse_context_parallel(always=True)
-        except ObservationError:
+        except (ObservationError, ValueError):
             self.discard()
             raise
         slab.close()
-        self._watch.stop()
+        watch.stop()
         self.slab = None
-        passes, divided = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
         if self._end is None:
             self.pass_over()
         assert self._end is not None
@@ -237,19 +251,24 @@ class Observer:
             self._refuse_next(divided, tokens is not None)
         else:
             self._touched = [0] * len(self.names)
-        counted = {*self._watch.counted}
-        for k, (name, p, before) in enumerate(zip(self.names, self.parameters, self._before)):
-            if name in counted:
-                self._touched[k] += min(self._watch.arrived[name], passes)
-            else:
-                self._touched[k] += p.grad is not None if before is None else bool(before)
+        marks = zip(self._before, self._last.marks)
+        for k, (name, (old, new)) in enumerate(zip(self.names, marks)):
+            arrivals = watch.arrived[name] if name in watch.watched else int(old != new)
+            self._touched[k] += min(arrivals, passes)
         each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
-        new = Pass(
-            *(slab.sums(), num_samples, passes, _kept(tokens)),
-            *(1.0 if scale is None else _kept(scale), divided, self._loss_scale()),
-            *(slab.sample_sqnorms() if each else [], self.groups.rows(slab), self._watch.norms),
+        left = Pass(
+            rows=slab.sums(),
+            num_samples=num_samples,
+            passes=passes,
+            tokens=_kept(tokens),
+            scale=1.0 if scale is None else _kept(scale),
+            divided=divided,
+            loss_scale=self._loss_scale(),
+            samples=slab.sample_sqnorms() if each else [],
+            groups=self.groups.rows(slab),
+            arrived=watch.norms,
         )
-        self._passes.append(new)
+        self._passes.append(left)
 
     def _refuse_next(self, divided: float, lengths: bool) -> None:
         """Raise if a further micro-batch of the update does not go with those before."""
@@ -295,8 +314,14 @@ class Observer:
         touched = {name for name, times in zip(self.names, self._touched) if times}
         done = loss_factors.unscaled(s.grad_scaler)
         update = Update(
-            *(passes, by_probe, self._leftover, norm, sqnorms, (self._last.witness, now)),
-            *(None if done else self._loss_scale(), self.metric.finish(by_probe, touched)),
+            passes=passes,
+            by_probe=by_probe,
+            leftover=self._leftover,
+            norm=norm,
+            sqnorms=sqnorms,
+            witnesses=(self._last.witness, now),
+            loss_scale=None if done else self._loss_scale(),
+            metric_q=self.metric.finish(by_probe, touched),
         )
         return update, self._touched
 

@@ -104,16 +104,23 @@ def block_scalars(
     n = num_samples // passes
     if passes == 1 or tokens is None:
         return passes * microbatch_scalars(n, tokens, scale, loss_reduction, local, device)
-    if not isinstance(tokens, Tensor) or tokens.ndim != 1:
-        raise ValueError(
-            "each pass of a pipeline has its own loss: tokens must be one count per sample "
-            f"[{num_samples}]"
-        )
+    check_passes(num_samples, passes, tokens)
+    assert isinstance(tokens, Tensor)
     parts = [
         microbatch_scalars(n, each, scale, loss_reduction, local, device)
         for each in tokens.split(n)
     ]
     return torch.stack(parts).sum(0)
+
+
+def check_passes(num_samples: int, passes: int, tokens: int | Tensor | None) -> None:
+    """Raise ValueError for ``tokens`` that do not say how many each of several passes has."""
+    each = isinstance(tokens, Tensor) and tokens.ndim == 1
+    if passes > 1 and tokens is not None and not each:
+        raise ValueError(
+            "each pass of a pipeline has its own loss: tokens must be one count per sample "
+            f"[{num_samples}]"
+        )
 
 
 def misplaced(sqnorm_B: Tensor, tokens: Tensor) -> list[Tensor]:

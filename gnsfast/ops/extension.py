@@ -55,7 +55,7 @@ def fits(t_BTN: Tensor) -> bool:
     return t_BTN.data_ptr() % 16 == 0 and _laid_out(t_BTN.shape, t_BTN.stride(), t_BTN.dtype)
 
 
-@functools.cache  # 3 us otherwise
+@functools.lru_cache(4096)  # 3 us otherwise
 def _laid_out(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> bool:
     strides = [step for n, step in zip(shape[:2], stride) if n > 1]
     rows = all(0 < step < 1 << 39 and step % 8 == 0 for step in strides)
@@ -115,7 +115,7 @@ def linear_wgrad(
     )
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _planned(
     kernel: str | None,
     shape: tuple[int, ...],

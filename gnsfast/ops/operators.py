@@ -15,6 +15,7 @@ from gnsfast.signatures import OPERATORS, NormBackward, schema
 
 is_compiling = torch.compiler.is_compiling
 _modes = torch._C._len_torch_dispatch_stack
+_profiled = torch._C._autograd._profiler_enabled
 _library = torch.library.Library("gnsfast", "DEF")
 Operator = Callable[[Any], Any]
 
@@ -33,7 +34,7 @@ def _registered(name: str) -> Operator:
 
     def operator(a: Any) -> Any:
         # Past the dispatcher, which takes 5 µs, where nothing there would change the call.
-        if type(a[0]) is Tensor and not (is_compiling() or _modes()):
+        if type(a[0]) is Tensor and not (is_compiling() or _modes() or _profiled()):
             if run := on.get(a[0].device.type):
                 return run(a)
         return overload(*a)

@@ -2,9 +2,7 @@
 """The checks for what would make a norm wrong in silence, and their messages."""
 
 import math
-import weakref
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,31 +17,6 @@ def mark(p: Tensor) -> tuple[int, int] | None:
     # Some writes to a DTensor count in its version, some in that of its local tensor, and clipping
     # in neither.
     return id(p.grad), p.grad._version + getattr(p.grad, "_local_tensor", p.grad)._version
-
-
-class Arrival:
-    """Whether a gradient arrives at a parameter from now on. Unlike a ``mark`` it tells a new
-    gradient from an old one at the same address.
-    """
-
-    def __init__(self, p: Tensor) -> None:
-        self._p, grad = p, p.grad
-        self._before = None if grad is None else weakref.ref(grad)
-        self._mark = None if grad is None else mark(p)
-
-    def __bool__(self) -> bool:
-        grad = self._p.grad
-        if grad is None:
-            return False
-        return self._before is None or self._before() is not grad or mark(self._p) != self._mark
-
-    def of_numbers(self) -> bool:
-        """Whether it is not all zeros, which ``zero_grad`` writes too. Waits for the device."""
-        grad: Any = self._p.grad if self else None
-        if grad is None:
-            return False
-        grad = getattr(grad, "_local_tensor", grad)
-        return bool((grad._values() if grad.is_sparse else grad).any())
 
 
 def may_repeat(module: DropIn) -> bool:

@@ -4,6 +4,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -30,28 +31,27 @@ class GradientWatch:
     """The gradients of one backward pass as they arrive at parameters: before they are added to
     ``.grad``, averaged over processes or clipped.
 
-    The gradients of sharded parameters arrive in other ways and are not watched. ``norms`` holds
-    the 2-norms of the ``audited`` ones, ``arrived`` counts all of those to be ``counted``.
+    ``arrived`` counts them, and ``norms`` holds the 2-norms of the ``audited`` ones. The gradients
+    of sharded parameters arrive in other ways and are not watched.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        audited: Iterable[str],
-        counted: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], audited: Iterable[str]) -> None:
         self.arrived: Counter[str] = Counter()
         self.norms: dict[str, list[Tensor]] = {}
+        self.watched = {name for name, p in parameters.items() if not is_dtensor(p)}
         self._handles: list[RemovableHandle] = []
-        for name in audited:
-            p = parameters[name]
-            if not is_dtensor(p) and not p._backward_hooks:  # a user's may change the gradient
-                self.norms[name] = []
-                self._handles.append(p.register_hook(partial(self._arriving, name)))
-        self.counted = [name for name in counted if not is_dtensor(parameters[name])]
-        for name in self.counted:
-            arrived = partial(self._arrived, name)
-            self._handles.append(parameters[name].register_post_accumulate_grad_hook(arrived))
+        try:
+            for name in audited:
+                p = parameters[name]
+                if name in self.watched and not p._backward_hooks:  # a user's may change it
+                    self._handles.append(p.register_hook(partial(self._arriving, name)))
+                    self.norms[name] = []
+            for name in self.watched:
+                hook = partial(self._arrived, name)
+                self._handles.append(parameters[name].register_post_accumulate_grad_hook(hook))
+        except RuntimeError:
+            self.stop()
+            raise
 
     def _arriving(self, name: str, grad: Tensor) -> None:
         grad = grad.coalesce().values() if grad.is_sparse else grad
@@ -71,9 +71,10 @@ class Audit:
     """Compares the squared norm of what passed through the probes with that of what arrived at the
     parameters, over many passes.
 
-    Each parameter is audited in one of the first passes, ``AT_ONCE`` of them in each, and all once
-    more every ``AUDIT_EVERY`` updates. A pass that tells nothing about a parameter does not count.
-    For each the pass with the largest discrepancy is kept.
+    A pass audits ``AT_ONCE`` parameters, the next pass the next ones, until each was compared once
+    with numbers that tell something: a gradient that is not zero and has not overflowed. All are
+    audited once more every ``AUDIT_EVERY`` updates. For each the pass with the largest discrepancy
+    is kept.
     """
 
     def __init__(self, names: list[str], device: torch.device) -> None:
@@ -84,12 +85,19 @@ class Audit:
 
     def again(self) -> None:
         """Audit all parameters again."""
-        self._waiting = list(self.names)
+        self._left = dict.fromkeys(self.names)
 
     def next(self) -> list[str]:
-        """The parameters to audit in the next pass."""
-        names, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
+        """The parameters to audit in the next pass. They have their next turn after all others."""
+        names = list(islice(self._left, AT_ONCE))
+        for name in names:
+            self._left[name] = self._left.pop(name)
         return names
+
+    def undo(self, names: Iterable[str]) -> None:
+        """Audit parameters next whose pass does not count, if they have still to be audited."""
+        first = {name: None for name in names if name in self._left}
+        self._left = first | self._left
 
     def add(self, sums: Tensor, norms: Mapping[str, list[Tensor]]) -> None:
         """Add a pass. ``sums`` [2, names] holds for each parameter the sum of the samples' squared
@@ -108,6 +116,11 @@ class Audit:
         # Not finite: an overflow, which a gradient scaler skips.
         worse = new.isfinite().all(0) & (_discrepancy(new) >= _discrepancy(old))
         self._found[:, index] = torch.where(worse, new, old)
+        if new.is_cpu:  # else ``check`` knows later
+            told = new.isfinite().all(0) & (ours > 0)
+            for name, enough in zip(norms, told.tolist()):
+                if enough:
+                    self._left.pop(name, None)
 
     def check(
         self,
@@ -121,8 +134,8 @@ class Audit:
             wrong = checks.explain_sums(parameters[name], name, own, ours, real, samples, whole)
             if wrong is not None:
                 return wrong
-            if not ours > 0 and name not in self._waiting:
-                self._waiting.append(name)
+            if ours > 0:
+                self._left.pop(name, None)
         return None
 
 

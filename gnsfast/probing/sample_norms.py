@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.arguments import integer
@@ -131,23 +130,26 @@ class per_sample_sqnorms:
     def __enter__(self) -> SampleNorms:
         self._norms = SampleNorms()
         self._slab.open(self._documents)
-        self._arrivals = {name: checks.Arrival(p) for name, p in self._parameters.items()}
         modules = self._slab.modules
         audited = [
             name
             for name, rows in self._slab.rows.items()
             if self._always or not all(modules[path].gnsfast.audited for path, _, _ in rows)
         ]
-        # DistributedDataParallel writes gradients of its own, also where none arrives.
-        counted = self._parameters if dist.is_available() and dist.is_initialized() else ()
-        self._watch = GradientWatch(self._parameters, audited, counted)
+        try:
+            self._watch = GradientWatch(self._parameters, audited)
+        except RuntimeError:
+            self._slab.close()
+            raise
+        sharded = self._parameters.keys() - self._watch.watched
+        self._before = {name: checks.mark(self._parameters[name]) for name in sharded}
         return self._norms
 
     def _got_gradient(self, name: str) -> bool:
         """Whether the parameter got a gradient in this pass."""
-        if name in self._watch.counted:
-            return name in self._watch.arrived
-        return self._arrivals[name].of_numbers()
+        if name in self._before:
+            return checks.mark(self._parameters[name]) != self._before[name]
+        return name in self._watch.arrived
 
     def __exit__(
         self,
@@ -158,16 +160,25 @@ class per_sample_sqnorms:
         self._watch.stop()
         self._slab.close()
         if kind is not None:
+            self._slab.forget()
             return
+        try:
+            self._check()
+        except ObservationError:
+            self._slab.forget()
+            raise
+        rows = {d: grad[:, : self._num_samples].unbind() for d, grad in self._slab.grad.items()}
+        norms = self._norms._norms = {}
+        for name, ((_, device, row), *more) in self._slab.rows.items():
+            norms[name] = sum((rows[d][r] for _, d, r in more), rows[device][row])
+
+    def _check(self) -> None:
+        """Raise where a norm would be wrong."""
         self._slab.refuse_graph()
         found = [sums.tolist() for sums in self._slab.sums()]
         sums = dict(zip(self._slab.devices, found))
         self._check_calls(sums)
         self._check_sums(sums)
-        rows = {d: grad[:, : self._num_samples].unbind() for d, grad in self._slab.grad.items()}
-        norms = self._norms._norms = {}
-        for name, ((_, device, row), *more) in self._slab.rows.items():
-            norms[name] = sum((rows[d][r] for _, d, r in more), rows[device][row])
 
     def _check_calls(self, sums: "Sums") -> None:
         """Raise unless every module was called once, or its parameter got no gradient at all."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes of a whole model."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ class ProbeSlab:
         self.constants = {
             d: torch.zeros(len(owners[d]), 2, dtype=torch.float64, device=d) for d in self.weighed
         }
-        self._zero = {d: torch.zeros((), device=d) for d in owners}
+        self._zero = {d: torch.zeros((), dtype=torch.float32, device=d) for d in owners}
         self.labels = [label for of_device in labels.values() for label in of_device]
         self._owners = list(chain(*owners.values()))
         self._ties = {m.gnsfast.tie for m in self.modules.values()} - {None}
@@ -100,12 +101,12 @@ class ProbeSlab:
         K = len(self.units)
         last = {NOBODY: K, METRIC: K + 1}
         found = [last.get(o, o) for o in self._owners]
-        return torch.tensor(found, dtype=torch.int64).to(device, non_blocking=True)
+        return torch.tensor(found, dtype=torch.int64, device=device)
 
     def plain(self, device: torch.device) -> Tensor:
         """On ``device``, the rows that are not under a metric, in the order of ``labels``."""
         rows = [row for row, o in enumerate(self._owners) if o != METRIC]
-        return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+        return torch.tensor(rows, dtype=torch.int64, device=device)
 
     def _refuse_untied(self) -> None:
         for name, rows in self.rows.items():
@@ -302,7 +303,9 @@ class ProbeSlab:
         for key, probe in self._probes.items() if at_end is not None else ():
             if key not in self._hooked:  # for good: a hook takes 8 µs to make, and 1 to run
                 self._hooked.add(key)
-                probe.register_post_accumulate_grad_hook(self._arrives)
+                # A method would keep the slab alive: Python cannot see that C++ holds it.
+                arrives = weakref.WeakMethod(self._arrives)
+                probe.register_post_accumulate_grad_hook(partial(_call, arrives))
 
     def _arrives(self, probe: Tensor) -> None:
         """Call ``at_end`` after this pass. A callback queued by a callback runs after those in
@@ -331,6 +334,17 @@ class ProbeSlab:
             module.close_probe()
         for tie in self._ties:
             tie.reset()
+
+    def forget(self) -> None:
+        """Make new probes for the next pass: a graph of a pass that failed may hold the old."""
+        self._probes.clear()
+        self._opened.clear()
+        self._hooked.clear()
+
+
+def _call(method: "weakref.WeakMethod[Any]", probe: Tensor) -> None:
+    if (function := method()) is not None:
+        function(probe)
 
 
 NOBODY, METRIC = -1, -2

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates whose arithmetic waits: the numbers are the same whenever it is done."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 import gnsfast
 from gnsfast.estimator import ledger
@@ -99,4 +104,125 @@ def test_parameters_are_audited_in_turns() -> None:
         if passes < 3:
             gns.compute()
     with pytest.raises(gnsfast.ObservationError, match=r"70.weight.*outside"):
+        gns.compute()
+
+
+class Both(nn.Module):
+    """Its head's weight is also used as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.h = nn.Linear(4, 4), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        y: Tensor = self.h(self.a(x))
+        return y + F.linear(x, self.h.weight) if both else y
+
+
+def test_a_pass_that_overflows_is_no_audit() -> None:
+    """Half precision begins so: the scaler skips the first step."""
+    model = gnsfast.convert(Both())
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    scaler = GradScaler("cpu", init_scale=1e30, backoff_factor=1e-27)
+    gns = gnsfast.GradientNoiseScale(model, grad_scaler=scaler)
+    for _ in range(6):
+        with gns.microbatch(5):
+            scaler.scale(1e10 * model(torch.randn(5, 4)).square().mean()).backward()
+        gns.update()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    with pytest.raises(gnsfast.ObservationError, match=r"h\.weight.*outside"):
+        gns.compute()
+
+
+def test_a_pass_that_is_dropped_is_no_audit() -> None:
+    """By discard() between two blocks; nor is a pass without a gradient of the parameter."""
+    model = gnsfast.convert(Both())
+    gns = gnsfast.GradientNoiseScale(model)
+    for k in range(6):
+        with gns.microbatch(5):
+            model.a(torch.randn(5, 4)).sum().backward() if k == 1 else model(
+                torch.randn(5, 4)
+            ).square().mean().backward()
+        gns.discard() if k == 0 else gns.update()
+        model.zero_grad()
+    with pytest.raises(gnsfast.ObservationError, match=r"h\.weight.*outside"):
+        gns.compute()
+
+
+def test_changed_parameters_are_refused_until_reset() -> None:
+    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 4)))
+    gns = gnsfast.GradientNoiseScale(model)
+
+    def step() -> None:
+        with gns.microbatch(6):
+            model(torch.randn(6, 5)).square().mean().backward()
+        gns.update()
+        model.zero_grad()
+
+    step()
+    model[0].weight = nn.Parameter(torch.randn(4, 5))
+    for _ in range(3):
+        with pytest.raises(gnsfast.ObservationError, match="call gns.reset"):
+            step()
+    gns.reset()
+    step()
+    assert gns.compute().updates == 1
+
+
+def test_an_interrupted_compute_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = run(100, 10)
+    real, calls = ledger.Ledger.settle, []
+
+    def interrupted(self: ledger.Ledger) -> None:
+        numbers = self._numbers
+
+        def stops(update: object) -> object:
+            calls.append(update)
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            return numbers(update)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(ledger.Ledger, "settle", real)
+        self._numbers = stops  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            self.settle()
+        self._numbers = numbers
+        self.settle()
+
+    monkeypatch.setattr(ledger.Ledger, "settle", interrupted)
+    assert run(100, 10) == want and len(calls) == 5
+
+
+def test_estimators_and_models_are_freed() -> None:
+    """Also the slabs of batch sizes that are long gone."""
+    model = gnsfast.convert(nn.Linear(4, 3))
+    gns = gnsfast.GradientNoiseScale(model)
+    slabs = weakref.WeakSet()
+    for B in range(2, 22):
+        with gns.microbatch(B):
+            model(torch.randn(B, 4)).square().mean().backward()
+            slabs.add(gns._start().slab)
+        gns.update()
+        model.zero_grad()
+    gns.compute()
+    gc.collect()
+    assert len(slabs) <= 9, "eight are kept, and that of the arithmetic"
+    weight = weakref.ref(model.weight)
+    del model, gns
+    gc.collect()
+    assert weight() is None
+
+
+def test_halved_gradients_of_half_precision_are_seen() -> None:
+    """Their norm is taken in float32: in float16 it overflows."""
+    model = gnsfast.convert(nn.Linear(64, 64).half())
+    gns = gnsfast.GradientNoiseScale(model, source="global")
+    with gns.microbatch(8):
+        (1e4 * model(torch.randn(8, 64).half()).sum(1).mean()).backward()
+    for p in model.parameters():
+        p.grad.data.mul_(0.5)
+    gns.update()
+    with pytest.raises(gnsfast.ObservationError, match="written to"):
         gns.compute()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast.probing import Slabs, checks
+from gnsfast.probing import Slabs
 
 
 def make() -> nn.Sequential:
@@ -101,29 +101,6 @@ def test_a_model_is_freed() -> None:
     assert gone() is None
 
 
-def test_arrivals() -> None:
-    """A new gradient at an old one's address arrives; one that was only set to zero or to None does
-    not.
-    """
-    p = nn.Parameter(torch.ones(3))
-    p.sum().backward()
-    for change, arrives, of_numbers in (
-        (lambda: None, False, False),
-        (lambda: p.sum().backward(), True, True),
-        (lambda: p.grad.zero_(), True, False),
-        (lambda: setattr(p, "grad", None), False, False),
-        (lambda: p.sum().backward(), True, True),
-    ):
-        arrival = checks.Arrival(p)
-        change()
-        assert (bool(arrival), arrival.of_numbers()) == (arrives, of_numbers)
-    for _ in range(20):
-        arrival = checks.Arrival(p)
-        p.grad = None
-        p.sum().backward()
-        assert arrival
-
-
 def test_gradients_may_be_zeroed_inside_a_block() -> None:
     """Of a module, too, that this pass does not use."""
     model = gnsfast.convert(nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)]))
@@ -133,3 +110,56 @@ def test_gradients_may_be_zeroed_inside_a_block() -> None:
             model.zero_grad(set_to_none=set_to_none)
             model[0](torch.randn(6, 5)).sum().backward()
         assert norms["0.bias"].all() and not norms["1.bias"].any()
+
+
+def test_clipping_inside_a_block_is_no_gradient() -> None:
+    """Of a module that this pass does not use, and that has a gradient of an earlier one."""
+    model = gnsfast.convert(nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)]))
+    for layer in model:
+        with gnsfast.per_sample_sqnorms(model, 6) as norms:
+            layer(torch.randn(6, 5)).square().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert norms["1.bias"].all() and not norms["0.bias"].any()
+
+
+def test_a_gradient_that_is_gone_was_there() -> None:
+    """A weight that is used as a tensor is found, though the block sets its gradient to None."""
+    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4, bias=False)))
+    norms_of(model)
+    x = torch.randn(6, 5)
+    with (
+        pytest.raises(gnsfast.ObservationError, match=r"1\.weight got a gradient"),
+        gnsfast.per_sample_sqnorms(model, 6),
+    ):
+        nn.functional.linear(model[0](x), model[1].weight).sum().backward()
+        model.zero_grad()
+
+
+def test_a_graph_of_an_earlier_block_is_refused() -> None:
+    """Its samples are not those of this block."""
+    model, x = make(), torch.randn(6, 5)
+    with pytest.raises(KeyError), gnsfast.per_sample_sqnorms(model, 6):
+        loss = model(x).square().sum()
+        raise KeyError
+    with (
+        pytest.raises(gnsfast.ObservationError, match="its forward ran before"),
+        gnsfast.per_sample_sqnorms(model, 6),
+    ):
+        loss.backward()
+
+
+def test_a_block_that_cannot_open_leaves_the_model_closed() -> None:
+    model = make()
+    block = gnsfast.per_sample_sqnorms(model, 6)
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="require gradient"), block:
+        pass
+    assert norms_of(model).keys() == {"0.weight", "2.weight", "2.bias"}
+
+
+def test_default_dtypes_do_not_matter() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        norms_of(make())
+    finally:
+        torch.set_default_dtype(torch.float32)

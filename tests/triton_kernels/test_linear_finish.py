@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks.launches import Launches  # noqa: E402
+from gnsfast import reference  # noqa: E402
 from gnsfast.triton_kernels import configs, linear_plan, linear_wgrad, operators, outer  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, balance  # noqa: E402
 
@@ -137,6 +138,35 @@ def test_bias(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> N
         assert_close(db[:, None], want[0])
         assert_close(rows[-1, :-1], want[1])
         assert (rows[:, -1] == 1.0).all()
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 0, 5), (3, 4, 5, 0), (3, 0, 4, 5), (0, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize("metric", [False, True])
+def test_layers_without_numbers(sizes: tuple[int, ...], metric: bool, device: str) -> None:
+    """The bias has its own rows, also where the weight has no column."""
+    B, T, I, O = sizes
+    x, dy = torch.randn(B, T, I, device=device), torch.randn(B, T, O, device=device)
+    more: dict[str, Any] = {}
+    if metric:
+        v = [torch.rand(O, I, device=device), torch.rand(O, device=device)]
+        constants = torch.tensor([[2.0, 0.5], [1.0, 0.1]], dtype=torch.float64, device=device)
+        more = {"moments": v, "constants_P2": constants}
+    arguments = x, dy, True, True, False, torch.float32
+    found, want = (Signed(m).linear_wgrad(*arguments, **more) for m in (operators, reference))
+    for ours, theirs in zip(found, want):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_a_bias_of_strided_rows(T: int, device: str) -> None:
+    """A dy whose inner stride is not one is copied, and is dy still."""
+    x, dy = torch.randn(4, T, 6, device=device), torch.randn(4, T, 10, device=device)[..., ::2]
+    dw, db = torch.empty(5, 6, device=device), torch.empty(5, device=device)
+    rows = torch.empty(2, 6, device=device)
+    outer.outer_wgrad(x, dy, dw, rows, linear_plan.Bias(dy, db))
+    want = Signed(reference).linear_wgrad(x, dy, True, True, False, torch.float32)
+    for ours, theirs in zip((dw, db, rows), want):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_pieces_of_a_bias() -> None:
