@@ -152,10 +152,10 @@ def counted() -> str:
         for kernel, where in (("sm90", "CUDA"), ("triton", "Triton")):
             options = {"kernel": kernel, "compiled": True, "a": slower}
             counted = step(GPUS["H200"], MODELS[name], T, 16384 // T, **options)
-            ratios.append(f"{1 + counted.overhead:.2f} ({where})")
+            ratios.append(f"{where} {1 + counted.overhead:.2f}")
         rows.append(f"{name} {', '.join(ratios)}")
-    how = "`python -m benchmarks model`, H200, compiled, our loop at 0.9 of cuBLAS's"
-    return f"Counted, not measured ({how}): {'; '.join(rows)}."
+    how = "`python -m benchmarks model`: H200, compiled, loop 0.9 of cuBLAS"
+    return f"Counted ({how}): {'; '.join(rows)}."
 
 
 def _link(each: Record, root: Path, suffix: str = ".md") -> str:
