@@ -132,8 +132,9 @@ class GradientNoiseScale:
     def _start(self) -> Observer:
         """The observer; made at the first micro-batch, when the model is wrapped and sharded."""
         if self._observer is None:
-            o = self._observer = Observer(self.model, self._settings)
-            self._ledger = Ledger(self.window, o.exchange, o.numbers)
+            with torch.inference_mode(False):  # a trainer may save its state under it
+                o = self._observer = Observer(self.model, self._settings)
+                self._ledger = Ledger(self.window, o.exchange, o.numbers)
             self._touched = [0] * len(o.names)
         return self._observer
 

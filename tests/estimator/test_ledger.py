@@ -226,3 +226,15 @@ def test_halved_gradients_of_half_precision_are_seen() -> None:
     gns.update()
     with pytest.raises(gnsfast.ObservationError, match="written to"):
         gns.compute()
+
+
+def test_a_state_saved_under_inference_mode() -> None:
+    """As Lightning does, before the first step."""
+    model = gnsfast.convert(nn.Linear(5, 4))
+    gns = gnsfast.GradientNoiseScale(model)
+    with torch.inference_mode():
+        gns.state_dict()
+    with gns.microbatch(6):
+        model(torch.randn(6, 5)).square().mean().backward()
+    gns.update()
+    assert gns.compute().updates == 1
