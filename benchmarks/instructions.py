@@ -101,8 +101,12 @@ def norms(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor, ...
     return run_plain, run_ours
 
 
-def estimator(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor, ...]) -> Runs:
-    """The same; ours with a noise scale, which is not asked for once all parameters are audited."""
+def estimator(
+    make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor, ...], asked: bool = False
+) -> Runs:
+    """The same; ours with a noise scale, which is asked for after each update, or not at all once
+    all parameters are audited.
+    """
     run_plain, _ = norms(make, loss_of, batch)
     ours = gnsfast.convert(make())
     gns = gnsfast.GradientNoiseScale(ours)
@@ -112,6 +116,8 @@ def estimator(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor,
             loss_of(ours, batch).backward()
         gns.update()
         ours.zero_grad()
+        if asked:
+            gns.compute()
 
     for _ in range(AUDITED):
         run_ours()
@@ -121,19 +127,8 @@ def estimator(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor,
 
 def asked() -> Runs:
     """A noise scale that is asked for after each update; beside it one that is not."""
-    batch = gpt_batch(TinyGPT)
-    _, run_plain = estimator(TinyGPT, gpt_loss, batch)
-    ours = gnsfast.convert(TinyGPT())
-    gns = gnsfast.GradientNoiseScale(ours)
-
-    def run_ours() -> None:
-        with gns.microbatch(TinyGPT.B):
-            gpt_loss(ours, batch).backward()
-        gns.update()
-        ours.zero_grad()
-        gns.compute()
-
-    return run_plain, run_ours
+    case = TinyGPT, gpt_loss, gpt_batch(TinyGPT)
+    return estimator(*case)[1], estimator(*case, asked=True)[1]
 
 
 CASES: dict[str, Callable[[], Runs]] = {

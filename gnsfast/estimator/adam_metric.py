@@ -14,7 +14,7 @@ from gnsfast.arguments import check_choice
 from gnsfast.combinations import METRIC, PIPELINE, TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Settings
-from gnsfast.noise_scale import NoiseScale, summarize_adam
+from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_adam
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
 from gnsfast.reference import metric_sqnorm
@@ -144,9 +144,7 @@ class AdamMetric(NoMetric):
     ) -> list[Tensor]:
         if q is None:
             return [metric_2]
-        q = q.to(metric_2.device)
-        if loss_scale is not None:
-            q = q / loss_scale.to(q.device).double().square()
+        q = loss_factors.without_scale(q.to(metric_2.device), loss_scale)
         p = metric_2[0] + 0.0 * q  # NaN where a v is missing
         return [torch.stack([p, q * self._processes.data**2])]
 

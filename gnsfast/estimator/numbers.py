@@ -87,7 +87,11 @@ class Numbers:
         p, q = sums / self._processes.tensor  # tensor-parallel processes all found the same
         whole = q.sum()
         written = another = replica = handed = stale = torch.zeros_like(whole)
-        norm = None if update.norm is None else _without(update.norm, update.loss_scale)
+        norm = (
+            None
+            if update.norm is None
+            else loss_factors.without_scale(update.norm, update.loss_scale)
+        )
         if update.by_probe:
             if norm is not None:  # only compared: the probes are more accurate
                 another = ((norm - whole).abs() > 0.02 * whole).double()
@@ -99,7 +103,12 @@ class Numbers:
                 q = torch.full_like(q, torch.nan)
             elif update.sqnorms is not None:
                 data = self._processes.data**2  # DDP and FSDP2 average
-                q = _without(update.sqnorms.shares(self.device), update.loss_scale) * data
+                q = (
+                    loss_factors.without_scale(
+                        update.sqnorms.shares(self.device), update.loss_scale
+                    )
+                    * data
+                )
                 whole, replica = q.sum(), (q * self._replicas).sum()
                 written = self._written(update)
         metric = self._metric.numbers(metric_2, update.metric_q, update.loss_scale)
@@ -119,7 +128,7 @@ class Numbers:
         sums = rows.new_zeros(2, K + 2).index_add_(1, self._owners, rows[:, :2].T)
         of_parameters = sums.new_zeros(2, self._names)
         self._audit.add(of_parameters.index_add_(1, self._parameters, sums[:, :K]), each.arrived)
-        sums = _without(sums, each.loss_scale)
+        sums = loss_factors.without_scale(sums, each.loss_scale)
         calls = rows[:, 2][self._plain]
         surplus = (calls - each.passes).clamp(min=0) * self._single
         scalars = loss_factors.block_scalars(
@@ -146,13 +155,8 @@ class Numbers:
         before, after = update.witnesses
         if before is None or after is None:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        then = _without(before.double().sum().square(), update.passes[-1].loss_scale)
-        now = _without(after.double().sum().square(), update.loss_scale)
+        then = loss_factors.without_scale(
+            before.double().sum().square(), update.passes[-1].loss_scale
+        )
+        now = loss_factors.without_scale(after.double().sum().square(), update.loss_scale)
         return ((now / then - 1).abs() > 1e-3).double()
-
-
-def _without(sqnorm: Tensor, loss_scale: Tensor | None) -> Tensor:
-    """A squared norm without a gradient scaler's factor."""
-    if loss_scale is None:
-        return sqnorm
-    return sqnorm / loss_scale.to(sqnorm.device, torch.float64, non_blocking=True).square()

@@ -54,7 +54,8 @@ class Observer:
         self._end: EndOfPass | None = None
         self._last = EndOfPass([], None)  # of the pass before
         self.after_update: list[Mark] | None = None
-        self._bind(ProbeSlab(self.model, 1))
+        self._slabs.refresh(self.model)
+        self._bind(self._slabs.slab(self.model, 1))
 
     def _bind(self, slab: ProbeSlab) -> None:
         s = self.settings
@@ -152,7 +153,9 @@ class Observer:
         except RuntimeError:
             self.discard()
             raise
-        self._before = self._marks()
+        watched = self._watch.watched  # the others are sharded
+        named = zip(self.names, self.parameters)
+        self._before = {name: checks.mark(p) for name, p in named if name not in watched}
         if first:
             self._leftover = None if self.settings.local else self._witness()
 
@@ -251,9 +254,10 @@ class Observer:
             self._refuse_next(divided, tokens is not None)
         else:
             self._touched = [0] * len(self.names)
-        marks = zip(self._before, self._last.marks)
-        for k, (name, (old, new)) in enumerate(zip(self.names, marks)):
-            arrivals = watch.arrived[name] if name in watch.watched else int(old != new)
+        for k, (name, mark) in enumerate(zip(self.names, self._last.marks)):
+            arrivals = watch.arrived[name]
+            if name in self._before:
+                arrivals = int(self._before[name] != mark)
             self._touched[k] += min(arrivals, passes)
         each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
         left = Pass(

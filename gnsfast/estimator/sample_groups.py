@@ -113,9 +113,7 @@ class GroupMeasure:
             scalars = loss_factors.microbatch_scalars(len(index), own, a, "sum", True, device)
             scalars = torch.where(scalars[0] > 0, scalars, 0.0)  # all padding: no sample here
             p = p_B[index.to(device, non_blocking=True)].sum()
-            of_group = torch.stack([p, q_G[k]])
-            if each.loss_scale is not None:
-                of_group = of_group / each.loss_scale.to(device).double().square()
+            of_group = loss_factors.without_scale(torch.stack([p, q_G[k]]), each.loss_scale)
             found[k] = torch.cat([of_group, scalars])
         return found
 

@@ -162,6 +162,13 @@ def loss_scale(scaler: GradScaler | None) -> Tensor | None:
     return None if scaler is None or not scaler.is_enabled() else scaler._scale
 
 
+def without_scale(sqnorm: Tensor, scale: Tensor | None) -> Tensor:
+    """A squared norm without the factor that a gradient scaler put on its gradient."""
+    if scale is None:
+        return sqnorm
+    return sqnorm / scale.to(sqnorm.device, torch.float64, non_blocking=True).square()
+
+
 def unscaled(scaler: GradScaler | None) -> bool:
     """Whether the scaler's ``unscale_`` or ``step`` has already divided the gradients."""
     states = () if scaler is None else scaler._per_optimizer_states.values()

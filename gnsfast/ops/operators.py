@@ -56,7 +56,7 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     neighbours. Documents (``starts``) stay with the operator: aten would need a graph for each set
     of their lengths.
     """
-    if torch.compiler.is_compiling() and a.starts is None:
+    if is_compiling() and a.starts is None:
         return reference.norm_backward_aten(a)
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _norm_backward(a)
     return found

@@ -114,11 +114,11 @@ class Audit:
         new = torch.stack([ours, real, samples, whole])
         old = self._found[:, index]
         # Not finite: an overflow, which a gradient scaler skips.
-        worse = new.isfinite().all(0) & (_discrepancy(new) >= _discrepancy(old))
+        finite = new.isfinite().all(0)
+        worse = finite & (_discrepancy(new) >= _discrepancy(old))
         self._found[:, index] = torch.where(worse, new, old)
         if new.is_cpu:  # else ``check`` knows later
-            told = new.isfinite().all(0) & (ours > 0)
-            for name, enough in zip(norms, told.tolist()):
+            for name, enough in zip(norms, (finite & (ours > 0)).tolist()):
                 if enough:
                     self._left.pop(name, None)
 

@@ -2,7 +2,7 @@
 """The probes of a whole model."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -85,11 +85,11 @@ class ProbeSlab:
         }
         self._zero = {d: torch.zeros((), dtype=torch.float32, device=d) for d in owners}
         self.labels = [label for of_device in labels.values() for label in of_device]
-        self._owners = list(chain(*owners.values()))
+        self._owners = owners
         self._ties = {m.gnsfast.tie for m in self.modules.values()} - {None}
         self._probes: dict[tuple[str, int], Tensor] = {}
         self._measures: dict[str, int] = {}  # of each module, in the last pass
-        self._opened: dict[str, Opened] = {}
+        self._opened: dict[str, Opened] = {}  # without documents, groups, metric
         self._at_end: Callable[[], None] | None = None
         self._waiting = False
         self._hooked: set[tuple[str, int]] = set()
@@ -100,12 +100,12 @@ class ProbeSlab:
         """
         K = len(self.units)
         last = {NOBODY: K, METRIC: K + 1}
-        found = [last.get(o, o) for o in self._owners]
+        found = [last.get(o, o) for o in chain(*self._owners.values())]
         return torch.tensor(found, dtype=torch.int64, device=device)
 
     def plain(self, device: torch.device) -> Tensor:
         """On ``device``, the rows that are not under a metric, in the order of ``labels``."""
-        rows = [row for row, o in enumerate(self._owners) if o != METRIC]
+        rows = _not_weighed(chain(*self._owners.values()))
         return torch.tensor(rows, dtype=torch.int64, device=device)
 
     def _refuse_untied(self) -> None:
@@ -205,17 +205,17 @@ class ProbeSlab:
         for device, grad in self.grad.items():
             rows = grad[:, : self.num_samples]
             if self.sides.metric:
-                rows = rows.index_select(0, self._plain[device])
+                rows = rows.index_select(0, self._plain_of[device])
             found.append(rows.sum(0, dtype=torch.float64))
         return found
 
     @cached_property
-    def _plain(self) -> dict[torch.device, Tensor]:
+    def _plain_of(self) -> dict[torch.device, Tensor]:
         """The rows of each device that are not under a metric."""
-        rows: dict[torch.device, list[int]] = {d: [] for d in self.devices}
-        for device, first, count in self._spans.values():
-            rows[device] += range(first, first + count)
-        return {d: torch.tensor(own).to(d, non_blocking=True) for d, own in rows.items()}
+        return {
+            d: torch.tensor(_not_weighed(owners)).to(d, non_blocking=True)
+            for d, owners in self._owners.items()
+        }
 
     @property
     def probes(self) -> list[Tensor]:
@@ -253,18 +253,17 @@ class ProbeSlab:
                 "per_sample_sqnorms block of this model first."
             )
         self.__dict__.pop("grad", None)
-        plain = documents is None and not members and not moments
-        if not (plain and self._opened):
-            self._opened = self._openings(documents, members, moments)
+        alone = documents is None and not members and not moments
+        openings = self._opened if alone else {}
+        openings = openings or self._openings(documents, members, moments)
+        self._opened = openings if alone else {}
         for tie in self._ties:
             tie.reset()
         for probe in self._probes.values():
             probe.grad = None
         self._watch_end(at_end)
-        for path, opened in self._opened.items():
+        for path, opened in openings.items():
             self.modules[path].open_probe(opened)
-        if not plain:
-            self._opened = {}
 
     def _openings(
         self,
@@ -349,6 +348,10 @@ def _call(method: "weakref.WeakMethod[Any]", probe: Tensor) -> None:
 
 NOBODY, METRIC = -1, -2
 """Owners of rows without a unit: those of uncovered parameters, and those under a metric."""
+
+
+def _not_weighed(owners: Iterable[int]) -> list[int]:
+    return [row for row, owner in enumerate(owners) if owner != METRIC]
 
 
 def _covered(module: nn.Module) -> bool:
