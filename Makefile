@@ -51,7 +51,8 @@ jit-test: $(DEV)  ## the kernels' tests through Triton's compiler, for an sm_80 
 proof: $(DEV)  ## after a change of a kernel: what takes minutes: kernels compiled and read, CUDA on its host model
 	$(BIN)/python tests/proofs.py --note > .venv/.proven  # before: an edit while they run is not proven
 	GNSFAST_PROVE=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
-		tests/triton_kernels/test_triton_compile.py tests/csrc/test_cuda_binary.py tests/csrc/test_host_model.py
+		tests/triton_kernels/test_triton_compile.py tests/csrc/test_cpu_kernel.py tests/csrc/test_cuda_binary.py \
+		tests/csrc/test_host_model.py
 	cp .venv/.proven tests/proven.json
 
 kernels: $(DEV)  ## compile every Triton kernel, then every launch of the tests; print registers and instructions
@@ -93,7 +94,7 @@ gpu:  ## on a GPU: tests, then measurements, packed in OUT/gpu.tar.gz; stops aft
 clean:  ## remove everything that make made
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-$(RUN): pyproject.toml constraints.txt setup.py $(wildcard csrc/*.*)
+$(RUN): pyproject.toml constraints.txt setup.py $(wildcard csrc/*.* csrc/cpu/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) --editable '.[cli]' numpy  # torch warns at every start without it
 	touch $(RUN)

@@ -54,6 +54,10 @@ PROOFS: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
         + ("tests/csrc/test_host_model.py", "tests/proofs.py"),
         lambda: printed(r"\S+", "g++", "-dumpfullversion"),
     ),
+    "cpu kernel": (
+        ("csrc/cpu/*", "tests/csrc/test_cpu_kernel.py", "tests/proofs.py"),
+        lambda: printed(r"\S+", "g++", "-dumpfullversion"),
+    ),
     "cuda": (
         ("csrc/*.cu", "csrc/*.cuh", "csrc/*.h", "benchmarks/compile_cuda.py")
         + ("tests/csrc/test_cuda_binary.py", "tests/proofs.py", "benchmarks/budgets/cuda.json")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gnsfast
-from gnsfast.ops import backends
+from gnsfast.ops import backends, cpu
 
 PACKAGES = ("torch", "triton", "numpy", "typer", "rich", "plotly", "transformers", "peft")
 
@@ -28,8 +28,8 @@ def examine() -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, str]]:
-    cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    devices = [_device("cpu", cpu)]
+    name = ", ".join((platform.machine(), *_instructions(), f"{torch.get_num_threads()} threads"))
+    devices = [_device("cpu", name)]
     for k in range(torch.cuda.device_count()):
         devices.append(_device(f"cuda:{k}", torch.cuda.get_device_name(k)))
     if len(devices) == 1:
@@ -40,6 +40,11 @@ def _devices() -> list[dict[str, str]]:
         )
         devices.append({"device": "cuda", "name": "-", "backend": "none", "why": why})
     return devices
+
+
+def _instructions() -> list[str]:
+    """The instruction set of the CPU kernel."""
+    return [] if backends.missing("cpu", "cpu") else [cpu.instructions()]
 
 
 def _device(device: str, name: str) -> dict[str, str]:
@@ -65,9 +70,10 @@ def _backends() -> list[dict[str, str]]:
     if not triton and not torch.cuda.is_available() and not interpreted:
         triton = "no device; TRITON_INTERPRET=1 GNSFAST_BACKEND=triton runs it on CPU tensors"
     rows = [
-        ("reference", "CPU, plain PyTorch", ""),
+        ("reference", "plain PyTorch on any device", ""),
+        ("cpu", "linear layers on a CPU; else reference", backends.missing("cpu", "cpu")),
         ("triton", "CUDA, ROCm", triton),
-        ("cuda", "linear layers, sm_80 and up", backends.missing("cuda", "cuda")),
+        ("cuda", "linear layers on sm_80 and up; else triton", backends.missing("cuda", "cuda")),
     ]
     return [
         {"backend": name, "for": what, "state": "missing" if why else "ready", "why": why}

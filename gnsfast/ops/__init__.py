@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators, also on DTensors, and which implementation a device runs."""
 
-from gnsfast.ops import backends, extension
+from gnsfast.ops import backends, cpu, extension
 from gnsfast.ops.dtensor import embedding_wgrad as sharded_embedding_wgrad
 from gnsfast.ops.dtensor import linear_wgrad, norm_backward
 from gnsfast.ops.operators import (
@@ -17,6 +17,7 @@ __all__ = [
     "attention_forward",
     "backends",
     "conv_wgrad",
+    "cpu",
     "embedding_wgrad",
     "extension",
     "in_projection_wgrad",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation an operator runs: plain PyTorch (``reference``) for CPU tensors, Triton
-kernels for CUDA tensors. For debugging ``GNSFAST_BACKEND`` names another. ``cuda`` is the CUDA
-extension for the tensors that it takes (``extension.py``), and Triton for all others.
+"""Which implementation an operator runs: the CPU kernel for CPU tensors, Triton kernels for CUDA
+tensors. For debugging ``GNSFAST_BACKEND`` names another. What the CPU kernel (``cpu.py``) does not
+take runs in plain PyTorch (``reference``), what the CUDA extension (``extension.py``) does not take
+in Triton.
 """
 
 import functools
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 
 from gnsfast import reference
-from gnsfast.ops import extension
+from gnsfast.ops import cpu, extension
 
 VARIABLE = "GNSFAST_BACKEND"
-NAMES = ("reference", "triton", "cuda")
+NAMES = ("reference", "cpu", "triton", "cuda")
 
 
 def chosen() -> str | None:
@@ -37,7 +38,7 @@ def backend(device: str) -> str:
     if name := chosen():
         return name
     if device == "cpu":
-        return "reference"
+        return "reference" if cpu.missing() else "cpu"
     return "cuda" if extension.PREFERRED and not extension.missing() else "triton"
 
 
@@ -45,6 +46,8 @@ def missing(name: str, device: str) -> str:
     """Why a back-end cannot run tensors of this device type; empty if it can."""
     if name == "reference":
         return ""
+    if name == "cpu":
+        return cpu.missing() if device == "cpu" else "the CPU kernel takes CPU tensors"
     if name == "cuda" and extension.missing():
         return extension.missing()
     if importlib.util.find_spec("triton") is None:
@@ -56,28 +59,28 @@ def missing(name: str, device: str) -> str:
 
 def implementation(op: str, device: str) -> Callable[[Any], Any]:
     """The function that runs operator ``op`` on a device type; it takes its signature."""
-    on_cpu = getattr(reference, op) if device == "cpu" else None
 
     def run(a: Any) -> Any:
-        name = backend(device)
-        if on_cpu is not None and name == "reference":
-            return on_cpu(a)
+        implemented = getattr(_module(backend(device), op, device), op)
+        if device == "cpu":
+            return implemented(a)
         first = a[0][0] if isinstance(a[0], list) else a[0]
         # Triton launches on the current device, whatever device its tensors are on.
         with torch.cuda.device_of(first):
-            return getattr(_module(name, op, device), op)(a)
+            return implemented(a)
 
     return run
 
 
 @functools.cache  # a search for installed packages at every call would slow the backward pass
 def _module(name: str, op: str, device: str) -> ModuleType:
-    if name == "reference":
-        return reference
-    why = missing(name, device)
-    if why:
+    if why := missing(name, device):
         raise RuntimeError(
             f"gnsfast::{op} has no kernel for this {device} tensor: {why}. "
             f"{VARIABLE}=reference runs plain PyTorch instead."
         )
+    if name == "reference" or (name == "cpu" and not hasattr(cpu, op)):
+        return reference
+    if name == "cpu":
+        return cpu
     return importlib.import_module("gnsfast.triton_kernels.operators")

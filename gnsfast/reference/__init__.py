@@ -6,9 +6,10 @@ arguments, results and legend of each operator are in ``signatures.py``.
 from gnsfast.reference.attention import MAX_HEAD_DIM, attention_backward, attention_forward
 from gnsfast.reference.conv import conv_wgrad, unfold
 from gnsfast.reference.embedding import embedding_wgrad
-from gnsfast.reference.linear import in_projection_wgrad, linear_wgrad
+from gnsfast.reference.linear import in_projection_wgrad, linear_wgrad, linked_rows
 from gnsfast.reference.metric import one_token_metric, root_metric
 from gnsfast.reference.norms import norm_backward, norm_backward_aten
+from gnsfast.reference.outer import gram_sqnorms
 from gnsfast.reference.rows import metric_sqnorm, norm, probe_rows, sqnorm
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "attention_forward",
     "conv_wgrad",
     "embedding_wgrad",
+    "gram_sqnorms",
     "in_projection_wgrad",
     "linear_wgrad",
+    "linked_rows",
     "metric_sqnorm",
     "norm",
     "norm_backward",

@@ -38,13 +38,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         norms.append(found)
     else:
         db = x.new_empty(0, dtype=a.dtype)
-    if a.ids_BS is None or not a.weight:
-        linked = x.new_empty(0, dtype=accumulate_dtype(x.dtype))
-    elif a.starts is None:
-        linked = tied_rows(x, dy, a.ids_BS)
-    else:
-        linked = segments.tied_rows(x, dy, a.ids_BS, a.starts)
-    return dw, db, probe_rows(norms, a.samples, x), linked
+    return dw, db, probe_rows(norms, a.samples, x), linked_rows(a)
 
 
 def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,6 +56,15 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
         norms.append(found)
     rows = probe_rows(norms, len(a.x_BTI[0]), none)
     return torch.cat(dws), torch.cat(dbs), rows
+
+
+def linked_rows(a: LinearWgrad) -> Tensor:
+    """Rows ``ids_BS`` of every sample's dy_bᵀ x_b, for the embedding that shares the weight."""
+    if a.ids_BS is None or not a.weight:
+        return a.x_BTI.new_empty(0, dtype=accumulate_dtype(a.x_BTI.dtype))
+    if a.starts is None:
+        return tied_rows(a.x_BTI, a.dy_BTO, a.ids_BS)
+    return segments.tied_rows(a.x_BTI, a.dy_BTO, a.ids_BS, a.starts)
 
 
 def tied_rows(x_BTI: Tensor, dy_BTO: Tensor, ids_BS: Tensor) -> Tensor:

@@ -55,9 +55,12 @@ def test_public_modules_through_triton(
     assert triton_ran == [name]
 
 
-def test_reference_is_what_runs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BACKEND, raising=False)
-    assert backends.backend("cpu") == "reference" and backends.backend("cuda") == "triton"
+    monkeypatch.setattr(backends.cpu, "missing", lambda: "")
+    assert backends.backend("cpu") == "cpu" and backends.backend("cuda") == "triton"
+    monkeypatch.setattr(backends.cpu, "missing", lambda: "no compiler")
+    assert backends.backend("cpu") == "reference"
     monkeypatch.setenv(BACKEND, "reference")
     assert backends.backend("cuda") == "reference"
 

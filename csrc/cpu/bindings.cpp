@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// gnsfast._cpu. Tensors come as addresses, shapes and strides, so it is built without torch.
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "linear_wgrad.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using gnsfast::cpu::LinearWgrad;
+using Strides = std::array<int64_t, 3>;
+using Metric = std::tuple<uintptr_t, float, float>;  // v, s, eps
+
+// torch's own OpenMP, which it has loaded: threads of another one would compete with torch's, which
+// spin for a while after each of its operators.
+gnsfast::cpu::Parallel openmp() {
+  static void* const found = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+  return reinterpret_cast<gnsfast::cpu::Parallel>(found);
+}
+
+template <class T>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Positional, as names cost time. ``metrics`` are the weight's and the bias's, or empty; with
+// ``starts`` T is the number of rows.
+void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left_strides,
+                  uintptr_t right, const Strides& right_strides, bool bfloat16,
+                  const std::array<int64_t, 4>& shape, uintptr_t starts, uintptr_t sqnorms,
+                  uintptr_t dw, uintptr_t db, bool bias_of_right, const std::vector<Metric>& metrics,
+                  uintptr_t rows, int64_t row_stride, int threads) {
+  const auto [B, T, M, N] = shape;
+  for (int64_t n : shape) {
+    if (n < 1 || n > INT32_MAX) throw std::invalid_argument("every size must be 1 to 2^31 - 1");
+  }
+  if (!left || !right || !dw || !rows) throw std::invalid_argument("a null pointer");
+  if (metrics.size() > 2 || (!metrics.empty() && !db != (metrics.size() == 1))) {
+    throw std::invalid_argument("there must be a metric for each gradient, or none");
+  }
+  const auto* bounds = at<const int64_t>(starts);
+  for (int64_t b = 0; bounds && b < B; ++b) {
+    if (bounds[b] < 0 || bounds[b] > bounds[b + 1] || bounds[b + 1] > T) {
+      throw std::invalid_argument("starts must be numbers of rows that do not decrease");
+    }
+  }
+  LinearWgrad call{};
+  call.left = {at<const void>(left), left_strides[0], left_strides[1], left_strides[2], M};
+  call.right = {at<const void>(right), right_strides[0], right_strides[1], right_strides[2], N};
+  call.bfloat16 = bfloat16;
+  call.B = B;
+  call.T = T;
+  call.starts = bounds;
+  call.sqnorms = at<const double>(sqnorms);
+  call.dw = at<float>(dw);
+  call.db = at<float>(db);
+  call.bias_of_right = bias_of_right;
+  const auto metric_of = [&](size_t k) -> gnsfast::cpu::Metric {
+    if (k >= metrics.size()) return {};
+    const auto [v, s, eps] = metrics[k];
+    return {at<const float>(v), s, eps};
+  };
+  call.weight = metric_of(0);
+  call.bias = metric_of(1);
+  call.rows = at<float>(rows);
+  call.row_stride = row_stride;
+  call.threads = threads;
+  call.parallel = openmp();
+  py::gil_scoped_release release;
+  gnsfast::cpu::linear_wgrad(call, kernel);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m) {
+  m.doc() = "CPU kernels of gnsfast; gnsfast.ops.cpu checks the tensors that it passes.";
+  m.def("kernels", &gnsfast::cpu::kernel_names, "What this processor runs, the fastest first.");
+  m.def("has_threads", [] { return openmp() != nullptr; }, "Whether torch's OpenMP was found.");
+  m.def("linear_wgrad", &linear_wgrad, "dW, db unless 0, and their probe rows.");
+}

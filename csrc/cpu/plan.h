@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the tiles and the tokens of linear_wgrad.cpp are shared out, and the memory that they take.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "linear_wgrad.h"
+
+namespace gnsfast::cpu {
+
+constexpr int kTokens = 1024;         // of a chunk, so that a right panel has at most 128 KiB
+constexpr int kFewTokens = 32;        // are added in float32, then in float64
+constexpr int kCached = 192 << 10;    // floats of left panels, for a second-level cache of 1 MiB
+constexpr int kWidest = 1024;         // columns of a block
+constexpr int64_t kEnough = 1 << 20;  // multiply-adds that are worth a thread
+constexpr int kSquares = 8;           // sums of float64 for a sample: the lanes of a register
+constexpr int kCacheLine = 64 / sizeof(float);
+
+// Rows of both sides: a sample, a part of a long one, or samples that need not be told apart.
+struct Chunk {
+  int64_t left_at, right_at;  // elements from the start
+  int64_t sample;
+  int samples, tokens;
+  bool first, final;  // whether it is of the first sample, of the last
+  bool resume, last;  // whether it continues a sample, whether it ends one
+};
+
+struct Tile {
+  const float *left, *right;  // packed panels
+  float* dw;
+  int64_t stride;
+  int columns;
+  float* part;  // of a long sample, from the chunks before
+  float* root;  // √P, or null
+};
+
+struct Squares {
+  double sample, total, sample_weighed, total_weighed;
+};
+
+// Panels of left and of right.
+struct Block {
+  int top, bottom, left, right;
+};
+
+struct Grid {
+  int rows, columns;        // panels of left, of right
+  int in_rows, in_columns;  // blocks
+  int tallest, widest;      // panels of a block at most
+
+  int blocks() const { return in_rows * in_columns; }
+};
+
+// What a block finds for each sample, and after these for the sum of all.
+enum Found { kWeight, kWeighed, kLeft, kRight, kBiasWeighed, kFound };
+
+// The sums of one side's columns in a block. Without ``total`` nobody wants them.
+struct Sums {
+  double *total, *carried;  // of all samples; of a long one, from the chunks before
+  double* squares;          // [samples of a chunk, kSquares]
+  double *found, *weighed;  // [B + 1]
+  const float* root;        // √P, or null
+  float* db;                // or null
+  int columns;
+
+  void end_chunk(const Chunk& chunk) const {
+    for (int sample = 0; total && sample < chunk.samples; ++sample) {
+      for (int lane = 0; lane < kSquares; ++lane) {
+        double& square = squares[sample * kSquares + lane];
+        found[chunk.sample + sample] += std::exchange(square, 0.0);
+      }
+    }
+  }
+
+  void end(int64_t B) const {
+    for (int k = 0; total && k < columns; ++k) {
+      const double under_metric = root ? total[k] * root[k] : 0.0;
+      found[B] += total[k] * total[k];
+      weighed[B] += under_metric * under_metric;
+      if (db) db[k] = static_cast<float>(total[k]);
+    }
+  }
+};
+
+struct Work;
+
+struct Kernel {
+  const char* name;
+  int rows, columns;  // of a tile
+  void (*run)(Work&, int block, char* memory);
+};
+
+struct Work {
+  const LinearWgrad& call;
+  const Kernel& kernel;
+  bool closed;  // samples of one token: their norm is the product of two rows' norms
+  std::vector<Chunk> chunks;
+  int tokens = 0, samples = 0;  // of a chunk at most
+  bool parts = false;           // whether a sample has several
+  int threads = 1;
+  Grid grid = {};
+  std::vector<float> bias_root = {};   // with zeros up to a whole panel
+  std::vector<double> all_found = {};  // [blocks, kFound, B + 1]
+
+  double* found(int block, Found what) {
+    return all_found.data() + (int64_t{block} * kFound + what) * (call.B + 1);
+  }
+};
+
+inline int count(int64_t size, int64_t from, int most) {
+  return static_cast<int>(std::min<int64_t>(most, size - from));
+}
+
+inline int times(int64_t size, int64_t part) { return static_cast<int>((size + part - 1) / part); }
+
+inline float root_of(const Metric& metric, int64_t k) {
+  return 1 / std::sqrt(std::sqrt(metric.v[k]) * metric.s + metric.eps);
+}
+
+inline Block block_of(const Grid& grid, int index) {
+  const int64_t i = index / grid.in_columns, k = index % grid.in_columns;
+  const auto cut = [](int64_t panels, int64_t at, int parts) { return int(panels * at / parts); };
+  return {cut(grid.rows, i, grid.in_rows), cut(grid.rows, i + 1, grid.in_rows),
+          cut(grid.columns, k, grid.in_columns), cut(grid.columns, k + 1, grid.in_columns)};
+}
+
+inline std::vector<Chunk> chunks_of(const LinearWgrad& call, bool told_apart) {
+  std::vector<Chunk> chunks;
+  const Side &left = call.left, &right = call.right;
+  if (!told_apart) {
+    const int64_t most = std::max<int64_t>(1, kTokens / call.T);
+    for (int64_t b = 0; b < call.B; b += most) {
+      const int samples = count(call.B, b, static_cast<int>(most));
+      const int64_t row = b * call.T;
+      chunks.push_back({row * left.stride_t, row * right.stride_t, b, samples,
+                        static_cast<int>(samples * call.T), b == 0, b + samples == call.B, false,
+                        true});
+    }
+    return chunks;
+  }
+  for (int64_t b = 0; b < call.B; ++b) {
+    const bool first = b == 0, final = b == call.B - 1;
+    const int64_t T = call.starts ? call.starts[b + 1] - call.starts[b] : call.T;
+    const int64_t left_at = call.starts ? call.starts[b] * left.stride_t : b * left.stride_b;
+    const int64_t right_at = call.starts ? call.starts[b] * right.stride_t : b * right.stride_b;
+    const int parts = std::max(1, times(T, kTokens)), most = times(T, parts);
+    for (int part = 0; part < parts; ++part) {
+      const int64_t t = int64_t{part} * most;
+      chunks.push_back({left_at + t * left.stride_t, right_at + t * right.stride_t, b, 1,
+                        count(T, t, most), first, final, part > 0, part == parts - 1});
+    }
+  }
+  return chunks;
+}
+
+// The blocks that take the busiest thread the least: each element of dW is a product for a token, and
+// each row and column of a block is a number to be packed, which costs as much as four products.
+inline Grid grid_of(const Kernel& kernel, int64_t M, int64_t N, int tokens, int threads) {
+  Grid grid{times(M, kernel.rows), times(N, kernel.columns), 0, 0, 0, 0};
+  const int most = std::max(1, kCached / (std::max(1, tokens) * kernel.rows));
+  const int rows = times(grid.rows, most), columns = times(grid.columns, kWidest / kernel.columns);
+  double least = std::numeric_limits<double>::infinity();
+  for (int k = columns; k <= std::min(grid.columns, columns + threads - 1); ++k) {
+    for (int round = 1; round <= 4; ++round) {
+      const int i = std::min(grid.rows, std::max(rows, times(int64_t{round} * threads, k)));
+      const double tall = times(grid.rows, i) * kernel.rows;
+      const double wide = times(grid.columns, k) * kernel.columns;
+      const double cost = times(int64_t{i} * k, threads) * (tall * wide + 4 * (tall + wide));
+      if (cost < least) {
+        least = cost;
+        grid.in_rows = i;
+        grid.in_columns = k;
+      }
+    }
+  }
+  grid.tallest = times(grid.rows, grid.in_rows);
+  grid.widest = times(grid.columns, grid.in_columns);
+  return grid;
+}
+
+// A thread's memory, cut up.
+struct Memory {
+  float *left_panels, *right_panel, *parts, *roots;
+  double *left_sums, *right_sums;  // squares, total, carried
+  size_t bytes;
+};
+
+inline Memory memory_of(const Work& work, char* memory) {
+  Memory m{};
+  const auto take = [&](auto*& pointer, int64_t size) {
+    pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + m.bytes);
+    m.bytes += (size * sizeof(*pointer) + 63) / 64 * 64;
+  };
+  const int64_t tall = int64_t{work.grid.tallest} * work.kernel.rows;
+  const int64_t wide = int64_t{work.grid.widest} * work.kernel.columns;
+  take(m.left_panels, tall * work.tokens);
+  take(m.right_panel, int64_t{work.kernel.columns} * work.tokens);
+  take(m.parts, work.parts ? tall * wide : 0);
+  take(m.roots, work.call.weight.v ? tall * wide : 0);
+  take(m.left_sums, 2 * tall + int64_t{work.samples} * kSquares);
+  take(m.right_sums, 2 * wide + int64_t{work.samples} * kSquares);
+  return m;
+}
+
+// Those of one side, where a block is the one to add them.
+inline Sums sums_of(Work& work, int index, bool left, double* memory) {
+  const LinearWgrad& call = work.call;
+  const Block block = block_of(work.grid, index);
+  const bool bias = call.db && call.bias_of_right != left;
+  if ((left ? block.left : block.top) > 0 || !(bias || work.closed)) return {};
+  const int width = left ? work.kernel.rows : work.kernel.columns;
+  const int columns = width * (left ? block.bottom - block.top : block.right - block.left);
+  const int64_t first = int64_t{width} * (left ? block.top : block.left);
+  Sums sums{};
+  sums.squares = memory;
+  sums.total = sums.squares + kSquares * work.samples;
+  sums.carried = sums.total + columns;
+  std::fill(sums.squares, sums.carried, 0.0);
+  sums.found = work.found(index, left ? kLeft : kRight);
+  sums.weighed = work.found(index, kBiasWeighed);
+  sums.columns = count((left ? call.left : call.right).N, first, columns);
+  if (bias) sums.db = call.db + first;
+  if (bias && call.bias.v) sums.root = work.bias_root.data() + first;
+  return sums;
+}
+
+inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
+  const bool closed = call.T == 1 && !call.starts && !call.sqnorms;
+  Work work{call, kernel, closed, chunks_of(call, !closed && !call.sqnorms)};
+  int64_t products = 0;
+  for (const Chunk& chunk : work.chunks) {
+    work.tokens = std::max(work.tokens, chunk.tokens);
+    work.samples = std::max(work.samples, chunk.samples);
+    work.parts |= chunk.resume;
+    products += chunk.tokens * call.left.N * call.right.N;
+  }
+  if (call.parallel) work.threads = int(std::clamp<int64_t>(products / kEnough, 1, call.threads));
+  work.grid = grid_of(kernel, call.left.N, call.right.N, work.tokens, work.threads);
+  work.threads = std::min(work.threads, work.grid.blocks());
+  work.all_found.assign(int64_t{work.grid.blocks()} * kFound * (call.B + 1), 0.0);
+  if (call.bias.v) {
+    const int64_t N = call.bias_of_right ? call.right.N : call.left.N;
+    work.bias_root.assign(N + std::max(kernel.rows, kernel.columns), 0.f);
+    for (int64_t k = 0; k < N; ++k) work.bias_root[k] = root_of(call.bias, k);
+  }
+  return work;
+}
+
+}  // namespace gnsfast::cpu

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loops of linear_wgrad.cpp, which includes this file once for each instruction set, after
+// kLanes of a vector, kVectors and kRows. A tile of dW, kRows x kColumns, stays in registers while a
+// sample's tokens go by.
+
+constexpr int kColumns = kLanes * kVectors;
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
+typedef float Anywhere __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
+typedef int Lanes __attribute__((vector_size(kLanes * sizeof(int))));
+
+// As many numbers as a register has float64.
+constexpr int kFew = kLanes / 2;
+typedef float Few __attribute__((vector_size(kFew * sizeof(float))));
+typedef float FewAnywhere __attribute__((vector_size(kFew * sizeof(float)), aligned(4), may_alias));
+typedef int FewLanes __attribute__((vector_size(kFew * sizeof(int))));
+typedef double Doubles __attribute__((vector_size(kFew * sizeof(double)), may_alias));
+
+inline Vector load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
+inline void store(float* to, Vector v) { *reinterpret_cast<Anywhere*>(to) = v; }
+inline Vector broadcast(float value) { return value - Vector{}; }
+
+template <int kCount>
+double sum_of(const Vector (&vectors)[kCount]) {
+  double sum = 0;
+  for (const Vector& v : vectors) {
+    for (int k = 0; k < kLanes; ++k) sum += v[k];
+  }
+  return sum;
+}
+
+// The first ``count`` lanes; zeros in the others.
+template <class V, class L>
+V first(V v, int count) {
+  L lane;
+  for (size_t k = 0; k < sizeof(V) / sizeof(float); ++k) lane[k] = static_cast<int>(k);
+  return lane < count - L{} ? v : V{};
+}
+
+inline float value(float x) { return x; }
+inline float value(Bfloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// ``columns`` columns of some tokens, token by token; zeros fill up each to kWidth.
+template <int kWidth, class Element>
+void pack(const Element* from, const Side& side, int tokens, int columns, float* to) {
+  const bool whole = side.stride_n == 1 && columns == kWidth;
+  for (int t = 0; t < tokens; ++t, from += side.stride_t, to += kWidth) {
+    if (whole) {
+      for (int k = 0; k < kWidth; ++k) to[k] = value(from[k]);
+    } else {
+      for (int k = 0; k < kWidth; ++k) to[k] = k < columns ? value(from[k * side.stride_n]) : 0.f;
+    }
+  }
+}
+
+// A token's next numbers in a packed panel of kWidth columns. It may read the next token's, too.
+template <int kWidth>
+Few next(const float* panel, int group) {
+  const auto v = *reinterpret_cast<const FewAnywhere*>(panel + group * kFew);
+  return first<Few, FewLanes>(v, kWidth - group * kFew);
+}
+
+// Adds the tokens of each sample in a packed panel, whose first column is ``column``.
+template <int kWidth>
+void add_tokens(const float* panel, const Chunk& chunk, const Sums& sums, int64_t column) {
+  constexpr int kGroups = (kWidth + kFew - 1) / kFew;
+  const int tokens = chunk.tokens / chunk.samples;
+  auto* square = reinterpret_cast<Doubles*>(sums.squares);
+  Doubles total[kGroups] = {};
+  const bool single = tokens == 1 && chunk.samples > 1 && !sums.root;
+  if (single) {  // the loop below takes three times as long for it
+    for (int sample = 0; sample < chunk.samples; ++sample, panel += kWidth) {
+      for (int g = 0; g < kGroups; ++g) {
+        const Doubles v = __builtin_convertvector(next<kWidth>(panel, g), Doubles);
+        total[g] += v;
+        square[sample * kSquares / kFew] += v * v;
+      }
+    }
+  }
+  for (int sample = 0; sample < chunk.samples && !single; ++sample) {
+    Doubles sum[kGroups] = {};
+    if (chunk.resume) std::memcpy(sum, sums.carried + column, kWidth * sizeof(double));
+    for (int done = 0; done < tokens; done += kFewTokens) {
+      Few few[kGroups] = {};
+      for (int t = done; t < std::min(tokens, done + kFewTokens); ++t, panel += kWidth) {
+        for (int g = 0; g < kGroups; ++g) few[g] += next<kWidth>(panel, g);
+      }
+      for (int g = 0; g < kGroups; ++g) sum[g] += __builtin_convertvector(few[g], Doubles);
+    }
+    if (!chunk.last) {
+      std::memcpy(sums.carried + column, sum, kWidth * sizeof(double));
+      return;
+    }
+    for (int g = 0; g < kGroups; ++g) {
+      total[g] += sum[g];
+      square[sample * kSquares / kFew] += sum[g] * sum[g];
+    }
+    for (int k = 0; sums.root && k < kWidth; ++k) {
+      const double weighed = sum[k / kFew][k % kFew] * sums.root[column + k];
+      sums.weighed[chunk.sample + sample] += weighed * weighed;
+    }
+  }
+  for (int k = 0; k < kWidth; ++k) sums.total[column + k] += total[k / kFew][k % kFew];
+}
+
+// A tile's product with one chunk; when that completes a sample, its squares, and its sum into dW.
+template <int kM>
+Squares add_tile(const Tile& a, const Chunk& chunk) {
+  Vector s[kM][kVectors];
+#pragma GCC unroll 16
+  for (int m = 0; m < kM; ++m) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      s[m][v] = chunk.resume ? load(a.part + m * kColumns + v * kLanes) : Vector{};
+    }
+  }
+  if (chunk.last && !chunk.first) {
+#pragma GCC unroll 16
+    for (int m = 0; m < kM; ++m) {
+      for (int k = 0; k < kColumns; k += kCacheLine) __builtin_prefetch(a.dw + m * a.stride + k, 1);
+      __builtin_prefetch(a.dw + m * a.stride + kColumns - 1, 1);
+    }
+  }
+  const float *left = a.left, *right = a.right;
+  for (int t = 0; t < chunk.tokens; ++t, left += kM, right += kColumns) {
+    Vector r[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) r[v] = load(right + v * kLanes);
+#pragma GCC unroll 16
+    for (int m = 0; m < kM; ++m) {
+      const Vector l = broadcast(left[m]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) s[m][v] += l * r[v];
+    }
+  }
+  if (!chunk.last) {
+#pragma GCC unroll 16
+    for (int m = 0; m < kM; ++m) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) store(a.part + m * kColumns + v * kLanes, s[m][v]);
+    }
+    return {};
+  }
+  Vector sample[kVectors] = {}, sample_weighed[kVectors] = {};
+  Vector total[kVectors] = {}, total_weighed[kVectors] = {};
+#pragma GCC unroll 16
+  for (int m = 0; m < kM; ++m) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      // Where right has zeros for columns, an infinite left made NaNs.
+      if (a.columns < kColumns) s[m][v] = first<Vector, Lanes>(s[m][v], a.columns - v * kLanes);
+      float* to = a.dw + m * a.stride + v * kLanes;
+      const Vector sum = chunk.first ? s[m][v] : s[m][v] + load(to);
+      store(to, sum);
+      sample[v] += s[m][v] * s[m][v];
+      if (chunk.final) total[v] += sum * sum;
+      if (a.root) {
+        const Vector root = load(a.root + m * kColumns + v * kLanes);
+        sample_weighed[v] += (s[m][v] * root) * (s[m][v] * root);
+        if (chunk.final) total_weighed[v] += (sum * root) * (sum * root);
+      }
+    }
+  }
+  Squares found{sum_of(sample), 0, 0, 0};
+  if (chunk.final) found.total = sum_of(total);
+  if (a.root) {
+    found.sample_weighed = sum_of(sample_weighed);
+    if (chunk.final) found.total_weighed = sum_of(total_weighed);
+  }
+  return found;
+}
+
+// ``add_tile`` where the tile has fewer columns: in a whole tile beside dW.
+template <int kM>
+Squares add_edge(const Tile& tile, const Chunk& chunk) {
+  float beside[kM * kColumns] = {};
+  for (int m = 0; m < kM && !chunk.first; ++m) {
+    std::copy_n(tile.dw + m * tile.stride, tile.columns, beside + m * kColumns);
+  }
+  Tile whole = tile;
+  whole.dw = beside;
+  whole.stride = kColumns;
+  const Squares found = add_tile<kM>(whole, chunk);
+  for (int m = 0; m < kM && chunk.last; ++m) {
+    std::copy_n(beside + m * kColumns, tile.columns, tile.dw + m * tile.stride);
+  }
+  return found;
+}
+
+// √P of a tile whose first element is ``first``, with zeros up to kColumns.
+inline void fill_root(const Metric& metric, int64_t first, int rows, const Tile& tile) {
+  for (int m = 0; m < rows; ++m) {
+    for (int k = 0; k < kColumns; ++k) {
+      const bool inside = k < tile.columns;
+      tile.root[m * kColumns + k] = inside ? root_of(metric, first + m * tile.stride + k) : 0.f;
+    }
+  }
+}
+
+template <int kM = kRows, class Call>
+auto with_rows(int rows, const Call& call) {
+  if constexpr (kM > 1) {
+    if (rows < kM) return with_rows<kM - 1>(rows, call);
+  }
+  return call(std::integral_constant<int, kM>{});
+}
+
+// All chunks of a block of tiles. The left panels of a chunk stay in the second-level cache, a right
+// panel in the first-level one.
+template <class Element>
+void walk(Work& work, int index, char* memory) {
+  const LinearWgrad& call = work.call;
+  const Side &left = call.left, &right = call.right;
+  const Block block = block_of(work.grid, index);
+  const Memory at = memory_of(work, memory);
+  const Sums left_sums = sums_of(work, index, true, at.left_sums);
+  const Sums right_sums = sums_of(work, index, false, at.right_sums);
+  double *squares = work.found(index, kWeight), *weighed = work.found(index, kWeighed);
+  const int64_t top = int64_t{kRows} * block.top;
+  const int64_t bottom = std::min(left.N, int64_t{kRows} * block.bottom);
+  const int64_t begin = int64_t{kColumns} * block.left;
+  const int64_t end = std::min(right.N, int64_t{kColumns} * block.right);
+
+  for (const Chunk& chunk : work.chunks) {
+    const auto* left_data = static_cast<const Element*>(left.data) + chunk.left_at;
+    const auto* right_data = static_cast<const Element*>(right.data) + chunk.right_at;
+    for (int64_t o = top; o < bottom; o += kRows) {
+      with_rows(count(bottom, o, kRows), [&](auto rows) {
+        float* to = at.left_panels + (o - top) * chunk.tokens;
+        pack<rows>(left_data + o * left.stride_n, left, chunk.tokens, rows, to);
+        if (left_sums.total) add_tokens<rows>(to, chunk, left_sums, o - top);
+      });
+    }
+    left_sums.end_chunk(chunk);
+    for (int64_t i = begin; i < end; i += kColumns) {
+      const int columns = count(end, i, kColumns);
+      pack<kColumns>(right_data + i * right.stride_n, right, chunk.tokens, columns, at.right_panel);
+      if (right_sums.total) add_tokens<kColumns>(at.right_panel, chunk, right_sums, i - begin);
+      for (int64_t o = top; o < bottom; o += kRows) {
+        const int rows = count(bottom, o, kRows);
+        const int64_t beside = (i - begin) * work.grid.tallest * kRows + (o - top) * kColumns;
+        Tile tile{at.left_panels + (o - top) * chunk.tokens, at.right_panel, call.dw + o * right.N + i,
+                  right.N, columns, at.parts + beside, nullptr};
+        if (call.weight.v) {
+          tile.root = at.roots + beside;
+          if (chunk.first && !chunk.resume) fill_root(call.weight, o * right.N + i, rows, tile);
+        }
+        const Squares found = with_rows(rows, [&](auto m) {
+          return columns == kColumns ? add_tile<m>(tile, chunk) : add_edge<m>(tile, chunk);
+        });
+        squares[chunk.sample] += found.sample;
+        squares[call.B] += found.total;
+        weighed[chunk.sample] += found.sample_weighed;
+        weighed[call.B] += found.total_weighed;
+      }
+    }
+    right_sums.end_chunk(chunk);
+  }
+  left_sums.end(call.B);
+  right_sums.end(call.B);
+}
+
+inline void run(Work& work, int index, char* memory) {
+  work.call.bfloat16 ? walk<Bfloat16>(work, index, memory) : walk<float>(work, index, memory);
+}

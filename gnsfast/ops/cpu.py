@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU kernel ``gnsfast._cpu``, which keeps a tile of a sample's gradient in registers until it
+is squared: which tensors it takes, and its calls. The reference computes all others.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gnsfast import reference
+from gnsfast.signatures import InProjectionWgrad, LinearWgrad, Metric, empty_rows, metric_of
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@functools.cache
+def missing() -> str:
+    """Why the kernel cannot run here; empty if it can."""
+    if importlib.util.find_spec("gnsfast._cpu") is None:
+        return "gnsfast was installed without it: GNSFAST_CPU=1 pip install . says why"
+    try:
+        module = _module()
+    except ImportError as error:
+        return f"gnsfast._cpu cannot be loaded: {error}"
+    if not module.kernels():
+        return "this processor has neither AVX-512 nor AVX2 with FMA"
+    return "" if module.has_threads() else "torch does not run on a GNU OpenMP or one like it"
+
+
+@functools.cache
+def instructions() -> str:
+    """The instruction set that the kernel uses here: ``avx512`` or ``avx2``."""
+    fastest: str = _module().kernels()[0]
+    return fastest
+
+
+def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``LinearWgrad``."""
+    x, dy = a.x_BTI, a.dy_BTO
+    metric = a.constants_P2 is not None
+    if not (a.weight and takes(x, dy, a.samples, a.starts is not None, metric)):
+        return reference.linear_wgrad(a)
+    left, right = (x, dy) if a.transposed else (dy, x)
+    lead = (a.experts,) if a.experts else ()
+    dw = _empty(x, *lead, left.shape[-1], right.shape[-1])
+    db = _empty(x, *lead, dy.shape[-1]) if a.bias else _empty(x, 0)
+    rows = empty_rows(x, (1 + metric) * (1 + a.bias), a.samples)
+    if a.starts is None:
+        metrics = [metric_of(a.moments, a.constants_P2, row) for row in range(1 + a.bias)]
+        _wgrad(left, right, dw, db if a.bias else None, rows, a.transposed, metrics)
+    else:
+        _segments_wgrad(left, right, dw, db if a.bias else None, rows, a)
+    return _as(dw, a.dtype), _as(db, a.dtype), rows, reference.linked_rows(a)
+
+
+def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``InProjectionWgrad``."""
+    B = len(a.x_BTI[0])
+    if not (a.weight and all(takes(x, dy, B) for x, dy in zip(a.x_BTI, a.dy_BTO))):
+        return reference.in_projection_wgrad(a)
+    x, parts, O = a.x_BTI[0], len(a.dy_BTO), sum(dy.shape[2] for dy in a.dy_BTO)
+    dw, db = _empty(x, O, x.shape[2]), _empty(x, O if a.bias else 0)
+    rows = empty_rows(x, parts * (1 + a.bias), B)
+    end = 0
+    for part, (x, dy) in enumerate(zip(a.x_BTI, a.dy_BTO)):
+        own = slice(end, end := end + dy.shape[2])
+        _wgrad(dy, x, dw[own], db[own] if a.bias else None, rows[part::parts])
+    return _as(dw, a.dtype), _as(db, a.dtype), rows
+
+
+def takes(
+    x: Tensor, dy: Tensor, samples: int, segments: bool = False, metric: bool = False
+) -> bool:
+    """Whether the kernel computes this weight gradient.
+
+    It takes float32 and bfloat16 tensors of any strides, none of them empty. Norms of one-token
+    samples under a metric are a product with it, and those of short segments are Gram matrices: the
+    reference makes both.
+    """
+    if x.dtype != dy.dtype or x.dtype not in DTYPES or x.is_neg() or dy.is_neg():
+        return False
+    if x.numel() * dy.numel() == 0 or samples == 0:
+        return False
+    if segments:
+        return not metric and x.shape[0] >= SHORT[instructions()] * samples
+    return not (metric and x.shape[1] == 1)
+
+
+SHORT = {"avx512": 8, "avx2": 16}
+"""The fewest rows of a segment, on average, for which the kernel is the faster one."""
+
+
+def takes_gram(B: int, T: int, M: int, N: int) -> bool:
+    """Whether Gram matrices give the norms of short samples, and the kernel multiplies all tokens
+    at once. Counted in multiply-adds, with crossovers measured on a CPU: the matrices cost
+    ``CALLS`` and T² (M + N) for a sample. Without them each sample's tile is squared and added,
+    which costs as much as ``TILE``'s number for each element, in whole vectors.
+    """
+    cost, columns = TILE[instructions()]
+    elements = M * -(-N // columns) * columns
+    return T > 1 and B > 1 and CALLS + B * T * T * (M + N) < cost * B * elements
+
+
+TILE = {"avx512": (2, 32), "avx2": (3, 16)}
+CALLS = 1 << 19
+
+
+def _segments_wgrad(
+    left_RM: Tensor, right_RN: Tensor, dw: Tensor, db: Tensor | None, rows: Tensor, a: LinearWgrad
+) -> None:
+    """Fill dW, db and their rows where samples are segments of a list of R rows. The rows of
+    several experts add up.
+    """
+    assert a.starts is not None
+    E, B = max(a.experts, 1), a.samples
+    starts = a.starts.to(torch.int64).contiguous()
+    rows_EPB = rows.new_empty((E, *rows.shape))
+    for e in range(E):
+        _wgrad(
+            left_RM[None],
+            right_RN[None],
+            dw[e] if a.experts else dw,
+            db[e] if a.experts and db is not None else db,
+            rows_EPB[e],
+            a.transposed,
+            starts=starts[e * B : (e + 1) * B + 1],
+        )
+    rows.copy_(rows_EPB.sum(0, dtype=torch.float64))
+    rows[:, -1] = 1.0
+
+
+def _wgrad(
+    left_BTM: Tensor,
+    right_BTN: Tensor,
+    dw_MN: Tensor,
+    db: Tensor | None,
+    rows: Tensor,
+    bias_of_right: bool = False,
+    metrics: Sequence[Metric | None] = (),
+    starts: Tensor | None = None,
+) -> None:
+    """Fill dW = Σ_b left_bᵀ right_b, db, the sum of one side's rows, and the probe rows of both.
+    With ``starts`` B is 1, and the samples are segments of T rows.
+    """
+    (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
+    sqnorm_B = None
+    if starts is None and not any(metrics) and takes_gram(B, T, M, N):
+        left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
+        sqnorm_B = reference.gram_sqnorms(left_BTM.float(), right_BTN.float())
+    kept = [_laid_out(metric) for metric in metrics if metric is not None]
+    _module().linear_wgrad(
+        instructions(),
+        left_BTM.data_ptr(),
+        left_BTM.stride(),
+        right_BTN.data_ptr(),
+        right_BTN.stride(),
+        left_BTM.dtype == torch.bfloat16,
+        (B if starts is None else len(starts) - 1, T, M, N),
+        0 if starts is None else starts.data_ptr(),
+        0 if sqnorm_B is None else sqnorm_B.data_ptr(),
+        dw_MN.data_ptr(),
+        0 if db is None else db.data_ptr(),
+        bias_of_right,
+        [(v.data_ptr(), s, eps) for v, s, eps in kept],
+        rows.data_ptr(),
+        rows.stride(0),
+        torch.get_num_threads(),
+    )
+
+
+def _laid_out(metric: Metric) -> tuple[Tensor, float, float]:
+    """v as the kernel reads it, s and eps."""
+    v, constants = metric
+    s, eps = constants.tolist()
+    return v.to(torch.float32).contiguous(), s, eps
+
+
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype == dtype else t.to(dtype)
+
+
+@functools.cache
+def _module() -> Any:
+    return importlib.import_module("gnsfast._cpu")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU kernel under sanitizers and on threads, and bugs planted into it: ``csrc/cpu/check.cpp``
+compares random problems with loops in float64.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from proofs import proof
+
+CSRC = Path(__file__).parents[2] / "csrc" / "cpu"
+FLAGS = "-std=c++17 -ffp-contract=fast -fno-math-errno -pthread -Wall -Wextra -Werror".split()
+FLAGS += ["-Wno-psabi", "-Wno-unknown-pragmas"]
+
+pytestmark = [
+    pytest.mark.source,
+    proof,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+]
+
+
+def checked(folder: Path, *flags: str, seed: int = 1) -> "subprocess.CompletedProcess[str]":
+    program = folder / "check"
+    run = ["g++", *FLAGS, *flags, "-o", str(program)]
+    run += [str(folder / name) for name in ("check.cpp", "linear_wgrad.cpp")]
+    built = subprocess.run(run, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    poisoned = os.environ | {"MALLOC_PERTURB_": "90"}  # fresh memory holds no zeros
+    return subprocess.run([program, str(seed)], capture_output=True, text=True, env=poisoned)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("-O2",),
+        ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+        ("-O1", "-g", "-fsanitize=thread"),
+    ],
+    ids=["optimised", "address and undefined", "threads"],
+)
+def test_kernel(flags: tuple[str, ...], tmp_path: Path) -> None:
+    shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
+    done = checked(tmp_path, *flags)
+    assert done.returncode == 0 and done.stdout == "ok\n", done.stdout + done.stderr
+
+
+BUGS = {
+    "a sample's registers are not cleared": (
+        "s[m][v] = chunk.resume ? load(",
+        "s[m][v] = !chunk.first ? load(",
+    ),
+    "a long sample's chunk is not carried over": (
+        "s[m][v] = chunk.resume ? load(",
+        "s[m][v] = false ? load(",
+    ),
+    "the first sample is added to what was there": (
+        "chunk.first ? s[m][v] : s[m][v] + load(to)",
+        "s[m][v] + load(to)",
+    ),
+    "each sample replaces the one before": (
+        "chunk.first ? s[m][v] : s[m][v] + load(to)",
+        "s[m][v]",
+    ),
+    "the sum is squared before it is whole": (
+        "if (chunk.final) total[v] += sum * sum;",
+        "if (chunk.first) total[v] += sum * sum;",
+    ),
+    "a packed tail is not filled with zeros": (
+        "k < columns ? value(from[k * side.stride_n]) : 0.f",
+        "value(from[k * side.stride_n])",
+    ),
+    "an edge is written as a whole tile": (
+        "return columns == kColumns ? add_tile<m>",
+        "return columns ? add_tile<m>",
+    ),
+    "columns are taken to be side by side": (
+        "side.stride_n == 1 && columns == kWidth",
+        "columns == kWidth",
+    ),
+    "bfloat16 is shifted by 15": ("<< 16;\n  float value", "<< 15;\n  float value"),
+    "a long sample's bias is not carried over": (
+        "if (chunk.resume) std::memcpy(sum,",
+        "if (false) std::memcpy(sum,",
+    ),
+    "squares of a chunk stay for the next": (
+        "std::exchange(square, 0.0)",
+        "square",
+    ),
+    "the bias is added in every column of blocks": (
+        "(left ? block.left : block.top) > 0 ||",
+        "false ||",
+    ),
+    "tokens beyond 32 are lost": (
+        "done < tokens; done += kFewTokens",
+        "done < 1; done += kFewTokens",
+    ),
+    "a token of the next panel is added": (
+        "return first<Few, FewLanes>(v, kWidth - group * kFew);",
+        "return first<Few, FewLanes>(v, 1 + kWidth - group * kFew);",
+    ),
+    "the metric's root of the first tile for all": (
+        "tile.root = at.roots + beside;",
+        "tile.root = at.roots;",
+    ),
+    "samples of one token are adjacent": (
+        "call.left.stride_t = call.left.stride_b;",
+        "",
+    ),
+    "segments begin at the first row": (
+        "call.starts ? call.starts[b] * left.stride_t",
+        "call.starts ? b * left.stride_t",
+    ),
+    "the last panel belongs to no block": (
+        "cut(grid.rows, i + 1, grid.in_rows)",
+        "cut(grid.rows - 1, i + 1, grid.in_rows)",
+    ),
+    "two threads share their memory": (
+        "shared.next_thread++ * shared.bytes",
+        "0 * shared.next_thread++ * shared.bytes",
+    ),
+    "norms that are given are not taken": (
+        "if (b < call.B && call.sqnorms)",
+        "if (b < 0 && call.sqnorms)",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug(bug: str, tmp_path: Path) -> None:
+    shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
+    right, wrong = BUGS[bug]
+    holding = [path for path in tmp_path.glob("*.*") if right in path.read_text()]
+    assert len(holding) == 1, f"{right} is in {holding}"
+    text = holding[0].read_text()
+    assert text.count(right) == 1
+    holding[0].write_text(text.replace(right, wrong))
+    done = checked(tmp_path, "-O1")
+    assert done.returncode != 0, f"not noticed: {bug}"

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU kernel against loops over single samples in float64, and what it leaves to PyTorch."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import gnsfast
+from gnsfast import reference
+from gnsfast.ops import backends, cpu
+from gnsfast.signatures import InProjectionWgrad, LinearWgrad
+
+pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing() or "the kernel is there")
+
+SETS = [] if cpu.missing() else cpu._module().kernels()
+EDGES = [(1, 1), (14, 32), (15, 33), (100, 70), (6, 600), (530, 40), (31, 1100)]
+"""[O, I] around whole tiles, and beyond a block of them."""
+
+LAYOUTS: dict[str, Callable[[int, int, int], Tensor]] = {
+    "contiguous": lambda B, T, N: torch.randn(B, T, N),
+    "expanded": lambda B, T, N: torch.randn(1, T, N).expand(B, T, N),
+    "tokens first": lambda B, T, N: torch.randn(T, B, N).transpose(0, 1),
+    "features first": lambda B, T, N: torch.randn(B, N, T).mT,
+    "part of a tensor": lambda B, T, N: torch.randn(B + 1, T + 3, N + 5)[1:, 2:-1, 1:-4],
+}
+
+
+@pytest.fixture(params=SETS)
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(cpu, "instructions", lambda: request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def linear(x: Tensor, dy: Tensor, bias: bool = True, transposed: bool = False) -> LinearWgrad:
+    return LinearWgrad(x, dy, True, bias, transposed, torch.float32)
+
+
+def single_samples(a: LinearWgrad) -> tuple[Tensor, Tensor]:
+    """dW and db of each sample, in float64."""
+    pairs = list(zip(a.x_BTI.double(), a.dy_BTO.double()))
+    grads = [x_TI.T @ dy_TO if a.transposed else dy_TO.T @ x_TI for x_TI, dy_TO in pairs]
+    return torch.stack(grads), torch.stack([dy_TO.sum(0) for _, dy_TO in pairs])
+
+
+def assert_row(row: Tensor, total: Tensor, g_BN: Tensor) -> None:
+    """A gradient and its probe row, norm by norm. Where it is one number, that may cancel."""
+    B = len(g_BN)
+    sqnorm_B = g_BN.flatten(1).square().sum(1)
+    atol = 1e-5 * sqnorm_B.mean().item() if g_BN[0].numel() == 1 else 0
+    torch.testing.assert_close(row[:B].double(), sqnorm_B, rtol=1e-6, atol=atol)
+    typical = g_BN.square().mean().sqrt().item()
+    torch.testing.assert_close(total.double(), g_BN.sum(0), rtol=1e-5, atol=1e-5 * typical)
+    torch.testing.assert_close(row[B].double(), total.double().square().sum(), rtol=1e-6, atol=0)
+    assert row[B + 1] == 1 and len(row) == B + 2
+
+
+def assert_right(a: LinearWgrad) -> None:
+    assert cpu.takes(a.x_BTI, a.dy_BTO, a.samples)
+    dw, db, rows, _ = cpu.linear_wgrad(a)
+    for total, row, g_BN in zip((dw, db), rows, single_samples(a)):
+        assert_row(row, total, g_BN)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 40, 1025, 2100])
+@pytest.mark.parametrize(("O", "I"), EDGES)
+def test_agrees_with_single_samples(T: int, O: int, I: int, instructions: str) -> None:
+    B = 2 if T > 1000 else 5
+    assert_right(linear(torch.randn(B, T, I), torch.randn(B, T, O)))
+    assert_right(linear(torch.randn(1, T, I), torch.randn(1, T, O), bias=False))
+
+
+@pytest.mark.parametrize("gram", [True, False], ids=["Gram", "tiles"])
+@pytest.mark.parametrize("T", [2, 16])
+def test_short_samples(
+    T: int, gram: bool, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "takes_gram", lambda *_: gram)
+    assert_right(linear(torch.randn(70, T, 33), torch.randn(70, T, 20)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("T", [1, 3, 70])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout: str, T: int, transposed: bool, instructions: str) -> None:
+    for x, dy in (
+        (LAYOUTS[layout](3, T, 40), torch.randn(3, T, 20)),
+        (torch.randn(3, T, 40), LAYOUTS[layout](3, T, 20)),
+    ):
+        assert_right(linear(x, dy, transposed=transposed))
+
+
+def test_bfloat16(instructions: str) -> None:
+    x, dy = torch.randn(3, 50, 40).bfloat16(), torch.randn(3, 50, 20).bfloat16()
+    assert_right(linear(x, dy))
+    dw, db, _, _ = cpu.linear_wgrad(linear(x, dy)._replace(dtype=torch.bfloat16))
+    want_dw, want_db, _, _ = cpu.linear_wgrad(linear(x, dy))
+    assert torch.equal(dw, want_dw.bfloat16()) and torch.equal(db, want_db.bfloat16())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("v_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [3, 1100])
+def test_metric(T: int, v_dtype: torch.dtype, transposed: bool, instructions: str) -> None:
+    """Σ P g² with P = 1 / (√v s + eps), of a whole tile and of edges."""
+    a = linear(torch.randn(3, T, 70), torch.randn(3, T, 45), transposed=transposed)
+    v = torch.rand((70, 45) if transposed else (45, 70)), torch.rand(45)
+    moments = [each.to(v_dtype) for each in v]
+    constants_P2 = torch.tensor([[2.0, 0.1], [3.0, 0.2]])
+    a = a._replace(moments=moments, constants_P2=constants_P2)
+    assert cpu.takes(a.x_BTI, a.dy_BTO, 3, metric=True)
+    dw, db, rows, _ = cpu.linear_wgrad(a)
+    for k, (total, g_BN) in enumerate(zip((dw, db), single_samples(a))):
+        assert_row(rows[k], total, g_BN)
+        s, eps = constants_P2[k].tolist()
+        p = 1 / (moments[k].double().sqrt() * s + eps)
+        want = [(p * g.square()).sum() for g in (*g_BN, total.double())]
+        torch.testing.assert_close(rows[2 + k, :4].double(), torch.stack(want), rtol=1e-6, atol=0)
+        assert rows[2 + k, 4] == 1
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("experts", [0, 3])
+def test_segments(experts: int, index: torch.dtype, instructions: str) -> None:
+    """Of no rows, of one, of more than a chunk; rows before the first and after the last."""
+    starts = [4, 4, 5, 30, 1500] + [1500, 1510, 1540, 1540] * (experts > 0)
+    starts = torch.tensor([*starts, *[1600] * (4 * experts + 1 - len(starts))]).to(index)
+    a = linear(torch.randn(1700, 40), torch.randn(1700, 20))
+    a = a._replace(starts=starts, experts=experts)
+    assert cpu.takes(a.x_BTI, a.dy_BTO, a.samples, segments=True)
+    dw, db, rows, _ = cpu.linear_wgrad(a)
+    E, B = max(experts, 1), a.samples
+    bounds = starts.tolist()
+    spans = [slice(*span) for span in zip(bounds, bounds[1:])]
+    x, dy = a.x_BTI.double(), a.dy_BTO.double()
+    grads = torch.stack([dy[span].T @ x[span] for span in spans]).unflatten(0, (E, B))
+    sums = torch.stack([dy[span].sum(0) for span in spans]).unflatten(0, (E, B))
+    for total, row, g_EBN in zip((dw, db), rows, (grads, sums)):
+        assert_row(row, total.view(E, *total.shape[-g_EBN.ndim + 2 :]), g_EBN.transpose(0, 1))
+
+
+def test_in_projection(instructions: str) -> None:
+    xs = [torch.randn(3, 50, 40) for _ in range(3)]
+    dys = [torch.randn(3, 50, O) for O in (20, 8, 8)]
+    dw, db, rows = cpu.in_projection_wgrad(InProjectionWgrad(xs, dys, True, True, torch.float32))
+    for k, (x, dy) in enumerate(zip(xs, dys)):
+        own = slice(sum(dy.shape[2] for dy in dys[:k]), sum(dy.shape[2] for dy in dys[: k + 1]))
+        for total, row, g_BN in zip((dw, db), rows[k::3], single_samples(linear(x, dy))):
+            assert_row(row, total[own], g_BN)
+
+
+def test_infinities_stay_in_their_sample(instructions: str) -> None:
+    """33 columns leave 31 of a tile's empty, and infinity times zero is no number."""
+    x, dy = torch.randn(3, 5, 33), torch.randn(3, 5, 20)
+    dy[1, 2, 3] = float("inf")
+    rows = cpu.linear_wgrad(linear(x, dy))[2]
+    assert torch.equal(rows[0].isinf(), torch.tensor([False, True, False, True, False]))
+    assert torch.equal(rows[0].isinf(), rows[1].isinf())
+
+
+def test_same_bits(instructions: str, threads: Callable[[int], None]) -> None:
+    """Two runs, and another number of threads: dW and db have the same bits, and norms differ in
+    the last one at most.
+    """
+    a = linear(torch.randn(3, 700, 300), torch.randn(3, 700, 500))
+    found = []
+    for n in (1, 1, 2, 3):
+        threads(n)
+        found.append(cpu.linear_wgrad(a)[:3])
+    for dw, db, rows in found[1:]:
+        assert torch.equal(dw, found[0][0]) and torch.equal(db, found[0][1])
+        torch.testing.assert_close(rows, found[0][2], rtol=1.2e-7, atol=0)
+    assert torch.equal(found[1][2], found[0][2])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x_BTI": torch.randn(3, 5, 4).double(), "dy_BTO": torch.randn(3, 5, 2).double()},
+        {"x_BTI": torch.randn(3, 5, 4).half(), "dy_BTO": torch.randn(3, 5, 2).half()},
+        {"dy_BTO": torch.randn(3, 5, 2).bfloat16()},
+        {"x_BTI": torch.randn(3, 5, 4, dtype=torch.complex64).conj().imag},
+        {"x_BTI": torch.randn(3, 0, 4), "dy_BTO": torch.randn(3, 0, 2)},
+        {"x_BTI": torch.randn(0, 5, 4), "dy_BTO": torch.randn(0, 5, 2)},
+    ],
+    ids=["float64", "float16", "two dtypes", "lazy minus", "no tokens", "no samples"],
+)
+def test_what_the_reference_computes(change: dict[str, Tensor]) -> None:
+    a = linear(torch.randn(3, 5, 4), torch.randn(3, 5, 2))._replace(**change)
+    assert not cpu.takes(a.x_BTI, a.dy_BTO, a.samples)
+    if a.x_BTI.dtype == a.dy_BTO.dtype:
+        for ours, torchs in zip(cpu.linear_wgrad(a), reference.linear_wgrad(a)):
+            assert torch.equal(ours, torchs)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (0, "avx1024", "no kernel avx1024"),
+        (1, 0, "null pointer"),
+        (6, (3, 0, 20, 40), "every size must be"),
+        (12, [(0, 1.0, 1.0)] * 3, "a metric for each gradient"),
+    ],
+)
+def test_wrong_calls(place: int, value: object, words: str) -> None:
+    x, dy = torch.randn(3, 5, 40), torch.randn(3, 5, 20)
+    dw, rows = torch.empty(20, 40), torch.empty(1, 5)
+    call = [SETS[0], dy.data_ptr(), dy.stride(), x.data_ptr(), x.stride(), False, (3, 5, 20, 40)]
+    call += [0, 0, dw.data_ptr(), 0, False, [], rows.data_ptr(), 5, 1]
+    cpu._module().linear_wgrad(*call)
+    call[place] = value
+    with pytest.raises(ValueError, match=words):
+        cpu._module().linear_wgrad(*call)
+
+
+def test_starts_that_decrease_or_leave_the_rows() -> None:
+    for starts in ([0, 40, 20, 50], [0, 20, 40, 60], [-1, 20, 40, 50]):
+        a = linear(torch.randn(50, 4), torch.randn(50, 2))._replace(starts=torch.tensor(starts))
+        with pytest.raises(ValueError, match="starts must be numbers of rows that do not decrease"):
+            cpu.linear_wgrad(a)
+
+
+def test_it_runs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    seen = []
+    kernel = cpu.linear_wgrad
+    monkeypatch.setattr(cpu, "linear_wgrad", lambda a: seen.append(a) or kernel(a))
+    layer = gnsfast.Linear(40, 20)
+    for backend, calls in (("", 1), ("reference", 1), ("cpu", 2)):
+        monkeypatch.setenv(backends.VARIABLE, backend)
+        with gnsfast.per_sample_sqnorms(layer, 3):
+            layer(torch.randn(3, 5, 40)).sum().backward()
+        assert len(seen) == calls
+
+
+def test_where_it_is_missing() -> None:
+    """The reference runs; who asks for the kernel by name is told what to do."""
+    code = """
+import importlib.util, sys, torch
+found = importlib.util.find_spec
+hidden = lambda name, *rest: None if name == "gnsfast._cpu" else found(name, *rest)
+importlib.util.find_spec = hidden
+import gnsfast
+print(gnsfast.ops.backends.backend("cpu"))
+layer = gnsfast.Linear(5, 3)
+with gnsfast.per_sample_sqnorms(layer, 2):
+    layer(torch.randn(2, 5)).sum().backward()
+"""
+    environment = {k: v for k, v in os.environ.items() if k != backends.VARIABLE}
+    run = lambda **more: subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment | more
+    )
+    done = run(GNSFAST_BACKEND="cpu")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: gnsfast::linear_wgrad has no kernel for this cpu tensor")
+    assert "GNSFAST_CPU=1 pip install" in last and "GNSFAST_BACKEND=reference" in last
+    done = run()
+    assert done.returncode == 0 and done.stdout == "reference\n", done.stderr
+
+
+def test_threads_are_those_of_torch() -> None:
+    """No thread is added to those that torch has after a product of its own."""
+    code = """
+import torch, gnsfast
+count = lambda: int(open("/proc/self/status").read().partition("Threads:")[2].split()[0])
+torch.set_num_threads(2)
+x = torch.randn(8, 256, 512)
+x @ x.mT @ x
+layer = gnsfast.Linear(512, 512)
+layer(x).sum().backward()
+before = count()
+with gnsfast.per_sample_sqnorms(layer, 8):
+    layer(x).sum().backward()
+print(count() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "0\n", done.stdout + done.stderr
