@@ -195,20 +195,18 @@ GNSFAST_DEVICE void add_tokens(const Finish& f, int columns, int piece, float* s
   store_for_others(p.work.bias_sums + to * kBiasColumns + thread, total);
 }
 
-// One column of db for each thread, when all pieces are there, and the norms of samples in chunks.
-// One block has to wait for all these loads, so it asks for 16 at a time.
+// One column of db for each thread, when all pieces are there. Norms of these columns: of samples in
+// chunks, of which there are kPieces / 2 at most, and of the sum. One block has to wait for all these
+// loads, so it asks for 16 at a time.
 template <class Output>
-GNSFAST_DEVICE void finish_bias(Output* db, const Problem& p, int columns) {
+GNSFAST_DEVICE void finish_bias(Output* db, const Problem& p, int columns, float* shared) {
   constexpr int kLoads = 16;
-  const uint32_t thread = thread_index();
-  const int pieces = p.tasks.pieces;
+  const int thread = thread_index(), pieces = p.tasks.pieces;
   const float* from =
       p.work.bias_sums + static_cast<int64_t>(columns) * pieces * kBiasColumns + thread;
-  float* norms =
-      p.work.bias_norms + static_cast<int64_t>(columns * kFinishWarps + thread / 32) * (p.B + 1);
-  auto store_norm = [&](int b, double sum) {
+  auto leave_norm = [&](int b, double sum) {
     const float of_column = static_cast<float>(sum), sqnorm = warp_sum(of_column * of_column);
-    if (thread % 32 == 0) store_for_others(norms + b, sqnorm);
+    if (thread % 32 == 0) shared[thread / 32 * kPieces + b] = sqnorm;
   };
   double total = 0, sum = 0;
   int b = 0, chunk = 0;
@@ -226,13 +224,20 @@ GNSFAST_DEVICE void finish_bias(Output* db, const Problem& p, int columns) {
       if (p.tasks.chunks == 1) continue;
       sum += v[k];
       if (first + k < pieces && ++chunk == p.tasks.chunks) {
-        store_norm(b++, sum);
+        leave_norm(b++, sum);
         sum = 0;
         chunk = 0;
       }
     }
   }
-  store_norm(p.B, total);
+  leave_norm(b, total);
+  block_sync();
+  if (thread <= b) {
+    float norm = 0.f;
+    for (int warp = 0; warp < kFinishWarps; ++warp) norm += shared[warp * kPieces + thread];
+    const int64_t row = static_cast<int64_t>(columns) * (p.B + 1);
+    store_for_others(p.work.bias_norms + row + p.B - b + thread, norm);
+  }
   const int column = columns * kBiasColumns + thread;
   if (column < p.O) store_one(db + column, static_cast<float>(total), p.add);
 }
@@ -252,7 +257,7 @@ GNSFAST_DEVICE double stepped_sum(const Number* from, int count, int step, doubl
 GNSFAST_DEVICE void write_rest(const Finish& f, double* shared) {
   const Problem& p = f.p;
   const Tasks& tasks = p.tasks;
-  const int rows = tasks.columns * kFinishWarps;
+  const int rows = tasks.columns;
   float* row = f.rows + f.row_stride;
   const double of_parts = stepped_sum(p.work.part_norms, tasks.parts, 1, shared);
   const double of_tiles = stepped_sum(p.work.norm_sums + p.B, tasks.heights, p.B + 1, shared);
@@ -297,7 +302,7 @@ finish_kernel(Output* dw, Output* db, const GNSFAST_GRID_CONSTANT Finish f) {
       write_row(f.rows + f.row_stride, p.work.bias_norms, rows, p, begin, end, shared);
     }
     if (!arrives_last(tickets + columns, tasks.pieces, flag)) return;
-    finish_bias(db, p, columns);
+    finish_bias(db, p, columns, reinterpret_cast<float*>(memory));
   }
   // One block comes here for each share of a cut tile, 32 samples, and group of columns of dy.
   const int blocks = tasks.parts + tasks.widths + tasks.columns;

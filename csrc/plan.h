@@ -124,7 +124,7 @@ struct Workspace {
   float* norms;           // [tiles · cluster · warps, B + 1]
   float* scratch;         // [slots, tile]
   float* bias_sums;       // [columns, pieces, kBiasColumns]
-  float* bias_norms;      // [columns · warps, B + 1]
+  float* bias_norms;      // [columns · warps, B + 1]; [columns, B + 1] in chunks, and of the sum
   int* tickets;           // the kernel's, then of widths, columns, pieces; the product clears them
   int64_t bytes;
 };

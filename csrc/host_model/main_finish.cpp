@@ -93,15 +93,15 @@ int main(int count, char** arguments) {
   ok = ok && run<bf16, float>("nothing cut, no bias", one, {3, 40, 136, 264}, 2, false, false, seed);
   ok = ok && run<bf16, float>("many rows of norms", pair, {4, 9, 1992, 520}, 1, false, false, seed);
   ok = ok && run<bf16, float>("many samples", one, {70, 3, 136, 72}, 1, true, false, seed);
-  ok = ok && run<bf16, float>("rounds of samples", one, {257, 65, 8, 264}, 1, true, true, seed);
   ok = ok && run<bf16, float>("many columns", one, {2, 2, 8, 8456}, 1, true, false, seed);
   ok = ok && run<bf16, float>("two warps a sample", one, {9, 40, 8, 520}, 1, true, false, seed);
   ok = ok && run<bf16, float>("columns and chunks", one, {3, 601, 8, 520}, 1, true, false, seed);
-  ok = ok && run<bf16, float>("longer chunks", one, {50, 701, 8, 72}, 1, true, false, seed);
   ok = ok && run<bf16, float>("one sample", pair, {1, 300, 72, 264}, 4, true, true, seed);
   ok = ok && run<bf16, float>("helpers of one tile", pair, {4, 2, 200, 512}, 16, false, false, seed);
   ok = ok && run<bf16, float>("helper of three tiles", pair, {5, 2, 400, 136}, 4, true, true, seed);
   ok = ok && run<bf16, bf16>("whole and cut", one, {3, 260, 200, 392}, 5, true, false, seed);
   ok = ok && run<__half, __half>("float16", pair, {7, 70, 600, 40}, 3, true, false, seed);
+  ok = ok && run<bf16, float>("rounds of samples", one, {257, 65, 8, 264}, 1, true, true, seed);
+  ok = ok && run<bf16, float>("longer chunks", one, {50, 520, 8, 264}, 1, true, false, seed);
   return ok ? 0 : 1;
 }
