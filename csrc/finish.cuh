@@ -13,8 +13,8 @@
 //             the last of these samples, where they are whole, writes their numbers       │
 //             the last of these columns writes db                          -> bias_norms ─┘
 //
-// The last block to arrive writes the numbers of the sums. Each adds in the same order whichever block
-// it is, so two runs give the same bits.
+// The last block to arrive writes the numbers of the sums. Each adds in the same order whichever
+// block it is, so two runs give the same bits.
 #pragma once
 #ifdef GNSFAST_HOST_MODEL
 #include "host_model/primitives.h"
@@ -140,9 +140,9 @@ GNSFAST_DEVICE void write_row(float* to, const Number* from, int rows, const Pro
   }
 }
 
-// Adds dy over the tokens of some samples, or of a chunk of one. A sample is read by as many warps as
-// its length can use, 8 columns for a lane; then a thread has one column of all of them, and adds what
-// the warps of a sample found. A whole sample's norm follows at once.
+// Adds dy over the tokens of some samples, or of a chunk of one. As many warps read a sample as its
+// length can use, 8 columns a lane; then a thread has one column of all samples, and adds what
+// their warps found. A whole sample's norm follows at once.
 template <class Element>
 GNSFAST_DEVICE void add_tokens(const Finish& f, int columns, int piece, float* shared) {
   const Problem& p = f.p;
@@ -195,9 +195,9 @@ GNSFAST_DEVICE void add_tokens(const Finish& f, int columns, int piece, float* s
   store_for_others(p.work.bias_sums + to * kBiasColumns + thread, total);
 }
 
-// One column of db for each thread, when all pieces are there. Norms of these columns: of samples in
-// chunks, of which there are kPieces / 2 at most, and of the sum. One block has to wait for all these
-// loads, so it asks for 16 at a time.
+// One column of db for each thread, when all pieces are there, and norms of these columns: of the
+// sum, and of samples in chunks, kPieces / 2 at most. One block has to wait for all these loads, so
+// it asks for 16 at a time.
 template <class Output>
 GNSFAST_DEVICE void finish_bias(Output* db, const Problem& p, int columns, float* shared) {
   constexpr int kLoads = 16;

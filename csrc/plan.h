@@ -26,9 +26,9 @@ inline int times(int64_t size, int64_t part) {
 // after tile, in runs of ``own``. The busiest block has no more to do than if all pairs of a tile
 // and a sample were dealt out evenly.
 //
-// Owners are at the same sample too, and helpers at the few that owners leave out. GPT-2's qkv
-// (B = 16, T = 1024, 66 clusters, 44 MB of L2) so reads 113 MB, of x and dy that have 101. Equal runs of
-// a line over all tiles are at as many samples as there are blocks, and read 457 (both simulated).
+// Owners are at the same sample too, and helpers at the few that owners leave out. So GPT-2's qkv
+// (B = 16, T = 1024, 66 clusters) reads 113 MB, where x and dy have 101; simulated, with 44 MB of
+// L2. Equal runs of one line over all tiles are at as many samples as there are blocks: 457 MB.
 struct Plan {
   Tile tile;
   int tiles_i, tiles;  // columns of tiles, and all; a tile is that of a whole cluster
@@ -90,7 +90,7 @@ struct Tasks {
   int tokens;    // of a chunk
   int warps;     // of a sample, a power of two: fewer where samples are short
   int together;  // samples that the warps of a block have at a time
-  int samples;   // of a block
+  int samples;   // of a block; one where there are chunks
   int pieces;    // blocks of a group of columns
   int tickets;
   int64_t norms, sums;  // blocks that add rows of norms, and tokens
@@ -109,7 +109,7 @@ inline Tasks tasks_of(const Plan& plan, int B, int T, int O, bool bias) {
   tasks.tokens = times(T, tasks.chunks);
   for (tasks.warps = 1; tasks.warps < kFinishWarps && tasks.warps * 32 < T;) tasks.warps *= 2;
   tasks.together = kFinishWarps / tasks.warps;
-  tasks.samples = tasks.together * times(B, tasks.together * kPieces);  // of chunks, one
+  tasks.samples = tasks.together * times(B, tasks.together * kPieces);
   tasks.pieces = times(B, tasks.samples) * tasks.chunks;
   tasks.tickets = 1 + tasks.widths + tasks.columns + tasks.pieces;
   tasks.norms = static_cast<int64_t>(tasks.heights) * tasks.widths;
@@ -124,7 +124,7 @@ struct Workspace {
   float* norms;           // [tiles · cluster · warps, B + 1]
   float* scratch;         // [slots, tile]
   float* bias_sums;       // [columns, pieces, kBiasColumns]
-  float* bias_norms;      // [columns · warps, B + 1]; [columns, B + 1] in chunks, and of the sum
+  float* bias_norms;      // [columns · warps, B + 1]; of chunks and of the sum [columns, B + 1]
   int* tickets;           // the kernel's, then of widths, columns, pieces; the product clears them
   int64_t bytes;
 };

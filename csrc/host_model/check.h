@@ -31,8 +31,8 @@ struct Samples {
 
 inline double larger(double a, double b) { return std::isnan(a) || a >= b ? a : b; }  // NaN stays
 
-// What a call writes and the memory that it takes, all NaN before. ``at_once`` clusters run, and cut
-// as if samples were long: wherever whole samples allow.
+// What a call writes and the memory that it takes, all NaN before. ``at_once`` clusters run; tiles
+// are cut as if samples were long, wherever whole samples allow.
 template <class Output>
 struct Results {
   gnsfast::Plan plan;

@@ -101,6 +101,7 @@ int main(int count, char** arguments) {
   ok = ok && run<bf16, float>("helper of three tiles", pair, {5, 2, 400, 136}, 4, true, true, seed);
   ok = ok && run<bf16, bf16>("whole and cut", one, {3, 260, 200, 392}, 5, true, false, seed);
   ok = ok && run<__half, __half>("float16", pair, {7, 70, 600, 40}, 3, true, false, seed);
+  ok = ok && run<bf16, float>("many parts", pair, {2, 2, 2112, 512}, 44, false, false, seed);
   ok = ok && run<bf16, float>("rounds of samples", one, {257, 65, 8, 264}, 1, true, true, seed);
   ok = ok && run<bf16, float>("longer chunks", one, {50, 520, 8, 264}, 1, true, false, seed);
   return ok ? 0 : 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random shapes on random devices: main_plan SEED fails at the first whose pieces are not each pair of
-// a tile and a sample once, or whose finishing kernel would not read what they leave.
+// Random shapes on random devices: main_plan SEED fails at the first whose pieces are not each pair
+// of a tile and a sample once, or whose finishing kernel would not read what they leave.
 #define GNSFAST_HOST_MODEL
 #include "../finish.cuh"
 
