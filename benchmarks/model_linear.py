@@ -87,18 +87,23 @@ class Balance(NamedTuple):
     unfinished: int
 
 
-def balance(tiles: int, B: int, programs: int) -> Balance:
-    """As the CUDA kernels do it (``csrc/plan.h``): whole waves of tiles; the pairs of the tiles
-    that are left are dealt out in runs as equal as whole samples allow. Counted as if x and dy came
-    from memory once: all programs must be at one sample at a time, or they read several times what
-    they share.
+def balance(tiles: int, B: int, programs: int, blocks: int) -> Balance:
+    """As the CUDA kernels do it (``csrc/plan.h``), for samples of ``blocks`` steps of 64 tokens:
+    whole waves of tiles; each tile that is left has an owner, and helpers take what owners leave,
+    where the parts cost less than is saved. Counted as if x and dy came from memory once.
     """
-    waves, rest = divmod(tiles, programs)
-    run = math.ceil(rest * B / programs)
-    if run in (0, B):
-        return Balance(programs if waves else rest, (waves + bool(rest)) * B, 0)
-    runs = math.ceil(rest * B / run)
-    return Balance(programs if waves else runs, waves * B + run, runs + rest - 1)
+    waves, left = divmod(tiles, programs)
+    own = math.ceil(left * B / programs)
+    rest = B - own
+    whole = Balance(programs if waves else left, (waves + bool(left)) * B, 0)
+    if not own or not rest:
+        return whole
+    helpers = math.ceil(left * rest / own)
+    parts = 2 * left + helpers - 1
+    stored, added = math.ceil((own - 1) / rest) + 1, math.ceil((rest - 1) / own) + 2
+    if rest * blocks <= math.ceil(7 * parts / programs) + stored + added:
+        return whole
+    return Balance(programs if waves else left + helpers, waves * B + own, parts)
 
 
 def end_clocks(gpu: GPU, kernel: Kernel, T: int, share: float, a: Assumed) -> float:
@@ -197,9 +202,10 @@ def work(gpu: GPU, kernel: Kernel, B: int, T: int, I: int, O: int) -> tuple[int,
     from gnsfast.triton_kernels import configs
 
     tiles = math.ceil(O / (kernel.o * kernel.cluster)) * math.ceil(I / kernel.i)
+    blocks = math.ceil(T / BLOCK_T)
     if kernel.in_turn:
-        return tiles, balance(tiles, B, gpu.processors // kernel.cluster)
-    return tiles, configs.balance(tiles, B, gpu.processors, math.ceil(T / BLOCK_T))
+        return tiles, balance(tiles, B, gpu.processors // kernel.cluster, blocks)
+    return tiles, configs.balance(tiles, B, gpu.processors, blocks)
 
 
 def _fused(

@@ -71,12 +71,12 @@ std::vector<std::string> kernels() {
 
 py::dict plan(const std::string& kernel, const py::tuple& shape, int processors) {
   const Shape s = shape_of(shape);
-  const auto p = kernel_of(kernel, processors).plan(s[0], s[2], s[3], processors);
+  const auto p = kernel_of(kernel, processors).plan(s[0], s[1], s[2], s[3], processors);
   py::dict result;
   result["tiles"] = p.tiles;
   result["whole_tiles"] = p.whole_tiles;
-  result["runs"] = p.runs;
-  result["run"] = p.run;
+  result["own"] = p.own;
+  result["helpers"] = p.helpers;
   result["busiest"] = p.busiest(s[0]);
   result["at_once"] = p.at_once;
   result["partial_rows"] = p.norm_rows();
@@ -102,7 +102,7 @@ class LinearWgrad {
       throw std::invalid_argument("dw must be float32 or " + element + ", not " + output);
     }
     call_.device = device;
-    plan_ = functions_.plan(call_.B, call_.I, call_.O, processors);
+    plan_ = functions_.plan(call_.B, call_.T, call_.I, call_.O, processors);
     const auto tasks = gnsfast::tasks_of(plan_, call_.B, call_.T, call_.O, bias);
     workspace_ = gnsfast::workspace_of(plan_, tasks, call_.B, nullptr).bytes;
   }

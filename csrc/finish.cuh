@@ -6,13 +6,15 @@
 //
 // Blocks are numbered by task:
 //
-//   parts   a share of a cut tile: adds its parts, writes dW          -> part_norms ─┐
-//   norms   32 samples of some rows of partial norms: adds the rows   -> norm_sums  ─┤ last: rows
-//   sums    256 tokens of a sample, 256 columns of dy -> bias_sums                   │
-//             last of its columns: db and their norms                 -> bias_norms ─┘
+//   parts   a share of a cut tile: adds its parts, writes dW               -> part_norms ─┐
+//   norms   32 samples of some rows of partial norms: adds the rows        -> norm_sums   │
+//             the last of these samples writes their numbers                             ─┤
+//   sums    256 columns of dy, of some samples or of a chunk of one        -> bias_sums   │
+//             the last of these samples, where they are whole, writes their numbers       │
+//             the last of these columns writes db                          -> bias_norms ─┘
 //
-// The last block to arrive does the rest. It adds in the same order whichever block it is, so two
-// runs give the same bits.
+// The last block to arrive writes the numbers of the sums. Each adds in the same order whichever
+// block it is, so two runs give the same bits.
 #pragma once
 #ifdef GNSFAST_HOST_MODEL
 #include "host_model/primitives.h"
@@ -82,19 +84,20 @@ GNSFAST_DEVICE double column_sum(const Number* from, int begin, int end, int col
   return total;
 }
 
-// Adds the parts of a share of a tile, in the order of the runs that left them.
+// Adds the parts of a share of a tile, in the order of the samples: the owner's, then the helpers'.
 template <class Output>
 GNSFAST_DEVICE void add_parts(Output* dw, const Problem& p, int block, double* shared) {
   const Plan& plan = p.plan;
   const int share = block % p.tasks.shares, whose = block / p.tasks.shares;
   const int cut = whose / plan.tile.cluster, rank = whose % plan.tile.cluster;
-  const int pair = cut * p.B, first = pair / plan.run, last = (pair + p.B - 1) / plan.run;
+  const Helpers helpers = helpers_of(p, cut);
   const int begin = share * kPairsOfThread * kFinishThreads + thread_index();
   float total[2 * kPairsOfThread];
   clear(total);
 #pragma unroll 2
-  for (int run = first; run <= last; ++run) {
-    const float* part = part_at(p, plan.tile, run + cut, rank);
+  for (int helper = helpers.begin - 1; helper < helpers.end; ++helper) {
+    const int slot = helper < helpers.begin ? cut : slot_of(plan, cut, helper);
+    const float* part = part_at(p, plan.tile, slot, rank);
 #pragma unroll
     for (int k = 0; k < kPairsOfThread; ++k) {
       float v[2];
@@ -117,112 +120,156 @@ GNSFAST_DEVICE void add_parts(Output* dw, const Problem& p, int block, double* s
   if (thread_index() == 0) store_for_others(p.work.part_norms + block, sqnorm);
 }
 
-GNSFAST_DEVICE void add_norms(const Problem& p, int block, double* shared) {
-  const int group = block % p.tasks.norm_rows, lane = thread_index() % 32;
-  const int column = block / p.tasks.norm_rows * 32 + lane, begin = group * kNormRows;
+GNSFAST_DEVICE void add_norms(const Problem& p, int height, int width, double* shared) {
+  const int column = width * 32 + thread_index() % 32, begin = height * kNormRows;
   const int end = begin + kNormRows < p.tasks.rows ? begin + kNormRows : p.tasks.rows;
   const double sum = column_sum(p.work.norms, begin, end, p.B + 1, column, shared);
   if (thread_index() < 32 && column <= p.B) {
-    store_for_others(p.work.norm_sums + static_cast<int64_t>(group) * (p.B + 1) + column, sum);
+    store_for_others(p.work.norm_sums + static_cast<int64_t>(height) * (p.B + 1) + column, sum);
   }
 }
 
-// Adds dy over a chunk of a sample's tokens: 8 columns for a lane, every eighth token for a warp.
+// Numbers of samples ``begin`` to ``end`` of a probe row: ``rows`` rows of ``from``, added.
+template <class Number>
+GNSFAST_DEVICE void write_row(float* to, const Number* from, int rows, const Problem& p, int begin,
+                              int end, double* shared) {
+  for (; begin < end; begin += 32) {
+    const int column = begin + thread_index() % 32;
+    const double sum = column_sum(from, 0, rows, p.B + 1, column, shared);
+    if (thread_index() < 32 && column < end) to[column] = static_cast<float>(sum);
+  }
+}
+
+// Adds dy over the tokens of some samples, or of a chunk of one. As many warps read a sample as its
+// length can use, 8 columns a lane; then a thread has one column of all samples, and adds what
+// their warps found. A whole sample's norm follows at once.
 template <class Element>
-GNSFAST_DEVICE void add_tokens(const Finish& f, int64_t block, float* shared) {
+GNSFAST_DEVICE void add_tokens(const Finish& f, int columns, int piece, float* shared) {
   const Problem& p = f.p;
-  const int chunk = static_cast<int>(block % p.tasks.tokens);
-  const int b = static_cast<int>(block / p.tasks.tokens % p.B);
-  const int columns = static_cast<int>(block / p.tasks.tokens / p.B);
-  const int warp = thread_index() / 32, lane = thread_index() % 32;
+  const Tasks& tasks = p.tasks;
+  const int thread = thread_index(), warp = thread / 32, lane = thread % 32;
   const int column = columns * kBiasColumns + lane * 8;
-  const int begin = chunk * kBiasTokens;
-  const int end = p.T - begin < kBiasTokens ? p.T : begin + kBiasTokens;
-  float sum[8];
-  clear(sum);
-  if (column < p.O) {
-    const Element* dy = static_cast<const Element*>(f.dy) + b * f.stride_b + column;
+  const int chunk = piece % tasks.chunks, first = piece / tasks.chunks * tasks.samples;
+  const int last = p.B - first < tasks.samples ? p.B : first + tasks.samples;
+  const int begin = chunk * tasks.tokens;
+  const int end = p.T - begin < tasks.tokens ? p.T : begin + tasks.tokens;
+  float total = 0.f;
+#pragma unroll 1
+  for (int b = first; b < last; b += tasks.together) {
+    const int mine = b + warp * tasks.together / kFinishWarps;
+    float sum[8];
+    clear(sum);
+    if (column < p.O && mine < last) {
+      int t = begin + (warp & (tasks.warps - 1));
+      const Element* dy = static_cast<const Element*>(f.dy) + column;
+      dy += mine * f.stride_b + t * f.stride_t;
 #pragma unroll 8  // loads in flight
-    for (int t = begin + warp; t < end; t += kFinishWarps) {
-      float v[8];
-      load_8(v, dy + t * f.stride_t);
+      for (; t < end; t += tasks.warps, dy += tasks.warps * f.stride_t) {
+        float v[8];
+        load_8(v, dy);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) sum[k] += v[k];
+        for (int k = 0; k < 8; ++k) sum[k] += v[k];
+      }
+    }
+    block_sync();  // the sums before these have been read
+#pragma unroll
+    for (int k = 0; k < 8; ++k) shared[warp * kBiasColumns + lane * 8 + k] = sum[k];
+    block_sync();
+    float of_sample = 0.f;
+    int at = b;
+#pragma unroll
+    for (int k = 1; k <= kFinishWarps; ++k) {
+      of_sample += shared[(k - 1) * kBiasColumns + thread];
+      if (k & (tasks.warps - 1)) continue;
+      if (tasks.chunks == 1 && at < last) {
+        const int64_t row = columns * kFinishWarps + warp;
+        const float sqnorm = warp_sum(of_sample * of_sample);
+        if (lane == 0) store_for_others(p.work.bias_norms + row * (p.B + 1) + at, sqnorm);
+      }
+      total += of_sample;
+      of_sample = 0.f;
+      ++at;
     }
   }
-#pragma unroll
-  for (int k = 0; k < 8; ++k) shared[warp * kBiasColumns + lane * 8 + k] = sum[k];
-  block_sync();
-  float total = 0.f;
-#pragma unroll
-  for (int k = 0; k < kFinishWarps; ++k) total += shared[k * kBiasColumns + thread_index()];
-  store_for_others(p.work.bias_sums + block * kBiasColumns + thread_index(), total);
+  const int64_t to = static_cast<int64_t>(columns) * tasks.pieces + piece;
+  store_for_others(p.work.bias_sums + to * kBiasColumns + thread, total);
 }
 
-// One column of db for each thread, when the sums of all samples are there. One block has to wait
-// for B · tokens loads, so it asks for 16 at a time, of several samples where these are short.
+// One column of db for each thread, when all pieces are there, and norms of these columns: of the
+// sum, and of samples in chunks, kPieces / 2 at most. One block has to wait for all these loads, so
+// it asks for 16 at a time.
 template <class Output>
-GNSFAST_DEVICE void finish_bias(Output* db, const Problem& p, int columns) {
+GNSFAST_DEVICE void finish_bias(Output* db, const Problem& p, int columns, float* shared) {
   constexpr int kLoads = 16;
-  const uint32_t thread = thread_index();
-  const int sums = p.B * p.tasks.tokens;
+  const int thread = thread_index(), pieces = p.tasks.pieces;
   const float* from =
-      p.work.bias_sums + static_cast<int64_t>(columns) * sums * kBiasColumns + thread;
-  float* norms =
-      p.work.bias_norms + static_cast<int64_t>(columns * kFinishWarps + thread / 32) * (p.B + 1);
-  auto store_norm = [&](int b, double sum) {
+      p.work.bias_sums + static_cast<int64_t>(columns) * pieces * kBiasColumns + thread;
+  auto leave_norm = [&](int b, double sum) {
     const float of_column = static_cast<float>(sum), sqnorm = warp_sum(of_column * of_column);
-    if (thread % 32 == 0) store_for_others(norms + b, sqnorm);
+    if (thread % 32 == 0) shared[thread / 32 * kPieces + b] = sqnorm;
   };
   double total = 0, sum = 0;
   int b = 0, chunk = 0;
 #pragma unroll 1
-  for (int first = 0; first < sums; first += kLoads) {
+  for (int first = 0; first < pieces; first += kLoads) {
     float v[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       const int64_t at = static_cast<int64_t>(first + k) * kBiasColumns;
-      v[k] = first + k < sums ? load_of_others(from + at) : 0.f;
+      v[k] = first + k < pieces ? load_of_others(from + at) : 0.f;
     }
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
+      total += v[k];
+      if (p.tasks.chunks == 1) continue;
       sum += v[k];
-      if (first + k < sums && ++chunk == p.tasks.tokens) {
-        store_norm(b++, sum);
-        total += sum;
+      if (first + k < pieces && ++chunk == p.tasks.chunks) {
+        leave_norm(b++, sum);
         sum = 0;
         chunk = 0;
       }
     }
   }
-  store_norm(p.B, total);
+  leave_norm(b, total);
+  block_sync();
+  if (thread <= b) {
+    float norm = 0.f;
+    for (int warp = 0; warp < kFinishWarps; ++warp) norm += shared[warp * kPieces + thread];
+    const int64_t row = static_cast<int64_t>(columns) * (p.B + 1);
+    store_for_others(p.work.bias_norms + row + p.B - b + thread, norm);
+  }
   const int column = columns * kBiasColumns + thread;
   if (column < p.O) store_one(db + column, static_cast<float>(total), p.add);
 }
 
-GNSFAST_DEVICE void write_rows(const Finish& f, double* shared) {
+// Σ from[k · step] over ``count`` values, in every thread.
+template <class Number>
+GNSFAST_DEVICE double stepped_sum(const Number* from, int count, int step, double* shared) {
+  double sum = 0;
+#pragma unroll 8  // loads in flight
+  for (int k = thread_index(); k < count; k += kFinishThreads) {
+    sum += load_of_others(from + static_cast<int64_t>(k) * step);
+  }
+  return block_sum(sum, shared);
+}
+
+// What is left: the numbers of the sums, and of the bias's samples that are cut into chunks.
+GNSFAST_DEVICE void write_rest(const Finish& f, double* shared) {
   const Problem& p = f.p;
-  const int lane = thread_index() % 32;
-  double of_parts = 0;
-  for (int k = thread_index(); k < p.tasks.parts; k += kFinishThreads) {
-    of_parts += load_of_others(p.work.part_norms + k);
-  }
-  of_parts = block_sum(of_parts, shared);
-  for (int first = 0; first <= p.B; first += 32) {
-    const int column = first + lane;
-    const bool mine = thread_index() < 32 && column <= p.B;
-    double sum = column_sum(p.work.norm_sums, 0, p.tasks.norm_rows, p.B + 1, column, shared);
-    if (column == p.B) sum += of_parts;
-    if (mine) f.rows[column] = static_cast<float>(sum);
-    if (p.tasks.columns) {
-      const int rows = p.tasks.columns * kFinishWarps;
-      sum = column_sum(p.work.bias_norms, 0, rows, p.B + 1, column, shared);
-      if (mine) f.rows[f.row_stride + column] = static_cast<float>(sum);
-    }
-  }
+  const Tasks& tasks = p.tasks;
+  const int rows = tasks.columns;
+  float* row = f.rows + f.row_stride;
+  const double of_parts = stepped_sum(p.work.part_norms, tasks.parts, 1, shared);
+  const double of_tiles = stepped_sum(p.work.norm_sums + p.B, tasks.heights, p.B + 1, shared);
+  const double of_bias = stepped_sum(p.work.bias_norms + p.B, rows, p.B + 1, shared);
+  if (rows && tasks.chunks > 1) write_row(row, p.work.bias_norms, rows, p, 0, p.B, shared);
   if (thread_index() == 0) {
+    f.rows[p.B] = static_cast<float>(of_tiles + of_parts);
     f.rows[p.B + 1] = 1.f;
-    if (p.tasks.columns) f.rows[f.row_stride + p.B + 1] = 1.f;
+    if (rows) {
+      row[p.B] = static_cast<float>(of_bias);
+      row[p.B + 1] = 1.f;
+    }
   }
 }
 
@@ -234,20 +281,32 @@ finish_kernel(Output* dw, Output* db, const GNSFAST_GRID_CONSTANT Finish f) {
   auto* flag = reinterpret_cast<int*>(memory + kFinishShared);
   const Problem& p = f.p;
   const Tasks& tasks = p.tasks;
-  const int64_t block = block_index(), sum = block - tasks.parts - tasks.norms;
-  if (block < tasks.parts) {
-    add_parts(dw, p, static_cast<int>(block), shared);
+  int* tickets = p.work.tickets + 1;
+  const int block = block_index(), norm = block - tasks.parts;
+  const int sum = norm - static_cast<int>(tasks.norms);
+  if (norm < 0) {
+    add_parts(dw, p, block, shared);
   } else if (sum < 0) {
-    add_norms(p, static_cast<int>(block) - tasks.parts, shared);
+    const int height = norm % tasks.heights, width = norm / tasks.heights;
+    add_norms(p, height, width, shared);
+    if (!arrives_last(tickets + width, tasks.heights, flag)) return;
+    const int begin = width * 32, end = begin + 32 < p.B ? begin + 32 : p.B;
+    write_row(f.rows, p.work.norm_sums, tasks.heights, p, begin, end, shared);
   } else {
-    const int of_columns = p.B * tasks.tokens, columns = static_cast<int>(sum / of_columns);
-    add_tokens<Element>(f, sum, reinterpret_cast<float*>(memory));
-    if (!arrives_last(p.work.tickets + columns, of_columns, flag)) return;
-    finish_bias(db, p, columns);
+    const int columns = sum / tasks.pieces, piece = sum % tasks.pieces;
+    add_tokens<Element>(f, columns, piece, reinterpret_cast<float*>(memory));
+    tickets += tasks.widths;
+    if (tasks.chunks == 1 && arrives_last(tickets + tasks.columns + piece, tasks.columns, flag)) {
+      const int begin = piece * tasks.samples, rows = tasks.columns * kFinishWarps;
+      const int end = p.B - begin < tasks.samples ? p.B : begin + tasks.samples;
+      write_row(f.rows + f.row_stride, p.work.bias_norms, rows, p, begin, end, shared);
+    }
+    if (!arrives_last(tickets + columns, tasks.pieces, flag)) return;
+    finish_bias(db, p, columns, reinterpret_cast<float*>(memory));
   }
-  // Of the blocks that add tokens, one for each group of columns comes here.
-  const int blocks = tasks.parts + tasks.norms + tasks.columns;
-  if (arrives_last(p.work.tickets + tasks.columns, blocks, flag)) write_rows(f, shared);
+  // One block comes here for each share of a cut tile, 32 samples, and group of columns of dy.
+  const int blocks = tasks.parts + tasks.widths + tasks.columns;
+  if (arrives_last(p.work.tickets, blocks, flag)) write_rest(f, shared);
 }
 
 }  // namespace gnsfast

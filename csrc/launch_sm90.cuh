@@ -62,8 +62,8 @@ inline CUtensorMap encode(const char* name, const Rows& rows, int features, int 
 }
 
 template <class V>
-Plan plan_sm90(int B, int I, int O, int processors) {
-  return plan_tiles(V::kTile, B, I, O, processors);
+Plan plan_sm90(int B, int T, int I, int O, int processors) {
+  return plan_tiles(V::kTile, B, T, I, O, processors);
 }
 
 template <class Element, class Output, class V>

@@ -31,7 +31,7 @@ struct LinearWgrad {
 struct Kernel {
   const char* name;
   // ``processors``: multiprocessors of the device, at least two.
-  Plan (*plan)(int B, int I, int O, int processors);
+  Plan (*plan)(int B, int T, int I, int O, int processors);
   // Launches a plan on ``call.device``, which becomes the thread's current one. Throws
   // std::invalid_argument for rows that the kernel cannot read, std::runtime_error for what CUDA
   // reports.

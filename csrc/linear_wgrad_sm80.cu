@@ -33,8 +33,8 @@ void launch(const LinearWgrad& call, const Plan& plan) {
   launch_finish(call, p);
 }
 
-Plan plan_sm80(int B, int I, int O, int processors) {
-  return plan_tiles(kTile, B, I, O, processors);
+Plan plan_sm80(int B, int T, int I, int O, int processors) {
+  return plan_tiles(kTile, B, T, I, O, processors);
 }
 
 void launch_sm80(const LinearWgrad& call, const Plan& plan) {

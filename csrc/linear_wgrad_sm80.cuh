@@ -14,8 +14,8 @@
 //      └──┘ │ w1 │ w3 │ w5 │ w7 │
 //           └────┴────┴────┴────┘
 //
-// Whole waves of tiles come first; a block then takes a run of samples of the tiles that are left
-// (plan.h). finish_kernel adds the parts of cut tiles in a fixed order.
+// Whole waves of tiles come first; the tiles that are left are shared by whole samples (plan.h).
+// finish_kernel adds the parts of cut tiles in a fixed order.
 #pragma once
 #ifdef GNSFAST_HOST_MODEL
 #include "host_model/primitives.h"
@@ -128,12 +128,9 @@ linear_wgrad_kernel(const GNSFAST_GRID_CONSTANT Operand dy, const GNSFAST_GRID_C
   const int blocks = (p.T + kBlockT - 1) / kBlockT;
 
   clear_tickets(p, kThreads);
-  // Two pieces of a unit are two rounds: they share one loop's code.
 #pragma unroll 1
-  for (int round = block_index() * 2; round < units_of(p.plan) * 2;
-       round += round % 2 ? block_count() * 2 - 1 : 1) {
-    const Piece piece = piece_of(p, round / 2, round % 2);
-    if (piece.begin >= piece.end) continue;
+  for (Walk walk{static_cast<int>(block_index())}; walk.next(p, block_count());) {
+    const Piece& piece = walk.piece;
     const Corner corner = corner_of(p.plan, kTile, piece.tile, 0);
     const int steps = (piece.end - piece.begin) * blocks;
     auto fill = [&](int step) {

@@ -23,8 +23,8 @@
 //   warpgroup 0  ═══════╗end b╔═══════╗
 //   warpgroup 1     ═══════╗end b╔═══════╗
 //
-// Whole waves of tiles come first; a cluster then takes a run of samples of the tiles that are left
-// (plan.h). Parts of a cut tile go to a scratch buffer; finish_kernel adds them in a fixed order.
+// Whole waves of tiles come first; the tiles that are left are shared by whole samples (plan.h).
+// Parts of a cut tile go to a scratch buffer; finish_kernel adds them in a fixed order.
 // No element is written by two blocks, so two runs give the same bits.
 #pragma once
 #ifdef GNSFAST_HOST_MODEL
@@ -102,11 +102,9 @@ GNSFAST_DEVICE void produce(const CUtensorMap& map_dy, const CUtensorMap& map_x,
   constexpr int kTileI = V::kTileI, kCluster = V::kCluster, kStageBytes = V::kStageBytes;
   constexpr int kShare = kBlockT / kCluster;  // tokens of x that this CTA loads
   const int clusters = block_count() / kCluster;
-  // Two pieces of a unit are two steps: they share one loop's code.
 #pragma unroll 1
-  for (int step = block_index() / kCluster * 2; step < units_of(p.plan) * 2;
-       step += step % 2 ? clusters * 2 - 1 : 1) {
-    const Piece piece = piece_of(p, step / 2, step % 2);
+  for (Walk walk{static_cast<int>(block_index()) / kCluster}; walk.next(p, clusters);) {
+    const Piece& piece = walk.piece;
     const Corner corner = corner_of(p.plan, V::kTile, piece.tile, rank);
 #pragma unroll 1  // unrolled it spills
     for (int b = piece.begin; b < piece.end; ++b) {
@@ -169,10 +167,8 @@ GNSFAST_DEVICE void consume(Output* dw, const Problem& p, uint32_t shared, Ring<
     if (group == 1) named_barrier_arrive(1, kConsumers);  // warpgroup 0 goes first
   }
 #pragma unroll 1
-  for (int step = block_index() / kCluster * 2; step < units_of(p.plan) * 2;
-       step += step % 2 ? clusters * 2 - 1 : 1) {
-    const Piece piece = piece_of(p, step / 2, step % 2);
-    if (piece.begin >= piece.end) continue;
+  for (Walk walk{static_cast<int>(block_index()) / kCluster}; walk.next(p, clusters);) {
+    const Piece& piece = walk.piece;
     const int64_t block = static_cast<int64_t>(piece.tile) * kCluster + rank;
     float* norms = p.work.norms + (block * kConsumerWarps + warp) * (p.B + 1);
     float pending = 0.f;  // the sample before this one, not yet stored

@@ -18,10 +18,10 @@ void launch(const LinearWgrad& call, const Plan& plan) {
   launch_sm90<__nv_bfloat16, __nv_bfloat16, V>(call, plan);
 }
 
-Plan plan_unsplit(int B, int I, int O, int processors) {
-  Plan plan = plan_sm90<Standard>(B, I, O, processors);
+Plan plan_unsplit(int B, int T, int I, int O, int processors) {
+  Plan plan = plan_sm90<Standard>(B, T, I, O, processors);
   plan.whole_tiles = plan.tiles;
-  plan.runs = 0;
+  plan.helpers = 0;
   return plan;
 }
 

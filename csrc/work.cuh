@@ -21,27 +21,60 @@ inline Problem problem_of(int B, int T, int I, int O, bool add, const Plan& plan
   return {B, T, I, O, add, plan, tasks, workspace_of(plan, tasks, B, memory)};
 }
 
-// Whole tiles and runs are numbered; a cluster takes every num_clusters-th. As the whole tiles are
-// whole waves where there are runs, each cluster takes one run, last.
-GNSFAST_HOST_DEVICE int units_of(const Plan& plan) { return plan.whole_tiles + plan.runs; }
+// Units are whole tiles, then owners, then helpers; a cluster takes every num_clusters-th. As the
+// whole tiles are whole waves where tiles are cut, each cluster takes one owner or helper, last.
+GNSFAST_HOST_DEVICE int units_of(const Plan& plan) { return plan.tiles + plan.helpers; }
 
 // Samples of one tile, which one cluster goes through.
 struct Piece {
   int tile;
-  int begin, end;  // samples; a unit may have no second piece: then there are none
+  int begin, end;  // samples; none beyond the last piece of a unit
   int slot;        // in the scratch, for a part of a tile; -1 for a whole tile
 };
 
-GNSFAST_DEVICE Piece piece_of(const Problem& p, int unit, int second) {
-  const Plan& plan = p.plan;
-  const int run = unit - plan.whole_tiles;
-  if (run < 0) return {unit, 0, second ? 0 : p.B, -1};
-  const int pairs = (plan.tiles - plan.whole_tiles) * p.B, first = run * plan.run;
-  const int last = first + plan.run < pairs ? first + plan.run : pairs;
-  const int cut = first / p.B + second;  // which of the cut tiles
-  const int begin = first - cut * p.B, end = last - cut * p.B;
-  return {plan.whole_tiles + cut, begin < 0 ? 0 : begin, end < p.B ? end : p.B, run + cut};
+// The place of a helper's part of a cut tile, behind those of the owners.
+GNSFAST_DEVICE int slot_of(const Plan& plan, int cut, int helper) {
+  return plan.tiles - plan.whole_tiles + helper + cut;
 }
+
+// The helpers that have a part of a cut tile, in the order of its samples: ``begin`` to ``end``.
+struct Helpers {
+  int begin, end;
+};
+GNSFAST_DEVICE Helpers helpers_of(const Problem& p, int cut) {
+  const int rest = p.B - p.plan.own, last = cut * rest + rest - 1;
+  return {cut * rest / p.plan.own, last / p.plan.own + 1};
+}
+
+// The ``which``-th piece of a unit: a helper has one of each tile that its run meets.
+GNSFAST_DEVICE Piece piece_of(const Problem& p, int unit, int which) {
+  const Plan& plan = p.plan;
+  const int helper = unit - plan.tiles;
+  if (helper < 0) {
+    const int cut = unit - plan.whole_tiles;
+    return {unit, 0, which ? 0 : cut < 0 ? p.B : plan.own, cut < 0 ? -1 : cut};
+  }
+  const int rest = p.B - plan.own, all = (plan.tiles - plan.whole_tiles) * rest;
+  const int first = helper * plan.own;
+  const int last = first + plan.own < all ? first + plan.own : all;
+  const int cut = first / rest + which, begin = first - cut * rest, end = last - cut * rest;
+  return {plan.whole_tiles + cut, plan.own + (begin < 0 ? 0 : begin),
+          plan.own + (end < rest ? end : rest), slot_of(plan, cut, helper)};
+}
+
+// A cluster's pieces, one after the other.
+struct Walk {
+  int unit, which = 0;
+  Piece piece{};
+
+  GNSFAST_DEVICE bool next(const Problem& p, int clusters) {
+    for (; unit < units_of(p.plan); unit += clusters, which = 0) {
+      piece = piece_of(p, unit, which++);
+      if (piece.begin < piece.end) return true;
+    }
+    return false;
+  }
+};
 
 struct Corner {
   int o, i;
@@ -72,7 +105,7 @@ GNSFAST_DEVICE float* part_at(const Problem& p, Tile size, int slot, int rank) {
 // The tickets of the finishing kernel, which runs after this one.
 GNSFAST_DEVICE void clear_tickets(const Problem& p, int threads) {
   if (block_index() != 0) return;
-  for (int k = thread_index(); k < p.tasks.columns + 1; k += threads) p.work.tickets[k] = 0;
+  for (int k = thread_index(); k < p.tasks.tickets; k += threads) p.work.tickets[k] = 0;
 }
 
 template <bool kFirst, class A, class B>

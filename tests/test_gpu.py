@@ -205,8 +205,8 @@ def test_extension_splits() -> None:
     from gnsfast import _C
 
     plans = {n: _C.plan_linear_wgrad("sm90", shape, 132) for n, shape in EXTENSION.items()}
-    assert plans["split"]["whole_tiles"] == 0 and plans["split"]["runs"] > 1
-    assert plans["whole and split"]["whole_tiles"] > 0 and plans["whole and split"]["runs"] > 1
+    assert plans["split"]["whole_tiles"] == 0 and plans["split"]["helpers"] > 1
+    assert plans["whole and split"]["whole_tiles"] > 0 and plans["whole and split"]["helpers"] > 1
 
 
 EXTENSION_STRIDES = {

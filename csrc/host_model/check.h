@@ -31,8 +31,8 @@ struct Samples {
 
 inline double larger(double a, double b) { return std::isnan(a) || a >= b ? a : b; }  // NaN stays
 
-// What a call writes and the memory that it takes, all NaN before. The tile of a cluster is cut on
-// ``at_once`` clusters.
+// What a call writes and the memory that it takes, all NaN before. ``at_once`` clusters run; tiles
+// are cut as if samples were long, wherever whole samples allow.
 template <class Output>
 struct Results {
   gnsfast::Plan plan;
@@ -42,7 +42,7 @@ struct Results {
   gnsfast::Problem p;
 
   Results(gnsfast::Tile tile, Shape s, int at_once, bool bias, bool add)
-      : plan(gnsfast::plan_tiles(tile, s.B, s.I, s.O, at_once * tile.cluster)),
+      : plan(gnsfast::plan_tiles(tile, s.B, INT32_MAX / 2, s.I, s.O, at_once * tile.cluster)),
         dw(static_cast<size_t>(s.O) * s.I),
         db(bias ? s.O : 0),
         rows((bias ? 2 : 1) * stride(s), NAN) {

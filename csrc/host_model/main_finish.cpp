@@ -20,7 +20,7 @@ bool run(const char* name, gnsfast::Tile tile, Shape s, int at_once, bool bias, 
   const Problem& p = r.p;
   std::mt19937 random(seed);
   std::uniform_real_distribution<float> uniform(0.5f, 1.f);
-  std::fill_n(p.work.tickets, p.tasks.tickets(), 0);
+  std::fill_n(p.work.tickets, p.tasks.tickets, 0);
   std::vector<double> norms(s.B + 1, 0.0), total(r.dw.size(), 0.0);
   for (int64_t row = 0; row < r.plan.norm_rows(); ++row) {
     for (int column = 0; column <= s.B; ++column) {
@@ -30,10 +30,10 @@ bool run(const char* name, gnsfast::Tile tile, Shape s, int at_once, bool bias, 
   }
   for (int64_t k = 0; k < r.plan.scratch_elements(); ++k) p.work.scratch[k] = uniform(random);
   std::vector<bool> cut(r.dw.size(), false);
-  for (int unit = r.plan.whole_tiles; unit < units_of(r.plan); ++unit) {
-    for (int second = 0; second < 2; ++second) {
-      const Piece piece = piece_of(p, unit, second);
-      for (int rank = 0; piece.begin < piece.end && rank < tile.cluster; ++rank) {
+  for (int unit = r.plan.whole_tiles; r.plan.helpers && unit < units_of(r.plan); ++unit) {
+    for (Walk walk{unit}; walk.next(p, units_of(r.plan));) {
+      const Piece& piece = walk.piece;
+      for (int rank = 0; rank < tile.cluster; ++rank) {
         const float* part = part_at(p, tile, piece.slot, rank);
         const Corner corner = corner_of(r.plan, tile, piece.tile, rank);
         for (int k = 0; k < tile.o * tile.i; ++k) {
@@ -54,7 +54,7 @@ bool run(const char* name, gnsfast::Tile tile, Shape s, int at_once, bool bias, 
   const Results<Output> once = r;
   r.dw = dw;
   r.db = db;
-  std::fill_n(p.work.tickets, p.tasks.tickets(), 0);
+  std::fill_n(p.work.tickets, p.tasks.tickets, 0);
   r.finish(samples, seed + 1000);  // blocks come in another order
   if (!same_bits(once.dw, r.dw) || !same_bits(once.db, r.db) || !same_bits(once.rows, r.rows)) {
     host_model::fail("two runs give different bits");
@@ -67,7 +67,7 @@ bool run(const char* name, gnsfast::Tile tile, Shape s, int at_once, bool bias, 
     if (!cut[k]) from_float(added, &r.dw[k]);
   }
   double worst = row_error(r.rows.data(), norms);
-  double gradient = r.plan.runs ? gradient_error(r.dw, total, added) : 0;
+  double gradient = r.plan.helpers ? gradient_error(r.dw, total, added) : 0;
   if (bias) {
     norms = norms_and_sum(s.B, s.O, total, [&](int b, size_t o) {
       double g = 0;
@@ -93,11 +93,16 @@ int main(int count, char** arguments) {
   ok = ok && run<bf16, float>("nothing cut, no bias", one, {3, 40, 136, 264}, 2, false, false, seed);
   ok = ok && run<bf16, float>("many rows of norms", pair, {4, 9, 1992, 520}, 1, false, false, seed);
   ok = ok && run<bf16, float>("many samples", one, {70, 3, 136, 72}, 1, true, false, seed);
+  ok = ok && run<bf16, float>("many columns", one, {2, 2, 8, 8456}, 1, true, false, seed);
+  ok = ok && run<bf16, float>("two warps a sample", one, {9, 40, 8, 520}, 1, true, false, seed);
   ok = ok && run<bf16, float>("columns and chunks", one, {3, 601, 8, 520}, 1, true, false, seed);
   ok = ok && run<bf16, float>("one sample", pair, {1, 300, 72, 264}, 4, true, true, seed);
-  ok = ok && run<bf16, float>("runs of one", pair, {4, 2, 200, 512}, 16, false, false, seed);
-  ok = ok && run<bf16, float>("runs over two tiles", pair, {5, 2, 400, 136}, 4, true, true, seed);
+  ok = ok && run<bf16, float>("helpers of one tile", pair, {4, 2, 200, 512}, 16, false, false, seed);
+  ok = ok && run<bf16, float>("helper of three tiles", pair, {5, 2, 400, 136}, 4, true, true, seed);
   ok = ok && run<bf16, bf16>("whole and cut", one, {3, 260, 200, 392}, 5, true, false, seed);
   ok = ok && run<__half, __half>("float16", pair, {7, 70, 600, 40}, 3, true, false, seed);
+  ok = ok && run<bf16, float>("many parts", pair, {2, 2, 2112, 512}, 44, false, false, seed);
+  ok = ok && run<bf16, float>("rounds of samples", one, {257, 65, 8, 264}, 1, true, true, seed);
+  ok = ok && run<bf16, float>("longer chunks", one, {50, 520, 8, 264}, 1, true, false, seed);
   return ok ? 0 : 1;
 }

@@ -30,9 +30,9 @@ int main(int count, char** arguments) {
   ok = ok && run<bf16, float>("ring goes round", {3, 130, 128, 136}, 1, false, false, seed);
   ok = ok && run<bf16, float>("fewer steps than stages", {1, 64, 136, 136}, 1, false, false, seed);
   ok = ok && run<bf16, float>("all tiles cut", {5, 64, 136, 200}, 7, false, false, seed);
-  ok = ok && run<bf16, float>("runs over two tiles", {4, 40, 264, 72}, 5, true, true, seed);
+  ok = ok && run<bf16, float>("helper of three tiles", {4, 40, 264, 72}, 5, true, true, seed);
   ok = ok && run<bf16, float>("the last tile cut", {3, 40, 200, 136}, 3, true, true, seed);
-  ok = ok && run<bf16, float>("whole tiles, then runs", {5, 33, 264, 264}, 7, true, false, seed);
+  ok = ok && run<bf16, float>("whole tiles, then cut", {5, 33, 264, 264}, 7, true, false, seed);
   ok = ok && run<bf16, float>("added", {2, 40, 72, 136}, 1, false, true, seed);
   ok = ok && run<bf16, bf16>("bfloat16 out", {2, 64, 128, 128}, 1, true, false, seed);
   ok = ok && run<__half, __half>("float16", {2, 70, 72, 128}, 2, true, false, seed);

@@ -44,7 +44,7 @@ int main(int count, char** arguments) {
   ok = ok && run<bf16, float, Variant<192, 1, false, true>>("no cluster, no order", {2, 80, 200, 136}, 1, false, false, seed);
   ok = ok && run<bf16, float, Variant<192, 2, false, true>>("no order", {3, 197, 200, 264}, 1, false, false, seed);
   ok = ok && run<bf16, float>("all tiles cut", {5, 64, 200, 264}, 6, false, false, seed);
-  ok = ok && run<bf16, float>("runs over two tiles", {4, 80, 400, 72}, 5, true, true, seed);
+  ok = ok && run<bf16, float>("helper of three tiles", {4, 80, 400, 72}, 5, true, true, seed);
   ok = ok && run<bf16, float>("the last tile cut", {3, 80, 400, 136}, 2, true, true, seed);
   ok = ok && run<bf16, float>("added", {3, 80, 200, 136}, 1, false, true, seed);
   ok = ok && run<bf16, bf16>("bfloat16 out", {2, 64, 192, 256}, 1, true, false, seed);

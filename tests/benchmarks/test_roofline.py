@@ -91,22 +91,20 @@ def test_waves_of_a_plain_product() -> None:
 
 def test_balanced_work() -> None:
     """GPT-2's up: 144 tiles of 16 samples are 2304 pairs on 132 programs, 17.45 each, so 18: a wave
-    and two of the 192 pairs of twelve tiles, 96 runs; two waves of whole tiles would be 32. Three
-    programs of two tiles of three samples: pairs 0-1, 2-3, 4-5; four parts of both tiles.
+    and two samples of the other twelve tiles for their owners, and for 84 helpers; two waves of
+    whole tiles would be 32. Three programs of two tiles of three samples: a helper has the third.
     """
-    assert balance(144, 16, 132) == (132, 18, 96 + 12 - 1)
-    assert balance(2, 3, 3) == (3, 2, 4)
-    assert balance(132, 5, 132) == (132, 5, 0)  # a whole tile each
-    assert balance(133, 1, 132) == (132, 2, 0)  # whole samples alone
-    assert balance(2, 3, 132)[:2] == (6, 1)  # not more programs than pairs
+    assert balance(144, 16, 132, 16) == (132, 18, 12 + 84 + 12 - 1)
+    assert balance(2, 3, 3, 64) == (3, 2, 4)
+    assert balance(132, 5, 132, 64) == (132, 5, 0)  # a whole tile each
+    assert balance(133, 1, 132, 64) == (132, 2, 0)  # whole samples alone
+    assert balance(2, 3, 132, 64)[:2] == (6, 1)  # not more programs than pairs
+    assert balance(63, 32, 66, 16) == (63, 32, 0)  # a helper's 31 parts cost more than they save
     for tiles in (1, 36, 143, 144, 1024):
         for B in (1, 8, 17):
-            found = balance(tiles, B, 132)
+            found = balance(tiles, B, 132, 64)
             assert found.most == math.ceil(tiles * B / 132)
             assert found.unfinished <= 2 * found.programs
-            edges = [k * (found.most - tiles // 132 * B) for k in range(1, 133)]
-            cut = {tile for tile in range(tiles % 132) if any(0 < e - tile * B < B for e in edges)}
-            assert len(cut) <= found.unfinished
 
 
 def test_summed_norm_reads_dw() -> None:
@@ -165,7 +163,7 @@ def test_fused() -> None:
     than cuBLAS's 716.2; 63 ends of 406 clocks are 14.0 µs. Two kernels, plain one.
 
     sm90: 16 · 22 = 352 tiles, 2816 pairs on 66 clusters, 42.67 each, so 43 of 2048 · 15 clocks:
-    721.8 µs. Five waves, and 22 tiles in 59 runs of three samples: 80 parts of 2 · 98304 bytes,
+    721.8 µs. Five waves, 22 owners and 37 helpers of three samples: 80 parts of 2 · 98304 bytes,
     15.7 MB, and partials 352 · 16 · 9 · 4 = 0.2 MB: out of L2 1.64 µs.
     """
     cost = weight_gradient(H200, SQUARE, 2048, 8)

@@ -98,7 +98,7 @@ def test_finish(arch: str, tmp_path: Path) -> None:
     assert all(int(n) <= 64 for n in re.findall(r"Used (\d+) registers", said))
     for kernel in sass.split(".section\t.text.")[1:]:
         order = re.findall(r"\bMEMBAR|\bATOMG\.E\.ADD\.STRONG", kernel)
-        assert order == ["MEMBAR", "ATOMG.E.ADD.STRONG", "MEMBAR"] * 2
+        assert order == ["MEMBAR", "ATOMG.E.ADD.STRONG", "MEMBAR"] * 4
         of_dy = re.findall(r"\bLDG\S*\.128\.CONSTANT", kernel)
         of_others = re.findall(r"\bLDG\S*STRONG\.GPU", kernel)
         assert len(of_dy) >= 8 and len(of_others) >= 32

@@ -12,9 +12,9 @@ from proofs import proof
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SEEDS = (1, 2, 3)
-CASES = {"sm90": 15, "sm80": 13, "finish": 9, "token_sqnorms": 4}
+CASES = {"sm90": 15, "sm80": 13, "finish": 14, "token_sqnorms": 4, "plan": 1}
 SOURCES = {"sm90": "linear_wgrad_sm90.cuh", "sm80": "linear_wgrad_sm80.cuh"}
-SOURCES |= {"finish": "finish.cuh", "token_sqnorms": "token_sqnorms.cuh"}
+SOURCES |= {"finish": "finish.cuh", "token_sqnorms": "token_sqnorms.cuh", "plan": "plan.h"}
 
 pytestmark = [
     pytest.mark.source,
@@ -91,7 +91,10 @@ BUGS = {
         "norms + piece.end - 1, pending",
         "norms + piece.end, pending",
     ),
-    "total kept from piece to piece": ("if constexpr (V::kTotal) clear", "if (step < 1) clear"),
+    "total kept from piece to piece": (
+        "if constexpr (V::kTotal) clear",
+        "if (walk.which < 2) clear",
+    ),
     "norm of a cut tile's sum left open": (
         "if (piece.begin == 0 && lane == 0) norms",
         "if (lane > 31) norms",
@@ -123,57 +126,138 @@ SM80_BUGS = {
         "    // before the next",
     ),
     "norm in the next sample's place": ("store_sqnorm(norms + b,", "store_sqnorm(norms + b + 1,"),
-    "total kept from piece to piece": ("    clear(total);\n", "    if (round < 1) clear(total);\n"),
+    "total kept from piece to piece": (
+        "    clear(total);\n",
+        "    if (walk.which < 2) clear(total);\n",
+    ),
     "norm of a cut tile's sum left open": (
         "if (piece.begin == 0 && lane == 0) norms",
         "if (lane > 31) norms",
     ),
     "tickets not cleared": ("  clear_tickets(p, kThreads);\n", ""),
-    "last ticket not cleared": ("k < p.tasks.columns + 1;", "k < p.tasks.columns;"),
-    "first pair of a run lost": ("first = run * plan.run;", "first = run * plan.run + (run > 0);"),
-    "last pair of a run in the next run too": (
-        "first + plan.run < pairs ? first + plan.run :",
-        "first + plan.run + 1 < pairs ? first + plan.run + 1 :",
+    "last ticket not cleared": ("k < p.tasks.tickets;", "k < p.tasks.tickets - 1;"),
+}
+PLAN_BUGS = {
+    "an owner takes all samples": ("cut < 0 ? p.B : plan.own", "cut < 1 ? p.B : plan.own"),
+    "every other unit left out": ("unit += clusters, which", "unit += 2 * clusters, which"),
+    "an owner has two pieces": ("which ? 0 : cut < 0", "which > 1 ? 0 : cut < 0"),
+    "owners share a slot": ("cut < 0 ? -1 : cut}", "cut < 0 ? -1 : 0}"),
+    "an owner's tile as if whole": ("cut < 0 ? -1 : cut}", "cut < 1 ? -1 : cut}"),
+    "first sample of a helper lost": (
+        "first = helper * plan.own;",
+        "first = helper * plan.own + 1;",
     ),
-    "second tile of a run lost": ("first / p.B + second;", "first / p.B + 0 * second;"),
-    "second tile from its second sample": ("begin < 0 ? 0 : begin,", "begin < 0 ? 1 : begin,"),
-    "tiles of a run share a slot": (": p.B, run + cut};", ": p.B, run};"),
-    "last run left out": (
-        "plan.runs = cut ? times(pairs, plan.run)",
-        "plan.runs = cut ? pairs / plan.run",
+    "last sample of a helper in the next too": (
+        "first + plan.own < all ? first + plan.own :",
+        "first + plan.own + 1 < all ? first + plan.own + 1 :",
+    ),
+    "third tile of a helper lost": (
+        "if (piece.begin < piece.end) return",
+        "if (piece.begin < piece.end && which < 3) return",
+    ),
+    "second tile from its second sample": ("begin < 0 ? 0 : begin", "begin < 0 ? 1 : begin"),
+    "a helper ends where its last tile begins": (
+        "end < rest ? end : rest",
+        "end < rest ? 0 : rest",
+    ),
+    "helpers from the owner's first sample": ("plan.own + (begin < 0", "(begin < 0"),
+    "tiles of a helper share a slot": (
+        "whole_tiles + helper + cut;",
+        "whole_tiles + helper + 0 * cut;",
+    ),
+    "helpers' parts in the owners' slots": (
+        "whole_tiles + helper + cut;",
+        "whole_tiles + helper + cut - 1;",
     ),
     "cut tiles counted from the first": ("return {plan.whole_tiles + cut,", "return {cut,"),
+    "a slot too few": ("(2 * cut_tiles() + helpers - 1)", "(2 * cut_tiles() + helpers - 2)"),
+    "last helper left out": (
+        "times(static_cast<int64_t>(left) * rest, own)",
+        "left * rest / own",
+    ),
+    "owners' share rounded down": (
+        "own = times(pairs, plan.at_once)",
+        "own = pairs / plan.at_once",
+    ),
+    "first helper's part lost": ("{cut * rest / p", "{(cut * rest + rest - 1) / p"),
+    "last helper's part lost": ("last / p.plan.own + 1}", "last / p.plan.own}"),
+    "a part of the next tile": ("rest + rest - 1;", "rest + rest;"),
+    "busiest without the whole tiles": ("return times(whole_tiles, at_once) * B", "return 0 * B"),
+    "chunks that leave a token out": ("times(T, tasks.chunks)", "T / tasks.chunks"),
+    "more chunks than one block adds": ("kBiasTokens), kPieces / B)", "kBiasTokens), kPieces)"),
+    "more blocks than one adds": (
+        "times(B, tasks.together * kPieces)",
+        "times(B, 2 * tasks.together * kPieces)",
+    ),
+    "fewer samples than blocks have": ("samples = tasks.together *", "samples = 1 *"),
 }
 FINISH_BUGS = {
-    "last part lost": ("run <= last; ++run", "run < last; ++run"),
-    "first part lost": ("= pair / plan.run", "= (pair + plan.run - 1) / plan.run"),
-    "a part of the next tile": ("(pair + p.B - 1) / plan.run", "(pair + p.B) / plan.run"),
-    "a part added twice": ("plan.tile, run + cut,", "plan.tile, (run < last ? run : first) + cut,"),
-    "rank left out of a part's place": ("plan.tile, run + cut, rank)", "plan.tile, run + cut, 0)"),
+    "last part lost": ("helper < helpers.end;", "helper < helpers.end - 1;"),
+    "owner's part lost": ("helper = helpers.begin - 1;", "helper = helpers.begin;"),
+    "a part added twice": ("slot_of(plan, cut, helper);", "slot_of(plan, cut, helpers.begin);"),
+    "rank left out of a part's place": ("plan.tile, slot, rank)", "plan.tile, slot, 0)"),
     "cut tiles counted from the first": ("plan.whole_tiles + cut, rank);", "cut, rank);"),
     "tile's edge": ("row < p.O && column < p.I", "row < p.O"),
-    "last ticket one short": ("tasks.norms + tasks.columns;", "tasks.norms + tasks.columns - 1;"),
+    "last ticket one short": ("tasks.widths + tasks.columns;", "tasks.widths + tasks.columns - 1;"),
     "ticket one short": ("== blocks - 1;", "== blocks - 2;"),
     "ticket one over": ("== blocks - 1;", "== blocks;"),
     "first block goes on, not the last": ("== blocks - 1;", "== 0 * blocks;"),
-    "one ticket for all columns": ("p.work.tickets + columns, of", "p.work.tickets, of"),
+    "one ticket for all columns": ("tickets + columns, tasks", "tickets, tasks"),
+    "one ticket for all widths": ("tickets + width, tasks", "tickets, tasks"),
+    "one ticket for all pieces": ("tasks.columns + piece, tasks", "tasks.columns, tasks"),
+    "widths and columns share tickets": ("    tickets += tasks.widths;\n", ""),
+    "pieces and columns share tickets": ("tickets + tasks.columns + piece", "tickets + piece"),
     "no fence before the arrival": ("    fence();\n    *flag", "    *flag"),
     "no fence after the arrival": ("blocks - 1;\n    fence();", "blocks - 1;"),
     "no barrier before the arrival": ("  block_sync();  // the stores", "  // the stores"),
     "no barrier after the arrival": ("  block_sync();\n  return *flag;", "  return *flag;"),
-    "no barrier before a sum": ("  block_sync();  // the sum", "  // the sum"),
+    "no barrier before a sum": ("  block_sync();  // the sum b", "  // the sum b"),
     "no barrier within a sum": ("  block_sync();\n  double total", "  double total"),
-    "no barrier after tokens": ("  block_sync();\n  float total", "  float total"),
-    "chunk of tokens lost": ("times(T, kBiasTokens)", "T / kBiasTokens + (T < kBiasTokens)"),
-    "tokens beyond the sample": ("< kBiasTokens ? p.T :", "< 1 ? p.T :"),
-    "rows of norms lost": ("norm_rows = times(tasks.rows, kNormRows)", "norm_rows = 1"),
+    "no barrier before tokens": ("    block_sync();  // the sums", "    // the sums"),
+    "no barrier after tokens": ("    block_sync();\n    float of", "    float of"),
+    "tokens beyond the sample": ("< tasks.tokens ? p.T :", "< 1 ? p.T :"),
+    "warps of a sample all begin at its first token": ("t = begin + (warp &", "t = begin + (0 &"),
+    "every token for each warp": ("t += tasks.warps, dy", "t += 1, dy"),
+    "a token's row for the next": ("dy += tasks.warps * f.stride_t", "dy += f.stride_t"),
+    "one sample a round": ("warp * tasks.together / kFinishWarps;", "0 * warp;"),
+    "a sample beyond the last": ("column < p.O && mine < last", "column < p.O && mine <= last"),
+    "samples of a round run into one": ("      of_sample = 0.f;\n", ""),
+    "norm of a sample in the next's place": (
+        "(p.B + 1) + at, sqnorm)",
+        "(p.B + 1) + at + 1, sqnorm)",
+    ),
+    "rows of norms lost": ("heights = times(tasks.rows, kNormRows)", "heights = 1"),
     "rows of norms beyond the last": ("< p.tasks.rows ? begin", "< 0 ? begin"),
     "samples beyond 32 lost": ("times(B + 1, 32)", "times(32, 32)"),
+    "numbers of 32 samples in those of the next": (
+        "begin = width * 32, end",
+        "begin = width * 32 + 32, end",
+    ),
+    "first number of a piece lost": (
+        "begin = piece * tasks.samples, rows",
+        "begin = piece * tasks.samples + 1, rows",
+    ),
     "sample's sum goes on in the next": ("        sum = 0;\n", ""),
-    "bias norm in the next sample's place": ("store_norm(b++, sum)", "store_norm(++b, sum)"),
-    "norm of cut tiles left out": ("if (column == p.B) sum += of_parts;", ""),
-    "norm of a share lost": ("k < p.tasks.parts; k", "k < p.tasks.parts - 1; k"),
-    "second row beside the first": ("f.rows[f.row_stride + column]", "f.rows[p.B + 2 + column]"),
+    "bias norm in the next sample's place": ("leave_norm(b++, sum)", "leave_norm(++b, sum)"),
+    "no barrier between norms and their sum": (
+        "  block_sync();\n  if (thread <= b)",
+        "  if (thread <= b)",
+    ),
+    "norm of the sum in a sample's place": ("row + p.B - b + thread", "row + thread"),
+    "norms of a warp lost": ("warp = 0; warp < kFinishWarps;", "warp = 1; warp < kFinishWarps;"),
+    "norms of chunked samples not written": ("tasks.chunks > 1) write", "tasks.chunks > 2) write"),
+    "norm of cut tiles left out": ("of_tiles + of_parts", "of_tiles + 0 * of_parts"),
+    "norm of a share lost": ("part_norms, tasks.parts, 1", "part_norms, tasks.parts - 1, 1"),
+    "a sample's norm for that of the sum": (
+        "p.work.norm_sums + p.B,",
+        "p.work.norm_sums + p.B - 1,",
+    ),
+    "values beyond the first 256 lost": (
+        "k < count; k +=",
+        "k < count && k < kFinishThreads; k +=",
+    ),
+    "second row beside the first": ("row = f.rows + f.row_stride;", "row = f.rows + p.B + 2;"),
+    "samples of the bias in the first row": ("write_row(f.rows + f.row_stride", "write_row(f.rows"),
     "no count of calls": ("    f.rows[p.B + 1] = 1.f;\n", ""),
     "an order of its own": (
         "total += shared[k * 32 + lane];",
@@ -189,6 +273,7 @@ TOKEN_BUGS = {
     "lanes left out of a sum": ("mask = 16; mask;", "mask = 8; mask;"),
 }
 PLANTED = {"sm90": BUGS, "sm80": SM80_BUGS, "finish": FINISH_BUGS, "token_sqnorms": TOKEN_BUGS}
+PLANTED |= {"plan": PLAN_BUGS}
 ALL_BUGS = [("sm90", HANDED_OVER_EARLY)]
 ALL_BUGS += [(kernel, bug) for kernel, bugs in PLANTED.items() for bug in bugs]
 

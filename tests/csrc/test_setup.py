@@ -189,7 +189,7 @@ def test_ninja_on_the_path(tmp_path: Path) -> None:
 WITHOUT_HOPPER = """\
 #include "linear_wgrad.h"
 namespace gnsfast {
-Plan plan(int B, int I, int O, int devices) { return plan_tiles({8, 8, 1}, B, I, O, devices); }
+Plan plan(int B, int T, int I, int O, int n) { return plan_tiles({8, 8, 1}, B, T, I, O, n); }
 void launch(const LinearWgrad&, const Plan&) {}
 const Registered sm80{{"sm80", plan, launch}};
 void token_sqnorms(const TokenSqnorms&) {}
