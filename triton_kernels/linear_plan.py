@@ -99,7 +99,7 @@ def plan(
             floats += M * B * tiles
         sizes |= {"sums": sums, "sums_at": floats, "piece_programs": pieces}
         floats += M * sums
-    arrivals, columns = samples + sizes["piece_programs"], 0
+    arrivals, tickets = samples + sizes["piece_programs"], 1
     if bias is not None:
         N, stride_b, stride_t = bias
         columns = triton.cdiv(N, BLOCK_N)
@@ -115,13 +115,14 @@ def plan(
         floats += pieces * N + M * columns * (bias_B + 1)
         options |= {"CHUNKS": chunks, "BLOCK_T": min(ROWS, triton.next_power_of_2(bias_T))}
         arrivals += columns
+        tickets += columns + (pieces if chunks == 1 else 0)
     programs = sizes["bias_programs"] + sizes["piece_programs"] + samples
     sizes["arrivals"] = arrivals
     values = (*(sizes[name] for name in FIXED), *(options[name] for name in CONSTANTS))
     # Two blocks of a multiprocessor: for three ptxas spills up to 24 bytes (sm_80, 80 registers).
     registers = 65536 // (2 * 32 * WARPS) if metric and bias is not None else None
     launch = Launch(linear_finish_kernel, (programs,), values, num_warps=WARPS, maxnreg=registers)
-    return Finish(launch, floats, 1 + columns, sizes)
+    return Finish(launch, floats, tickets, sizes)
 
 
 def share(B: int, T: int, columns: int, processors: int) -> tuple[int, int]:
@@ -129,11 +130,11 @@ def share(B: int, T: int, columns: int, processors: int) -> tuple[int, int]:
     each program adds: four programs for a multiprocessor, or a little more.
 
     A column's last program adds one row from each of the others, so there are at most 128 of them
-    unless there are more samples than that to be cut.
+    unless there are many samples: the last program of some samples adds a block of them at most.
     """
     pieces = min(128, triton.cdiv(4 * processors, columns))
     if B >= pieces:
-        return 1, triton.cdiv(B, pieces)
+        return 1, min(BLOCK_N, triton.cdiv(B, pieces))
     chunks = min(pieces // B, triton.cdiv(T, 4 * ROWS), ROWS)
     return 1 << (chunks.bit_length() - 1), 1
 

@@ -118,6 +118,7 @@ BIASES = {
     "a chunk that is shorter": (2, 513, 24),
     "many samples": (27, 3, 20),
     "many samples, several columns": (15, 9, 260),
+    "more samples than a program adds": (260, 2, 650),
     "one token": (5, 1, 40),
     "one sample of one token": (1, 1, 200),
     "many of one token": (150, 1, 150),
@@ -138,6 +139,23 @@ def test_bias(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> N
         assert_close(db[:, None], want[0])
         assert_close(rows[-1, :-1], want[1])
         assert (rows[:, -1] == 1.0).all()
+
+
+@pytest.mark.parametrize("shape", [(260, 1, 650), (70, 3, 40), (33, 6, 130), (5, 40, 9)], ids=str)
+def test_bias_of_several_samples_a_step_under_a_metric(
+    shape: tuple[int, int, int], device: str
+) -> None:
+    B, T, N = shape
+    dy = torch.randn(shape, device=device) * torch.logspace(-2, 0, B, device=device)[:, None, None]
+    v, constants = torch.rand(N, device=device), torch.tensor([[2.0, 0.5]], device=device).double()
+    more: dict[str, Any] = dict(moments=[v], constants_P2=constants)
+    _, db, rows, _ = KERNELS.linear_wgrad(dy, dy, False, True, False, F32, **more)
+    g = dy.double().sum(1)
+    g = torch.cat([g, g.sum(0, keepdim=True)])
+    assert_close(db[:, None], g[-1][:, None])
+    for row, p in zip(rows, (torch.ones_like(v.double()), 1 / (v.double().sqrt() * 2 + 0.5))):
+        assert_close(row[:-1], (p * g.square()).sum(1))
+        assert row[-1] == 1.0
 
 
 @pytest.mark.parametrize("sizes", [(3, 4, 0, 5), (3, 4, 5, 0), (3, 0, 4, 5), (0, 3, 4, 5)], ids=str)
@@ -170,15 +188,20 @@ def test_a_bias_of_strided_rows(T: int, device: str) -> None:
 
 
 def test_pieces_of_a_bias() -> None:
-    """Few samples are cut into chunks of tokens, so that B = 1 fills the device."""
+    """Few samples are cut into chunks of tokens, so that B = 1 fills the device. No program adds
+    more samples than the last one of their columns adds at a time.
+    """
     assert linear_plan.share(1, 4096, 6, 132) == (32, 1)
     assert linear_plan.share(16, 1024, 6, 132) == (4, 1)
     assert linear_plan.share(16, 1024, 24, 132) == (1, 1)
-    assert linear_plan.share(4096, 16, 32, 132) == (1, 241)
-    for B, T, columns in itertools.product((1, 3, 7, 100), (1, 50, 129, 5000), (1, 24, 400)):
+    assert linear_plan.share(4096, 16, 32, 132) == (1, 128)
+    assert linear_plan.share(4096, 2, 393, 132) == (1, 128)
+    sizes = (1, 3, 7, 100, 9999), (1, 50, 129, 5000), (1, 24, 400)
+    for B, T, columns in itertools.product(*sizes):
         chunks, each = linear_plan.share(B, T, columns, 132)
         assert chunks & (chunks - 1) == 0 and (chunks == 1 or each == 1)
         assert chunks * B <= 128 or chunks == 1
+        assert each <= linear_plan.BLOCK_N
 
 
 @pytest.fixture
@@ -197,7 +220,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @interpreted
-@pytest.mark.parametrize("shape", [(5, 300, 40, 300), (3, 9, 300, 512), (40, 1, 40, 300)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 300, 40, 300), (3, 9, 300, 512), (40, 1, 40, 300), (30, 2, 40, 300)], ids=str
+)
 def test_whoever_comes_last(
     shape: tuple[int, int, int, int], order: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
