@@ -135,6 +135,8 @@ def finish_cases() -> Iterator[Case]:
     }
     balance = configs.balance(16, 9, 12)
     weights = [linear_plan.Squares(512, 512, config, balance) for config in tiles.values()]
+    balances = configs.balance(2, 64, 24), configs.balance(1, 999, 132)  # many parts of a tile
+    weights += [linear_plan.Squares(512, 512, configs.HALF[0], each) for each in balances]
     for dtype, weight, (bias, tokens), metric in product(
         ("bf16", "fp32"),
         (None, linear_plan.Squares(512, 512), *weights),
@@ -155,7 +157,9 @@ def finish_cases() -> Iterator[Case]:
         doubles = ("constants_ptr", "bias_constants_ptr")
         kind = "no weight" if weight is None else "plain" if weight.config is None else ""
         if weight and weight.config:
-            kind = f"{weight.config.block_o}x{weight.config.block_i}"
+            height = constants["HEIGHT"]
+            few = f" by {height}" if height < linear_finish.HEIGHTS[0] else ""
+            kind = f"{weight.config.block_o}x{weight.config.block_i}{few}"
         words = [f"bias {constants['CHUNKS']}"] * bias + ["metric"] * metric
         yield Case(
             " ".join(["linear_finish", kind, *words]),

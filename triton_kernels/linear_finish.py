@@ -32,8 +32,11 @@ ROWS = 32
 """Rows of partial sums, or of dy, that a program adds at a time: tokens of one sample or of several
 short ones."""
 
-HEIGHT = 16
-"""Rows of a tile in a piece: a tile of 128 rows that six programs share is added by eight."""
+HEIGHTS = (16, 4, 1)
+"""Rows of a tile in a piece, the fewer the more parts there are. A program reads ``ROWS`` rows at a
+time, from several parts: a tile of 128 rows that two programs share is added by 8, each in a step;
+one that 128 share by 128, each in four steps. One part after the other would take 38 µs (counted).
+"""
 
 SPAN = 2048
 """Elements of dW that a program squares at a time."""
@@ -178,20 +181,27 @@ def merge_piece(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     HEIGHT: tl.constexpr,
 ):
     """dW in some rows of a tile that several programs share (``configs.balance``), from their parts
-    in the order of the samples.
+    in the order of the samples, up to blocks.
     """
     pieces: tl.constexpr = BLOCK_O // HEIGHT
+    together: tl.constexpr = ROWS // HEIGHT
     shared = piece // pieces
     height = piece % pieces * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     within = height * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
-    total = tl.load(scratch_ptr + tl.cast(shared, tl.int64) * (BLOCK_O * BLOCK_I) + within)
     rest = B - own
-    for helper in range(shared * rest // own, ((shared + 1) * rest - 1) // own + 1):
-        slot = tl.cast(remaining + shared + helper, tl.int64)
-        total += tl.load(scratch_ptr + slot * (BLOCK_O * BLOCK_I) + within)
+    helper = shared * rest // own  # the first, which takes the samples after the tile's owner
+    slot = remaining + shared + helper
+    end = remaining + shared + ((shared + 1) * rest - 1) // own + 1
+    total = tl.load(scratch_ptr + tl.cast(shared, tl.int64) * (BLOCK_O * BLOCK_I) + within)
+    for first in range(slot, end, together):
+        parts = first + tl.arange(0, together)
+        at = parts.to(tl.int64)[:, None, None] * (BLOCK_O * BLOCK_I) + within[None, :, :]
+        found = tl.load(scratch_ptr + at, mask=(parts < end)[:, None, None], other=0.0)
+        total += tl.sum(found, 0)
 
     tiles_o, tiles_i = tl.cdiv(O, BLOCK_O), tl.cdiv(I, BLOCK_I)
     tile_o, tile_i = tile_position(first_tile + shared, tiles_o, tiles_i, GROUP)
@@ -321,7 +331,7 @@ def linear_finish_kernel(
                 merge_piece(
                     *(work_ptr, dw_ptr, v_ptr, constants_ptr, sums_ptr, sums, piece),
                     *(first_tile, remaining, own, B, I, O),
-                    *(ADD, METRIC, BLOCK_O, BLOCK_I, GROUP, HEIGHT),
+                    *(ADD, METRIC, BLOCK_O, BLOCK_I, GROUP, ROWS, HEIGHT),
                 )
             else:
                 square_piece(

@@ -13,7 +13,7 @@ from gnsfast.triton_kernels.configs import GROUP_O, Balance, Config
 from gnsfast.triton_kernels.launch import Launch
 from gnsfast.triton_kernels.linear_finish import (
     BLOCK_N,
-    HEIGHT,
+    HEIGHTS,
     ROWS,
     SPAN,
     WARPS,
@@ -76,8 +76,8 @@ def plan(
     sizes = dict.fromkeys(FIXED, 0) | {"B": B, "row_stride": row_stride}
     options: dict[str, Any] = {"WEIGHT": weight is not None, "BIAS": bias is not None}
     options |= {"METRIC": metric, "CHUNKS": 1, "BLOCK_T": ROWS}
-    options |= {"TILES": False, "ADD": add, "BLOCK_O": HEIGHT, "BLOCK_I": 1, "GROUP": GROUP_O}
-    options |= {"BLOCK_N": BLOCK_N, "ROWS": ROWS, "HEIGHT": HEIGHT, "SPAN": SPAN}
+    options |= {"TILES": False, "ADD": add, "BLOCK_O": HEIGHTS[0], "BLOCK_I": 1, "GROUP": GROUP_O}
+    options |= {"BLOCK_N": BLOCK_N, "ROWS": ROWS, "HEIGHT": HEIGHTS[0], "SPAN": SPAN}
     floats, samples = 0, 0
     if weight is not None:
         sizes |= {"I": weight.I, "O": weight.O}
@@ -90,12 +90,15 @@ def plan(
         else:
             tiles = triton.cdiv(weight.O, config.block_o) * triton.cdiv(weight.I, config.block_i)
             shared = balance.remaining if balance.unfinished else 0
-            pieces = shared * (config.block_o // HEIGHT)
+            parts = triton.cdiv(balance.unfinished, shared or 1)
+            height = next((n for n in HEIGHTS if n * parts <= 2 * ROWS), HEIGHTS[-1])
+            pieces = shared * (config.block_o // height)
             sums, samples = tiles - shared + pieces, B
             floats = balance.unfinished * config.block_o * config.block_i
             sizes |= {"first_tile": balance.first_tile, "remaining": balance.remaining}
             sizes |= {"own": balance.own, "tiles": tiles, "partial_at": floats}
             options |= {"TILES": True, "BLOCK_O": config.block_o, "BLOCK_I": config.block_i}
+            options |= {"HEIGHT": height}
             floats += M * B * tiles
         sizes |= {"sums": sums, "sums_at": floats, "piece_programs": pieces}
         floats += M * sums

@@ -112,6 +112,31 @@ def test_every_sharing(metric: bool, device: str, monkeypatch: pytest.MonkeyPatc
             assert_close(rows[1, :-1], (p * g.square()).sum((1, 2)))
 
 
+@pytest.mark.parametrize("programs, height", [(3, 16), (9, 4), (40, 1)])
+@pytest.mark.parametrize("metric", [False, True], ids=["", "metric"])
+def test_a_tile_of_many_parts(
+    metric: bool, programs: int, height: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of two tiles are added by more programs, several at a time."""
+    monkeypatch.setattr(configs, "MERGE", 0)
+    linear_wgrad.launches.cache_clear()
+    x, dy = torch.randn(37, 2, 15, device=device), torch.randn(37, 2, 20, device=device)
+    v, constants = torch.rand(20, 15, device=device), torch.ones(2, device=device).double()
+    dw, rows = torch.ones(20, 15, device=device), torch.empty(1 + metric, 39, device=device)
+    of_metric = (v, constants) if metric else None
+    linear_wgrad.fused(x, dy, dw, rows, SMALL, programs=programs, add=True, metric=of_metric)
+    want = loop(x, dy)
+    assert_close(dw, want[0] + 1)
+    assert_close(rows[0, :-1], want[1])
+    if metric:
+        g = torch.cat([dy.double().mT @ x.double(), want[0][None]])
+        assert_close(rows[1, :-1], (g.square() / (v.double().sqrt() + 1)).sum((1, 2)))
+    squares = linear_plan.Squares(20, 15, SMALL, balance(2, 37, programs, 1))
+    how = linear_plan.plan((37, 2), squares, None, row_stride=39, processors=programs)
+    constants = how.launch.values[len(linear_plan.FIXED) :]
+    assert dict(zip(linear_plan.CONSTANTS, constants))["HEIGHT"] == height
+
+
 BIASES = {
     "one long sample": (1, 500, 300),
     "chunks of tokens": (3, 300, 130),
