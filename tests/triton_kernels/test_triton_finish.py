@@ -198,6 +198,42 @@ def test_squares_of_embeddings(
     torch.testing.assert_close(dw.double(), sum(g), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("piece", [1, 3, 16])
+@pytest.mark.parametrize("under_metric", [False, True], ids=["", "metric"])
+def test_frequent_ids(
+    under_metric: bool, piece: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs and segments of several programs, which begin and end anywhere."""
+    monkeypatch.setattr(embeddings, "PIECE", piece)
+    ids = torch.tensor([[7] * 20, [7] * 9 + [2, 3] + [5] * 9, [5] * 14 + [280, 7, 7, 299, 2, 2]])
+    ids = torch.cat([ids, torch.randint(0, 300, (1, 20))]).to(device)
+    dy = torch.randn(4, 20, 530, device=device) + 1
+    v = torch.rand(300, 530, device=device)
+    more = metric(device, v) if under_metric else {}
+    p = torch.stack([torch.ones_like(v), 1 / (v * 2.25).sqrt().add(1e-3)]).double()
+    for padding_idx in (-1, 2, 7):
+        dw, rows = KERNELS.embedding_wgrad(dy, ids, 300, padding_idx, F32, **more)
+        onehot = torch.nn.functional.one_hot(ids, 300).double()
+        onehot[..., padding_idx] *= padding_idx < 0
+        g = onehot.mT @ dy.double()
+        g = torch.cat([g, g.sum(0, keepdim=True)])
+        torch.testing.assert_close(dw.double(), g[-1], rtol=1e-5, atol=1e-5)
+        for row, p_VD in zip(rows.double(), p):
+            want = (p_VD * g.square()).sum((1, 2))
+            torch.testing.assert_close(row, torch.cat([want, want.new_ones(1)]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
+def test_order_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embeddings, "PIECE", 2)
+    ids, dy = torch.randint(3, 5, (3, 15)), torch.randn(3, 15, 40)
+    call = lambda: KERNELS.embedding_wgrad(dy, ids, 300, -1, F32)
+    want = call()
+    for seed in range(3):
+        with shuffled_programs(seed):
+            assert all(torch.equal(g, w) for g, w in zip(call(), want, strict=True))
+
+
 @pytest.mark.parametrize("squares", [1, 17, 300, 1025, 5000])
 def test_blocks_of_squares(squares: int) -> None:
     found = embeddings.finish_config(squares)
