@@ -4,6 +4,7 @@ with it: the bias's gradient, and a tied head's rows.
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from gnsfast.ops import backends, extension
@@ -150,9 +151,10 @@ def fused_wgrad(
         x, dy = padded(x) if how.pad_x else x, padded(dy) if how.pad_dy else dy
         how = reading(operand(x), operand(dy), tf32)
     if config is None:
-        (_, T, I), O = x.shape, dy.shape[2]
+        (B, T, I), O = x.shape, dy.shape[2]
         configs = candidates(x.dtype, how.aligned, metric is not None)
-        key = ("linear_wgrad", I, O, 1 << (T - 1).bit_length(), x.dtype, dw_OI.dtype, how.tma)
+        lengths = (triton.next_power_of_2(n) for n in (B, T))
+        key = ("linear_wgrad", *lengths, I, O, x.dtype, dw_OI.dtype, how.tma)
         key = key if metric is None else (*key, "metric", metric[0].dtype)
         # Tuning must not add to dW.
         scratch = lambda: (torch.empty_like(dw_OI), torch.empty_like(rows))
