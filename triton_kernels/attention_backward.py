@@ -32,7 +32,7 @@ from gnsfast.triton_kernels.finish import clear_tickets
 from gnsfast.triton_kernels.tiles import dot, precision, unit_inner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tickets"])
 def attention_queries_kernel(
     q_ptr,
     k_ptr,

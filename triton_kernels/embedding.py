@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gnsfast.signatures import EmbeddingWgrad, metric_of
 from gnsfast.triton_kernels.finish import arrives_last, clear_tickets, column_sums
+from gnsfast.triton_kernels.launch import known
 from gnsfast.triton_kernels.tiles import most_registers, root_metric
 
 SQUARES = 4096
@@ -40,7 +41,7 @@ def config(D: int) -> dict[str, Any]:
     """
     block_d = min(512, max(16, triton.next_power_of_2(D)))
     most = most_registers(4 if D % 16 else 4 * 9)
-    return {"BLOCK_R": 8, "BLOCK_D": block_d, "num_warps": 4, "maxnreg": most}
+    return known({"BLOCK_R": 8, "BLOCK_D": block_d, "num_warps": 4, "maxnreg": most})
 
 
 def finish_config(squares: int) -> dict[str, int]:

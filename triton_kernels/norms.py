@@ -42,7 +42,7 @@ CHUNK = 3
 of bfloat16 x, dy and dx."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tickets"])
 def norm_backward_kernel(
     dy_ptr,
     x_ptr,

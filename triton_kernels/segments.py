@@ -20,6 +20,7 @@ from gnsfast.tensors import accumulate_dtype
 from gnsfast.triton_kernels import sums
 from gnsfast.triton_kernels.configs import SMALL, TF32, Config, candidates
 from gnsfast.triton_kernels.finish import arrives_last, clear_tickets, column_sums
+from gnsfast.triton_kernels.launch import known
 from gnsfast.triton_kernels.sums import finish_parameter
 from gnsfast.triton_kernels.tiles import dot, precision, tf32_allowed, tile_position, unit_inner
 
@@ -81,7 +82,7 @@ def linear_wgrad_segments_kernel(
         tl.store(ticket_ptr, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tickets"])
 def segment_sums_kernel(
     dy_ptr,
     sums_ptr,  # [B, E, O] in the accumulation dtype
@@ -226,7 +227,7 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
         sums_BEO = segment_sums(dy, starts, E, tickets)
     splits = min(triton.cdiv(pieces, SHARE), plan.grid[0] * plan.grid[1] if a.bias else pieces)
     grid = (*plan.grid[:2], a.weight + a.bias) if a.bias else (splits, 1, 1)
-    options = {key: value for key, value in plan.options.items() if key != "METRIC"}
+    options = {key: value for key, value in known(plan.options).items() if key != "METRIC"}
     if a.weight or a.bias:
         segments_finish_kernel[grid](
             *(rows, partial, sums_BEO, db, rows.new_empty(splits * (B + 1) + plan.scratch_stride)),

@@ -160,7 +160,7 @@ def test_tuning_without_memory(tuning: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == list(HALF)
 
 
-def test_tuning_knows_the_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_knows_the_batch_size(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """How tiles are shared depends on it."""
     pytest.importorskip("triton", reason="triton is there on Linux alone")
     from gnsfast.triton_kernels import outer
@@ -168,8 +168,8 @@ def test_tuning_knows_the_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
     monkeypatch.setattr(outer, "choose", lambda key, configs, run: keys.append(key) or configs[0])
     for B, T in ((5, 100), (8, 128), (9, 128), (8, 129)):
-        x = torch.zeros(B, T, 32)
-        outer.fused_wgrad(x, x, torch.empty(32, 32), torch.empty(1, B + 2))
+        x, *results = (torch.zeros(s, device=device) for s in ((B, T, 32), (32, 32), (1, B + 2)))
+        outer.fused_wgrad(x, x, *results)
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
 

@@ -3,6 +3,8 @@
 and sizes for which every loop of the finishing kernels turns more than once.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +16,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from gnsfast import reference
+from gnsfast import reference, triton_kernels
 from gnsfast.triton_kernels import embedding as embeddings  # noqa: E402
-from gnsfast.triton_kernels import operators, segments, sums  # noqa: E402
+from gnsfast.triton_kernels import (  # noqa: E402
+    linear_plan,
+    linear_wgrad,
+    norms,
+    operators,
+    segments,
+    sums,
+)
 from gnsfast.triton_kernels.tiles import INTERPRETED  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
@@ -132,6 +141,43 @@ def test_order_of_programs(case: tuple[Any, list[str]]) -> None:
             got = call()
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
         assert not any(t.isnan().any() for t in got)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU is of one maker")
+def test_options_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch says ``maxnreg``, which Triton's compiler for AMD devices refuses."""
+    from triton.runtime.interpreter import GridExecutor
+
+    cached = (sums.plan, norms.plan, norms.backward, linear_plan.plan, linear_wgrad.launches)
+    for plan in cached:
+        plan.cache_clear()
+    seen: set[str] = set()
+    run = GridExecutor.__call__
+    recorded = lambda self, *args, **options: seen.update(options) or run(self, *args, **options)
+    monkeypatch.setattr(GridExecutor, "__call__", recorded)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    x, dy = torch.randn(3, 9, 20), torch.randn(3, 9, 36)
+    linear = lambda: KERNELS.linear_wgrad(x, dy, True, True, False, F32)
+    for call in (linear, *(make("cpu") for make, _ in CALLS.values())):
+        call()
+    assert "num_warps" in seen and "maxnreg" not in seen
+    for plan in cached:
+        plan.cache_clear()
+
+
+def test_no_kernel_is_compiled_for_a_count_of_tickets() -> None:
+    """One ticket, and every multiple of 16, would otherwise have a kernel of their own."""
+    kernels = {}
+    for file in pkgutil.iter_modules(triton_kernels.__path__):
+        module = importlib.import_module(f"gnsfast.triton_kernels.{file.name}")
+        found = {name: fn for name, fn in vars(module).items() if name.endswith("_kernel")}
+        kernels |= {
+            name: fn for name, fn in found.items() if "tickets" in getattr(fn, "arg_names", ())
+        }
+    assert len(kernels) == 7
+    for name, fn in kernels.items():
+        kept = fn.kwargs["do_not_specialize"] if INTERPRETED else fn.do_not_specialize
+        assert "tickets" in kept, name
 
 
 # Samples, pieces and widths of the parameters; a block is of 8192 numbers and at least 32 columns.
