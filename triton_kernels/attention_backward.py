@@ -293,7 +293,8 @@ def attention_backward(
     if found:
         sizes = (tuple(t.shape[dim] for t in found) for dim in (1, 2))
         plan = sums.plan(a.samples, *sizes, 1)
-        tickets, count = plan.tickets(q_BHTD)
+        count = plan.tickets
+        tickets = q_BHTD.new_empty(count, dtype=torch.int32)
     common = dict(
         CAUSAL=pattern.is_causal,
         WINDOW=pattern.window > 0,

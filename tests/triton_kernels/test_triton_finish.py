@@ -206,7 +206,9 @@ def test_sums(
     measures = 1 + under_metric
     rows = torch.empty(measures * len(widths), B + 2, device=device)
     plan = sums.plan(B, pieces, widths, measures)
-    plan.run(partials, grads, rows, plan.tickets(rows)[0].zero_(), **more)
+    plan.run(
+        partials, grads, rows, torch.zeros(plan.tickets, dtype=torch.int32, device=device), **more
+    )
     for i, (partial, grad) in enumerate(zip(partials, grads)):
         g_BN = partial.double().sum(1)
         total_N = g_BN.sum(0)
