@@ -137,11 +137,17 @@ def finish_cases() -> Iterator[Case]:
     weights = [linear_plan.Squares(512, 512, config, balance) for config in tiles.values()]
     balances = configs.balance(2, 64, 24), configs.balance(1, 999, 132)  # many parts of a tile
     weights += [linear_plan.Squares(512, 512, configs.HALF[0], each) for each in balances]
-    for dtype, weight, (bias, tokens), metric in product(
+    plain = linear_plan.Squares(512, 512)
+    runs = product(
         ("bf16", "fp32"),
-        (None, linear_plan.Squares(512, 512), *weights),
+        (None, plain, *weights),
         ((False, 1), (True, 2), (True, 4096)),
         (False, True),
+        (False,),  # whether dW is rounded from a float32 product
+    )
+    for dtype, weight, (bias, tokens), metric, rounded in (
+        *runs,
+        ("bf16", plain, (False, 1), False, True),
     ):
         if weight is None and not bias:
             continue
@@ -153,14 +159,15 @@ def finish_cases() -> Iterator[Case]:
         absent = ([] if weight else ["dw_ptr"]) + ([] if bias else ["dy_ptr", "db_ptr"])
         absent += [] if metric and weight else ["v_ptr", "constants_ptr"]
         absent += [] if metric and bias else ["bias_v_ptr", "bias_constants_ptr"]
-        floats = ("work_ptr", "rows_ptr", "v_ptr", "bias_v_ptr")
+        floats = ("work_ptr", "product_ptr", "rows_ptr", "v_ptr", "bias_v_ptr")
         doubles = ("constants_ptr", "bias_constants_ptr")
         kind = "no weight" if weight is None else "plain" if weight.config is None else ""
         if weight and weight.config:
             height = constants["HEIGHT"]
             few = f" by {height}" if height < linear_finish.HEIGHTS[0] else ""
             kind = f"{weight.config.block_o}x{weight.config.block_i}{few}"
-        words = [f"bias {constants['CHUNKS']}"] * bias + ["metric"] * metric
+        words = [f"bias {constants['CHUNKS']}"] * bias + ["metric"] * metric + ["rounded"] * rounded
+        absent += [] if rounded else ["product_ptr"]
         yield Case(
             " ".join(["linear_finish", kind, *words]),
             linear_finish.linear_finish_kernel,

@@ -221,6 +221,7 @@ def merge_piece(
 @triton.jit
 def square_piece(
     dw_ptr,
+    product_ptr,  # None where it is dW itself
     v_ptr,
     constants_ptr,
     sums_ptr,
@@ -231,13 +232,17 @@ def square_piece(
     METRIC: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """The square of ``each`` elements of dW."""
+    """The square of ``each`` elements of dW, which are rounded after that."""
     squares = tl.zeros((SPAN,), tl.float32)
     weighed = tl.zeros((SPAN,), tl.float32)
     start = tl.cast(piece, tl.int64) * each
     for first in range(0, each, SPAN):
         offs = start + first + tl.arange(0, SPAN)
-        g = tl.load(dw_ptr + offs, mask=offs < count, other=0.0).to(tl.float32)
+        if product_ptr is None:
+            g = tl.load(dw_ptr + offs, mask=offs < count, other=0.0).to(tl.float32)
+        else:
+            g = tl.load(product_ptr + offs, mask=offs < count, other=0.0)
+            tl.store(dw_ptr + offs, g.to(dw_ptr.dtype.element_ty), mask=offs < count)
         squares += g * g
         if METRIC:
             v = tl.load(v_ptr + offs, mask=offs < count, other=1.0)
@@ -261,6 +266,7 @@ def linear_finish_kernel(
     work_ptr,  # float32: the parts of shared tiles, then what begins at the offsets below
     tickets_ptr,  # [1 + columns] int32 zeros
     dw_ptr,
+    product_ptr,  # [O, I] float32, from which dW is rounded; or None
     dy_ptr,
     db_ptr,
     rows_ptr,  # [M P, B + 2] float32: the weight's row, the bias's, both again under the metric
@@ -335,8 +341,8 @@ def linear_finish_kernel(
                 )
             else:
                 square_piece(
-                    *(dw_ptr, v_ptr, constants_ptr, sums_ptr, sums, piece, span, elements),
-                    *(METRIC, SPAN),
+                    *(dw_ptr, product_ptr, v_ptr, constants_ptr, sums_ptr, sums, piece),
+                    *(span, elements, METRIC, SPAN),
                 )
     elif TILES:
         b = program - bias_programs - piece_programs

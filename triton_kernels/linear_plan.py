@@ -20,7 +20,7 @@ from gnsfast.triton_kernels.linear_finish import (
     linear_finish_kernel,
 )
 
-TENSORS = 10
+TENSORS = 11
 """The kernel's first arguments are tensors; numbers and constants follow."""
 
 CONSTANT = linear_finish_kernel.arg_names.index("WEIGHT")
@@ -164,9 +164,13 @@ def finish(
     dw_OI: Tensor | None,
     bias: Bias | None,
     metric: Metric | None = None,
+    product_OI: Tensor | None = None,
 ) -> None:
-    """Launch the kernel; ``tickets`` are zeros by then. ``rows`` [M P, B + 2] has any stride."""
+    """Launch the kernel; ``tickets`` are zeros by then. ``rows`` [M P, B + 2] has any stride. With
+    ``product_OI`` dW is still to be rounded from it.
+    """
     v, constants = metric or (None, None)
     dy, db, of_bias = bias or (None, None, None)
     bias_v, bias_constants = of_bias or (None, None)
-    ending.launch(work, tickets, dw_OI, dy, db, rows, v, constants, bias_v, bias_constants)
+    metrics = v, constants, bias_v, bias_constants
+    ending.launch(work, tickets, dw_OI, product_OI, dy, db, rows, *metrics)

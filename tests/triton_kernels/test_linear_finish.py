@@ -20,7 +20,7 @@ from gnsfast import reference  # noqa: E402
 from gnsfast.triton_kernels import configs, linear_plan, linear_wgrad, operators, outer  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, balance  # noqa: E402
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNELS = Signed(operators)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="counts and orders programs")
 SMALL = Config(16, 16, 16, 4, 2)
@@ -210,6 +210,28 @@ def test_a_bias_of_strided_rows(T: int, device: str) -> None:
     want = Signed(reference).linear_wgrad(x, dy, True, True, False, torch.float32)
     for ours, theirs in zip((dw, db, rows), want):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtypes", [(F16, F16), (F32, F16), (BF16, F32)], ids=str)
+@pytest.mark.parametrize("metric", [False, True], ids=["", "metric"])
+@pytest.mark.parametrize("T", [1, 4])
+def test_squares_before_rounding(
+    T: int, metric: bool, dtypes: tuple[torch.dtype, ...], device: str
+) -> None:
+    """Half of these gradients vanish in float16."""
+    x = (torch.randn(3, T, 70, device=device) * 1e-4).to(dtypes[0])
+    dy = (torch.randn(3, T, 90, device=device) * 3e-4).to(dtypes[0])
+    dw = torch.empty(90, 70, dtype=dtypes[1], device=device)
+    rows = torch.empty(1 + metric, 5, device=device)
+    v, constants = torch.rand(90, 70, device=device), torch.ones(2, device=device).double()
+    route, of_metric = "gram" if T > 1 else "closed", (v, constants) if metric else None
+    outer.outer_wgrad(x, dy, dw, rows, metric=of_metric, route=route)
+    want, norms = loop(x, dy)
+    torch.testing.assert_close(dw, want.to(dtypes[1]), rtol=1e-3, atol=6e-8)
+    torch.testing.assert_close(rows[0, :-1].double(), norms, rtol=1e-5, atol=0)
+    if metric:
+        sqnorm = (want.square() / (v.double().sqrt() + 1)).sum()
+        torch.testing.assert_close(rows[1, 3].double(), sqnorm, rtol=1e-5, atol=0)
 
 
 def test_pieces_of_a_bias() -> None:
