@@ -29,8 +29,13 @@ BLOCK_N = 128
 """Columns of dy that a program adds: 256 bytes of each row in half precision."""
 
 ROWS = 32
-"""Rows of partial sums, or of dy, that a program adds at a time: tokens of one sample or of several
+"""Rows of dy, or of chunks' sums, that a program adds at a time: tokens of one sample or of several
 short ones."""
+
+PIECES: tl.constexpr = tl.constexpr(8)
+"""Rows of partial sums that a program adds in float64 at a time: with 16 or more it has too many
+registers for four programs of a multiprocessor. Each waits for 8 KiB of dy in half precision: two
+at 0.9 µs would read 2.4 TB/s on an H200 (counted), four 4.8."""
 
 HEIGHTS = (16, 4, 1)
 """Rows of a tile in a piece, the fewer the more parts there are. A program reads ``ROWS`` rows at a
@@ -135,13 +140,13 @@ def add_bias(
                 own = offs_b < last_b
                 for m in tl.static_range(1 + METRIC):
                     at = norms_ptr + m * of_metric
-                    found = column_sums(at, columns, B + 1, offs_b, own, ROWS)
+                    found = column_sums(at, columns, B + 1, offs_b, own, PIECES)
                     tl.store(row_ptr + m * measure + offs_b, found.to(tl.float32), mask=own)
 
     last = arrives_last(tickets_ptr + column, pieces)
     if last:
         if CHUNKS == 1:
-            whole = column_sums(sums_ptr, pieces, N, offs, mask, ROWS)
+            whole = column_sums(sums_ptr, pieces, N, offs, mask, PIECES)
         else:
             whole = tl.zeros((BLOCK_N,), tl.float64)
             together: tl.constexpr = ROWS // CHUNKS
@@ -368,6 +373,6 @@ def linear_finish_kernel(
                     for first in range(skip, bias_B + 1, BLOCK_N):
                         offs = first + tl.arange(0, BLOCK_N)
                         mask = offs <= bias_B
-                        found = column_sums(of_m, columns, bias_B + 1, offs, mask, ROWS)
+                        found = column_sums(of_m, columns, bias_B + 1, offs, mask, PIECES)
                         tl.store(row + (B - bias_B) + offs, found.to(tl.float32), mask=mask)
                     tl.store(row + B + 1, 1.0)

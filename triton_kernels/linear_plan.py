@@ -19,6 +19,7 @@ from gnsfast.triton_kernels.linear_finish import (
     WARPS,
     linear_finish_kernel,
 )
+from gnsfast.triton_kernels.tiles import most_registers
 
 TENSORS = 11
 """The kernel's first arguments are tensors; numbers and constants follow."""
@@ -122,8 +123,10 @@ def plan(
     programs = sizes["bias_programs"] + sizes["piece_programs"] + samples
     sizes["arrivals"] = arrivals
     values = (*(sizes[name] for name in FIXED), *(options[name] for name in CONSTANTS))
-    # Two blocks of a multiprocessor: for three ptxas spills up to 24 bytes (sm_80, 80 registers).
-    registers = 65536 // (2 * 32 * WARPS) if metric and bias is not None else None
+    # Programs of a multiprocessor; without a limit ptxas spills up to 24 bytes for one more. Short
+    # samples of float32 would spill with any.
+    resident = 2 if metric else 4 if options["BLOCK_T"] == ROWS else 1
+    registers = most_registers(resident * WARPS) if bias is not None and resident > 1 else None
     launch = Launch(linear_finish_kernel, (programs,), values, num_warps=WARPS, maxnreg=registers)
     return Finish(launch, floats, tickets, sizes)
 
