@@ -145,13 +145,14 @@ def sums_cases() -> Iterator[Case]:
 
 
 def embedding_cases() -> Iterator[Case]:
-    pointers = dict.fromkeys(("dw_ptr", "square_ptr", "sum_ptr", "rows_ptr", "v_ptr"), "*fp32")
+    names = ("dw_ptr", "square_ptr", "pieces_ptr", "sum_ptr", "rows_ptr", "v_ptr")
+    pointers = dict.fromkeys(names, "*fp32")
     pointers |= {"order_ptr": "*i64", "ids_ptr": "*i64", "starts_ptr": "*i32"}
     pointers |= {"tickets_ptr": "*i32", "constants_ptr": "*fp64"}
     options = embedding.config(4096)
     meta, most = {key: options[key] for key in ("BLOCK_R", "BLOCK_D")}, options["maxnreg"]
     for dtype, metric, key in product(("bf16", "fp32"), (False, True), ("i32", "i64")):
-        constants = meta | {"METRIC": metric} | absent_metric(metric)
+        constants = meta | {"METRIC": metric, "PIECE": embedding.PIECE} | absent_metric(metric)
         name = f"embedding_wgrad {key}{' metric' * metric}"
         kinds = pointers | {"key_ptr": f"*{key}"}
         fn = embedding.embedding_wgrad_kernel

@@ -125,7 +125,7 @@ def wgrad_cases(
 
 def finish_cases() -> Iterator[Case]:
     """The kernel that finishes linear layers: each tile's pieces, or those of a plain product, and
-    a bias with as many samples or with chunks of tokens; alone, together, and under a metric.
+    a bias of several samples a step or of chunks of tokens; alone, together, and under a metric.
     """
     tiles = {
         (config.block_o, config.block_i): config
@@ -135,11 +135,19 @@ def finish_cases() -> Iterator[Case]:
     }
     balance = configs.balance(16, 9, 12)
     weights = [linear_plan.Squares(512, 512, config, balance) for config in tiles.values()]
-    for dtype, weight, (bias, tokens), metric in product(
+    balances = configs.balance(2, 64, 24), configs.balance(1, 999, 132)  # many parts of a tile
+    weights += [linear_plan.Squares(512, 512, configs.HALF[0], each) for each in balances]
+    plain = linear_plan.Squares(512, 512)
+    runs = product(
         ("bf16", "fp32"),
-        (None, linear_plan.Squares(512, 512), *weights),
-        ((False, 1), (True, 16), (True, 4096)),
+        (None, plain, *weights),
+        ((False, 1), (True, 2), (True, 4096)),
         (False, True),
+        (False,),  # whether dW is rounded from a float32 product
+    )
+    for dtype, weight, (bias, tokens), metric, rounded in (
+        *runs,
+        ("bf16", plain, (False, 1), False, True),
     ):
         if weight is None and not bias:
             continue
@@ -151,12 +159,15 @@ def finish_cases() -> Iterator[Case]:
         absent = ([] if weight else ["dw_ptr"]) + ([] if bias else ["dy_ptr", "db_ptr"])
         absent += [] if metric and weight else ["v_ptr", "constants_ptr"]
         absent += [] if metric and bias else ["bias_v_ptr", "bias_constants_ptr"]
-        floats = ("work_ptr", "rows_ptr", "v_ptr", "bias_v_ptr")
+        floats = ("work_ptr", "product_ptr", "rows_ptr", "v_ptr", "bias_v_ptr")
         doubles = ("constants_ptr", "bias_constants_ptr")
         kind = "no weight" if weight is None else "plain" if weight.config is None else ""
         if weight and weight.config:
-            kind = f"{weight.config.block_o}x{weight.config.block_i}"
-        words = [f"bias {constants['CHUNKS']}"] * bias + ["metric"] * metric
+            height = constants["HEIGHT"]
+            few = f" by {height}" if height < linear_finish.HEIGHTS[0] else ""
+            kind = f"{weight.config.block_o}x{weight.config.block_i}{few}"
+        words = [f"bias {constants['CHUNKS']}"] * bias + ["metric"] * metric + ["rounded"] * rounded
+        absent += [] if rounded else ["product_ptr"]
         yield Case(
             " ".join(["linear_finish", kind, *words]),
             linear_finish.linear_finish_kernel,

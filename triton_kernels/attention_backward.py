@@ -32,7 +32,7 @@ from gnsfast.triton_kernels.finish import clear_tickets
 from gnsfast.triton_kernels.tiles import dot, precision, unit_inner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tickets"])
 def attention_queries_kernel(
     q_ptr,
     k_ptr,
@@ -293,7 +293,8 @@ def attention_backward(
     if found:
         sizes = (tuple(t.shape[dim] for t in found) for dim in (1, 2))
         plan = sums.plan(a.samples, *sizes, 1)
-        tickets, count = plan.tickets(q_BHTD)
+        count = plan.tickets
+        tickets = q_BHTD.new_empty(count, dtype=torch.int32)
     common = dict(
         CAUSAL=pattern.is_causal,
         WINDOW=pattern.window > 0,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gnsfast.reference import MAX_HEAD_DIM
 from gnsfast.signatures import Parameters, Pattern
+from gnsfast.triton_kernels.launch import known
 from gnsfast.triton_kernels.tiles import dot, most_registers
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -139,7 +140,7 @@ def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, in
     if table is SINGLE:
         for tile in tiles.values():
             tile["maxnreg"] = most_registers(tile["num_warps"])
-    return tiles
+    return {kernel: known(tile) for kernel, tile in tiles.items()}
 
 
 # By head dim: (queries, keys, warps, stages) of forward, of the queries' gradient, of the keys'.

@@ -6,10 +6,10 @@ import math
 import torch
 from torch import Tensor
 
-from gnsfast.reference import unfold
-from gnsfast.signatures import ConvWgrad, empty_rows
+from gnsfast import reference
+from gnsfast.signatures import ConvWgrad
 from gnsfast.triton_kernels.outer import fused_wgrad
-from gnsfast.triton_kernels.sqnorms import probe_rows, row_sqnorms, sums_wgrad, with_sum
+from gnsfast.triton_kernels.sums import finish_sums
 from gnsfast.triton_kernels.tiles import check_dtypes
 
 PATCHES = 1 << 26
@@ -19,46 +19,49 @@ PATCHES = 1 << 26
 
 def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
     """See ``ConvWgrad``."""
-    x, dy, groups = a.x, a.dy, a.groups
-    check_dtypes("conv_wgrad", x, dy)
-    (n, C), O = x.shape[:2], dy.shape[1]
-    rows_a_sample = n // max(a.samples, 1)
-    dw, db = (x.new_empty(0, dtype=a.dtype) for _ in range(2))
-    norms = []
+    check_dtypes("conv_wgrad", a.x, a.dy)
+    if not (a.x.numel() and a.dy.numel()):
+        return reference.conv_wgrad(a)
+    dw, db, rows = a.results()
     if a.weight:
-        K = C // groups * math.prod(a.kernel)
-        dw_GOK = x.new_zeros((groups, O // groups, K), dtype=torch.float32)
-        positions = dy.shape[2:].numel() * rows_a_sample
-        a_sample = groups * K * (positions if groups == 1 else max(positions, O // groups))
-        together = max(1, PATCHES // max(1, a_sample))
-        parts = []
-        for first in range(0, a.samples, together):
-            rows = slice(first * rows_a_sample, (first + together) * rows_a_sample)
-            cols_nLK = unfold(x[rows], a.kernel, a.stride, a.padding, a.dilation)
-            cols_BTGK = cols_nLK.reshape(-1, positions, groups, K)
-            dy_BTO = dy[rows].flatten(2).mT.reshape(-1, positions, O)
-            parts.append(_add_groups(cols_BTGK, dy_BTO, dw_GOK))
-        sqnorm_B = torch.cat(parts) if parts else x.new_zeros(0)
-        norms.append(with_sum(sqnorm_B, dw_GOK.flatten(1)))
-        dw = dw_GOK.reshape(O, C // groups, *a.kernel).to(a.dtype)
+        dw.copy_(_weight_wgrad(a, rows[:1]).view_as(dw))
     if a.bias:
-        sum_nO = dy.flatten(2).sum(2, dtype=torch.float32)
-        sum_BO = sum_nO.reshape(a.samples, rows_a_sample, O).sum(1)
-        db, norms_1B = sums_wgrad(sum_BO, a.dtype)
-        norms.append(norms_1B)
-    return dw, db, probe_rows(norms, a.samples, x)
+        sum_nO = a.dy.flatten(2).sum(2, dtype=torch.float32)
+        finish_sums(sum_nO.unflatten(0, (a.samples, -1)), db, rows[-1:])
+    return dw, db, rows
 
 
-def _add_groups(cols_BTGK: Tensor, dy_BTO: Tensor, dw_GOK: Tensor) -> Tensor:
-    """Add the samples' gradients to ``dw_GOK``. Returns their squared norms [B] over all groups."""
-    (B, T, G, K), O = cols_BTGK.shape, dy_BTO.shape[2] // dw_GOK.shape[0]
-    if G == 1 and B * T * K * O:
-        rows = empty_rows(dw_GOK, 1, B)
-        fused_wgrad(cols_BTGK[:, :, 0], dy_BTO, dw_GOK[0], rows, add=True)
-        return rows[0, :B]
+def _weight_wgrad(a: ConvWgrad, row: Tensor) -> Tensor:
+    """[G, O, K] float32: the groups' gradients. Fills the probe ``row`` [1, B + 2]."""
+    x, dy, groups, samples = a.x, a.dy, a.groups, a.samples
+    (n, C), O = x.shape[:2], dy.shape[1]
+    rows_a_sample, K = n // samples, C // groups * math.prod(a.kernel)
+    dw_GOK = x.new_zeros((groups, O // groups, K), dtype=torch.float32)
+    positions = dy.shape[2:].numel() * rows_a_sample
+    a_sample = groups * K * (positions if groups == 1 else max(positions, O // groups))
+    together = max(1, PATCHES // max(1, a_sample))
+    for first in range(0, samples, together):
+        rows = slice(first * rows_a_sample, (first + together) * rows_a_sample)
+        cols_nLK = reference.unfold(x[rows], a.kernel, a.stride, a.padding, a.dilation)
+        cols_BTGK = cols_nLK.reshape(-1, positions, groups, K)
+        dy_BTO = dy[rows].flatten(2).mT.reshape(-1, positions, O)
+        # What follows these samples' numbers is overwritten by the next ones'.
+        _add_samples(cols_BTGK, dy_BTO, dw_GOK, row[:, first : first + len(dy_BTO) + 2])
+    if samples > together:
+        row[0, samples] = torch.linalg.vector_norm(dw_GOK, dtype=torch.float64).square()
+    return dw_GOK
+
+
+def _add_samples(cols_BTGK: Tensor, dy_BTO: Tensor, dw_GOK: Tensor, row: Tensor) -> None:
+    """Add the samples' gradients to ``dw_GOK``. Fills their ``row`` [1, B + 2]."""
+    (B, _, G, K), O = cols_BTGK.shape, dy_BTO.shape[2] // dw_GOK.shape[0]
+    if G == 1:
+        fused_wgrad(cols_BTGK[:, :, 0], dy_BTO, dw_GOK[0], row, add=True)
+        return
     # The products of groups are small: one batched product makes all samples' gradients.
     dy_BGOT = dy_BTO.unflatten(2, (G, O)).permute(0, 2, 3, 1).flatten(0, 1)
     cols_BGTK = cols_BTGK.transpose(1, 2).flatten(0, 1)
-    g_BGOK = torch.bmm(dy_BGOT.float(), cols_BGTK.float()).reshape(B, G, O, K)
-    dw_GOK += g_BGOK.sum(0)
-    return row_sqnorms(g_BGOK.flatten(1))
+    g_BGOK = torch.bmm(dy_BGOT.float(), cols_BGTK.float())
+    sum_GOK = torch.empty_like(dw_GOK)
+    finish_sums(g_BGOK.view(B, 1, G * O * K), sum_GOK.flatten(), row)
+    dw_GOK += sum_GOK

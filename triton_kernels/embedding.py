@@ -7,7 +7,9 @@ samples.
 Tokens are sorted by (id, sample). The rows of one id are a run, and in it the rows of one sample
 are a segment. A sample's squared norm is the sum of ‖Σ dy‖² over its segments; a row of dW is the
 sum over a run. There is a program for each token: that of the first token of a segment or run sums
-it, and the others return at once. A last kernel adds the squares of each sample and those of dW.
+it, and the others return at once. A long run, as of padding, is cut where its sorted position is a
+multiple of ``PIECE``: the programs there sum a piece each, and the last of them adds the pieces in
+their order. A last kernel adds the squares of each sample and those of dW.
 """
 
 from typing import Any
@@ -19,21 +21,27 @@ from torch import Tensor
 
 from gnsfast.signatures import EmbeddingWgrad, metric_of
 from gnsfast.triton_kernels.finish import arrives_last, clear_tickets, column_sums
+from gnsfast.triton_kernels.launch import known
 from gnsfast.triton_kernels.tiles import most_registers, root_metric
 
 SQUARES = 4096
 """Squares of a long sample that a program of the last kernel loads at a time. Of several short
 samples it loads half as many, for which registers are left."""
 
+PIECE = 128
+"""Sorted tokens that one program sums: 16 steps of 1.5 µs (counted)."""
+
 KEYS = 1024
 """Tokens of a program that makes keys."""
 
 
 def config(D: int) -> dict[str, Any]:
-    """Few and wide programs: most runs have a few rows, and most programs return at once."""
+    """Few and wide programs: most runs have a few rows, and most programs return at once. A
+    multiprocessor holds nine: for ten ptxas would spill 8 bytes, with unaligned rows for two 16.
+    """
     block_d = min(512, max(16, triton.next_power_of_2(D)))
-    most = most_registers(4) if D % 16 else None  # unaligned rows would spill 16 bytes
-    return {"BLOCK_R": 8, "BLOCK_D": block_d, "num_warps": 4, "maxnreg": most}
+    most = most_registers(4 if D % 16 else 4 * 9)
+    return known({"BLOCK_R": 8, "BLOCK_D": block_d, "num_warps": 4, "maxnreg": most})
 
 
 def finish_config(squares: int) -> dict[str, int]:
@@ -44,19 +52,20 @@ def finish_config(squares: int) -> dict[str, int]:
     return {"BLOCK_B": max(1, SQUARES // 2 // length), "BLOCK_T": length, "num_warps": 8}
 
 
-@triton.jit(do_not_specialize=["N", "T", "B"])
+@triton.jit(do_not_specialize=["tickets", "N", "T", "B"])
 def embedding_keys_kernel(
     ids_ptr,  # [N]
     key_ptr,  # [N]: id * B + sample
     starts_ptr,  # [B + 1], where samples are not all T tokens
     tickets_ptr,
+    tickets,
     N,
     T,
     B,
     halvings,  # enough to find one of B
     BLOCK: tl.constexpr,
 ):
-    clear_tickets(tickets_ptr, 1)
+    clear_tickets(tickets_ptr, tickets)
     offs_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs_n < N
     if starts_ptr is None:
@@ -75,17 +84,17 @@ def embedding_keys_kernel(
 
 
 @triton.jit
-def sum_below(dy_ptr, order_ptr, key_ptr, first, end, N, D, offs_d, BLOCK_R: tl.constexpr):
-    """The sum of the rows of dy from sorted position ``first`` on, while their key is below
-    ``end``.
+def sum_below(dy_ptr, order_ptr, key_ptr, first, last, high, D, offs_d, BLOCK_R: tl.constexpr):
+    """The sum of the rows of dy from sorted position ``first`` to ``last``, while keys are below
+    ``high``.
     """
     total = tl.zeros((offs_d.shape[0],), tl.float32)
     position = first
     going = True
     while going:
         offs_r = position + tl.arange(0, BLOCK_R)
-        inside = offs_r < N
-        inside = inside & (tl.load(key_ptr + offs_r, mask=inside, other=0).to(tl.int64) < end)
+        inside = offs_r < last
+        inside = inside & (tl.load(key_ptr + offs_r, mask=inside, other=0).to(tl.int64) < high)
         rows = tl.load(order_ptr + offs_r, mask=inside, other=0)
         dy = tl.load(
             dy_ptr + rows[:, None] * D + offs_d[None, :],
@@ -98,6 +107,59 @@ def sum_below(dy_ptr, order_ptr, key_ptr, first, end, N, D, offs_d, BLOCK_R: tl.
     return total
 
 
+@triton.jit
+def sum_piece(
+    dy_ptr,
+    order_ptr,
+    key_ptr,
+    pieces_ptr,  # [2 multiples of PIECE, D] float32: of each the piece before it, and that behind
+    tickets_ptr,  # [multiples] zeros
+    n,
+    first,  # whether no key before n is in the range
+    low,
+    high,
+    N,
+    D,
+    offs_d,
+    PIECE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """The rows of dy whose keys are from ``low`` to ``high``, from sorted position n to the next
+    multiple of ``PIECE``. Returns the sum of all rows of these keys and a position of one of them,
+    or -1 where another program has that sum.
+    """
+    end = (n // PIECE + 1) * PIECE
+    total = sum_below(dy_ptr, order_ptr, key_ptr, n, min(end, N), high, D, offs_d, BLOCK_R)
+    place = n
+    ends = (end >= N) | (tl.load(key_ptr + end, mask=end < N, other=0).to(tl.int64) >= high)
+    if not (first & ends):
+        mask = offs_d < D
+        multiples = tl.cdiv(N, PIECE)
+        start = 0  # the multiples before the range, then those before its end
+        stop = 0
+        for k in range(0, multiples, PROBES):
+            offs = k + tl.arange(0, PROBES)
+            known = offs < multiples
+            key = tl.load(key_ptr + offs.to(tl.int64) * PIECE, mask=known, other=0).to(tl.int64)
+            start += tl.sum((known & (key < low)).to(tl.int32))
+            stop += tl.sum((known & (key < high)).to(tl.int32))
+        # Whether the range begins before its first multiple.
+        before = tl.load(key_ptr + start * PIECE - 1, mask=start > 0, other=-1).to(tl.int64) >= low
+        row = 2 * (n // PIECE) + (n % PIECE > 0)
+        tl.store(pieces_ptr + row.to(tl.int64) * D + offs_d, total, mask=mask)
+        place = -1
+        if arrives_last(tickets_ptr + start, stop - start + before.to(tl.int32)):
+            place = start * PIECE
+            earliest = pieces_ptr + (2 * start - 1).to(tl.int64) * D + offs_d
+            total = tl.load(earliest, mask=mask & before, other=0.0)
+            for k in range(start, stop, BLOCK_R // 2):
+                offs = k + tl.arange(0, BLOCK_R // 2)
+                at = pieces_ptr + 2 * offs.to(tl.int64)[:, None] * D + offs_d[None, :]
+                inside = (offs < stop)[:, None] & mask[None, :]
+                total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+    return total, place
+
+
 @triton.jit(do_not_specialize=["N", "B"])  # specialized, 1 would be a Python int, without .to()
 def embedding_wgrad_kernel(
     dy_ptr,  # [N, D]
@@ -105,6 +167,8 @@ def embedding_wgrad_kernel(
     key_ptr,  # [N], sorted: id * B + sample
     dw_ptr,  # [V, D] zeros
     square_ptr,  # [M, 2, N, D blocks] float32: of segments by token, of runs by sorted position
+    pieces_ptr,  # [2, 2 multiples of PIECE, D] float32: of segments, of runs
+    tickets_ptr,  # [2, D blocks, multiples] zeros
     v_ptr,  # [V, D] second moments, where METRIC
     constants_ptr,  # [2] float64, where METRIC
     N,
@@ -112,44 +176,45 @@ def embedding_wgrad_kernel(
     B,
     padding_idx,
     METRIC: tl.constexpr,
+    PIECE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    n = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    n = tl.program_id(0)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
+    multiples = tl.cdiv(N, PIECE)
     offs_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     key = tl.load(key_ptr + n).to(tl.int64)
-    before = tl.load(key_ptr + n - 1, mask=n > 0, other=0).to(tl.int64)
+    before = tl.load(key_ptr + n - 1, mask=n > 0, other=-1).to(tl.int64)
     row = key // B
-    segment, weighed_segment = 0.0, 0.0
-    run, weighed_run = 0.0, 0.0
-    if row != padding_idx:
-        if (n == 0) | (key != before):
-            total = sum_below(dy_ptr, order_ptr, key_ptr, n, key + 1, N, D, offs_d, BLOCK_R)
-            segment = tl.sum(total * total)
-            if METRIC:
-                v = tl.load(v_ptr + row * D + offs_d, mask=offs_d < D, other=1.0)
-                total *= root_metric(v, constants_ptr)
-                weighed_segment = tl.sum(total * total)
-        if (n == 0) | (row * B > before):
-            end = (row + 1) * B
-            total = sum_below(dy_ptr, order_ptr, key_ptr, n, end, N, D, offs_d, BLOCK_R)
-            at = dw_ptr + row * D + offs_d
-            tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=offs_d < D)
-            run = tl.sum(total * total)
-            if METRIC:
-                v = tl.load(v_ptr + row * D + offs_d, mask=offs_d < D, other=1.0)
-                total *= root_metric(v, constants_ptr)
-                weighed_run = tl.sum(total * total)
-    blocks = tl.num_programs(1)
     size = N.to(tl.int64) * blocks
-    at_segment = square_ptr + tl.load(order_ptr + n) * blocks + block
-    at_run = square_ptr + size + n * blocks + block
-    tl.store(at_segment, segment)
-    tl.store(at_run, run)
-    if METRIC:
-        tl.store(at_segment + 2 * size, weighed_segment)
-        tl.store(at_run + 2 * size, weighed_run)
+    for of_run in tl.static_range(2):
+        squares = square_ptr + of_run * size + block
+        own = n.to(tl.int64) if of_run else tl.load(order_ptr + n)
+        for m in tl.static_range(1 + METRIC):
+            tl.store(squares + 2 * m * size + own * blocks, 0.0)
+        low = row * B if of_run else key
+        first = before < low
+        if (row != padding_idx) & (first | (n % PIECE == 0)):
+            total, place = sum_piece(
+                *(dy_ptr, order_ptr, key_ptr, pieces_ptr + 2 * of_run * multiples.to(tl.int64) * D),
+                *(tickets_ptr + (of_run * blocks + block) * multiples, n, first),
+                *(low, low + (B if of_run else 1), N, D, offs_d, PIECE, BLOCK_R),
+            )
+            if place >= 0:
+                at = place.to(tl.int64) if of_run else tl.load(order_ptr + place)
+                tl.store(squares + at * blocks, tl.sum(total * total))
+                if of_run:
+                    at_row = dw_ptr + row * D + offs_d
+                    tl.store(at_row, total.to(dw_ptr.dtype.element_ty), mask=offs_d < D)
+                if METRIC:
+                    v = tl.load(v_ptr + row * D + offs_d, mask=offs_d < D, other=1.0)
+                    total *= root_metric(v, constants_ptr)
+                    tl.store(squares + 2 * size + at * blocks, tl.sum(total * total))
+
+
+PROBES: tl.constexpr = tl.constexpr(256)
+"""Multiples of ``PIECE`` whose keys a program compares at a time, to find where a range begins."""
 
 
 @triton.jit(do_not_specialize=["N", "T", "B"])
@@ -216,20 +281,23 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     # Half as many bits take half of the sort's time.
     narrow = a.num_embeddings * B < 1 << 31
     key_N = dy_ND.new_empty(N, dtype=torch.int32 if narrow else torch.int64)
-    tickets = dy_ND.new_empty(1, dtype=torch.int32)
+    multiples = triton.cdiv(N, PIECE)
+    tickets = dy_ND.new_empty(1 + 2 * blocks * multiples, dtype=torch.int32)
     starts = None if a.starts is None else a.starts.contiguous()
     embedding_keys_kernel[(triton.cdiv(N, KEYS),)](
-        *(ids_N, key_N, starts, tickets, N, T, B, B.bit_length()), BLOCK=KEYS
+        *(ids_N, key_N, starts, tickets, len(tickets), N, T, B, B.bit_length()), BLOCK=KEYS
     )
     key_N, order_N = key_N.sort(stable=True)
     metric = metric_of(a.moments, a.constants_P2, 0)
     v, constants = metric or (None, None)
     measures = 1 + (metric is not None)
     squares = dy_ND.new_empty((measures, 2, N, blocks), dtype=torch.float32)
+    pieces = dy_ND.new_empty((2, 2 * multiples, D), dtype=torch.float32)
     embedding_wgrad_kernel[(N, blocks)](
-        *(dy_ND, order_N, key_N, dw, squares, v if v is None else v.contiguous(), constants),
-        *(N, D, B, a.padding_idx),
+        *(dy_ND, order_N, key_N, dw, squares, pieces, tickets[1:]),
+        *(v if v is None else v.contiguous(), constants, N, D, B, a.padding_idx),
         METRIC=metric is not None,
+        PIECE=PIECE,
         **tile,
     )
     finish = finish_config(T * blocks)

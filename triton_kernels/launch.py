@@ -23,9 +23,7 @@ class Launch:
         self, kernel: Any, grid: tuple[int, ...], values: tuple[Any, ...], **options: Any
     ) -> None:
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
-        if torch.version.hip or options.get("maxnreg") is None:
-            options.pop("maxnreg", None)  # which an AMD device does not know
-        self.values, self.options = values, options
+        self.values, self.options = values, known(options)
         self.compiled: dict[tuple[object, ...], Any] = {}
 
     def __call__(self, *tensors: Argument) -> None:
@@ -37,6 +35,12 @@ class Launch:
         compiled = self.kernel[self.grid](*tensors, *self.values, **self.options)
         if compiled is not None:  # the interpreter compiles nothing
             self.compiled[key] = compiled[self.grid]
+
+
+def known(options: dict[str, Any]) -> dict[str, Any]:
+    """Without ``maxnreg`` where it is None, and on an AMD device, which does not know it."""
+    most = None if torch.version.hip else options.get("maxnreg")
+    return {name: of for name, of in options.items() if name != "maxnreg" or most is not None}
 
 
 def _kind(t: Argument) -> object:

@@ -8,7 +8,9 @@ measures.
 Its programs are of several kinds, told apart by their number:
 
     a block of 128 columns of dy, of some samples or of a chunk of a sample's tokens: sums over
-        tokens; the last program of a block of columns makes db there and squares each sample's sum;
+        tokens, and the squares of whole samples; the last program of some samples adds their
+        squares over the columns; the last one of a block of columns makes db there, and squares
+        the samples whose chunks it adds;
     a piece of dW: the sum of a shared tile's parts, or of the plain product (the routes whose
         norms do not come from tiles), and its square;
     a sample: the sum of its tiles' squares, which is its number in the weight's row.
@@ -27,10 +29,19 @@ BLOCK_N = 128
 """Columns of dy that a program adds: 256 bytes of each row in half precision."""
 
 ROWS = 32
-"""Rows of partial sums, or of dy, that a program adds at a time."""
+"""Rows of dy, or of chunks' sums, that a program adds at a time: tokens of one sample or of several
+short ones."""
 
-HEIGHT = 16
-"""Rows of a tile in a piece: a tile of 128 rows that six programs share is added by eight."""
+PIECES: tl.constexpr = tl.constexpr(8)
+"""Rows of partial sums that a program adds in float64 at a time: with 16 or more it has too many
+registers for four programs of a multiprocessor. Each waits for 8 KiB of dy in half precision: two
+at 0.9 µs would read 2.4 TB/s on an H200 (counted), four 4.8."""
+
+HEIGHTS = (16, 4, 1)
+"""Rows of a tile in a piece, the fewer the more parts there are. A program reads ``ROWS`` rows at a
+time, from several parts: a tile of 128 rows that two programs share is added by 8, each in a step;
+one that 128 share by 128, each in four steps. One part after the other would take 38 µs (counted).
+"""
 
 SPAN = 2048
 """Elements of dW that a program squares at a time."""
@@ -50,6 +61,15 @@ def line_sum(line_ptr, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def store_squares(g, root, square_ptr, of_metric, offs, mask, METRIC: tl.constexpr):
+    """The squared norm of each row of ``g``; that under the metric ``of_metric`` behind."""
+    tl.store(square_ptr + offs, tl.sum(g * g, 1), mask=mask)
+    if METRIC:
+        g *= root[None, :]
+        tl.store(square_ptr + of_metric + offs, tl.sum(g * g, 1), mask=mask)
+
+
+@triton.jit
 def add_bias(
     dy_ptr,
     db_ptr,
@@ -57,10 +77,13 @@ def add_bias(
     constants_ptr,
     sums_ptr,  # [pieces, N]
     norms_ptr,  # [M, columns, B + 1]
-    tickets_ptr,  # [columns]
+    row_ptr,  # the bias's probe row, its second one ``measure`` behind
+    measure,
+    tickets_ptr,  # [columns], and [pieces] without chunks
     program,
     pieces,
     columns,
+    samples,  # of the probe row: more than B where the samples are the tokens of one
     B,
     T,
     N,
@@ -77,6 +100,7 @@ def add_bias(
     """A piece of the bias's gradient. Returns whether it was the last of its columns, which have
     then been added and squared.
     """
+    BLOCK_B: tl.constexpr = ROWS // BLOCK_T
     column = program % columns
     piece = program // columns
     offs = column * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -85,49 +109,58 @@ def add_bias(
         v = tl.load(v_ptr + offs, mask=mask, other=1.0)
         root = root_metric(v, constants_ptr)
     else:
-        root = 1.0
-    row = norms_ptr + column * (B + 1)
-    of_metric = row + columns * (B + 1)
+        root = None
+    square_ptr = norms_ptr + column * (B + 1)
+    of_metric = columns * (B + 1)
     first_t = piece % CHUNKS * length
+    last_t = min(first_t + length, T)
     first_b = piece // CHUNKS * each
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for b in range(first_b, min(first_b + each, B)):
-        acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-        for t in range(first_t, min(first_t + length, T), BLOCK_T):
+    last_b = min(first_b + each, B)
+    total = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
+    for b in range(first_b, last_b, BLOCK_B):
+        offs_b = b + tl.arange(0, BLOCK_B)
+        rows = tl.zeros((BLOCK_B, BLOCK_T, BLOCK_N), tl.float32)
+        for t in range(first_t, last_t, BLOCK_T):
             offs_t = t + tl.arange(0, BLOCK_T)
-            at = tl.cast(b, tl.int64) * stride_b + offs_t.to(tl.int64)[:, None] * stride_t
-            inside = (offs_t < min(first_t + length, T))[:, None] & mask[None, :]
-            acc += tl.load(dy_ptr + at + offs[None, :], mask=inside, other=0.0).to(tl.float32)
-        g = tl.sum(acc, 0)
+            at = offs_b.to(tl.int64)[:, None] * stride_b + offs_t.to(tl.int64)[None, :] * stride_t
+            inside = (offs_b < last_b)[:, None] & (offs_t < last_t)[None, :]
+            inside = inside[:, :, None] & mask[None, None, :]
+            at = dy_ptr + at[:, :, None] + offs[None, None, :]
+            rows += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.sum(rows, 1)
         if CHUNKS == 1:
-            tl.store(row + b, tl.sum(g * g))
-            if METRIC:
-                tl.store(of_metric + b, tl.sum(g * root * g * root))
+            store_squares(g, root, square_ptr, of_metric, offs_b, offs_b < last_b, METRIC)
         total += g
-    tl.store(sums_ptr + tl.cast(piece, tl.int64) * N + offs, total, mask=mask)
+    tl.store(sums_ptr + tl.cast(piece, tl.int64) * N + offs, tl.sum(total, 0), mask=mask)
+
+    if CHUNKS == 1:
+        if samples == B:
+            if arrives_last(tickets_ptr + columns + piece, columns):
+                offs_b = first_b + tl.arange(0, BLOCK_N)
+                own = offs_b < last_b
+                for m in tl.static_range(1 + METRIC):
+                    at = norms_ptr + m * of_metric
+                    found = column_sums(at, columns, B + 1, offs_b, own, PIECES)
+                    tl.store(row_ptr + m * measure + offs_b, found.to(tl.float32), mask=own)
 
     last = arrives_last(tickets_ptr + column, pieces)
     if last:
         if CHUNKS == 1:
-            whole = column_sums(sums_ptr, pieces, N, offs, mask, ROWS)
+            whole = column_sums(sums_ptr, pieces, N, offs, mask, PIECES)
         else:
             whole = tl.zeros((BLOCK_N,), tl.float64)
             together: tl.constexpr = ROWS // CHUNKS
             for first in range(0, B, together):
                 offs_b = first + tl.arange(0, together)
-                rows = offs_b[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
+                parts = offs_b[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
                 inside = (offs_b < B)[:, None, None] & mask[None, None, :]
-                at = rows.to(tl.int64)[:, :, None] * N + offs[None, None, :]
+                at = parts.to(tl.int64)[:, :, None] * N + offs[None, None, :]
                 found = tl.load(sums_ptr + at, mask=inside, other=0.0).to(tl.float64)
                 g = tl.sum(found, 1)
-                tl.store(row + offs_b, tl.sum(g * g, 1), mask=offs_b < B)
-                if METRIC:
-                    g_root = g * root[None, :]
-                    tl.store(of_metric + offs_b, tl.sum(g_root * g_root, 1), mask=offs_b < B)
+                store_squares(g, root, square_ptr, of_metric, offs_b, offs_b < B, METRIC)
                 whole += tl.sum(g, 0)
-        tl.store(row + B, tl.sum(whole * whole))
-        if METRIC:
-            tl.store(of_metric + B, tl.sum(whole * root * whole * root))
+        one = tl.arange(0, 1)
+        store_squares(whole[None, :], root, square_ptr, of_metric, B + one, one == 0, METRIC)
         whole_32 = whole.to(tl.float32)
         tl.store(db_ptr + offs, whole_32.to(db_ptr.dtype.element_ty), mask=mask)
     return last
@@ -153,20 +186,27 @@ def merge_piece(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     HEIGHT: tl.constexpr,
 ):
     """dW in some rows of a tile that several programs share (``configs.balance``), from their parts
-    in the order of the samples.
+    in the order of the samples, up to blocks.
     """
     pieces: tl.constexpr = BLOCK_O // HEIGHT
+    together: tl.constexpr = ROWS // HEIGHT
     shared = piece // pieces
     height = piece % pieces * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     within = height * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
-    total = tl.load(scratch_ptr + tl.cast(shared, tl.int64) * (BLOCK_O * BLOCK_I) + within)
     rest = B - own
-    for helper in range(shared * rest // own, ((shared + 1) * rest - 1) // own + 1):
-        slot = tl.cast(remaining + shared + helper, tl.int64)
-        total += tl.load(scratch_ptr + slot * (BLOCK_O * BLOCK_I) + within)
+    helper = shared * rest // own  # the first, which takes the samples after the tile's owner
+    slot = remaining + shared + helper
+    end = remaining + shared + ((shared + 1) * rest - 1) // own + 1
+    total = tl.load(scratch_ptr + tl.cast(shared, tl.int64) * (BLOCK_O * BLOCK_I) + within)
+    for first in range(slot, end, together):
+        parts = first + tl.arange(0, together)
+        at = parts.to(tl.int64)[:, None, None] * (BLOCK_O * BLOCK_I) + within[None, :, :]
+        found = tl.load(scratch_ptr + at, mask=(parts < end)[:, None, None], other=0.0)
+        total += tl.sum(found, 0)
 
     tiles_o, tiles_i = tl.cdiv(O, BLOCK_O), tl.cdiv(I, BLOCK_I)
     tile_o, tile_i = tile_position(first_tile + shared, tiles_o, tiles_i, GROUP)
@@ -186,6 +226,7 @@ def merge_piece(
 @triton.jit
 def square_piece(
     dw_ptr,
+    product_ptr,  # None where it is dW itself
     v_ptr,
     constants_ptr,
     sums_ptr,
@@ -196,13 +237,17 @@ def square_piece(
     METRIC: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """The square of ``each`` elements of dW."""
+    """The square of ``each`` elements of dW, which are rounded after that."""
     squares = tl.zeros((SPAN,), tl.float32)
     weighed = tl.zeros((SPAN,), tl.float32)
     start = tl.cast(piece, tl.int64) * each
     for first in range(0, each, SPAN):
         offs = start + first + tl.arange(0, SPAN)
-        g = tl.load(dw_ptr + offs, mask=offs < count, other=0.0).to(tl.float32)
+        if product_ptr is None:
+            g = tl.load(dw_ptr + offs, mask=offs < count, other=0.0).to(tl.float32)
+        else:
+            g = tl.load(product_ptr + offs, mask=offs < count, other=0.0)
+            tl.store(dw_ptr + offs, g.to(dw_ptr.dtype.element_ty), mask=offs < count)
         squares += g * g
         if METRIC:
             v = tl.load(v_ptr + offs, mask=offs < count, other=1.0)
@@ -226,6 +271,7 @@ def linear_finish_kernel(
     work_ptr,  # float32: the parts of shared tiles, then what begins at the offsets below
     tickets_ptr,  # [1 + columns] int32 zeros
     dw_ptr,
+    product_ptr,  # [O, I] float32, from which dW is rounded; or None
     dy_ptr,
     db_ptr,
     rows_ptr,  # [M P, B + 2] float32: the weight's row, the bias's, both again under the metric
@@ -283,8 +329,10 @@ def linear_finish_kernel(
         if BIAS:
             arrives = add_bias(
                 *(dy_ptr, db_ptr, bias_v_ptr, bias_constants_ptr),
-                *(work_ptr + bias_sums_at, norms_ptr, tickets_ptr + 1, program),
-                *(bias_programs // columns, columns, bias_B, bias_T, N, each, length),
+                *(work_ptr + bias_sums_at, norms_ptr),
+                *(rows_ptr + (parameters - 1) * row_stride, parameters * row_stride),
+                *(tickets_ptr + 1, program, bias_programs // columns, columns),
+                *(B, bias_B, bias_T, N, each, length),
                 *(dy_stride_b, dy_stride_t, CHUNKS, METRIC, ROWS, BLOCK_T, BLOCK_N),
             )
     elif program < bias_programs + piece_programs:
@@ -294,12 +342,12 @@ def linear_finish_kernel(
                 merge_piece(
                     *(work_ptr, dw_ptr, v_ptr, constants_ptr, sums_ptr, sums, piece),
                     *(first_tile, remaining, own, B, I, O),
-                    *(ADD, METRIC, BLOCK_O, BLOCK_I, GROUP, HEIGHT),
+                    *(ADD, METRIC, BLOCK_O, BLOCK_I, GROUP, ROWS, HEIGHT),
                 )
             else:
                 square_piece(
-                    *(dw_ptr, v_ptr, constants_ptr, sums_ptr, sums, piece, span, elements),
-                    *(METRIC, SPAN),
+                    *(dw_ptr, product_ptr, v_ptr, constants_ptr, sums_ptr, sums, piece),
+                    *(span, elements, METRIC, SPAN),
                 )
     elif TILES:
         b = program - bias_programs - piece_programs
@@ -317,14 +365,14 @@ def linear_finish_kernel(
                     tl.store(row + B, of_sum.to(tl.float32))
                     tl.store(row + B + 1, 1.0)
                 if BIAS:
-                    # The bias of one-token samples is a single sum over all rows of dy here: the
-                    # samples' own numbers are in their places, and ``bias_B`` is one.
+                    # Without chunks the samples' own numbers are in their places. So are they where
+                    # the samples have one token: the bias is a single sum over all rows of dy here.
                     row += (parameters - 1) * row_stride
-                    skip = tl.where(bias_B == B, 0, bias_B)
+                    skip = tl.where((CHUNKS > 1) & (bias_B == B), 0, bias_B)
                     of_m = norms_ptr + m * columns * (bias_B + 1)
                     for first in range(skip, bias_B + 1, BLOCK_N):
                         offs = first + tl.arange(0, BLOCK_N)
                         mask = offs <= bias_B
-                        found = column_sums(of_m, columns, bias_B + 1, offs, mask, ROWS)
+                        found = column_sums(of_m, columns, bias_B + 1, offs, mask, PIECES)
                         tl.store(row + (B - bias_B) + offs, found.to(tl.float32), mask=mask)
                     tl.store(row + B + 1, 1.0)

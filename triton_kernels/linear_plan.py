@@ -13,14 +13,15 @@ from gnsfast.triton_kernels.configs import GROUP_O, Balance, Config
 from gnsfast.triton_kernels.launch import Launch
 from gnsfast.triton_kernels.linear_finish import (
     BLOCK_N,
-    HEIGHT,
+    HEIGHTS,
     ROWS,
     SPAN,
     WARPS,
     linear_finish_kernel,
 )
+from gnsfast.triton_kernels.tiles import most_registers
 
-TENSORS = 10
+TENSORS = 11
 """The kernel's first arguments are tensors; numbers and constants follow."""
 
 CONSTANT = linear_finish_kernel.arg_names.index("WEIGHT")
@@ -76,8 +77,8 @@ def plan(
     sizes = dict.fromkeys(FIXED, 0) | {"B": B, "row_stride": row_stride}
     options: dict[str, Any] = {"WEIGHT": weight is not None, "BIAS": bias is not None}
     options |= {"METRIC": metric, "CHUNKS": 1, "BLOCK_T": ROWS}
-    options |= {"TILES": False, "ADD": add, "BLOCK_O": HEIGHT, "BLOCK_I": 1, "GROUP": GROUP_O}
-    options |= {"BLOCK_N": BLOCK_N, "ROWS": ROWS, "HEIGHT": HEIGHT, "SPAN": SPAN}
+    options |= {"TILES": False, "ADD": add, "BLOCK_O": HEIGHTS[0], "BLOCK_I": 1, "GROUP": GROUP_O}
+    options |= {"BLOCK_N": BLOCK_N, "ROWS": ROWS, "HEIGHT": HEIGHTS[0], "SPAN": SPAN}
     floats, samples = 0, 0
     if weight is not None:
         sizes |= {"I": weight.I, "O": weight.O}
@@ -90,16 +91,19 @@ def plan(
         else:
             tiles = triton.cdiv(weight.O, config.block_o) * triton.cdiv(weight.I, config.block_i)
             shared = balance.remaining if balance.unfinished else 0
-            pieces = shared * (config.block_o // HEIGHT)
+            parts = triton.cdiv(balance.unfinished, shared or 1)
+            height = next((n for n in HEIGHTS if n * parts <= 2 * ROWS), HEIGHTS[-1])
+            pieces = shared * (config.block_o // height)
             sums, samples = tiles - shared + pieces, B
             floats = balance.unfinished * config.block_o * config.block_i
             sizes |= {"first_tile": balance.first_tile, "remaining": balance.remaining}
             sizes |= {"own": balance.own, "tiles": tiles, "partial_at": floats}
             options |= {"TILES": True, "BLOCK_O": config.block_o, "BLOCK_I": config.block_i}
+            options |= {"HEIGHT": height}
             floats += M * B * tiles
         sizes |= {"sums": sums, "sums_at": floats, "piece_programs": pieces}
         floats += M * sums
-    arrivals, columns = samples + sizes["piece_programs"], 0
+    arrivals, tickets = samples + sizes["piece_programs"], 1
     if bias is not None:
         N, stride_b, stride_t = bias
         columns = triton.cdiv(N, BLOCK_N)
@@ -115,13 +119,16 @@ def plan(
         floats += pieces * N + M * columns * (bias_B + 1)
         options |= {"CHUNKS": chunks, "BLOCK_T": min(ROWS, triton.next_power_of_2(bias_T))}
         arrivals += columns
+        tickets += columns + (pieces if chunks == 1 else 0)
     programs = sizes["bias_programs"] + sizes["piece_programs"] + samples
     sizes["arrivals"] = arrivals
     values = (*(sizes[name] for name in FIXED), *(options[name] for name in CONSTANTS))
-    # Two blocks of a multiprocessor: for three ptxas spills up to 24 bytes (sm_80, 80 registers).
-    registers = 65536 // (2 * 32 * WARPS) if metric and bias is not None else None
+    # Programs of a multiprocessor; without a limit ptxas spills up to 24 bytes for one more. Short
+    # samples of float32 would spill with any.
+    resident = 2 if metric else 4 if options["BLOCK_T"] == ROWS else 1
+    registers = most_registers(resident * WARPS) if bias is not None and resident > 1 else None
     launch = Launch(linear_finish_kernel, (programs,), values, num_warps=WARPS, maxnreg=registers)
-    return Finish(launch, floats, 1 + columns, sizes)
+    return Finish(launch, floats, tickets, sizes)
 
 
 def share(B: int, T: int, columns: int, processors: int) -> tuple[int, int]:
@@ -129,11 +136,11 @@ def share(B: int, T: int, columns: int, processors: int) -> tuple[int, int]:
     each program adds: four programs for a multiprocessor, or a little more.
 
     A column's last program adds one row from each of the others, so there are at most 128 of them
-    unless there are more samples than that to be cut.
+    unless there are many samples: the last program of some samples adds a block of them at most.
     """
     pieces = min(128, triton.cdiv(4 * processors, columns))
     if B >= pieces:
-        return 1, triton.cdiv(B, pieces)
+        return 1, min(BLOCK_N, triton.cdiv(B, pieces))
     chunks = min(pieces // B, triton.cdiv(T, 4 * ROWS), ROWS)
     return 1 << (chunks.bit_length() - 1), 1
 
@@ -160,9 +167,13 @@ def finish(
     dw_OI: Tensor | None,
     bias: Bias | None,
     metric: Metric | None = None,
+    product_OI: Tensor | None = None,
 ) -> None:
-    """Launch the kernel; ``tickets`` are zeros by then. ``rows`` [M P, B + 2] has any stride."""
+    """Launch the kernel; ``tickets`` are zeros by then. ``rows`` [M P, B + 2] has any stride. With
+    ``product_OI`` dW is still to be rounded from it.
+    """
     v, constants = metric or (None, None)
     dy, db, of_bias = bias or (None, None, None)
     bias_v, bias_constants = of_bias or (None, None)
-    ending.launch(work, tickets, dw_OI, dy, db, rows, v, constants, bias_v, bias_constants)
+    metrics = v, constants, bias_v, bias_constants
+    ending.launch(work, tickets, dw_OI, product_OI, dy, db, rows, *metrics)

@@ -4,6 +4,7 @@ with it: the bias's gradient, and a tied head's rows.
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from gnsfast.ops import backends, extension
@@ -59,7 +60,7 @@ def outer_wgrad(
     if route == "fused":
         fused_wgrad(x_BTI, dy_BTO, dw_OI, rows, bias=bias, metric=metric)
         return
-    dense_wgrad(x_BTI, dy_BTO, dw_OI)
+    product = dense_wgrad(x_BTI, dy_BTO, dw_OI)
     one_token = route == "closed" and metric is None
     ending, work, tickets = _finish(x_BTI, Squares(O, I), bias, rows, metric, one_token)
     if route == "gram":
@@ -73,7 +74,7 @@ def outer_wgrad(
         root_OI = root_metric(*metric, torch.float32)
         weighed_B = one_token_metric(x_BTI[:, 0].float(), dy_BTO[:, 0].float(), root_OI)
         rows[len(rows) // 2, :B] = weighed_B
-    finish(ending, work, tickets, rows, dw_OI, bias, metric)
+    finish(ending, work, tickets, rows, dw_OI, bias, metric, product)
 
 
 def _finish(
@@ -150,9 +151,10 @@ def fused_wgrad(
         x, dy = padded(x) if how.pad_x else x, padded(dy) if how.pad_dy else dy
         how = reading(operand(x), operand(dy), tf32)
     if config is None:
-        (_, T, I), O = x.shape, dy.shape[2]
+        (B, T, I), O = x.shape, dy.shape[2]
         configs = candidates(x.dtype, how.aligned, metric is not None)
-        key = ("linear_wgrad", I, O, 1 << (T - 1).bit_length(), x.dtype, dw_OI.dtype, how.tma)
+        lengths = (triton.next_power_of_2(n) for n in (B, T))
+        key = ("linear_wgrad", *lengths, I, O, x.dtype, dw_OI.dtype, how.tma)
         key = key if metric is None else (*key, "metric", metric[0].dtype)
         # Tuning must not add to dW.
         scratch = lambda: (torch.empty_like(dw_OI), torch.empty_like(rows))
@@ -179,17 +181,22 @@ def token_sqnorms(
         gram.token_sqnorms(x, dy, product_B, dy_sqnorm_B, tickets)
 
 
-def dense_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor) -> None:
-    """Fill ``dw_OI`` with ``dy.flatten(0, 1).T @ x.flatten(0, 1)``. If it has another dtype than
-    ``x``, the product is float32 until it is copied.
+def dense_wgrad(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor) -> Tensor | None:
+    """``dy.flatten(0, 1).T @ x.flatten(0, 1)``: in ``dw_OI``, or in a float32 tensor, which it
+    returns, where that is to be rounded to another dtype than that of ``x`` or to float16. Squares
+    of what float16 has lost would be too small.
     """
     x_NI, dy_NO = x_BTI.flatten(0, 1), dy_BTO.flatten(0, 1)
-    if x_NI.dtype == dw_OI.dtype:
+    wide = dw_OI.dtype == torch.float32
+    if x_NI.dtype == dw_OI.dtype != torch.float16:
         torch.mm(dy_NO.T, x_NI, out=dw_OI)
-    elif x_NI.dtype != torch.float32 and x_NI.is_cuda and not torch.version.hip:
-        dw_OI.copy_(torch.mm(dy_NO.T, x_NI, out_dtype=torch.float32))
+        return None
+    product = dw_OI if wide else torch.empty_like(dw_OI, dtype=torch.float32)
+    if x_NI.dtype != torch.float32 and x_NI.is_cuda and not torch.version.hip:
+        torch.mm(dy_NO.T, x_NI, out_dtype=torch.float32, out=product)
     else:
-        dw_OI.copy_(dy_NO.float().T @ x_NI.float())
+        torch.mm(dy_NO.float().T, x_NI.float(), out=product)
+    return None if wide else product
 
 
 def tied_rows(ids_BS: Tensor, dy_BTO: Tensor, x_BTI: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from gnsfast.tensors import accumulate_dtype
 from gnsfast.triton_kernels import sums
 from gnsfast.triton_kernels.configs import SMALL, TF32, Config, candidates
 from gnsfast.triton_kernels.finish import arrives_last, clear_tickets, column_sums
+from gnsfast.triton_kernels.launch import known
 from gnsfast.triton_kernels.sums import finish_parameter
 from gnsfast.triton_kernels.tiles import dot, precision, tf32_allowed, tile_position, unit_inner
 
@@ -81,7 +82,7 @@ def linear_wgrad_segments_kernel(
         tl.store(ticket_ptr, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tickets"])
 def segment_sums_kernel(
     dy_ptr,
     sums_ptr,  # [B, E, O] in the accumulation dtype
@@ -209,7 +210,7 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
     left, right = (x, dy) if a.transposed else (dy, x)
     I, O, N, starts = right.shape[1], left.shape[1], E * dy.shape[1], starts.contiguous()
     plan = sums.plan(B, (1,), (N if a.bias else 1,), 1)
-    tickets = plan.ticket_stride + 1, x.new_empty(plan.ticket_stride + 1, dtype=torch.int32)
+    tickets = x.new_empty(1 + plan.tickets, dtype=torch.int32)
     partial = sums_BEO = None
     pieces = 0
     if a.weight:
@@ -217,7 +218,7 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
         pieces = E * triton.cdiv(O, config.block_o) * triton.cdiv(I, config.block_i)
         partial = x.new_empty((pieces, B + 1), dtype=torch.float32)
         linear_wgrad_segments_kernel[(pieces,)](
-            *(right, left, dw, partial, starts, None if a.bias else tickets[1]),
+            *(right, left, dw, partial, starts, None if a.bias else tickets),
             *(B, I, O, right.stride(0), left.stride(0)),
             PRECISION=precision(x.dtype),
             **config.options(),
@@ -226,11 +227,11 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
         sums_BEO = segment_sums(dy, starts, E, tickets)
     splits = min(triton.cdiv(pieces, SHARE), plan.grid[0] * plan.grid[1] if a.bias else pieces)
     grid = (*plan.grid[:2], a.weight + a.bias) if a.bias else (splits, 1, 1)
-    options = {key: value for key, value in plan.options.items() if key != "METRIC"}
+    options = {key: value for key, value in known(plan.options).items() if key != "METRIC"}
     if a.weight or a.bias:
         segments_finish_kernel[grid](
             *(rows, partial, sums_BEO, db, rows.new_empty(splits * (B + 1) + plan.scratch_stride)),
-            *(tickets[1], B, pieces, splits, N),
+            *(tickets, B, pieces, splits, N),
             WEIGHT=a.weight,
             BIAS=a.bias,
             BLOCK_W=min(64, triton.next_power_of_2(B + 1)),
@@ -240,18 +241,18 @@ def linear_wgrad(a: LinearWgrad, config: Config | None = None) -> tuple[Tensor, 
 
 
 def segment_sums(
-    dy_NO: Tensor, starts: Tensor, experts: int = 1, tickets: tuple[int, Tensor] | None = None
+    dy_NO: Tensor, starts: Tensor, experts: int = 1, tickets: Tensor | None = None
 ) -> Tensor:
     """[S, O]: the sum of each segment's rows, without atomics, sample by sample where there are
     several experts. float64 rows, which the cross terms of tied weights have, are summed in
-    float64. So many ``tickets`` are set to zero.
+    float64. Sets ``tickets`` to zero.
     """
     dy, S = unit_inner(dy_NO), len(starts) - 1
     sums = dy.new_empty((S, dy.shape[1]), dtype=accumulate_dtype(dy.dtype))
-    count, ticket = tickets or (0, None)
+    count = 0 if tickets is None else len(tickets)
     if sums.numel():
         segment_sums_kernel[(S, triton.cdiv(dy.shape[1], SUMS["BLOCK_O"]))](
-            *(dy, sums, starts.contiguous(), ticket, count, S // experts),
+            *(dy, sums, starts.contiguous(), tickets, count, S // experts),
             *(dy.shape[1], dy.stride(0)),
             **SUMS,
         )

@@ -150,10 +150,10 @@ class Plan:
     options: dict[str, Any]
     launch: Launch
 
-    def tickets(self, like: Tensor) -> tuple[Tensor, int]:
-        """Uninitialised, and how many: an earlier kernel calls ``finish.clear_tickets``."""
-        count = self.grid[2] * self.ticket_stride
-        return like.new_empty(count, dtype=torch.int32), count
+    @property
+    def tickets(self) -> int:
+        """How many there are; an earlier kernel calls ``finish.clear_tickets``."""
+        return self.grid[2] * self.ticket_stride
 
     def run(
         self,
@@ -188,3 +188,10 @@ def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...], measures: int
     grid, values = (columns, parts, len(widths)), (pieces, widths, B, scratch, tickets)
     launch = Launch(finish_sums_kernel, grid, (*values, *blocks.values()), **registers)
     return Plan(grid, scratch, tickets, blocks | registers, launch)
+
+
+def finish_sums(partial_BCN: Tensor, grad_N: Tensor, row: Tensor) -> None:
+    """``grad_N`` and the probe ``row`` [1, B + 2] of one parameter, after torch's own kernels."""
+    (B, pieces, N), like = partial_BCN.shape, partial_BCN
+    p = plan(B, (pieces,), (N,), 1)
+    p.run([like.contiguous()], [grad_N], row, like.new_zeros(p.tickets, dtype=torch.int32))

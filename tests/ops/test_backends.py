@@ -100,11 +100,11 @@ with gnsfast.per_sample_sqnorms(layer, 2):
     assert why in last and "GNSFAST_BACKEND=reference" in last
 
 
-def test_tuning_measures_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """The fastest configuration is kept in memory and on disk; what fails to launch is never it."""
+@pytest.fixture
+def tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    """The module, on a device that it measures for the first time."""
     pytest.importorskip("triton", reason="triton is there on Linux alone")
     from gnsfast.triton_kernels import tuning
-    from gnsfast.triton_kernels.configs import HALF
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "tuned", lambda: True)
@@ -112,6 +112,13 @@ def test_tuning_measures_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tuning, "_chosen", {})
+    return tuning
+
+
+def test_tuning_measures_once(tuning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest configuration is kept in memory and on disk; what fails to launch is never it."""
+    from gnsfast.triton_kernels.configs import HALF
+
     times = dict(zip(HALF, [3.0, float("inf"), 1.0, 2.0, 4.0]))
     measured = []
 
@@ -132,6 +139,41 @@ def test_tuning_measures_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     assert tuning.choose(("op", 1), HALF, lambda config: None) == HALF[2]  # known before
     assert tuning.choose(("op", 3), HALF, lambda config: None) == HALF[0]
     assert len(measured) == 2 * len(HALF)
+
+
+def test_tuning_without_memory(tuning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixed configuration in this process; the next one measures."""
+    import triton
+
+    from gnsfast.triton_kernels.configs import HALF
+
+    monkeypatch.setattr(triton.testing, "do_bench", lambda run, **options: run() or 1.0)
+    calls = []
+
+    def run(config: Any) -> None:
+        calls.append(config)
+        if config is HALF[1]:
+            raise torch.OutOfMemoryError
+
+    assert tuning.choose(("op",), HALF, run) == HALF[0]
+    assert tuning.choose(("op",), HALF, run) == HALF[0] and len(calls) == 2
+    tuning._chosen.clear()  # another process
+    calls.clear()
+    tuning.choose(("op",), HALF, calls.append)
+    assert calls == list(HALF)
+
+
+def test_tuning_knows_the_batch_size(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How tiles are shared depends on it."""
+    pytest.importorskip("triton", reason="triton is there on Linux alone")
+    from gnsfast.triton_kernels import outer
+
+    keys = []
+    monkeypatch.setattr(outer, "choose", lambda key, configs, run: keys.append(key) or configs[0])
+    for B, T in ((5, 100), (8, 128), (9, 128), (8, 129)):
+        x, *results = (torch.zeros(s, device=device) for s in ((B, T, 32), (32, 32), (1, B + 2)))
+        outer.fused_wgrad(x, x, *results)
+    assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
 def test_tuning_is_off_where_bits_must_not_change(monkeypatch: pytest.MonkeyPatch) -> None:

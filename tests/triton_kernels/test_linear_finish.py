@@ -20,7 +20,7 @@ from gnsfast import reference  # noqa: E402
 from gnsfast.triton_kernels import configs, linear_plan, linear_wgrad, operators, outer  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, balance  # noqa: E402
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNELS = Signed(operators)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="counts and orders programs")
 SMALL = Config(16, 16, 16, 4, 2)
@@ -112,12 +112,38 @@ def test_every_sharing(metric: bool, device: str, monkeypatch: pytest.MonkeyPatc
             assert_close(rows[1, :-1], (p * g.square()).sum((1, 2)))
 
 
+@pytest.mark.parametrize("programs, height", [(3, 16), (9, 4), (40, 1)])
+@pytest.mark.parametrize("metric", [False, True], ids=["", "metric"])
+def test_a_tile_of_many_parts(
+    metric: bool, programs: int, height: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of two tiles are added by more programs, several at a time."""
+    monkeypatch.setattr(configs, "MERGE", 0)
+    linear_wgrad.launches.cache_clear()
+    x, dy = torch.randn(37, 2, 15, device=device), torch.randn(37, 2, 20, device=device)
+    v, constants = torch.rand(20, 15, device=device), torch.ones(2, device=device).double()
+    dw, rows = torch.ones(20, 15, device=device), torch.empty(1 + metric, 39, device=device)
+    of_metric = (v, constants) if metric else None
+    linear_wgrad.fused(x, dy, dw, rows, SMALL, programs=programs, add=True, metric=of_metric)
+    want = loop(x, dy)
+    assert_close(dw, want[0] + 1)
+    assert_close(rows[0, :-1], want[1])
+    if metric:
+        g = torch.cat([dy.double().mT @ x.double(), want[0][None]])
+        assert_close(rows[1, :-1], (g.square() / (v.double().sqrt() + 1)).sum((1, 2)))
+    squares = linear_plan.Squares(20, 15, SMALL, balance(2, 37, programs, 1))
+    how = linear_plan.plan((37, 2), squares, None, row_stride=39, processors=programs)
+    constants = how.launch.values[len(linear_plan.FIXED) :]
+    assert dict(zip(linear_plan.CONSTANTS, constants))["HEIGHT"] == height
+
+
 BIASES = {
     "one long sample": (1, 500, 300),
     "chunks of tokens": (3, 300, 130),
     "a chunk that is shorter": (2, 513, 24),
     "many samples": (27, 3, 20),
     "many samples, several columns": (15, 9, 260),
+    "more samples than a program adds": (260, 2, 650),
     "one token": (5, 1, 40),
     "one sample of one token": (1, 1, 200),
     "many of one token": (150, 1, 150),
@@ -138,6 +164,23 @@ def test_bias(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> N
         assert_close(db[:, None], want[0])
         assert_close(rows[-1, :-1], want[1])
         assert (rows[:, -1] == 1.0).all()
+
+
+@pytest.mark.parametrize("shape", [(260, 1, 650), (70, 3, 40), (33, 6, 130), (5, 40, 9)], ids=str)
+def test_bias_of_several_samples_a_step_under_a_metric(
+    shape: tuple[int, int, int], device: str
+) -> None:
+    B, T, N = shape
+    dy = torch.randn(shape, device=device) * torch.logspace(-2, 0, B, device=device)[:, None, None]
+    v, constants = torch.rand(N, device=device), torch.tensor([[2.0, 0.5]], device=device).double()
+    more: dict[str, Any] = dict(moments=[v], constants_P2=constants)
+    _, db, rows, _ = KERNELS.linear_wgrad(dy, dy, False, True, False, F32, **more)
+    g = dy.double().sum(1)
+    g = torch.cat([g, g.sum(0, keepdim=True)])
+    assert_close(db[:, None], g[-1][:, None])
+    for row, p in zip(rows, (torch.ones_like(v.double()), 1 / (v.double().sqrt() * 2 + 0.5))):
+        assert_close(row[:-1], (p * g.square()).sum(1))
+        assert row[-1] == 1.0
 
 
 @pytest.mark.parametrize("sizes", [(3, 4, 0, 5), (3, 4, 5, 0), (3, 0, 4, 5), (0, 3, 4, 5)], ids=str)
@@ -169,16 +212,43 @@ def test_a_bias_of_strided_rows(T: int, device: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtypes", [(F16, F16), (F32, F16), (BF16, F32)], ids=str)
+@pytest.mark.parametrize("metric", [False, True], ids=["", "metric"])
+@pytest.mark.parametrize("T", [1, 4])
+def test_squares_before_rounding(
+    T: int, metric: bool, dtypes: tuple[torch.dtype, ...], device: str
+) -> None:
+    """Half of these gradients vanish in float16."""
+    x = (torch.randn(3, T, 70, device=device) * 1e-4).to(dtypes[0])
+    dy = (torch.randn(3, T, 90, device=device) * 3e-4).to(dtypes[0])
+    dw = torch.empty(90, 70, dtype=dtypes[1], device=device)
+    rows = torch.empty(1 + metric, 5, device=device)
+    v, constants = torch.rand(90, 70, device=device), torch.ones(2, device=device).double()
+    route, of_metric = "gram" if T > 1 else "closed", (v, constants) if metric else None
+    outer.outer_wgrad(x, dy, dw, rows, metric=of_metric, route=route)
+    want, norms = loop(x, dy)
+    torch.testing.assert_close(dw, want.to(dtypes[1]), rtol=1e-3, atol=6e-8)
+    torch.testing.assert_close(rows[0, :-1].double(), norms, rtol=1e-5, atol=0)
+    if metric:
+        sqnorm = (want.square() / (v.double().sqrt() + 1)).sum()
+        torch.testing.assert_close(rows[1, 3].double(), sqnorm, rtol=1e-5, atol=0)
+
+
 def test_pieces_of_a_bias() -> None:
-    """Few samples are cut into chunks of tokens, so that B = 1 fills the device."""
+    """Few samples are cut into chunks of tokens, so that B = 1 fills the device. No program adds
+    more samples than the last one of their columns adds at a time.
+    """
     assert linear_plan.share(1, 4096, 6, 132) == (32, 1)
     assert linear_plan.share(16, 1024, 6, 132) == (4, 1)
     assert linear_plan.share(16, 1024, 24, 132) == (1, 1)
-    assert linear_plan.share(4096, 16, 32, 132) == (1, 241)
-    for B, T, columns in itertools.product((1, 3, 7, 100), (1, 50, 129, 5000), (1, 24, 400)):
+    assert linear_plan.share(4096, 16, 32, 132) == (1, 128)
+    assert linear_plan.share(4096, 2, 393, 132) == (1, 128)
+    sizes = (1, 3, 7, 100, 9999), (1, 50, 129, 5000), (1, 24, 400)
+    for B, T, columns in itertools.product(*sizes):
         chunks, each = linear_plan.share(B, T, columns, 132)
         assert chunks & (chunks - 1) == 0 and (chunks == 1 or each == 1)
         assert chunks * B <= 128 or chunks == 1
+        assert each <= linear_plan.BLOCK_N
 
 
 @pytest.fixture
@@ -197,7 +267,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @interpreted
-@pytest.mark.parametrize("shape", [(5, 300, 40, 300), (3, 9, 300, 512), (40, 1, 40, 300)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 300, 40, 300), (3, 9, 300, 512), (40, 1, 40, 300), (30, 2, 40, 300)], ids=str
+)
 def test_whoever_comes_last(
     shape: tuple[int, int, int, int], order: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

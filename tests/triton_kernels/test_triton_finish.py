@@ -3,6 +3,8 @@
 and sizes for which every loop of the finishing kernels turns more than once.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +16,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from gnsfast import reference
+from gnsfast import reference, triton_kernels
 from gnsfast.triton_kernels import embedding as embeddings  # noqa: E402
-from gnsfast.triton_kernels import operators, segments, sums  # noqa: E402
+from gnsfast.triton_kernels import (  # noqa: E402
+    linear_plan,
+    linear_wgrad,
+    norms,
+    operators,
+    segments,
+    sums,
+)
 from gnsfast.triton_kernels.tiles import INTERPRETED  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
@@ -134,6 +143,43 @@ def test_order_of_programs(case: tuple[Any, list[str]]) -> None:
         assert not any(t.isnan().any() for t in got)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU is of one maker")
+def test_options_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch says ``maxnreg``, which Triton's compiler for AMD devices refuses."""
+    from triton.runtime.interpreter import GridExecutor
+
+    cached = (sums.plan, norms.plan, norms.backward, linear_plan.plan, linear_wgrad.launches)
+    for plan in cached:
+        plan.cache_clear()
+    seen: set[str] = set()
+    run = GridExecutor.__call__
+    recorded = lambda self, *args, **options: seen.update(options) or run(self, *args, **options)
+    monkeypatch.setattr(GridExecutor, "__call__", recorded)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    x, dy = torch.randn(3, 9, 20), torch.randn(3, 9, 36)
+    linear = lambda: KERNELS.linear_wgrad(x, dy, True, True, False, F32)
+    for call in (linear, *(make("cpu") for make, _ in CALLS.values())):
+        call()
+    assert "num_warps" in seen and "maxnreg" not in seen
+    for plan in cached:
+        plan.cache_clear()
+
+
+def test_no_kernel_is_compiled_for_a_count_of_tickets() -> None:
+    """One ticket, and every multiple of 16, would otherwise have a kernel of their own."""
+    kernels = {}
+    for file in pkgutil.iter_modules(triton_kernels.__path__):
+        module = importlib.import_module(f"gnsfast.triton_kernels.{file.name}")
+        found = {name: fn for name, fn in vars(module).items() if name.endswith("_kernel")}
+        kernels |= {
+            name: fn for name, fn in found.items() if "tickets" in getattr(fn, "arg_names", ())
+        }
+    assert len(kernels) == 7
+    for name, fn in kernels.items():
+        kept = fn.kwargs["do_not_specialize"] if INTERPRETED else fn.do_not_specialize
+        assert "tickets" in kept, name
+
+
 # Samples, pieces and widths of the parameters; a block is of 8192 numbers and at least 32 columns.
 SIZES = {
     "one": (1, (1,), (1,)),
@@ -160,7 +206,9 @@ def test_sums(
     measures = 1 + under_metric
     rows = torch.empty(measures * len(widths), B + 2, device=device)
     plan = sums.plan(B, pieces, widths, measures)
-    plan.run(partials, grads, rows, plan.tickets(rows)[0].zero_(), **more)
+    plan.run(
+        partials, grads, rows, torch.zeros(plan.tickets, dtype=torch.int32, device=device), **more
+    )
     for i, (partial, grad) in enumerate(zip(partials, grads)):
         g_BN = partial.double().sum(1)
         total_N = g_BN.sum(0)
@@ -196,6 +244,42 @@ def test_squares_of_embeddings(
     want = [t.square().sum() for t in (*g, sum(g))]
     torch.testing.assert_close(rows[0].double(), torch.stack([*want, want[0] * 0 + 1]))
     torch.testing.assert_close(dw.double(), sum(g), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("piece", [1, 3, 16])
+@pytest.mark.parametrize("under_metric", [False, True], ids=["", "metric"])
+def test_frequent_ids(
+    under_metric: bool, piece: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs and segments of several programs, which begin and end anywhere."""
+    monkeypatch.setattr(embeddings, "PIECE", piece)
+    ids = torch.tensor([[7] * 20, [7] * 9 + [2, 3] + [5] * 9, [5] * 14 + [280, 7, 7, 299, 2, 2]])
+    ids = torch.cat([ids, torch.randint(0, 300, (1, 20))]).to(device)
+    dy = torch.randn(4, 20, 530, device=device) + 1
+    v = torch.rand(300, 530, device=device)
+    more = metric(device, v) if under_metric else {}
+    p = torch.stack([torch.ones_like(v), 1 / (v * 2.25).sqrt().add(1e-3)]).double()
+    for padding_idx in (-1, 2, 7):
+        dw, rows = KERNELS.embedding_wgrad(dy, ids, 300, padding_idx, F32, **more)
+        onehot = torch.nn.functional.one_hot(ids, 300).double()
+        onehot[..., padding_idx] *= padding_idx < 0
+        g = onehot.mT @ dy.double()
+        g = torch.cat([g, g.sum(0, keepdim=True)])
+        torch.testing.assert_close(dw.double(), g[-1], rtol=1e-5, atol=1e-5)
+        for row, p_VD in zip(rows.double(), p):
+            want = (p_VD * g.square()).sum((1, 2))
+            torch.testing.assert_close(row, torch.cat([want, want.new_ones(1)]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
+def test_order_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embeddings, "PIECE", 2)
+    ids, dy = torch.randint(3, 5, (3, 15)), torch.randn(3, 15, 40)
+    call = lambda: KERNELS.embedding_wgrad(dy, ids, 300, -1, F32)
+    want = call()
+    for seed in range(3):
+        with shuffled_programs(seed):
+            assert all(torch.equal(g, w) for g, w in zip(call(), want, strict=True))
 
 
 @pytest.mark.parametrize("squares", [1, 17, 300, 1025, 5000])

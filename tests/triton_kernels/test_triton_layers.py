@@ -250,3 +250,11 @@ def test_conv_wgrad(
     assert_gradient(dw, g_w)
     assert_gradient(db, g_b)
     assert_rows(rows, [g_w, g_b])
+
+
+@pytest.mark.parametrize("B, C, O", [(0, 2, 3), (2, 2, 0)])
+def test_conv_wgrad_of_nothing(B: int, C: int, O: int, device: str) -> None:
+    x, dy = torch.randn(B, C, 5, device=device), torch.randn(B, O, 3, device=device)
+    arguments = x, dy, B, [3], [1], [0], [1], 1, True, True, F32
+    for ours, theirs in zip(KERNELS.conv_wgrad(*arguments), REFERENCE.conv_wgrad(*arguments)):
+        torch.testing.assert_close(ours, theirs)
