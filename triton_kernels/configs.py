@@ -149,9 +149,14 @@ def balance(tiles: int, B: int, programs: int, blocks: int = 16, mixed: bool = T
     if not remaining or (waves and not mixed):
         return whole
     own = triton.cdiv(remaining * B, programs)
-    helpers = triton.cdiv(remaining * (B - own), own)
+    rest = B - own
+    if not rest:
+        return whole
+    helpers = triton.cdiv(remaining * rest, own)
     parts = 2 * remaining + helpers - 1  # where cuts of the line fall on a tile's end, fewer
-    if (B - own) * blocks <= MERGE * parts / programs:
+    # A step for each part that the busiest helper stores, and for each that a tile consists of.
+    stored, added = triton.cdiv(own - 1, rest) + 1, triton.cdiv(rest - 1, own) + 2
+    if rest * blocks <= MERGE * parts / programs + stored + added:
         return whole
     at_once = programs if waves else remaining + helpers
     return Balance(at_once, waves, remaining, own, waves * B + own, parts)

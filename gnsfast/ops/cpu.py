@@ -27,16 +27,19 @@ def missing() -> str:
         module = _module()
     except ImportError as error:
         return f"gnsfast._cpu cannot be loaded: {error}"
-    if not module.kernels():
-        return "this processor has neither AVX-512 nor AVX2 with FMA"
+    if not instructions():
+        return "the processor, or ATEN_CPU_CAPABILITY, has neither AVX-512 nor AVX2 with FMA"
     return "" if module.has_threads() else "torch does not run on a GNU OpenMP or one like it"
 
 
 @functools.cache
 def instructions() -> str:
-    """The instruction set that the kernel uses here: ``avx512`` or ``avx2``."""
-    fastest: str = _module().kernels()[0]
-    return fastest
+    """The instruction set that the kernel uses, ``avx512`` or ``avx2``: the best one of the
+    processor that torch uses too, which ``ATEN_CPU_CAPABILITY`` limits. Empty if there is none.
+    """
+    limit = torch.backends.cpu.get_cpu_capability().lower()
+    allowed = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",)}.get(limit, ())
+    return next((name for name in _module().kernels() if name in allowed), "")
 
 
 def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -62,6 +62,9 @@ FEW_TILES = {
 """Layers whose 36 tiles have 2.2 to 5.3 samples for each multiprocessor, of which the busiest takes
 3 to 6: whole samples allow no more."""
 
+NOT_WORTH_CUTTING = {("gpt2 qkv", 8, 132): 0.82}
+"""A cut would save one sample of 16 steps; a helper would store 7 parts, and a tile have 2."""
+
 
 def test_no_wave_is_nearly_empty() -> None:
     """The mean program's work by the busiest one's, on A100, H100 and B200."""
@@ -77,16 +80,16 @@ def test_no_wave_is_nearly_empty() -> None:
             below[name, B, processors] = round(filled, 2)
         assert plan.unfinished * 128 * 128 * 4 <= 20 << 20
     print("\n".join(table))
-    assert below == FEW_TILES
+    assert below == FEW_TILES | NOT_WORTH_CUTTING
     assert balance(108, 16, 108).unfinished == 0, "108 tiles fill a wave of 108 programs"
     assert balance(144, 1, 132).unfinished == 0 and balance(144, 1, 132).most == 2
 
 
 def test_tiles_stay_whole_where_parts_cost_more() -> None:
-    assert balance(108, 8, 132, blocks=16).unfinished
-    assert not balance(108, 8, 132, blocks=4).unfinished
-    assert balance(100, 8, 132, mixed=False).unfinished
-    assert not balance(144, 8, 132, mixed=False).unfinished
+    assert balance(108, 8, 132, blocks=32).unfinished
+    assert not balance(108, 8, 132, blocks=16).unfinished
+    assert balance(100, 8, 132, blocks=32, mixed=False).unfinished
+    assert not balance(144, 8, 132, blocks=32, mixed=False).unfinished
 
 
 @pytest.mark.parametrize("metric", [False, True], ids=["", "metric"])
