@@ -32,13 +32,16 @@ help:  ## list the targets
 demo: $(RUN)  ## train a small GPT on real text, its noise scale on the screen and in a report
 	$(BIN)/gnsfast demo
 
-test: $(PEERS)  ## all tests in the checkout, the layers' through Triton, and some against the built wheel
+test: $(PEERS)  ## all tests in the checkout, the layers' in plain PyTorch and through Triton, some against the wheel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	$(MAKE) --no-print-directory triton-test jit-test wheel-test
+	$(MAKE) --no-print-directory reference-test triton-test jit-test wheel-test
 
 test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, and tests/slow.txt, which take a second each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=5 -m "not dist" $(SLOW) \
 		--ignore=tests/integrations --ignore=tests/benchmarks
+
+reference-test: $(DEV)  ## the layers' tests again, in plain PyTorch, as where the CPU kernel cannot be built
+	OMP_NUM_THREADS=1 GNSFAST_BACKEND=reference $(BIN)/python -m pytest -n 2 --dist worksteal $(LAYER_TESTS)
 
 triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(BIN)/python -m pytest -n 2 \
@@ -108,4 +111,4 @@ $(PEERS): $(DEV)
 	$(INSTALL) --no-deps backpack-for-pytorch  # only its examples need the torchvision that it asks for
 	touch $(PEERS)
 
-.PHONY: help demo test test-fast triton-test jit-test wheel-test proof kernels lint format bench gpu-wheels gpu clean
+.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test proof kernels lint format bench gpu-wheels gpu clean

@@ -16,8 +16,9 @@ from torch.autograd import Function
 import gnsfast
 from benchmarks.contestants import Contestant, Loss, Session
 from benchmarks.models import GPT, gpt_batch, gpt_loss
+from gnsfast import reference
 from gnsfast.cli.tiny_gpt import Block
-from gnsfast.ops import operators
+from gnsfast.ops import backends, cpu, operators
 from gnsfast.reference.outer import linear_route
 from gnsfast.signatures import LinearWgrad
 
@@ -62,8 +63,10 @@ LAYERS = [
 OPERATOR = [
     LayerCase(model, I, O, T)
     for model, I, O in (("GPT-2 out", 768, 768), UP, ("small GPT head", 384, 4096))
-    for T in (1, 64, 512)
-] + [LayerCase(*LLAMA, T, 256) for T in (1, 64, 256)]
+    for T in (1, 16, 64, 256, 1024)
+]
+OPERATOR += [LayerCase("1B up", 2048, 8192, T, 1024) for T in (1, 64, 256, 1024)]
+OPERATOR += [LayerCase(*LLAMA, T, 256) for T in (1, 64, 256)]
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,13 @@ def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:
         )
         return dw, sqnorm_PB[0, : case.B]
 
+    def in_torch() -> tuple[Tensor, Tensor]:
+        a = LinearWgrad(x_BTI, dy_BTO, True, False, False, f32)
+        dw, _, sqnorm_PB, _ = reference.linear_wgrad(a)
+        return dw, sqnorm_PB[0, : case.B]
+
     ways: dict[str, Callable[[], object]] = {"plain": plain, "gnsfast": ours}
+    ways["gnsfast in PyTorch"] = in_torch
     if case.T > 1:  # a loop over 4096 samples of one token takes a minute
         ways |= {"Gram": gram, "loop": loop}
     if case.B * case.O * case.I <= 1 << 28:  # 1 GiB
@@ -268,4 +277,8 @@ def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:
 
 def route(case: LayerCase) -> str:
     """Which route gnsfast takes there."""
-    return linear_route(case.T, case.I, case.O)
+    if backends.backend("cpu") == "reference":
+        return linear_route(case.T, case.I, case.O)
+    if case.T == 1:
+        return "closed"
+    return "gram" if cpu.takes_gram(case.B, case.T, case.O, case.I) else "fused"

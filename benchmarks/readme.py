@@ -111,6 +111,8 @@ def origin(newest: Record, root: Path) -> str:
     """Machine, torch, commit, command and record, which has the peers' versions."""
     about = newest.machine
     where = f"{about['processor']}, {about['cores']} cores, torch {about['torch']}"
+    if "CPU kernel" in about:
+        where += f", CPU kernel {about['CPU kernel']}"
     return (
         f"Medians (quartiles) of interleaved rounds, {where}, at {about['commit']}: "
         f"[`{newest.command}`]({_link(newest, root)})."

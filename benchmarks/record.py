@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Timing
+from gnsfast.ops import backends, cpu
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = {"opacus", "backpack-for-pytorch"}
@@ -61,6 +62,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{d.name: d.version for d in importlib.metadata.distributions() if d.name in PEERS},
+        "CPU kernel": "none" if backends.backend("cpu") == "reference" else cpu.instructions(),
         **(_gpu() if torch.cuda.is_available() else {}),
         "commit": os.environ.get("GNSFAST_COMMIT")  # where a checkout travels without its history
         or _line("git", "describe", "--always", "--dirty", "--abbrev=10")

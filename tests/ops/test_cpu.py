@@ -18,7 +18,7 @@ from gnsfast.signatures import InProjectionWgrad, LinearWgrad
 pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing() or "the kernel is there")
 
 SETS = [] if cpu.missing() else cpu._module().kernels()
-EDGES = [(1, 1), (14, 32), (15, 33), (100, 70), (6, 600), (530, 40), (31, 1100)]
+EDGES = [(2, 3), (14, 32), (15, 33), (100, 70), (6, 600), (530, 40), (31, 1100)]
 """[O, I] around whole tiles, and beyond a block of them."""
 
 LAYOUTS: dict[str, Callable[[int, int, int], Tensor]] = {
@@ -55,11 +55,10 @@ def single_samples(a: LinearWgrad) -> tuple[Tensor, Tensor]:
 
 
 def assert_row(row: Tensor, total: Tensor, g_BN: Tensor) -> None:
-    """A gradient and its probe row, norm by norm. Where it is one number, that may cancel."""
+    """A gradient and its probe row, norm by norm."""
     B = len(g_BN)
     sqnorm_B = g_BN.flatten(1).square().sum(1)
-    atol = 1e-5 * sqnorm_B.mean().item() if g_BN[0].numel() == 1 else 0
-    torch.testing.assert_close(row[:B].double(), sqnorm_B, rtol=1e-6, atol=atol)
+    torch.testing.assert_close(row[:B].double(), sqnorm_B, rtol=1e-6, atol=0)
     typical = g_BN.square().mean().sqrt().item()
     torch.testing.assert_close(total.double(), g_BN.sum(0), rtol=1e-5, atol=1e-5 * typical)
     torch.testing.assert_close(row[B].double(), total.double().square().sum(), rtol=1e-6, atol=0)
@@ -79,6 +78,16 @@ def test_agrees_with_single_samples(T: int, O: int, I: int, instructions: str) -
     B = 2 if T > 1000 else 5
     assert_right(linear(torch.randn(B, T, I), torch.randn(B, T, O)))
     assert_right(linear(torch.randn(1, T, I), torch.randn(1, T, O), bias=False))
+
+
+@pytest.mark.parametrize("T", [1, 40, 2100])
+def test_one_number(T: int, instructions: str) -> None:
+    """Its terms cancel, so it is as good as the sum of their absolute values."""
+    x, dy = torch.randn(3, T, 1), torch.randn(3, T, 1)
+    rows = cpu.linear_wgrad(linear(x, dy))[2]
+    for row, (g_B11, terms) in zip(rows, zip(single_samples(linear(x, dy)), (x * dy, dy))):
+        within_B = 1e-6 * terms.abs().sum((1, 2)).square()
+        assert ((row[:3] - g_B11.view(3).square()).abs() <= within_B).all()
 
 
 @pytest.mark.parametrize("gram", [True, False], ids=["Gram", "tiles"])
