@@ -55,7 +55,7 @@ def single_samples(a: LinearWgrad) -> tuple[Tensor, Tensor]:
 
 
 def assert_row(row: Tensor, total: Tensor, g_BN: Tensor) -> None:
-    """A gradient and its probe row, norm by norm. The rounding of few numbers is no mean of many."""
+    """A gradient and its probe row, norm by norm. Roundings of few numbers do not average out."""
     B, rtol = len(g_BN), 1e-6 if g_BN[0].numel() > 100 else 1e-5
     sqnorm_B = g_BN.flatten(1).square().sum(1)
     torch.testing.assert_close(row[:B].double(), sqnorm_B, rtol=rtol, atol=0)
