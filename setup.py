@@ -26,6 +26,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,13 @@ class Build(build_ext):  # type: ignore[misc]
         super().build_extension(ext)
 
 
+def _runs(command: list[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
 def cpu_extension() -> Any | None:
     """The CPU kernel, or None where it is not wanted or no compiler is known to take it."""
     wanted = asked("GNSFAST_CPU", "CPU kernel")
@@ -144,6 +152,9 @@ def cpu_extension() -> Any | None:
         from pybind11.setup_helpers import Pybind11Extension
     except ImportError as error:
         why = f"{error}: pip install pybind11"
+    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")
+    if not _runs([*compiler, "-dumpversion"]):
+        why = f"{compiler[0]} does not run: install a C++ compiler, or name one by CXX"
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         why = f"it is for Linux on x86-64, not {sys.platform} on {platform.machine()}"
     if why and wanted == "1":

@@ -53,6 +53,34 @@ def test_without_nvcc(wanted: str, fails: bool, line: str) -> None:
     assert line in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("wanted", "fails", "line"),
+    [
+        ("auto", False, "gnsfast: /bin/false does not run: install a C++ compiler, or name one by"),
+        ("0", False, "gnsfast: GNSFAST_CPU=0, installing without the CPU kernel"),
+        ("1", True, "gnsfast: no CPU kernel: /bin/false does not run"),
+        ("yes", True, "GNSFAST_CPU=yes: it must be 0, 1 or auto"),
+    ],
+)
+def test_without_a_compiler(wanted: str, fails: bool, line: str) -> None:
+    done = setup(["setup.py", "--version"], GNSFAST_CPU=wanted, GNSFAST_CUDA="0", CXX="/bin/false")
+    assert (done.returncode != 0) is fails
+    assert line in done.stderr
+
+
+def test_a_compiler_that_fails(tmp_path: Path) -> None:
+    """It is a warning, and with ``GNSFAST_CPU=1`` an error."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\ntest "$1" = -dumpversion\n')
+    compiler.chmod(0o755)
+    build = ["setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
+    for wanted in ("auto", "1"):
+        done = setup(build, GNSFAST_CPU=wanted, GNSFAST_CUDA="0", CXX=str(compiler))
+        assert (done.returncode != 0) is (wanted == "1")
+        assert 'building extension "gnsfast._cpu" failed' in done.stderr or wanted == "1"
+    assert not list(tmp_path.rglob("*.so"))
+
+
 def fake_nvcc(folder: Path, release: str) -> str:
     """Knows its version and compiles nothing."""
     nvcc = folder / "nvcc"
