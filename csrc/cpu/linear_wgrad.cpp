@@ -115,7 +115,7 @@ void write_rows(Work& work) {
   for (int64_t b = 0; b <= call.B; ++b) {
     double found[kFound] = {};
     for (int block = 0; block < work.grid.blocks(); ++block) {
-      for (int k = 0; k < kFound; ++k) found[k] += work.found(block, static_cast<Found>(k))[b];
+      for (int k = 0; k < work.kinds; ++k) found[k] += work.found(block, Found(k))[b];
     }
     if (b < call.B && work.closed) found[kWeight] = found[kLeft] * found[kRight];
     if (b < call.B && call.sqnorms) found[kWeight] = call.sqnorms[b];

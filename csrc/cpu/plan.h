@@ -13,7 +13,8 @@
 
 namespace gnsfast::cpu {
 
-constexpr int kTokens = 1024;         // of a chunk, so that a right panel has at most 128 KiB
+constexpr int kTokens = 512;          // of a chunk, so that a right panel has at most 64 KiB
+constexpr int kTogether = 256;        // of a chunk of samples that are not told apart: taller blocks
 constexpr int kFewTokens = 32;        // are added in float32, then in float64
 constexpr int kCached = 192 << 10;    // floats of left panels, for a second-level cache of 1 MiB
 constexpr int kWidest = 1024;         // columns of a block
@@ -57,7 +58,7 @@ struct Grid {
 };
 
 // What a block finds for each sample, and after these for the sum of all.
-enum Found { kWeight, kWeighed, kLeft, kRight, kBiasWeighed, kFound };
+enum Found { kWeight, kLeft, kRight, kWeighed, kBiasWeighed, kFound };
 
 // The sums of one side's columns in a block. Without ``total`` nobody wants them.
 struct Sums {
@@ -79,9 +80,8 @@ struct Sums {
 
   void end(int64_t B) const {
     for (int k = 0; total && k < columns; ++k) {
-      const double under_metric = root ? total[k] * root[k] : 0.0;
       found[B] += total[k] * total[k];
-      weighed[B] += under_metric * under_metric;
+      if (root) weighed[B] += (total[k] * root[k]) * (total[k] * root[k]);
       if (db) db[k] = static_cast<float>(total[k]);
     }
   }
@@ -105,10 +105,12 @@ struct Work {
   int threads = 1;
   Grid grid = {};
   std::vector<float> bias_root = {};   // with zeros up to a whole panel
-  std::vector<double> all_found = {};  // [blocks, kFound, B + 1]
+  int kinds = 1;                       // of Found: the first one, the first three, or all
+  std::vector<double> all_found = {};  // [blocks, kinds, B + 1]
 
   double* found(int block, Found what) {
-    return all_found.data() + (int64_t{block} * kFound + what) * (call.B + 1);
+    if (what >= kinds) return nullptr;
+    return all_found.data() + (int64_t{block} * kinds + what) * (call.B + 1);
   }
 };
 
@@ -133,7 +135,7 @@ inline std::vector<Chunk> chunks_of(const LinearWgrad& call, bool told_apart) {
   std::vector<Chunk> chunks;
   const Side &left = call.left, &right = call.right;
   if (!told_apart) {
-    const int64_t most = std::max<int64_t>(1, kTokens / call.T);
+    const int64_t most = std::max<int64_t>(1, kTogether / call.T);
     for (int64_t b = 0; b < call.B; b += most) {
       const int samples = count(call.B, b, static_cast<int>(most));
       const int64_t row = b * call.T;
@@ -242,7 +244,9 @@ inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
   if (call.parallel) work.threads = int(std::clamp<int64_t>(products / kEnough, 1, call.threads));
   work.grid = grid_of(kernel, call.left.N, call.right.N, work.tokens, work.threads);
   work.threads = std::min(work.threads, work.grid.blocks());
-  work.all_found.assign(int64_t{work.grid.blocks()} * kFound * (call.B + 1), 0.0);
+  if (call.db || closed) work.kinds = kRight + 1;
+  if (call.weight.v) work.kinds = kFound;
+  work.all_found.assign(int64_t{work.grid.blocks()} * work.kinds * (call.B + 1), 0.0);
   if (call.bias.v) {
     const int64_t N = call.bias_of_right ? call.right.N : call.left.N;
     work.bias_root.assign(N + std::max(kernel.rows, kernel.columns), 0.f);

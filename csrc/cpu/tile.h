@@ -254,8 +254,8 @@ void walk(Work& work, int index, char* memory) {
         });
         squares[chunk.sample] += found.sample;
         squares[call.B] += found.total;
-        weighed[chunk.sample] += found.sample_weighed;
-        weighed[call.B] += found.total_weighed;
+        if (weighed) weighed[chunk.sample] += found.sample_weighed;
+        if (weighed) weighed[call.B] += found.total_weighed;
       }
     }
     right_sums.end_chunk(chunk);
