@@ -141,7 +141,7 @@ def finish_cases() -> Iterator[Case]:
     runs = product(
         ("bf16", "fp32"),
         (None, plain, *weights),
-        ((False, 1), (True, 2), (True, 4096)),
+        ((False, 1), (True, 2), (True, 256), (True, 4096)),
         (False, True),
         (False,),  # whether dW is rounded from a float32 product
     )

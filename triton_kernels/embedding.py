@@ -139,10 +139,10 @@ def sum_piece(
         stop = 0
         for k in range(0, multiples, PROBES):
             offs = k + tl.arange(0, PROBES)
-            known = offs < multiples
-            key = tl.load(key_ptr + offs.to(tl.int64) * PIECE, mask=known, other=0).to(tl.int64)
-            start += tl.sum((known & (key < low)).to(tl.int32))
-            stop += tl.sum((known & (key < high)).to(tl.int32))
+            inside = offs < multiples
+            key = tl.load(key_ptr + offs.to(tl.int64) * PIECE, mask=inside, other=0).to(tl.int64)
+            start += tl.sum((inside & (key < low)).to(tl.int32))
+            stop += tl.sum((inside & (key < high)).to(tl.int32))
         # Whether the range begins before its first multiple.
         before = tl.load(key_ptr + start * PIECE - 1, mask=start > 0, other=-1).to(tl.int64) >= low
         row = 2 * (n // PIECE) + (n % PIECE > 0)

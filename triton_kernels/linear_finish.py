@@ -149,7 +149,7 @@ def add_bias(
             whole = column_sums(sums_ptr, pieces, N, offs, mask, PIECES)
         else:
             whole = tl.zeros((BLOCK_N,), tl.float64)
-            together: tl.constexpr = ROWS // CHUNKS
+            together: tl.constexpr = min(4, ROWS // CHUNKS)  # 16 float64 rows would spill
             for first in range(0, B, together):
                 offs_b = first + tl.arange(0, together)
                 parts = offs_b[:, None] * CHUNKS + tl.arange(0, CHUNKS)[None, :]
@@ -269,7 +269,7 @@ SIZES = (
 @triton.jit(do_not_specialize=SIZES)
 def linear_finish_kernel(
     work_ptr,  # float32: the parts of shared tiles, then what begins at the offsets below
-    tickets_ptr,  # [1 + columns] int32 zeros
+    tickets_ptr,  # [1 + columns] int32 zeros, and [pieces] more without chunks
     dw_ptr,
     product_ptr,  # [O, I] float32, from which dW is rounded; or None
     dy_ptr,

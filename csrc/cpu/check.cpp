@@ -95,7 +95,8 @@ void run_one(const std::string& kernel) {
   int64_t B = one_of({1, 2, 3, 7, 40}), T = one_of({1, 2, 5, 33, 64, 1025, 2100});
   if (T > 1000) B = std::min<int64_t>(B, 2);
   const int64_t M = one_of({1, 3, 6, 13, 14, 15, 29, 90}), N = one_of({1, 7, 16, 31, 32, 33, 70});
-  const bool bfloat16 = one_of({0, 0, 1}), segments = one_of({0, 0, 0, 1}), given = !segments && one_of({0, 0, 1});
+  const bool bfloat16 = one_of({0, 0, 1}), segments = one_of({0, 0, 0, 1});
+  const bool given = !segments && one_of({0, 0, 1});
   const bool metric = !given && (T > 1 || segments) && one_of({0, 1}), bias = one_of({0, 1});
   const int64_t samples = B, rows_of_side = segments ? B * T : T;
   const Operand left(segments ? 1 : B, rows_of_side, M, bfloat16, given);
@@ -140,7 +141,9 @@ void run_one(const std::string& kernel) {
     const double p = metric ? 1 / (std::sqrt(v[k]) * call.weight.s + call.weight.eps) : 0;
     for (int64_t b = 0; b < samples; ++b) {
       double sum = 0;
-      for (int64_t t = 0; t < tokens(b); ++t) sum += value(left, b, t, k / N) * value(right, b, t, k % N);
+      for (int64_t t = 0; t < tokens(b); ++t) {
+        sum += value(left, b, t, k / N) * value(right, b, t, k % N);
+      }
       weight.add(b, sum, p);
       total += sum;
     }
@@ -152,7 +155,8 @@ void run_one(const std::string& kernel) {
     const double p = metric ? 1 / (std::sqrt(bias_v[n]) * call.bias.s + call.bias.eps) : 0;
     for (int64_t b = 0; b < samples; ++b) {
       double sum = 0;
-      for (int64_t t = 0; t < tokens(b); ++t) sum += value(call.bias_of_right ? right : left, b, t, n);
+      const Operand& side = call.bias_of_right ? right : left;
+      for (int64_t t = 0; t < tokens(b); ++t) sum += value(side, b, t, n);
       of_db.add(b, sum, p);
       total += sum;
     }

@@ -95,13 +95,16 @@ void run_blocks(Work& work) {
   } shared{work, memory.get(), bytes, {0}, {0}};
   const auto take_blocks = [](void* data) {
     Shared& shared = *static_cast<Shared*>(data);
-    char* own = shared.memory + shared.next_thread++ * shared.bytes;
+    const int thread = shared.next_thread++;
+    if (thread >= shared.work.threads) return;
+    char* own = shared.memory + thread * shared.bytes;
     for (int k; (k = shared.next_block++) < shared.work.grid.blocks();) {
       shared.work.kernel.run(shared.work, k, own);
     }
   };
   if (work.threads > 1) {
-    work.call.parallel(take_blocks, &shared, work.threads, 0);
+    // All of torch's threads, as OpenMP ends those that a smaller team leaves out.
+    work.call.parallel(take_blocks, &shared, work.call.threads, 0);
   } else {
     take_blocks(&shared);
   }
@@ -144,7 +147,13 @@ void linear_wgrad(LinearWgrad call, const std::string& name) {
     call.left.stride_t = call.left.stride_b;
     call.right.stride_t = call.right.stride_b;
   }
-  Work work = plan(call, *kernel);
+  int64_t row_step = call.right.N, column_step = 1;
+  if (call.right.N <= kernel->columns / 2 && call.left.N > call.right.N) {
+    std::swap(call.left, call.right);  // a thin right side would leave most of a vector empty
+    std::swap(row_step, column_step);
+    call.bias_of_right = !call.bias_of_right;
+  }
+  Work work = plan(call, *kernel, row_step, column_step);
   run_blocks(work);
   write_rows(work);
 }

@@ -25,7 +25,7 @@ using Parallel = void (*)(void (*work)(void*), void* data, unsigned threads, uns
 struct LinearWgrad {
   Side left, right;
   bool bfloat16;           // else float32
-  int64_t B, T;            // with ``sqnorms`` stride_b is T stride_t
+  int64_t B, T;            // with ``sqnorms`` stride_b is T stride_t; with ``starts`` T is all rows
   const int64_t* starts;   // sample b owns rows starts[b] to starts[b + 1] of a side; or null
   const double* sqnorms;   // [B] of the weight, where they are known already; or null
   float* dw;               // [left.N, right.N]

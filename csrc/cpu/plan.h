@@ -13,8 +13,8 @@
 
 namespace gnsfast::cpu {
 
-constexpr int kTokens = 512;          // of a chunk, so that a right panel has at most 64 KiB
-constexpr int kTogether = 256;        // of a chunk of samples that are not told apart: taller blocks
+constexpr int kTokens = 256;          // of a chunk: more would lose digits, as one sum takes them all
+constexpr int kShort = 48;            // tokens: below, a block of dW fits into the cache as well
 constexpr int kFewTokens = 32;        // are added in float32, then in float64
 constexpr int kCached = 192 << 10;    // floats of left panels, for a second-level cache of 1 MiB
 constexpr int kWidest = 1024;         // columns of a block
@@ -33,11 +33,12 @@ struct Chunk {
 
 struct Tile {
   const float *left, *right;  // packed panels
+  int64_t right_step;         // from token to token
   float* dw;
-  int64_t stride;
+  int64_t row_step, column_step;
   int columns;
-  float* part;  // of a long sample, from the chunks before
-  float* root;  // √P, or null
+  float* part;            // of a long sample, from the chunks before
+  float* root = nullptr;  // √P, or null
 };
 
 struct Squares {
@@ -98,6 +99,7 @@ struct Kernel {
 struct Work {
   const LinearWgrad& call;
   const Kernel& kernel;
+  int64_t row_step, column_step;  // of dW's elements
   bool closed;  // samples of one token: their norm is the product of two rows' norms
   std::vector<Chunk> chunks;
   int tokens = 0, samples = 0;  // of a chunk at most
@@ -135,7 +137,7 @@ inline std::vector<Chunk> chunks_of(const LinearWgrad& call, bool told_apart) {
   std::vector<Chunk> chunks;
   const Side &left = call.left, &right = call.right;
   if (!told_apart) {
-    const int64_t most = std::max<int64_t>(1, kTogether / call.T);
+    const int64_t most = std::max<int64_t>(1, kTokens / call.T);
     for (int64_t b = 0; b < call.B; b += most) {
       const int samples = count(call.B, b, static_cast<int>(most));
       const int64_t row = b * call.T;
@@ -146,25 +148,30 @@ inline std::vector<Chunk> chunks_of(const LinearWgrad& call, bool told_apart) {
     return chunks;
   }
   for (int64_t b = 0; b < call.B; ++b) {
-    const bool first = b == 0, final = b == call.B - 1;
     const int64_t T = call.starts ? call.starts[b + 1] - call.starts[b] : call.T;
+    if (!T && !(chunks.empty() && b == call.B - 1)) continue;  // one to write zeros, if all are empty
     const int64_t left_at = call.starts ? call.starts[b] * left.stride_t : b * left.stride_b;
     const int64_t right_at = call.starts ? call.starts[b] * right.stride_t : b * right.stride_b;
     const int parts = std::max(1, times(T, kTokens)), most = times(T, parts);
     for (int part = 0; part < parts; ++part) {
       const int64_t t = int64_t{part} * most;
       chunks.push_back({left_at + t * left.stride_t, right_at + t * right.stride_t, b, 1,
-                        count(T, t, most), first, final, part > 0, part == parts - 1});
+                        count(T, t, most), false, false, part > 0, part == parts - 1});
     }
+  }
+  for (Chunk& chunk : chunks) {
+    chunk.first = chunk.sample == chunks.front().sample;
+    chunk.final = chunk.sample == chunks.back().sample;
   }
   return chunks;
 }
 
 // The blocks that take the busiest thread the least: each element of dW is a product for a token, and
 // each row and column of a block is a number to be packed, which costs as much as four products.
-inline Grid grid_of(const Kernel& kernel, int64_t M, int64_t N, int tokens, int threads) {
+inline Grid grid_of(const Kernel& kernel, int64_t M, int64_t N, int tokens, bool dw_cached,
+                    int threads) {
   Grid grid{times(M, kernel.rows), times(N, kernel.columns), 0, 0, 0, 0};
-  const int most = std::max(1, kCached / (std::max(1, tokens) * kernel.rows));
+  const int most = std::max(1, kCached / ((dw_cached ? kWidest : std::max(1, tokens)) * kernel.rows));
   const int rows = times(grid.rows, most), columns = times(grid.columns, kWidest / kernel.columns);
   double least = std::numeric_limits<double>::infinity();
   for (int k = columns; k <= std::min(grid.columns, columns + threads - 1); ++k) {
@@ -231,9 +238,10 @@ inline Sums sums_of(Work& work, int index, bool left, double* memory) {
   return sums;
 }
 
-inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
+inline Work plan(const LinearWgrad& call, const Kernel& kernel, int64_t row_step,
+                 int64_t column_step) {
   const bool closed = call.T == 1 && !call.starts && !call.sqnorms;
-  Work work{call, kernel, closed, chunks_of(call, !closed && !call.sqnorms)};
+  Work work{call, kernel, row_step, column_step, closed, chunks_of(call, !closed && !call.sqnorms)};
   int64_t products = 0;
   for (const Chunk& chunk : work.chunks) {
     work.tokens = std::max(work.tokens, chunk.tokens);
@@ -242,7 +250,9 @@ inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
     products += chunk.tokens * call.left.N * call.right.N;
   }
   if (call.parallel) work.threads = int(std::clamp<int64_t>(products / kEnough, 1, call.threads));
-  work.grid = grid_of(kernel, call.left.N, call.right.N, work.tokens, work.threads);
+  // Short samples come back to a block's part of dW after few products, and the metric has as much.
+  const bool dw_cached = work.samples == 1 && (work.tokens < kShort || call.weight.v);
+  work.grid = grid_of(kernel, call.left.N, call.right.N, work.tokens, dw_cached, work.threads);
   work.threads = std::min(work.threads, work.grid.blocks());
   if (call.db || closed) work.kinds = kRight + 1;
   if (call.weight.v) work.kinds = kFound;

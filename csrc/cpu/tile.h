@@ -114,19 +114,18 @@ Squares add_tile(const Tile& a, const Chunk& chunk) {
 #pragma GCC unroll 16
   for (int m = 0; m < kM; ++m) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      s[m][v] = chunk.resume ? load(a.part + m * kColumns + v * kLanes) : Vector{};
-    }
+    for (int v = 0; v < kVectors; ++v) s[m][v] = Vector{};
   }
   if (chunk.last && !chunk.first) {
 #pragma GCC unroll 16
     for (int m = 0; m < kM; ++m) {
-      for (int k = 0; k < kColumns; k += kCacheLine) __builtin_prefetch(a.dw + m * a.stride + k, 1);
-      __builtin_prefetch(a.dw + m * a.stride + kColumns - 1, 1);
+      const float* row = a.dw + m * a.row_step;
+      for (int k = 0; k < kColumns; k += kCacheLine) __builtin_prefetch(row + k, 1);
+      __builtin_prefetch(row + kColumns - 1, 1);
     }
   }
   const float *left = a.left, *right = a.right;
-  for (int t = 0; t < chunk.tokens; ++t, left += kM, right += kColumns) {
+  for (int t = 0; t < chunk.tokens; ++t, left += kM, right += a.right_step) {
     Vector r[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) r[v] = load(right + v * kLanes);
@@ -135,6 +134,13 @@ Squares add_tile(const Tile& a, const Chunk& chunk) {
       const Vector l = broadcast(left[m]);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) s[m][v] += l * r[v];
+    }
+  }
+  if (chunk.resume) {  // after the product: one sum over all tokens would lose digits
+#pragma GCC unroll 16
+    for (int m = 0; m < kM; ++m) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) s[m][v] += load(a.part + m * kColumns + v * kLanes);
     }
   }
   if (!chunk.last) {
@@ -153,7 +159,7 @@ Squares add_tile(const Tile& a, const Chunk& chunk) {
     for (int v = 0; v < kVectors; ++v) {
       // Where right has zeros for columns, an infinite left made NaNs.
       if (a.columns < kColumns) s[m][v] = first<Vector, Lanes>(s[m][v], a.columns - v * kLanes);
-      float* to = a.dw + m * a.stride + v * kLanes;
+      float* to = a.dw + m * a.row_step + v * kLanes;
       const Vector sum = chunk.first ? s[m][v] : s[m][v] + load(to);
       store(to, sum);
       sample[v] += s[m][v] * s[m][v];
@@ -174,20 +180,23 @@ Squares add_tile(const Tile& a, const Chunk& chunk) {
   return found;
 }
 
-// ``add_tile`` where the tile has fewer columns: in a whole tile beside dW.
+// ``add_tile`` where the tile has fewer columns, or these are not side by side in dW: beside it.
 template <int kM>
-Squares add_edge(const Tile& tile, const Chunk& chunk) {
+Squares add_beside(const Tile& tile, const Chunk& chunk) {
   float beside[kM * kColumns] = {};
-  for (int m = 0; m < kM && !chunk.first; ++m) {
-    std::copy_n(tile.dw + m * tile.stride, tile.columns, beside + m * kColumns);
-  }
+  const auto each = [&](const auto& of) {
+    for (int m = 0; m < kM; ++m) {
+      for (int k = 0; k < tile.columns; ++k) {
+        of(tile.dw[m * tile.row_step + k * tile.column_step], beside[m * kColumns + k]);
+      }
+    }
+  };
+  if (chunk.last && !chunk.first) each([](float in_dw, float& copy) { copy = in_dw; });
   Tile whole = tile;
   whole.dw = beside;
-  whole.stride = kColumns;
+  whole.row_step = kColumns;
   const Squares found = add_tile<kM>(whole, chunk);
-  for (int m = 0; m < kM && chunk.last; ++m) {
-    std::copy_n(beside + m * kColumns, tile.columns, tile.dw + m * tile.stride);
-  }
+  if (chunk.last) each([](float& in_dw, float copy) { in_dw = copy; });
   return found;
 }
 
@@ -196,7 +205,8 @@ inline void fill_root(const Metric& metric, int64_t first, int rows, const Tile&
   for (int m = 0; m < rows; ++m) {
     for (int k = 0; k < kColumns; ++k) {
       const bool inside = k < tile.columns;
-      tile.root[m * kColumns + k] = inside ? root_of(metric, first + m * tile.stride + k) : 0.f;
+      const int64_t at = first + m * tile.row_step + k * tile.column_step;
+      tile.root[m * kColumns + k] = inside ? root_of(metric, at) : 0.f;
     }
   }
 }
@@ -225,6 +235,10 @@ void walk(Work& work, int index, char* memory) {
   const int64_t begin = int64_t{kColumns} * block.left;
   const int64_t end = std::min(right.N, int64_t{kColumns} * block.right);
 
+  // A right panel that one tile reads is not worth packing.
+  const bool packed = !std::is_same_v<Element, float> || right.stride_n != 1 ||
+                      bottom - top > kRows || right_sums.total;
+
   for (const Chunk& chunk : work.chunks) {
     const auto* left_data = static_cast<const Element*>(left.data) + chunk.left_at;
     const auto* right_data = static_cast<const Element*>(right.data) + chunk.right_at;
@@ -238,19 +252,27 @@ void walk(Work& work, int index, char* memory) {
     left_sums.end_chunk(chunk);
     for (int64_t i = begin; i < end; i += kColumns) {
       const int columns = count(end, i, kColumns);
-      pack<kColumns>(right_data + i * right.stride_n, right, chunk.tokens, columns, at.right_panel);
+      const Element* from = right_data + i * right.stride_n;
+      const bool pack_this = packed || columns < kColumns;
+      if (pack_this) pack<kColumns>(from, right, chunk.tokens, columns, at.right_panel);
       if (right_sums.total) add_tokens<kColumns>(at.right_panel, chunk, right_sums, i - begin);
       for (int64_t o = top; o < bottom; o += kRows) {
         const int rows = count(bottom, o, kRows);
         const int64_t beside = (i - begin) * work.grid.tallest * kRows + (o - top) * kColumns;
-        Tile tile{at.left_panels + (o - top) * chunk.tokens, at.right_panel, call.dw + o * right.N + i,
-                  right.N, columns, at.parts + beside, nullptr};
+        const int64_t first = o * work.row_step + i * work.column_step;
+        Tile tile{at.left_panels + (o - top) * chunk.tokens, at.right_panel, kColumns,
+                  call.dw + first, work.row_step, work.column_step, columns, at.parts + beside};
+        if (!pack_this) {
+          tile.right = reinterpret_cast<const float*>(from);
+          tile.right_step = right.stride_t;
+        }
         if (call.weight.v) {
           tile.root = at.roots + beside;
-          if (chunk.first && !chunk.resume) fill_root(call.weight, o * right.N + i, rows, tile);
+          if (chunk.first && !chunk.resume) fill_root(call.weight, first, rows, tile);
         }
+        const bool whole = columns == kColumns && work.column_step == 1;
         const Squares found = with_rows(rows, [&](auto m) {
-          return columns == kColumns ? add_tile<m>(tile, chunk) : add_edge<m>(tile, chunk);
+          return whole ? add_tile<m>(tile, chunk) : add_beside<m>(tile, chunk);
         });
         squares[chunk.sample] += found.sample;
         squares[call.B] += found.total;

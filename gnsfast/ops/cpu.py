@@ -46,7 +46,8 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``LinearWgrad``."""
     x, dy = a.x_BTI, a.dy_BTO
     metric = a.constants_P2 is not None
-    if not (a.weight and takes(x, dy, a.samples, a.starts is not None, metric)):
+    segments = 0 if a.starts is None else len(a.starts) - 1
+    if not (a.weight and takes(x, dy, a.samples, segments, metric)):
         return reference.linear_wgrad(a)
     left, right = (x, dy) if a.transposed else (dy, x)
     lead = (a.experts,) if a.experts else ()
@@ -77,25 +78,33 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def takes(
-    x: Tensor, dy: Tensor, samples: int, segments: bool = False, metric: bool = False
+    x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool = False
 ) -> bool:
     """Whether the kernel computes this weight gradient.
 
-    It takes float32 and bfloat16 tensors of any strides, none of them empty. Norms of one-token
-    samples under a metric are a product with it, and those of short segments are Gram matrices: the
-    reference makes both.
+    It takes float32 and bfloat16 tensors of any strides, none of them empty. The reference makes
+    what it is better at: norms of one-token samples under a metric or of a thin weight, and those
+    of short segments.
     """
-    if x.dtype != dy.dtype or x.dtype not in DTYPES or x.is_neg() or dy.is_neg():
+    if x.dtype != dy.dtype or x.dtype not in DTYPES or _lazy(x) or _lazy(dy):
         return False
     if x.numel() * dy.numel() == 0 or samples == 0:
         return False
     if segments:
-        return not metric and x.shape[0] >= SHORT[instructions()] * samples
-    return not (metric and x.shape[1] == 1)
+        return not metric and x.shape[0] >= SHORT[instructions()] * segments
+    return x.shape[1] > 1 or (not metric and min(x.shape[2], dy.shape[2]) > THIN)
 
 
-SHORT = {"avx512": 8, "avx2": 16}
+SHORT = {"avx512": 4, "avx2": 8}
 """The fewest rows of a segment, on average, for which the kernel is the faster one."""
+
+THIN = 4
+"""One product for each number of the wide side, or a few, are fewer than copying it takes."""
+
+
+def _lazy(t: Tensor) -> bool:
+    """Whether the numbers in memory are not those of ``t``: a lazy minus sign, or lazy zeros."""
+    return t.is_neg() or t._is_zerotensor()
 
 
 def takes_gram(B: int, T: int, M: int, N: int) -> bool:

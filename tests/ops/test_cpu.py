@@ -18,7 +18,7 @@ from gnsfast.signatures import InProjectionWgrad, LinearWgrad
 pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing() or "the kernel is there")
 
 SETS = [] if cpu.missing() else cpu._module().kernels()
-EDGES = [(5, 3), (14, 32), (15, 33), (100, 70), (6, 600), (530, 40), (31, 1100)]
+EDGES = [(5, 9), (14, 32), (15, 33), (100, 70), (6, 600), (530, 40), (31, 1100)]
 """[O, I] around whole tiles, and beyond a block of them."""
 
 LAYOUTS: dict[str, Callable[[int, int, int], Tensor]] = {
@@ -90,6 +90,42 @@ def test_one_number(T: int, instructions: str) -> None:
         assert ((row[:3] - g_B11.view(3).square()).abs() <= within_B).all()
 
 
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("T", [1000, 1 << 16])
+def test_long_samples_of_one_sign(T: int, segments: bool, instructions: str) -> None:
+    """Nothing cancels, and all roundings of a constant feature have one sign: one float32 sum over
+    2^16 tokens would be 2e-4 off.
+    """
+    x, dy = torch.rand(1, T, 40), torch.full((1, T, 20), 0.3)
+    x[..., 0] = 1.1
+    want = dy[0].double().T @ x[0].double()
+    a = linear(x, dy)
+    if segments:
+        a = a._replace(x_BTI=x[0], dy_BTO=dy[0], starts=torch.tensor([0, T]))
+    dw, _, rows, _ = cpu.linear_wgrad(a)
+    torch.testing.assert_close(dw.double(), want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(dw[:, 1:].double(), want[:, 1:], rtol=2e-6, atol=0)
+    torch.testing.assert_close(rows[0, 0].double(), dw.double().square().sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("T", [1, 5, 600])
+@pytest.mark.parametrize(("O", "I"), [(1, 100), (100, 1), (300, 7), (7, 300), (200, 16)])
+def test_thin_weights(O: int, I: int, T: int, instructions: str) -> None:
+    """The thin side goes to the left of the kernel; one panel of it reads the other unpacked."""
+    for transposed in (False, True):
+        a = linear(torch.rand(4, T, I) + 0.1, torch.rand(4, T, O), transposed=transposed)
+        dw, db, rows, _ = cpu.linear_wgrad(a)
+        for total, row, g_BN in zip((dw, db), rows, single_samples(a)):
+            assert_row(row, total, g_BN)
+
+
+def test_no_rows_in_any_segment(instructions: str) -> None:
+    a = linear(torch.randn(50, 40), torch.randn(50, 20))
+    a = a._replace(starts=torch.tensor([5, 5, 5]))
+    dw, db, rows, _ = cpu.linear_wgrad(a)
+    assert not dw.any() and not db.any() and not rows[:, :-1].any()
+
+
 @pytest.mark.parametrize("gram", [True, False], ids=["Gram", "tiles"])
 @pytest.mark.parametrize("T", [2, 16])
 def test_short_samples(
@@ -147,7 +183,7 @@ def test_segments(experts: int, index: torch.dtype, instructions: str) -> None:
     starts = torch.tensor([*starts, *[1600] * (4 * experts + 1 - len(starts))]).to(index)
     a = linear(torch.randn(1700, 40), torch.randn(1700, 20))
     a = a._replace(starts=starts, experts=experts)
-    assert cpu.takes(a.x_BTI, a.dy_BTO, a.samples, segments=True)
+    assert cpu.takes(a.x_BTI, a.dy_BTO, a.samples, segments=len(starts) - 1)
     dw, db, rows, _ = cpu.linear_wgrad(a)
     E, B = max(experts, 1), a.samples
     bounds = starts.tolist()
@@ -157,6 +193,13 @@ def test_segments(experts: int, index: torch.dtype, instructions: str) -> None:
     sums = torch.stack([dy[span].sum(0) for span in spans]).unflatten(0, (E, B))
     for total, row, g_EBN in zip((dw, db), rows, (grads, sums)):
         assert_row(row, total.view(E, *total.shape[-g_EBN.ndim + 2 :]), g_EBN.transpose(0, 1))
+
+
+def test_experts_of_few_rows_stay_in_torch() -> None:
+    """What counts are the rows of a segment, of which there are experts times samples."""
+    x, dy = torch.randn(64, 40), torch.randn(64, 20)
+    assert cpu.takes(x, dy, samples=2, segments=2)
+    assert not cpu.takes(x, dy, samples=2, segments=2 * 16)
 
 
 def test_in_projection(instructions: str) -> None:
@@ -200,10 +243,21 @@ def test_same_bits(instructions: str, threads: Callable[[int], None]) -> None:
         {"x_BTI": torch.randn(3, 5, 4).half(), "dy_BTO": torch.randn(3, 5, 2).half()},
         {"dy_BTO": torch.randn(3, 5, 2).bfloat16()},
         {"x_BTI": torch.randn(3, 5, 4, dtype=torch.complex64).conj().imag},
+        {"dy_BTO": torch._efficientzerotensor((3, 5, 2))},
+        {"x_BTI": torch.randn(3, 1, 40), "dy_BTO": torch.randn(3, 1, 2)},
         {"x_BTI": torch.randn(3, 0, 4), "dy_BTO": torch.randn(3, 0, 2)},
         {"x_BTI": torch.randn(0, 5, 4), "dy_BTO": torch.randn(0, 5, 2)},
     ],
-    ids=["float64", "float16", "two dtypes", "lazy minus", "no tokens", "no samples"],
+    ids=[
+        "float64",
+        "float16",
+        "two dtypes",
+        "lazy minus",
+        "lazy zeros",
+        "thin",
+        "no tokens",
+        "no samples",
+    ],
 )
 def test_what_the_reference_computes(change: dict[str, Tensor]) -> None:
     a = linear(torch.randn(3, 5, 4), torch.randn(3, 5, 2))._replace(**change)
@@ -279,19 +333,23 @@ with gnsfast.per_sample_sqnorms(layer, 2):
 
 
 def test_threads_are_those_of_torch() -> None:
-    """No thread is added to those that torch has after a product of its own."""
+    """None is added to those that torch has, and a layer that is too small for all of them ends
+    none: torch would start them anew.
+    """
     code = """
-import torch, gnsfast
-count = lambda: int(open("/proc/self/status").read().partition("Threads:")[2].split()[0])
-torch.set_num_threads(2)
-x = torch.randn(8, 256, 512)
-x @ x.mT @ x
-layer = gnsfast.Linear(512, 512)
+import os, torch, gnsfast
+threads = lambda: set(os.listdir("/proc/self/task"))
+torch.set_num_threads(8)
+many = torch.randn(1 << 22)
+x = torch.randn(4, 64, 128)
+layer = gnsfast.Linear(128, 128)
 layer(x).sum().backward()
-before = count()
-with gnsfast.per_sample_sqnorms(layer, 8):
-    layer(x).sum().backward()
-print(count() - before)
+before = [threads() for _ in range(2) if many.add_(1) is not None][-1]
+for _ in range(3):
+    with gnsfast.per_sample_sqnorms(layer, 4):
+        layer(x).sum().backward()
+    many.add_(1)
+print(len(threads() ^ before))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "0\n", done.stdout + done.stderr

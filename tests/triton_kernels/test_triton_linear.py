@@ -311,3 +311,10 @@ def test_unaligned_rows_are_copied_where_that_is_cheaper(
     assert_wgrad(dw, rows[0, :-1], loop(x, dy))
     assert [is_aligned(t) for t in read] == [copied]
     assert (read[0] is dy) is not copied
+
+
+def test_torch_can_write_a_product_in_float32() -> None:
+    """``outer.dense_wgrad`` asks for it on a GPU alone."""
+    x, dy = (torch.empty(6, n, dtype=torch.bfloat16, device="meta") for n in (4, 5))
+    dw = torch.empty(5, 4, device="meta")
+    assert torch.mm(dy.T, x, out_dtype=torch.float32, out=dw) is dw
