@@ -77,9 +77,7 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
     return _as(dw, a.dtype), _as(db, a.dtype), rows
 
 
-def takes(
-    x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool = False
-) -> bool:
+def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool = False) -> bool:
     """Whether the kernel computes this weight gradient.
 
     It takes float32 and bfloat16 tensors of any strides, none of them empty. The reference makes
