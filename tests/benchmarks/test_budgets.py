@@ -51,8 +51,9 @@ def test_launches() -> None:
         pytest.skip(why)
 
 
-def test_what_launches() -> None:
+def test_what_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator counts once, a view not at all, what an operator of gnsfast does one by one."""
+    monkeypatch.setenv("GNSFAST_BACKEND", "reference")
     counter, x, dy = launches.Launches(), torch.randn(3, 4, 5), torch.randn(3, 4, 2)
     assert counter.of(lambda: (x[0].T + 1).sum()) == 2
     assert counter.of(lambda: torch.empty_like(x).view(-1).expand(2, 60)) == 0
