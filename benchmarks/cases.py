@@ -255,19 +255,15 @@ def weight_gradients(case: LayerCase) -> dict[str, Callable[[], object]]:
         g_BOI = torch.bmm(dy_BTO.mT, x_BTI)
         return g_BOI.sum(0), g_BOI.flatten(1).square().sum(1)
 
-    def ours() -> tuple[Tensor, Tensor]:
-        dw, _, sqnorm_PB, _ = operators.linear_wgrad(
-            LinearWgrad(x_BTI, dy_BTO, True, False, False, f32)
-        )
+    def with_norms(operator: Callable[[LinearWgrad], Any]) -> tuple[Tensor, Tensor]:
+        dw, _, sqnorm_PB, _ = operator(LinearWgrad(x_BTI, dy_BTO, True, False, False, f32))
         return dw, sqnorm_PB[0, : case.B]
 
-    def in_torch() -> tuple[Tensor, Tensor]:
-        a = LinearWgrad(x_BTI, dy_BTO, True, False, False, f32)
-        dw, _, sqnorm_PB, _ = reference.linear_wgrad(a)
-        return dw, sqnorm_PB[0, : case.B]
-
-    ways: dict[str, Callable[[], object]] = {"plain": plain, "gnsfast": ours}
-    ways["gnsfast in PyTorch"] = in_torch
+    ways: dict[str, Callable[[], object]] = {
+        "plain": plain,
+        "gnsfast": lambda: with_norms(operators.linear_wgrad),
+        "gnsfast in PyTorch": lambda: with_norms(reference.linear_wgrad),
+    }
     if case.T > 1:  # a loop over 4096 samples of one token takes a minute
         ways |= {"Gram": gram, "loop": loop}
     if case.B * case.O * case.I <= 1 << 28:  # 1 GiB
