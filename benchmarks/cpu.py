@@ -75,7 +75,10 @@ def step(threads: list[int], rounds: int) -> Tables:
         peaks = {}
         if n == threads[-1]:
             ask = lambda c: fresh.ask("memory", c.name, str(n))  # noqa: B023
-            peaks = {c.name: statistics.median(ask(c) for _ in range(3)) for c in entered}
+            peaks = {
+                c.name: statistics.median(ask(c) for _ in range(MORE * 3 if c.name in ours else 3))
+                for c in entered
+            }
         for c in entered:
             timing = timings[c.name]
             row = {"threads": n, "contestant": c.name, "rounds": counts[c.name]}

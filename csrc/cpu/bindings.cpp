@@ -62,6 +62,8 @@ void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left
   call.starts = bounds;
   call.sqnorms = at<const double>(sqnorms);
   call.dw = at<float>(dw);
+  call.row_step = N;
+  call.column_step = 1;
   call.db = at<float>(db);
   call.bias_of_right = bias_of_right;
   const auto metric_of = [&](size_t k) -> gnsfast::cpu::Metric {

@@ -126,6 +126,8 @@ void run_one(const std::string& kernel) {
   const int64_t row = samples + 2;
   std::vector<float> dw(M * N, kNan), db(of_bias, kNan), rows(4 * row, kNan);
   call.dw = dw.data();
+  call.row_step = N;
+  call.column_step = 1;
   call.db = bias ? db.data() : nullptr;
   call.rows = rows.data();
   call.row_stride = row;

@@ -147,13 +147,12 @@ void linear_wgrad(LinearWgrad call, const std::string& name) {
     call.left.stride_t = call.left.stride_b;
     call.right.stride_t = call.right.stride_b;
   }
-  int64_t row_step = call.right.N, column_step = 1;
   if (call.right.N <= kernel->columns / 2 && call.left.N > call.right.N) {
     std::swap(call.left, call.right);  // a thin right side would leave most of a vector empty
-    std::swap(row_step, column_step);
+    std::swap(call.row_step, call.column_step);
     call.bias_of_right = !call.bias_of_right;
   }
-  Work work = plan(call, *kernel, row_step, column_step);
+  Work work = plan(call, *kernel);
   run_blocks(work);
   write_rows(work);
 }

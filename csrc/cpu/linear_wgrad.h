@@ -29,6 +29,7 @@ struct LinearWgrad {
   const int64_t* starts;   // sample b owns rows starts[b] to starts[b + 1] of a side; or null
   const double* sqnorms;   // [B] of the weight, where they are known already; or null
   float* dw;               // [left.N, right.N]
+  int64_t row_step, column_step;  // of dw: to the next column of left, of right
   float* db;               // or null
   bool bias_of_right;      // whether db is the sum of right's rows, else of left's
   Metric weight, bias;

@@ -99,7 +99,6 @@ struct Kernel {
 struct Work {
   const LinearWgrad& call;
   const Kernel& kernel;
-  int64_t row_step, column_step;  // of dW's elements
   bool closed;  // samples of one token: their norm is the product of two rows' norms
   std::vector<Chunk> chunks;
   int tokens = 0, samples = 0;  // of a chunk at most
@@ -238,10 +237,9 @@ inline Sums sums_of(Work& work, int index, bool left, double* memory) {
   return sums;
 }
 
-inline Work plan(const LinearWgrad& call, const Kernel& kernel, int64_t row_step,
-                 int64_t column_step) {
+inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
   const bool closed = call.T == 1 && !call.starts && !call.sqnorms;
-  Work work{call, kernel, row_step, column_step, closed, chunks_of(call, !closed && !call.sqnorms)};
+  Work work{call, kernel, closed, chunks_of(call, !closed && !call.sqnorms)};
   int64_t products = 0;
   for (const Chunk& chunk : work.chunks) {
     work.tokens = std::max(work.tokens, chunk.tokens);

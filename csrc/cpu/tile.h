@@ -259,9 +259,9 @@ void walk(Work& work, int index, char* memory) {
       for (int64_t o = top; o < bottom; o += kRows) {
         const int rows = count(bottom, o, kRows);
         const int64_t beside = (i - begin) * work.grid.tallest * kRows + (o - top) * kColumns;
-        const int64_t first = o * work.row_step + i * work.column_step;
+        const int64_t first = o * call.row_step + i * call.column_step;
         Tile tile{at.left_panels + (o - top) * chunk.tokens, at.right_panel, kColumns,
-                  call.dw + first, work.row_step, work.column_step, columns, at.parts + beside};
+                  call.dw + first, call.row_step, call.column_step, columns, at.parts + beside};
         if (!pack_this) {
           tile.right = reinterpret_cast<const float*>(from);
           tile.right_step = right.stride_t;
@@ -270,7 +270,7 @@ void walk(Work& work, int index, char* memory) {
           tile.root = at.roots + beside;
           if (chunk.first && !chunk.resume) fill_root(call.weight, first, rows, tile);
         }
-        const bool whole = columns == kColumns && work.column_step == 1;
+        const bool whole = columns == kColumns && call.column_step == 1;
         const Squares found = with_rows(rows, [&](auto m) {
           return whole ? add_tile<m>(tile, chunk) : add_beside<m>(tile, chunk);
         });

@@ -73,11 +73,11 @@ BUGS = {
         "value(from[k * side.stride_n])",
     ),
     "an edge is written as a whole tile": (
-        "const bool whole = columns == kColumns && work.column_step == 1;",
-        "const bool whole = work.column_step == 1;",
+        "const bool whole = columns == kColumns && call.column_step == 1;",
+        "const bool whole = call.column_step == 1;",
     ),
     "a transposed tile is written as it lies": (
-        "const bool whole = columns == kColumns && work.column_step == 1;",
+        "const bool whole = columns == kColumns && call.column_step == 1;",
         "const bool whole = columns == kColumns;",
     ),
     "the bias stays behind when the sides change": (
