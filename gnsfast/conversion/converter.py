@@ -212,9 +212,7 @@ def _claims(module: nn.Module, whole: bool) -> tuple[str, ...]:
     return tuple(n for n, p in own_parameters(module).items() if id(p) not in below)
 
 
-def _all_claims(
-    named: dict[str, nn.Module], whole: set[str]
-) -> dict[str, tuple[str, ...]]:
+def _all_claims(named: dict[str, nn.Module], whole: set[str]) -> dict[str, tuple[str, ...]]:
     """The parameters that each module answers for."""
     held = _held(named)
     return {

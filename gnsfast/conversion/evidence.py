@@ -74,7 +74,7 @@ class Evidence:
         return self._rows([look.calls[path][call].outputs for look in self._looks])
 
     def draws(self, path: str) -> bool:
-        """Whether a module draws random numbers, as dropout does, which a replay would not repeat."""
+        """Whether a module draws random numbers, as dropout does, which no replay repeats."""
         return path in self._random
 
     def cost(self, path: str) -> float:
@@ -92,11 +92,13 @@ class Evidence:
         except Exception:  # any error says that the model wants the table [T, D]
             return False
         pairs = zip(self._looks[0].calls[""][0].outputs, look.calls[""][0].outputs)
-        return all(a is b or (a and b and a.shape == b.shape and a.like(b.values)) for a, b in pairs)
+        return all(
+            a is b or (a and b and a.shape == b.shape and a.like(b.values)) for a, b in pairs
+        )
 
     def refuse_mixing(self) -> None:
         """Raise for the first module that gets samples apart and gives them mixed."""
-        for path, calls in self._looks[0].calls.items():
+        for path in self._looks[0].calls:
             for call in range(min(self.counts(path))):
                 if _mixed(self.inputs(path, call)) or not _mixed(self.outputs(path, call)):
                     continue
@@ -133,9 +135,7 @@ class Evidence:
         self._looks, self._samples = looks, Samples(whole, turned, part)
         self._random |= looks[0].random
 
-    def _look(
-        self, samples: list[int], broadcast: Collection[str] = (), seed: int = 0
-    ) -> Look:
+    def _look(self, samples: list[int], broadcast: Collection[str] = (), seed: int = 0) -> Look:
         with kept(self.model), _same_chance(self.model, seed):
             if not (self._training and self.model.training):
                 self.model.train(self._training)

@@ -47,9 +47,8 @@ def example_of(model: nn.Module, example: Any, batch_dim: int) -> Example:
     B = tensors[0].shape[batch_dim if tensors[0].ndim > 1 else 0]
     if B < 2:
         raise ValueError(
-            f"example: it has {B} samples along dimension {batch_dim} of its first tensor, of shape "
-            f"{list(tensors[0].shape)}. One sample cannot show what belongs to which: give two or "
-            "more"
+            f"example: its first tensor, of shape {list(tensors[0].shape)}, has {B} samples along "
+            f"dimension {batch_dim}. One cannot show what belongs to which sample: give two or more"
         )
     found = Example(args, kwargs, batch_dim, B)
     few = [i * B // min(B, MOST) for i in range(min(B, MOST))]

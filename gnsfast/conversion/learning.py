@@ -105,7 +105,7 @@ class _Learner:
             for path in tables:
                 del self.layouts[path], self.notes[path]
                 reason = "all samples share its index, and the model takes no table for each sample"
-                self.lost[path] = reason, _parent(path)
+                self.lost[path] = reason, self._around(path)
         return self._replays()
 
     def _learn(self, path: str, cls: type) -> None:
@@ -114,24 +114,35 @@ class _Learner:
         counts = self.evidence.counts(path)
         if users:
             where = " and ".join(sorted(repr(user) if user else "the model" for user in users))
-            self.lost[path] = f"its weight is also used as a tensor in {where}", _common(users, path)
+            users |= {call.caller for call in self.evidence.calls(path)}
+            self.lost[path] = (
+                f"its weight is also used as a tensor in {where}",
+                _common(users, path),
+            )
         elif not any(counts) and issubclass(cls, OutProjection):
             self.layouts[path] = SampleLayout(self.batch_dim)
         elif not any(counts):
             self.layouts[path] = SampleLayout(self.batch_dim)
             self.notes[path] = "the example does not call it"
         elif len({*counts}) > 1:
-            self.lost[path] = "how often the model calls it depends on the batch", _parent(path)
+            self.lost[path] = (
+                "how often the model calls it depends on the batch",
+                self._around(path),
+            )
         elif counts[0] > 1 and not self._may_repeat(path, cls):
-            self.lost[path] = f"the model calls it {counts[0]} times", _parent(path)
+            self.lost[path] = f"the model calls it {counts[0]} times", self._around(path)
         elif issubclass(cls, Replayed):
             if reason := self._not_replayable(path):
-                self.lost[path] = reason, _parent(path)
+                self.lost[path] = reason, self._around(path)
             else:
                 self.layouts[path] = SampleLayout(self.batch_dim)
                 self.lost[path] = "its parameters have no kernel", path
         else:
             self._lay_out(path, cls, counts[0])
+
+    def _around(self, path: str) -> str:
+        """The innermost module around a module and all that call it."""
+        return _common({call.caller for call in self.evidence.calls(path)}, path)
 
     def _may_repeat(self, path: str, cls: type) -> bool:
         """Whether links between its uses make several calls exact: an embedding whose weight others
@@ -142,26 +153,29 @@ class _Learner:
         return issubclass(cls, Embedding) and any(id(p) in shared for ps in others for p in ps)
 
     def _lay_out(self, path: str, cls: type, calls: int) -> None:
-        found = [next(filter(None, self.evidence.inputs(path, c)), None) for c in range(calls)]
-        rows, prints = found[0], self.evidence.calls(path)[0].inputs
-        if isinstance(rows, Rows) and any(other != rows for other in found):
-            rows = Lost("its calls hold their samples in different places")
-        if rows is None:
-            rows = Lost("it is called without a tensor")
-        if isinstance(rows, Rows):
-            rows = _layout(cls, rows, next(p.shape for p in prints if p is not None))
-        if isinstance(rows, Lost):
-            self.lost[path] = rows.reason, _parent(path)
+        sides = [self.evidence.inputs(path, call) for call in range(calls)]
+        found: list[Rows | Lost | None] = [next(filter(None, side), None) for side in sides]
+        prints = self.evidence.calls(path)[0].inputs
+        laid: Laid | Lost = Lost("it is called without a tensor")
+        if any(other != found[0] for other in found):
+            laid = Lost("its calls hold their samples in different places")
+        elif isinstance(found[0], Rows):
+            laid = _layout(cls, found[0], next(p.shape for p in prints if p is not None))
+        elif found[0] is not None:
+            laid = found[0]
+        if isinstance(laid, Lost):
+            self.lost[path] = laid.reason, self._around(path)
             return
-        self.layouts[path], note = rows
+        self.layouts[path], note = laid
         if note:
             self.notes[path] = note
 
     def _not_replayable(self, path: str) -> str:
         """Why a replay cannot find the samples of a module; empty if it can."""
-        module, (call, *more) = self.named[path], self.evidence.calls(path) or [None]
-        if call is None or more or {*self.evidence.counts(path)} != {1}:
+        module, calls = self.named[path], self.evidence.calls(path)
+        if {*self.evidence.counts(path)} != {1}:
             return "it is not called exactly once"
+        call = calls[0]
         if not call.plain:
             return "it takes or gives objects that a second call may change"
         if not issubclass(self.routes.get(path, object), Replayed):
@@ -185,7 +199,9 @@ class _Learner:
                     continue
                 if rows != Rows(seen if seen is not None else -1):
                     why = rows.reason if isinstance(rows, Lost) else "its rows are folded"
-                    return f"in a tensor of shape {list(print_.shape)} that it takes or gives: {why}"
+                    return (
+                        f"in a tensor of shape {list(print_.shape)} that it takes or gives: {why}"
+                    )
         return ""
 
     def _replays(self) -> Learned:
@@ -248,7 +264,9 @@ def _layout(cls: type, rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
     if dim and each > 1:
         return Lost(f"dimension {dim} holds {each} rows of each sample")
     note = f"{each} consecutive rows are a sample" if each > 1 else ""
-    return SampleLayout(dim, fold=each > 1), note or ("" if dim == 0 else f"samples along dimension {dim}")
+    return SampleLayout(dim, fold=each > 1), note or (
+        "" if dim == 0 else f"samples along dimension {dim}"
+    )
 
 
 def _elements(parameters: Any) -> int:

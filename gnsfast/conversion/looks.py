@@ -21,13 +21,16 @@ Prints = tuple[Print | None, ...]
 
 
 class Call(NamedTuple):
-    """The prints of a module's arguments and outputs; None stands for what is no tensor. ``plain``
-    says whether a replay could repeat the call (``layers.is_plain``).
+    """The prints of a module's arguments and outputs; None stands for what is no tensor.
+
+    ``plain`` says whether a replay could repeat the call (``layers.is_plain``). ``caller`` is the
+    module that made it.
     """
 
     inputs: Prints
     outputs: Prints
     plain: bool
+    caller: str
 
 
 class Look(TorchDispatchMode):
@@ -51,12 +54,17 @@ class Look(TorchDispatchMode):
         samples: int,
         broadcast: Collection[str] = (),
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, list[Call]] = {}
         self.elsewhere: dict[int, set[str]] = {}
         self.seconds: dict[str, float] = {}
         self.random: set[str] = set()
-        self._model, self._owners, self._samples, self._broadcast = model, owners, samples, broadcast
+        self._model, self._owners, self._samples, self._broadcast = (
+            model,
+            owners,
+            samples,
+            broadcast,
+        )
         self._running: list[str] = []
         self._printing = 0.0
         self._paused = False
@@ -102,7 +110,9 @@ class Look(TorchDispatchMode):
             seconds = _clock() - begin - (self._printing - printing)
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             plain = all(map(is_plain, pytree.tree_leaves((args, kwargs, output))))
-            self.calls.setdefault(name, []).append(Call(inputs, self._prints(output), plain))
+            caller = self._running[-1] if self._running else ""
+            call = Call(inputs, self._prints(output), plain, caller)
+            self.calls.setdefault(name, []).append(call)
             return output
 
         return recorded

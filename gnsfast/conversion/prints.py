@@ -26,7 +26,7 @@ def print_of(t: Tensor) -> Print | None:
     """The print of ``t``; None for a tensor that has no plain numbers in memory.
 
     It keeps two dimensions, of a floating-point matrix one. The others are summed with weights that
-    look random. ``asinh`` keeps a mask's -1e9 from hiding the numbers beside it.
+    look random.
     """
     if t.layout != torch.strided or t.is_quantized or t.is_meta:
         return None
@@ -36,9 +36,16 @@ def print_of(t: Tensor) -> Print | None:
     if not t.is_floating_point():
         values = x.double() @ _weights(x).double()
         return Print(tuple(t.shape), values, torch.zeros_like(values))
-    rounding = 1e-3 if t.dtype.itemsize >= 4 else 1e-1
-    x = x.float().nan_to_num(nan=0.5).asinh()
-    return Print(tuple(t.shape), x @ _weights(x), rounding * torch.linalg.vector_norm(x, dim=-1))
+    x = x.float()
+    values, norm = x @ _weights(x), torch.linalg.vector_norm(x, dim=-1)
+    if (large := ~(norm < LARGE)).any():
+        rows = x[large].nan_to_num(nan=0.5).asinh()
+        values[large], norm[large] = rows @ _weights(x), torch.linalg.vector_norm(rows, dim=-1)
+    return Print(tuple(t.shape), values, norm * (1e-3 if t.dtype.itemsize >= 4 else 1e-1))
+
+
+LARGE = 1e6
+"""A row of this norm holds a mask's -1e9 or -inf, which would hide the numbers beside it."""
 
 
 def _weights(x: Tensor) -> Tensor:
@@ -48,7 +55,8 @@ def _weights(x: Tensor) -> Tensor:
     if x.shape[-1] == 1:
         return torch.ones(1, device=x.device)
     k = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=torch.float64)
-    return ((k * 12.9898).sin() * 43758.5453).frac().float()
+    weights: Tensor = ((k * 12.9898).sin() * 43758.5453).frac().float()
+    return weights
 
 
 class Rows(NamedTuple):
@@ -129,7 +137,8 @@ def _taken(values: Tensor, rows: Rows, samples: list[int]) -> Tensor:
     dim, each, interleaved = rows
     inner, axis = ((each, -1), dim + 1) if interleaved else ((-1, each), dim)
     index = torch.tensor(samples, device=values.device)
-    return values.unflatten(dim, inner).index_select(axis, index).flatten(dim, dim + 1)
+    taken: Tensor = values.unflatten(dim, inner).index_select(axis, index)
+    return taken.flatten(dim, dim + 1)
 
 
 LOOKED_UP = 64

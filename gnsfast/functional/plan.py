@@ -236,8 +236,8 @@ PLAIN = Plan()
 
 
 def samples_first(x: Tensor, B: int, batch_dim: int) -> Tensor:
-    """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample; with
-    ``batch_dim`` 1 those that are B apart, as in a [T, B, features] made flat.
+    """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample;
+    with ``batch_dim`` 1 those that are B apart, as in a [T, B, features] made flat.
     """
     if batch_dim == 1:
         if x.ndim == 2 and B and len(x) % B == 0:

@@ -195,7 +195,13 @@ class DropIn(nn.Module):
                 )
             raise self._shape_error(x, f"it has no batch dimension.{hint}")
         dim = layout.batch_dim if len(leading) > layout.batch_dim else 0
-        if B and layout.batch_dim and layout.flattened and len(leading) == 1 and leading[0] % B == 0:
+        if (
+            B
+            and layout.batch_dim
+            and layout.flattened
+            and len(leading) == 1
+            and leading[0] % B == 0
+        ):
             return 1
         rows = leading[dim]
         if rows == B or (layout.fold and dim == 0 and B and rows % B == 0):

@@ -12,10 +12,9 @@ from gnsfast.tensors import is_dtensor
 class Embedding(DropIn, nn.Embedding):
     """``torch.nn.Embedding`` whose backward can also yield per-sample squared gradient norms.
 
-    An index that B samples share (position ids), of shape [1, T] or a bare [T] that counts, is looked
-    up once for each of them.
-    ``sparse`` and ``scale_grad_by_freq`` have no per-sample norms: ``gnsfast.coverage`` names such
-    embeddings.
+    An index that B samples share (position ids), of shape [1, T] or a bare [T] that counts, is
+    looked up once for each of them. ``sparse`` and ``scale_grad_by_freq`` have no per-sample norms:
+    ``gnsfast.coverage`` names such embeddings.
 
     >>> layer = gnsfast.Embedding(4, 3)
     >>> with gnsfast.per_sample_sqnorms(layer, 2) as norms:

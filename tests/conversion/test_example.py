@@ -79,7 +79,11 @@ class Flattened(nn.Module):
 class SequenceFirst(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.mix, self.down = nn.Linear(D, D), nn.Conv1d(D, D, 3, padding=1), nn.Linear(D, 2)
+        self.up, self.mix, self.down = (
+            nn.Linear(D, D),
+            nn.Conv1d(D, D, 3, padding=1),
+            nn.Linear(D, 2),
+        )
 
     def forward(self, x_TBD: Tensor) -> Tensor:
         x = torch.tanh(self.up(x_TBD)).permute(1, 2, 0)
@@ -134,7 +138,9 @@ def test_sequence_first(length: int) -> None:
 
 
 def test_a_sequence_first_encoder_is_found() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False
+    )
     x = torch.randn(T, B, 8)
     gnsfast.convert(model, example=x).eval()
     assert_right(model, x, by_token, batch_dim=1)
@@ -153,7 +159,7 @@ def test_kinds_of_example(how: str) -> None:
 
 
 class Picked(nn.Module):
-    """A loss on some tokens of each sample, so many as there are samples; or on sorted samples."""
+    """A head on the tokens that a mask picks, or on sorted samples."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -162,7 +168,10 @@ class Picked(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         x = torch.tanh(self.up(x_BTD))
         if self.how == "mask":
-            return self.head(x[x_BTD[..., 0] > 0.7]).sum() * x.sum((1, 2))
+            mask_BT = x_BTD[..., 0] > 0.7
+            picked = x.new_zeros(*mask_BT.shape, 2)
+            picked[mask_BT] = self.head(x[mask_BT])
+            return picked
         order = x.sum((1, 2)).argsort()
         y: Tensor = self.head(x[order])[order.argsort()]
         return y
@@ -321,7 +330,7 @@ def test_everything_is_put_back() -> None:
     "example, match",
     [
         (torch.zeros(B, T, dtype=torch.int64), "its samples are alike"),
-        (torch.randint(0, 11, (1, T)), "it has 1 samples"),
+        (torch.randint(0, 11, (1, T)), "has 1 samples along"),
         ({}, "without a tensor"),
         (lambda: None, "without a call of the model"),
     ],
