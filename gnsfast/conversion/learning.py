@@ -154,7 +154,7 @@ class _Learner:
 
     def _lay_out(self, path: str, cls: type, calls: int) -> None:
         sides = [self.evidence.inputs(path, call) for call in range(calls)]
-        found: list[Rows | Lost | None] = [next(filter(None, side), None) for side in sides]
+        found = [next((rows for rows in side if rows is not None), None) for side in sides]
         prints = self.evidence.calls(path)[0].inputs
         laid: Laid | Lost = Lost("it is called without a tensor")
         if any(other != found[0] for other in found):
