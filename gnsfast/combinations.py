@@ -61,7 +61,7 @@ APART: dict[frozenset[str], str] = {
 """Pairs that no layer supports together -> why; empty where there is nothing to explain."""
 
 APART_IN: dict[str, set[frozenset[str]]] = {
-    "linear": {frozenset((DOCUMENTS, TIED, CUDA))},
+    "linear": {frozenset((DOCUMENTS, TIED, CUDA)), frozenset((REPEATED, DOCUMENTS, TIED))},
     "embedding": {frozenset((DOCUMENTS, TIED, CUDA))},
     "linear_cross_entropy": {frozenset((DOCUMENTS, TIED))},
 }

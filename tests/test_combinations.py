@@ -282,6 +282,18 @@ def test_pairs(route: str, features: tuple[str, ...]) -> None:
         measured(case, features, PARTS.get(route, "*"))
 
 
+@pytest.mark.parametrize("measure", [DOCUMENTS, METRIC])
+def test_a_tied_head_called_twice(measure: str) -> None:
+    """The links have the rows of one call: joined documents have others."""
+    features = (REPEATED, measure, TIED)
+    case, why = draw("linear", features), reason("linear", features)
+    if measure == METRIC:
+        assert_right(measured(case, features), case, features)
+        return
+    with pytest.raises(NotImplementedError, match=re.escape(why)):
+        measured(case, features)
+
+
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

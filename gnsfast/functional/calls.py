@@ -135,14 +135,15 @@ class _Kept:
         self._begin()
         self._plan, self._operator, self._wanted, self._kind = plan, operator, wanted, type(a)
         inputs, _ = JOINED[self._kind]
-        own = [t if t is None else t.detach() for t in a[:inputs]]
+        # What an operand or a gain was computed from must not hang on the node that keeps it.
+        fields = [t.detach() if isinstance(t, Tensor) else t for t in a]
+        own, self._options = fields[:inputs], fields[inputs:]
         if isinstance(a, ConvWgrad):
-            own = [t.unflatten(0, (max(a.samples, 1), -1)) for t in own if t is not None]
+            own = [t.unflatten(0, (max(a.samples, 1), -1)) for t in own]
         elif a.starts is not None:
             self._starts.append(a.starts)
         self._operands.append(own)
         self._versions += _versions(own)
-        self._options = a[inputs:]
 
     def gradients(self, link_ids: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]] | None:
         """The probe rows and the wanted gradients of all calls, then those of the links; None if

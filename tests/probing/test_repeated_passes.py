@@ -305,20 +305,29 @@ def test_a_tied_embedding_is_exact_without_it() -> None:
 def test_nothing_is_left_after_the_block(x: Tensor) -> None:
     """Neither a graph nor operands, also without the garbage collector; copies and pickles work."""
     model = converted()
+    left = []
+
+    def watch() -> None:
+        left.extend(weakref.ref(m._opened.plan.calls._kept) for m in (model.norm, model.layer))
+
     gc.disable()
     try:
         with gnsfast.per_sample_sqnorms(model, B):
+            watch()
             first = model.step(x)
             seen = weakref.ref(first)
             square(model, first).backward()
             del first
         with pytest.raises(KeyError):
             with gnsfast.per_sample_sqnorms(model, B):
+                watch()
                 other = model.step(x)
                 also = weakref.ref(other)
+                torch.autograd.grad(model.step(other).sum(), [other])  # leaves operands behind
                 del other
                 raise KeyError
         assert seen() is None and also() is None
+        assert [each() for each in left] == [None] * 4
     finally:
         gc.enable()
     for twin in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
