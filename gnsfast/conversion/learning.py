@@ -11,6 +11,7 @@ from gnsfast.conversion.evidence import Evidence, SamplesMeet
 from gnsfast.conversion.prints import SHARED, Lost, Rows
 from gnsfast.conversion.routes import replayed
 from gnsfast.layers import (
+    DropIn,
     Embedding,
     OutProjection,
     Replayed,
@@ -35,7 +36,7 @@ def learn(
     model: nn.Module,
     example: Any,
     batch_dim: int | None,
-    routes: Mapping[str, type],
+    routes: Mapping[str, type[DropIn]],
     claims_of: Mapping[str, tuple[str, ...]],
     asked: Collection[str] = (),
 ) -> Learned:
@@ -73,7 +74,7 @@ class _Learner:
         model: nn.Module,
         example: Any,
         batch_dim: int,
-        routes: Mapping[str, type],
+        routes: Mapping[str, type[DropIn]],
         claims_of: Mapping[str, tuple[str, ...]],
         asked: Collection[str],
     ) -> None:
@@ -95,7 +96,7 @@ class _Learner:
         for path, parameters in self.parameters.items():
             for p in parameters:
                 owners.setdefault(id(p), set()).add(path)
-                if issubclass(self.routes.get(path, object), OutProjection):
+                if issubclass(self.routes.get(path, DropIn), OutProjection):
                     owners[id(p)].add(_parent(path))
         return owners
 
@@ -111,7 +112,7 @@ class _Learner:
                 self.lost[path] = why, self._around(path)
         return self._replays()
 
-    def _learn(self, path: str, cls: type) -> None:
+    def _learn(self, path: str, cls: type[DropIn]) -> None:
         """Find a module's layout, or why it has none."""
         users = set().union(*(self.evidence.users(p) for p in self.parameters[path]))
         counts = self.evidence.counts(path)
@@ -150,7 +151,7 @@ class _Learner:
         """The innermost module around a module and all that call it."""
         return _common({call.caller for call in self.evidence.calls(path)}, path)
 
-    def _may_repeat(self, path: str, cls: type) -> bool:
+    def _may_repeat(self, path: str, cls: type[DropIn]) -> bool:
         """Whether links between its uses make several calls exact: an embedding whose weight others
         share.
         """
@@ -158,22 +159,23 @@ class _Learner:
         others = (ps for other, ps in self.parameters.items() if other != path)
         return issubclass(cls, Embedding) and any(id(p) in shared for ps in others for p in ps)
 
-    def _lay_out(self, path: str, cls: type, joined: bool) -> None:
+    def _lay_out(self, path: str, cls: type[DropIn], joined: bool) -> None:
         """Find the layout that fits all calls of a module."""
         laid = [self._laid(path, cls, call) for call in range(len(self.evidence.calls(path)))]
         lost = [each for each in laid if isinstance(each, Lost)]
-        if not lost and len({layout for layout, _ in laid}) > 1:
-            lost = [Lost("its calls hold their samples in different places")]
+        found = [each for each in laid if not isinstance(each, Lost)]
+        if len({layout for layout, _ in found}) > 1:
+            lost.append(Lost("its calls hold their samples in different places"))
         if lost:
             self.lost[path] = lost[0].reason, self._around(path)
             return
-        self.layouts[path], note = laid[0]  # type: ignore[assignment]
+        self.layouts[path], note = found[0]
         if joined:
             self.repeated.add(path)
             note = f"{len(laid)} calls are joined" + (f"; {note}" if note else "")
         self.notes[path] = note
 
-    def _laid(self, path: str, cls: type, call: int) -> "Laid | Lost":
+    def _laid(self, path: str, cls: type[DropIn], call: int) -> "Laid | Lost":
         prints = self.evidence.calls(path)[call].inputs
         for print_, rows in zip(prints, self.evidence.inputs(path, call)):
             if print_ is not None and rows is not None:
@@ -188,7 +190,7 @@ class _Learner:
         call = calls[0]
         if not call.plain:
             return "it takes or gives objects that a second call may change"
-        if not issubclass(self.routes.get(path, object), Replayed):
+        if not issubclass(self.routes.get(path, DropIn), Replayed):
             if why := replayed(module).reason:
                 return why
         if self.evidence.draws(path):
@@ -260,7 +262,7 @@ through; of a whole model, for half of them."""
 Laid = tuple[SampleLayout, str]
 
 
-def _layout(cls: type, rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
+def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
     """The layout of a module whose input has its samples at ``rows``, and a note."""
     dim, each, interleaved = rows
     if rows == SHARED:
