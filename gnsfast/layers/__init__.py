@@ -3,7 +3,15 @@
 
 from gnsfast.layers.attention_sinks import SinkAttention, owns_sinks
 from gnsfast.layers.conv import Conv1d, Conv2d
-from gnsfast.layers.drop_in import Converted, DropIn, Opened, SampleLayout, combine, user_class
+from gnsfast.layers.drop_in import (
+    Converted,
+    DropIn,
+    Opened,
+    SampleLayout,
+    combine,
+    is_around,
+    user_class,
+)
 from gnsfast.layers.embedding import Embedding
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
 from gnsfast.layers.linear import Linear, OutProjection, TransposedLinear
@@ -46,6 +54,7 @@ __all__ = [
     "TransposedLinear",
     "combine",
     "experts_reason",
+    "is_around",
     "is_plain",
     "owns_router",
     "owns_sinks",
