@@ -6,7 +6,23 @@ from gnsfast.conversion import Coverage, CoverageRow, convert, coverage
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale
 from gnsfast.functional import cu_seqlens
-from gnsfast.layers import Conv1d, Conv2d, Embedding, LayerNorm, Linear, MultiheadAttention, RMSNorm
+from gnsfast.layers import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    Conv1d,
+    Conv2d,
+    Embedding,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    LayerNorm,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    SyncBatchNorm,
+)
 from gnsfast.noise_scale import (
     AdamNoiseScale,
     GroupNoiseScale,
@@ -20,6 +36,9 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AdamNoiseScale",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
     "Conv1d",
     "Conv2d",
     "Coverage",
@@ -27,6 +46,10 @@ __all__ = [
     "Embedding",
     "GradientNoiseScale",
     "GroupNoiseScale",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "Linear",
     "ModuleNoiseScale",
@@ -36,6 +59,7 @@ __all__ = [
     "RMSNorm",
     "SampleNorms",
     "SampleShapeError",
+    "SyncBatchNorm",
     "Verification",
     "VerifiedParameter",
     "__version__",

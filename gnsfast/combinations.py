@@ -26,6 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "embedding": {*MEASURES, *ALWAYS, TIED, TENSOR_PARALLEL},
     "layer_norm": {*MEASURES, *ALWAYS, TENSOR_PARALLEL},
     "rms_norm": {*MEASURES, *ALWAYS, TENSOR_PARALLEL},
+    "channel_norm": {METRIC, GROUPS, *ALWAYS},
     "linear_cross_entropy": {DOCUMENTS, *ALWAYS, TIED},
     "conv": {*ALWAYS},
     "in_projection": {*ALWAYS},

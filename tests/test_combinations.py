@@ -115,6 +115,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "embedding": (lambda: nn.Sequential(nn.Embedding(V, D)), ids),
     "layer_norm": (lambda: nn.Sequential(nn.LayerNorm(D)), floats),
     "rms_norm": (lambda: nn.Sequential(nn.RMSNorm(D)), floats),
+    "channel_norm": (lambda: nn.Sequential(nn.GroupNorm(2, T)), floats),
     "linear_cross_entropy": (Head, floats),
     "conv": (Conv, floats),
     "in_projection": (lambda: Attention(frozen=False), floats),

@@ -42,6 +42,14 @@ KERNELS: dict[type[nn.Module], type[DropIn]] = {
     nn.Conv1d: layers.Conv1d,
     nn.Conv2d: layers.Conv2d,
     nn.MultiheadAttention: MultiheadAttention,
+    nn.GroupNorm: layers.GroupNorm,
+    nn.InstanceNorm1d: layers.InstanceNorm1d,
+    nn.InstanceNorm2d: layers.InstanceNorm2d,
+    nn.InstanceNorm3d: layers.InstanceNorm3d,
+    nn.BatchNorm1d: layers.BatchNorm1d,
+    nn.BatchNorm2d: layers.BatchNorm2d,
+    nn.BatchNorm3d: layers.BatchNorm3d,
+    nn.SyncBatchNorm: layers.SyncBatchNorm,
 }
 
 
@@ -52,7 +60,6 @@ def original_class(cls: type) -> type:
     return next((base for base, drop_in in KERNELS.items() if drop_in is cls), cls)
 
 
-MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 LISTS = (nn.ModuleList, nn.ModuleDict, *CONTAINERS)
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
@@ -159,7 +166,7 @@ def _reaches_super(cls: type, base: type) -> bool:
     code shows.
     """
     for c in cls.__mro__[: cls.__mro__.index(base)]:
-        for name in ("forward", "_conv_forward"):
+        for name in ("forward", "_conv_forward", "_apply_instance_norm"):
             code = getattr(c.__dict__.get(name), "__code__", None)
             if name in c.__dict__ and (code is None or not _calls_next(code)):
                 return False
@@ -168,7 +175,8 @@ def _reaches_super(cls: type, base: type) -> bool:
 
 def _calls_next(code: Any) -> bool:
     names = code.co_names
-    return "_conv_forward" in names or ("__class__" in code.co_freevars and "forward" in names)
+    inner = "_conv_forward" in names or "_apply_instance_norm" in names
+    return inner or ("__class__" in code.co_freevars and "forward" in names)
 
 
 def rms_norm_variant(module: nn.Module) -> str | None:
@@ -243,8 +251,6 @@ def replayed(module: nn.Module) -> Route:
         return COMPUTED
     if _rebuilt_by_peft(module):
         return Route(None, "peft puts other weights into this attention in every forward pass")
-    if any(isinstance(m, MIXES_SAMPLES) for m in parts):
-        return Route(None, "batch statistics tie samples together: no per-sample gradient exists")
     if any(isinstance(m, RANDOM) and getattr(m, "p", 1.0) > 0 for m in parts) or (
         isinstance(module, nn.MultiheadAttention) and module.dropout > 0
     ):

@@ -11,6 +11,7 @@ of ``torch.nn.functional``.
 
 from gnsfast.functional._attention import attention
 from gnsfast.functional._autocast import autocast_dtype as autocast_dtype
+from gnsfast.functional._channel_norm import spread
 from gnsfast.functional._conv import conv
 from gnsfast.functional._cross_entropy import linear_cross_entropy
 from gnsfast.functional._embedding import embedding
@@ -36,4 +37,5 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "rms_norm",
+    "spread",
 ]

@@ -2,7 +2,23 @@
 """Drop-ins over the layers of torch and transformers, and the replay of any other."""
 
 from gnsfast.layers.attention_sinks import SinkAttention, owns_sinks
-from gnsfast.layers.conv import Conv1d, Conv2d
+from gnsfast.layers.channel_norms import (
+    BATCH_NORM,
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    SyncBatchNorm,
+    batch_statistics_error,
+    uses_batch_statistics,
+)
+from gnsfast.layers.conv import (
+    Conv1d,
+    Conv2d,
+)
 from gnsfast.layers.drop_in import Converted, DropIn, Opened, SampleLayout, combine, user_class
 from gnsfast.layers.embedding import Embedding
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
@@ -22,6 +38,10 @@ from gnsfast.layers.tie import Tie
 
 __all__ = [
     "ATTENTION",
+    "BATCH_NORM",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
     "Conv1d",
     "Conv2d",
     "Converted",
@@ -29,6 +49,10 @@ __all__ = [
     "Embedding",
     "Experts",
     "GemmaRMSNorm",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "Linear",
     "LlamaRMSNorm",
@@ -41,13 +65,16 @@ __all__ = [
     "Router",
     "SampleLayout",
     "SinkAttention",
+    "SyncBatchNorm",
     "T5RMSNorm",
     "Tie",
     "TransposedLinear",
+    "batch_statistics_error",
     "combine",
     "experts_reason",
     "owns_router",
     "owns_sinks",
     "rows_in_order",
     "user_class",
+    "uses_batch_statistics",
 ]
