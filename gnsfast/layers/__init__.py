@@ -18,6 +18,10 @@ from gnsfast.layers.channel_norms import (
 from gnsfast.layers.conv import (
     Conv1d,
     Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
 )
 from gnsfast.layers.drop_in import Converted, DropIn, Opened, SampleLayout, combine, user_class
 from gnsfast.layers.embedding import Embedding
@@ -44,6 +48,10 @@ __all__ = [
     "BatchNorm3d",
     "Conv1d",
     "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "Converted",
     "DropIn",
     "Embedding",
