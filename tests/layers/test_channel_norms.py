@@ -10,6 +10,7 @@ from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
+from gnsfast.functional import Plan
 
 C = 6
 SPATIAL = {1: (7,), 2: (5, 3), 3: (3, 2, 4)}
@@ -239,6 +240,13 @@ class Residual(nn.InstanceNorm2d):
         return y
 
 
+class OwnInstance(nn.InstanceNorm2d):
+    """Its own part does not reach torch's."""
+
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        return nn.functional.instance_norm(input, weight=self.weight, bias=self.bias)
+
+
 class Own(nn.BatchNorm2d):
     """A forward of its own, as timm's batch norms have; frozen it can be replayed."""
 
@@ -250,8 +258,12 @@ class Own(nn.BatchNorm2d):
 
 @pytest.mark.parametrize(
     ("layer", "route"),
-    [(Residual(C, affine=True), "channel_norm"), (Own(C).eval(), "replay")],
-    ids=["reaches torch's", "its own"],
+    [
+        (Residual(C, affine=True), "channel_norm"),
+        (OwnInstance(C, affine=True), "replay"),
+        (Own(C).eval(), "replay"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else type(v).__name__,
 )
 def test_subclasses(layer: nn.Module, route: str) -> None:
     batch = drawn(4), drawn(4)
@@ -261,3 +273,28 @@ def test_subclasses(layer: nn.Module, route: str) -> None:
     with gnsfast.per_sample_sqnorms(layer, 4) as norms:
         weighted_loss(layer, batch).backward()
     assert_norms(norms, loop)
+
+
+def test_constants_of_each_parameter() -> None:
+    """Gain and bias may have had another number of Adam's steps."""
+    w, b = (torch.randn(C, requires_grad=True) for _ in range(2))
+    v, constants = (torch.rand(C), torch.rand(C)), torch.tensor([[1.5, 0.1], [0.5, 0.2]])
+    plan = Plan(moments=v, constants_P2=constants.double())
+    probe, g = torch.zeros(4, 3 + 2, requires_grad=True), torch.randn(2, 3, C)
+    copies = gnsfast.functional.spread(w, b, 3, probe, plan)
+    sum((t * g_BC.flatten()).sum() for t, g_BC in zip(copies, g)).backward()
+    assert probe.grad is not None
+    for i in range(2):
+        s, eps = constants[i]
+        weighed = g[i].square() / (v[i].sqrt() * s + eps)
+        torch.testing.assert_close(probe.grad[i, :3], g[i].square().sum(1))
+        torch.testing.assert_close(probe.grad[2 + i, :3], weighed.sum(1))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    w, probe = torch.randn(C, requires_grad=True), torch.zeros(1, 3 + 2, requires_grad=True)
+    gains, _ = gnsfast.functional.spread(w, None, 3, probe)
+    assert gains is not None
+    (grad,) = torch.autograd.grad(gains.square().sum(), [w], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
