@@ -24,6 +24,8 @@ MEASURES = {DOCUMENTS, METRIC, GROUPS}
 LAYERS: dict[str, set[str]] = {
     "linear": {*MEASURES, *ALWAYS, TIED, TENSOR_PARALLEL},
     "embedding": {*MEASURES, *ALWAYS, TIED, TENSOR_PARALLEL},
+    "embedding_bag": {*ALWAYS},
+    "bilinear": {*MEASURES, *ALWAYS},
     "layer_norm": {*MEASURES, *ALWAYS, TENSOR_PARALLEL},
     "rms_norm": {*MEASURES, *ALWAYS, TENSOR_PARALLEL},
     "channel_norm": {METRIC, GROUPS, *ALWAYS},

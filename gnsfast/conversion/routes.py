@@ -37,6 +37,8 @@ class Route(NamedTuple):
 KERNELS: dict[type[nn.Module], type[DropIn]] = {
     nn.Linear: layers.Linear,
     nn.Embedding: layers.Embedding,
+    nn.EmbeddingBag: layers.EmbeddingBag,
+    nn.Bilinear: layers.Bilinear,
     nn.LayerNorm: layers.LayerNorm,
     nn.RMSNorm: layers.RMSNorm,
     nn.Conv1d: layers.Conv1d,
@@ -154,8 +156,12 @@ def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) ->
         route = _attention_route(module)
         return replayed(module) if route.cls is None else route
     own = own_parameters(module).keys()
-    if isinstance(module, nn.Embedding) and (module.sparse or module.scale_grad_by_freq):
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (
+        module.sparse or module.scale_grad_by_freq
+    ):
         return Route(None, "an embedding with sparse or frequency-scaled gradients")
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return replayed(module)
     if not own <= {"weight", "bias"} or "weight" not in own:
         return replayed(module)
     if type(module) is base:
@@ -249,7 +255,7 @@ def replayed(module: nn.Module) -> Route:
     if isinstance(module, torch.jit.ScriptModule):
         return Route(None, "a scripted module, whose forward cannot be replayed")
     if isinstance(module, nn.EmbeddingBag):
-        return Route(None, "an embedding bag has no route")
+        return Route(None, "an embedding bag of mode 'max', or with a forward of its own")
     parts = list(module.modules())
     if isinstance(module, nn.MultiheadAttention) and any(map(_computed, parts)):
         return COMPUTED

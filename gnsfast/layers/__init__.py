@@ -2,6 +2,7 @@
 """Drop-ins over the layers of torch and transformers, and the replay of any other."""
 
 from gnsfast.layers.attention_sinks import SinkAttention, owns_sinks
+from gnsfast.layers.bilinear import Bilinear
 from gnsfast.layers.channel_norms import (
     BATCH_NORM,
     BatchNorm1d,
@@ -25,6 +26,7 @@ from gnsfast.layers.conv import (
 )
 from gnsfast.layers.drop_in import Converted, DropIn, Opened, SampleLayout, combine, user_class
 from gnsfast.layers.embedding import Embedding
+from gnsfast.layers.embedding_bag import EmbeddingBag
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
 from gnsfast.layers.linear import Linear, OutProjection, TransposedLinear
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
@@ -46,6 +48,7 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "Bilinear",
     "Conv1d",
     "Conv2d",
     "Conv3d",
@@ -55,6 +58,7 @@ __all__ = [
     "Converted",
     "DropIn",
     "Embedding",
+    "EmbeddingBag",
     "Experts",
     "GemmaRMSNorm",
     "GroupNorm",

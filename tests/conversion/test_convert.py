@@ -78,6 +78,8 @@ def test_same_constructor_and_state_dict() -> None:
     for ours, theirs, args in (
         (gnsfast.Linear, nn.Linear, (5, 3)),
         (gnsfast.Embedding, nn.Embedding, (5, 3)),
+        (gnsfast.EmbeddingBag, nn.EmbeddingBag, (5, 3)),
+        (gnsfast.Bilinear, nn.Bilinear, (5, 3, 2)),
         (gnsfast.LayerNorm, nn.LayerNorm, (5,)),
         (gnsfast.RMSNorm, nn.RMSNorm, (5,)),
         (gnsfast.Conv1d, nn.Conv1d, (5, 3, 2)),
