@@ -40,14 +40,15 @@ def unfold(
 def _unfold_views(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """``unfold`` of any dimensions, in one copy; ``F.unfold`` takes two."""
+    """``unfold`` of any dimensions, in one copy of rows of positions; ``F.unfold`` takes two."""
     D = len(kernel)
     if any(padding):
         x = F.pad(x, [p for each in reversed(padding) for p in (each, each)])
     for d in range(D):
         x = x.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])[..., :: dilation[d]]
-    x = x.movedim(1, 1 + D)  # [n, *positions, C, *kernel]
-    return x.reshape(len(x), x.shape[1 : 1 + D].numel(), x.shape[1 + D :].numel())
+    kernel_first = x.movedim(tuple(range(2, 2 + D)), tuple(range(2 + D, 2 + 2 * D)))
+    L = x.shape[2 : 2 + D].numel()
+    return kernel_first.reshape(len(x), x.shape[1] * math.prod(kernel), L).mT
 
 
 def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:
