@@ -13,8 +13,8 @@ from torch import nn
 from gnsfast.conversion.examples import example_of
 from gnsfast.conversion.looks import Call, Look, Prints
 from gnsfast.conversion.prints import Lost, Rows, Samples, rows_of
-from gnsfast.conversion.routes import MIXES_SAMPLES
 from gnsfast.kept import kept
+from gnsfast.layers import BATCH_NORM, batch_statistics_error
 
 
 class SamplesMeet(ValueError):
@@ -115,21 +115,14 @@ class Evidence:
                 if _mixed(self.inputs(path, call)) or not _mixed(self.outputs(path, call)):
                     continue
                 module = self._named[path]
-                name = f"{path or 'the model'} ({type(module).__name__})"
-                remedy = (
-                    "leave it out of the pass to measure. If the samples lie along dimension 1, "
-                    "say convert(model, example=..., batch_dim=1)"
-                )
-                if isinstance(module, MIXES_SAMPLES):
-                    name += ", in training mode,"
-                    remedy = (
-                        "use GroupNorm or LayerNorm, or freeze its statistics by "
-                        f"model.{path}.eval() after each model.train()"
-                    )
+                if isinstance(module, BATCH_NORM):
+                    raise SamplesMeet(str(batch_statistics_error(path, module)))
                 raise SamplesMeet(
-                    f"{name} ties the samples of a batch together: what it gives of one sample "
-                    "depends on the others, so no sample has a gradient of its own, in no layer "
-                    f"that the gradient passes. Remedy: {remedy}"
+                    f"{path or 'the model'} ({type(module).__name__}) ties the samples of a batch "
+                    "together: what it gives of one sample depends on the others, so no sample has "
+                    "a gradient of its own, in no layer that the gradient passes. Leave it out of "
+                    "the pass to measure. If the samples lie along dimension 1, say "
+                    "convert(model, example=..., batch_dim=1)"
                 )
 
     def _see(self) -> None:

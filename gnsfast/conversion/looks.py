@@ -20,6 +20,10 @@ from gnsfast.layers import is_plain
 Prints = tuple[Print | None, ...]
 
 
+METHODS = ("_conv_forward", "_apply_instance_norm", "forward")
+"""Where torch's layers compute: the first of these that they have."""
+
+
 class Call(NamedTuple):
     """The prints of a module's arguments and outputs; None stands for what is no tensor.
 
@@ -106,7 +110,7 @@ class Look(TorchDispatchMode):
     def _around(self, name: str, module: nn.Module, cls: type) -> type:
         """A subclass of ``cls`` in which the forward of torch's class records its calls."""
         base = self._bases[name]
-        method = "_conv_forward" if hasattr(base, "_conv_forward") else "forward"
+        method = next(name for name in METHODS if hasattr(base, name))
         call = functools.partial(getattr(base, method), module)
         recorded = self._recording(name, call, self.inner)
         seen = type(base.__name__, (base,), {method: lambda _, *a, **k: recorded(*a, **k)})
