@@ -16,7 +16,7 @@ from gnsfast.layers.norms import (
     RMSNorm,
     T5RMSNorm,
 )
-from gnsfast.layers.replay import Replayed
+from gnsfast.layers.replay import Replayed, is_plain, replay_dim
 from gnsfast.layers.router import Router, owns_router
 from gnsfast.layers.tie import Tie
 
@@ -46,8 +46,10 @@ __all__ = [
     "TransposedLinear",
     "combine",
     "experts_reason",
+    "is_plain",
     "owns_router",
     "owns_sinks",
+    "replay_dim",
     "rows_in_order",
     "user_class",
 ]

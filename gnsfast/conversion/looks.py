@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass of a model without gradients, in which prints are taken of what each module got and
+gave.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gnsfast.conversion.prints import Print, print_of
+from gnsfast.layers import is_plain
+
+Prints = tuple[Print | None, ...]
+
+
+class Call(NamedTuple):
+    """The prints of a module's arguments and outputs; None stands for what is no tensor.
+
+    ``plain`` says whether a replay could repeat the call (``layers.is_plain``). ``caller`` is the
+    module that made it.
+    """
+
+    inputs: Prints
+    outputs: Prints
+    plain: bool
+    caller: str
+
+
+class Look(TorchDispatchMode):
+    """One pass, in which nothing is random.
+
+    ``calls``: those of each module, in the order in which the modules ended. ``elsewhere``: id of a
+    parameter -> the innermost modules that used it while none of its ``owners`` ran. ``seconds``:
+    those of all calls of a module, without what the prints took. ``random``: the modules in which
+    dropout or other random numbers would have been drawn.
+
+    Args:
+        owners: id of a parameter -> the modules that may use it.
+        samples: the samples of this pass.
+        broadcast: embeddings that get their index [T] once for each sample.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Mapping[int, Collection[str]],
+        samples: int,
+        broadcast: Collection[str] = (),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[str, list[Call]] = {}
+        self.elsewhere: dict[int, set[str]] = {}
+        self.seconds: dict[str, float] = {}
+        self.random: set[str] = set()
+        self._model, self._owners, self._samples, self._broadcast = (
+            model,
+            owners,
+            samples,
+            broadcast,
+        )
+        self._running: list[str] = []
+        self._printing = 0.0
+        self._paused = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Look":
+        """Run the model once, in this mode."""
+        with torch.no_grad(), self._recorded(), self:
+            self._model(*args, **kwargs)
+        return self
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Put a recording forward on each module. A scripted module takes none."""
+        named = {
+            n: m
+            for n, m in self._model.named_modules()
+            if not isinstance(m, torch.jit.ScriptModule)
+        }
+        own = {n: m.__dict__["forward"] for n, m in named.items() if "forward" in m.__dict__}
+        try:
+            for name, module in named.items():
+                module.__dict__["forward"] = self._recording(name, module.forward)
+            yield
+        finally:
+            for name, module in named.items():
+                del module.__dict__["forward"]
+                if name in own:
+                    module.__dict__["forward"] = own[name]
+
+    def _recording(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            inputs = self._prints((args, kwargs))
+            if name in self._broadcast:
+                expand = lambda t: t.expand(self._samples, *t.shape[-1:])
+                args, kwargs = pytree.tree_map_only(Tensor, expand, (args, kwargs))
+            self._running.append(name)
+            begin, printing = _clock(), self._printing
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self._running.pop()
+            seconds = _clock() - begin - (self._printing - printing)
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            plain = all(map(is_plain, pytree.tree_leaves((args, kwargs, output))))
+            caller = self._running[-1] if self._running else ""
+            call = Call(inputs, self._prints(output), plain, caller)
+            self.calls.setdefault(name, []).append(call)
+            return output
+
+        return recorded
+
+    def _prints(self, values: Any) -> Prints:
+        begin, self._paused = _clock(), True
+        leaves = pytree.tree_leaves(values)
+        prints = tuple(print_of(t) if isinstance(t, Tensor) else None for t in leaves)
+        self._paused = False
+        self._printing += _clock() - begin
+        return prints
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            schema = func._schema.arguments
+            values = {**dict(zip((a.name for a in schema), args)), **(kwargs or {})}
+            defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+            if _draws(defaults | values):
+                self.random.update(self._running)
+            return _without_chance(func, values)
+        if not self._paused and func is not torch.ops.aten.detach.default:
+            for t in pytree.tree_leaves((args, kwargs)):
+                if id(t) in self._owners and not {*self._running} & {*self._owners[id(t)]}:
+                    self.elsewhere.setdefault(id(t), set()).add(self._running[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def _clock() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+LIKELY = {"rand": 0.5, "rand_like": 0.5, "uniform": 0.5}
+LIKELY |= dict.fromkeys(("randn", "randn_like", "normal"), 0.0)
+"""What is drawn in place of random numbers, which would differ from pass to pass: their means."""
+OFF = {"dropout_p": 0.0, "train": False, "training": False}
+"""The arguments that turn off what is random in an operator with other work."""
+
+
+def _draws(values: dict[str, Any]) -> bool:
+    """Whether a random operator's result depends on chance, by its arguments."""
+    if not all(values.get(name, True) for name in ("train", "training")):
+        return False
+    p = values.get("dropout_p", values.get("p"))
+    return not isinstance(p, (int, float)) or 0.0 < p < 1.0
+
+
+def _without_chance(func: Any, values: dict[str, Any]) -> Any:
+    """The operator without dropout; one that draws numbers gives the likely ones."""
+    if off := OFF.keys() & values.keys():
+        return func(**values | {name: OFF[name] for name in off})
+    drawn, kind = func(**values), func._schema.name.removeprefix("aten::")
+    if kind in ("bernoulli", "bernoulli_"):
+        p = values["self"] if kind == "bernoulli" and "p" not in values else values.get("p", 0.5)
+        return drawn.copy_(torch.as_tensor(p) >= 0.5)
+    return drawn.fill_(LIKELY[kind.rstrip("_")]) if kind.rstrip("_") in LIKELY else drawn
