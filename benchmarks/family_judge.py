@@ -35,7 +35,10 @@ PACKAGE = Path(gnsfast.__file__).parent
 Batch = dict[str, Any]
 Convert = Callable[[nn.Module, Batch], object]
 
-WAYS: dict[str, Convert] = {"convert(model)": lambda model, batch: gnsfast.convert(model)}
+WAYS: dict[str, Convert] = {
+    "convert(model)": lambda model, batch: gnsfast.convert(model),
+    "convert(model, example=batch)": lambda model, batch: gnsfast.convert(model, example=batch),
+}
 """How a user may convert a model."""
 
 
@@ -56,11 +59,14 @@ class Truth(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A word, what there is to say about it, and the covered share of the elements."""
+    """A word, what there is to say about it, and the shares of the elements that are covered, and
+    covered by replay.
+    """
 
     word: str
     why: str = ""
     covered: float | None = None
+    replayed: float | None = None
 
 
 def row_of(family: Family) -> dict[str, Any]:
@@ -79,8 +85,9 @@ def row(family: Family, elements: int | None, found: dict[str, Verdict]) -> dict
     columns: dict[str, Any] = {"architecture": family.name, "model type": family.model_type}
     columns |= {"input": family.kind, "elements": elements}
     for way, each in found.items():
-        share = None if each.covered is None else round(each.covered, 4)
-        columns |= {way: each.word, f"{way}: covered": share, f"{way}: why": each.why}
+        shares = [x if x is None else round(x, 4) for x in (each.covered, each.replayed)]
+        columns |= {way: each.word, f"{way}: covered": shares[0], f"{way}: by replay": shares[1]}
+        columns |= {f"{way}: why": each.why}
     return columns
 
 
@@ -120,8 +127,9 @@ def truth_of(case: Case, dtype: torch.dtype) -> Truth:
     own = list(parameters.values())
 
     def gradients(part: Batch) -> list[Tensor]:
-        found = torch.autograd.grad(loss_of(model, part), own, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g.double() for g, p in zip(found, own)]
+        model.zero_grad()
+        loss_of(model, part).backward()  # not autograd.grad: reversible layers write to .grad
+        return [torch.zeros_like(p) if p.grad is None else p.grad.double() for p in own]
 
     sqnorms = {name: torch.zeros(B, dtype=torch.float64) for name in parameters}
     usual = torch.get_default_dtype()
@@ -167,19 +175,20 @@ def verdict(case: Case, convert: Convert, truth: Truth) -> Verdict:
     for each in coverage.rows:
         if not each.static and each.route != "frozen":
             left[each.reason] += each.elements
-    covered = coverage.covered_fraction
+    total = sum(each.elements for each in coverage.rows if each.route != "frozen")
+    replayed = sum(each.elements for each in coverage.rows if "replay" in each.route) / total
+    shares = (coverage.covered_fraction, replayed)
     why = "; ".join(f"{n:,} elements left out: {reason}" for reason, n in left.most_common())
     if truth.apart > SPLITS:
         apart = f"the batch's gradient is {truth.apart:.0e} away from the sum of the samples'"
-        return Verdict("samples tied", apart, covered)
+        return Verdict("samples tied", apart, *shares)
     errors = errors_of(norms, truth)
     if max(errors.values()) > RTOL:
         plain = errors_of(truth_of(case, torch.float32).sqnorms, truth)
         errors = {name: e for name, e in errors.items() if e > max(RTOL, 2 * plain[name])}
         if errors:
-            return Verdict("wrong", wrong(model, errors), covered)
-    replay = any("replay" in each.route for each in coverage.rows)
-    return Verdict("right, with replay" if replay else "right", why, covered)
+            return Verdict("wrong", wrong(model, errors), *shares)
+    return Verdict("right, with replay" if replayed else "right", why, *shares)
 
 
 def wrong(model: nn.Module, errors: dict[str, float]) -> str:
