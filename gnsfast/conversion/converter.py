@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from gnsfast.combinations import REPEATED, refuse
 from gnsfast.conversion.learning import Learned, learn
 from gnsfast.conversion.routes import (
     CONTAINERS,
@@ -48,6 +49,7 @@ def convert(
     fold: Iterable[str] | None = None,
     broadcast: Iterable[str] | None = None,
     replay: Iterable[str] | None = None,
+    repeated: Iterable[str] | None = None,
     exclude: Iterable[str] | None = None,
 ) -> nn.Module:
     """Make the layers of ``model`` able to yield per-sample gradient norms. Returns ``model``,
@@ -69,8 +71,11 @@ def convert(
         fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
         broadcast: patterns of embeddings whose input is a bare index [T] that all samples share.
         replay: patterns of modules that backward runs once more for each sample, with all their
-            submodules. It is slow, but exact for what no layer sees: a weight used as a tensor, a
-            layer called twice.
+            submodules. It is slow, but exact for what no layer sees: a weight used as a tensor.
+        repeated: patterns of modules that the model calls several times in one pass over the same
+            samples, with all their submodules: shared blocks, towers, a head for each chunk. Their
+            calls are joined: the inputs and output gradients of all calls of a layer are in memory
+            until backward has gone through them, and while its operator runs, once more.
         exclude: patterns of module names to leave out, with all their submodules; their parameters
             have no norms.
 
@@ -95,6 +100,7 @@ def convert(
     folded = _matching("fold", fold, named)
     shared = _matching("broadcast", broadcast, named)
     replayed = _matching("replay", replay, named)
+    several = _matching("repeated", repeated, named)
     excluded = _matching("exclude", exclude, named)
     if odd := [n for n in sorted(shared) if not isinstance(named[n], nn.Embedding)]:
         raise ValueError(
@@ -104,9 +110,10 @@ def convert(
     whole = {n for n, m in named.items() if uses_children_as_tensors(m)} | replayed
     claims_of = _all_claims(named, whole)
     _refuse_empty("fold", fold, claims_of)
+    _refuse_empty("repeated", repeated, claims_of)
     _refuse_empty("exclude", exclude, claims_of)
     routes = _routes(named, claims_of, whole)
-    left_out = {n for n in named if n in excluded or _inside(n, excluded)}
+    left_out = _within(named, excluded)
     learned = Learned()
     if example is not None:
         open_ = {n: cls for n, cls in routes.items() if n not in left_out}
@@ -120,6 +127,9 @@ def convert(
             f"fold: {odd[0]!r} has no kernel, and a replay sample by sample cannot fold rows: "
             "replay a module around it, or exclude it"
         )
+    joined = (_within(routes, several) | learned.repeated) & routes.keys() - left_out
+    for name in sorted(joined):
+        refuse(routes[name].gnsfast.route, [REPEATED], name)  # type: ignore[attr-defined]
     flattened = {n for n, cls in routes.items() if _flattened(n, cls, named)}
     for name, module in named.items():
         if name not in routes:
@@ -137,7 +147,8 @@ def convert(
         reason = "excluded by convert" if name in left_out else learned.reasons.get(name, reason)
         uncovered = dict.fromkeys(claims, reason) if reason else {}
         note = learned.notes.get(name, "")
-        facts = dict(claims=claims, layout=layout, uncovered=uncovered, note=note)
+        facts: dict[str, Any] = dict(claims=claims, layout=layout, uncovered=uncovered, note=note)
+        facts["repeated"] = name in joined
         module.gnsfast = routes[name].gnsfast._replace(**facts)  # type: ignore[attr-defined]
     link_ties(named, claims_of)
     return model
@@ -186,13 +197,18 @@ def _refuse_empty(
     for pattern in patterns or ():
         names = {n for n in claims_of if fnmatchcase(n, pattern)}
         reached = any(claims_of[n] for n in names)
-        if option == "exclude":
+        if option in ("repeated", "exclude"):
             reached |= any(claims_of[n] for n in claims_of if _inside(n, names))
         if not reached:
             raise ValueError(
                 f"{option}: what {pattern!r} matches has no parameters of its own (a container, or "
                 "a part of a replayed module): name the layers themselves"
             )
+
+
+def _within(names: Iterable[str], paths: set[str]) -> set[str]:
+    """Those of ``names`` that are one of ``paths`` or inside of one."""
+    return {name for name in names if name in paths or _inside(name, paths)}
 
 
 def _inside(name: str, paths: set[str]) -> bool:

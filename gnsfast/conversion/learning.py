@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion.evidence import Evidence, SamplesMeet
 from gnsfast.conversion.prints import SHARED, Lost, Rows
 from gnsfast.conversion.routes import replayed
 from gnsfast.layers import (
+    DropIn,
     Embedding,
     OutProjection,
     Replayed,
@@ -20,20 +22,21 @@ from gnsfast.layers import (
 
 class Learned(NamedTuple):
     """By module: its layout, the reason why it has no norms, a note. ``replay`` are modules to
-    replay with all their submodules.
+    replay with all their submodules, ``repeated`` those whose calls are joined.
     """
 
     layouts: dict[str, SampleLayout] = {}
     reasons: dict[str, str] = {}
     notes: dict[str, str] = {}
     replay: frozenset[str] = frozenset()
+    repeated: frozenset[str] = frozenset()
 
 
 def learn(
     model: nn.Module,
     example: Any,
     batch_dim: int | None,
-    routes: Mapping[str, type],
+    routes: Mapping[str, type[DropIn]],
     claims_of: Mapping[str, tuple[str, ...]],
     asked: Collection[str] = (),
 ) -> Learned:
@@ -71,7 +74,7 @@ class _Learner:
         model: nn.Module,
         example: Any,
         batch_dim: int,
-        routes: Mapping[str, type],
+        routes: Mapping[str, type[DropIn]],
         claims_of: Mapping[str, tuple[str, ...]],
         asked: Collection[str],
     ) -> None:
@@ -85,6 +88,7 @@ class _Learner:
         self.evidence = Evidence(model, example, batch_dim, self._owners())
         self.layouts: dict[str, SampleLayout] = {}
         self.notes: dict[str, str] = {}
+        self.repeated: set[str] = set()
         self.lost: dict[str, tuple[str, str]] = {}  # module -> reason, innermost place of a replay
 
     def _owners(self) -> dict[int, set[str]]:
@@ -92,7 +96,7 @@ class _Learner:
         for path, parameters in self.parameters.items():
             for p in parameters:
                 owners.setdefault(id(p), set()).add(path)
-                if issubclass(self.routes.get(path, object), OutProjection):
+                if issubclass(self.routes.get(path, DropIn), OutProjection):
                     owners[id(p)].add(_parent(path))
         return owners
 
@@ -104,11 +108,11 @@ class _Learner:
         if tables and not self.evidence.takes_tables(tables):
             for path in tables:
                 del self.layouts[path], self.notes[path]
-                reason = "all samples share its index, and the model takes no table for each sample"
-                self.lost[path] = reason, self._around(path)
+                why = "all samples share its index, and the model takes no table for each sample"
+                self.lost[path] = why, self._around(path)
         return self._replays()
 
-    def _learn(self, path: str, cls: type) -> None:
+    def _learn(self, path: str, cls: type[DropIn]) -> None:
         """Find a module's layout, or why it has none."""
         users = set().union(*(self.evidence.users(p) for p in self.parameters[path]))
         counts = self.evidence.counts(path)
@@ -130,21 +134,24 @@ class _Learner:
                 self._around(path),
             )
         elif counts[0] > 1 and not self._may_repeat(path, cls):
-            self.lost[path] = f"the model calls it {counts[0]} times", self._around(path)
+            if reason(cls.gnsfast.route, [REPEATED]):
+                self.lost[path] = f"the model calls it {counts[0]} times", self._around(path)
+            else:
+                self._lay_out(path, cls, joined=True)
         elif issubclass(cls, Replayed):
-            if reason := self._not_replayable(path):
-                self.lost[path] = reason, self._around(path)
+            if why := self._not_replayable(path):
+                self.lost[path] = why, self._around(path)
             else:
                 self.layouts[path] = SampleLayout(self.batch_dim)
                 self.lost[path] = "its parameters have no kernel", path
         else:
-            self._lay_out(path, cls, counts[0])
+            self._lay_out(path, cls, joined=False)
 
     def _around(self, path: str) -> str:
         """The innermost module around a module and all that call it."""
         return _common({call.caller for call in self.evidence.calls(path)}, path)
 
-    def _may_repeat(self, path: str, cls: type) -> bool:
+    def _may_repeat(self, path: str, cls: type[DropIn]) -> bool:
         """Whether links between its uses make several calls exact: an embedding whose weight others
         share.
         """
@@ -152,23 +159,28 @@ class _Learner:
         others = (ps for other, ps in self.parameters.items() if other != path)
         return issubclass(cls, Embedding) and any(id(p) in shared for ps in others for p in ps)
 
-    def _lay_out(self, path: str, cls: type, calls: int) -> None:
-        sides = [self.evidence.inputs(path, call) for call in range(calls)]
-        found = [next((rows for rows in side if rows is not None), None) for side in sides]
-        prints = self.evidence.calls(path)[0].inputs
-        laid: Laid | Lost = Lost("it is called without a tensor")
-        if any(other != found[0] for other in found):
-            laid = Lost("its calls hold their samples in different places")
-        elif isinstance(found[0], Rows):
-            laid = _layout(cls, found[0], next(p.shape for p in prints if p is not None))
-        elif found[0] is not None:
-            laid = found[0]
-        if isinstance(laid, Lost):
-            self.lost[path] = laid.reason, self._around(path)
+    def _lay_out(self, path: str, cls: type[DropIn], joined: bool) -> None:
+        """Find the layout that fits all calls of a module."""
+        laid = [self._laid(path, cls, call) for call in range(len(self.evidence.calls(path)))]
+        lost = [each for each in laid if isinstance(each, Lost)]
+        found = [each for each in laid if not isinstance(each, Lost)]
+        if len({layout for layout, _ in found}) > 1:
+            lost.append(Lost("its calls hold their samples in different places"))
+        if lost:
+            self.lost[path] = lost[0].reason, self._around(path)
             return
-        self.layouts[path], note = laid
-        if note:
-            self.notes[path] = note
+        self.layouts[path], note = found[0]
+        if joined:
+            self.repeated.add(path)
+            note = f"{len(laid)} calls are joined" + (f"; {note}" if note else "")
+        self.notes[path] = note
+
+    def _laid(self, path: str, cls: type[DropIn], call: int) -> "Laid | Lost":
+        prints = self.evidence.calls(path)[call].inputs
+        for print_, rows in zip(prints, self.evidence.inputs(path, call)):
+            if print_ is not None and rows is not None:
+                return rows if isinstance(rows, Lost) else _layout(cls, rows, print_.shape)
+        return Lost("it is called without a tensor")
 
     def _not_replayable(self, path: str) -> str:
         """Why a replay cannot find the samples of a module; empty if it can."""
@@ -178,9 +190,9 @@ class _Learner:
         call = calls[0]
         if not call.plain:
             return "it takes or gives objects that a second call may change"
-        if not issubclass(self.routes.get(path, object), Replayed):
-            if reason := replayed(module).reason:
-                return reason
+        if not issubclass(self.routes.get(path, DropIn), Replayed):
+            if why := replayed(module).reason:
+                return why
         if self.evidence.draws(path):
             return "dropout inside: a replay would draw other masks"
         dim = self.batch_dim
@@ -208,10 +220,10 @@ class _Learner:
         """Choose replays where they are worth their cost."""
         around: dict[str, list[str]] = {}
         reasons: dict[str, str] = {}
-        for path, (reason, start) in self.lost.items():
+        for path, (why, start) in self.lost.items():
             place = self._place(start)
             if place is None:
-                reasons[path] = reason
+                reasons[path] = why
             else:
                 around.setdefault(place, []).append(path)
         replay: set[str] = set()
@@ -230,7 +242,9 @@ class _Learner:
                     f"{self.lost[path][0]}. convert(model, example=..., replay=[{place!r}]) covers "
                     f"it, and adds about {cost}"
                 )
-        return Learned(self.layouts, reasons, self.notes, frozenset(replay))
+        return Learned(
+            self.layouts, reasons, self.notes, frozenset(replay), frozenset(self.repeated)
+        )
 
     def _place(self, start: str) -> str | None:
         """The innermost module from ``start`` outwards that can be replayed; None if none can."""
@@ -248,7 +262,7 @@ through; of a whole model, for half of them."""
 Laid = tuple[SampleLayout, str]
 
 
-def _layout(cls: type, rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
+def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
     """The layout of a module whose input has its samples at ``rows``, and a note."""
     dim, each, interleaved = rows
     if rows == SHARED:

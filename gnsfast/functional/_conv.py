@@ -29,7 +29,7 @@ class _Conv(torch.autograd.Function):
         ctx.parameter_dtype = w.dtype
         w, b = cast_like(x, w, b)
         ctx.save_for_backward(x, w)
-        ctx.samples, ctx.geometry = plan.samples(probe), geometry
+        ctx.samples, ctx.plan, ctx.geometry = plan.samples(probe), plan, geometry
         conv = F.conv1d if w.ndim == 3 else F.conv2d
         y: Tensor = conv(x, w, b, *geometry)
         return y
@@ -49,7 +49,7 @@ class _Conv(torch.autograd.Function):
                 )
             last: Any = *ctx.geometry, need_w, need_b, ctx.parameter_dtype
             a = ConvWgrad(x, dy, ctx.samples, list(w.shape[2:]), *last)
-            dw, db, rows = ops.conv_wgrad(a)
+            dw, db, rows = ctx.plan.run(ops.conv_wgrad, a, (need_w, need_b))
         return dx, dw if need_w else None, db if need_b else None, rows, *(None,) * 5
 
 
@@ -75,6 +75,8 @@ def conv(
     >>> torch.allclose(probe.grad[0, :3], 4 * x.unfold(2, 3, 1).sum(2).square().sum((1, 2)))
     True
     """
+    if plan.calls is not None:
+        probe, weight, bias = plan.calls.enter("conv", plan, (probe, weight, bias))
     if (dtype := autocast_dtype(x)) is not None:
         x = x.to(dtype)
     geometry = list(stride), list(padding), list(dilation), groups

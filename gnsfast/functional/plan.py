@@ -37,6 +37,8 @@ class Plan(NamedTuple):
         moments: v of each trainable parameter, for norms under the metric 1 / (√v s + eps).
         constants_P2: s and eps of each; for Adam's v after t steps s is 1 / √(1 - beta2^t).
         module: the layer's name in messages.
+        calls: a ``Calls``, new for each pass, if the layer is called several times in it. The
+            operands of all calls are in memory until the last one's backward.
 
     >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
     >>> s_eps, v = torch.tensor([[2.0, 1.0]]), torch.full((2, 5), 0.25)
@@ -55,6 +57,7 @@ class Plan(NamedTuple):
     moments: tuple[Tensor, ...] = ()
     constants_P2: Tensor | None = None
     module: str | None = None
+    calls: Any = None
 
     def samples(self, probe: Tensor) -> int:
         """B, from a probe. A plan that held B would make torch.compile build a graph for each B."""
@@ -83,7 +86,7 @@ class Plan(NamedTuple):
         if simple and not is_dtensor(weight):
             return
         if tied or is_dtensor(weight) or not self.is_plain:
-            features = self._features(layer, is_dtensor(weight), tied, probe.is_cuda)
+            features = self.features(layer, is_dtensor(weight), tied, probe.is_cuda)
             combinations.refuse(layer, features, self.module)
         metric = parameters if self.constants_P2 is not None else 0
         if len(self.moments) != metric:
@@ -101,13 +104,14 @@ class Plan(NamedTuple):
                 f"not {sum(map(len, self.members))} samples"
             )
 
-    def _features(self, layer: str, tensor_parallel: bool, tied: bool, cuda: bool) -> list[str]:
+    def features(self, layer: str, tensor_parallel: bool, tied: bool, cuda: bool) -> list[str]:
         """The features of ``combinations`` that a call of ``layer`` asks for."""
         asked = {
             combinations.DOCUMENTS: self.starts is not None and layer != "experts",
             combinations.METRIC: self.constants_P2 is not None,
             combinations.GROUPS: bool(self.members),
             combinations.TIED: tied,
+            combinations.REPEATED: self.calls is not None,
             combinations.TENSOR_PARALLEL: tensor_parallel,
             combinations.COMPILED: torch.compiler.is_compiling(),
             combinations.CUDA: cuda,
@@ -130,7 +134,7 @@ class Plan(NamedTuple):
         if self.is_plain:
             return self
         no_moments, no_members = (None,) * len(self.moments), (None,) * len(self.members)
-        return Plan(*self[:2], None, self.experts, no_members, no_moments, None)  # type: ignore[arg-type]
+        return Plan(*self[:2], None, self.experts, no_members, no_moments, None, None, self.calls)  # type: ignore[arg-type]
 
     def restored(self, saved: Sequence[Tensor | None]) -> "Plan":
         """The reverse of ``tensors`` and ``without_tensors``."""
@@ -138,7 +142,8 @@ class Plan(NamedTuple):
             return self
         starts, constants_P2, *rest = saved
         moments, members = rest[: len(self.moments)], rest[len(self.moments) :]
-        return Plan(*self[:2], starts, self.experts, tuple(members), tuple(moments), constants_P2)  # type: ignore[arg-type]
+        own = starts, self.experts, tuple(members), tuple(moments), constants_P2, None, self.calls
+        return Plan(*self[:2], *own)  # type: ignore[arg-type]
 
     def rows(self, t: Tensor, B: int) -> Tensor:
         """``t`` as [B, T, features], or for documents as one list [N, features]."""
@@ -173,7 +178,14 @@ class Plan(NamedTuple):
         return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS, *self.metric)
 
     def run(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-        """``operator(a)``, at once or group by group; ``wanted`` says which gradients it needs."""
+        """``operator(a)``, at once or group by group; ``wanted`` says which gradients it needs. Of
+        repeated calls the sums are None: ``calls`` computes them after the last.
+        """
+        if self.calls is not None:
+            kept: tuple[Tensor, ...] = self.calls.keep(
+                self._replace(calls=None), operator, a, wanted
+            )
+            return kept
         return self._by_group(operator, a, wanted) if self.members else operator(a)
 
     def _by_group(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gnsfast.combinations import TIED
+from gnsfast.combinations import REPEATED, TIED
 from gnsfast.errors import SampleShapeError
 from gnsfast.functional import Documents, Plan
 from gnsfast.layers.tie import Tie
@@ -32,7 +32,8 @@ class Converted(NamedTuple):
 
     ``route`` is the layer's name in ``combinations.LAYERS``, which every drop-in class sets.
     ``claims`` are the parameters that the module answers for; ``uncovered`` says why some of them
-    have no norms. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
+    have no norms. ``repeated``: the model calls it several times in a pass, so its calls are
+    joined. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
     were compared with what arrived at the parameters. ``half``: it was replayed under autocast, in
     which torch rounds its gradients to half precision. ``note``: what an example has shown.
     ``counts``: an embedding's bare index was seen to count positions.
@@ -43,6 +44,7 @@ class Converted(NamedTuple):
     layout: SampleLayout = SampleLayout()
     uncovered: dict[str, str] = {}
     tie: Tie | None = None
+    repeated: bool = False
     calls: int | None = None
     audited: bool = False
     half: bool = False
@@ -52,11 +54,12 @@ class Converted(NamedTuple):
     @property
     def decided(self) -> tuple[Any, ...]:
         """What ``convert`` has decided, without what passes have found."""
-        return self[:5]
+        return self[:6]
 
     def features(self, *asked: str) -> list[str]:
         """``asked`` of ``combinations``, and what the module brings along."""
-        return [*asked] if self.tie is None else [*asked, TIED]
+        own = {TIED: self.tie is not None, REPEATED: self.repeated}
+        return [*asked, *(feature for feature, has in own.items() if has)]
 
 
 class Opened(NamedTuple):
@@ -148,7 +151,7 @@ class DropIn(nn.Module):
         dim, plan = self._batch_dim(x, features), opened.plan
         if torch.compiler.is_compiling():
             # A name in the graph would make layers that are alike compile one graph each.
-            plan = Plan(0, False, None, 0, *plan[4:7], None)
+            plan = Plan(0, False, None, 0, *plan[4:7], None, plan.calls)
         if dim == 0 and starts is None and not transposed:
             return plan
         return Plan(dim, transposed, starts, *plan[3:])

@@ -361,3 +361,10 @@ def test_models_of_transformers(name: str) -> None:
     loop = loop_sqnorms(model, loss, batch, tiny_models.B)
     assert_norms(norms, {n: loop[n] for n in norms})
     assert gnsfast.coverage(model).covered_fraction > 0.9
+
+
+def test_calls_that_are_joined() -> None:
+    model, x = Shared(), ids()
+    gnsfast.convert(model, example=x)
+    assert said(model, "block.weight").reason == "3 calls are joined"
+    assert_right(model, x)
