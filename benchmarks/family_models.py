@@ -201,7 +201,8 @@ def batch(family: Family, model: nn.Module) -> dict[str, Any]:
         inputs["input_features"] = torch.randn(B, 40, 16)
     elif family.kind == "audio" and "input_values" in takes:
         inputs["input_values"] = torch.randn(B, 400)
-    return inputs | INPUTS.get(family.name, lambda config: {})(config)
+    inputs |= INPUTS.get(family.name, lambda config: {})(config)
+    return {name: value for name, value in inputs.items() if value is not None}
 
 
 def tokens(*shape: int) -> Tensor:
