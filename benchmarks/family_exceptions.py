@@ -26,7 +26,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 4},
     "NeoMMEForMaskedLM": {"head_dim": 16},
-    "ShieldGemma2ForImageClassification": {"mm_tokens_per_image": 16},
+    "ShieldGemma2ForImageClassification": {
+        "mm_tokens_per_image": 16,
+        "yes_token_index": 20,
+        "no_token_index": 21,
+    },
     "ZambaForCausalLM": {
         "num_hidden_layers": 3,
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
@@ -85,11 +89,6 @@ TRAINING = {"ReformerForMaskedLM"}
 
 SINGLE = {"FSMTForConditionalGeneration", "Inkling2ForCausalLM", "MraForMaskedLM"}
 """Those that cannot compute in float64: their loop over single samples is of float32."""
-
-TWICE = {"LevitForImageClassification"}
-"""Those whose single sample is a batch of two, of which the loss counts one: torch 2.13's gradient of
-a batch norm in evaluation mode is wrong for one image whose gradient is channels-last.
-"""
 
 
 def features(T: int, width: int) -> Callable[[Any], dict[str, Any]]:
