@@ -93,8 +93,8 @@ def _judge(family: Any, sender: Connection) -> None:
 
 
 def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
-    """How many architectures got each verdict, and for each reason which."""
-    from benchmarks.family_judge import cause
+    """How many architectures got each verdict, and for each cause which."""
+    from benchmarks.family_judge import causes
 
     words = Counter((row[way], way) for row in rows for way in ways)
     verdicts = [
@@ -103,12 +103,12 @@ def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
     ]
     tables = {f"Verdicts on {len(rows)} architectures": verdicts}
     for way in ways:
-        causes: dict[str, list[str]] = {}
+        who: dict[tuple[str, str], list[str]] = {}
         for row in rows:
-            if row[f"{way}: why"]:
-                causes.setdefault(f"{row[way]}: {cause(row[f'{way}: why'])}", []).append(row["model type"])
-        found = sorted(causes.items(), key=lambda each: -len(each[1]))
-        tables[f"Reasons, {way}"] = [
-            {"architectures": len(who), "reason": why, "which": ", ".join(who)} for why, who in found
+            for each in sorted(causes(row[f"{way}: why"])):
+                who.setdefault((row[way], each), []).append(row["model type"])
+        tables[f"Causes, {way}"] = [
+            {"architectures": len(types), "verdict": word, "cause": each, "which": ", ".join(types)}
+            for (word, each), types in sorted(who.items(), key=lambda item: -len(item[1]))
         ]
     return tables

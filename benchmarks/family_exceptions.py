@@ -53,7 +53,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "MusicgenForCausalLM": {"num_codebooks": 1},
     "MusicgenMelodyForCausalLM": {"num_codebooks": 1},
     "NemotronForCausalLM": {"num_key_value_heads": 2},
-    "NystromformerForMaskedLM": {"num_landmarks": 4, "segment_means_seq_len": 8, "conv_kernel_size": 5},
+    "NystromformerForMaskedLM": {
+        "num_landmarks": 4,
+        "segment_means_seq_len": 8,
+        "conv_kernel_size": 5,
+    },
     "PerceiverForImageClassificationLearned": {**LATENTS, "image_size": 8},
     "PerceiverForMaskedLM": {**LATENTS, "max_position_embeddings": 7},
     "Qwen4ExpForCausalLM": {

@@ -183,7 +183,7 @@ def verdict(case: Case, convert: Convert, truth: Truth) -> Verdict:
     left = Counter[str]()
     for each in coverage.rows:
         if not each.static and each.route != "frozen":
-            left[each.reason] += each.elements
+            left[cause(each.reason)] += each.elements
     total = sum(each.elements for each in coverage.rows if each.route != "frozen")
     replayed = sum(each.elements for each in coverage.rows if "replay" in each.route) / total
     shares = (coverage.covered_fraction, replayed)
@@ -230,7 +230,13 @@ def said(error: BaseException) -> str:
 
 
 def cause(why: str) -> str:
-    """A message without the names and numbers of one model."""
-    why = re.sub(r"^(\w+Error: )[\w.]+ \(\w+\)", r"\1a module", why)
+    """A message without the names and numbers of one model, and without the last remedy."""
+    why = re.sub(r" (Check num_samples|Leave it out|One block takes|convert\(model, ex).*", "", why)
+    why = re.sub(r"^(\w+Error: |SamplesMeet: )[\w.]+ \((\w+)\)", r"\1a module", why)
     why = re.sub(r"'[\w.]+'", "'...'", re.sub(r"\[[\d, ]*\]", "[...]", why))
     return re.sub(r"\d[\d,.]*", "n", why)
+
+
+def causes(why: str) -> set[str]:
+    """The causes in the ``why`` of a verdict."""
+    return {cause(part) for part in re.split(r"; (?=[\d,]+ elements)", why) if part}

@@ -150,7 +150,7 @@ def small(cls: Any, given: dict[str, Any]) -> PreTrainedConfig:
 
 
 def layers(cls: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """One layer of each kind, where lists of a configuration say what its layers are; two at least."""
+    """One layer of each kind, where a configuration lists what its layers are; two at least."""
     whole, alias = cls(), cls.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     count = vars(whole).get(alias)
     named = {f.name: vars(whole).get(f.name) for f in fields(cls) if f.name not in given}
