@@ -60,8 +60,14 @@ class Step(nn.Module):
         return x + self.layer(torch.ones(x.shape[1], D, dtype=x.dtype).cumsum(0))
 
     def picked(self, x: Tensor) -> Tensor:
-        mask = (x[..., 0] > 0).detach()
+        mask = (x[..., 0] > (0.0, -0.9, -9.0)[self.how]).detach()
         return x.masked_scatter(mask[..., None].expand_as(x), self.layer(x[mask]))
+
+    def picked_by_number(self, x: Tensor) -> Tensor:
+        number = (x[..., 0] > (0.0, -0.9, -9.0)[self.how]).flatten().nonzero()[:, 0]
+        rows = x.flatten(0, 1)
+        rows = rows.index_copy(0, number, self.layer(rows.index_select(0, number)))
+        return rows.view_as(x)
 
     def every_other(self, x: Tensor) -> Tensor:
         return x + self.layer(x[:, ::2]).mean(1, keepdim=True)
@@ -104,7 +110,17 @@ WEIGHTS = ("as_tensor", "as_tensor_too")
 MEETING = {"meeting", "neighbours"}
 STEPS = (
     *("plain", "plain", "again", "flat", "turned", "turned_flat", "conv", "pooled", "table"),
-    *("of_table", "picked", "every_other", "sorted", *WEIGHTS, *MEETING, "stretched", "tiled"),
+    *(
+        "of_table",
+        "picked",
+        "picked_by_number",
+        "every_other",
+        "sorted",
+        *WEIGHTS,
+        *MEETING,
+        "stretched",
+        "tiled",
+    ),
 )
 KINDS = (
     lambda: nn.Linear(D, D),
@@ -174,6 +190,14 @@ def outcome(seed: int) -> tuple[str, float]:
     except (gnsfast.ObservationError, ValueError) as error:
         return f"refused in the pass: {type(error).__name__}", 0.0
     loop = loop_sqnorms(model, loss, x, model.B)
+    assert_norms(norms, {name: loop[name] for name in norms})
+    other = 3 * torch.randn(model.B + 1, model.T, D, dtype=torch.float64)
+    try:
+        with gnsfast.per_sample_sqnorms(model, len(other)) as norms:
+            loss(model, other).backward()
+    except (gnsfast.ObservationError, ValueError) as error:
+        return f"another batch is refused: {type(error).__name__}", 0.0
+    loop = loop_sqnorms(model, loss, other, len(other))
     assert_norms(norms, {name: loop[name] for name in norms})
     return "right", gnsfast.coverage(model).covered_fraction
 

@@ -142,9 +142,10 @@ def convert(
         assert isinstance(module, DropIn)
         layout = SampleLayout(batch_dim or 0, name in folded, name in shared, name in flattened)
         reason = NO_BATCH.get(name.rpartition(".")[2], "")
-        if name in learned.layouts and name not in folded | shared:
-            layout, reason = learned.layouts[name], ""
-        reason = "excluded by convert" if name in left_out else learned.reasons.get(name, reason)
+        if name not in folded | shared:
+            layout = learned.layouts.get(name, layout)
+            reason = learned.reasons.get(name, "" if name in learned.layouts else reason)
+        reason = "excluded by convert" if name in left_out else reason
         uncovered = dict.fromkeys(claims, reason) if reason else {}
         note = learned.notes.get(name, "")
         facts: dict[str, Any] = dict(claims=claims, layout=layout, uncovered=uncovered, note=note)

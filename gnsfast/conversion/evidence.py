@@ -13,8 +13,8 @@ from torch import nn
 from gnsfast.conversion.examples import example_of
 from gnsfast.conversion.looks import Call, Look, Prints
 from gnsfast.conversion.prints import Lost, Rows, Samples, rows_of
-from gnsfast.conversion.routes import MIXES_SAMPLES
 from gnsfast.kept import kept
+from gnsfast.layers import BATCH_NORM, batch_statistics_error
 
 
 class SamplesMeet(ValueError):
@@ -29,6 +29,8 @@ class Evidence:
 
     Args:
         owners: id of a parameter -> the modules that may use it.
+        bases: module -> torch's class, for those whose class has a forward around that of torch.
+            Their own calls are those of torch's forward.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class Evidence:
         example: Any,
         batch_dim: int,
         owners: Mapping[int, Collection[str]],
+        bases: Mapping[str, type[nn.Module]],
     ) -> None:
-        self.model, self._owners = model, owners
+        self.model, self._owners, self._bases = model, owners, bases
         self._named = dict(model.named_modules())
         self._example = example_of(model, example, batch_dim)
         self._training = True
@@ -60,6 +63,15 @@ class Evidence:
     def calls(self, path: str) -> list[Call]:
         """The calls of a module in the first pass."""
         return self._looks[0].calls.get(path, [])
+
+    def own_counts(self, path: str) -> list[int]:
+        """How often each pass called a layer, past what its class does around it."""
+        return [len(look.own(path)) for look in self._looks]
+
+    def own_inputs(self, path: str) -> list[tuple[Prints, list[Rows | Lost | None]]]:
+        """What each of these calls got, and where the samples lie in it."""
+        sides = zip(*([call.inputs for call in look.own(path)] for look in self._looks))
+        return [(prints[0], self._rows(list(prints))) for prints in sides]
 
     def users(self, parameter: nn.Parameter) -> set[str]:
         """The innermost modules that used a parameter of others."""
@@ -103,21 +115,14 @@ class Evidence:
                 if _mixed(self.inputs(path, call)) or not _mixed(self.outputs(path, call)):
                     continue
                 module = self._named[path]
-                name = f"{path or 'the model'} ({type(module).__name__})"
-                remedy = (
-                    "leave it out of the pass to measure. If the samples lie along dimension 1, "
-                    "say convert(model, example=..., batch_dim=1)"
-                )
-                if isinstance(module, MIXES_SAMPLES):
-                    name += ", in training mode,"
-                    remedy = (
-                        "use GroupNorm or LayerNorm, or freeze its statistics by "
-                        f"model.{path}.eval() after each model.train()"
-                    )
+                if isinstance(module, BATCH_NORM):
+                    raise SamplesMeet(str(batch_statistics_error(path, module)))
                 raise SamplesMeet(
-                    f"{name} ties the samples of a batch together: what it gives of one sample "
-                    "depends on the others, so no sample has a gradient of its own, in no layer "
-                    f"that the gradient passes. Remedy: {remedy}"
+                    f"{path or 'the model'} ({type(module).__name__}) ties the samples of a batch "
+                    "together: what it gives of one sample depends on the others, so no sample has "
+                    "a gradient of its own, in no layer that the gradient passes. Leave it out of "
+                    "the pass to measure. If the samples lie along dimension 1, say "
+                    "convert(model, example=..., batch_dim=1)"
                 )
 
     def _see(self) -> None:
@@ -139,7 +144,7 @@ class Evidence:
         with kept(self.model), _same_chance(self.model, seed):
             if not (self._training and self.model.training):
                 self.model.train(self._training)
-            look = Look(self.model, self._owners, len(samples), broadcast)
+            look = Look(self.model, self._owners, self._bases, len(samples), broadcast)
             return look.run(*self._example.of(samples))
 
     def _is_random(self) -> bool:

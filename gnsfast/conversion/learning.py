@@ -8,14 +8,16 @@ from torch import nn
 
 from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion.evidence import Evidence, SamplesMeet
+from gnsfast.conversion.looks import Prints
 from gnsfast.conversion.prints import SHARED, Lost, Rows
-from gnsfast.conversion.routes import replayed
+from gnsfast.conversion.routes import KERNELS, replayed
 from gnsfast.layers import (
     DropIn,
     Embedding,
     OutProjection,
     Replayed,
     SampleLayout,
+    is_around,
     replay_dim,
 )
 
@@ -85,7 +87,7 @@ class _Learner:
             for path, claims in claims_of.items()
             if claims
         }
-        self.evidence = Evidence(model, example, batch_dim, self._owners())
+        self.evidence = Evidence(model, example, batch_dim, self._owners(), self._bases())
         self.layouts: dict[str, SampleLayout] = {}
         self.notes: dict[str, str] = {}
         self.repeated: set[str] = set()
@@ -99,6 +101,14 @@ class _Learner:
                 if issubclass(self.routes.get(path, DropIn), OutProjection):
                     owners[id(p)].add(_parent(path))
         return owners
+
+    def _bases(self) -> dict[str, type[nn.Module]]:
+        """Torch's class of each module whose own class has a forward around it."""
+        around = {path: cls for path, cls in self.routes.items() if is_around(cls)}
+        return {
+            path: next(base for base in KERNELS if issubclass(cls, base))
+            for path, cls in around.items()
+        }
 
     def learned(self) -> Learned:
         self.evidence.refuse_mixing()
@@ -115,7 +125,7 @@ class _Learner:
     def _learn(self, path: str, cls: type[DropIn]) -> None:
         """Find a module's layout, or why it has none."""
         users = set().union(*(self.evidence.users(p) for p in self.parameters[path]))
-        counts = self.evidence.counts(path)
+        counts = self.evidence.own_counts(path)
         if users:
             where = " and ".join(sorted(repr(user) if user else "the model" for user in users))
             users |= {call.caller for call in self.evidence.calls(path)}
@@ -161,7 +171,7 @@ class _Learner:
 
     def _lay_out(self, path: str, cls: type[DropIn], joined: bool) -> None:
         """Find the layout that fits all calls of a module."""
-        laid = [self._laid(path, cls, call) for call in range(len(self.evidence.calls(path)))]
+        laid = [_laid(cls, *call) for call in self.evidence.own_inputs(path)]
         lost = [each for each in laid if isinstance(each, Lost)]
         found = [each for each in laid if not isinstance(each, Lost)]
         if len({layout for layout, _ in found}) > 1:
@@ -174,13 +184,6 @@ class _Learner:
             self.repeated.add(path)
             note = f"{len(laid)} calls are joined" + (f"; {note}" if note else "")
         self.notes[path] = note
-
-    def _laid(self, path: str, cls: type[DropIn], call: int) -> "Laid | Lost":
-        prints = self.evidence.calls(path)[call].inputs
-        for print_, rows in zip(prints, self.evidence.inputs(path, call)):
-            if print_ is not None and rows is not None:
-                return rows if isinstance(rows, Lost) else _layout(cls, rows, print_.shape)
-        return Lost("it is called without a tensor")
 
     def _not_replayable(self, path: str) -> str:
         """Why a replay cannot find the samples of a module; empty if it can."""
@@ -260,6 +263,14 @@ WORTH, WORTH_ALL = 0.05, 0.5
 through; of a whole model, for half of them."""
 
 Laid = tuple[SampleLayout, str]
+
+
+def _laid(cls: type[DropIn], prints: Prints, found: list[Rows | Lost | None]) -> Laid | Lost:
+    """The layout of a module, by the first tensor that a call gave it."""
+    for print_, rows in zip(prints, found):
+        if print_ is not None and rows is not None:
+            return rows if isinstance(rows, Lost) else _layout(cls, rows, print_.shape)
+    return Lost("it is called without a tensor")
 
 
 def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:

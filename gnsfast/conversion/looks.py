@@ -20,6 +20,10 @@ from gnsfast.layers import is_plain
 Prints = tuple[Print | None, ...]
 
 
+METHODS = ("_conv_forward", "_apply_instance_norm", "forward")
+"""Where torch's layers compute: the first of these that they have."""
+
+
 class Call(NamedTuple):
     """The prints of a module's arguments and outputs; None stands for what is no tensor.
 
@@ -36,13 +40,15 @@ class Call(NamedTuple):
 class Look(TorchDispatchMode):
     """One pass, in which nothing is random.
 
-    ``calls``: those of each module, in the order in which the modules ended. ``elsewhere``: id of a
-    parameter -> the innermost modules that used it while none of its ``owners`` ran. ``seconds``:
-    those of all calls of a module, without what the prints took. ``random``: the modules in which
-    dropout or other random numbers would have been drawn.
+    ``calls``: of each module, in the order in which the modules ended. ``inner``: for a module
+    whose class has a forward around torch's, the calls of torch's. ``elsewhere``: id of a parameter
+    -> the innermost modules that used it while none of its ``owners`` ran. ``seconds``: of all
+    calls of a module, without what the prints took. ``random``: the modules in which dropout or
+    other random numbers would have been drawn.
 
     Args:
         owners: id of a parameter -> the modules that may use it.
+        bases: module -> torch's class, for those whose class has a forward around that of torch.
         samples: the samples of this pass.
         broadcast: embeddings that get their index [T] once for each sample.
     """
@@ -51,20 +57,18 @@ class Look(TorchDispatchMode):
         self,
         model: nn.Module,
         owners: Mapping[int, Collection[str]],
+        bases: Mapping[str, type[nn.Module]],
         samples: int,
         broadcast: Collection[str] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, list[Call]] = {}
+        self.inner: dict[str, list[Call]] = {}
         self.elsewhere: dict[int, set[str]] = {}
         self.seconds: dict[str, float] = {}
         self.random: set[str] = set()
-        self._model, self._owners, self._samples, self._broadcast = (
-            model,
-            owners,
-            samples,
-            broadcast,
-        )
+        self._model, self._owners, self._bases = model, owners, bases
+        self._samples, self._broadcast = samples, broadcast
         self._running: list[str] = []
         self._printing = 0.0
         self._paused = False
@@ -75,6 +79,10 @@ class Look(TorchDispatchMode):
             self._model(*args, **kwargs)
         return self
 
+    def own(self, name: str) -> list[Call]:
+        """The calls of a layer's own forward, or of torch's inside of it."""
+        return (self.inner if name in self._bases else self.calls).get(name, [])
+
     @contextmanager
     def _recorded(self) -> Iterator[None]:
         """Put a recording forward on each module. A scripted module takes none."""
@@ -84,22 +92,40 @@ class Look(TorchDispatchMode):
             if not isinstance(m, torch.jit.ScriptModule)
         }
         own = {n: m.__dict__["forward"] for n, m in named.items() if "forward" in m.__dict__}
+        classes = {n: type(named[n]) for n in self._bases if n in named}
         try:
+            for name, cls in classes.items():
+                named[name].__class__ = self._around(name, named[name], cls)
             for name, module in named.items():
-                module.__dict__["forward"] = self._recording(name, module.forward)
+                module.__dict__["forward"] = self._recording(name, module.forward, self.calls)
             yield
         finally:
             for name, module in named.items():
-                del module.__dict__["forward"]
+                module.__dict__.pop("forward", None)
                 if name in own:
                     module.__dict__["forward"] = own[name]
+            for name, cls in classes.items():
+                named[name].__class__ = cls
 
-    def _recording(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, name: str, module: nn.Module, cls: type) -> type:
+        """A subclass of ``cls`` in which the forward of torch's class records its calls."""
+        base = self._bases[name]
+        method = next(name for name in METHODS if hasattr(base, name))
+        call = functools.partial(getattr(base, method), module)
+        recorded = self._recording(name, call, self.inner)
+        seen = type(base.__name__, (base,), {method: lambda _, *a, **k: recorded(*a, **k)})
+        return type(cls.__name__, (cls, seen), {"__module__": cls.__module__})
+
+    def _recording(
+        self, name: str, forward: Callable[..., Any], calls: dict[str, list[Call]]
+    ) -> Callable[..., Any]:
+        expands = name in self._broadcast and (name in self._bases) == (calls is self.inner)
+
         @functools.wraps(forward)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             inputs = self._prints((args, kwargs))
-            if name in self._broadcast:
-                expand = lambda t: t.expand(self._samples, *t.shape[-1:])
+            if expands:
+                expand = lambda t: t.expand(self._samples, *t.shape[-1:])  # noqa: E731
                 args, kwargs = pytree.tree_map_only(Tensor, expand, (args, kwargs))
             self._running.append(name)
             begin, printing = _clock(), self._printing
@@ -107,12 +133,12 @@ class Look(TorchDispatchMode):
                 output = forward(*args, **kwargs)
             finally:
                 self._running.pop()
-            seconds = _clock() - begin - (self._printing - printing)
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            if calls is self.calls:
+                seconds = _clock() - begin - (self._printing - printing)
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             plain = all(map(is_plain, pytree.tree_leaves((args, kwargs, output))))
-            caller = self._running[-1] if self._running else ""
-            call = Call(inputs, self._prints(output), plain, caller)
-            self.calls.setdefault(name, []).append(call)
+            caller = next((n for n in reversed(self._running) if n != name), "")
+            calls.setdefault(name, []).append(Call(inputs, self._prints(output), plain, caller))
             return output
 
         return recorded
@@ -120,7 +146,9 @@ class Look(TorchDispatchMode):
     def _prints(self, values: Any) -> Prints:
         begin, self._paused = _clock(), True
         leaves = pytree.tree_leaves(values)
-        prints = tuple(print_of(t) if isinstance(t, Tensor) else None for t in leaves)
+        prints = tuple(
+            print_of(t, hasattr(t, PICKED)) if isinstance(t, Tensor) else None for t in leaves
+        )
         self._paused = False
         self._printing += _clock() - begin
         return prints
@@ -135,11 +163,36 @@ class Look(TorchDispatchMode):
             if _draws(defaults | values):
                 self.random.update(self._running)
             return _without_chance(func, values)
-        if not self._paused and func is not torch.ops.aten.detach.default:
-            for t in pytree.tree_leaves((args, kwargs)):
+        result = func(*args, **(kwargs or {}))
+        if not self._paused:
+            leaves = pytree.tree_leaves((args, kwargs))
+            for t in leaves if func is not torch.ops.aten.detach.default else ():
                 if id(t) in self._owners and not {*self._running} & {*self._owners[id(t)]}:
                     self.elsewhere.setdefault(id(t), set()).add(self._running[-1])
-        return func(*args, **(kwargs or {}))
+            _mark_picked(func, leaves, result)
+        return result
+
+
+PICKED = "_gnsfast_picked"
+"""The attribute of a tensor whose rows the data pick: another batch has others."""
+
+
+PUTTING_BACK = ("index_put", "index_add", "index_copy", "index_fill", "masked_", "scatter")
+"""Operators whose result has the rows of their first tensor, whatever they put there."""
+
+
+def _mark_picked(func: Any, leaves: list[Any], result: Any) -> None:
+    """Mark what a mask picks, and what is computed row by row from it."""
+    tensors = [t for t in leaves if isinstance(t, Tensor)]
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    picks = torch.Tag.dynamic_output_shape in func.tags
+    if name == "index":  # the tag stands for masks; the operator takes numbers of rows too
+        picks = any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
+    sources = tensors[:1] if name.startswith(PUTTING_BACK) else tensors
+    rows = {t.shape[0] for t in sources if t.ndim and hasattr(t, PICKED)}
+    for t in pytree.tree_leaves(result) if picks or rows else ():
+        if isinstance(t, Tensor) and t.ndim and (picks or t.shape[0] in rows):
+            setattr(t, PICKED, True)
 
 
 def _clock() -> float:

@@ -10,19 +10,20 @@ from torch import Tensor
 
 class Print(NamedTuple):
     """A tensor, told by a number for each entry of its first dimensions. Numbers that differ by
-    less than ``slack`` are taken for rounding.
+    less than ``slack`` are taken for rounding. ``picked`` says whether a mask picked its rows.
     """
 
     shape: tuple[int, ...]
     values: Tensor
     slack: Tensor
+    picked: bool
 
     def like(self, values: Tensor) -> bool:
         """Whether ``values``, of the same shape, differ from these by rounding alone."""
         return bool(((self.values - values).abs() <= self.slack).all())
 
 
-def print_of(t: Tensor) -> Print | None:
+def print_of(t: Tensor, picked: bool) -> Print | None:
     """The print of ``t``; None for a tensor that has no plain numbers in memory.
 
     It keeps two dimensions, of a floating-point matrix one. The others are summed with weights that
@@ -35,13 +36,14 @@ def print_of(t: Tensor) -> Print | None:
     x = t.reshape(*t.shape[:kept], t.shape[kept:].numel())
     if not t.is_floating_point():
         values = x.double() @ _weights(x).double()
-        return Print(tuple(t.shape), values, torch.zeros_like(values))
+        return Print(tuple(t.shape), values, torch.zeros_like(values), picked)
     x = x.float()
     values, norm = x @ _weights(x), torch.linalg.vector_norm(x, dim=-1)
     if (large := ~(norm < LARGE)).any():
         rows = x[large].nan_to_num(nan=0.5).asinh()
         values[large], norm[large] = rows @ _weights(x), torch.linalg.vector_norm(rows, dim=-1)
-    return Print(tuple(t.shape), values, norm * (1e-3 if t.dtype.itemsize >= 4 else 1e-1))
+    slack = norm * (1e-3 if t.dtype.itemsize >= 4 else 1e-1)
+    return Print(tuple(t.shape), values, slack, picked)
 
 
 LARGE = 1e6
@@ -96,6 +98,11 @@ def rows_of(prints: Sequence[Print | None], samples: Samples) -> Rows | Lost:
         if whole.like(turned.values) and whole.like(part.values):
             return SHARED
         return Lost("its size does not depend on the number of samples, but its numbers do")
+    if whole.picked or turned.picked or part.picked:
+        return Lost(
+            "a mask picks its rows, so another batch may hold another number of each sample's: if "
+            "it never does, name the module in fold"
+        )
     shapes = [rows for rows in _candidates(whole, part, samples) if whole.shape == turned.shape]
     if not shapes:
         return Lost(

@@ -267,6 +267,12 @@ def combine(cls: type, drop_in: type, over: bool) -> type:
     return _combined[key]
 
 
+def is_around(cls: type) -> bool:
+    """Whether the forward of the user's class runs first, and reaches the drop-in's from there."""
+    recipe: tuple[type, type, bool] | None = cls.__dict__.get("_recipe")
+    return recipe is not None and not recipe[2]
+
+
 def user_class(cls: type) -> type:
     """The user's class that ``combine`` was given; ``cls`` itself if it is not a combined one."""
     recipe: tuple[type, type, bool] | None = cls.__dict__.get("_recipe")

@@ -201,7 +201,9 @@ def test_batch_norm_that_trains_is_refused_by_name() -> None:
     model, x = Normed(), torch.randn(B, D, T)
     kinds = [type(m) for m in model.modules()]
     mean = model.bn.running_mean.clone()
-    with pytest.raises(ValueError, match=r"bn \(BatchNorm1d\), in training mode.*model\.bn\.eval"):
+    with pytest.raises(
+        ValueError, match=r"bn \(BatchNorm1d\).*ties its samples together.*model\.bn\.eval"
+    ):
         gnsfast.convert(model, example=x)
     assert kinds == [type(m) for m in model.modules()] and torch.equal(model.bn.running_mean, mean)
 
@@ -368,3 +370,29 @@ def test_calls_that_are_joined() -> None:
     gnsfast.convert(model, example=x)
     assert said(model, "block.weight").reason == "3 calls are joined"
     assert_right(model, x)
+
+
+class Offset(nn.Embedding):
+    """Bart's positions: the module gets token ids, and makes its own index of them."""
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return super().forward(2 + torch.arange(ids_BT.shape[1]))
+
+
+class OffsetModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(11, D), Offset(2 + T, D)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x: Tensor = self.tokens(ids_BT) * self.positions(ids_BT)
+        return x
+
+
+def test_a_layer_that_makes_its_own_input() -> None:
+    model, x = OffsetModel(), ids()
+    gnsfast.convert(model, example=x)
+    assert said(model, "positions.weight").reason == "all samples share its index"
+    assert type(model.positions).__mro__[1] is Offset
+    assert_right(model, x)
+    assert_right(gnsfast.convert(model, example=x), x)

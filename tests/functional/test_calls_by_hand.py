@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gnsfast import functional
 from gnsfast.functional import Calls, Plan
@@ -44,3 +45,26 @@ def test_documents_of_other_lengths(layer: str, starts: list[list[int]]) -> None
     want = torch.cat([singles, w.grad[None]]).flatten(1).square().sum(1)
     torch.testing.assert_close(probe.grad[0, :-1].double(), want, rtol=1e-6, atol=0.0)
     assert probe.grad[0, -1] == 1.0
+
+
+@pytest.mark.parametrize("layer", ["linear", "embedding", "layer_norm", "rms_norm"])
+def test_a_first_call_under_no_grad(layer: str) -> None:
+    """It has no gradient; those after it have."""
+    w = torch.randn(D, D) if layer in ("linear", "embedding") else torch.rand(D)
+    x = torch.randint(0, D, (B, 5)) if layer == "embedding" else torch.randn(B, 5, D)
+    shape, bias = [(D,)] * (layer == "layer_norm"), [None] * (layer in ("linear", "layer_norm"))
+    probe, plan = torch.zeros(1, B + 2, requires_grad=True), Plan(calls=Calls())
+    call: Any = getattr(functional, layer)
+    w.requires_grad_()
+
+    def run(plan: Plan) -> Tensor:
+        y: Any = call(x, *shape, w, *bias, probe, plan)
+        return y[0] if layer == "embedding" else y
+
+    with torch.no_grad():
+        run(plan)
+    y = run(plan) + run(plan)
+    (y.sin() * y.detach()).sum().backward()
+    assert probe.grad is not None and w.grad is not None
+    assert probe.grad[0, -1] == 1.0
+    torch.testing.assert_close(probe.grad[0, B], w.grad.square().sum())

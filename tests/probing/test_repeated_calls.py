@@ -299,6 +299,17 @@ def test_autocast(outside: bool) -> None:
     assert error <= 2 * ((own - want).abs() / want).max()
 
 
+def test_backward_under_autocast_of_a_forward_without_it() -> None:
+    model, x = scattered(Again(nn.LayerNorm(D))), floats(B, T, D)
+    loop = loop_sqnorms(model, square, x, B)
+    gnsfast.convert(model, repeated=["layer"])
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        value = square(model, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            value.backward()
+    assert_norms(norms, loop)
+
+
 def test_calls_of_two_dtypes() -> None:
     """One call under autocast, one outside of it."""
 

@@ -234,6 +234,9 @@ def test_create_graph_is_refused(x: Tensor) -> None:
     with pytest.raises(ObservationError, match="create_graph"):
         with gnsfast.per_sample_sqnorms(model, B):
             square(model, x).backward(create_graph=True)
+    with pytest.raises(ObservationError, match="create_graph"):  # no gradient of an output has one
+        with gnsfast.per_sample_sqnorms(model, B):
+            model.layer(model.layer(x)).sum().backward(create_graph=True)
 
 
 def test_weight_also_used_as_a_tensor(x: Tensor) -> None:
