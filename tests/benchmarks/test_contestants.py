@@ -286,7 +286,7 @@ def test_whole_steps(tiny_suite: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row["threads"], row["contestant"]) for row in rows] == [
         (threads, name) for threads in (1, 2) for name in names
     ]
-    assert asked == [("memory", "2")] * 12
+    assert asked == [("memory", "2")] * (2 * 12 + 2 * 3)
     assert [row["rounds"] for row in rows[:4]] == [20, 20, 5, 5]
     assert [row.get("memory") for row in rows] == [None] * 4 + [1.0, 1.5, 1.0, 1.0]
     assert [row.get("per sample") for row in rows[:4]] == [None, "yes", "yes", "sum only"]
