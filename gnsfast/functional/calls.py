@@ -53,8 +53,9 @@ class Calls:
         """
         probe, weight = source[:2]
         assert probe is not None
-        features = plan.features(layer, is_dtensor(weight), bool(links), probe.is_cuda)
-        combinations.refuse(layer, features, plan.module)
+        if not self._source or torch.compiler.is_compiling():
+            features = plan.features(layer, is_dtensor(weight), bool(links), probe.is_cuda)
+            combinations.refuse(layer, features, plan.module)
         if not torch.is_grad_enabled():
             return source
         if not self._source:
@@ -63,7 +64,7 @@ class Calls:
             trained = (t is not None and t.requires_grad for t in source)
             self._handed = tuple(next(handed) if own else t for t, own in zip(source, trained))
             self._source = source
-        elif links:
+        elif links and torch._C._current_graph_task_id() == -1:  # in backward: recomputed
             raise _error(plan, "its weight is looked up between two calls, which loses their links")
         elif any(t is not first for t, first in zip(source, self._source)):
             raise _error(plan, "its parameters were replaced between two calls in one block")

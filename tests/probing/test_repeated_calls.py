@@ -13,6 +13,7 @@ from repeated_models import Again, B, Chunked, D, Siamese, T, Universal, V, albe
 from tiny_models import B as SAMPLES
 from tiny_models import loss_of, scattered, text
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import gnsfast
@@ -106,6 +107,19 @@ def test_head_called_for_each_chunk(tokens: int, tied: bool) -> None:
         square(model, ids).backward()
     verdict = gnsfast.verify(model, square, ids, loss_reduction="sum")
     assert verdict.ok, str(verdict)
+
+
+@pytest.mark.parametrize("around", ["both", "head"])
+def test_checkpoint_around_a_tied_head(around: str) -> None:
+    """What is recomputed in backward is there for its saved tensors alone."""
+
+    def recomputed(model: Chunked, ids: Tensor) -> Tensor:
+        part = model if around == "both" else model.logits
+        y: Tensor = checkpoint(part, ids if around == "both" else model.hidden(ids), **options)
+        return y.square().sum()
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    check(Chunked(tied=True), torch.randint(0, V, (B, T)), recomputed, ["head"])
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
