@@ -6,7 +6,7 @@ the tokens of all calls. So backward of a call keeps its operands, and the opera
 the last one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -51,7 +51,7 @@ class Calls:
         """What a call takes instead of ``source``, the probe and the parameters. The ``links`` of
         earlier embeddings are taken here, not by the call.
         """
-        probe, weight = source[:2]
+        probe, weight = (*source, None)[:2]
         assert probe is not None
         if not self._source or torch.compiler.is_compiling():
             features = plan.features(layer, is_dtensor(weight), bool(links), probe.is_cuda)
@@ -79,10 +79,19 @@ class Calls:
         if isinstance(a, NormBackward):
             alone = a._replace(weight=False, bias=False, moments=[], constants_P2=None)
             dx = operator(alone)[0]
+        found = {"sum": None, "rows": self._nothing(), "samples": dx}
+        return tuple(found[kind] for kind in JOINED[type(a)][1])
+
+    def hold(self, part: Any, finish: Callable[[list[Any]], Tensor]) -> Tensor:
+        """Keep any ``part`` of a call; ``finish`` of those of all calls gives the probe rows."""
+        self._kept.hold(part, finish)
+        return self._nothing()
+
+    def _nothing(self) -> Tensor:
+        """A call's own gradient of the probe."""
         probe = self._source[0]
         assert probe is not None
-        found = {"sum": None, "rows": torch.zeros_like(probe), "samples": dx}
-        return tuple(found[kind] for kind in JOINED[type(a)][1])
+        return torch.zeros_like(probe)
 
 
 class _Handed(torch.autograd.Function):
@@ -123,6 +132,7 @@ class _Kept:
         self._operands: list[list[Tensor | None]] = []
         self._versions: list[int] = []
         self._starts: list[Tensor] = []
+        self._parts: list[Any] = []
 
     def _begin(self) -> None:
         """Forget what an earlier backward pass left, such as one for the gradient of inputs."""
@@ -130,6 +140,12 @@ class _Kept:
         if self._pass != current:
             self._pass = current
             self._forget()
+
+    def hold(self, part: Any, finish: Callable[[list[Any]], Tensor]) -> None:
+        """Keep a part of a call that has no operator."""
+        self._begin()
+        self._parts.append(part)
+        self._finish = finish
 
     def add(self, plan: Plan, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         """Keep a call."""
@@ -151,6 +167,9 @@ class _Kept:
         there was no call.
         """
         self._begin()
+        if parts := self._parts:
+            self._forget()
+            return [self._finish(parts)], []
         if not self._operands:
             return None
         if _versions(chain(*self._operands)) != self._versions:

@@ -252,6 +252,45 @@ def test_one_call_with_an_index_that_is_not_clear(odd: int) -> None:
             square(model, floats(B, T, D)).backward()
 
 
+class Scale(nn.Module):
+    """A layer without a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = (nn.Parameter(torch.randn(D)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() * self.scale + self.shift).cos()
+
+
+def test_replayed() -> None:
+    check(Again(Scale()), floats(B, T, D), square, ["layer"])
+
+
+def test_replayed_attention_of_torch() -> None:
+    layer = nn.TransformerEncoderLayer(D, 2, 2 * D, batch_first=True, dropout=0.0)
+    check(Again(layer), floats(B, T, D), square, ["layer"], replay=["layer.self_attn"])
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_one_replay_that_differs(odd: int) -> None:
+    class Counts(nn.Module):
+        """The output of one of the two calls is another in backward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.left = nn.Parameter(torch.randn(D)), 1 + odd
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.left -= 1
+            return x * self.scale + (self.left == 0)
+
+    model = gnsfast.convert(Again(Counts(), 2), repeated=["layer"])
+    with pytest.raises(ObservationError, match="replaying it sample by sample gave other outputs"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            square(model, floats(B, T, D)).backward()
+
+
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
