@@ -100,6 +100,26 @@ class Scale(nn.Module):
         return (x * self.scale).sin()
 
 
+class Form(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.form = nn.Bilinear(D, D, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(x, x.sin())
+
+
+class Bags(nn.Module):
+    """One bag a sample, of which each token sees the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(V, D, mode="sum")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.bags(ids)[:, None].expand(-1, T, -1)
+
+
 class Conv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -139,8 +159,11 @@ def ids() -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(D, 5)), floats),
     "embedding": (lambda: nn.Sequential(nn.Embedding(V, D)), ids),
+    "embedding_bag": (Bags, ids),
+    "bilinear": (Form, floats),
     "layer_norm": (lambda: nn.Sequential(nn.LayerNorm(D)), floats),
     "rms_norm": (lambda: nn.Sequential(nn.RMSNorm(D)), floats),
+    "channel_norm": (lambda: nn.Sequential(nn.GroupNorm(2, T)), floats),
     "linear_cross_entropy": (Head, floats),
     "conv": (Conv, floats),
     "in_projection": (lambda: Attention(frozen=False), floats),

@@ -26,6 +26,11 @@ LAYERS = {
     "rms norm": lambda: (gnsfast.RMSNorm(24), torch.randn(3, 70, 24)),
     "convolution": lambda: (gnsfast.Conv2d(6, 8, 3, padding=1), torch.randn(3, 6, 9, 9)),
     "grouped": lambda: (gnsfast.Conv1d(6, 6, 3, groups=6), torch.randn(3, 6, 20)),
+    "3-d convolution": lambda: (gnsfast.Conv3d(6, 8, 3), torch.randn(3, 6, 5, 6, 7)),
+    "transposed": lambda: (gnsfast.ConvTranspose2d(6, 8, 3, stride=2), torch.randn(3, 6, 9, 9)),
+    "group norm": lambda: (gnsfast.GroupNorm(3, 6), torch.randn(3, 6, 9, 9)),
+    "instance norm": lambda: (gnsfast.InstanceNorm2d(6, affine=True), torch.randn(3, 6, 9, 9)),
+    "frozen batch norm": lambda: (gnsfast.BatchNorm2d(6).eval(), torch.randn(3, 6, 9, 9)),
 }
 
 

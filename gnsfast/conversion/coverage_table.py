@@ -8,9 +8,10 @@ from torch import nn
 from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, reason
 from gnsfast.conversion import fused_losses
 from gnsfast.conversion.routes import route_of, uses_children_as_tensors
-from gnsfast.layers import DropIn
+from gnsfast.layers import DropIn, uses_batch_statistics
 
 MEASURES = (DOCUMENTS, METRIC, GROUPS)
+BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ def _row(
     if not p.requires_grad:
         return CoverageRow(name, p.numel(), "frozen", False, None, "")
     reasons = [m.gnsfast.uncovered[own] for m, own in claims if own in m.gnsfast.uncovered]
-    if not claims:
+    if not reasons and uses_batch_statistics(owner):
+        reasons = [BATCH_STATISTICS]
+    elif not claims:
         reasons = [route_of(owner).reason or "not converted: call gnsfast.convert(model)"]
     if reasons:
         return CoverageRow(name, p.numel(), "", False, None, reasons[0])
@@ -124,4 +127,5 @@ def _row(
         each for each in MEASURES if not any(reason(m.route, m.features(each)) for m in own)
     )
     observed = any(calls) if calls else None
-    return CoverageRow(name, p.numel(), routes, True, observed, note, measures)
+    said = "; ".join(dict.fromkeys(filter(None, (note, *(m.gnsfast.note for m, _ in claims)))))
+    return CoverageRow(name, p.numel(), routes, True, observed, said, measures)

@@ -37,11 +37,25 @@ class Route(NamedTuple):
 KERNELS: dict[type[nn.Module], type[DropIn]] = {
     nn.Linear: layers.Linear,
     nn.Embedding: layers.Embedding,
+    nn.EmbeddingBag: layers.EmbeddingBag,
+    nn.Bilinear: layers.Bilinear,
     nn.LayerNorm: layers.LayerNorm,
     nn.RMSNorm: layers.RMSNorm,
     nn.Conv1d: layers.Conv1d,
     nn.Conv2d: layers.Conv2d,
+    nn.Conv3d: layers.Conv3d,
+    nn.ConvTranspose1d: layers.ConvTranspose1d,
+    nn.ConvTranspose2d: layers.ConvTranspose2d,
+    nn.ConvTranspose3d: layers.ConvTranspose3d,
     nn.MultiheadAttention: MultiheadAttention,
+    nn.GroupNorm: layers.GroupNorm,
+    nn.InstanceNorm1d: layers.InstanceNorm1d,
+    nn.InstanceNorm2d: layers.InstanceNorm2d,
+    nn.InstanceNorm3d: layers.InstanceNorm3d,
+    nn.BatchNorm1d: layers.BatchNorm1d,
+    nn.BatchNorm2d: layers.BatchNorm2d,
+    nn.BatchNorm3d: layers.BatchNorm3d,
+    nn.SyncBatchNorm: layers.SyncBatchNorm,
 }
 
 
@@ -52,7 +66,6 @@ def original_class(cls: type) -> type:
     return next((base for base, drop_in in KERNELS.items() if drop_in is cls), cls)
 
 
-MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 LISTS = (nn.ModuleList, nn.ModuleDict, *CONTAINERS)
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
@@ -143,8 +156,12 @@ def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) ->
         route = _attention_route(module)
         return replayed(module) if route.cls is None else route
     own = own_parameters(module).keys()
-    if isinstance(module, nn.Embedding) and (module.sparse or module.scale_grad_by_freq):
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (
+        module.sparse or module.scale_grad_by_freq
+    ):
         return Route(None, "an embedding with sparse or frequency-scaled gradients")
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return replayed(module)
     if not own <= {"weight", "bias"} or "weight" not in own:
         return replayed(module)
     if type(module) is base:
@@ -159,7 +176,7 @@ def _reaches_super(cls: type, base: type) -> bool:
     code shows.
     """
     for c in cls.__mro__[: cls.__mro__.index(base)]:
-        for name in ("forward", "_conv_forward"):
+        for name in ("forward", "_conv_forward", "_apply_instance_norm"):
             code = getattr(c.__dict__.get(name), "__code__", None)
             if name in c.__dict__ and (code is None or not _calls_next(code)):
                 return False
@@ -168,7 +185,8 @@ def _reaches_super(cls: type, base: type) -> bool:
 
 def _calls_next(code: Any) -> bool:
     names = code.co_names
-    return "_conv_forward" in names or ("__class__" in code.co_freevars and "forward" in names)
+    inner = "_conv_forward" in names or "_apply_instance_norm" in names
+    return inner or ("__class__" in code.co_freevars and "forward" in names)
 
 
 def rms_norm_variant(module: nn.Module) -> str | None:
@@ -237,14 +255,12 @@ def replayed(module: nn.Module) -> Route:
     if isinstance(module, torch.jit.ScriptModule):
         return Route(None, "a scripted module, whose forward cannot be replayed")
     if isinstance(module, nn.EmbeddingBag):
-        return Route(None, "an embedding bag has no route")
+        return Route(None, "an embedding bag of mode 'max', or with a forward of its own")
     parts = list(module.modules())
     if isinstance(module, nn.MultiheadAttention) and any(map(_computed, parts)):
         return COMPUTED
     if _rebuilt_by_peft(module):
         return Route(None, "peft puts other weights into this attention in every forward pass")
-    if any(isinstance(m, MIXES_SAMPLES) for m in parts):
-        return Route(None, "batch statistics tie samples together: no per-sample gradient exists")
     if any(isinstance(m, RANDOM) and getattr(m, "p", 1.0) > 0 for m in parts) or (
         isinstance(module, nn.MultiheadAttention) and module.dropout > 0
     ):

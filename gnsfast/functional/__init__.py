@@ -11,9 +11,12 @@ of ``torch.nn.functional``.
 
 from gnsfast.functional._attention import attention
 from gnsfast.functional._autocast import autocast_dtype as autocast_dtype
+from gnsfast.functional._bilinear import bilinear
+from gnsfast.functional._channel_norm import spread
 from gnsfast.functional._conv import conv
 from gnsfast.functional._cross_entropy import linear_cross_entropy
 from gnsfast.functional._embedding import embedding
+from gnsfast.functional._embedding_bag import embedding_bag
 from gnsfast.functional._experts import grouped_linear
 from gnsfast.functional._in_projection import in_projection
 from gnsfast.functional._linear import linear
@@ -29,12 +32,15 @@ from gnsfast.functional.plan import Plan
 __all__ = [
     "Plan",
     "attention",
+    "bilinear",
     "conv",
     "embedding",
+    "embedding_bag",
     "grouped_linear",
     "in_projection",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
     "rms_norm",
+    "spread",
 ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions."""
+"""Convolutions, plain and transposed."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from gnsfast.functional._autocast import autocast_dtype, cast_like, without_auto
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.signatures import ConvWgrad
 
+CONVS: Any = (F.conv1d, F.conv2d, F.conv3d)
+TRANSPOSED: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
 
 class _Conv(torch.autograd.Function):
     @staticmethod
@@ -23,15 +27,22 @@ class _Conv(torch.autograd.Function):
         b: Tensor | None,
         probe: Tensor,
         plan: Plan,
+        output_padding: list[int] | None,
         *geometry: Any,
     ) -> Tensor:
         plan.check("conv", probe, sum(ctx.needs_input_grad[1:3]), w)
         ctx.parameter_dtype = w.dtype
         w, b = cast_like(x, w, b)
         ctx.save_for_backward(x, w)
-        ctx.samples, ctx.plan, ctx.geometry = plan.samples(probe), plan, geometry
-        conv = F.conv1d if w.ndim == 3 else F.conv2d
-        y: Tensor = conv(x, w, b, *geometry)
+        ctx.samples, ctx.plan = plan.samples(probe), plan
+        ctx.geometry, ctx.output_padding = geometry, output_padding
+        y: Tensor
+        if output_padding is None:
+            y = CONVS[w.ndim - 3](x, w, b, *geometry)
+        else:
+            stride, padding, dilation, groups = geometry
+            last = output_padding, groups, dilation
+            y = TRANSPOSED[w.ndim - 3](x, w, b, stride, padding, *last)
         return y
 
     @staticmethod
@@ -40,17 +51,42 @@ class _Conv(torch.autograd.Function):
         x, w = ctx.saved_tensors
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         stride, padding, dilation, groups = ctx.geometry
-        dx = None
+        transposed, dx = ctx.output_padding is not None, None
         with without_autocast(dy):
             if need_x:
+                added = ctx.output_padding if transposed else [0] * len(stride)
                 dx, _, _ = torch.ops.aten.convolution_backward(
-                    *(dy, x, w, None, stride, padding, dilation, False),
-                    *([0] * len(stride), groups, [True, False, False]),
+                    *(dy, x, w, None, stride, padding, dilation, transposed, added),
+                    *(groups, [True, False, False]),
                 )
             last: Any = *ctx.geometry, need_w, need_b, ctx.parameter_dtype
             a = ConvWgrad(x, dy, ctx.samples, list(w.shape[2:]), *last)
-            dw, db, rows = ctx.plan.run(ops.conv_wgrad, a, (need_w, need_b))
-        return dx, dw if need_w else None, db if need_b else None, rows, *(None,) * 5
+            wgrad: Any = ops.conv_wgrad
+            if transposed:
+                wgrad = partial(_transposed_wgrad, output_padding=ctx.output_padding)
+            dw, db, rows = ctx.plan.run(wgrad, a, (need_w, need_b))
+        return dx, dw if need_w else None, db if need_b else None, rows, *(None,) * 6
+
+
+def _transposed_wgrad(
+    a: ConvWgrad, output_padding: list[int]
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """``conv_wgrad`` of a transposed convolution. Its weight's gradient is that of a convolution
+    from dy to x.
+    """
+    dw, db, found = None, None, []
+    if a.weight:
+        dy, padding = a.dy, a.padding
+        if any(o >= s for o, s in zip(output_padding, a.stride)):  # it would have more patches
+            edges = [(p, p - o) for p, o in zip(padding, output_padding)]
+            dy = F.pad(dy, [p for edge in reversed(edges) for p in edge])
+            padding = [0] * len(padding)
+        dw, _, row = ops.conv_wgrad(a._replace(x=dy, dy=a.x, padding=padding, bias=False))
+        found.append(row)
+    if a.bias:
+        _, db, row = ops.conv_wgrad(a._replace(x=a.dy, weight=False))
+        found.append(row)
+    return dw, db, torch.cat(found)
 
 
 def conv(
@@ -64,9 +100,11 @@ def conv(
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: int = 1,
+    output_padding: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.conv1d`` or ``conv2d`` (by the number of the weight's dimensions) whose
-    backward fills ``probe``.
+    """``torch.nn.functional.conv1d``, ``conv2d`` or ``conv3d`` (by the number of the weight's
+    dimensions) whose backward fills ``probe``. With an ``output_padding``, which may be zeros, it
+    is ``conv_transpose1d``, ``conv_transpose2d`` or ``conv_transpose3d``.
 
     >>> x, w = torch.randn(3, 2, 8), torch.randn(4, 2, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
@@ -79,6 +117,7 @@ def conv(
         probe, weight, bias = plan.calls.enter("conv", plan, (probe, weight, bias))
     if (dtype := autocast_dtype(x)) is not None:
         x = x.to(dtype)
+    added = None if output_padding is None else list(output_padding)
     geometry = list(stride), list(padding), list(dilation), groups
-    y: Tensor = _Conv.apply(x, weight, bias, probe, plan, *geometry)
+    y: Tensor = _Conv.apply(x, weight, bias, probe, plan, added, *geometry)
     return y

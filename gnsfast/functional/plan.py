@@ -25,7 +25,8 @@ class Plan(NamedTuple):
     samples.
 
     Args:
-        batch_dim: the dimension of the input that holds the samples.
+        batch_dim: the dimension of the input that holds the samples, 0 or 1. An input of two
+            dimensions is then [T, B, features] made flat.
         transposed: the weight of a linear layer is stored as [in_features, out_features].
         starts: [B + 1], if samples are documents. All rows are one list, and document b is rows
             ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``). Every row belongs
@@ -152,9 +153,11 @@ class Plan(NamedTuple):
 
     def rows_back(self, t: Tensor, shape: torch.Size) -> Tensor:
         """The reverse of ``rows``: ``t`` in the ``shape`` that it came in."""
-        if self.batch_dim == 1 and len(shape) > 2:
-            return t.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
-        return t.reshape(shape)
+        if self.batch_dim == 0:
+            return t.reshape(shape)
+        if len(shape) == 2:
+            return t.transpose(0, 1).reshape(shape)
+        return t.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
 
     @property
     def metric(self) -> tuple[list[Tensor], Tensor | None]:
@@ -245,9 +248,13 @@ PLAIN = Plan()
 
 
 def samples_first(x: Tensor, B: int, batch_dim: int) -> Tensor:
-    """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample."""
-    if batch_dim == 1 and x.ndim > 2:
-        x = x.transpose(0, 1)
+    """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample;
+    with ``batch_dim`` 1 those that are B apart, as in a [T, B, features] made flat.
+    """
+    if batch_dim == 1:
+        if x.ndim == 2 and B and len(x) % B == 0:
+            x = x.unflatten(0, (-1, B))
+        x = x.transpose(0, 1) if x.ndim > 2 else x
     if x.ndim == 3 and x.shape[0] == B:
         return x
     rows = x.shape[:-1].numel()

@@ -2,9 +2,39 @@
 """Drop-ins over the layers of torch and transformers, and the replay of any other."""
 
 from gnsfast.layers.attention_sinks import SinkAttention, owns_sinks
-from gnsfast.layers.conv import Conv1d, Conv2d
-from gnsfast.layers.drop_in import Converted, DropIn, Opened, SampleLayout, combine, user_class
+from gnsfast.layers.bilinear import Bilinear
+from gnsfast.layers.channel_norms import (
+    BATCH_NORM,
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    SyncBatchNorm,
+    batch_statistics_error,
+    uses_batch_statistics,
+)
+from gnsfast.layers.conv import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+)
+from gnsfast.layers.drop_in import (
+    Converted,
+    DropIn,
+    Opened,
+    SampleLayout,
+    combine,
+    is_around,
+    user_class,
+)
 from gnsfast.layers.embedding import Embedding
+from gnsfast.layers.embedding_bag import EmbeddingBag
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
 from gnsfast.layers.linear import Linear, OutProjection, TransposedLinear
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
@@ -16,19 +46,33 @@ from gnsfast.layers.norms import (
     RMSNorm,
     T5RMSNorm,
 )
-from gnsfast.layers.replay import Replayed
+from gnsfast.layers.replay import Replayed, is_plain, replay_dim
 from gnsfast.layers.router import Router, owns_router
 from gnsfast.layers.tie import Tie
 
 __all__ = [
     "ATTENTION",
+    "BATCH_NORM",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "Bilinear",
     "Conv1d",
     "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "Converted",
     "DropIn",
     "Embedding",
+    "EmbeddingBag",
     "Experts",
     "GemmaRMSNorm",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "LayerNorm",
     "Linear",
     "LlamaRMSNorm",
@@ -41,13 +85,19 @@ __all__ = [
     "Router",
     "SampleLayout",
     "SinkAttention",
+    "SyncBatchNorm",
     "T5RMSNorm",
     "Tie",
     "TransposedLinear",
+    "batch_statistics_error",
     "combine",
     "experts_reason",
+    "is_around",
+    "is_plain",
     "owns_router",
     "owns_sinks",
+    "replay_dim",
     "rows_in_order",
     "user_class",
+    "uses_batch_statistics",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drop-ins for ``torch.nn.Conv1d`` and ``torch.nn.Conv2d``."""
+"""The drop-ins for the convolutions of ``torch.nn``, plain and transposed."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from gnsfast.layers.drop_in import Converted, DropIn
 
 
 class _Conv(DropIn):
-    """Both convolutions; their forward in ``torch.nn`` calls ``_conv_forward``."""
+    """All plain convolutions; their forward in ``torch.nn`` calls ``_conv_forward``."""
 
     gnsfast = Converted("conv")
     kernel_size: tuple[int, ...]
@@ -78,3 +78,71 @@ class Conv2d(_Conv, nn.Conv2d):
     >>> norms["bias"]
     tensor([1024., 1024., 1024.])
     """
+
+
+class Conv3d(_Conv, nn.Conv3d):
+    """``torch.nn.Conv3d`` whose backward can also yield per-sample squared gradient norms.
+
+    >>> layer = gnsfast.Conv3d(2, 4, kernel_size=2)
+    >>> with gnsfast.per_sample_sqnorms(layer, 3) as norms:
+    ...     layer(torch.randn(3, 2, 3, 3, 3)).sum().backward()
+    >>> norms["bias"]
+    tensor([256., 256., 256.])
+    """
+
+
+class _ConvTranspose(DropIn):
+    """All transposed convolutions."""
+
+    gnsfast = Converted("conv")
+    weight: Tensor
+    bias: Tensor | None
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any
+    dilation: tuple[int, ...]
+    groups: int
+    _output_padding: Any
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if (opened := self._measuring()) is None:
+            y: Tensor = super().forward(input, output_size)
+            return y
+        geometry = self.stride, self.padding, self.kernel_size
+        dims = len(self.kernel_size)
+        added = self._output_padding(input, output_size, *geometry, dims, self.dilation)
+        if unbatched := input.ndim == dims + 1:
+            input = input[None]
+        plan = self._plan_for(input, features=input.ndim - 1)
+        y = functional.conv(
+            input,
+            self.weight,
+            self.bias,
+            opened.probe,
+            plan,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            output_padding=added,
+        )
+        return y[0] if unbatched else y
+
+
+class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
+    """``torch.nn.ConvTranspose1d`` whose backward can also yield per-sample squared gradient norms.
+
+    >>> layer = gnsfast.ConvTranspose1d(2, 4, kernel_size=3, stride=2)
+    >>> with gnsfast.per_sample_sqnorms(layer, 3) as norms:
+    ...     layer(torch.randn(3, 2, 7)).sum().backward()
+    >>> norms["bias"]
+    tensor([900., 900., 900.])
+    """
+
+
+class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
+    """``torch.nn.ConvTranspose2d``, as ``gnsfast.ConvTranspose1d`` is of one dimension."""
+
+
+class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
+    """``torch.nn.ConvTranspose3d``, as ``gnsfast.ConvTranspose1d`` is of one dimension."""

@@ -65,8 +65,9 @@ def explain_calls(path: str, module: DropIn, calls: float) -> str:
 
 
 def leave_out(path: str) -> str:
-    """The last remedy for a module; empty for the root of a model."""
-    return f"Leave it out: convert(model, exclude=[{path!r}])." if path else ""
+    """The last remedies for a module."""
+    or_exclude = f", or leave it out: convert(model, exclude=[{path!r}])" if path else ""
+    return f"convert(model, example=batch) looks for its route{or_exclude}."
 
 
 def explain_unseen(name: str, path: str, model: nn.Module) -> str:

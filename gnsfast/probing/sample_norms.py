@@ -76,13 +76,13 @@ class per_sample_sqnorms:
 
     Raises:
         SampleShapeError: in forward, where an input does not have ``num_samples`` samples.
-        ObservationError: at the end of the block, with the module's name, where backward did not go
-            through a module exactly once, or its weight was used outside of it.
+        ObservationError: with the module's name. At the start of the block, where batch norm uses
+            the statistics of its batch; at the end, where backward did not go through a module
+            exactly once, or its weight was used outside of it.
 
     No check finds: documents of packed rows that attend to each other; a load-balancing loss that
     the caller of a mixture of experts asks for by keyword; a table looked up once, [1, T], that is
-    divided by its own norm (inside the block it is looked up for each sample); batch norm in
-    training mode, before which no sample has a gradient of its own.
+    divided by its own norm (inside the block it is looked up for each sample).
 
     Only ``gnsfast.verify`` finds: rows that are as many as the samples but are not samples (tokens
     picked by a mask, an expert's tokens); samples that the model sorts; a loss term on a table

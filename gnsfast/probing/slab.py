@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from gnsfast.combinations import CUDA, DOCUMENTS, reason, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.functional import Calls, Documents, Plan
-from gnsfast.layers import DropIn, Opened, Tie
+from gnsfast.layers import (
+    BATCH_NORM,
+    DropIn,
+    Opened,
+    Tie,
+    batch_statistics_error,
+    uses_batch_statistics,
+)
 
 
 class Unit(NamedTuple):
@@ -47,6 +54,7 @@ class ProbeSlab:
     def __init__(self, model: nn.Module, num_samples: int, sides: Sides = NO_SIDES) -> None:
         self.num_samples, self.sides = num_samples, sides
         self.modules = {name: m for name, m in model.named_modules() if _covered(m)}
+        self._batch_norms = [(n, m) for n, m in model.named_modules() if isinstance(m, BATCH_NORM)]
         self.rows: dict[str, list[tuple[str, torch.device, int]]] = {}
         self.units: dict[tuple[str, str], Unit] = {}
         self.weighed: dict[torch.device, list[tuple[int, nn.Parameter]]] = {}
@@ -244,8 +252,11 @@ class ProbeSlab:
         ``documents`` says where packed samples begin, ``members`` holds the samples of each group,
         and ``moments`` v of the parameters of each module whose metric is known. The caller fills
         in their ``constants`` first. ``at_end`` is called after each backward pass and its averages
-        over processes.
+        over processes. A batch norm that would use the statistics of the batch is refused.
         """
+        for path, module in self._batch_norms:
+            if uses_batch_statistics(module):
+                raise batch_statistics_error(path, module)
         if documents is not None:
             self._refuse_documents()
         if taken := [path for path, m in self.modules.items() if m.is_open]:

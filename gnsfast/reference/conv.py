@@ -19,7 +19,9 @@ from gnsfast.tensors import accumulate_dtype
 def unfold(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """The patches [n, L, C·K] that a 1-d or 2-d convolution multiplies with its kernel."""
+    """The patches [n, L, C·K] that a convolution multiplies with its kernel."""
+    if len(kernel) == 3:
+        return _unfold_views(x, kernel, stride, padding, dilation)
     if len(kernel) == 1:
         x = x[:, :, None]
         kernel, stride, padding, dilation = (
@@ -33,6 +35,20 @@ def unfold(
     (n, C, H, W), (h, w) = x.shape, kernel  # patches that do not overlap: one permutation
     x = x[:, :, : H // h * h, : W // w * w].reshape(n, C, H // h, h, W // w, w)
     return x.permute(0, 2, 4, 1, 3, 5).reshape(n, (H // h) * (W // w), C * h * w)
+
+
+def _unfold_views(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """``unfold`` of any dimensions, in one copy of rows of positions; ``F.unfold`` takes two."""
+    D = len(kernel)
+    if any(padding):
+        x = F.pad(x, [p for each in reversed(padding) for p in (each, each)])
+    for d in range(D):
+        x = x.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])[..., :: dilation[d]]
+    kernel_first = x.movedim(tuple(range(2, 2 + D)), tuple(range(2 + D, 2 + 2 * D)))
+    L = x.shape[2 : 2 + D].numel()
+    return kernel_first.reshape(len(x), x.shape[1] * math.prod(kernel), L).mT
 
 
 def conv_wgrad(a: ConvWgrad) -> tuple[Tensor, Tensor, Tensor]:

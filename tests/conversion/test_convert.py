@@ -78,10 +78,24 @@ def test_same_constructor_and_state_dict() -> None:
     for ours, theirs, args in (
         (gnsfast.Linear, nn.Linear, (5, 3)),
         (gnsfast.Embedding, nn.Embedding, (5, 3)),
+        (gnsfast.EmbeddingBag, nn.EmbeddingBag, (5, 3)),
+        (gnsfast.Bilinear, nn.Bilinear, (5, 3, 2)),
         (gnsfast.LayerNorm, nn.LayerNorm, (5,)),
         (gnsfast.RMSNorm, nn.RMSNorm, (5,)),
         (gnsfast.Conv1d, nn.Conv1d, (5, 3, 2)),
         (gnsfast.Conv2d, nn.Conv2d, (5, 3, 2)),
+        (gnsfast.Conv3d, nn.Conv3d, (5, 3, 2)),
+        (gnsfast.ConvTranspose1d, nn.ConvTranspose1d, (5, 3, 2)),
+        (gnsfast.ConvTranspose2d, nn.ConvTranspose2d, (5, 3, 2)),
+        (gnsfast.ConvTranspose3d, nn.ConvTranspose3d, (5, 3, 2)),
+        (gnsfast.GroupNorm, nn.GroupNorm, (2, 6)),
+        (gnsfast.InstanceNorm1d, nn.InstanceNorm1d, (6, 1e-3, 0.1, True, True)),
+        (gnsfast.InstanceNorm2d, nn.InstanceNorm2d, (6, 1e-3, 0.1, True)),
+        (gnsfast.InstanceNorm3d, nn.InstanceNorm3d, (6, 1e-3, 0.1, True)),
+        (gnsfast.BatchNorm1d, nn.BatchNorm1d, (6,)),
+        (gnsfast.BatchNorm2d, nn.BatchNorm2d, (6,)),
+        (gnsfast.BatchNorm3d, nn.BatchNorm3d, (6,)),
+        (gnsfast.SyncBatchNorm, nn.SyncBatchNorm, (6,)),
     ):
         torch.manual_seed(0)
         a = ours(*args)
@@ -166,9 +180,9 @@ def test_excluding_one_of_a_tie_leaves_out_both() -> None:
 
 
 def test_coverage_reads_well() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3).requires_grad_(False))
+    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3).requires_grad_(False))
     assert gnsfast.coverage(model).rows[0].reason == "not converted: call gnsfast.convert(model)"
-    table = gnsfast.coverage(gnsfast.convert(model))
+    table = gnsfast.coverage(gnsfast.convert(model, exclude=["1"]))
     assert table.covered_fraction == 36 / 48
     assert str(table).splitlines()[1].split() == ["0.weight", "30", "linear", "yes", "-"]
     assert "covered: 75.0% of the trainable elements" in str(table)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of one and two dimensions."""
+"""Convolutions of one, two and three dimensions."""
 
 from typing import Any
 
@@ -42,9 +42,20 @@ def test_conv2d(options: dict[str, Any]) -> None:
     assert_layer(gnsfast.Conv2d(4, 8, **options), torch.randn(5, 4, 11, 10), 5)
 
 
+@pytest.mark.parametrize("options", CONVS.values(), ids=CONVS.keys())
+def test_conv3d(options: dict[str, Any]) -> None:
+    assert_layer(gnsfast.Conv3d(4, 8, **options), torch.randn(3, 4, 7, 6, 5), 3)
+
+
 def test_uneven_geometry() -> None:
     layer = gnsfast.Conv2d(3, 4, kernel_size=(2, 3), stride=(1, 2), padding=(1, 0), dilation=(2, 1))
     assert_layer(layer, torch.randn(4, 3, 9, 8), 4)
+
+
+def test_uneven_geometry_of_three_dimensions() -> None:
+    geometry = dict(stride=(1, 2, 3), padding=(1, 0, 2), dilation=(2, 1, 1))
+    layer = gnsfast.Conv3d(3, 4, kernel_size=(2, 3, 1), **geometry)
+    assert_layer(layer, torch.randn(4, 3, 5, 9, 4), 4)
 
 
 def test_vit_patches() -> None:
@@ -58,6 +69,11 @@ def test_unbatched() -> None:
         y.sum().backward()
     assert torch.equal(y, plain(layer)(x))
     assert_norms(norms, loop_sqnorms(plain(layer), lambda m, b: m(x.double()).sum(), x[None], 1))
+
+
+def test_channels_last_of_three_dimensions() -> None:
+    x = torch.randn(4, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)
+    assert_layer(gnsfast.Conv3d(3, 4, 3), x, 4)
 
 
 def test_channels_last() -> None:

@@ -223,6 +223,10 @@ CONVOLUTIONS = {
         x=(4, 6, 8, 8), dy=(4, 8, 2, 2), kernel=[4, 4], stride=[4, 4], padding=[0, 0],
         dilation=[1, 1],
     ),
+    "3-d": dict(
+        x=(4, 6, 5, 4, 6), dy=(4, 8, 5, 2, 4), kernel=[3, 2, 2], stride=[1, 2, 1],
+        padding=[1, 0, 0], dilation=[1, 1, 2],
+    ),
 }  # fmt: skip
 
 

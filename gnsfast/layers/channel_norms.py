@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drop-ins for norm layers with a gain and a bias for each channel: group norm, instance norm,
+and batch norm by its running statistics.
+
+Each runs torch's own layer on the n rows [n, C, ...] as the channels of one row [1, n · C, ...],
+with a copy of the parameters for every row: the gradients of the copies are those of the rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gnsfast import functional
+from gnsfast.errors import ObservationError
+from gnsfast.layers.drop_in import Converted, DropIn
+
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether a batch norm would normalise by the statistics of its batch."""
+    if not isinstance(module, BATCH_NORM):
+        return False
+    running = (module._buffers.get(name) for name in ("running_mean", "running_var"))
+    return module.training or all(t is None for t in running)
+
+
+def batch_statistics_error(path: str, module: nn.Module) -> ObservationError:
+    """What is wrong with a batch norm that ties samples together, and the remedies."""
+    name = f"model.{path}" if path else "model"
+    freeze = f", or freeze it: {name}.eval() after each model.train()"
+    if module._buffers.get("running_mean") is None:
+        freeze = ""  # there is nothing that it could normalise by instead
+    return ObservationError(
+        f"{path or 'the model'} ({type(module).__name__}): batch norm by the statistics of the "
+        "batch ties its samples together: no sample has a gradient of its own, neither here nor in "
+        f"any layer that the gradient passes after it. Use GroupNorm or LayerNorm instead{freeze}."
+    )
+
+
+class _ChannelNorm(DropIn):
+    gnsfast = Converted("channel_norm")
+    weight: Any
+    bias: Any
+    eps: float
+
+    def _by_rows(
+        self, x: Tensor, norm: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+    ) -> Tensor:
+        """``norm(x, weight, bias)``, with the rows as channels and the parameters of each."""
+        plan = self._plan_for(x, features=x.ndim - 1)
+        n, C, *size = x.shape
+        w, b = functional.spread(self.weight, self.bias, n, self._measured.probe, plan)
+        return norm(x.reshape(1, n * C, *size), w, b).view(x.shape)
+
+
+def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:
+    """``y`` in the memory format of ``x``, channels last or contiguous."""
+    last = CHANNELS_LAST.get(x.ndim)
+    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+        return y
+    return y.contiguous(memory_format=last)
+
+
+class GroupNorm(_ChannelNorm, nn.GroupNorm):
+    """``torch.nn.GroupNorm`` whose backward can also yield per-sample squared gradient norms.
+
+    >>> layer = gnsfast.GroupNorm(2, 4)
+    >>> with gnsfast.per_sample_sqnorms(layer, 3) as norms:
+    ...     layer(torch.randn(3, 4, 8)).sum().backward()
+    >>> norms["bias"]
+    tensor([256., 256., 256.])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self._measuring() is None:
+            return super().forward(input)
+        groups = len(input) * self.num_groups
+        if groups == 0:  # torch takes no group norm of no group
+            return self._by_rows(input, _of_no_row)
+        cudnn = torch.backends.cudnn.enabled
+        y = self._by_rows(input, lambda x, w, b: torch.group_norm(x, groups, w, b, self.eps, cudnn))
+        return _laid_out_as(input, y)
+
+
+def _of_no_row(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+    for t in (w, b):
+        x = x if t is None else x * t.view(1, -1, *(1,) * (x.ndim - 2))
+    return x
+
+
+class _InstanceNorm(_ChannelNorm):
+    """All instance norms; their forward in ``torch.nn`` calls ``_apply_instance_norm``."""
+
+    running_mean: Any
+    running_var: Any
+    momentum: float | None
+    track_running_stats: bool
+
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        if self._measuring() is None:
+            y: Tensor = super()._apply_instance_norm(input)  # type: ignore[misc]
+            return y
+        by_input = self.training or not self.track_running_stats
+        momentum, n = 0.0 if self.momentum is None else self.momentum, len(input)
+        running = self.running_mean, self.running_var
+        mean, var = copies = [None if t is None else t.repeat(n) for t in running]
+        y = self._by_rows(
+            input,
+            lambda x, w, b: F.instance_norm(x, mean, var, w, b, by_input, momentum, self.eps),
+        )
+        for t, moved in zip(running, copies):
+            if by_input and moved is not None:  # as torch does with copies of its own
+                t.copy_(moved.view(n, -1).mean(0))
+        return y
+
+
+class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
+    """``torch.nn.InstanceNorm1d`` whose backward can also yield per-sample squared gradient norms.
+
+    >>> layer = gnsfast.InstanceNorm1d(4, affine=True)
+    >>> with gnsfast.per_sample_sqnorms(layer, 3) as norms:
+    ...     layer(torch.randn(3, 4, 8)).sum().backward()
+    >>> norms["bias"]
+    tensor([256., 256., 256.])
+    """
+
+
+class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
+    """``torch.nn.InstanceNorm2d``, as ``gnsfast.InstanceNorm1d`` is of one dimension."""
+
+
+class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
+    """``torch.nn.InstanceNorm3d``, as ``gnsfast.InstanceNorm1d`` is of one dimension."""
+
+
+class _FrozenBatchNorm(_ChannelNorm):
+    """All batch norms: with a probe open they normalise by their running statistics alone."""
+
+    running_mean: Any
+    running_var: Any
+    _check_input_dim: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        if (opened := self._measuring()) is None:
+            y: Tensor = super().forward(input)
+            return y
+        if uses_batch_statistics(self):  # since the probe was opened
+            raise batch_statistics_error(opened.name, self)
+        self._check_input_dim(input)
+        running = self.running_mean, self.running_var
+        mean, var = (None if t is None else t.repeat(len(input)) for t in running)
+        y = self._by_rows(
+            input, lambda x, w, b: F.batch_norm(x, mean, var, w, b, False, 0.0, self.eps)
+        )
+        return _laid_out_as(input, y)
+
+
+class BatchNorm1d(_FrozenBatchNorm, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d`` whose backward can also yield per-sample squared gradient norms, if
+    it normalises by its running statistics: in training mode it is refused.
+
+    >>> layer = gnsfast.BatchNorm1d(4).eval()
+    >>> with gnsfast.per_sample_sqnorms(layer, 3) as norms:
+    ...     layer(torch.randn(3, 4, 8)).sum().backward()
+    >>> norms["bias"]
+    tensor([256., 256., 256.])
+    """
+
+
+class BatchNorm2d(_FrozenBatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d``, as ``gnsfast.BatchNorm1d`` is of one dimension."""
+
+
+class BatchNorm3d(_FrozenBatchNorm, nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d``, as ``gnsfast.BatchNorm1d`` is of one dimension."""
+
+
+class SyncBatchNorm(_FrozenBatchNorm, nn.SyncBatchNorm):
+    """``torch.nn.SyncBatchNorm``; by its running statistics it is a ``gnsfast.BatchNorm1d``."""

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bilinear layers."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from layers import error_against_loop, loop_errors_at_dtype, plain, weighted_loss
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+from gnsfast.functional import Plan
+from gnsfast.ops import backends
+
+SHAPES = {
+    "rows": (4,),
+    "tokens": (4, 7),
+    "two dimensions of tokens": (4, 3, 2),
+    "one sample": (1, 7),
+    "no sample": (0, 7),
+}
+
+
+def batch_of(*lead: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(*lead, 5), torch.randn(*lead, 6), torch.randn(*lead, 3)
+
+
+def assert_bilinear(layer: nn.Module, batch: Any, B: int, **options: Any) -> None:
+    """Outputs and gradients, those of the inputs too, are torch's; norms are the loop's."""
+    twin = plain(layer)
+    *inputs, r = batch
+    ours, theirs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+    weighted_loss(twin, (*theirs, r)).backward()
+    with gnsfast.per_sample_sqnorms(layer, B) as norms:
+        y = layer(*ours)
+        (y * r).sum().backward()
+    assert torch.equal(y, twin(*inputs))
+    for t, want in zip([*ours, *layer.parameters()], [*theirs, *twin.parameters()]):
+        torch.testing.assert_close(t.grad, want.grad, rtol=1e-4, atol=1e-5)
+    assert_norms(norms, loop_sqnorms(twin, weighted_loss, batch, B, **options))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_shapes(shape: tuple[int, ...], bias: bool) -> None:
+    assert_bilinear(gnsfast.Bilinear(5, 6, 3, bias=bias), batch_of(*shape), shape[0])
+
+
+def test_closed() -> None:
+    layer, (x, y, _) = gnsfast.Bilinear(5, 6, 3), batch_of(4)
+    assert torch.equal(layer(x, y), plain(layer)(x, y))
+
+
+def test_sequence_first() -> None:
+    layer = gnsfast.convert(gnsfast.Bilinear(5, 6, 3), batch_dim=1)
+    assert_bilinear(layer, batch_of(7, 4), 4, batch_dim=1)
+
+
+def test_unbatched() -> None:
+    layer, (x, y, r) = gnsfast.Bilinear(5, 6, 3), batch_of(1)
+    loop = loop_sqnorms(plain(layer), weighted_loss, (x, y, r), 1)
+    with gnsfast.per_sample_sqnorms(layer, 1) as norms:
+        (layer(x[0], y[0]) * r[0]).sum().backward()
+    assert_norms(norms, loop)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen(frozen: str) -> None:
+    layer = gnsfast.Bilinear(5, 6, 3)
+    getattr(layer, frozen).requires_grad_(False)
+    assert_bilinear(layer, batch_of(4, 7), 4)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_same_input_twice(bias: bool) -> None:
+    """A quadratic form: both of its gradients reach the input."""
+
+    class Quadratic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.form = nn.Linear(5, 5), nn.Bilinear(5, 5, 3, bias=bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(x)
+            y: Tensor = self.form(h, h)
+            return y.mul_(2.0)  # in place, as on torch's output
+
+    model, batch = Quadratic(), (torch.randn(4, 7, 5), torch.randn(4, 7, 3))
+    loop = loop_sqnorms(copy.deepcopy(model), weighted_loss, batch, 4)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 4) as norms:
+        weighted_loss(model, batch).backward()
+    assert {row.route for row in gnsfast.coverage(model).rows} == {"linear", "bilinear"}
+    assert_norms(norms, loop)
+
+
+@pytest.mark.parametrize("wanted", [0, 1], ids=["first", "second"])
+def test_gradient_of_one_input(wanted: int) -> None:
+    layer, (x, y, r) = gnsfast.Bilinear(5, 6, 3), batch_of(4, 7)
+    ours, theirs = ([t.clone() for t in (x, y)] for _ in range(2))
+    for inputs in (ours, theirs):
+        inputs[wanted].requires_grad_()
+    (plain(layer)(*theirs) * r).sum().backward()
+    with gnsfast.per_sample_sqnorms(layer, 4):
+        (layer(*ours) * r).sum().backward()
+    torch.testing.assert_close(ours[wanted].grad, theirs[wanted].grad)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_metric(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why := backends.missing(backend, "cpu"):
+        pytest.skip(why)
+    monkeypatch.setenv("GNSFAST_BACKEND", backend)
+    (x, y, r), w = batch_of(4, 7), torch.randn(3, 5, 6, requires_grad=True)
+    v, s, eps = torch.rand(3, 5, 6), 1.5, 0.1
+    plan = Plan(moments=(v,), constants_P2=torch.tensor([[s, eps]]).double())
+    probe = torch.zeros(2, 4 + 2, requires_grad=True)
+    (gnsfast.functional.bilinear(x, y, w, None, probe, plan) * r).sum().backward()
+    g_B = torch.einsum("bto,bti,btj->boij", r, x, y).square()
+    assert probe.grad is not None
+    weighed_B = (g_B / (v.sqrt() * s + eps)).sum((1, 2, 3))
+    torch.testing.assert_close(probe.grad[:, :4], torch.stack([g_B.sum((1, 2, 3)), weighed_B]))
+
+
+def test_half_precision() -> None:
+    layer, batch = gnsfast.Bilinear(5, 6, 3).bfloat16(), [t.bfloat16() for t in batch_of(4, 7)]
+    twin = plain(layer)
+    loop = loop_sqnorms(twin, weighted_loss, batch, 4)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        weighted_loss(layer, batch).backward()
+    assert error_against_loop(norms, loop) <= 2 * loop_errors_at_dtype(twin, batch, 4, loop)
+
+
+def test_autocast() -> None:
+    layer, batch = gnsfast.Bilinear(5, 6, 3), batch_of(4, 7)
+    twin = plain(layer)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms, torch.autocast("cpu", torch.bfloat16):
+        y = layer(*batch[:2])
+        assert torch.equal(y, twin(*batch[:2])) and y.dtype == twin(*batch[:2]).dtype
+        (y * batch[2]).sum().backward()
+    assert_norms(norms, loop_sqnorms(twin, weighted_loss, batch, 4), rtol=2e-2)
+
+
+def test_compiled() -> None:
+    layer, batch = gnsfast.Bilinear(5, 6, 3), batch_of(4, 7)
+    loop = loop_sqnorms(plain(layer), weighted_loss, batch, 4)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        weighted_loss(run, batch).backward()
+    assert_norms(norms, loop)
+
+
+def test_of_a_graph_is_refused() -> None:
+    layer, (x, y, _) = gnsfast.Bilinear(5, 6, 3), batch_of(4)
+    with pytest.raises(gnsfast.ObservationError, match="create_graph"):
+        with gnsfast.per_sample_sqnorms(layer, 4):
+            layer(x, y).square().sum().backward(create_graph=True)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    (x, y, _), w = batch_of(4), torch.randn(3, 5, 6, requires_grad=True)
+    probe = torch.zeros(1, 4 + 2, requires_grad=True)
+    z = gnsfast.functional.bilinear(x, y, w, None, probe)
+    (grad,) = torch.autograd.grad(z.square().sum(), [w], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group norm, instance norm, and batch norm by its running statistics."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from layers import assert_layer, error_against_loop, loop_errors_at_dtype, plain, weighted_loss
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+from gnsfast.functional import Plan
+
+C = 6
+SPATIAL = {1: (7,), 2: (5, 3), 3: (3, 2, 4)}
+Make = Callable[[], nn.Module]
+
+
+def scattered(layer: nn.Module) -> nn.Module:
+    """Gains that are not all one, and running statistics that are not those of a new layer."""
+    with torch.no_grad():
+        for name, t in [*layer.named_parameters(), *layer.named_buffers()]:
+            if t.is_floating_point():
+                t.add_(torch.rand_like(t) if name == "running_var" else torch.randn_like(t))
+    return layer
+
+
+def of_dims(d: int) -> dict[str, Make]:
+    instance, batch = (getattr(gnsfast, f"{kind}Norm{d}d") for kind in ("Instance", "Batch"))
+    return {
+        "one group": lambda: gnsfast.GroupNorm(1, C),
+        "groups": lambda: gnsfast.GroupNorm(3, C),
+        "groups of one channel": lambda: gnsfast.GroupNorm(C, C, eps=1e-3),
+        "instance": lambda: instance(C, affine=True),
+        "instance, running means": lambda: instance(C, affine=True, track_running_stats=True),
+        "instance, by running means": lambda: instance(
+            C, affine=True, track_running_stats=True
+        ).eval(),
+        "batch": lambda: batch(C, eps=1e-3).eval(),
+        "sync batch": lambda: gnsfast.SyncBatchNorm(C).eval(),
+    }
+
+
+LAYERS = [(d, name) for d in SPATIAL for name in of_dims(d)]
+NORMS = ["groups", "instance", "batch"]
+
+
+def make(name: str, d: int = 2) -> nn.Module:
+    return scattered(of_dims(d)[name]())
+
+
+def drawn(B: int, d: int = 2) -> Tensor:
+    return torch.randn(B, C, *SPATIAL[d]) + torch.randn(C, *(1,) * d)
+
+
+def in_a_block(layer: nn.Module, x: Tensor, B: int) -> Tensor:
+    with gnsfast.per_sample_sqnorms(layer, B):
+        y: Tensor = layer(x)
+        y.sum().backward()
+    return y
+
+
+@pytest.mark.parametrize("B", [1, 4])
+@pytest.mark.parametrize(("d", "name"), LAYERS)
+def test_shapes(d: int, name: str, B: int) -> None:
+    assert_layer(make(name, d), drawn(B, d), B)
+
+
+@pytest.mark.parametrize(("d", "name"), LAYERS)
+def test_torchs_bits_and_buffers(d: int, name: str) -> None:
+    layer, x = make(name, d), drawn(4, d)
+    twin = plain(layer)
+    assert torch.equal(in_a_block(layer, x, 4), twin(x))
+    for (key, ours), theirs in zip(layer.state_dict().items(), twin.state_dict().values()):
+        assert torch.equal(ours, theirs), key
+
+
+@pytest.mark.parametrize("name", ["groups", "one group"])
+def test_no_sample(name: str) -> None:
+    assert_layer(make(name), drawn(0), 0)
+
+
+def test_no_position() -> None:
+    assert_layer(make("batch", 1), torch.randn(4, C), 4)
+    assert_layer(make("groups", 1), torch.randn(4, C), 4)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_channels_last(name: str) -> None:
+    """The loop takes contiguous samples: torch's group norm, channels last, on a CPU, crashes in a
+    backward pass without an input gradient.
+    """
+    for d, last in ((2, torch.channels_last), (3, torch.channels_last_3d)):
+        layer, x, r = make(name, d), drawn(4, d), drawn(4, d)
+        twin = plain(layer)
+        ours, theirs = (x.to(memory_format=last).requires_grad_() for _ in range(2))
+        want = twin(theirs)
+        (want * r).sum().backward()
+        with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+            y = layer(ours)
+            (y * r).sum().backward()
+        assert y.stride() == want.stride()
+        torch.testing.assert_close(y, want)
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        assert_norms(norms, loop_sqnorms(plain(layer), weighted_loss, (x, r), 4))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_strided_input(name: str) -> None:
+    assert_layer(make(name), drawn(4).mT, 4)
+    assert_layer(make(name), drawn(1).expand(4, -1, -1, -1), 4)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@pytest.mark.parametrize("name", NORMS)
+def test_frozen(name: str, frozen: str) -> None:
+    layer = make(name)
+    getattr(layer, frozen).requires_grad_(False)
+    assert_layer(layer, drawn(4), 4)
+
+
+def test_without_bias() -> None:
+    assert_layer(scattered(gnsfast.GroupNorm(2, C, bias=False)), drawn(4), 4)
+
+
+def test_input_without_gradient() -> None:
+    layer, x, r = make("groups"), drawn(4), drawn(4)
+    loop = loop_sqnorms(plain(layer), weighted_loss, (x, r), 4)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        weighted_loss(layer, (x, r)).backward()
+    assert_norms(norms, loop)
+
+
+def test_unbatched_instance_norm() -> None:
+    layer, x = make("instance", 1), drawn(1, 1)
+    loop = loop_sqnorms(plain(layer), lambda m, x: m(x[0]).square().sum(), x, 1)
+    with gnsfast.per_sample_sqnorms(layer, 1) as norms:
+        layer(x[0]).square().sum().backward()
+    assert_norms(norms, loop)
+    with pytest.raises(gnsfast.SampleShapeError, match="expected 3 samples"):
+        in_a_block(layer, x[0], 3)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_rows_folded_into_samples(name: str) -> None:
+    layer, x, r = plain(make(name)), drawn(12), drawn(12)
+
+    def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, r = (t.flatten(0, 1) for t in batch)
+        return (m(x) * r).sum()
+
+    loop = loop_sqnorms(layer, loss, (x.unflatten(0, (4, 3)), r.unflatten(0, (4, 3))), 4)
+    gnsfast.convert(layer)
+    with pytest.raises(gnsfast.SampleShapeError, match="fold"):
+        in_a_block(layer, x, 4)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), 4) as norms:
+        weighted_loss(layer, (x, r)).backward()
+    assert_norms(norms, loop)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NORMS)
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    layer = make(name).to(dtype)
+    batch = drawn(4).to(dtype), drawn(4).to(dtype)
+    twin = plain(layer)
+    loop = loop_sqnorms(twin, weighted_loss, batch, 4)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        y = layer(batch[0])
+        (y * batch[1]).sum().backward()
+    assert torch.equal(y, twin(batch[0]))
+    assert error_against_loop(norms, loop) <= 2 * loop_errors_at_dtype(twin, batch, 4, loop)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_autocast(name: str) -> None:
+    layer, x, r = make(name), drawn(4), drawn(4)
+    twin = plain(layer)
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = x.to(dtype), r
+        loop = loop_sqnorms(twin, weighted_loss, batch, 4)
+        with gnsfast.per_sample_sqnorms(layer, 4) as norms, torch.autocast("cpu", torch.bfloat16):
+            y = layer(batch[0])
+            assert torch.equal(y, twin(batch[0])) and y.dtype == twin(batch[0]).dtype
+            (y * r).sum().backward()
+        assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+        assert_norms(norms, loop, rtol=1e-5 if dtype == torch.float32 else 2e-2)
+        layer.zero_grad()
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, C, 3, padding=1),
+        nn.BatchNorm2d(C),
+        nn.ReLU(),
+        nn.Conv2d(C, C, 3, groups=2),
+        nn.GroupNorm(2, C),
+        nn.InstanceNorm2d(C, affine=True),
+        nn.Flatten(),
+        nn.Linear(C * 9, 4),
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_model(compiled: bool) -> None:
+    """Also of another number of samples, for which the compiler makes it a variable."""
+    model = gnsfast.convert(scattered(cnn()).eval())
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for B in (3, 5):
+        batch = torch.randn(B, 3, 5, 5), torch.randn(B, 4)
+        loop = loop_sqnorms(model, weighted_loss, batch, B)
+        with gnsfast.per_sample_sqnorms(model, B) as norms:
+            weighted_loss(run, batch).backward()
+        assert gnsfast.coverage(model).covered_fraction == 1.0
+        assert_norms(norms, loop)
+        model.zero_grad()
+
+
+def test_of_a_graph_is_refused() -> None:
+    layer = make("groups")
+    with pytest.raises(gnsfast.ObservationError, match="create_graph"):
+        with gnsfast.per_sample_sqnorms(layer, 4):
+            layer(drawn(4)).square().sum().backward(create_graph=True)
+
+
+def test_called_twice_is_refused() -> None:
+    layer = make("groups")
+    with pytest.raises(gnsfast.ObservationError, match="2 times"):
+        with gnsfast.per_sample_sqnorms(layer, 4):
+            layer(layer(drawn(4))).square().sum().backward()
+
+
+class Residual(nn.InstanceNorm2d):
+    """A subclass whose own part reaches torch's."""
+
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        y: Tensor = input + super()._apply_instance_norm(input)
+        return y
+
+
+class OwnInstance(nn.InstanceNorm2d):
+    """Its own part does not reach torch's."""
+
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        return nn.functional.instance_norm(input, weight=self.weight, bias=self.bias)
+
+
+class Own(nn.BatchNorm2d):
+    """A forward of its own, as timm's batch norms have; frozen it can be replayed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = 1, -1, 1, 1
+        normed = (x - self.running_mean.view(shape)) * self.running_var.view(shape).rsqrt()
+        return normed * self.weight.view(shape) + self.bias.view(shape)
+
+
+@pytest.mark.parametrize(
+    ("layer", "route"),
+    [
+        (Residual(C, affine=True), "channel_norm"),
+        (OwnInstance(C, affine=True), "replay"),
+        (Own(C).eval(), "replay"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else type(v).__name__,
+)
+def test_subclasses(layer: nn.Module, route: str) -> None:
+    batch = drawn(4), drawn(4)
+    loop = loop_sqnorms(scattered(layer), weighted_loss, batch, 4)
+    gnsfast.convert(layer)
+    assert {row.route for row in gnsfast.coverage(layer).rows} == {route}
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        weighted_loss(layer, batch).backward()
+    assert_norms(norms, loop)
+
+
+def test_constants_of_each_parameter() -> None:
+    """Gain and bias may have had another number of Adam's steps."""
+    w, b = (torch.randn(C, requires_grad=True) for _ in range(2))
+    v, constants = (torch.rand(C), torch.rand(C)), torch.tensor([[1.5, 0.1], [0.5, 0.2]])
+    plan = Plan(moments=v, constants_P2=constants.double())
+    probe, g = torch.zeros(4, 3 + 2, requires_grad=True), torch.randn(2, 3, C)
+    copies = gnsfast.functional.spread(w, b, 3, probe, plan)
+    sum((t * g_BC.flatten()).sum() for t, g_BC in zip(copies, g)).backward()
+    assert probe.grad is not None
+    for i in range(2):
+        s, eps = constants[i]
+        weighed = g[i].square() / (v[i].sqrt() * s + eps)
+        torch.testing.assert_close(probe.grad[i, :3], g[i].square().sum(1))
+        torch.testing.assert_close(probe.grad[2 + i, :3], weighed.sum(1))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    w, probe = torch.randn(C, requires_grad=True), torch.zeros(1, 3 + 2, requires_grad=True)
+    gains, _ = gnsfast.functional.spread(w, None, 3, probe)
+    assert gains is not None
+    (grad,) = torch.autograd.grad(gains.square().sum(), [w], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transposed convolutions of one, two and three dimensions."""
+
+from typing import Any
+
+import pytest
+import torch
+from layers import assert_layer, error_against_loop, loop_errors_at_dtype, plain, weighted_loss
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+
+LAYERS = {1: gnsfast.ConvTranspose1d, 2: gnsfast.ConvTranspose2d, 3: gnsfast.ConvTranspose3d}
+SIZES = {1: (7,), 2: (5, 4), 3: (3, 4, 3)}
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "plain": dict(kernel_size=3),
+    "padded": dict(kernel_size=3, padding=2),
+    "strided": dict(kernel_size=2, stride=3),
+    "patches": dict(kernel_size=2, stride=2),
+    "patches, output padding": dict(kernel_size=2, stride=2, output_padding=1),
+    "output padding": dict(kernel_size=3, stride=2, padding=1, output_padding=1),
+    "dilated": dict(kernel_size=3, stride=2, dilation=2, padding=1),
+    "output padding beyond the stride": dict(
+        kernel_size=2, stride=1, dilation=3, padding=1, output_padding=2
+    ),
+    "output padding beyond the stride, padded more": dict(
+        kernel_size=2, stride=2, dilation=4, padding=3, output_padding=2
+    ),
+    "groups": dict(kernel_size=3, groups=2),
+    "depthwise": dict(kernel_size=3, groups=4, stride=2),
+    "no bias": dict(kernel_size=3, bias=False),
+    "pointwise": dict(kernel_size=1),
+}
+
+
+def drawn(B: int, d: int = 2) -> Tensor:
+    return torch.randn(B, 4, *SIZES[d])
+
+
+def in_a_block(layer: nn.Module, x: Tensor, B: int) -> Tensor:
+    with gnsfast.per_sample_sqnorms(layer, B):
+        y: Tensor = layer(x)
+        y.sum().backward()
+    return y
+
+
+@pytest.mark.parametrize("options", GEOMETRIES.values(), ids=GEOMETRIES.keys())
+@pytest.mark.parametrize("d", LAYERS)
+def test_geometries(d: int, options: dict[str, Any]) -> None:
+    layer, x = LAYERS[d](4, 6 if options.get("groups") != 4 else 8, **options), drawn(3, d)
+    assert_layer(layer, x, 3)
+    assert torch.equal(in_a_block(layer, x, 3), plain(layer)(x))
+
+
+@pytest.mark.parametrize("B", [0, 1])
+def test_few_samples(B: int) -> None:
+    assert_layer(gnsfast.ConvTranspose2d(4, 6, 3, stride=2), drawn(B), B)
+
+
+def test_uneven_geometry() -> None:
+    """Dimension by dimension; beyond the stride in the last one alone."""
+    geometry = dict(stride=(3, 1), padding=(0, 2), dilation=(1, 3), output_padding=(2, 2))
+    layer = gnsfast.ConvTranspose2d(4, 6, kernel_size=(2, 3), **geometry)
+    assert_layer(layer, drawn(3), 3)
+
+
+def test_output_size() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ConvTranspose2d(4, 6, 3, stride=3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x, output_size=[17, 13])
+
+    model, x = Sized(), drawn(3)
+    batch = x, torch.randn_like(model(x))
+    loop = loop_sqnorms(model, weighted_loss, batch, 3)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 3) as norms:
+        weighted_loss(model, batch).backward()
+    assert {row.route for row in gnsfast.coverage(model).rows} == {"conv"}
+    assert_norms(norms, loop)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen(frozen: str) -> None:
+    layer = gnsfast.ConvTranspose2d(4, 6, 3, stride=2)
+    getattr(layer, frozen).requires_grad_(False)
+    assert_layer(layer, drawn(4), 4)
+
+
+def test_channels_last() -> None:
+    for d, last in ((2, torch.channels_last), (3, torch.channels_last_3d)):
+        assert_layer(LAYERS[d](4, 6, 3), drawn(3, d).to(memory_format=last), 3)
+
+
+def test_unbatched() -> None:
+    layer, x = gnsfast.ConvTranspose1d(4, 6, 3, stride=2), drawn(1, 1)
+    loop = loop_sqnorms(plain(layer), lambda m, x: m(x[0]).square().sum(), x, 1)
+    with gnsfast.per_sample_sqnorms(layer, 1) as norms:
+        layer(x[0]).square().sum().backward()
+    assert_norms(norms, loop)
+    with pytest.raises(gnsfast.SampleShapeError, match="expected 3 samples"):
+        in_a_block(layer, x[0], 3)
+
+
+def test_rows_folded_into_samples() -> None:
+    layer, x = nn.ConvTranspose2d(4, 6, 3), drawn(12)
+    r = torch.randn_like(layer(x))
+
+    def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, r = (t.flatten(0, 1) for t in batch)
+        return (m(x) * r).sum()
+
+    loop = loop_sqnorms(layer, loss, (x.unflatten(0, (4, 3)), r.unflatten(0, (4, 3))), 4)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), 4) as norms:
+        weighted_loss(layer, (x, r)).backward()
+    assert_norms(norms, loop)
+
+
+def test_half_precision() -> None:
+    layer = gnsfast.ConvTranspose2d(4, 6, 3, stride=2).bfloat16()
+    twin, x = plain(layer), drawn(4).bfloat16()
+    batch = x, torch.randn_like(twin(x))
+    loop = loop_sqnorms(twin, weighted_loss, batch, 4)
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        weighted_loss(layer, batch).backward()
+    assert error_against_loop(norms, loop) <= 2 * loop_errors_at_dtype(twin, batch, 4, loop)
+
+
+def test_autocast() -> None:
+    layer, x = gnsfast.ConvTranspose2d(4, 6, 3, stride=2), drawn(4)
+    twin = plain(layer)
+    batch = x, torch.randn_like(twin(x))
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+            assert torch.equal(y, twin(x)) and y.dtype == torch.bfloat16
+        (y * batch[1]).sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    assert_norms(norms, loop_sqnorms(twin, weighted_loss, batch, 4), rtol=2e-2)
+
+
+def test_compiled() -> None:
+    model = nn.Sequential(
+        nn.Conv3d(4, 6, 2), nn.GELU(), nn.ConvTranspose3d(6, 3, 3, stride=2, output_padding=1)
+    )
+    x = drawn(3, 3)
+    batch = x, torch.randn_like(model(x))
+    loop = loop_sqnorms(model, weighted_loss, batch, 3)
+    gnsfast.convert(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with gnsfast.per_sample_sqnorms(model, 3) as norms:
+        weighted_loss(run, batch).backward()
+    assert_norms(norms, loop)
+
+
+def test_of_a_graph_is_refused() -> None:
+    layer = gnsfast.ConvTranspose1d(4, 6, 3)
+    with pytest.raises(gnsfast.ObservationError, match="create_graph"):
+        with gnsfast.per_sample_sqnorms(layer, 4):
+            layer(drawn(4, 1)).square().sum().backward(create_graph=True)
