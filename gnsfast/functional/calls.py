@@ -19,7 +19,7 @@ from gnsfast.functional._autocast import without_autocast
 from gnsfast.functional._links import Link, link_grads
 from gnsfast.functional.documents import documents_of_rows
 from gnsfast.functional.plan import Operator, Plan
-from gnsfast.signatures import BY_SAMPLE, RESULTS, ConvWgrad, EmbeddingWgrad, NormBackward
+from gnsfast.signatures import BY_SAMPLE, RESULTS, ConvWgrad, NormBackward
 from gnsfast.tensors import is_dtensor
 
 JOINED = BY_SAMPLE | {ConvWgrad: (2, RESULTS["conv_wgrad"])}
@@ -192,15 +192,18 @@ class _Kept:
         """The operator's arguments for all calls; each field's operands are freed once joined."""
         dim, starts, order = 1, self._starts, None
         if starts:
-            dim = int(self._kind is EmbeddingWgrad)  # the others have one list of rows
+            (first, *_), *_ = self._operands
+            dim = (
+                0 if first is None else first.ndim - 2
+            )  # one list of rows, [N, ...] or [1, N, ...]
             order = self._by_document(dim)
         columns = [list(column) for column in zip(*self._operands)]
         self._forget()
-        if self._kind is ConvWgrad:
-            sizes = sorted({tuple(t.shape[3:]) for t in columns[0] if t is not None})
+        for column in columns if self._kind is ConvWgrad else ():
+            sizes = sorted({tuple(t.shape[3:]) for t in column if t is not None})
             if len(sizes) > 1:
                 said = " and ".join(str([*size]) for size in sizes)
-                raise _error(self._plan, f"it was called with inputs of different sizes, {said}")
+                raise _error(self._plan, f"its inputs or outputs have different sizes, {said}")
         joined = []
         while columns:
             joined.append(_cat(columns.pop(0), dim, order))

@@ -305,6 +305,28 @@ def test_convolutions() -> None:
     check(Images(), (floats(B, 2, 6, 5), floats(B, 2, 6, 5)), square, ["tower"])
 
 
+def test_transposed_convolutions() -> None:
+    layer = nn.ConvTranspose1d(D, D, 4, stride=2, padding=1)
+
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).sin() * self.layer(x.cos())
+
+    check(Grows(), floats(B, D, T), square, ["layer"])
+
+
+def test_transposed_convolution_of_two_output_sizes_is_refused() -> None:
+    layer = gnsfast.convert(nn.ConvTranspose1d(D, 3, 2, stride=2), repeated=["*"])
+    x = floats(B, D, T)
+    with pytest.raises(ObservationError, match=r"different sizes, \[12\] and \[13\]"):
+        with gnsfast.per_sample_sqnorms(layer, B):
+            (layer(x, [12]).sin().sum() + layer(x, [13]).sum()).backward()
+
+
 def test_convolution_of_two_sizes_is_refused() -> None:
     model = gnsfast.convert(Images(), repeated=["tower"])
     with pytest.raises(ObservationError, match=r"tower\.2.*different sizes, \[4, 5\] and \[6, 5\]"):
