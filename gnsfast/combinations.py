@@ -31,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "layer_norm": {*MEASURES, *ALWAYS, REPEATED, TENSOR_PARALLEL},
     "rms_norm": {*MEASURES, *ALWAYS, REPEATED, TENSOR_PARALLEL},
     "embedding_bag": {*ALWAYS},
-    "bilinear": {*MEASURES, *ALWAYS},
+    "bilinear": {*MEASURES, *ALWAYS, REPEATED},
     "channel_norm": {METRIC, GROUPS, *ALWAYS},
     "linear_cross_entropy": {DOCUMENTS, *ALWAYS, TIED},
     "conv": {*ALWAYS, REPEATED},
@@ -40,7 +40,7 @@ LAYERS: dict[str, set[str]] = {
     "attention": {*ALWAYS},
     "experts": {*ALWAYS},
     "router": {*ALWAYS},
-    "replay": {*ALWAYS},
+    "replay": {*ALWAYS, REPEATED},
 }
 """The features that each layer's norms support. Every layer measures its samples and their sum."""
 
@@ -97,8 +97,10 @@ def refuse(layer: str | None, features: Iterable[str], module: str | None = None
     if why := reason(layer, features):
         if module is None:
             raise NotImplementedError(why)
-        leave_out = f"Leave the module out: convert(model, exclude=[{module!r}])"
-        remedy = REMEDIES.get(layer or "", leave_out)
+        remedy = REMEDIES.get(layer or "", "")
+        if not remedy and layer is not None and REPEATED in {*features} - LAYERS[layer]:
+            remedy = f"Replay it too: convert(model, replay=[{module!r}], repeated=...)"
+        remedy = remedy or f"Leave the module out: convert(model, exclude=[{module!r}])"
         raise NotImplementedError(f"{module or 'the model'}: {why}. {remedy}.")
 
 

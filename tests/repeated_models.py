@@ -81,7 +81,12 @@ class Chunked(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = torch.sin(self.tokens(ids))
+        return self.logits(self.hidden(ids))
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return torch.sin(self.tokens(ids))
+
+    def logits(self, x: Tensor) -> Tensor:
         parts = [F.log_softmax(self.head(part), -1) for part in x.chunk(self.chunks, dim=1)]
         return torch.cat(parts, dim=1)
 

@@ -72,10 +72,12 @@ def convert(
         broadcast: patterns of embeddings whose input is a bare index [T] that all samples share.
         replay: patterns of modules that backward runs once more for each sample, with all their
             submodules. It is slow, but exact for what no layer sees: a weight used as a tensor.
-        repeated: patterns of modules that the model calls several times in one pass over the same
-            samples, with all their submodules: shared blocks, towers, a head for each chunk. Their
-            calls are joined: the inputs and output gradients of all calls of a layer are in memory
-            until backward has gone through them, and while its operator runs, once more.
+        repeated: patterns of modules that the model calls several times in one pass, each time with
+            the same samples in the same order, with all their submodules: shared blocks, towers, a
+            head for each chunk. Their calls are joined; what has no joint calls is refused, and
+            can be one of ``replay`` too. The inputs and output gradients of all calls of a layer
+            are in memory until backward has gone through them, and while its operator runs, once
+            more.
         exclude: patterns of module names to leave out, with all their submodules; their parameters
             have no norms.
 

@@ -147,7 +147,7 @@ class _Learner:
                 self._around(path),
             )
         elif counts[0] > 1 and not self._may_repeat(path, cls):
-            if reason(cls.gnsfast.route, [REPEATED]):
+            if reason(cls.gnsfast.route, [REPEATED]) or issubclass(cls, Replayed):
                 self.lost[path] = f"the model calls it {counts[0]} times", self._around(path)
             else:
                 self._lay_out(path, cls, joined=True)

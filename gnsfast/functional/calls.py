@@ -6,7 +6,7 @@ the tokens of all calls. So backward of a call keeps its operands, and the opera
 the last one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from typing import Any
 
@@ -19,7 +19,7 @@ from gnsfast.functional._autocast import without_autocast
 from gnsfast.functional._links import Link, link_grads
 from gnsfast.functional.documents import documents_of_rows
 from gnsfast.functional.plan import Operator, Plan
-from gnsfast.signatures import BY_SAMPLE, RESULTS, ConvWgrad, EmbeddingWgrad, NormBackward
+from gnsfast.signatures import BY_SAMPLE, RESULTS, ConvWgrad, NormBackward
 from gnsfast.tensors import is_dtensor
 
 JOINED = BY_SAMPLE | {ConvWgrad: (2, RESULTS["conv_wgrad"])}
@@ -51,10 +51,11 @@ class Calls:
         """What a call takes instead of ``source``, the probe and the parameters. The ``links`` of
         earlier embeddings are taken here, not by the call.
         """
-        probe, weight = source[:2]
+        probe, weight = (*source, None)[:2]
         assert probe is not None
-        features = plan.features(layer, is_dtensor(weight), bool(links), probe.is_cuda)
-        combinations.refuse(layer, features, plan.module)
+        if not self._source or torch.compiler.is_compiling():
+            features = plan.features(layer, is_dtensor(weight), bool(links), probe.is_cuda)
+            combinations.refuse(layer, features, plan.module)
         if not torch.is_grad_enabled():
             return source
         if not self._source:
@@ -63,7 +64,7 @@ class Calls:
             trained = (t is not None and t.requires_grad for t in source)
             self._handed = tuple(next(handed) if own else t for t, own in zip(source, trained))
             self._source = source
-        elif links:
+        elif links and torch._C._current_graph_task_id() == -1:  # in backward: recomputed
             raise _error(plan, "its weight is looked up between two calls, which loses their links")
         elif any(t is not first for t, first in zip(source, self._source)):
             raise _error(plan, "its parameters were replaced between two calls in one block")
@@ -78,10 +79,19 @@ class Calls:
         if isinstance(a, NormBackward):
             alone = a._replace(weight=False, bias=False, moments=[], constants_P2=None)
             dx = operator(alone)[0]
+        found = {"sum": None, "rows": self._nothing(), "samples": dx}
+        return tuple(found[kind] for kind in JOINED[type(a)][1])
+
+    def hold(self, part: Any, finish: Callable[[list[Any]], Tensor]) -> Tensor:
+        """Keep any ``part`` of a call; ``finish`` of those of all calls gives the probe rows."""
+        self._kept.hold(part, finish)
+        return self._nothing()
+
+    def _nothing(self) -> Tensor:
+        """A call's own gradient of the probe."""
         probe = self._source[0]
         assert probe is not None
-        found = {"sum": None, "rows": torch.zeros_like(probe), "samples": dx}
-        return tuple(found[kind] for kind in JOINED[type(a)][1])
+        return torch.zeros_like(probe)
 
 
 class _Handed(torch.autograd.Function):
@@ -122,6 +132,7 @@ class _Kept:
         self._operands: list[list[Tensor | None]] = []
         self._versions: list[int] = []
         self._starts: list[Tensor] = []
+        self._parts: list[Any] = []
 
     def _begin(self) -> None:
         """Forget what an earlier backward pass left, such as one for the gradient of inputs."""
@@ -129,6 +140,12 @@ class _Kept:
         if self._pass != current:
             self._pass = current
             self._forget()
+
+    def hold(self, part: Any, finish: Callable[[list[Any]], Tensor]) -> None:
+        """Keep a part of a call that has no operator."""
+        self._begin()
+        self._parts.append(part)
+        self._finish = finish
 
     def add(self, plan: Plan, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         """Keep a call."""
@@ -150,6 +167,9 @@ class _Kept:
         there was no call.
         """
         self._begin()
+        if parts := self._parts:
+            self._forget()
+            return [self._finish(parts)], []
         if not self._operands:
             return None
         if _versions(chain(*self._operands)) != self._versions:
@@ -172,15 +192,18 @@ class _Kept:
         """The operator's arguments for all calls; each field's operands are freed once joined."""
         dim, starts, order = 1, self._starts, None
         if starts:
-            dim = int(self._kind is EmbeddingWgrad)  # the others have one list of rows
+            (first, *_), *_ = self._operands
+            dim = (
+                0 if first is None else first.ndim - 2
+            )  # one list of rows, [N, ...] or [1, N, ...]
             order = self._by_document(dim)
         columns = [list(column) for column in zip(*self._operands)]
         self._forget()
-        if self._kind is ConvWgrad:
-            sizes = sorted({tuple(t.shape[3:]) for t in columns[0] if t is not None})
+        for column in columns if self._kind is ConvWgrad else ():
+            sizes = sorted({tuple(t.shape[3:]) for t in column if t is not None})
             if len(sizes) > 1:
                 said = " and ".join(str([*size]) for size in sizes)
-                raise _error(self._plan, f"it was called with inputs of different sizes, {said}")
+                raise _error(self._plan, f"its inputs or outputs have different sizes, {said}")
         joined = []
         while columns:
             joined.append(_cat(columns.pop(0), dim, order))

@@ -35,7 +35,7 @@ class Linear(DropIn, nn.Linear):
 
     def _links(self, opened: Opened) -> tuple[functional.Link, ...]:
         tie = self.gnsfast.tie
-        return () if tie is None else tie.take(opened.name)
+        return () if tie is None else tie.take(opened.name, self.gnsfast.repeated)
 
     def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """The cross entropy of this head's outputs, which are never in memory as a whole.

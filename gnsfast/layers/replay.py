@@ -11,7 +11,7 @@ hooks do not run again; those on submodules run once more for each sample.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from gnsfast import reference
 from gnsfast.combinations import refuse, tensor_parallel
 from gnsfast.errors import ObservationError
+from gnsfast.functional import Calls
 from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import accumulate_dtype
 
@@ -53,6 +54,9 @@ class Replayed(DropIn):
             Replayed._watch = torch.compiler.disable(Replayed._watch)  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._opened is not None and self._opened.plan.calls is not None:
+            features = self._opened.plan.features(self.gnsfast.route, False, False, False)
+            refuse(self.gnsfast.route, features, self._opened.name)  # _watch itself is eager
         output = super().forward(*args, **kwargs)
         return output if self._measuring() is None else self._watch(output, args, kwargs)
 
@@ -87,10 +91,12 @@ class Replayed(DropIn):
                     f"its output of shape {shape} has no dimension of {B} samples"
                 )
             dims.append(dim)
-        replay = _Replay(self, args, kwargs, seen, dims, B)
+        replay, probe = _Replay(self, args, kwargs, seen, dims, B), opened.probe
         self.know(half=self.gnsfast.half or replay.autocast[2])
+        if (calls := opened.plan.calls) is not None:
+            (probe,) = calls.enter(self.gnsfast.route, opened.plan, (probe,))
         watched = _ReplayFunction.apply(
-            opened.probe, replay, len(seen), *(leaves[i] for i in seen), *replay.tensors
+            probe, calls, replay, len(seen), *(leaves[i] for i in seen), *replay.tensors
         )
         for i, t in zip(seen, watched):
             leaves[i] = t
@@ -206,10 +212,10 @@ def _swapped(module: Replayed, tensors: dict[str, Tensor]) -> Iterator[None]:
 class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, probe: Tensor, replay: _Replay, count: int, *tensors: Tensor
+        ctx: Any, probe: Tensor, calls: Calls | None, replay: _Replay, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.replay, ctx.count = replay, count
+        ctx.calls, ctx.replay, ctx.count = calls, replay, count
         replay.tensors = []
         outputs = tensors[:count]
         ctx.save_for_backward(*tensors)
@@ -219,63 +225,84 @@ class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
-        replay: _Replay = ctx.replay
-        saved = ctx.saved_tensors
-        rows = _probe_rows(replay, saved[: ctx.count], saved[ctx.count :], douts)
-        return rows, None, None, *douts, *(None for _ in saved[ctx.count :])
+        saved = tuple(t.detach() for t in ctx.saved_tensors)
+        call = _Call(ctx.replay, saved[: ctx.count], saved[ctx.count :], douts)
+        rows = _probe_rows([call]) if ctx.calls is None else ctx.calls.hold(call, _probe_rows)
+        return rows, None, None, None, *douts, *(None for _ in call.tensors)
 
 
-def _probe_rows(
-    replay: _Replay,
-    outputs: tuple[Tensor, ...],
-    tensors: tuple[Tensor, ...],
-    douts: tuple[Tensor | None, ...],
-) -> Tensor:
-    used = [i for i, d in enumerate(douts) if d is not None]
-    own = replay.module.claimed_parameters()
-    parameters = {n: own[n].detach().requires_grad_() for n in replay.names}
-    totals = {
-        n: torch.zeros_like(p, dtype=accumulate_dtype(p.dtype)) for n, p in parameters.items()
-    }
-    parts: list[list[Tensor]] = [[] for _ in parameters]
-    same: list[Tensor] = []
-    reached: set[str] = set()
+class _Call(NamedTuple):
+    """A call in backward: the outputs and inputs of its forward, and its output gradients."""
 
-    def sample(b: int, t: Tensor, i: int) -> Tensor:
-        return t.narrow(max(replay.dims[i], 0), b, 1)
+    replay: _Replay
+    outputs: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
+    douts: tuple[Tensor | None, ...]
 
-    for b in range(replay.B):
-        replayed = replay(b, parameters, tensors)
-        for i in used:
-            output = sample(b, outputs[i], i)
+    @property
+    def used(self) -> list[int]:
+        """The outputs that the loss depends on."""
+        return [i for i, d in enumerate(self.douts) if d is not None]
+
+    def _sample(self, b: int, t: Tensor, i: int) -> Tensor:
+        return t.narrow(max(self.replay.dims[i], 0), b, 1)
+
+    def gradients(
+        self, b: int, parameters: dict[str, Tensor], same: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """Sample b's gradient of each parameter. ``same`` gets whether the replay gave what the
+        forward pass gave.
+        """
+        replayed = self.replay(b, parameters, self.tensors)
+        for i in self.used:
+            output = self._sample(b, self.outputs[i], i)
             if replayed[i].shape != output.shape:
                 shape = list(replayed[i].shape)
-                raise replay.module._replay_error(
+                raise self.replay.module._replay_error(
                     f"a single sample gave an output of shape {shape}"
                 )
             same.append(_close(replayed[i].detach(), output))
-        grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
-        if own_outputs := [i for i in used if replayed[i].requires_grad]:
-            grads = torch.autograd.grad(
-                [replayed[i] for i in own_outputs],
-                list(parameters.values()),
-                [sample(b, d, i) for i in own_outputs if (d := douts[i]) is not None],
-                allow_unused=True,
-            )
-        for k, (n, g) in enumerate(zip(parameters, grads)):
-            if g is not None:
-                totals[n] += g
-                reached.add(n)
-            parts[k].append(totals[n].new_zeros(1) if g is None else reference.norm(g))
-    norms = [[(*of_samples, reference.norm(totals[n]))] for n, of_samples in zip(totals, parts)]
+        own = [i for i in self.used if replayed[i].requires_grad]
+        if not own:
+            return (None,) * len(parameters)
+        return torch.autograd.grad(
+            [replayed[i] for i in own],
+            list(parameters.values()),
+            [self._sample(b, d, i) for i in own if (d := self.douts[i]) is not None],
+            allow_unused=True,
+        )
+
+    def shared_tables(self) -> list[Tensor]:
+        """Whether all samples use a table that they share, for each such output."""
+        tables = [self.douts[i] for i in self.used if self.replay.dims[i] < 0]
+        return [~((d[:1] != 0).any() & ~(d[1:] != 0).any()) for d in tables if d is not None]
+
+
+def _probe_rows(calls: list[_Call]) -> Tensor:
+    """The probe rows of a module: a sample's gradient is the sum over its calls."""
+    replay = calls[0].replay
+    own = replay.module.claimed_parameters()
+    parameters = {n: own[n].detach().requires_grad_() for n in replay.names}
+    totals = [torch.zeros_like(p, dtype=accumulate_dtype(p.dtype)) for p in parameters.values()]
+    parts: list[list[Tensor]] = [[] for _ in parameters]
+    same: list[Tensor] = []
+    reached: set[int] = set()
+    for b in range(replay.B):
+        each = [call.gradients(b, parameters, same) for call in calls]
+        for k, (total, of_calls) in enumerate(zip(totals, zip(*each))):
+            found = [g for g in of_calls if g is not None]
+            if found:
+                g = found[0] if len(found) == 1 else sum(t.to(total.dtype) for t in found)
+                total += g
+                reached.add(k)
+            parts[k].append(reference.norm(g) if found else total.new_zeros(1))
+    norms = [[(*of_samples, reference.norm(t))] for t, of_samples in zip(totals, parts)]
     rows = reference.probe_rows(norms, replay.B, norms[0][0][-1])
-    for i in used:
-        if replay.dims[i] < 0 and (d := douts[i]) is not None:  # a table: do all samples use it?
-            same.append(~((d[:1] != 0).any() & ~(d[1:] != 0).any()))
+    same += [t for call in calls for t in call.shared_tables()]
     if same:
         rows[:, -1] = torch.where(torch.stack(same).all(), 1.0, torch.nan)
-    for k, n in enumerate(parameters):
-        if n not in reached:  # not used by the forward: a gradient it has came another way
+    for k in range(len(parameters)):
+        if k not in reached:  # not used by the forward: a gradient it has came another way
             rows[k, -1] *= 0.0
     return rows
 

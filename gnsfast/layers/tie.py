@@ -22,12 +22,14 @@ class Tie:
         self.uses: tuple[Link, ...] = ()
         self.crossed = False
 
-    def take(self, name: str) -> tuple[Link, ...]:
-        """Take the links of the embeddings used so far; the head is the last use."""
+    def take(self, name: str, repeated: bool) -> tuple[Link, ...]:
+        """Take the links of the embeddings used so far; the head is the last use. All calls of a
+        ``repeated`` head have those of the first.
+        """
         links, self.uses = self.uses, ()
         if links:
             self.crossed = True
-        elif self.crossed and not torch.compiler.is_compiling() and _in_backward():
+        elif self.crossed and not (repeated or torch.compiler.is_compiling()) and _in_backward():
             raise ObservationError(
                 f"{name}: activation checkpointing recomputes this tied head in backward without "
                 "its embedding, so the links between the two are lost. "

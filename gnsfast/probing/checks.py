@@ -54,16 +54,13 @@ def explain_calls(path: str, module: DropIn, calls: float) -> str:
             "use_reentrant=True runs a backward pass for each part: say use_reentrant=False. "
             f"{leave_out(path)}"
         )
-    if reason(module.gnsfast.route, module.gnsfast.features(REPEATED)):
-        remedy = "replay a module around it or leave it out"
-    else:
-        remedy = (
-            f"say convert(model, repeated=[{path!r}]), which joins its calls; "
-            "convert(model, example=batch) finds all such modules"
-        )
+    apart = reason(module.gnsfast.route, module.gnsfast.features(REPEATED))
+    replay = f"replay=[{path!r}], " if apart else ""
     return (
         f"{many}, and norms of several calls do not add. {once} If the model calls this module "
-        f"more than once in a pass, {remedy}. {leave_out(path)}"
+        f"more than once in a pass, say convert(model, {replay}repeated=[{path!r}]), which joins "
+        "its calls; convert(model, example=batch) finds all such modules. "
+        f"{leave_out(path)}"
     )
 
 

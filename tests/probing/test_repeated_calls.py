@@ -13,6 +13,7 @@ from repeated_models import Again, B, Chunked, D, Siamese, T, Universal, V, albe
 from tiny_models import B as SAMPLES
 from tiny_models import loss_of, scattered, text
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import gnsfast
@@ -106,6 +107,19 @@ def test_head_called_for_each_chunk(tokens: int, tied: bool) -> None:
         square(model, ids).backward()
     verdict = gnsfast.verify(model, square, ids, loss_reduction="sum")
     assert verdict.ok, str(verdict)
+
+
+@pytest.mark.parametrize("around", ["both", "head"])
+def test_checkpoint_around_a_tied_head(around: str) -> None:
+    """What is recomputed in backward is there for its saved tensors alone."""
+
+    def recomputed(model: Chunked, ids: Tensor) -> Tensor:
+        part = model if around == "both" else model.logits
+        y: Tensor = checkpoint(part, ids if around == "both" else model.hidden(ids), **options)
+        return y.square().sum()
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    check(Chunked(tied=True), torch.randint(0, V, (B, T)), recomputed, ["head"])
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -238,6 +252,45 @@ def test_one_call_with_an_index_that_is_not_clear(odd: int) -> None:
             square(model, floats(B, T, D)).backward()
 
 
+class Scale(nn.Module):
+    """A layer without a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = (nn.Parameter(torch.randn(D)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() * self.scale + self.shift).cos()
+
+
+def test_replayed() -> None:
+    check(Again(Scale()), floats(B, T, D), square, ["layer"])
+
+
+def test_replayed_attention_of_torch() -> None:
+    layer = nn.TransformerEncoderLayer(D, 2, 2 * D, batch_first=True, dropout=0.0)
+    check(Again(layer), floats(B, T, D), square, ["layer"], replay=["layer.self_attn"])
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_one_replay_that_differs(odd: int) -> None:
+    class Counts(nn.Module):
+        """The output of one of the two calls is another in backward."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.left = nn.Parameter(torch.randn(D)), 1 + odd
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.left -= 1
+            return x * self.scale + (self.left == 0)
+
+    model = gnsfast.convert(Again(Counts(), 2), repeated=["layer"])
+    with pytest.raises(ObservationError, match="replaying it sample by sample gave other outputs"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            square(model, floats(B, T, D)).backward()
+
+
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -250,6 +303,28 @@ class Images(nn.Module):
 
 def test_convolutions() -> None:
     check(Images(), (floats(B, 2, 6, 5), floats(B, 2, 6, 5)), square, ["tower"])
+
+
+def test_transposed_convolutions() -> None:
+    layer = nn.ConvTranspose1d(D, D, 4, stride=2, padding=1)
+
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).sin() * self.layer(x.cos())
+
+    check(Grows(), floats(B, D, T), square, ["layer"])
+
+
+def test_transposed_convolution_of_two_output_sizes_is_refused() -> None:
+    layer = gnsfast.convert(nn.ConvTranspose1d(D, 3, 2, stride=2), repeated=["*"])
+    x = floats(B, D, T)
+    with pytest.raises(ObservationError, match=r"different sizes, \[12\] and \[13\]"):
+        with gnsfast.per_sample_sqnorms(layer, B):
+            (layer(x, [12]).sin().sum() + layer(x, [13]).sum()).backward()
 
 
 def test_convolution_of_two_sizes_is_refused() -> None:

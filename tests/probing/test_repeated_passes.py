@@ -176,9 +176,10 @@ def test_an_exception_in_backward(x: Tensor) -> None:
     assert_norms(norms, loop)
 
 
-def test_gradient_of_the_inputs_first(x: Tensor) -> None:
+@pytest.mark.parametrize("replay", [[], ["norm"]], ids=["kernels", "replay"])
+def test_gradient_of_the_inputs_first(replay: list[str], x: Tensor) -> None:
     """A backward pass that does not ask for the parameters keeps operands that nobody uses."""
-    model = converted()
+    model = gnsfast.convert(Again(), repeated=["*"], replay=replay)
     loop = loop_sqnorms(model, square, x, B)
     plain = copy.deepcopy(model)
     square(plain, x).backward()
@@ -305,9 +306,10 @@ def test_a_tied_embedding_is_exact_without_it() -> None:
     assert_norms(run(gnsfast.convert(model, repeated=["words"]), ids), loop)
 
 
-def test_nothing_is_left_after_the_block(x: Tensor) -> None:
+@pytest.mark.parametrize("replay", [[], ["norm"]], ids=["kernels", "replay"])
+def test_nothing_is_left_after_the_block(replay: list[str], x: Tensor) -> None:
     """Neither a graph nor operands, also without the garbage collector; copies and pickles work."""
-    model = converted()
+    model = gnsfast.convert(Again(), repeated=["*"], replay=replay)
     left = []
 
     def watch() -> None:
@@ -355,7 +357,7 @@ def test_the_error_names_the_remedy(x: Tensor) -> None:
 def test_convert_refuses() -> None:
     attention = nn.TransformerEncoderLayer(D, 2, batch_first=True, dropout=0.0)
     why = reason("in_projection", [REPEATED])
-    with pytest.raises(NotImplementedError, match=f"self_attn: {why}.*exclude="):
+    with pytest.raises(NotImplementedError, match=f"self_attn: {why}.*replay="):
         gnsfast.convert(attention, repeated=["*"])
     assert type(attention.linear1) is nn.Linear  # nothing was changed
     gnsfast.convert(attention, repeated=["*"], exclude=["self_attn"])
