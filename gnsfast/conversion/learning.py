@@ -230,10 +230,11 @@ class _Learner:
             (call.inputs, self.evidence.inputs(path)),
             (call.outputs, self.evidence.outputs(path)),
         ):
-            for print_, rows in zip(side, found):
+            for place, (print_, rows) in enumerate(zip(side, found)):
                 if print_ is None:
                     continue
-                seen = replay_dim(print_.shape, self.evidence.num_samples, self._dim(path))
+                B = self.evidence.num_samples
+                seen = replay_dim(module, print_.shape, place, B, self.batch_dim)
                 if rows == SHARED and seen is None and (side is call.inputs or path in self.tables):
                     continue
                 if rows != Rows(seen if seen is not None else -1):
@@ -254,7 +255,7 @@ class _Learner:
             else:
                 around.setdefault(place, []).append(path)
         worth = {place for place, paths in around.items() if self._is_worth(place, paths)}
-        failed = self.evidence.failed_replays({place: self._dim(place) for place in worth})
+        failed = self.evidence.failed_replays(worth)
         for place, paths in around.items():
             cost = f"adds about {self.evidence.cost(place):.0%} of a forward and backward pass"
             if place in worth and place not in failed:
@@ -276,13 +277,6 @@ class _Learner:
         gained = _elements([p for path in paths for p in self.parameters[path]])
         share = gained / max(_elements(self.named[place].parameters()), 1)
         return place in self.asked or share >= (WORTH if place else WORTH_ALL)
-
-    def _dim(self, path: str) -> int:
-        """The dimension in which a replay of this module looks for samples."""
-        module = self.named[path]
-        if isinstance(module, nn.MultiheadAttention):
-            return 0 if module.batch_first else 1
-        return self.batch_dim
 
     def _place(self, start: str) -> str | None:
         """The innermost module from ``start`` outwards that can be replayed; None if none can."""

@@ -37,9 +37,6 @@ class Call(NamedTuple):
     caller: str
 
 
-NO_REPLAYS: Mapping[str, int] = {}
-
-
 class Look(TorchDispatchMode):
     """One pass, in which nothing is random.
 
@@ -52,9 +49,9 @@ class Look(TorchDispatchMode):
     Args:
         owners: id of a parameter -> the modules that may use it.
         bases: module -> torch's class, for those whose class has a forward around that of torch.
-        samples: the samples of this pass.
-        replays: modules that are tried on one sample alone -> the dimension that holds the samples;
-            ``failed`` says for which the outputs are others, and how.
+        samples, batch_dim: the number of samples of this pass, the dimension that holds them.
+        replays: modules that are tried on one sample alone; ``failed`` says for which the outputs
+            are others, and how.
         expanded: modules that work once for each sample: embeddings on an index [T] that all
             share, others on what gives a table [1, ...].
     """
@@ -65,8 +62,9 @@ class Look(TorchDispatchMode):
         owners: Mapping[int, Collection[str]],
         bases: Mapping[str, type[nn.Module]],
         samples: int,
+        batch_dim: int,
         expanded: Collection[str] = (),
-        replays: Mapping[str, int] = NO_REPLAYS,
+        replays: Collection[str] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, list[Call]] = {}
@@ -75,7 +73,8 @@ class Look(TorchDispatchMode):
         self.seconds: dict[str, float] = {}
         self.random: set[str] = set()
         self._model, self._owners, self._bases = model, owners, bases
-        self._samples, self._expanded, self._replays = samples, expanded, replays
+        self._samples, self._batch_dim = samples, batch_dim
+        self._expanded, self._replays = expanded, replays
         self.failed: dict[str, str] = {}
         self._trying = False
         self._running: list[str] = []
@@ -166,12 +165,17 @@ class Look(TorchDispatchMode):
         output: Any,
     ) -> None:
         """Compare what a module gives for a single sample with what it gave for all."""
+        module = self._model.get_submodule(name)
 
-        def one(t: Tensor) -> Tensor:
-            dim = replay_dim(t.shape, self._samples, self._replays[name])
-            return t if dim is None else t.narrow(dim, 1, 1)
+        def one(values: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(values)
+            for place, t in enumerate(leaves):
+                if isinstance(t, Tensor):
+                    dim = replay_dim(module, t.shape, place, self._samples, self._batch_dim)
+                    leaves[place] = t if dim is None else t.narrow(dim, 1, 1)
+            return pytree.tree_unflatten(leaves, spec)
 
-        args, kwargs = pytree.tree_map_only(Tensor, one, (args, kwargs))
+        args, kwargs = one((args, kwargs))
         self._trying = True
         try:
             again = forward(*args, **kwargs)
@@ -180,7 +184,7 @@ class Look(TorchDispatchMode):
             return
         finally:
             self._trying = False
-        wanted = self._prints(pytree.tree_map_only(Tensor, one, output))
+        wanted = self._prints(one(output))
         for a, b in zip(wanted, self._prints(again)):
             if a is not None and b is not None and (a.shape != b.shape or not a.like(b.values)):
                 self.failed[name] = "of a single sample it gives something else"

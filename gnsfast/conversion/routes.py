@@ -246,12 +246,17 @@ def _identical(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
+def _draws(module: nn.Module) -> bool:
+    """Whether a module has dropout."""
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and module.num_layers > 1
+    return isinstance(module, RANDOM) and getattr(module, "p", 1.0) > 0
+
+
 def replayed(module: nn.Module) -> Route:
     """The route without a kernel: a replay, unless that would give other outputs."""
     if isinstance(module, CONTAINERS):
         return Route(None, "a bare container of parameters that no module holds")
-    if isinstance(module, nn.RNNBase):
-        return Route(None, "recurrent weights have no route")
     if isinstance(module, torch.jit.ScriptModule):
         return Route(None, "a scripted module, whose forward cannot be replayed")
     if isinstance(module, nn.EmbeddingBag):
@@ -261,7 +266,7 @@ def replayed(module: nn.Module) -> Route:
         return COMPUTED
     if _rebuilt_by_peft(module):
         return Route(None, "peft puts other weights into this attention in every forward pass")
-    if any(isinstance(m, RANDOM) and getattr(m, "p", 1.0) > 0 for m in parts) or (
+    if any(map(_draws, parts)) or (
         isinstance(module, nn.MultiheadAttention) and module.dropout > 0
     ):
         return Route(None, "dropout inside: a replay would draw other masks")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from gnsfast import reference
@@ -33,10 +34,17 @@ def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def replay_dim(shape: Sequence[int], B: int, batch_dim: int) -> int | None:
-    """The dimension in which a replay looks for the samples of an argument or output; None if it
-    takes that for something they share.
+def replay_dim(
+    module: nn.Module, shape: Sequence[int], place: int, B: int, batch_dim: int
+) -> int | None:
+    """The dimension in which a replay looks for the samples of an argument or output of ``module``,
+    the one at ``place``; None if it takes that for something they share.
     """
+    if isinstance(module, nn.RNNBase):  # the states, which come after the rows, are [L, B, H]
+        dim = 0 if module.batch_first and place == 0 else 1
+        return dim if len(shape) == 3 and shape[dim] == B else None
+    if isinstance(module, nn.MultiheadAttention):
+        batch_dim = 0 if module.batch_first else 1
     if len(shape) > 2 and shape[batch_dim] == B:
         return batch_dim
     return 0 if shape and shape[0] == B else None
@@ -65,6 +73,8 @@ class Replayed(DropIn):
         refuse(
             self.gnsfast.route, tensor_parallel(*self.claimed_parameters().values()), opened.name
         )
+        if any(isinstance(a, PackedSequence) for a in args):
+            raise self._replay_error("a packed sequence interleaves the rows of its samples")
         leaves, spec = pytree.tree_flatten(output)
         inputs = pytree.tree_leaves((args, kwargs))
         if odd := [type(a).__name__ for a in inputs if not is_plain(a)]:
@@ -80,7 +90,7 @@ class Replayed(DropIn):
             )
         dims = []
         for i in seen:
-            dim = self._dim(leaves[i], B)
+            dim = self._dim(leaves[i], i, B)
             if dim is None and leaves[i].ndim > 2 and leaves[i].shape[0] == 1:
                 leaves[i] = leaves[i].expand(B, *leaves[i].shape[1:])  # samples share this table
                 dims.append(-1)
@@ -102,12 +112,9 @@ class Replayed(DropIn):
             leaves[i] = t
         return pytree.tree_unflatten(leaves, spec)
 
-    def _dim(self, t: Tensor, B: int) -> int | None:
+    def _dim(self, t: Tensor, place: int, B: int) -> int | None:
         """The dimension of an argument or output that holds the samples; None if there is none."""
-        batch_dim = self.gnsfast.layout.batch_dim
-        if isinstance(self, nn.MultiheadAttention):
-            batch_dim = 0 if self.batch_first else 1
-        return replay_dim(t.shape, B, batch_dim)
+        return replay_dim(self, t.shape, place, B, self.gnsfast.layout.batch_dim)
 
     def _replay_error(self, reason: str) -> ObservationError:
         return ObservationError(
@@ -143,13 +150,10 @@ class _Replay:
     ) -> list[Tensor]:
         """The outputs that require a gradient, from sample b alone of the arguments ``tensors``."""
 
-        def only_b(t: Any) -> Any:
-            dim = self.module._dim(t, self.B) if isinstance(t, Tensor) else None
-            return t if dim is None else t.narrow(dim, b, 1)
-
         leaves = list(self.plain)
         for i, t in zip(self.places, tensors):
-            leaves[i] = only_b(t)
+            dim = self.module._dim(t, i, self.B)
+            leaves[i] = t if dim is None else t.narrow(dim, b, 1)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         kind, dtype, enabled = self.autocast
         module = self.module
@@ -200,11 +204,17 @@ def _swapped(module: Replayed, tensors: dict[str, Tensor]) -> Iterator[None]:
     saved = [
         (m, name, p) for m in module.modules() for name, p in m._parameters.items() if id(p) in new
     ]
+    recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    flat = [m._flat_weights for m in recurrent]  # what their forward uses
     for m, name, p in saved:
         m._parameters[name] = new[id(p)]  # type: ignore[assignment]
+    for m, weights in zip(recurrent, flat):
+        m._flat_weights = [new.get(id(p), p) for p in weights]
     try:
         yield
     finally:
+        for m, weights in zip(recurrent, flat):
+            m._flat_weights = weights
         for m, name, p in saved:
             m._parameters[name] = p
 

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers, which are replayed sample by sample."""
+
+from typing import Any
+
+import pytest
+import torch
+from layers import weighted_loss
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+
+import gnsfast
+
+B, T, I, H = 3, 5, 4, 6
+KINDS = [nn.RNN, nn.LSTM, nn.GRU]
+
+
+class Classifier(nn.Module):
+    """Tokens, a recurrent layer, a head on the last hidden state, or on every row."""
+
+    def __init__(self, kind: Any, last: bool, **options: Any) -> None:
+        super().__init__()
+        self.tokens, self.rows = nn.Embedding(7, I), kind(I, H, **options)
+        self.last, self.dim = last, 0 if self.rows.batch_first else 1
+        self.head = nn.LazyLinear(2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y, state = self.rows(self.tokens(ids))
+        h = state[0] if isinstance(state, tuple) else state
+        out: Tensor = self.head(h.transpose(0, 1).flatten(1) if self.last else y)
+        return out
+
+
+def batch(model: Classifier, B: int = B) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, 7, (B, T) if model.dim == 0 else (T, B))
+    return ids, torch.randn(model(ids).shape)
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"num_layers": B, "bias": False}])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_per_sample(kind: Any, batch_first: bool, options: Any, last: bool) -> None:
+    """With as many layers as samples the shape of a state does not tell which is which."""
+    model = Classifier(kind, last, batch_first=batch_first, **options)
+    data = batch(model)
+    gnsfast.convert(model, batch_dim=model.dim)
+    assert gnsfast.coverage(model).covered_fraction == 1.0
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        weighted_loss(model, data).backward()
+
+    def loss(m: nn.Module, each: Any) -> Tensor:
+        ids, r = each
+        return weighted_loss(m, (ids, r))
+
+    def one(b: int) -> Any:
+        r = data[1].narrow(0 if last else model.dim, b, 1)
+        return data[0].narrow(model.dim, b, 1), r
+
+    wide = loop_of(model, loss, [one(b) for b in range(B)])
+    assert_norms(norms, wide)
+
+
+def loop_of(model: nn.Module, loss: Any, samples: list[Any]) -> dict[str, Tensor]:
+    """The oracle's loop over samples that are cut already."""
+    found = [loop_sqnorms(model, lambda m, _, s=s: loss(m, wide(s)), s[1], 1) for s in samples]
+    return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+
+
+def wide(sample: Any) -> Any:
+    ids, r = sample
+    return ids, r.double()
+
+
+def test_gradients_and_outputs_are_torchs() -> None:
+    model = Classifier(nn.LSTM, True, batch_first=True, bidirectional=True)
+    data = batch(model)
+    weighted_loss(model, data).backward()
+    want = [p.grad for p in model.rows.parameters()]
+    model.zero_grad()
+    gnsfast.convert(model)
+    with gnsfast.per_sample_sqnorms(model, B):
+        weighted_loss(model, data).backward()
+    for p, grad in zip(model.rows.parameters(), want):  # the head's kernel rounds in its own way
+        torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-7)
+    assert all(w is p for w, p in zip(model.rows._flat_weights, model.rows.parameters()))
+
+
+def test_an_example_finds_it() -> None:
+    model = Classifier(nn.LSTM, True, batch_first=True, bidirectional=True)
+    data = batch(model)
+    gnsfast.convert(model, example=data[0])
+    row = next(r for r in gnsfast.coverage(model).rows if r.parameter == "rows.weight_hh_l0")
+    assert row.static and row.reason.startswith("replayed sample by sample, which adds about")
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        weighted_loss(model, data).backward()
+    assert_norms(norms, loop_sqnorms(model, weighted_loss, data, B))
+
+
+def test_a_packed_sequence_is_refused() -> None:
+    layer = gnsfast.convert(nn.GRU(I, H))
+    rows = nn.utils.rnn.pack_sequence([torch.randn(t, I) for t in (4, 3, 2)])
+    with pytest.raises(gnsfast.ObservationError, match="interleaves the rows"):
+        with gnsfast.per_sample_sqnorms(layer, B):
+            layer(rows)[0].data.sum().backward()
+
+
+def test_dropout_between_its_layers_is_named() -> None:
+    model = gnsfast.convert(nn.Sequential(nn.LSTM(I, H, num_layers=2, dropout=0.1)))
+    assert "dropout inside" in gnsfast.coverage(model).rows[0].reason
