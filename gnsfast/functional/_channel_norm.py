@@ -87,7 +87,8 @@ class _Attach(torch.autograd.Function):
         ctx.save_for_backward(x, mean_NC, rstd_NC)
         ctx.dtypes = [None if t is None else t.dtype for t in (w, b)]
         # Autograd forbids in-place operations on a view that a custom Function returns.
-        return torch.ops.aten._unsafe_view(y, y.shape)
+        out: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -103,7 +104,7 @@ class _Attach(torch.autograd.Function):
         return dy, None, None, None, dw, db
 
 
-def attach(
+def attach_parameters(
     y: Tensor,
     x: Tensor,
     mean_NC: Tensor,
@@ -116,7 +117,7 @@ def attach(
 
     >>> x, w = torch.randn(3, 4, 7), torch.ones(12, requires_grad=True)
     >>> zero, one = torch.zeros(1, 4), torch.ones(1, 4)
-    >>> gnsfast.functional.attach(x, x, zero, one, w, None).sum().backward()
+    >>> gnsfast.functional.attach_parameters(x, x, zero, one, w, None).sum().backward()
     >>> torch.allclose(w.grad, x.sum(2).flatten())
     True
     """

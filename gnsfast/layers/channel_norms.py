@@ -47,9 +47,11 @@ def batch_statistics_error(path: str, module: nn.Module) -> ObservationError:
 
 
 def channels_last(x: Tensor) -> bool:
-    """Whether the channels of ``x``, and not those of its rows, lie side by side in memory."""
+    """Whether the channels of ``x`` lie side by side in memory. A size of 1 leaves that open, and
+    torch 2.13 with it: see ``_by_rows``.
+    """
     last = CHANNELS_LAST.get(x.ndim)
-    return last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    return last is not None and min(x.shape) > 1 and x.is_contiguous(memory_format=last)
 
 
 class _ChannelNorm(DropIn):
@@ -70,10 +72,14 @@ class _ChannelNorm(DropIn):
     def _by_rows(
         self, x: Tensor, norm: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     ) -> Tensor:
-        """``norm(x, weight, bias)``, with the rows as channels and the parameters of each."""
+        """``norm(x, weight, bias)``, with the rows as channels and the parameters of each.
+
+        Positions are one dimension. With several, torch 2.13's gradients of the batch norm of one
+        row are wrong on a CPU where the input or the output's gradient alone is channels last.
+        """
         n, C, *size = x.shape
         w, b = self._spread(x)
-        return norm(x.reshape(1, n * C, *size), w, b).view(x.shape)
+        return norm(x.reshape(1, n * C, math.prod(size)), w, b).view(x.shape)
 
 
 class GroupNorm(_ChannelNorm, nn.GroupNorm):
@@ -106,7 +112,7 @@ class GroupNorm(_ChannelNorm, nn.GroupNorm):
         sizes = n, C, math.prod(size), self.num_groups
         y, *of_groups = torch.native_group_norm(x, *self._detached(), *sizes, self.eps)
         mean_NC, rstd_NC = (t.repeat_interleave(C // self.num_groups, 1) for t in of_groups)
-        return functional.attach(y, x, mean_NC, rstd_NC, *self._spread(x))
+        return functional.attach_parameters(y, x, mean_NC, rstd_NC, *self._spread(x))
 
 
 def _of_no_row(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
@@ -178,7 +184,9 @@ class _FrozenBatchNorm(_ChannelNorm):
         if channels_last(input):
             y = F.batch_norm(input, mean, var, *self._detached(), False, 0.0, self.eps)
             rstd = (var.to(accumulate_dtype(var.dtype)) + self.eps).rsqrt()
-            return functional.attach(y, input, mean[None], rstd[None], *self._spread(input))
+            return functional.attach_parameters(
+                y, input, mean[None], rstd[None], *self._spread(input)
+            )
         mean, var = (t.repeat(len(input)) for t in (mean, var))
         return self._by_rows(
             input, lambda x, w, b: F.batch_norm(x, mean, var, w, b, False, 0.0, self.eps)

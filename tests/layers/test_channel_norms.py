@@ -114,6 +114,38 @@ def test_channels_last(name: str, d: int, frozen: str) -> None:
             torch.testing.assert_close(t.grad, u.grad, rtol=1e-4, atol=1e-5)
 
 
+ORDERS = {"contiguous": (0, 1, 2, 3), "channels last": (0, 2, 3, 1), "rows last": (2, 3, 1, 0)}
+
+
+def laid_out(t: Tensor, order: str) -> Tensor:
+    """``t`` with its dimensions in another order in memory, also where a size is 1."""
+    dims = ORDERS[order]
+    return t.permute(dims).contiguous().permute([dims.index(i) for i in range(4)])
+
+
+@pytest.mark.parametrize("of_dy", ORDERS)
+@pytest.mark.parametrize("of_x", ORDERS)
+@pytest.mark.parametrize("name", NORMS)
+def test_other_layouts(name: str, of_x: str, of_dy: str) -> None:
+    """Contiguous tensors tell what is right: torch 2.13's batch norm of one row, or one column, is
+    wrong on a CPU where input and gradient are laid out otherwise.
+    """
+    layer = make(name)
+    for B, *size in ((1, 5, 3), (2, 16, 1), (2, 4, 3)):
+        x, r = torch.randn(B, C, *size), torch.randn(B, C, *size)
+        loop = loop_sqnorms(plain(layer), weighted_loss, (x, r), B)
+        twin, theirs = plain(layer), x.clone().requires_grad_()
+        twin(theirs).backward(r)
+        ours = laid_out(x, of_x).requires_grad_()
+        with gnsfast.per_sample_sqnorms(layer, B) as norms:
+            layer(ours).backward(laid_out(r, of_dy))
+        assert_norms(norms, loop)
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        for p, q in zip(layer.parameters(), twin.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+        layer.zero_grad()
+
+
 @pytest.mark.parametrize("name", ["groups", "batch"])
 def test_channels_last_in_half_precision(name: str) -> None:
     layer, x, r = make(name), drawn(4).bfloat16(), drawn(4).bfloat16()
