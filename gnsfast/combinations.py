@@ -12,25 +12,29 @@ DOCUMENTS = "documents of packed rows (cu_seqlens)"
 METRIC = "Adam's metric (metric='adam')"
 GROUPS = "groups of samples"
 TIED = "a weight that it shares"
+REPEATED = "several calls in one pass"
 TENSOR_PARALLEL = "tensor parallelism"
 PIPELINE = "pipeline stages"
 COMPILED = "torch.compile"
 CUDA = "a GPU"
 
-FEATURES = (DOCUMENTS, METRIC, GROUPS, TIED, TENSOR_PARALLEL, PIPELINE, COMPILED, CUDA)
+FEATURES = (
+    *(REPEATED, DOCUMENTS, METRIC, GROUPS, TIED),
+    *(TENSOR_PARALLEL, PIPELINE, COMPILED, CUDA),
+)
 
 ALWAYS = {PIPELINE, COMPILED, CUDA}
 MEASURES = {DOCUMENTS, METRIC, GROUPS}
 LAYERS: dict[str, set[str]] = {
-    "linear": {*MEASURES, *ALWAYS, TIED, TENSOR_PARALLEL},
-    "embedding": {*MEASURES, *ALWAYS, TIED, TENSOR_PARALLEL},
+    "linear": {*MEASURES, *ALWAYS, TIED, REPEATED, TENSOR_PARALLEL},
+    "embedding": {*MEASURES, *ALWAYS, TIED, REPEATED, TENSOR_PARALLEL},
+    "layer_norm": {*MEASURES, *ALWAYS, REPEATED, TENSOR_PARALLEL},
+    "rms_norm": {*MEASURES, *ALWAYS, REPEATED, TENSOR_PARALLEL},
     "embedding_bag": {*ALWAYS},
     "bilinear": {*MEASURES, *ALWAYS},
-    "layer_norm": {*MEASURES, *ALWAYS, TENSOR_PARALLEL},
-    "rms_norm": {*MEASURES, *ALWAYS, TENSOR_PARALLEL},
     "channel_norm": {METRIC, GROUPS, *ALWAYS},
     "linear_cross_entropy": {DOCUMENTS, *ALWAYS, TIED},
-    "conv": {*ALWAYS},
+    "conv": {*ALWAYS, REPEATED},
     "in_projection": {*ALWAYS},
     "out_projection": {*ALWAYS},
     "attention": {*ALWAYS},
@@ -50,14 +54,17 @@ APART: dict[frozenset[str], str] = {
     frozenset((METRIC, TENSOR_PARALLEL)): "",
     frozenset((GROUPS, TENSOR_PARALLEL)): "",
     frozenset((TIED, TENSOR_PARALLEL)): "",
+    frozenset((REPEATED, TENSOR_PARALLEL)): "",
+    frozenset((REPEATED, COMPILED)): "a graph cannot know its last call: leave the layer eager",
     frozenset((DOCUMENTS, PIPELINE)): "",
     frozenset((METRIC, PIPELINE)): "",
     frozenset((GROUPS, PIPELINE)): "",
+    frozenset((REPEATED, PIPELINE)): "",
 }
 """Pairs that no layer supports together -> why; empty where there is nothing to explain."""
 
 APART_IN: dict[str, set[frozenset[str]]] = {
-    "linear": {frozenset((DOCUMENTS, TIED, CUDA))},
+    "linear": {frozenset((DOCUMENTS, TIED, CUDA)), frozenset((REPEATED, DOCUMENTS, TIED))},
     "embedding": {frozenset((DOCUMENTS, TIED, CUDA))},
     "linear_cross_entropy": {frozenset((DOCUMENTS, TIED))},
 }

@@ -21,8 +21,17 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import gnsfast
 from gnsfast import combinations as table
-from gnsfast.combinations import COMPILED, DOCUMENTS, GROUPS, METRIC, TENSOR_PARALLEL, TIED, reason
-from gnsfast.functional import Plan, document_slots
+from gnsfast.combinations import (
+    COMPILED,
+    DOCUMENTS,
+    GROUPS,
+    METRIC,
+    REPEATED,
+    TENSOR_PARALLEL,
+    TIED,
+    reason,
+)
+from gnsfast.functional import Calls, Plan, document_slots
 from gnsfast.probing import ProbeSlab, Sides
 
 B, T, D, V = 3, 4, 8, 7
@@ -32,16 +41,22 @@ S, EPS = 1.5, 0.1
 
 
 class Tied(nn.Module):
-    """An embedding and a head of one weight; ``cross_entropy`` takes the head's own loss."""
+    """An embedding and a head of one weight; ``cross_entropy`` takes the head's own loss. The head
+    is called ``calls`` times.
+    """
 
     def __init__(self, cross_entropy: bool = False) -> None:
         super().__init__()
+        self.calls = 1
         self.tokens, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
         self.head.weight = self.tokens.weight
         self.cross_entropy = cross_entropy
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.tokens(ids).sin()
+        return sum(self.call(each) for each in (h, h.exp())[: self.calls])
+
+    def call(self, h: Tensor) -> Tensor:
         return row_losses(self.head, h, self.cross_entropy) if self.cross_entropy else self.head(h)
 
 
@@ -114,6 +129,17 @@ class Conv(nn.Module):
         return self.conv(x.mT).mT
 
 
+class Twice(nn.Module):
+    """A model that is called twice."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) + self.model(x.sin() if x.is_floating_point() else (x + 1) % V)
+
+
 def block(trained: str) -> nn.Module:
     """A mixture of experts, whose router or experts alone are trained."""
     mixture = experts.make("mixtral", 2)
@@ -151,7 +177,10 @@ TIED_MODELS = {
     "embedding": (Tied, ids),
     "linear_cross_entropy": (lambda: Tied(cross_entropy=True), ids),
 }
-MEASURED = (DOCUMENTS, METRIC, GROUPS, TIED, COMPILED)
+PARTS = {"out_projection": "*out_proj", "experts": "*experts", "router": "*gate"}
+"""Route -> its module, where others of the model have routes of their own; else all modules."""
+
+MEASURED = (REPEATED, DOCUMENTS, METRIC, GROUPS, TIED, COMPILED)
 ASKED = [(), *((f,) for f in MEASURED), *combinations(MEASURED, 2)]
 
 
@@ -166,6 +195,10 @@ class Case(NamedTuple):
 def draw(route: str, features: tuple[str, ...]) -> Case:
     make, inputs = (TIED_MODELS if TIED in features else MODELS)[route]
     model, x = make(), inputs()
+    if REPEATED in features and isinstance(model, Tied):
+        model.calls = 2
+    elif REPEATED in features:
+        model = Twice(model)
     with torch.no_grad():
         r = torch.randn_like(model(x))
     return Case(model, x, r)
@@ -193,9 +226,9 @@ def single_grads(case: Case, documents: bool) -> dict[str, Tensor]:
     return {n: torch.stack(each) for n, each in zip(named, zip(*grads))}
 
 
-def measured(case: Case, features: tuple[str, ...]) -> ProbeSlab:
+def measured(case: Case, features: tuple[str, ...], part: str = "*") -> ProbeSlab:
     """The slab after one pass with these features; whatever the table refuses raises."""
-    model = gnsfast.convert(case.model)
+    model = gnsfast.convert(case.model, repeated=[part] if REPEATED in features else None)
     first = ProbeSlab(model, B)
     takes = {f: first.taking(f) if f in features else frozenset() for f in (METRIC, GROUPS)}
     groups = MEMBERS if GROUPS in features else ()
@@ -269,6 +302,18 @@ def test_pairs(route: str, features: tuple[str, ...]) -> None:
         assert slab.left_out(frozenset()) == tuple(slab.rows)
         return
     with pytest.raises(Exception, match=re.escape(why)):
+        measured(case, features, PARTS.get(route, "*"))
+
+
+@pytest.mark.parametrize("measure", [DOCUMENTS, METRIC])
+def test_a_tied_head_called_twice(measure: str) -> None:
+    """The links have the rows of one call: joined documents have others."""
+    features = (REPEATED, measure, TIED)
+    case, why = draw("linear", features), reason("linear", features)
+    if measure == METRIC:
+        assert_right(measured(case, features), case, features)
+        return
+    with pytest.raises(NotImplementedError, match=re.escape(why)):
         measured(case, features)
 
 
@@ -280,12 +325,13 @@ def mesh() -> Iterator[Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("feature", [DOCUMENTS, METRIC, GROUPS, TIED])
+@pytest.mark.parametrize("feature", [REPEATED, DOCUMENTS, METRIC, GROUPS, TIED])
 def test_tensor_parallelism(mesh: Any, feature: str) -> None:
     """What goes with it is proven by ``test_model_parallel.py``; the rest is refused."""
     shared = lambda t: distribute_tensor(t.detach(), mesh, [Replicate()])
     w, probe = shared(torch.randn(5, D)).requires_grad_(), torch.zeros(1, B + 2)
     plans = {
+        REPEATED: Plan(calls=Calls()),
         DOCUMENTS: Plan(starts=STARTS),
         METRIC: Plan(moments=(torch.rand(5, D),), constants_P2=torch.ones(1, 2)),
         GROUPS: Plan(members=MEMBERS),
@@ -347,7 +393,7 @@ def test_the_table_is_whole() -> None:
 
 
 def test_the_guide_shows_the_table() -> None:
-    columns = (DOCUMENTS, METRIC, GROUPS, TIED, TENSOR_PARALLEL)
+    columns = (DOCUMENTS, METRIC, GROUPS, TIED, REPEATED, TENSOR_PARALLEL)
     guide = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
     for layer in table.LAYERS:
         cells = ("-" if reason(layer, [feature]) else "yes" for feature in columns)

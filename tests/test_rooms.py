@@ -9,7 +9,7 @@ from typing import NamedTuple
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "gnsfast"
 FLOORS = (
-    ("errors", "arguments", "tensors", "signatures", "combinations"),  # files, not rooms
+    ("errors", "arguments", "tensors", "kept", "signatures", "combinations"),  # files, not rooms
     ("reference", "parallel"),
     ("ops", "noise_scale"),
     ("functional",),

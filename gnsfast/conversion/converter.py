@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from gnsfast.combinations import REPEATED, refuse
+from gnsfast.conversion.learning import Learned, learn
 from gnsfast.conversion.routes import (
     CONTAINERS,
     LISTS,
@@ -42,10 +44,12 @@ NO_BATCH = {"relative_attention_bias": "its output does not carry the batch dime
 def convert(
     model: nn.Module,
     *,
-    batch_dim: int = 0,
+    example: Any = None,
+    batch_dim: int | None = None,
     fold: Iterable[str] | None = None,
     broadcast: Iterable[str] | None = None,
     replay: Iterable[str] | None = None,
+    repeated: Iterable[str] | None = None,
     exclude: Iterable[str] | None = None,
 ) -> nn.Module:
     """Make the layers of ``model`` able to yield per-sample gradient norms. Returns ``model``,
@@ -56,12 +60,22 @@ def convert(
     opens them, the modules run their torch code. A second call applies its options instead.
 
     Args:
-        batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models.
+        example: what the model is called with, for two samples or more: a tensor, a tuple of
+            arguments, a dict of keyword arguments, or a function that calls the model. ``convert``
+            runs the model without gradients on all of them (at most 5), on all in another order and
+            on one or two, and puts back what that changes. So it learns where each module has its
+            samples, which the options below say by hand, and what has to be replayed; ``coverage``
+            shows it.
+        batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models. By
+            default 0; with an example 1 if the samples meet along 0 and a module is sequence-first.
         fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
         broadcast: patterns of embeddings whose input is a bare index [T] that all samples share.
         replay: patterns of modules that backward runs once more for each sample, with all their
-            submodules. It is slow, but exact for what no layer sees: a weight used as a tensor, a
-            layer called twice.
+            submodules. It is slow, but exact for what no layer sees: a weight used as a tensor.
+        repeated: patterns of modules that the model calls several times in one pass over the same
+            samples, with all their submodules: shared blocks, towers, a head for each chunk. Their
+            calls are joined: the inputs and output gradients of all calls of a layer are in memory
+            until backward has gone through them, and while its operator runs, once more.
         exclude: patterns of module names to leave out, with all their submodules; their parameters
             have no norms.
 
@@ -70,19 +84,23 @@ def convert(
 
     Raises:
         ValueError: an option that matches nothing, a sequence-first model with ``batch_dim=0``, a
-            model that is already wrapped by FSDP or DataParallel.
+            model that is already wrapped by FSDP or DataParallel; an example with one sample, or
+            whose samples meet in the model, as in a batch norm that trains.
 
     >>> model = gnsfast.convert(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.LayerNorm(8)))
     >>> type(model[0]).__module__
     'gnsfast.layers.linear'
     """
-    if batch_dim not in (0, 1):
+    if batch_dim not in (None, 0, 1):
         raise ValueError(f"batch_dim is 0 or 1, not {batch_dim!r}")
     named = dict(model.named_modules())
-    _refuse(named, batch_dim)
+    _refuse(named)
+    if example is None:
+        _refuse_sequence_first(named, batch_dim or 0)
     folded = _matching("fold", fold, named)
     shared = _matching("broadcast", broadcast, named)
     replayed = _matching("replay", replay, named)
+    several = _matching("repeated", repeated, named)
     excluded = _matching("exclude", exclude, named)
     if odd := [n for n in sorted(shared) if not isinstance(named[n], nn.Embedding)]:
         raise ValueError(
@@ -90,19 +108,28 @@ def convert(
         )
 
     whole = {n for n, m in named.items() if uses_children_as_tensors(m)} | replayed
-    held = _held(named)
-    claims_of = {
-        n: () if n in held or _inside(n, whole) else _claims(m, n in whole)
-        for n, m in named.items()
-    }
+    claims_of = _all_claims(named, whole)
     _refuse_empty("fold", fold, claims_of)
+    _refuse_empty("repeated", repeated, claims_of)
     _refuse_empty("exclude", exclude, claims_of)
     routes = _routes(named, claims_of, whole)
+    left_out = _within(named, excluded)
+    learned = Learned()
+    if example is not None:
+        open_ = {n: cls for n, cls in routes.items() if n not in left_out}
+        learned = learn(model, example, batch_dim, open_, claims_of, replayed)
+        if learned.replay:
+            whole |= learned.replay
+            claims_of = _all_claims(named, whole)
+            routes = _routes(named, claims_of, whole)
     if odd := [n for n in sorted(folded & routes.keys()) if issubclass(routes[n], Replayed)]:
         raise ValueError(
             f"fold: {odd[0]!r} has no kernel, and a replay sample by sample cannot fold rows: "
             "replay a module around it, or exclude it"
         )
+    joined = (_within(routes, several) | learned.repeated) & routes.keys() - left_out
+    for name in sorted(joined):
+        refuse(routes[name].gnsfast.route, [REPEATED], name)  # type: ignore[attr-defined]
     flattened = {n for n, cls in routes.items() if _flattened(n, cls, named)}
     for name, module in named.items():
         if name not in routes:
@@ -113,12 +140,16 @@ def convert(
         if type(module) is not routes[name]:
             module.__class__ = routes[name]
         assert isinstance(module, DropIn)
-        layout = SampleLayout(batch_dim, name in folded, name in shared, name in flattened)
+        layout = SampleLayout(batch_dim or 0, name in folded, name in shared, name in flattened)
         reason = NO_BATCH.get(name.rpartition(".")[2], "")
-        if name in excluded or _inside(name, excluded):
-            reason = "excluded by convert"
+        if name not in folded | shared:
+            layout = learned.layouts.get(name, layout)
+            reason = learned.reasons.get(name, "" if name in learned.layouts else reason)
+        reason = "excluded by convert" if name in left_out else reason
         uncovered = dict.fromkeys(claims, reason) if reason else {}
-        facts = dict(claims=claims, layout=layout, uncovered=uncovered)
+        note = learned.notes.get(name, "")
+        facts: dict[str, Any] = dict(claims=claims, layout=layout, uncovered=uncovered, note=note)
+        facts["repeated"] = name in joined
         module.gnsfast = routes[name].gnsfast._replace(**facts)  # type: ignore[attr-defined]
     link_ties(named, claims_of)
     return model
@@ -167,13 +198,18 @@ def _refuse_empty(
     for pattern in patterns or ():
         names = {n for n in claims_of if fnmatchcase(n, pattern)}
         reached = any(claims_of[n] for n in names)
-        if option == "exclude":
+        if option in ("repeated", "exclude"):
             reached |= any(claims_of[n] for n in claims_of if _inside(n, names))
         if not reached:
             raise ValueError(
                 f"{option}: what {pattern!r} matches has no parameters of its own (a container, or "
                 "a part of a replayed module): name the layers themselves"
             )
+
+
+def _within(names: Iterable[str], paths: set[str]) -> set[str]:
+    """Those of ``names`` that are one of ``paths`` or inside of one."""
+    return {name for name in names if name in paths or _inside(name, paths)}
 
 
 def _inside(name: str, paths: set[str]) -> bool:
@@ -193,6 +229,15 @@ def _claims(module: nn.Module, whole: bool) -> tuple[str, ...]:
     return tuple(n for n, p in own_parameters(module).items() if id(p) not in below)
 
 
+def _all_claims(named: dict[str, nn.Module], whole: set[str]) -> dict[str, tuple[str, ...]]:
+    """The parameters that each module answers for."""
+    held = _held(named)
+    return {
+        n: () if n in held or _inside(n, whole) else _claims(m, n in whole)
+        for n, m in named.items()
+    }
+
+
 def _held(named: dict[str, nn.Module]) -> set[str]:
     """The names of bare containers that a module with a forward holds."""
     return {
@@ -203,7 +248,7 @@ def _held(named: dict[str, nn.Module]) -> set[str]:
     }
 
 
-def _refuse(named: dict[str, nn.Module], batch_dim: int) -> None:
+def _refuse(named: dict[str, nn.Module]) -> None:
     for name, module in named.items():
         for cls in type(module).__mro__:
             if cls.__name__ in WRAPPERS and cls.__module__.startswith("torch."):
@@ -216,11 +261,15 @@ def _refuse(named: dict[str, nn.Module], batch_dim: int) -> None:
                 f"{name or 'the model'} has a forward of transformers' own model parallelism, "
                 "which bypasses gnsfast's: convert, then use torch's parallelize_module"
             )
+
+
+def _refuse_sequence_first(named: dict[str, nn.Module], batch_dim: int) -> None:
+    for name, module in named.items():
         if isinstance(module, SEQUENCE_FIRST) and module.self_attn.batch_first == bool(batch_dim):
             first, say = ("batch", 0) if batch_dim else ("sequence", 1)
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is {first}-first: say "
-                f"convert(model, batch_dim={say})"
+                f"convert(model, batch_dim={say}), or convert(model, example=batch), which finds it"
             )
 
 

@@ -127,4 +127,5 @@ def _row(
         each for each in MEASURES if not any(reason(m.route, m.features(each)) for m in own)
     )
     observed = any(calls) if calls else None
-    return CoverageRow(name, p.numel(), routes, True, observed, note, measures)
+    said = "; ".join(dict.fromkeys(filter(None, (note, *(m.gnsfast.note for m, _ in claims)))))
+    return CoverageRow(name, p.numel(), routes, True, observed, said, measures)

@@ -23,6 +23,7 @@ from gnsfast.functional._linear import linear
 from gnsfast.functional._links import Link as Link
 from gnsfast.functional._norms import RMS_NORM_VARIANTS as RMS_NORM_VARIANTS
 from gnsfast.functional._norms import layer_norm, rms_norm
+from gnsfast.functional.calls import Calls as Calls
 from gnsfast.functional.documents import Documents as Documents
 from gnsfast.functional.documents import cu_seqlens as cu_seqlens
 from gnsfast.functional.documents import document_slots as document_slots

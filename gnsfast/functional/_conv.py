@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions, plain and transposed."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,8 @@ class _Conv(torch.autograd.Function):
         ctx.parameter_dtype = w.dtype
         w, b = cast_like(x, w, b)
         ctx.save_for_backward(x, w)
-        ctx.samples, ctx.geometry, ctx.output_padding = (
-            plan.samples(probe),
-            geometry,
-            output_padding,
-        )
+        ctx.samples, ctx.plan = plan.samples(probe), plan
+        ctx.geometry, ctx.output_padding = geometry, output_padding
         y: Tensor
         if output_padding is None:
             y = CONVS[w.ndim - 3](x, w, b, *geometry)
@@ -63,8 +61,10 @@ class _Conv(torch.autograd.Function):
                 )
             last: Any = *ctx.geometry, need_w, need_b, ctx.parameter_dtype
             a = ConvWgrad(x, dy, ctx.samples, list(w.shape[2:]), *last)
-            wgrad = _transposed_wgrad(a, ctx.output_padding) if transposed else ops.conv_wgrad(a)
-            dw, db, rows = wgrad
+            wgrad: Any = ops.conv_wgrad
+            if transposed:
+                wgrad = partial(_transposed_wgrad, output_padding=ctx.output_padding)
+            dw, db, rows = ctx.plan.run(wgrad, a, (need_w, need_b))
         return dx, dw if need_w else None, db if need_b else None, rows, *(None,) * 6
 
 
@@ -113,6 +113,8 @@ def conv(
     >>> torch.allclose(probe.grad[0, :3], 4 * x.unfold(2, 3, 1).sum(2).square().sum((1, 2)))
     True
     """
+    if plan.calls is not None:
+        probe, weight, bias = plan.calls.enter("conv", plan, (probe, weight, bias))
     if (dtype := autocast_dtype(x)) is not None:
         x = x.to(dtype)
     added = None if output_padding is None else list(output_padding)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
+from gnsfast.combinations import REPEATED, refuse
 from gnsfast.functional._autocast import autocast_dtype, without_autocast
 from gnsfast.functional._links import Link, link_grads
 from gnsfast.functional.plan import PLAIN, Plan, samples_first
@@ -275,6 +276,8 @@ def linear_cross_entropy(
     >>> probe.grad.shape
     torch.Size([1, 5])
     """
+    if plan.calls is not None:
+        refuse("linear_cross_entropy", [REPEATED], plan.module)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gnsfast.functional.documents import documents_of_rows
 from gnsfast.functional.plan import Plan
 from gnsfast.reference import root_metric
 
@@ -37,7 +38,7 @@ def embedding_rows(link_ids: list[Tensor], ids_BT: Tensor, dy_BTD: Tensor, plan:
     """
     same_BST = torch.cat(link_ids, 1)[:, :, None] == ids_BT[:, None, :]
     if plan.starts is not None:
-        of_N = _documents_of_rows(plan.starts, ids_BT.shape[1])
+        of_N = documents_of_rows(plan.starts, ids_BT.shape[1])
         same_BST = same_BST & (of_N.repeat(len(link_ids))[:, None] == of_N)
     return same_BST.to(dy_BTD.dtype) @ dy_BTD
 
@@ -64,12 +65,6 @@ def add_cross_terms(
         else:
             own_1N = (dy_BTD * of_samples).sum(2, dtype=torch.float64)
             own_B = own_1N.new_zeros(len(row) - 2)
-            own_B.index_add_(0, _documents_of_rows(plan.starts, own_1N.shape[1]), own_1N[0])
+            own_B.index_add_(0, documents_of_rows(plan.starts, own_1N.shape[1]), own_1N[0])
         own_1 = (dy_BTD * of_sum).sum(dtype=torch.float64)[None]
         row[:-1].add_(torch.cat([own_B, own_1]), alpha=2.0)
-
-
-def _documents_of_rows(starts: Tensor, N: int) -> Tensor:
-    """[N]: the number of each row's document."""
-    row_N = torch.arange(N, dtype=starts.dtype, device=starts.device)
-    return torch.bucketize(row_N, starts[1:-1], right=True)

@@ -62,7 +62,10 @@ class _Norm(torch.autograd.Function):
             a = NormBackward(rows(dy), rows(x), *statistics, *flat, *last)
             dx, dw, db, probe_rows = plan.run(ops.norm_backward, a, need)
         dx = plan.rows_back(dx, x.flatten(-len(ctx.shape)).shape).reshape(x.shape)
-        dw, db = (t.reshape(ctx.shape) if wanted else None for t, wanted in zip((dw, db), need))
+        dw, db = (
+            t.reshape(ctx.shape) if wanted and t is not None else None
+            for t, wanted in zip((dw, db), need)
+        )
         return dx, dw, db, probe_rows, *(None,) * 4
 
 
@@ -88,6 +91,8 @@ def layer_norm(
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         x = x.float()  # as torch's autocast does on CUDA
+    if plan.calls is not None:
+        probe, weight, bias = plan.calls.enter("layer_norm", plan, (probe, weight, bias))
     shape = list(normalized_shape)
     y: Tensor = _Norm.apply(x, weight, bias, probe, plan, shape, eps, None)
     return y
@@ -119,6 +124,8 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(accumulate_dtype(x.dtype)).eps  # as F.rms_norm does
+    if plan.calls is not None:
+        probe, weight = plan.calls.enter("rms_norm", plan, (probe, weight))
     y: Tensor = _Norm.apply(x, weight, None, probe, plan, list(weight.shape), eps, variant)
     return y
 

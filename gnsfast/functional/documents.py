@@ -51,6 +51,12 @@ def document_slots(starts: Tensor, num_samples: int, slots: int) -> Documents:
     return Documents(torch.cat([starts, padding]), int(starts[-1]))
 
 
+def documents_of_rows(starts: Tensor, N: int) -> Tensor:
+    """[N]: the number of each row's document."""
+    row_N = torch.arange(N, dtype=starts.dtype, device=starts.device)
+    return torch.bucketize(row_N, starts[1:-1], right=True)
+
+
 def cu_seqlens(position_ids: Tensor) -> Tensor:
     """Where documents begin in packed rows, from positions that restart with each document.
 

@@ -25,7 +25,8 @@ class Plan(NamedTuple):
     samples.
 
     Args:
-        batch_dim: the dimension of the input that holds the samples.
+        batch_dim: the dimension of the input that holds the samples, 0 or 1. An input of two
+            dimensions is then [T, B, features] made flat.
         transposed: the weight of a linear layer is stored as [in_features, out_features].
         starts: [B + 1], if samples are documents. All rows are one list, and document b is rows
             ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``). Every row belongs
@@ -36,6 +37,8 @@ class Plan(NamedTuple):
         moments: v of each trainable parameter, for norms under the metric 1 / (√v s + eps).
         constants_P2: s and eps of each; for Adam's v after t steps s is 1 / √(1 - beta2^t).
         module: the layer's name in messages.
+        calls: a ``Calls``, new for each pass, if the layer is called several times in it. The
+            operands of all calls are in memory until the last one's backward.
 
     >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
     >>> s_eps, v = torch.tensor([[2.0, 1.0]]), torch.full((2, 5), 0.25)
@@ -54,6 +57,7 @@ class Plan(NamedTuple):
     moments: tuple[Tensor, ...] = ()
     constants_P2: Tensor | None = None
     module: str | None = None
+    calls: Any = None
 
     def samples(self, probe: Tensor) -> int:
         """B, from a probe. A plan that held B would make torch.compile build a graph for each B."""
@@ -82,7 +86,7 @@ class Plan(NamedTuple):
         if simple and not is_dtensor(weight):
             return
         if tied or is_dtensor(weight) or not self.is_plain:
-            features = self._features(layer, is_dtensor(weight), tied, probe.is_cuda)
+            features = self.features(layer, is_dtensor(weight), tied, probe.is_cuda)
             combinations.refuse(layer, features, self.module)
         metric = parameters if self.constants_P2 is not None else 0
         if len(self.moments) != metric:
@@ -100,13 +104,14 @@ class Plan(NamedTuple):
                 f"not {sum(map(len, self.members))} samples"
             )
 
-    def _features(self, layer: str, tensor_parallel: bool, tied: bool, cuda: bool) -> list[str]:
+    def features(self, layer: str, tensor_parallel: bool, tied: bool, cuda: bool) -> list[str]:
         """The features of ``combinations`` that a call of ``layer`` asks for."""
         asked = {
             combinations.DOCUMENTS: self.starts is not None and layer != "experts",
             combinations.METRIC: self.constants_P2 is not None,
             combinations.GROUPS: bool(self.members),
             combinations.TIED: tied,
+            combinations.REPEATED: self.calls is not None,
             combinations.TENSOR_PARALLEL: tensor_parallel,
             combinations.COMPILED: torch.compiler.is_compiling(),
             combinations.CUDA: cuda,
@@ -129,7 +134,7 @@ class Plan(NamedTuple):
         if self.is_plain:
             return self
         no_moments, no_members = (None,) * len(self.moments), (None,) * len(self.members)
-        return Plan(*self[:2], None, self.experts, no_members, no_moments, None)  # type: ignore[arg-type]
+        return Plan(*self[:2], None, self.experts, no_members, no_moments, None, None, self.calls)  # type: ignore[arg-type]
 
     def restored(self, saved: Sequence[Tensor | None]) -> "Plan":
         """The reverse of ``tensors`` and ``without_tensors``."""
@@ -137,7 +142,8 @@ class Plan(NamedTuple):
             return self
         starts, constants_P2, *rest = saved
         moments, members = rest[: len(self.moments)], rest[len(self.moments) :]
-        return Plan(*self[:2], starts, self.experts, tuple(members), tuple(moments), constants_P2)  # type: ignore[arg-type]
+        own = starts, self.experts, tuple(members), tuple(moments), constants_P2, None, self.calls
+        return Plan(*self[:2], *own)  # type: ignore[arg-type]
 
     def rows(self, t: Tensor, B: int) -> Tensor:
         """``t`` as [B, T, features], or for documents as one list [N, features]."""
@@ -147,9 +153,11 @@ class Plan(NamedTuple):
 
     def rows_back(self, t: Tensor, shape: torch.Size) -> Tensor:
         """The reverse of ``rows``: ``t`` in the ``shape`` that it came in."""
-        if self.batch_dim == 1 and len(shape) > 2:
-            return t.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
-        return t.reshape(shape)
+        if self.batch_dim == 0:
+            return t.reshape(shape)
+        if len(shape) == 2:
+            return t.transpose(0, 1).reshape(shape)
+        return t.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
 
     @property
     def metric(self) -> tuple[list[Tensor], Tensor | None]:
@@ -170,7 +178,14 @@ class Plan(NamedTuple):
         return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS, *self.metric)
 
     def run(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-        """``operator(a)``, at once or group by group; ``wanted`` says which gradients it needs."""
+        """``operator(a)``, at once or group by group; ``wanted`` says which gradients it needs. Of
+        repeated calls the sums are None: ``calls`` computes them after the last.
+        """
+        if self.calls is not None:
+            kept: tuple[Tensor, ...] = self.calls.keep(
+                self._replace(calls=None), operator, a, wanted
+            )
+            return kept
         return self._by_group(operator, a, wanted) if self.members else operator(a)
 
     def _by_group(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -233,9 +248,13 @@ PLAIN = Plan()
 
 
 def samples_first(x: Tensor, B: int, batch_dim: int) -> Tensor:
-    """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample."""
-    if batch_dim == 1 and x.ndim > 2:
-        x = x.transpose(0, 1)
+    """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample;
+    with ``batch_dim`` 1 those that are B apart, as in a [T, B, features] made flat.
+    """
+    if batch_dim == 1:
+        if x.ndim == 2 and B and len(x) % B == 0:
+            x = x.unflatten(0, (-1, B))
+        x = x.transpose(0, 1) if x.ndim > 2 else x
     if x.ndim == 3 and x.shape[0] == B:
         return x
     rows = x.shape[:-1].numel()

@@ -24,7 +24,15 @@ from gnsfast.layers.conv import (
     ConvTranspose2d,
     ConvTranspose3d,
 )
-from gnsfast.layers.drop_in import Converted, DropIn, Opened, SampleLayout, combine, user_class
+from gnsfast.layers.drop_in import (
+    Converted,
+    DropIn,
+    Opened,
+    SampleLayout,
+    combine,
+    is_around,
+    user_class,
+)
 from gnsfast.layers.embedding import Embedding
 from gnsfast.layers.embedding_bag import EmbeddingBag
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
@@ -38,7 +46,7 @@ from gnsfast.layers.norms import (
     RMSNorm,
     T5RMSNorm,
 )
-from gnsfast.layers.replay import Replayed
+from gnsfast.layers.replay import Replayed, is_plain, replay_dim
 from gnsfast.layers.router import Router, owns_router
 from gnsfast.layers.tie import Tie
 
@@ -84,8 +92,11 @@ __all__ = [
     "batch_statistics_error",
     "combine",
     "experts_reason",
+    "is_around",
+    "is_plain",
     "owns_router",
     "owns_sinks",
+    "replay_dim",
     "rows_in_order",
     "user_class",
     "uses_batch_statistics",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gnsfast.combinations import TIED
+from gnsfast.combinations import REPEATED, TIED
 from gnsfast.errors import SampleShapeError
 from gnsfast.functional import Documents, Plan
 from gnsfast.layers.tie import Tie
@@ -17,7 +17,8 @@ class SampleLayout(NamedTuple):
 
     ``batch_dim`` is the dimension that holds them. ``fold``: k · B rows are B samples of k
     consecutive rows. ``broadcast``: all samples share an index without a batch dimension.
-    ``flattened``: the rows [N, features] are known to be those of a batch, in their order.
+    ``flattened``: the rows [N, features] are known to be those of a batch, in their order; with
+    ``batch_dim`` 1 the B samples alternate.
     """
 
     batch_dim: int = 0
@@ -31,9 +32,11 @@ class Converted(NamedTuple):
 
     ``route`` is the layer's name in ``combinations.LAYERS``, which every drop-in class sets.
     ``claims`` are the parameters that the module answers for; ``uncovered`` says why some of them
-    have no norms. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
+    have no norms. ``repeated``: the model calls it several times in a pass, so its calls are
+    joined. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
     were compared with what arrived at the parameters. ``half``: it was replayed under autocast, in
-    which torch rounds its gradients to half precision.
+    which torch rounds its gradients to half precision. ``note``: what an example has shown.
+    ``counts``: an embedding's bare index was seen to count positions.
     """
 
     route: str = ""
@@ -41,18 +44,22 @@ class Converted(NamedTuple):
     layout: SampleLayout = SampleLayout()
     uncovered: dict[str, str] = {}
     tie: Tie | None = None
+    repeated: bool = False
     calls: int | None = None
     audited: bool = False
     half: bool = False
+    note: str = ""
+    counts: bool = False
 
     @property
     def decided(self) -> tuple[Any, ...]:
         """What ``convert`` has decided, without what passes have found."""
-        return self[:5]
+        return self[:6]
 
     def features(self, *asked: str) -> list[str]:
         """``asked`` of ``combinations``, and what the module brings along."""
-        return [*asked] if self.tie is None else [*asked, TIED]
+        own = {TIED: self.tie is not None, REPEATED: self.repeated}
+        return [*asked, *(feature for feature, has in own.items() if has)]
 
 
 class Opened(NamedTuple):
@@ -144,7 +151,7 @@ class DropIn(nn.Module):
         dim, plan = self._batch_dim(x, features), opened.plan
         if torch.compiler.is_compiling():
             # A name in the graph would make layers that are alike compile one graph each.
-            plan = Plan(0, False, None, 0, *plan[4:7], None)
+            plan = Plan(0, False, None, 0, *plan[4:7], None, plan.calls)
         if dim == 0 and starts is None and not transposed:
             return plan
         return Plan(dim, transposed, starts, *plan[3:])
@@ -191,6 +198,14 @@ class DropIn(nn.Module):
                 )
             raise self._shape_error(x, f"it has no batch dimension.{hint}")
         dim = layout.batch_dim if len(leading) > layout.batch_dim else 0
+        if (
+            B
+            and layout.batch_dim
+            and layout.flattened
+            and len(leading) == 1
+            and leading[0] % B == 0
+        ):
+            return 1
         rows = leading[dim]
         if rows == B or (layout.fold and dim == 0 and B and rows % B == 0):
             return dim
@@ -212,8 +227,9 @@ class DropIn(nn.Module):
         opened = self._measured
         return SampleShapeError(
             f"{opened.name} ({type(self).__name__}): expected {opened.samples} "
-            f"samples in an input of shape {list(x.shape)}, but {found} Check num_samples, or "
-            f"leave the module out: convert(model, exclude=[{opened.name!r}])."
+            f"samples in an input of shape {list(x.shape)}, but {found} Check num_samples. "
+            "convert(model, example=batch) looks for the samples by itself, or leave the module "
+            f"out: convert(model, exclude=[{opened.name!r}])."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -249,6 +265,12 @@ def combine(cls: type, drop_in: type, over: bool) -> type:
         }
         _combined[key] = type(cls.__name__, bases, body)
     return _combined[key]
+
+
+def is_around(cls: type) -> bool:
+    """Whether the forward of the user's class runs first, and reaches the drop-in's from there."""
+    recipe: tuple[type, type, bool] | None = cls.__dict__.get("_recipe")
+    return recipe is not None and not recipe[2]
 
 
 def user_class(cls: type) -> type:

@@ -9,7 +9,7 @@ hooks do not run again; those on submodules run once more for each sample.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,20 @@ from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import accumulate_dtype
 
 _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
+
+
+def is_plain(value: object) -> bool:
+    """Whether a replay can repeat a call with this argument: nothing that the call may change."""
+    return isinstance(value, _PLAIN)
+
+
+def replay_dim(shape: Sequence[int], B: int, batch_dim: int) -> int | None:
+    """The dimension in which a replay looks for the samples of an argument or output; None if it
+    takes that for something they share.
+    """
+    if len(shape) > 2 and shape[batch_dim] == B:
+        return batch_dim
+    return 0 if shape and shape[0] == B else None
 
 
 class Replayed(DropIn):
@@ -49,14 +63,14 @@ class Replayed(DropIn):
         )
         leaves, spec = pytree.tree_flatten(output)
         inputs = pytree.tree_leaves((args, kwargs))
-        if odd := [type(a).__name__ for a in inputs if not isinstance(a, _PLAIN)]:
+        if odd := [type(a).__name__ for a in inputs if not is_plain(a)]:
             raise self._replay_error(
                 f"a second call may change its argument of type {odd[0]}"
                 + (" (say use_cache=False to the model)" if odd[0].endswith("Cache") else "")
             )
         B = opened.samples
         seen = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad]
-        if odd := [type(t).__name__ for t in leaves if not isinstance(t, _PLAIN)]:
+        if odd := [type(t).__name__ for t in leaves if not is_plain(t)]:
             raise self._replay_error(
                 f"its output of type {odd[0]} is not made of tensors, tuples, lists and dicts"
             )
@@ -87,9 +101,7 @@ class Replayed(DropIn):
         batch_dim = self.gnsfast.layout.batch_dim
         if isinstance(self, nn.MultiheadAttention):
             batch_dim = 0 if self.batch_first else 1
-        if t.ndim > 2 and t.shape[batch_dim] == B:
-            return batch_dim
-        return 0 if t.ndim and t.shape[0] == B else None
+        return replay_dim(t.shape, B, batch_dim)
 
     def _replay_error(self, reason: str) -> ObservationError:
         return ObservationError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gnsfast.combinations import PIPELINE, REPEATED, refuse
 from gnsfast.errors import ObservationError
 
 
@@ -33,6 +34,11 @@ class PipelinePasses:
                 "the schedule's stages are on several processes: say GradientNoiseScale(model, "
                 "stages=group), with the process group of the pipeline"
             )
+        for stage in self._stages:
+            for path, module in stage.submod.named_modules():
+                facts: Any = getattr(module, "gnsfast", None)
+                if facts is not None and facts.repeated:
+                    refuse(facts.route, [REPEATED, PIPELINE], path)
         self.num_samples = num_samples // self.passes
         # After the last pass the schedule may divide gradients by the number of passes.
         self.factor = 1 / self.passes if schedule.scale_grads else 1.0

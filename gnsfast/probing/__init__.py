@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes of a model: opening, reading and checking them."""
 
+from gnsfast.kept import kept, kept_buffers
 from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
-from gnsfast.probing.restore import kept, kept_buffers
 from gnsfast.probing.sample_norms import SampleNorms, per_sample_sqnorms
 from gnsfast.probing.slab import ProbeSlab, Sides, Unit
 from gnsfast.probing.slabs import Slabs

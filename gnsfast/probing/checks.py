@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion import fused_loss_of, project_of
 from gnsfast.layers import DropIn
 
@@ -45,16 +46,31 @@ def explain_calls(path: str, module: DropIn, calls: float) -> str:
             f"{where}: replaying it sample by sample gave other outputs than its forward pass "
             f"(dropout, state, an argument whose samples were not found). {leave_out(path)}"
         )
+    many = f"{where}: backward went through it {int(calls)} times in one block"
+    once = "One block takes one forward and one backward pass."
+    if module.gnsfast.repeated:
+        return (
+            f"{many}, though the calls of a backward pass count as one. {once} Checkpointing with "
+            "use_reentrant=True runs a backward pass for each part: say use_reentrant=False. "
+            f"{leave_out(path)}"
+        )
+    if reason(module.gnsfast.route, module.gnsfast.features(REPEATED)):
+        remedy = "replay a module around it or leave it out"
+    else:
+        remedy = (
+            f"say convert(model, repeated=[{path!r}]), which joins its calls; "
+            "convert(model, example=batch) finds all such modules"
+        )
     return (
-        f"{where}: backward went through it {int(calls)} times in one block, and norms of several "
-        "calls do not add. One block takes one forward and one backward pass. If the model calls "
-        f"this module more than once, replay a module around it or leave it out. {leave_out(path)}"
+        f"{many}, and norms of several calls do not add. {once} If the model calls this module "
+        f"more than once in a pass, {remedy}. {leave_out(path)}"
     )
 
 
 def leave_out(path: str) -> str:
-    """The last remedy for a module; empty for the root of a model."""
-    return f"Leave it out: convert(model, exclude=[{path!r}])." if path else ""
+    """The last remedies for a module."""
+    or_exclude = f", or leave it out: convert(model, exclude=[{path!r}])" if path else ""
+    return f"convert(model, example=batch) looks for its route{or_exclude}."
 
 
 def explain_unseen(name: str, path: str, model: nn.Module) -> str:

@@ -53,13 +53,16 @@ class GradientWatch:
             self.stop()
             raise
 
-    def _arriving(self, name: str, grad: Tensor) -> None:
+    def _arriving(self, name: str, grad: Tensor | None) -> None:
+        if grad is None:  # of an output that the loss does not use
+            return
         grad = grad.coalesce().values() if grad.is_sparse else grad
         norm = norm_on_gpu if grad.is_cuda else norm_on_cpu
         self.norms[name].append(norm(grad.detach()))
 
     def _arrived(self, name: str, p: Tensor) -> None:
-        self.arrived[name] += 1
+        if p.grad is not None:
+            self.arrived[name] += 1
 
     def stop(self) -> None:
         """Remove the hooks."""

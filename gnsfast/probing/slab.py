@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gnsfast.combinations import CUDA, DOCUMENTS, reason, refuse
 from gnsfast.errors import ObservationError
-from gnsfast.functional import Documents, Plan
+from gnsfast.functional import Calls, Documents, Plan
 from gnsfast.layers import (
     BATCH_NORM,
     DropIn,
@@ -95,6 +95,7 @@ class ProbeSlab:
         self.labels = [label for of_device in labels.values() for label in of_device]
         self._owners = owners
         self._ties = {m.gnsfast.tie for m in self.modules.values()} - {None}
+        self._repeated = [path for path, m in self.modules.items() if m.gnsfast.repeated]
         self._probes: dict[tuple[str, int], Tensor] = {}
         self._measures: dict[str, int] = {}  # of each module, in the last pass
         self._opened: dict[str, Opened] = {}  # without documents, groups, metric
@@ -275,6 +276,9 @@ class ProbeSlab:
         self._watch_end(at_end)
         for path, opened in openings.items():
             self.modules[path].open_probe(opened)
+        for path in self._repeated:
+            plan = openings[path].plan._replace(calls=Calls())
+            self.modules[path].open_probe(openings[path]._replace(plan=plan))
 
     def _openings(
         self,

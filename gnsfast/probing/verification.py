@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from gnsfast import reference
 from gnsfast.conversion import coverage
+from gnsfast.kept import kept
 from gnsfast.layers import DropIn
-from gnsfast.probing.restore import kept
 from gnsfast.probing.sample_norms import per_sample_sqnorms
 
 

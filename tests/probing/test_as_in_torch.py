@@ -84,6 +84,12 @@ def test_scalar_parameter_and_pass_through_output() -> None:
     check(model, torch.randn(B, D), lambda m, x: sum(t.square().sum() for t in m(x)))
 
 
+def test_output_that_the_loss_does_not_use() -> None:
+    """Autograd calls the hooks of its parameter with None, where a module has several outputs."""
+    model = nn.Sequential(nn.Linear(D, D), Scaled())
+    check(model, torch.randn(B, D), lambda m, x: m(x)[1].square().sum())
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm(D), nn.RMSNorm(D)])
 def test_sequence_first_norm_of_heads(norm: nn.Module) -> None:
     """[T, B, heads, D]: the input gradient comes back in its own order."""

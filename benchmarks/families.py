@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks families``: of which of transformers' architectures ``gnsfast.convert``
+gives every sample's norm. Each model is built, converted and judged in a process of its own: one
+that hangs, or that ends it, is a row.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import resource
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import record
+
+SECONDS = 120
+"""After which a model's process ends; most take a third of one."""
+IMPORTED = ("torch._dynamo", "transformers.models.llama.modeling_llama")
+"""What most models import, before the processes fork: it takes ten times as long as a verdict."""
+MEMORY = 16 << 30
+"""Bytes of address space of such a process; those that torch reserves count."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", default=[], help="model types, or classes")
+    parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
+
+
+def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    from benchmarks.family_judge import WAYS  # needs transformers
+    from benchmarks.family_models import families
+
+    some = set(options.only)
+    rows = []
+    for family in families():
+        if not some or some & {family.model_type, family.name}:
+            start = time.perf_counter()
+            rows.append(alone(family))
+            seconds = time.perf_counter() - start
+            print(f"{seconds:5.1f} s", *map(record.shown, rows[-1].values()), sep=" | ", flush=True)
+    tables = {**summary(rows, list(WAYS)), "Architectures": rows}
+    for title, table in tables.items():
+        print(f"\n{title}\n\n" + "\n".join(record.markdown(table)))
+    if options.record:
+        words = ["--only", *options.only] if some else []
+        command = " ".join(["python -m benchmarks families", *words])
+        name = "cpu-families-some" if some else "cpu-families"
+        print(f"\nwritten: {record.write(name, command, tables, options.record)}")
+
+
+def alone(family: Any) -> dict[str, Any]:
+    """The row of an architecture from a process of its own. It is forked from this one, in which
+    torch and transformers are imported but no backward pass has run.
+    """
+    from benchmarks.family_judge import WAYS, Verdict, row
+
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_judge, args=(family, sender))
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(SECONDS):
+            found: dict[str, Any] = receiver.recv()
+            return found
+        ended = Verdict("no answer", f"within {SECONDS} s")
+    except EOFError:
+        process.join()
+        ended = Verdict("no answer", f"its process ended with {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+    return row(family, None, dict.fromkeys(WAYS, ended))
+
+
+def _judge(family: Any, sender: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    from benchmarks.family_judge import row_of
+
+    sender.send(row_of(family))
+
+
+def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
+    """How many architectures got each verdict, and for each cause which."""
+    from benchmarks.family_judge import causes
+
+    words = Counter((row[way], way) for row in rows for way in ways)
+    verdicts = [
+        {"verdict": word, **{way: words[word, way] for way in ways}}
+        for word in dict.fromkeys(word for word, _ in words)
+    ]
+    tables = {f"Verdicts on {len(rows)} architectures": verdicts}
+    for way in ways:
+        who: dict[tuple[str, str], list[str]] = {}
+        for row in rows:
+            for each in sorted(causes(row[f"{way}: why"])):
+                who.setdefault((row[way], each), []).append(row["model type"])
+        tables[f"Causes, {way}"] = [
+            {"architectures": len(types), "verdict": word, "cause": each, "which": ", ".join(types)}
+            for (word, each), types in sorted(who.items(), key=lambda item: -len(item[1]))
+        ]
+    return tables

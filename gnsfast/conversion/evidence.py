@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes of a model over parts of an example, and what they say about each module's samples."""
+
+import random
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gnsfast.conversion.examples import example_of
+from gnsfast.conversion.looks import NO_REPLAYS, Call, Look, Prints
+from gnsfast.conversion.prints import Lost, Rows, Samples, rows_of
+from gnsfast.kept import kept
+from gnsfast.layers import BATCH_NORM, batch_statistics_error
+
+
+class SamplesMeet(ValueError):
+    """What the model computes of a sample depends on the others."""
+
+
+class Evidence:
+    """Three passes: over all samples, over all in another order, and over one or two.
+
+    The model runs as it trains, but without dropout; batch norms of a model in evaluation mode stay
+    in it. If other randomness hides where the samples are, all of it runs in evaluation mode.
+
+    Args:
+        owners: id of a parameter -> the modules that may use it.
+        bases: module -> torch's class, for those whose class has a forward around that of torch.
+            Their own calls are those of torch's forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        batch_dim: int,
+        owners: Mapping[int, Collection[str]],
+        bases: Mapping[str, type[nn.Module]],
+    ) -> None:
+        self.model, self._owners, self._bases = model, owners, bases
+        self._named = dict(model.named_modules())
+        self._example = example_of(model, example, batch_dim)
+        self._training = True
+        self._random: set[str] = set()
+        self._see()
+        if any(isinstance(r, Lost) for r in self._all_rows()) and self._is_random():
+            self._training = False
+            self._see()
+
+    @property
+    def num_samples(self) -> int:
+        """The samples of the first pass."""
+        return len(self._samples.whole)
+
+    def counts(self, path: str) -> list[int]:
+        """How often each pass called a module."""
+        return [len(look.calls.get(path, ())) for look in self._looks]
+
+    def calls(self, path: str) -> list[Call]:
+        """The calls of a module in the first pass."""
+        return self._looks[0].calls.get(path, [])
+
+    def own_counts(self, path: str) -> list[int]:
+        """How often each pass called a layer, past what its class does around it."""
+        return [len(look.own(path)) for look in self._looks]
+
+    def own_inputs(self, path: str) -> list[tuple[Prints, list[Rows | Lost | None]]]:
+        """What each of these calls got, and where the samples lie in it."""
+        sides = zip(*([call.inputs for call in look.own(path)] for look in self._looks))
+        return [(prints[0], self._rows(list(prints))) for prints in sides]
+
+    def users(self, parameter: nn.Parameter) -> set[str]:
+        """The innermost modules that used a parameter of others."""
+        return self._looks[0].elsewhere.get(id(parameter), set())
+
+    def inputs(self, path: str, call: int = 0) -> list[Rows | Lost | None]:
+        """Where the samples lie in each argument of a module; None stands for what is no tensor."""
+        return self._rows([look.calls[path][call].inputs for look in self._looks])
+
+    def outputs(self, path: str, call: int = 0) -> list[Rows | Lost | None]:
+        """The same of its outputs."""
+        return self._rows([look.calls[path][call].outputs for look in self._looks])
+
+    def draws(self, path: str) -> bool:
+        """Whether a module draws random numbers, as dropout does, which no replay repeats."""
+        return path in self._random
+
+    def cost(self, path: str) -> float:
+        """What replaying a module for each sample adds to a forward pass, as a fraction of it."""
+        _, turned, part = self._looks
+        replays = len(self._samples.whole) / len(self._samples.part)
+        return replays * part.seconds[path] / turned.seconds[""]
+
+    def takes_tables(self, modules: Collection[str]) -> bool:
+        """Whether the model gives the same outputs if these modules work once for each sample on
+        what all samples share: an index [T], or what gives a table [1, ...].
+        """
+        try:
+            look = self._look(self._samples.whole, modules)
+        except Exception:  # any error says that the model wants the table [T, D]
+            return False
+        pairs = zip(self._looks[0].calls[""][0].outputs, look.calls[""][0].outputs)
+        return all(
+            a is b or (a and b and a.shape == b.shape and a.like(b.values)) for a, b in pairs
+        )
+
+    def failed_replays(self, dims: Mapping[str, int]) -> dict[str, str]:
+        """Those of the modules that cannot be replayed on one sample alone, and why. ``dims`` are
+        the dimensions that hold their samples.
+        """
+        return self._look(self._samples.whole, replays=dims).failed if dims else {}
+
+    def refuse_mixing(self) -> None:
+        """Raise for the first module that gets samples apart and gives them mixed."""
+        for path in self._looks[0].calls:
+            for call in range(min(self.counts(path))):
+                if _mixed(self.inputs(path, call)) or not _mixed(self.outputs(path, call)):
+                    continue
+                module = self._named[path]
+                if isinstance(module, BATCH_NORM):
+                    raise SamplesMeet(str(batch_statistics_error(path, module)))
+                raise SamplesMeet(
+                    f"{path or 'the model'} ({type(module).__name__}) ties the samples of a batch "
+                    "together: what it gives of one sample depends on the others, so no sample has "
+                    "a gradient of its own, in no layer that the gradient passes. Leave it out of "
+                    "the pass to measure. If the samples lie along dimension 1, say "
+                    "convert(model, example=..., batch_dim=1)"
+                )
+
+    def _see(self) -> None:
+        B = self._example.num_samples
+        whole, turned = [*range(B)], [*range(B)][::-1]
+        looks = [self._look(whole), self._look(turned)]
+        try:
+            part = [1]
+            looks.append(self._look(part))
+        except Exception:  # some models do not take one sample: batch norm, a bare squeeze()
+            part = [1, 2]
+            if B == 2:
+                raise
+            looks.append(self._look(part))
+        self._looks, self._samples = looks, Samples(whole, turned, part)
+        self._random |= looks[0].random
+
+    def _look(
+        self,
+        samples: list[int],
+        expanded: Collection[str] = (),
+        replays: Mapping[str, int] = NO_REPLAYS,
+        seed: int = 0,
+    ) -> Look:
+        with kept(self.model), _same_attributes(self.model), _same_chance(self.model, seed):
+            if not self._training:
+                self.model.eval()
+            elif not self.model.training:  # as models are loaded; batch norms may be meant to be
+                frozen = [m for m in self.model.modules() if isinstance(m, BATCH_NORM)]
+                self.model.train()
+                for module in frozen:
+                    module.training = False
+            size = len(samples)
+            look = Look(self.model, self._owners, self._bases, size, expanded, replays)
+            return look.run(*self._example.of(samples))
+
+    def _is_random(self) -> bool:
+        """Whether another seed gives other numbers, although dropout is off."""
+        other = self._look(self._samples.whole, seed=1)
+        first = self._looks[0]
+        return first.calls.keys() != other.calls.keys() or any(
+            a is not None and b is not None and (a.shape != b.shape or not a.like(b.values))
+            for path in first.calls
+            for mine, theirs in zip(first.calls[path], other.calls[path])
+            for a, b in zip(mine.inputs + mine.outputs, theirs.inputs + theirs.outputs)
+        )
+
+    def _all_rows(self) -> Iterator[Rows | Lost | None]:
+        for path in self._looks[0].calls:
+            for call in range(min(self.counts(path))):
+                yield from self.inputs(path, call)
+
+    def _rows(self, sides: list[Prints]) -> list[Rows | Lost | None]:
+        if len({len(side) for side in sides}) > 1:
+            return [Lost("the number of its tensors depends on the batch")]
+        found: list[Rows | Lost | None] = []
+        for prints in zip(*sides):
+            none = all(p is None for p in prints)
+            found.append(None if none else rows_of(prints, self._samples))
+        return found
+
+
+def _mixed(found: list[Rows | Lost | None]) -> bool:
+    return any(isinstance(rows, Lost) and rows.mixed for rows in found)
+
+
+@contextmanager
+def _same_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore what modules hold in attributes: states, caches."""
+    held = [(m, dict(vars(m))) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in held:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextmanager
+def _same_chance(model: nn.Module, seed: int) -> Iterator[None]:
+    """Seed every generator, and restore its state at the end."""
+    numpy: Any = sys.modules.get("numpy")
+    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
+    state = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            if numpy:
+                numpy.random.seed(seed)
+            yield
+    finally:
+        random.setstate(state[0])
+        if numpy:
+            numpy.random.set_state(state[1])

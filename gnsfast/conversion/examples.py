@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example that ``convert`` is given: what the model is called with, and parts of it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+MOST = 5
+"""Samples of the example that are looked at. More show nothing new, and cost time."""
+
+
+class Example(NamedTuple):
+    """A call of the model; ``num_samples`` lie along ``batch_dim`` of its tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch_dim: int
+    num_samples: int
+
+    def of(self, samples: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for some of the samples, in that order. Tensors of another size are
+        arguments that the samples share.
+        """
+
+        def pick(t: Tensor) -> Tensor:
+            dim = _sample_dim(t, self.batch_dim, self.num_samples)
+            return t if dim is None else t.index_select(dim, torch.tensor(samples, device=t.device))
+
+        args, kwargs = pytree.tree_map_only(Tensor, pick, (self.args, self.kwargs))
+        return args, kwargs
+
+
+def example_of(model: nn.Module, example: Any, batch_dim: int) -> Example:
+    """What ``example`` calls the model with.
+
+    Raises:
+        TypeError: it is neither a tensor, a tuple, a mapping nor a function.
+        ValueError: it has no tensor, fewer than two samples, or samples that are all equal.
+    """
+    args, kwargs = _call_of(model, example)
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
+    if not tensors:
+        raise ValueError("example: the model is called without a tensor that could hold samples")
+    B = tensors[0].shape[batch_dim if tensors[0].ndim > 1 else 0]
+    if B < 2:
+        raise ValueError(
+            f"example: its first tensor, of shape {list(tensors[0].shape)}, has {B} samples along "
+            f"dimension {batch_dim}. One cannot show what belongs to which sample: give two or more"
+        )
+    found = Example(args, kwargs, batch_dim, B)
+    few = [i * B // min(B, MOST) for i in range(min(B, MOST))]
+    first, *others = (pytree.tree_leaves(found.of([b])) for b in few)
+    if all(all(map(_alike, first, other)) for other in others):
+        raise ValueError("example: its samples are alike, so nothing tells them apart")
+    args, kwargs = found.of(few)
+    return Example(args, kwargs, batch_dim, len(few))
+
+
+def _sample_dim(t: Tensor, batch_dim: int, B: int) -> int | None:
+    """The dimension of an argument that holds the samples: a sequence-first model's masks are
+    batch-first.
+    """
+    dims = (batch_dim, 0) if t.ndim > 1 else (0,)
+    return next((d for d in dims if t.ndim and t.shape[d] == B), None)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return not isinstance(a, Tensor) or torch.equal(a, b)
+
+
+def _call_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    if callable(example) and not isinstance(example, nn.Module):
+        return _caught(model, example)
+    raise TypeError(
+        "example is what the model is called with: a tensor, a tuple of arguments, a dict of "
+        f"keyword arguments, or a function that calls the model; not a {type(example).__name__}"
+    )
+
+
+class _Called(BaseException):
+    """Ends a user's function as soon as it has called the model. No ``except Exception`` of the
+    user's holds it up.
+    """
+
+
+def _caught(model: nn.Module, run: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with which ``run`` calls the model."""
+    call: list[Any] = []
+
+    def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call.extend((args, kwargs))
+        raise _Called
+
+    hook = model.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
+    try:
+        run()
+    except _Called:
+        return call[0], call[1]
+    finally:
+        hook.remove()
+    raise ValueError("example: the function returned without a call of the model")

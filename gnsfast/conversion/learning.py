@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The route and the layout of each module, as an example shows them."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from gnsfast.combinations import REPEATED, reason
+from gnsfast.conversion.evidence import Evidence, SamplesMeet
+from gnsfast.conversion.looks import Prints
+from gnsfast.conversion.prints import SHARED, Lost, Rows
+from gnsfast.conversion.routes import KERNELS, replayed
+from gnsfast.layers import (
+    DropIn,
+    Embedding,
+    OutProjection,
+    Replayed,
+    SampleLayout,
+    is_around,
+    replay_dim,
+)
+
+
+class Learned(NamedTuple):
+    """By module: its layout, the reason why it has no norms, a note. ``replay`` are modules to
+    replay with all their submodules, ``repeated`` those whose calls are joined.
+    """
+
+    layouts: dict[str, SampleLayout] = {}
+    reasons: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    replay: frozenset[str] = frozenset()
+    repeated: frozenset[str] = frozenset()
+
+
+def learn(
+    model: nn.Module,
+    example: Any,
+    batch_dim: int | None,
+    routes: Mapping[str, type[DropIn]],
+    claims_of: Mapping[str, tuple[str, ...]],
+    asked: Collection[str] = (),
+) -> Learned:
+    """Run ``model`` without gradients on samples of ``example``, and learn from what it gives.
+
+    Args:
+        routes, claims_of: the class that each module would become without an example, and the
+            parameters that it answers for.
+        asked: the modules that the user wants to have replayed.
+
+    Raises:
+        TypeError, ValueError: the example is no call of the model with two samples or more, or the
+            samples depend on each other.
+    """
+    if meta := [n for n, p in model.named_parameters() if p.is_meta]:
+        raise ValueError(f"example: {meta[0]} is on the meta device: load the weights first")
+    try:
+        return _Learner(model, example, batch_dim or 0, routes, claims_of, asked).learned()
+    except SamplesMeet as first:
+        if batch_dim is not None or not any(map(_is_sequence_first, model.modules())):
+            raise
+        try:
+            return _Learner(model, example, 1, routes, claims_of, asked).learned()
+        except Exception:  # dimension 1 holds no samples either, so the first error says more
+            raise first from None
+
+
+def _is_sequence_first(module: nn.Module) -> bool:
+    return not getattr(module, "batch_first", True)
+
+
+class _Learner:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        batch_dim: int,
+        routes: Mapping[str, type[DropIn]],
+        claims_of: Mapping[str, tuple[str, ...]],
+        asked: Collection[str],
+    ) -> None:
+        self.asked = asked
+        self.named, self.routes, self.batch_dim = dict(model.named_modules()), routes, batch_dim
+        self.parameters = {
+            path: [dict(self.named[path].named_parameters())[n] for n in claims]
+            for path, claims in claims_of.items()
+            if claims
+        }
+        self.evidence = Evidence(model, example, batch_dim, self._owners(), self._bases())
+        self.layouts: dict[str, SampleLayout] = {}
+        self.notes: dict[str, str] = {}
+        self.repeated: set[str] = set()
+        self.tables: set[str] = set()  # what all samples share, and is made for each of them
+        self.lost: dict[str, tuple[str, str]] = {}  # module -> reason, innermost place of a replay
+
+    def _owners(self) -> dict[int, set[str]]:
+        owners: dict[int, set[str]] = {}
+        for path, parameters in self.parameters.items():
+            for p in parameters:
+                owners.setdefault(id(p), set()).add(path)
+                if issubclass(self.routes.get(path, DropIn), OutProjection):
+                    owners[id(p)].add(_parent(path))
+        return owners
+
+    def _bases(self) -> dict[str, type[nn.Module]]:
+        """Torch's class of each module whose own class has a forward around it."""
+        around = {path: cls for path, cls in self.routes.items() if is_around(cls)}
+        return {
+            path: next(base for base in KERNELS if issubclass(cls, base))
+            for path, cls in around.items()
+        }
+
+    def learned(self) -> Learned:
+        self.evidence.refuse_mixing()
+        for path, cls in self.routes.items():
+            self._learn(path, cls)
+        if self.tables and not self.evidence.takes_tables(self.tables):
+            for path in self.tables:
+                self.layouts.pop(path, None)
+                why = "all samples share its table, and the model takes no table for each sample"
+                self.lost[path] = why, self._around(path)
+            self.tables.clear()
+        return self._replays()
+
+    def _learn(self, path: str, cls: type[DropIn]) -> None:
+        """Find a module's layout, or why it has none."""
+        users = set().union(*(self.evidence.users(p) for p in self.parameters[path]))
+        counts = self.evidence.own_counts(path)
+        if users:
+            where = " and ".join(sorted(repr(user) if user else "the model" for user in users))
+            users |= {call.caller for call in self.evidence.calls(path)}
+            self.lost[path] = (
+                f"its weight is also used as a tensor in {where}",
+                _common(users, path),
+            )
+        elif not any(counts) and issubclass(cls, OutProjection):
+            self.layouts[path] = SampleLayout(self.batch_dim)
+        elif not any(counts) and self._is_passed_over(path):
+            self.lost[path] = "the example calls others of its list, but not it", _parent(path)
+        elif not any(counts):
+            self.layouts[path] = SampleLayout(self.batch_dim)
+            self.notes[path] = "the example does not call it"
+        elif len({*counts}) > 1:
+            self.lost[path] = (
+                "how often the model calls it depends on the batch",
+                self._around(path),
+            )
+        elif counts[0] > 1 and not self._may_repeat(path, cls):
+            if reason(cls.gnsfast.route, [REPEATED]):
+                self.lost[path] = f"the model calls it {counts[0]} times", self._around(path)
+            else:
+                self._lay_out(path, cls, joined=True)
+        elif issubclass(cls, Replayed):
+            if self._gives_table(path):
+                self.tables.add(path)
+            if why := self._not_replayable(path):
+                self.lost[path] = why, self._around(path)
+            else:
+                self.layouts[path] = SampleLayout(self.batch_dim)
+                self.lost[path] = "its parameters have no kernel", path
+        else:
+            self._lay_out(path, cls, joined=False)
+
+    def _is_passed_over(self, path: str) -> bool:
+        """Whether a module is in a list of which others are called: an expert without a token."""
+        while path:
+            above = _parent(path)
+            if isinstance(self.named[above], (nn.ModuleList, nn.ModuleDict)):
+                names = (f"{above}.{name}" for name in self.named[above]._modules)
+                if any(any(self.evidence.counts(name)) for name in names):
+                    return True
+            path = above
+        return False
+
+    def _around(self, path: str) -> str:
+        """The innermost module around a module and all that call it."""
+        return _common({call.caller for call in self.evidence.calls(path)}, path)
+
+    def _may_repeat(self, path: str, cls: type[DropIn]) -> bool:
+        """Whether links between its uses make several calls exact: an embedding whose weight others
+        share.
+        """
+        shared = {id(p) for p in self.parameters[path]}
+        others = (ps for other, ps in self.parameters.items() if other != path)
+        return issubclass(cls, Embedding) and any(id(p) in shared for ps in others for p in ps)
+
+    def _lay_out(self, path: str, cls: type[DropIn], joined: bool) -> None:
+        """Find the layout that fits all calls of a module."""
+        laid = [_laid(cls, *call) for call in self.evidence.own_inputs(path)]
+        lost = [each for each in laid if isinstance(each, Lost)]
+        found = [each for each in laid if not isinstance(each, Lost)]
+        if len({layout for layout, _ in found}) > 1:
+            lost.append(Lost("its calls hold their samples in different places"))
+        if lost:
+            self.lost[path] = lost[0].reason, self._around(path)
+            return
+        self.layouts[path], note = found[0]
+        if note == SHARES:
+            self.tables.add(path)
+        if joined:
+            self.repeated.add(path)
+            note = f"{len(laid)} calls are joined" + (f"; {note}" if note else "")
+        self.notes[path] = note
+
+    def _gives_table(self, path: str) -> bool:
+        """Whether a module gives a table [1, ...] that all samples share."""
+        if {*self.evidence.counts(path)} != {1}:
+            return False
+        outputs = zip(self.evidence.calls(path)[0].outputs, self.evidence.outputs(path))
+        return any(
+            rows == SHARED and print_ is not None and len(print_.shape) > 2 and print_.shape[0] == 1
+            for print_, rows in outputs
+        )
+
+    def _not_replayable(self, path: str) -> str:
+        """Why a replay cannot find the samples of a module; empty if it can."""
+        module, calls = self.named[path], self.evidence.calls(path)
+        if {*self.evidence.counts(path)} != {1}:
+            return "it is not called exactly once"
+        call = calls[0]
+        if not call.plain:
+            return "it takes or gives objects that a second call may change"
+        if not issubclass(self.routes.get(path, DropIn), Replayed):
+            if why := replayed(module).reason:
+                return why
+        if self.evidence.draws(path):
+            return "dropout inside: a replay would draw other masks"
+        for side, found in (
+            (call.inputs, self.evidence.inputs(path)),
+            (call.outputs, self.evidence.outputs(path)),
+        ):
+            for print_, rows in zip(side, found):
+                if print_ is None:
+                    continue
+                seen = replay_dim(print_.shape, self.evidence.num_samples, self._dim(path))
+                if rows == SHARED and seen is None and (side is call.inputs or path in self.tables):
+                    continue
+                if rows != Rows(seen if seen is not None else -1):
+                    why = rows.reason if isinstance(rows, Lost) else "its rows are folded"
+                    return (
+                        f"in a tensor of shape {list(print_.shape)} that it takes or gives: {why}"
+                    )
+        return ""
+
+    def _replays(self) -> Learned:
+        """Choose replays where they are worth their cost."""
+        around: dict[str, list[str]] = {}
+        reasons: dict[str, str] = {}
+        for path, (why, start) in self.lost.items():
+            place = self._place(start)
+            if place is None:
+                reasons[path] = why
+            else:
+                around.setdefault(place, []).append(path)
+        worth = {place for place, paths in around.items() if self._is_worth(place, paths)}
+        failed = self.evidence.failed_replays({place: self._dim(place) for place in worth})
+        for place, paths in around.items():
+            cost = f"adds about {self.evidence.cost(place):.0%} of a forward and backward pass"
+            if place in worth and place not in failed:
+                self.notes[place] = f"replayed sample by sample, which {cost}"
+                continue
+            for path in paths:
+                self.layouts.pop(path, None)
+                reasons[path] = (
+                    f"{self.lost[path][0]}; a replay does not work: {failed[place]}"
+                    if place in failed
+                    else f"{self.lost[path][0]}. convert(model, example=..., replay=[{place!r}]) "
+                    f"covers it, and {cost}"
+                )
+        whole = frozenset(p for p in worth - failed.keys() if around[p] != [p])
+        return Learned(self.layouts, reasons, self.notes, whole, frozenset(self.repeated))
+
+    def _is_worth(self, place: str, paths: list[str]) -> bool:
+        """Whether to replay a module for the norms of ``paths``."""
+        gained = _elements([p for path in paths for p in self.parameters[path]])
+        share = gained / max(_elements(self.named[place].parameters()), 1)
+        return place in self.asked or share >= (WORTH if place else WORTH_ALL)
+
+    def _dim(self, path: str) -> int:
+        """The dimension in which a replay of this module looks for samples."""
+        module = self.named[path]
+        if isinstance(module, nn.MultiheadAttention):
+            return 0 if module.batch_first else 1
+        return self.batch_dim
+
+    def _place(self, start: str) -> str | None:
+        """The innermost module from ``start`` outwards that can be replayed; None if none can."""
+        while self._not_replayable(start):
+            if not start:
+                return None
+            start = _parent(start)
+        return start
+
+
+WORTH, WORTH_ALL = 0.05, 0.5
+"""A replay is chosen where it finds norms for so large a part of the parameters that it runs
+through; of a whole model, for half of them."""
+
+Laid = tuple[SampleLayout, str]
+SHARES = "all samples share its index"
+
+
+def _laid(cls: type[DropIn], prints: Prints, found: list[Rows | Lost | None]) -> Laid | Lost:
+    """The layout of a module, by the first tensor that a call gave it."""
+    for print_, rows in zip(prints, found):
+        if print_ is not None and rows is not None:
+            return rows if isinstance(rows, Lost) else _layout(cls, rows, print_.shape)
+    return Lost("it is called without a tensor")
+
+
+def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
+    """The layout of a module whose input has its samples at ``rows``, and a note."""
+    dim, each, interleaved = rows
+    if rows == SHARED:
+        row = len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)
+        if not (row and issubclass(cls, Embedding)):
+            return Lost("all samples share its input, so no row of it is one sample's")
+        return SampleLayout(broadcast=len(shape) == 1), SHARES
+    if interleaved:
+        flat = len(shape) == (1 if issubclass(cls, Embedding) else 2)
+        if dim or not flat or issubclass(cls, Replayed):
+            return Lost(f"in dimension {dim} the samples' rows alternate")
+        return SampleLayout(1, flattened=True), "the samples' rows alternate"
+    if dim and each > 1:
+        return Lost(f"dimension {dim} holds {each} rows of each sample")
+    note = f"{each} consecutive rows are a sample" if each > 1 else ""
+    return SampleLayout(dim, fold=each > 1), note or (
+        "" if dim == 0 else f"samples along dimension {dim}"
+    )
+
+
+def _elements(parameters: Any) -> int:
+    return sum({id(p): p.numel() for p in parameters}.values())
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _common(users: set[str], path: str) -> str:
+    """The innermost module around all of these."""
+    first, *others = (user.split(".") for user in (*users, _parent(path)))
+    depth = next(
+        (i for i, part in enumerate(first) if any(o[i : i + 1] != [part] for o in others)),
+        len(first),
+    )
+    return ".".join(first[:depth])

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass of a model without gradients, in which prints are taken of what each module got and
+gave.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gnsfast.conversion.prints import Print, print_of
+from gnsfast.layers import is_plain, replay_dim
+
+Prints = tuple[Print | None, ...]
+
+
+METHODS = ("_conv_forward", "_apply_instance_norm", "forward")
+"""Where torch's layers compute: the first of these that they have."""
+
+
+class Call(NamedTuple):
+    """The prints of a module's arguments and outputs; None stands for what is no tensor.
+
+    ``plain`` says whether a replay could repeat the call (``layers.is_plain``). ``caller`` is the
+    module that made it.
+    """
+
+    inputs: Prints
+    outputs: Prints
+    plain: bool
+    caller: str
+
+
+NO_REPLAYS: Mapping[str, int] = {}
+
+
+class Look(TorchDispatchMode):
+    """One pass, in which nothing is random.
+
+    ``calls``: of each module, in the order in which the modules ended. ``inner``: for a module
+    whose class has a forward around torch's, the calls of torch's. ``elsewhere``: id of a parameter
+    -> the innermost modules that used it while none of its ``owners`` ran. ``seconds``: of all
+    calls of a module, without what the prints took. ``random``: the modules in which dropout or
+    other random numbers would have been drawn.
+
+    Args:
+        owners: id of a parameter -> the modules that may use it.
+        bases: module -> torch's class, for those whose class has a forward around that of torch.
+        samples: the samples of this pass.
+        replays: modules that are tried on one sample alone -> the dimension that holds the samples;
+            ``failed`` says for which the outputs are others, and how.
+        expanded: modules that work once for each sample: embeddings on an index [T] that all
+            share, others on what gives a table [1, ...].
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owners: Mapping[int, Collection[str]],
+        bases: Mapping[str, type[nn.Module]],
+        samples: int,
+        expanded: Collection[str] = (),
+        replays: Mapping[str, int] = NO_REPLAYS,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[str, list[Call]] = {}
+        self.inner: dict[str, list[Call]] = {}
+        self.elsewhere: dict[int, set[str]] = {}
+        self.seconds: dict[str, float] = {}
+        self.random: set[str] = set()
+        self._model, self._owners, self._bases = model, owners, bases
+        self._samples, self._expanded, self._replays = samples, expanded, replays
+        self.failed: dict[str, str] = {}
+        self._trying = False
+        self._running: list[str] = []
+        self._printing = 0.0
+        self._paused = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Look":
+        """Run the model once, in this mode."""
+        with torch.no_grad(), self._recorded(), self:
+            self._model(*args, **kwargs)
+        return self
+
+    def own(self, name: str) -> list[Call]:
+        """The calls of a layer's own forward, or of torch's inside of it."""
+        return (self.inner if name in self._bases else self.calls).get(name, [])
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Put a recording forward on each module. A scripted module takes none."""
+        named = {
+            n: m
+            for n, m in self._model.named_modules()
+            if not isinstance(m, torch.jit.ScriptModule)
+        }
+        own = {n: m.__dict__["forward"] for n, m in named.items() if "forward" in m.__dict__}
+        classes = {n: type(named[n]) for n in self._bases if n in named}
+        try:
+            for name, cls in classes.items():
+                named[name].__class__ = self._around(name, named[name], cls)
+            for name, module in named.items():
+                module.__dict__["forward"] = self._recording(name, module.forward, self.calls)
+            yield
+        finally:
+            for name, module in named.items():
+                module.__dict__.pop("forward", None)
+                if name in own:
+                    module.__dict__["forward"] = own[name]
+            for name, cls in classes.items():
+                named[name].__class__ = cls
+
+    def _around(self, name: str, module: nn.Module, cls: type) -> type:
+        """A subclass of ``cls`` in which the forward of torch's class records its calls."""
+        base = self._bases[name]
+        method = next(name for name in METHODS if hasattr(base, name))
+        call = functools.partial(getattr(base, method), module)
+        recorded = self._recording(name, call, self.inner)
+        seen = type(base.__name__, (base,), {method: lambda _, *a, **k: recorded(*a, **k)})
+        return type(cls.__name__, (cls, seen), {"__module__": cls.__module__})
+
+    def _recording(
+        self, name: str, forward: Callable[..., Any], calls: dict[str, list[Call]]
+    ) -> Callable[..., Any]:
+        expands = name in self._expanded and (name in self._bases) == (calls is self.inner)
+
+        @functools.wraps(forward)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            if self._trying:
+                return forward(*args, **kwargs)
+            inputs = self._prints((args, kwargs))
+            if expands:
+                args, kwargs = pytree.tree_map_only(Tensor, self._expand_row, (args, kwargs))
+            self._running.append(name)
+            begin, printing = _clock(), self._printing
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self._running.pop()
+            if expands:
+                output = pytree.tree_map_only(Tensor, self._expand_table, output)
+            if calls is self.calls:
+                seconds = _clock() - begin - (self._printing - printing)
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            plain = all(map(is_plain, pytree.tree_leaves((args, kwargs, output))))
+            caller = next((n for n in reversed(self._running) if n != name), "")
+            calls.setdefault(name, []).append(Call(inputs, self._prints(output), plain, caller))
+            if name in self._replays and calls is self.calls:
+                self._try(name, forward, args, kwargs, output)
+            return output
+
+        return recorded
+
+    def _try(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Compare what a module gives for a single sample with what it gave for all."""
+
+        def one(t: Tensor) -> Tensor:
+            dim = replay_dim(t.shape, self._samples, self._replays[name])
+            return t if dim is None else t.narrow(dim, 1, 1)
+
+        args, kwargs = pytree.tree_map_only(Tensor, one, (args, kwargs))
+        self._trying = True
+        try:
+            again = forward(*args, **kwargs)
+        except Exception as error:  # a user's module, on a batch that it may not take
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            return
+        finally:
+            self._trying = False
+        wanted = self._prints(pytree.tree_map_only(Tensor, one, output))
+        for a, b in zip(wanted, self._prints(again)):
+            if a is not None and b is not None and (a.shape != b.shape or not a.like(b.values)):
+                self.failed[name] = "of a single sample it gives something else"
+
+    def _expand_row(self, t: Tensor) -> Tensor:
+        return t.expand(self._samples, t.shape[-1]) if t.ndim == 1 or len(t) == 1 else t
+
+    def _expand_table(self, t: Tensor) -> Tensor:
+        return t.expand(self._samples, *t.shape[1:]) if t.ndim > 2 and len(t) == 1 else t
+
+    def _prints(self, values: Any) -> Prints:
+        begin, self._paused = _clock(), True
+        leaves = pytree.tree_leaves(values)
+        prints = tuple(
+            print_of(t, hasattr(t, PICKED)) if isinstance(t, Tensor) else None for t in leaves
+        )
+        self._paused = False
+        self._printing += _clock() - begin
+        return prints
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            schema = func._schema.arguments
+            values = {**dict(zip((a.name for a in schema), args)), **(kwargs or {})}
+            defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+            if _draws(defaults | values):
+                self.random.update(self._running)
+            return _without_chance(func, values)
+        result = func(*args, **(kwargs or {}))
+        if not (self._paused or self._trying):
+            leaves = pytree.tree_leaves((args, kwargs))
+            for t in leaves if func is not torch.ops.aten.detach.default else ():
+                if id(t) in self._owners and not {*self._running} & {*self._owners[id(t)]}:
+                    self.elsewhere.setdefault(id(t), set()).add(self._running[-1])
+            _mark_picked(func, leaves, result)
+        return result
+
+
+PICKED = "_gnsfast_picked"
+"""The attribute of a tensor whose rows the data pick, another number in another batch: that number.
+"""
+
+
+PUTTING_BACK = ("index_put", "index_add", "index_copy", "index_fill", "masked_", "scatter")
+"""Operators whose result has the rows of their first tensor, whatever they put there."""
+
+
+def _mark_picked(func: Any, leaves: list[Any], result: Any) -> None:
+    """Mark what a mask picks, and what is computed row by row from it."""
+    tensors = [t for t in leaves if isinstance(t, Tensor)]
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    picks = torch.Tag.dynamic_output_shape in func.tags
+    if name == "index":  # the tag stands for masks; the operator takes numbers of rows too
+        picks = any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
+    sources = tensors[:1] if name.startswith(PUTTING_BACK) else tensors
+    rows = {vars(t)[PICKED] for t in sources if hasattr(t, PICKED)}
+    for t in pytree.tree_leaves(result) if picks or rows else ():
+        if isinstance(t, Tensor) and t.ndim and (picks or rows & {*t.shape}):
+            setattr(t, PICKED, t.shape[0] if picks else next(iter(rows & {*t.shape})))
+
+
+def _clock() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+LIKELY = {"rand": 0.5, "rand_like": 0.5, "uniform": 0.5}
+LIKELY |= dict.fromkeys(("randn", "randn_like", "normal"), 0.0)
+"""What is drawn in place of random numbers, which would differ from pass to pass: their means."""
+OFF = {"dropout_p": 0.0, "train": False, "training": False}
+"""The arguments that turn off what is random in an operator with other work."""
+
+
+def _draws(values: dict[str, Any]) -> bool:
+    """Whether a random operator's result depends on chance, by its arguments."""
+    if not all(values.get(name, True) for name in ("train", "training")):
+        return False
+    p = values.get("dropout_p", values.get("p"))
+    return not isinstance(p, (int, float)) or 0.0 < p < 1.0
+
+
+def _without_chance(func: Any, values: dict[str, Any]) -> Any:
+    """The operator without dropout; one that draws numbers gives the likely ones."""
+    if off := OFF.keys() & values.keys():
+        return func(**values | {name: OFF[name] for name in off})
+    drawn, kind = func(**values), func._schema.name.removeprefix("aten::")
+    if kind in ("bernoulli", "bernoulli_"):
+        p = values["self"] if kind == "bernoulli" and "p" not in values else values.get("p", 0.5)
+        return drawn.copy_(torch.as_tensor(p) >= 0.5)
+    return drawn.fill_(LIKELY[kind.rstrip("_")]) if kind.rstrip("_") in LIKELY else drawn

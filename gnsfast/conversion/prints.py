@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints of tensors, small enough to be kept of a whole pass, and where their samples lie."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Print(NamedTuple):
+    """A tensor, told by a number for each entry of its first dimensions. Numbers that differ by
+    less than ``slack`` are taken for rounding. ``picked`` says whether a mask picked its rows.
+    """
+
+    shape: tuple[int, ...]
+    values: Tensor
+    slack: Tensor
+    picked: bool
+
+    def like(self, values: Tensor) -> bool:
+        """Whether ``values``, of the same shape, differ from these by rounding alone."""
+        return bool(((self.values - values).abs() <= self.slack).all())
+
+
+def print_of(t: Tensor, picked: bool) -> Print | None:
+    """The print of ``t``; None for a tensor that has no plain numbers in memory.
+
+    It keeps two dimensions, of a floating-point matrix one. The others are summed with weights that
+    look random.
+    """
+    if t.layout != torch.strided or t.is_quantized or t.is_meta:
+        return None
+    t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    kept = min(2, max(t.ndim - 1, 1) if t.is_floating_point() else t.ndim)
+    x = t.reshape(*t.shape[:kept], t.shape[kept:].numel())
+    if not t.is_floating_point():
+        values = x.double() @ _weights(x).double()
+        return Print(tuple(t.shape), values, torch.zeros_like(values), picked)
+    x = x.float()
+    values, norm = x @ _weights(x), torch.linalg.vector_norm(x, dim=-1)
+    if (large := ~(norm < LARGE)).any():
+        rows = x[large].nan_to_num(nan=0.5).asinh()
+        values[large], norm[large] = rows @ _weights(x), torch.linalg.vector_norm(rows, dim=-1)
+    # A row that all but cancels is as exact as the others are.
+    slack = norm + 1e-2 * norm.max() if norm.numel() else norm
+    slack = slack * (1e-3 if t.dtype.itemsize >= 4 else 1e-1)
+    return Print(tuple(t.shape), values, slack, picked)
+
+
+LARGE = 1e6
+"""A row of this norm holds a mask's -1e9 or -inf, which would hide the numbers beside it."""
+
+
+def _weights(x: Tensor) -> Tensor:
+    """A weight for each entry of the last dimension of ``x``, without a random generator, whose
+    state is the user's.
+    """
+    if x.shape[-1] == 1:
+        return torch.ones(1, device=x.device)
+    k = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=torch.float64)
+    weights: Tensor = ((k * 12.9898).sin() * 43758.5453).frac().float()
+    return weights
+
+
+class Rows(NamedTuple):
+    """Where the samples of a tensor lie: along dimension ``dim``, which holds ``each`` entries of
+    every sample, one after the other; ``interleaved``: B apart. ``each`` 0: the samples share all.
+    """
+
+    dim: int = 0
+    each: int = 1
+    interleaved: bool = False
+
+
+SHARED = Rows(each=0)
+
+
+class Lost(NamedTuple):
+    """Why no ``Rows`` describe a tensor; ``mixed``: what belongs to a sample depends on others."""
+
+    reason: str
+    mixed: bool = False
+
+
+class Samples(NamedTuple):
+    """The samples of three passes: all in their order, all in another order, and a part."""
+
+    whole: list[int]
+    turned: list[int]
+    part: list[int]
+
+
+def rows_of(prints: Sequence[Print | None], samples: Samples) -> Rows | Lost:
+    """Where the samples lie in a tensor of which ``prints`` are those of the three passes."""
+    whole, turned, part = prints
+    if whole is None or turned is None or part is None:
+        return Lost("it has no numbers in memory to be compared")
+    if whole.shape == part.shape == turned.shape:
+        if whole.like(turned.values) and whole.like(part.values):
+            return SHARED
+        return Lost("its size does not depend on the number of samples, but its numbers do")
+    if whole.picked or turned.picked or part.picked:
+        return Lost(
+            "a mask picks its rows, so another batch may hold another number of each sample's: if "
+            "it never does, name the module in fold"
+        )
+    shapes = [rows for rows in _candidates(whole, part, samples) if whole.shape == turned.shape]
+    if not shapes:
+        return Lost(
+            f"its shape {list(whole.shape)} for {len(samples.whole)} samples is "
+            f"{list(part.shape)} for {len(samples.part)}: no dimension holds a fixed number of "
+            "rows for each sample (a mask picks them, or they are gathered by expert)"
+        )
+    found = [
+        rows
+        for rows in shapes
+        if turned.like(_taken(whole.values, rows, samples.turned))
+        and part.like(_taken(whole.values, rows, samples.part))
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        return Lost("its rows are so alike that their samples cannot be told")
+    if _among(part, whole, shapes[0].dim):
+        return Lost("its rows are not in the order of the samples (sorted, or picked by a mask)")
+    return Lost("what it gets of one sample depends on the others", mixed=True)
+
+
+def _candidates(whole: Print, part: Print, samples: Samples) -> Iterator[Rows]:
+    """The ``Rows`` whose shapes are right."""
+    B, n = len(samples.whole), len(samples.part)
+    for dim in range(whole.values.ndim):
+        size, of_part = whole.shape[dim], part.shape[dim] if dim < len(part.shape) else -1
+        others = whole.shape[:dim] + whole.shape[dim + 1 :]
+        if size % B or size == 0 or of_part * B != size * n:
+            continue
+        if others == part.shape[:dim] + part.shape[dim + 1 :]:
+            yield Rows(dim, size // B)
+            if size > B:
+                yield Rows(dim, size // B, interleaved=True)
+
+
+def _taken(values: Tensor, rows: Rows, samples: list[int]) -> Tensor:
+    """The rows of ``samples``, laid out as ``rows``."""
+    dim, each, interleaved = rows
+    inner, axis = ((each, -1), dim + 1) if interleaved else ((-1, each), dim)
+    index = torch.tensor(samples, device=values.device)
+    taken: Tensor = values.unflatten(dim, inner).index_select(axis, index)
+    return taken.flatten(dim, dim + 1)
+
+
+LOOKED_UP = 64
+
+
+def _among(part: Print, whole: Print, dim: int) -> bool:
+    """Whether the first rows of ``part`` are rows of ``whole``, wherever they are."""
+    few, slack, many = (
+        t.movedim(dim, 0).reshape(t.shape[dim], -1) for t in (part.values, part.slack, whole.values)
+    )
+    few, slack = few[:LOOKED_UP, None], slack[:LOOKED_UP, None]
+    return bool(((few - many).abs() <= slack).all(-1).any(1).all())

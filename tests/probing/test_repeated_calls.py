@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that a model calls several times in one pass: ``convert(model, repeated=[...])``."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from oracle import assert_norms, loop_sqnorms
+from repeated_models import Again, B, Chunked, D, Siamese, T, Universal, V, albert
+from tiny_models import B as SAMPLES
+from tiny_models import loss_of, scattered, text
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+import gnsfast
+
+ObservationError = gnsfast.ObservationError
+
+
+def check(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    repeated: list[str],
+    rtol: float = 1e-5,
+    **options: Any,
+) -> gnsfast.SampleNorms:
+    """Loss and gradients are those of plain torch, norms those of the float64 loop."""
+    samples = options.pop("samples", B)
+    plain = copy.deepcopy(model)
+    want = loss(plain, batch)
+    want.backward()
+    gnsfast.convert(model, repeated=repeated, **options)
+    with gnsfast.per_sample_sqnorms(model, samples, audit="always") as norms:
+        value = loss(model, batch)
+        value.backward()
+    torch.testing.assert_close(value, want)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            assert p.grad is not None and p.grad.dtype == p.dtype
+            close = dict(rtol=1e-4, atol=1e-5 * q.grad.abs().max().item() + 1e-7)
+            torch.testing.assert_close(p.grad, q.grad, **close)
+    loop = loop_sqnorms(plain, loss, batch, samples, batch_dim=options.get("batch_dim", 0))
+    assert_norms(norms, {n: loop[n] for n in norms}, rtol)
+    return norms
+
+
+def square(model: nn.Module, batch: Any) -> Tensor:
+    outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
+    return outputs.square().sum()
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_hidden_groups": 2}, {"inner_group_num": 2}], ids=["one", "two", "inner"]
+)
+def test_albert(options: dict[str, int]) -> None:
+    norms = check(
+        scattered(albert(**options)),
+        text(),
+        loss_of,
+        ["albert.encoder.albert_layer_groups.*"],
+        samples=SAMPLES,
+    )
+    assert len(norms) == len(dict(albert(**options).named_parameters()))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_universal_transformer(norm: type[nn.Module]) -> None:
+    ids = torch.randint(0, V, (B, T))
+    check(Universal(norm), ids, square, ["block", "steps"])
+
+
+def test_siamese_towers_of_two_lengths() -> None:
+    check(Siamese(), (floats(B, T, D), floats(B, 3, D)), square, ["tower"])
+
+
+def test_siamese_towers_of_one_token() -> None:
+    tower = nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = tower
+
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return (self.tower(left) - self.tower(right)).norm(dim=1)
+
+    check(Pair(), (floats(B, D), floats(B, D)), square, ["tower"])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tokens", [12, 13])
+def test_head_called_for_each_chunk(tokens: int, tied: bool) -> None:
+    ids = torch.randint(0, V, (B, tokens))
+    model = Chunked(tied)
+    check(model, ids, square, ["head"])
+    with gnsfast.per_sample_sqnorms(model, B):
+        square(model, ids).backward()
+    verdict = gnsfast.verify(model, square, ids, loss_reduction="sum")
+    assert verdict.ok, str(verdict)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(D, D),
+    "linear without bias": lambda: nn.Linear(D, D, bias=False),
+    "Conv1D": lambda: Conv1D(D, D),
+    "layer norm": lambda: nn.LayerNorm(D),
+    "layer norm without bias": lambda: nn.LayerNorm(D, bias=False),
+    "rms norm": lambda: nn.RMSNorm(D),
+    "llama": lambda: hf.models.llama.modeling_llama.LlamaRMSNorm(D),
+    "gemma": lambda: hf.models.gemma.modeling_gemma.GemmaRMSNorm(D),
+    "t5": lambda: hf.models.t5.modeling_t5.T5LayerNorm(D),
+}
+
+
+def frozen(layer: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        layer.get_parameter(name).requires_grad_(False)
+    return layer
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_layers(make: Callable[[], nn.Module], times: int) -> None:
+    check(scattered(Again(make(), times)), floats(B, T, D), square, ["layer"])
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(D, D), nn.LayerNorm(D)], ids=["linear", "norm"])
+@pytest.mark.parametrize("names", ["weight", "bias"])
+def test_frozen(layer: nn.Module, names: str) -> None:
+    layer = frozen(copy.deepcopy(layer), names)
+    check(scattered(Again(layer)), floats(B, T, D), square, ["layer"])
+
+
+@pytest.mark.parametrize("make", [nn.Linear, nn.RMSNorm])
+@pytest.mark.parametrize("shape", [(B, D), (B, 2, 3, D), (1, T, D), (0, T, D)], ids=str)
+def test_shapes(make: Any, shape: tuple[int, ...]) -> None:
+    layer = make(D) if make is nn.RMSNorm else make(D, D)
+    check(Again(layer), floats(*shape), square, ["layer"], samples=shape[0])
+
+
+def test_norm_over_two_dimensions() -> None:
+    check(scattered(Again(nn.LayerNorm((T, D)))), floats(B, 3, T, D), square, ["layer"])
+
+
+def test_float64() -> None:
+    check(Again(nn.Linear(D, D)).double(), floats(B, T, D).double(), square, ["layer"])
+
+
+def test_sequence_first() -> None:
+    class Sums(nn.Module):
+        """Tokens are mixed along dimension 0."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.layer(self.norm(x).cumsum(0)).sin()
+            return x
+
+    check(Sums(), floats(T, B, D), square, ["*"], batch_dim=1)
+
+
+def test_folded_rows() -> None:
+    """The layer sees [B * T, D], once, and [B * 2, D] in the last call."""
+
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(self.layer(x.flatten(0, 1))).view(x.shape)
+            return self.layer(y[:, :2].flatten(0, 1)).view(-1, 2, D)
+
+    check(Folded(), floats(B, T, D), square, ["layer"], fold=["layer"])
+
+
+class Lookups(nn.Module):
+    """A table for two texts, whose words repeat within a sample and between the texts."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words = nn.Embedding(V, D, **options)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.words(source).sin().sum(1) * self.words(target).sum(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"max_norm": 1.0}], ids=str)
+def test_embedding(options: dict[str, Any]) -> None:
+    texts = torch.randint(0, 4, (B, T)), torch.randint(2, 6, (B, 9)).int()
+    check(Lookups(**options), texts, square, ["words"])
+
+
+def test_shared_positions() -> None:
+    """A table [1, T] that all samples share, looked up for two texts."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, D)
+
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            a, b = (self.table(torch.arange(t.shape[1])[None]) for t in (source, target))
+            return (source * a).sum(1) * (target * b).sum(1)
+
+    check(Positions(), (floats(B, T, D), floats(B, 9, D)), square, ["table"])
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_one_call_with_an_index_that_is_not_clear(odd: int) -> None:
+    """Which sample has which row is not known in one of the calls: an error, whichever it is."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            indices = [torch.arange(T)[None], torch.tensor([[3, 1, 4, 1, 5, 0]])]
+            a, b = (self.table(index) for index in (indices[odd], indices[1 - odd]))
+            return (x * a).sin() * b
+
+    model = gnsfast.convert(Positions(), repeated=["table"])
+    with pytest.raises(ObservationError, match="has no batch dimension"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            square(model, floats(B, T, D)).backward()
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 2))
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        a, b = self.tower(left), self.tower(right)
+        return a.mean((2, 3)) * b.mean((2, 3))
+
+
+def test_convolutions() -> None:
+    check(Images(), (floats(B, 2, 6, 5), floats(B, 2, 6, 5)), square, ["tower"])
+
+
+def test_convolution_of_two_sizes_is_refused() -> None:
+    model = gnsfast.convert(Images(), repeated=["tower"])
+    with pytest.raises(ObservationError, match=r"tower\.2.*different sizes, \[4, 5\] and \[6, 5\]"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            square(model, (floats(B, 2, 6, 5), floats(B, 2, 4, 5))).backward()
+
+
+def test_bfloat16() -> None:
+    """No further from the loop than twice the plain loop at bfloat16."""
+    model, x = Again(nn.Linear(D, D)).bfloat16(), floats(B, 40, D).bfloat16()
+    loop = loop_sqnorms(model, square, x, B)
+    own = torch.zeros(B, dtype=torch.float64)
+    for b in range(B):
+        grads = torch.autograd.grad(square(model, x[b : b + 1]), list(model.parameters()))
+        own[b] = sum(g.double().square().sum() for g in grads)
+    gnsfast.convert(model, repeated=["layer"])
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        square(model, x).backward()
+    want = torch.stack(list(loop.values())).sum(0)
+    error = ((norms.total().double() - want).abs() / want).max()
+    assert error <= 2 * ((own - want).abs() / want).max()
+    assert model.layer.weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["backward inside", "backward outside"])
+def test_autocast(outside: bool) -> None:
+    def cast(m: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m(x).float()
+        return y.square().sum()
+
+    model, ids = Universal(), torch.randint(0, V, (B, T))
+    loop = loop_sqnorms(model, square, ids, B)
+    want = torch.stack(list(loop.values())).sum(0)
+    own = torch.zeros(B, dtype=torch.float64)
+    for b in range(B):
+        grads = torch.autograd.grad(cast(model, ids[b : b + 1]), list(model.parameters()))
+        own[b] = sum(g.double().square().sum() for g in grads)
+    gnsfast.convert(model, repeated=["block", "steps"])
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        value = cast(model, ids)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
+            value.backward()
+    error = ((norms.total().double() - want).abs() / want).max()
+    assert error <= 2 * ((own - want).abs() / want).max()
+
+
+def test_backward_under_autocast_of_a_forward_without_it() -> None:
+    model, x = scattered(Again(nn.LayerNorm(D))), floats(B, T, D)
+    loop = loop_sqnorms(model, square, x, B)
+    gnsfast.convert(model, repeated=["layer"])
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        value = square(model, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            value.backward()
+    assert_norms(norms, loop)
+
+
+def test_calls_of_two_dtypes() -> None:
+    """One call under autocast, one outside of it."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
+                y = self.layer(x).to(x.dtype)
+            return self.layer(torch.tanh(y))
+
+    model, x = Mixed(), floats(B, T, D)
+    loop = loop_sqnorms(model, square, x, B)
+    gnsfast.convert(model, repeated=["layer"])
+    with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
+        square(model, x).backward()
+    assert_norms(norms, loop, rtol=3e-2)

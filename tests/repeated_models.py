@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that call a module several times in one pass."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+
+B, T, D, V = 4, 6, 8, 11
+
+
+class Again(nn.Module):
+    """A layer that is called ``times`` times, with a nonlinearity between the calls."""
+
+    def __init__(self, layer: nn.Module, times: int = 3) -> None:
+        super().__init__()
+        self.layer, self.times = layer, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.layer(x)) + x
+        return x
+
+
+class Block(nn.Module):
+    """A transformer block of plain layers."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.before, self.after = norm(D), norm(D)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D, bias=False)
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.before(x)).chunk(3, dim=-1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        y: Tensor = x + self.down(F.gelu(self.up(self.after(x))))
+        return y
+
+
+class Universal(nn.Module):
+    """A transformer whose one block runs ``steps`` times, with an embedding of the step."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm, steps: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.steps = nn.Embedding(V, D), nn.Embedding(steps, D)
+        self.block, self.head = Block(norm), nn.Linear(D, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for step in range(self.steps.num_embeddings):
+            x = self.block(x + self.steps(torch.full_like(ids, step)))
+        y: Tensor = self.head(x)
+        return y
+
+
+class Siamese(nn.Module):
+    """One tower for two inputs, which may differ in length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(D, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 5))
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return F.cosine_similarity(self.tower(left).mean(1), self.tower(right).mean(1))
+
+
+class Chunked(nn.Module):
+    """A head that is called for each chunk of the tokens; ``tied`` to the embedding."""
+
+    def __init__(self, tied: bool, chunks: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.head, self.chunks = (
+            nn.Embedding(V, D),
+            nn.Linear(D, V, bias=False),
+            chunks,
+        )
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.sin(self.tokens(ids))
+        parts = [F.log_softmax(self.head(part), -1) for part in x.chunk(self.chunks, dim=1)]
+        return torch.cat(parts, dim=1)
+
+
+def albert(**options: Any) -> nn.Module:
+    config = hf.AlbertConfig(
+        vocab_size=23,
+        embedding_size=8,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        **{"num_hidden_layers": 4, **options},
+    )
+    return hf.AlbertForMaskedLM(config)
