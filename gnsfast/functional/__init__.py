@@ -12,7 +12,7 @@ of ``torch.nn.functional``.
 from gnsfast.functional._attention import attention
 from gnsfast.functional._autocast import autocast_dtype as autocast_dtype
 from gnsfast.functional._bilinear import bilinear
-from gnsfast.functional._channel_norm import spread
+from gnsfast.functional._channel_norm import attach_parameters, spread
 from gnsfast.functional._conv import conv
 from gnsfast.functional._cross_entropy import linear_cross_entropy
 from gnsfast.functional._embedding import embedding
@@ -31,6 +31,7 @@ from gnsfast.functional.plan import Plan
 
 __all__ = [
     "Plan",
+    "attach_parameters",
     "attention",
     "bilinear",
     "conv",

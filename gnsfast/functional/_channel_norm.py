@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
 from gnsfast.functional.plan import PLAIN, Plan
+from gnsfast.tensors import accumulate_dtype
 
 WANTED = False, True  # a parameter's copies are the outputs of a linear layer that is all bias
 
@@ -70,3 +71,57 @@ def spread(
         None if p is None else next(copies) if p.requires_grad else p.repeat(rows) for p in both
     )
     return next(spread_out), next(spread_out)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        mean_NC: Tensor,
+        rstd_NC: Tensor,
+        w: Tensor | None,
+        b: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean_NC, rstd_NC)
+        ctx.dtypes = [None if t is None else t.dtype for t in (w, b)]
+        # Autograd forbids in-place operations on a view that a custom Function returns.
+        out: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean_NC, rstd_NC = ctx.saved_tensors
+        positions, acc, dw, db = tuple(range(2, x.ndim)), accumulate_dtype(x.dtype), None, None
+        if ctx.needs_input_grad[4]:
+            mean = mean_NC.to(acc).view(*mean_NC.shape, *(1,) * len(positions))
+            dw_NC = torch.sub(x, mean).mul_(dy).sum(positions) * rstd_NC
+            dw = dw_NC.flatten().to(ctx.dtypes[0])
+        if ctx.needs_input_grad[5]:
+            db = dy.sum(positions, dtype=acc).flatten().to(ctx.dtypes[1])
+        return dy, None, None, None, dw, db
+
+
+def attach_parameters(
+    y: Tensor,
+    x: Tensor,
+    mean_NC: Tensor,
+    rstd_NC: Tensor,
+    weights: Tensor | None,
+    biases: Tensor | None,
+) -> Tensor:
+    """``y``, which is (x - mean) rstd w + b without gradients of w and b: backward gives those of
+    each row to ``weights`` and ``biases`` [n · C]. The statistics are [n, C] or [1, C].
+
+    >>> x, w = torch.randn(3, 4, 7), torch.ones(12, requires_grad=True)
+    >>> zero, one = torch.zeros(1, 4), torch.ones(1, 4)
+    >>> gnsfast.functional.attach_parameters(x, x, zero, one, w, None).sum().backward()
+    >>> torch.allclose(w.grad, x.sum(2).flatten())
+    True
+    """
+    if weights is None and biases is None:
+        return y
+    out: Tensor = _Attach.apply(y, x, mean_NC, rstd_NC, weights, biases)
+    return out

@@ -4,8 +4,10 @@ and batch norm by its running statistics.
 
 Each runs torch's own layer on the n rows [n, C, ...] as the channels of one row [1, n · C, ...],
 with a copy of the parameters for every row: the gradients of the copies are those of the rows.
+Channels last that would take four copies of the activations, so backward adds these gradients up.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 from gnsfast import functional
 from gnsfast.errors import ObservationError
 from gnsfast.layers.drop_in import Converted, DropIn
+from gnsfast.tensors import accumulate_dtype
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+Parameters = tuple[Tensor | None, Tensor | None]
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
@@ -42,28 +46,40 @@ def batch_statistics_error(path: str, module: nn.Module) -> ObservationError:
     )
 
 
+def channels_last(x: Tensor) -> bool:
+    """Whether the channels of ``x`` lie side by side in memory. A size of 1 leaves that open, and
+    torch 2.13 with it: see ``_by_rows``.
+    """
+    last = CHANNELS_LAST.get(x.ndim)
+    return last is not None and min(x.shape) > 1 and x.is_contiguous(memory_format=last)
+
+
 class _ChannelNorm(DropIn):
     gnsfast = Converted("channel_norm")
     weight: Any
     bias: Any
     eps: float
 
+    def _spread(self, x: Tensor) -> Parameters:
+        """The parameters of each row of ``x``."""
+        plan = self._plan_for(x, features=x.ndim - 1)
+        return functional.spread(self.weight, self.bias, len(x), self._measured.probe, plan)
+
+    def _detached(self) -> Parameters:
+        weight, bias = (None if p is None else p.detach() for p in (self.weight, self.bias))
+        return weight, bias
+
     def _by_rows(
         self, x: Tensor, norm: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     ) -> Tensor:
-        """``norm(x, weight, bias)``, with the rows as channels and the parameters of each."""
-        plan = self._plan_for(x, features=x.ndim - 1)
+        """``norm(x, weight, bias)``, with the rows as channels and the parameters of each.
+
+        Positions are one dimension. With several, torch 2.13's gradients of the batch norm of one
+        row are wrong on a CPU where the input or the output's gradient alone is channels last.
+        """
         n, C, *size = x.shape
-        w, b = functional.spread(self.weight, self.bias, n, self._measured.probe, plan)
-        return norm(x.reshape(1, n * C, *size), w, b).view(x.shape)
-
-
-def _laid_out_as(x: Tensor, y: Tensor) -> Tensor:
-    """``y`` in the memory format of ``x``, channels last or contiguous."""
-    last = CHANNELS_LAST.get(x.ndim)
-    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
-        return y
-    return y.contiguous(memory_format=last)
+        w, b = self._spread(x)
+        return norm(x.reshape(1, n * C, math.prod(size)), w, b).view(x.shape)
 
 
 class GroupNorm(_ChannelNorm, nn.GroupNorm):
@@ -79,12 +95,24 @@ class GroupNorm(_ChannelNorm, nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         if self._measuring() is None:
             return super().forward(input)
+        if channels_last(input):
+            return self._channels_last(input)
         groups = len(input) * self.num_groups
         if groups == 0:  # torch takes no group norm of no group
             return self._by_rows(input, _of_no_row)
         cudnn = torch.backends.cudnn.enabled
-        y = self._by_rows(input, lambda x, w, b: torch.group_norm(x, groups, w, b, self.eps, cudnn))
-        return _laid_out_as(input, y)
+        return self._by_rows(
+            input, lambda x, w, b: torch.group_norm(x, groups, w, b, self.eps, cudnn)
+        )
+
+    def _channels_last(self, x: Tensor) -> Tensor:
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+            x = x.float()  # as torch's autocast does on CUDA
+        n, C, *size = x.shape
+        sizes = n, C, math.prod(size), self.num_groups
+        y, *of_groups = torch.native_group_norm(x, *self._detached(), *sizes, self.eps)
+        mean_NC, rstd_NC = (t.repeat_interleave(C // self.num_groups, 1) for t in of_groups)
+        return functional.attach_parameters(y, x, mean_NC, rstd_NC, *self._spread(x))
 
 
 def _of_no_row(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
@@ -152,12 +180,17 @@ class _FrozenBatchNorm(_ChannelNorm):
         if uses_batch_statistics(self):  # since the probe was opened
             raise batch_statistics_error(opened.name, self)
         self._check_input_dim(input)
-        running = self.running_mean, self.running_var
-        mean, var = (None if t is None else t.repeat(len(input)) for t in running)
-        y = self._by_rows(
+        mean, var = self.running_mean, self.running_var
+        if channels_last(input):
+            y = F.batch_norm(input, mean, var, *self._detached(), False, 0.0, self.eps)
+            rstd = (var.to(accumulate_dtype(var.dtype)) + self.eps).rsqrt()
+            return functional.attach_parameters(
+                y, input, mean[None], rstd[None], *self._spread(input)
+            )
+        mean, var = (t.repeat(len(input)) for t in (mean, var))
+        return self._by_rows(
             input, lambda x, w, b: F.batch_norm(x, mean, var, w, b, False, 0.0, self.eps)
         )
-        return _laid_out_as(input, y)
 
 
 class BatchNorm1d(_FrozenBatchNorm, nn.BatchNorm1d):

@@ -86,25 +86,83 @@ def test_no_position() -> None:
     assert_layer(make("groups", 1), torch.randn(4, C), 4)
 
 
+LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+@pytest.mark.parametrize("frozen", ["", "weight", "bias", "the input"])
+@pytest.mark.parametrize("d", LAST)
 @pytest.mark.parametrize("name", NORMS)
-def test_channels_last(name: str) -> None:
+def test_channels_last(name: str, d: int, frozen: str) -> None:
     """The loop takes contiguous samples: torch's group norm, channels last, on a CPU, crashes in a
-    backward pass without an input gradient.
+    backward pass without an input gradient, so plain torch makes one here.
     """
-    for d, last in ((2, torch.channels_last), (3, torch.channels_last_3d)):
-        layer, x, r = make(name, d), drawn(4, d), drawn(4, d)
+    layer, x, r = make(name, d), drawn(4, d), drawn(4, d)
+    for p in (p for n, p in layer.named_parameters() if n == frozen):
+        p.requires_grad_(False)
+    twin, ours, theirs = plain(layer), *(x.to(memory_format=LAST[d]) for _ in range(2))
+    ours.requires_grad_(frozen != "the input")
+    want = twin(theirs.requires_grad_())
+    (want.relu() * r).sum().backward()
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
+        y = layer(ours)
+        assert y.stride() == want.stride() and torch.equal(y, want)
+        (y.relu_() * r).sum().backward()
+    loop = loop_sqnorms(plain(layer), lambda m, b: (m(b[0]).relu() * b[1]).sum(), (x, r), 4)
+    assert_norms(norms, loop)
+    for t, u in ((ours, theirs), (layer.weight, twin.weight), (layer.bias, twin.bias)):
+        if t.grad is not None:
+            torch.testing.assert_close(t.grad, u.grad, rtol=1e-4, atol=1e-5)
+
+
+ORDERS = {"contiguous": (0, 1, 2, 3), "channels last": (0, 2, 3, 1), "rows last": (2, 3, 1, 0)}
+
+
+def laid_out(t: Tensor, order: str) -> Tensor:
+    """``t`` with its dimensions in another order in memory, also where a size is 1."""
+    dims = ORDERS[order]
+    return t.permute(dims).contiguous().permute([dims.index(i) for i in range(4)])
+
+
+@pytest.mark.parametrize("of_dy", ORDERS)
+@pytest.mark.parametrize("of_x", ORDERS)
+@pytest.mark.parametrize("name", NORMS)
+def test_other_layouts(name: str, of_x: str, of_dy: str) -> None:
+    """Contiguous tensors tell what is right: torch 2.13's batch norm of one row, or one column, is
+    wrong on a CPU where input and gradient are laid out otherwise.
+    """
+    layer = make(name)
+    for B, *size in ((1, 5, 3), (2, 16, 1), (2, 4, 3)):
+        x, r = torch.randn(B, C, *size), torch.randn(B, C, *size)
+        loop = loop_sqnorms(plain(layer), weighted_loss, (x, r), B)
+        twin, theirs = plain(layer), x.clone().requires_grad_()
+        twin(theirs).backward(r)
+        ours = laid_out(x, of_x).requires_grad_()
+        with gnsfast.per_sample_sqnorms(layer, B) as norms:
+            layer(ours).backward(laid_out(r, of_dy))
+        assert_norms(norms, loop)
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        for p, q in zip(layer.parameters(), twin.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+        layer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["groups", "batch"])
+def test_channels_last_in_half_precision(name: str) -> None:
+    layer, x, r = make(name), drawn(4).bfloat16(), drawn(4).bfloat16()
+    last = x.to(memory_format=torch.channels_last)
+    for bfloat16 in (False, True):
+        if bfloat16:
+            layer.bfloat16()
         twin = plain(layer)
-        ours, theirs = (x.to(memory_format=last).requires_grad_() for _ in range(2))
-        want = twin(theirs)
-        (want * r).sum().backward()
+        loop = loop_sqnorms(twin, weighted_loss, (x, r), 4)
         with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-            y = layer(ours)
+            with torch.autocast("cpu", torch.bfloat16, enabled=not bfloat16):
+                y = layer(last)
+                assert torch.equal(y, twin(last)) and y.dtype == twin(last).dtype
             (y * r).sum().backward()
-        assert y.stride() == want.stride()
-        torch.testing.assert_close(y, want)
-        assert ours.grad is not None and theirs.grad is not None
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
-        assert_norms(norms, loop_sqnorms(plain(layer), weighted_loss, (x, r), 4))
+        assert layer.weight.grad is not None and layer.weight.grad.dtype == layer.weight.dtype
+        assert error_against_loop(norms, loop) <= 2 * loop_errors_at_dtype(twin, (x, r), 4, loop)
+        layer.zero_grad()
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -205,12 +263,16 @@ def cnn() -> nn.Module:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_model(compiled: bool) -> None:
-    """Also of another number of samples, for which the compiler makes it a variable."""
+    """Also of another number of samples, for which the compiler makes it a variable, and channels
+    last.
+    """
     model = gnsfast.convert(scattered(cnn()).eval())
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    for B in (3, 5):
+    for B, last in ((3, False), (5, False), (5, True)):
         batch = torch.randn(B, 3, 5, 5), torch.randn(B, 4)
         loop = loop_sqnorms(model, weighted_loss, batch, B)
+        if last:
+            batch = batch[0].to(memory_format=torch.channels_last), batch[1]
         with gnsfast.per_sample_sqnorms(model, B) as norms:
             weighted_loss(run, batch).backward()
         assert gnsfast.coverage(model).covered_fraction == 1.0

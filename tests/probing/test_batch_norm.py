@@ -87,3 +87,15 @@ def test_instance_norm_ties_nothing() -> None:
     with gnsfast.per_sample_sqnorms(gnsfast.convert(model), B) as norms:
         square(model, x).backward()
     assert_norms(norms, loop)
+
+
+def test_the_estimator_goes_on() -> None:
+    model, x = gnsfast.convert(Net()), torch.randn(B, 5)
+    gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum")
+    with pytest.raises(gnsfast.ObservationError, match="bn1"), gns.microbatch(B):
+        pass
+    model.bn1.eval()
+    with gns.microbatch(B):
+        square(model, x).backward()
+    gns.update()
+    assert gns.compute().updates == 1
