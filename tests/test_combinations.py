@@ -33,7 +33,7 @@ S, EPS = 1.5, 0.1
 
 
 class Tied(nn.Module):
-    """An embedding and a head of one weight, which is called ``calls`` times, or its own loss is."""
+    """An embedding and a head of one weight; ``calls`` of the head, or of its own loss."""
 
     def __init__(self, cross_entropy: bool = False) -> None:
         super().__init__()
