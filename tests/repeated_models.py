@@ -11,6 +11,11 @@ from torch import Tensor, nn
 B, T, D, V = 4, 6, 8, 11
 
 
+def square(model: nn.Module, batch: Any) -> Tensor:
+    outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
+    return outputs.square().sum()
+
+
 class Again(nn.Module):
     """A layer that is called ``times`` times, with a nonlinearity between the calls."""
 

@@ -21,29 +21,19 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import gnsfast
 from gnsfast import combinations as table
-from gnsfast.combinations import (
-    COMPILED,
-    DOCUMENTS,
-    GROUPS,
-    METRIC,
-    REPEATED,
-    TENSOR_PARALLEL,
-    TIED,
-    reason,
-)
+from gnsfast.combinations import COMPILED, DOCUMENTS, GROUPS, METRIC, TENSOR_PARALLEL, TIED, reason
 from gnsfast.functional import Calls, Plan, document_slots
 from gnsfast.probing import ProbeSlab, Sides
 
 B, T, D, V = 3, 4, 8, 7
+REPEATED = table.REPEATED
 STARTS = torch.tensor([0, 3, 8, 12])  # three documents in the three rows of four tokens
 MEMBERS = (torch.tensor([2, 0]), torch.tensor([1]))
 S, EPS = 1.5, 0.1
 
 
 class Tied(nn.Module):
-    """An embedding and a head of one weight; ``cross_entropy`` takes the head's own loss. The head
-    is called ``calls`` times.
-    """
+    """An embedding and a head of one weight; ``calls`` of the head, or of its own loss."""
 
     def __init__(self, cross_entropy: bool = False) -> None:
         super().__init__()

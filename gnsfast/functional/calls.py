@@ -193,9 +193,7 @@ class _Kept:
         dim, starts, order = 1, self._starts, None
         if starts:
             (first, *_), *_ = self._operands
-            dim = (
-                0 if first is None else first.ndim - 2
-            )  # one list of rows, [N, ...] or [1, N, ...]
+            dim = 0 if first is None else first.ndim - 2  # of rows [N, ...] or [1, N, ...]
             order = self._by_document(dim)
         columns = [list(column) for column in zip(*self._operands)]
         self._forget()

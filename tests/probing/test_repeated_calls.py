@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from oracle import assert_norms, loop_sqnorms
-from repeated_models import Again, B, Chunked, D, Siamese, T, Universal, V, albert
+from repeated_models import Again, B, Chunked, D, Siamese, T, Universal, V, albert, square
 from tiny_models import B as SAMPLES
 from tiny_models import loss_of, scattered, text
 from torch import Tensor, nn
@@ -48,11 +48,6 @@ def check(
     loop = loop_sqnorms(plain, loss, batch, samples, batch_dim=options.get("batch_dim", 0))
     assert_norms(norms, {n: loop[n] for n in norms}, rtol)
     return norms
-
-
-def square(model: nn.Module, batch: Any) -> Tensor:
-    outputs = model(*batch) if isinstance(batch, tuple) else model(batch)
-    return outputs.square().sum()
 
 
 def floats(*shape: int) -> Tensor:
@@ -332,75 +327,3 @@ def test_convolution_of_two_sizes_is_refused() -> None:
     with pytest.raises(ObservationError, match=r"tower\.2.*different sizes, \[4, 5\] and \[6, 5\]"):
         with gnsfast.per_sample_sqnorms(model, B):
             square(model, (floats(B, 2, 6, 5), floats(B, 2, 4, 5))).backward()
-
-
-def test_bfloat16() -> None:
-    """No further from the loop than twice the plain loop at bfloat16."""
-    model, x = Again(nn.Linear(D, D)).bfloat16(), floats(B, 40, D).bfloat16()
-    loop = loop_sqnorms(model, square, x, B)
-    own = torch.zeros(B, dtype=torch.float64)
-    for b in range(B):
-        grads = torch.autograd.grad(square(model, x[b : b + 1]), list(model.parameters()))
-        own[b] = sum(g.double().square().sum() for g in grads)
-    gnsfast.convert(model, repeated=["layer"])
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        square(model, x).backward()
-    want = torch.stack(list(loop.values())).sum(0)
-    error = ((norms.total().double() - want).abs() / want).max()
-    assert error <= 2 * ((own - want).abs() / want).max()
-    assert model.layer.weight.grad.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("outside", [False, True], ids=["backward inside", "backward outside"])
-def test_autocast(outside: bool) -> None:
-    def cast(m: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = m(x).float()
-        return y.square().sum()
-
-    model, ids = Universal(), torch.randint(0, V, (B, T))
-    loop = loop_sqnorms(model, square, ids, B)
-    want = torch.stack(list(loop.values())).sum(0)
-    own = torch.zeros(B, dtype=torch.float64)
-    for b in range(B):
-        grads = torch.autograd.grad(cast(model, ids[b : b + 1]), list(model.parameters()))
-        own[b] = sum(g.double().square().sum() for g in grads)
-    gnsfast.convert(model, repeated=["block", "steps"])
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        value = cast(model, ids)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
-            value.backward()
-    error = ((norms.total().double() - want).abs() / want).max()
-    assert error <= 2 * ((own - want).abs() / want).max()
-
-
-def test_backward_under_autocast_of_a_forward_without_it() -> None:
-    model, x = scattered(Again(nn.LayerNorm(D))), floats(B, T, D)
-    loop = loop_sqnorms(model, square, x, B)
-    gnsfast.convert(model, repeated=["layer"])
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        value = square(model, x)
-        with torch.autocast("cpu", torch.bfloat16):
-            value.backward()
-    assert_norms(norms, loop)
-
-
-def test_calls_of_two_dtypes() -> None:
-    """One call under autocast, one outside of it."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(D, D)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
-                y = self.layer(x).to(x.dtype)
-            return self.layer(torch.tanh(y))
-
-    model, x = Mixed(), floats(B, T, D)
-    loop = loop_sqnorms(model, square, x, B)
-    gnsfast.convert(model, repeated=["layer"])
-    with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
-        square(model, x).backward()
-    assert_norms(norms, loop, rtol=3e-2)
