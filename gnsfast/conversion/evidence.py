@@ -24,8 +24,8 @@ class SamplesMeet(ValueError):
 class Evidence:
     """Three passes: over all samples, over all in another order, and over one or two.
 
-    The model runs as it trains, but without dropout. If other randomness is left that hides where
-    the samples are, it runs in evaluation mode.
+    The model runs as it trains, but without dropout; batch norms of a model in evaluation mode stay
+    in it. If other randomness hides where the samples are, all of it runs in evaluation mode.
 
     Args:
         owners: id of a parameter -> the modules that may use it.
@@ -95,12 +95,12 @@ class Evidence:
         replays = len(self._samples.whole) / len(self._samples.part)
         return replays * part.seconds[path] / turned.seconds[""]
 
-    def takes_tables(self, embeddings: Collection[str]) -> bool:
-        """Whether the model gives the same outputs if an index [T] that all samples share is looked
-        up once for each of them.
+    def takes_tables(self, modules: Collection[str]) -> bool:
+        """Whether the model gives the same outputs if these modules work once for each sample on
+        what all samples share: an index [T], or what gives a table [1, ...].
         """
         try:
-            look = self._look(self._samples.whole, broadcast=embeddings)
+            look = self._look(self._samples.whole, modules)
         except Exception:  # any error says that the model wants the table [T, D]
             return False
         pairs = zip(self._looks[0].calls[""][0].outputs, look.calls[""][0].outputs)
@@ -140,11 +140,16 @@ class Evidence:
         self._looks, self._samples = looks, Samples(whole, turned, part)
         self._random |= looks[0].random
 
-    def _look(self, samples: list[int], broadcast: Collection[str] = (), seed: int = 0) -> Look:
-        with kept(self.model), _same_chance(self.model, seed):
-            if not (self._training and self.model.training):
-                self.model.train(self._training)
-            look = Look(self.model, self._owners, self._bases, len(samples), broadcast)
+    def _look(self, samples: list[int], expanded: Collection[str] = (), seed: int = 0) -> Look:
+        with kept(self.model), _same_attributes(self.model), _same_chance(self.model, seed):
+            if not self._training:
+                self.model.eval()
+            elif not self.model.training:  # as models are loaded; batch norms may be meant to be
+                frozen = [m for m in self.model.modules() if isinstance(m, BATCH_NORM)]
+                self.model.train()
+                for module in frozen:
+                    module.training = False
+            look = Look(self.model, self._owners, self._bases, len(samples), expanded)
             return look.run(*self._example.of(samples))
 
     def _is_random(self) -> bool:
@@ -175,6 +180,18 @@ class Evidence:
 
 def _mixed(found: list[Rows | Lost | None]) -> bool:
     return any(isinstance(rows, Lost) and rows.mixed for rows in found)
+
+
+@contextmanager
+def _same_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore what modules hold in attributes: states, caches."""
+    held = [(m, dict(vars(m))) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in held:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 @contextmanager

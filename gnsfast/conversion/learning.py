@@ -91,6 +91,7 @@ class _Learner:
         self.layouts: dict[str, SampleLayout] = {}
         self.notes: dict[str, str] = {}
         self.repeated: set[str] = set()
+        self.tables: set[str] = set()  # what all samples share, and is made for each of them
         self.lost: dict[str, tuple[str, str]] = {}  # module -> reason, innermost place of a replay
 
     def _owners(self) -> dict[int, set[str]]:
@@ -114,12 +115,12 @@ class _Learner:
         self.evidence.refuse_mixing()
         for path, cls in self.routes.items():
             self._learn(path, cls)
-        tables = [path for path, layout in self.layouts.items() if layout.broadcast]
-        if tables and not self.evidence.takes_tables(tables):
-            for path in tables:
-                del self.layouts[path], self.notes[path]
-                why = "all samples share its index, and the model takes no table for each sample"
+        if self.tables and not self.evidence.takes_tables(self.tables):
+            for path in self.tables:
+                self.layouts.pop(path, None)
+                why = "all samples share its table, and the model takes no table for each sample"
                 self.lost[path] = why, self._around(path)
+            self.tables.clear()
         return self._replays()
 
     def _learn(self, path: str, cls: type[DropIn]) -> None:
@@ -149,6 +150,8 @@ class _Learner:
             else:
                 self._lay_out(path, cls, joined=True)
         elif issubclass(cls, Replayed):
+            if self._gives_table(path):
+                self.tables.add(path)
             if why := self._not_replayable(path):
                 self.lost[path] = why, self._around(path)
             else:
@@ -180,10 +183,22 @@ class _Learner:
             self.lost[path] = lost[0].reason, self._around(path)
             return
         self.layouts[path], note = found[0]
+        if note == SHARES:
+            self.tables.add(path)
         if joined:
             self.repeated.add(path)
             note = f"{len(laid)} calls are joined" + (f"; {note}" if note else "")
         self.notes[path] = note
+
+    def _gives_table(self, path: str) -> bool:
+        """Whether a module gives a table [1, ...] that all samples share."""
+        if {*self.evidence.counts(path)} != {1}:
+            return False
+        outputs = zip(self.evidence.calls(path)[0].outputs, self.evidence.outputs(path))
+        return any(
+            rows == SHARED and print_ is not None and len(print_.shape) > 2 and print_.shape[0] == 1
+            for print_, rows in outputs
+        )
 
     def _not_replayable(self, path: str) -> str:
         """Why a replay cannot find the samples of a module; empty if it can."""
@@ -209,8 +224,7 @@ class _Learner:
                 if print_ is None:
                     continue
                 seen = replay_dim(print_.shape, self.evidence.num_samples, dim)
-                table = len(print_.shape) > 2 and print_.shape[0] == 1
-                if rows == SHARED and seen is None and (side is call.inputs or table):
+                if rows == SHARED and seen is None and (side is call.inputs or path in self.tables):
                     continue
                 if rows != Rows(seen if seen is not None else -1):
                     why = rows.reason if isinstance(rows, Lost) else "its rows are folded"
@@ -263,6 +277,7 @@ WORTH, WORTH_ALL = 0.05, 0.5
 through; of a whole model, for half of them."""
 
 Laid = tuple[SampleLayout, str]
+SHARES = "all samples share its index"
 
 
 def _laid(cls: type[DropIn], prints: Prints, found: list[Rows | Lost | None]) -> Laid | Lost:
@@ -280,7 +295,7 @@ def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Los
         row = len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)
         if not (row and issubclass(cls, Embedding)):
             return Lost("all samples share its input, so no row of it is one sample's")
-        return SampleLayout(broadcast=len(shape) == 1), "all samples share its index"
+        return SampleLayout(broadcast=len(shape) == 1), SHARES
     if interleaved:
         flat = len(shape) == (1 if issubclass(cls, Embedding) else 2)
         if dim or not flat or issubclass(cls, Replayed):

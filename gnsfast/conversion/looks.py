@@ -50,7 +50,8 @@ class Look(TorchDispatchMode):
         owners: id of a parameter -> the modules that may use it.
         bases: module -> torch's class, for those whose class has a forward around that of torch.
         samples: the samples of this pass.
-        broadcast: embeddings that get their index [T] once for each sample.
+        expanded: modules that work once for each sample: embeddings on an index [T] that all
+            share, others on what gives a table [1, ...].
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Look(TorchDispatchMode):
         owners: Mapping[int, Collection[str]],
         bases: Mapping[str, type[nn.Module]],
         samples: int,
-        broadcast: Collection[str] = (),
+        expanded: Collection[str] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, list[Call]] = {}
@@ -68,7 +69,7 @@ class Look(TorchDispatchMode):
         self.seconds: dict[str, float] = {}
         self.random: set[str] = set()
         self._model, self._owners, self._bases = model, owners, bases
-        self._samples, self._broadcast = samples, broadcast
+        self._samples, self._expanded = samples, expanded
         self._running: list[str] = []
         self._printing = 0.0
         self._paused = False
@@ -119,20 +120,21 @@ class Look(TorchDispatchMode):
     def _recording(
         self, name: str, forward: Callable[..., Any], calls: dict[str, list[Call]]
     ) -> Callable[..., Any]:
-        expands = name in self._broadcast and (name in self._bases) == (calls is self.inner)
+        expands = name in self._expanded and (name in self._bases) == (calls is self.inner)
 
         @functools.wraps(forward)
         def recorded(*args: Any, **kwargs: Any) -> Any:
             inputs = self._prints((args, kwargs))
             if expands:
-                expand = lambda t: t.expand(self._samples, *t.shape[-1:])  # noqa: E731
-                args, kwargs = pytree.tree_map_only(Tensor, expand, (args, kwargs))
+                args, kwargs = pytree.tree_map_only(Tensor, self._expand_row, (args, kwargs))
             self._running.append(name)
             begin, printing = _clock(), self._printing
             try:
                 output = forward(*args, **kwargs)
             finally:
                 self._running.pop()
+            if expands:
+                output = pytree.tree_map_only(Tensor, self._expand_table, output)
             if calls is self.calls:
                 seconds = _clock() - begin - (self._printing - printing)
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
@@ -142,6 +144,12 @@ class Look(TorchDispatchMode):
             return output
 
         return recorded
+
+    def _expand_row(self, t: Tensor) -> Tensor:
+        return t.expand(self._samples, t.shape[-1]) if t.ndim == 1 or len(t) == 1 else t
+
+    def _expand_table(self, t: Tensor) -> Tensor:
+        return t.expand(self._samples, *t.shape[1:]) if t.ndim > 2 and len(t) == 1 else t
 
     def _prints(self, values: Any) -> Prints:
         begin, self._paused = _clock(), True
