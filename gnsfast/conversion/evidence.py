@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gnsfast.conversion.examples import example_of
-from gnsfast.conversion.looks import Call, Look, Prints
+from gnsfast.conversion.looks import NO_REPLAYS, Call, Look, Prints
 from gnsfast.conversion.prints import Lost, Rows, Samples, rows_of
 from gnsfast.kept import kept
 from gnsfast.layers import BATCH_NORM, batch_statistics_error
@@ -108,6 +108,12 @@ class Evidence:
             a is b or (a and b and a.shape == b.shape and a.like(b.values)) for a, b in pairs
         )
 
+    def failed_replays(self, dims: Mapping[str, int]) -> dict[str, str]:
+        """Those of the modules that cannot be replayed on one sample alone, and why. ``dims`` are
+        the dimensions that hold their samples.
+        """
+        return self._look(self._samples.whole, replays=dims).failed if dims else {}
+
     def refuse_mixing(self) -> None:
         """Raise for the first module that gets samples apart and gives them mixed."""
         for path in self._looks[0].calls:
@@ -140,7 +146,13 @@ class Evidence:
         self._looks, self._samples = looks, Samples(whole, turned, part)
         self._random |= looks[0].random
 
-    def _look(self, samples: list[int], expanded: Collection[str] = (), seed: int = 0) -> Look:
+    def _look(
+        self,
+        samples: list[int],
+        expanded: Collection[str] = (),
+        replays: Mapping[str, int] = NO_REPLAYS,
+        seed: int = 0,
+    ) -> Look:
         with kept(self.model), _same_attributes(self.model), _same_chance(self.model, seed):
             if not self._training:
                 self.model.eval()
@@ -149,7 +161,8 @@ class Evidence:
                 self.model.train()
                 for module in frozen:
                     module.training = False
-            look = Look(self.model, self._owners, self._bases, len(samples), expanded)
+            size = len(samples)
+            look = Look(self.model, self._owners, self._bases, size, expanded, replays)
             return look.run(*self._example.of(samples))
 
     def _is_random(self) -> bool:

@@ -136,6 +136,8 @@ class _Learner:
             )
         elif not any(counts) and issubclass(cls, OutProjection):
             self.layouts[path] = SampleLayout(self.batch_dim)
+        elif not any(counts) and self._is_passed_over(path):
+            self.lost[path] = "the example calls others of its list, but not it", _parent(path)
         elif not any(counts):
             self.layouts[path] = SampleLayout(self.batch_dim)
             self.notes[path] = "the example does not call it"
@@ -159,6 +161,17 @@ class _Learner:
                 self.lost[path] = "its parameters have no kernel", path
         else:
             self._lay_out(path, cls, joined=False)
+
+    def _is_passed_over(self, path: str) -> bool:
+        """Whether a module is in a list of which others are called: an expert without a token."""
+        while path:
+            above = _parent(path)
+            if isinstance(self.named[above], (nn.ModuleList, nn.ModuleDict)):
+                names = (f"{above}.{name}" for name in self.named[above]._modules)
+                if any(any(self.evidence.counts(name)) for name in names):
+                    return True
+            path = above
+        return False
 
     def _around(self, path: str) -> str:
         """The innermost module around a module and all that call it."""
@@ -213,9 +226,6 @@ class _Learner:
                 return why
         if self.evidence.draws(path):
             return "dropout inside: a replay would draw other masks"
-        dim = self.batch_dim
-        if isinstance(module, nn.MultiheadAttention):
-            dim = 0 if module.batch_first else 1
         for side, found in (
             (call.inputs, self.evidence.inputs(path)),
             (call.outputs, self.evidence.outputs(path)),
@@ -223,7 +233,7 @@ class _Learner:
             for print_, rows in zip(side, found):
                 if print_ is None:
                     continue
-                seen = replay_dim(print_.shape, self.evidence.num_samples, dim)
+                seen = replay_dim(print_.shape, self.evidence.num_samples, self._dim(path))
                 if rows == SHARED and seen is None and (side is call.inputs or path in self.tables):
                     continue
                 if rows != Rows(seen if seen is not None else -1):
@@ -243,25 +253,36 @@ class _Learner:
                 reasons[path] = why
             else:
                 around.setdefault(place, []).append(path)
-        replay: set[str] = set()
+        worth = {place for place, paths in around.items() if self._is_worth(place, paths)}
+        failed = self.evidence.failed_replays({place: self._dim(place) for place in worth})
         for place, paths in around.items():
-            gained = _elements([p for path in paths for p in self.parameters[path]])
-            share = gained / max(_elements(self.named[place].parameters()), 1)
-            cost = f"{self.evidence.cost(place):.0%} of a forward and backward pass"
-            if place in self.asked or share >= (WORTH if place else WORTH_ALL):
-                self.notes[place] = f"replayed sample by sample, which adds about {cost}"
-                if paths != [place]:
-                    replay.add(place)
+            cost = f"adds about {self.evidence.cost(place):.0%} of a forward and backward pass"
+            if place in worth and place not in failed:
+                self.notes[place] = f"replayed sample by sample, which {cost}"
                 continue
             for path in paths:
                 self.layouts.pop(path, None)
                 reasons[path] = (
-                    f"{self.lost[path][0]}. convert(model, example=..., replay=[{place!r}]) covers "
-                    f"it, and adds about {cost}"
+                    f"{self.lost[path][0]}; a replay does not work: {failed[place]}"
+                    if place in failed
+                    else f"{self.lost[path][0]}. convert(model, example=..., replay=[{place!r}]) "
+                    f"covers it, and {cost}"
                 )
-        return Learned(
-            self.layouts, reasons, self.notes, frozenset(replay), frozenset(self.repeated)
-        )
+        whole = frozenset(p for p in worth - failed.keys() if around[p] != [p])
+        return Learned(self.layouts, reasons, self.notes, whole, frozenset(self.repeated))
+
+    def _is_worth(self, place: str, paths: list[str]) -> bool:
+        """Whether to replay a module for the norms of ``paths``."""
+        gained = _elements([p for path in paths for p in self.parameters[path]])
+        share = gained / max(_elements(self.named[place].parameters()), 1)
+        return place in self.asked or share >= (WORTH if place else WORTH_ALL)
+
+    def _dim(self, path: str) -> int:
+        """The dimension in which a replay of this module looks for samples."""
+        module = self.named[path]
+        if isinstance(module, nn.MultiheadAttention):
+            return 0 if module.batch_first else 1
+        return self.batch_dim
 
     def _place(self, start: str) -> str | None:
         """The innermost module from ``start`` outwards that can be replayed; None if none can."""

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnsfast.conversion.prints import Print, print_of
-from gnsfast.layers import is_plain
+from gnsfast.layers import is_plain, replay_dim
 
 Prints = tuple[Print | None, ...]
 
@@ -37,6 +37,9 @@ class Call(NamedTuple):
     caller: str
 
 
+NO_REPLAYS: Mapping[str, int] = {}
+
+
 class Look(TorchDispatchMode):
     """One pass, in which nothing is random.
 
@@ -50,6 +53,8 @@ class Look(TorchDispatchMode):
         owners: id of a parameter -> the modules that may use it.
         bases: module -> torch's class, for those whose class has a forward around that of torch.
         samples: the samples of this pass.
+        replays: modules that are tried on one sample alone -> the dimension that holds the samples;
+            ``failed`` says for which the outputs are others, and how.
         expanded: modules that work once for each sample: embeddings on an index [T] that all
             share, others on what gives a table [1, ...].
     """
@@ -61,6 +66,7 @@ class Look(TorchDispatchMode):
         bases: Mapping[str, type[nn.Module]],
         samples: int,
         expanded: Collection[str] = (),
+        replays: Mapping[str, int] = NO_REPLAYS,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, list[Call]] = {}
@@ -69,7 +75,9 @@ class Look(TorchDispatchMode):
         self.seconds: dict[str, float] = {}
         self.random: set[str] = set()
         self._model, self._owners, self._bases = model, owners, bases
-        self._samples, self._expanded = samples, expanded
+        self._samples, self._expanded, self._replays = samples, expanded, replays
+        self.failed: dict[str, str] = {}
+        self._trying = False
         self._running: list[str] = []
         self._printing = 0.0
         self._paused = False
@@ -124,6 +132,8 @@ class Look(TorchDispatchMode):
 
         @functools.wraps(forward)
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            if self._trying:
+                return forward(*args, **kwargs)
             inputs = self._prints((args, kwargs))
             if expands:
                 args, kwargs = pytree.tree_map_only(Tensor, self._expand_row, (args, kwargs))
@@ -141,9 +151,39 @@ class Look(TorchDispatchMode):
             plain = all(map(is_plain, pytree.tree_leaves((args, kwargs, output))))
             caller = next((n for n in reversed(self._running) if n != name), "")
             calls.setdefault(name, []).append(Call(inputs, self._prints(output), plain, caller))
+            if name in self._replays and calls is self.calls:
+                self._try(name, forward, args, kwargs, output)
             return output
 
         return recorded
+
+    def _try(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """Compare what a module gives for a single sample with what it gave for all."""
+
+        def one(t: Tensor) -> Tensor:
+            dim = replay_dim(t.shape, self._samples, self._replays[name])
+            return t if dim is None else t.narrow(dim, 1, 1)
+
+        args, kwargs = pytree.tree_map_only(Tensor, one, (args, kwargs))
+        self._trying = True
+        try:
+            again = forward(*args, **kwargs)
+        except Exception as error:  # a user's module, on a batch that it may not take
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            return
+        finally:
+            self._trying = False
+        wanted = self._prints(pytree.tree_map_only(Tensor, one, output))
+        for a, b in zip(wanted, self._prints(again)):
+            if a is not None and b is not None and (a.shape != b.shape or not a.like(b.values)):
+                self.failed[name] = "of a single sample it gives something else"
 
     def _expand_row(self, t: Tensor) -> Tensor:
         return t.expand(self._samples, t.shape[-1]) if t.ndim == 1 or len(t) == 1 else t
@@ -172,7 +212,7 @@ class Look(TorchDispatchMode):
                 self.random.update(self._running)
             return _without_chance(func, values)
         result = func(*args, **(kwargs or {}))
-        if not self._paused:
+        if not (self._paused or self._trying):
             leaves = pytree.tree_leaves((args, kwargs))
             for t in leaves if func is not torch.ops.aten.detach.default else ():
                 if id(t) in self._owners and not {*self._running} & {*self._owners[id(t)]}:
@@ -182,7 +222,8 @@ class Look(TorchDispatchMode):
 
 
 PICKED = "_gnsfast_picked"
-"""The attribute of a tensor whose rows the data pick: another batch has others."""
+"""The attribute of a tensor whose rows the data pick, another number in another batch: that number.
+"""
 
 
 PUTTING_BACK = ("index_put", "index_add", "index_copy", "index_fill", "masked_", "scatter")
@@ -197,10 +238,10 @@ def _mark_picked(func: Any, leaves: list[Any], result: Any) -> None:
     if name == "index":  # the tag stands for masks; the operator takes numbers of rows too
         picks = any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
     sources = tensors[:1] if name.startswith(PUTTING_BACK) else tensors
-    rows = {t.shape[0] for t in sources if t.ndim and hasattr(t, PICKED)}
+    rows = {vars(t)[PICKED] for t in sources if hasattr(t, PICKED)}
     for t in pytree.tree_leaves(result) if picks or rows else ():
-        if isinstance(t, Tensor) and t.ndim and (picks or t.shape[0] in rows):
-            setattr(t, PICKED, True)
+        if isinstance(t, Tensor) and t.ndim and (picks or rows & {*t.shape}):
+            setattr(t, PICKED, t.shape[0] if picks else next(iter(rows & {*t.shape})))
 
 
 def _clock() -> float:
