@@ -104,6 +104,18 @@ def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
         for word in dict.fromkeys(word for word, _ in words)
     ]
     tables = {f"Verdicts on {len(rows)} architectures": verdicts}
+    shares = {"all": 1.0, "99 % or more": 0.99, "90 % or more": 0.9, "any share": 0.0}
+    covered = {
+        way: [row[f"{way}: covered"] for row in rows if row[way].startswith("right")]
+        for way in ways
+    }
+    at_least = {
+        share: {way: sum(each >= least for each in covered[way]) for way in ways}
+        for share, least in shares.items()
+    }
+    tables["Elements that are covered where the norms are right"] = [
+        {"covered": share, **counts} for share, counts in at_least.items()
+    ]
     for way in ways:
         who: dict[tuple[str, str], list[str]] = {}
         for row in rows:
