@@ -29,6 +29,7 @@ MEMORY = 16 << 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], help="model types, or classes")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
     parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
 
 
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     for family in families():
         if not some or some & {family.model_type, family.name}:
             start = time.perf_counter()
-            rows.append(alone(family))
+            rows.append(alone(family, options.seed))
             seconds = time.perf_counter() - start
             print(f"{seconds:5.1f} s", *map(record.shown, rows[-1].values()), sep=" | ", flush=True)
     tables = {**summary(rows, list(WAYS)), "Architectures": rows}
@@ -52,12 +53,13 @@ def run(options: argparse.Namespace) -> None:
         print(f"\n{title}\n\n" + "\n".join(record.markdown(table)))
     if options.record:
         words = ["--only", *options.only] if some else []
+        words += ["--seed", str(options.seed)] if options.seed else []
         command = " ".join(["python -m benchmarks families", *words])
         name = "cpu-families-some" if some else "cpu-families"
         print(f"\nwritten: {record.write(name, command, tables, options.record)}")
 
 
-def alone(family: Any) -> dict[str, Any]:
+def alone(family: Any, seed: int = 0) -> dict[str, Any]:
     """The row of an architecture from a process of its own. It is forked from this one, in which
     torch and transformers are imported but no backward pass has run.
     """
@@ -65,7 +67,7 @@ def alone(family: Any) -> dict[str, Any]:
 
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_judge, args=(family, sender))
+    process = fork.Process(target=_judge, args=(family, seed, sender))
     process.start()
     sender.close()
     try:
@@ -82,14 +84,14 @@ def alone(family: Any) -> dict[str, Any]:
     return row(family, None, dict.fromkeys(WAYS, ended))
 
 
-def _judge(family: Any, sender: Connection) -> None:
+def _judge(family: Any, seed: int, sender: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     from benchmarks.family_judge import row_of
 
-    sender.send(row_of(family))
+    sender.send(row_of(family, seed))
 
 
 def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
@@ -102,6 +104,18 @@ def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
         for word in dict.fromkeys(word for word, _ in words)
     ]
     tables = {f"Verdicts on {len(rows)} architectures": verdicts}
+    shares = {"all": 1.0, "99 % or more": 0.99, "90 % or more": 0.9, "any share": 0.0}
+    covered = {
+        way: [row[f"{way}: covered"] for row in rows if row[way].startswith("right")]
+        for way in ways
+    }
+    at_least = {
+        share: {way: sum(each >= least for each in covered[way]) for way in ways}
+        for share, least in shares.items()
+    }
+    tables["Elements that are covered where the norms are right"] = [
+        {"covered": share, **counts} for share, counts in at_least.items()
+    ]
     for way in ways:
         who: dict[tuple[str, str], list[str]] = {}
         for row in rows:

@@ -6,7 +6,8 @@ a float64 loop over single samples.
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NamedTuple
@@ -49,6 +50,14 @@ class Case(NamedTuple):
     model: nn.Module
     batch: Batch
 
+    def at(self, dtype: torch.dtype) -> "Case":
+        """A copy in another precision."""
+
+        def cast(t: Any) -> Any:
+            return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+
+        return Case(copy.deepcopy(self.model).to(dtype), pytree.tree_map(cast, self.batch))
+
 
 class Truth(NamedTuple):
     """Parameter -> [B] squared norms. ``apart``: how far the batch's gradient is from the sum of
@@ -70,9 +79,9 @@ class Verdict(NamedTuple):
     replayed: float | None = None
 
 
-def row_of(family: Family) -> dict[str, Any]:
+def row_of(family: Family, seed: int = 0) -> dict[str, Any]:
     """An architecture's row, with the verdict on each of ``WAYS``."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     try:
         case = case_of(build(family))
         dtype = torch.float32 if family.name in SINGLE else torch.float64
@@ -124,11 +133,7 @@ def truth_of(case: Case, dtype: torch.dtype) -> Truth:
     A sample of a model with batch norm is a batch of two copies of which the loss counts one: the
     gradients of torch 2.13's batch norm in evaluation mode are wrong for one channels-last image.
     """
-
-    def cast(t: Any) -> Any:
-        return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
-
-    model, batch = copy.deepcopy(case.model).to(dtype), pytree.tree_map(cast, case.batch)
+    model, batch = case.at(dtype)
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     own = list(parameters.values())
     copies = 1 + any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
@@ -139,9 +144,7 @@ def truth_of(case: Case, dtype: torch.dtype) -> Truth:
         return [torch.zeros_like(p) if p.grad is None else p.grad.double() for p in own]
 
     sqnorms = {name: torch.zeros(B, dtype=torch.float64) for name in parameters}
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # of what a model creates in its forward
-    try:
+    with default_dtype(dtype):
         left = gradients(batch)
         whole = sum(g.square().sum().item() for g in left)
         for b in range(B):
@@ -149,8 +152,6 @@ def truth_of(case: Case, dtype: torch.dtype) -> Truth:
             left = [rest - g for rest, g in zip(left, grads)]
             for name, g in zip(parameters, grads):
                 sqnorms[name][b] = g.square().sum()
-    finally:
-        torch.set_default_dtype(usual)
     apart = sum(g.square().sum().item() for g in left)
     return Truth(sqnorms, (apart / whole) ** 0.5 if whole else float("inf"))
 
@@ -168,15 +169,11 @@ def sample_of(batch: Batch, b: int, copies: int) -> Batch:
 
 
 def verdict(case: Case, convert: Convert, truth: Truth) -> Verdict:
-    """What came of one way to convert.
-
-    The bar is ``RTOL``, or twice the error of torch's own float32 gradients of single samples.
-    """
-    model = copy.deepcopy(case.model)
+    """What came of one way to convert."""
+    model, batch = case.at(torch.float32)
     try:
-        convert(model, case.batch["inputs"])
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
-            loss_of(model, case.batch).backward()
+        convert(model, batch["inputs"])
+        norms = norms_of(model, batch)
     except Exception as error:  # the refusal is the finding
         return Verdict("refused" if refuses(error) else "raises", said(error))
     coverage = gnsfast.coverage(model)
@@ -193,11 +190,50 @@ def verdict(case: Case, convert: Convert, truth: Truth) -> Verdict:
         return Verdict("samples tied", apart, *shares)
     errors = errors_of(norms, truth)
     if max(errors.values()) > RTOL:
-        plain = errors_of(truth_of(case, torch.float32).sqnorms, truth)
-        errors = {name: e for name, e in errors.items() if e > max(RTOL, 2 * plain[name])}
-        if errors:
-            return Verdict("wrong", wrong(model, errors), *shares)
+        if beyond := beyond_rounding(errors, model, case, truth):
+            return Verdict("wrong", wrong(model, beyond), *shares)
+        rounded = f"{max(errors.values()):.0e} off by rounding, as float32 autograd is"
+        why = "; ".join(filter(None, (why, rounded)))
     return Verdict("right, with replay" if replayed else "right", why, *shares)
+
+
+def beyond_rounding(
+    errors: dict[str, float], model: nn.Module, case: Case, truth: Truth
+) -> dict[str, float]:
+    """Those of ``errors`` that float32 does not explain. Some models amplify rounding.
+
+    It explains an error of at most twice the worst of float32 autograd over single samples if it is
+    half as large, or less, with the model in float64. Where a model computes in float32 whatever
+    its dtype, the limit is twice the error of float32 autograd at the same parameter, below 1e-4.
+    """
+    plain = errors_of(truth_of(case, torch.float32).sqnorms, truth)
+    exact = errors_of(norms_of(model.double(), case.at(torch.float64).batch), truth)
+    worst = max(plain.values())
+    explained = {
+        name
+        for name, e in errors.items()
+        if (e <= 2 * worst and exact[name] <= e / 2) or e <= 2 * plain[name] <= 2e-4
+    }
+    return {name: e for name, e in errors.items() if e > RTOL and name not in explained}
+
+
+def norms_of(model: nn.Module, batch: Batch) -> gnsfast.SampleNorms:
+    """The norms of one backward pass of a converted model."""
+    with default_dtype(next(model.parameters()).dtype):
+        with gnsfast.per_sample_sqnorms(model, B) as norms:
+            loss_of(model, batch).backward()
+    return norms
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Of what a model creates in its forward."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def wrong(model: nn.Module, errors: dict[str, float]) -> str:
@@ -239,4 +275,4 @@ def cause(why: str) -> str:
 
 def causes(why: str) -> set[str]:
     """The causes in the ``why`` of a verdict."""
-    return {cause(part) for part in re.split(r"; (?=[\d,]+ elements)", why) if part}
+    return {cause(part) for part in re.split(r"; (?=[\d,]+ elements|\d\S* off by)", why) if part}

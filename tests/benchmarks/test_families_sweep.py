@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sweep over architectures tells right from wrong, and outlives what a model does to it."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3NextConfig
+
+pytest.importorskip("benchmarks")  # a wheel has none
+
+import gnsfast  # noqa: E402
+from benchmarks import families, family_judge, family_models  # noqa: E402
+from benchmarks.family_models import B, Built, Family  # noqa: E402
+
+FAMILY = Family("text", "small", "Small")
+WAY = "convert(model)"
+
+
+class Small(nn.Module):
+    """Two layers; ``kind`` says what is odd about it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.up, self.down = kind, nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        if self.kind == "not built":
+            raise KeyError("a setting")
+        h = self.up(x)
+        if self.kind == "samples tied":
+            h = h - 0.001 * h.mean(0)
+        if self.kind == "refused":
+            h = self.up(h[..., :4])
+        if self.kind == "raises" and isinstance(self.up, gnsfast.Linear):
+            raise TypeError("a drop-in")
+        return (self.down(h),)
+
+
+def row_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    built = lambda family: Built(Small(kind), {"x": torch.randn(B, 7, 4)})
+    monkeypatch.setattr(family_judge, "build", built)
+    return family_judge.row_of(FAMILY)
+
+
+@pytest.mark.parametrize("kind", ["right", "not built", "samples tied", "refused", "raises"])
+def test_verdicts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert row_of(kind, monkeypatch)[WAY] == kind
+
+
+@pytest.mark.parametrize("sample, factor", [(0, 1 + 3e-5), (B - 1, float("nan")), (1, 0.0)])
+def test_one_wrong_norm(sample: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gnsfast.SampleNorms.__getitem__
+
+    def scaled(self: gnsfast.SampleNorms, name: str) -> Tensor:
+        norms = right(self, name).clone()
+        norms[sample] *= factor if name == "up.bias" else 1.0
+        return norms
+
+    monkeypatch.setattr(gnsfast.SampleNorms, "__getitem__", scaled)
+    row = row_of("right", monkeypatch)
+    assert row[WAY] == "wrong", row
+    assert row[f"{WAY}: why"].startswith("up.bias (Linear) is off by")
+
+
+def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {WAY: lambda model, batch: gnsfast.convert(model, exclude=["up"])}
+    monkeypatch.setattr(family_judge, "WAYS", ways)
+    row = row_of("right", monkeypatch)
+    assert row[WAY] == "right" and row[f"{WAY}: covered"] == round(14 / 44, 4)
+    assert family_judge.causes(row[f"{WAY}: why"]) == {"n elements left out: excluded by convert"}
+
+
+@pytest.mark.parametrize(
+    "does, why", [(lambda: os._exit(3), "ended with 3"), (lambda: time.sleep(60), "within 1 s")]
+)
+def test_a_process_that_gives_no_answer(
+    does: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "SECONDS", 1)
+    monkeypatch.setattr(families, "_judge", lambda family, seed, sender: does())
+    start = time.perf_counter()
+    row = families.alone(FAMILY)
+    assert time.perf_counter() - start < 5
+    assert row[WAY] == "no answer" and why in row[f"{WAY}: why"]
+
+
+def test_families_and_their_sizes() -> None:
+    """Each class once, by the configuration of its own name; no width is beyond the table's."""
+    found = {family.name: family for family in family_models.families()}
+    assert len(found) == len([*family_models.families()]) > 250
+    assert found["LlamaForCausalLM"].model_type == "llama"
+    assert found["Gemma3ForCausalLM"].model_type == "gemma3_text"
+    config = family_models.small(Qwen3NextConfig, {"rms_norm_eps": 0.5})
+    assert config.layer_types == ["linear_attention", "full_attention"]
+    assert (config.hidden_size, config.num_experts, config.rms_norm_eps) == (32, 4, 0.5)
+
+
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row_of(kind, monkeypatch) for kind in ("right", "refused")]
+    tables = families.summary(rows, [WAY])
+    words = {row["verdict"]: row[WAY] for row in tables["Verdicts on 2 architectures"]}
+    assert words == {"right": 1, "refused": 1}
+    [cause] = tables[f"Causes, {WAY}"]
+    assert cause["which"] == "small" and "backward went through it n times" in cause["cause"]
