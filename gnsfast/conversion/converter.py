@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -99,70 +99,90 @@ def convert(
     _refuse(named)
     if example is None:
         _refuse_sequence_first(named, batch_dim or 0)
-    folded = _matching("fold", fold, named)
-    shared = _matching("broadcast", broadcast, named)
-    replayed = _matching("replay", replay, named)
-    several = _matching("repeated", repeated, named)
-    excluded = _matching("exclude", exclude, named)
-    if odd := [n for n in sorted(shared) if not isinstance(named[n], nn.Embedding)]:
-        raise ValueError(
-            f"broadcast: {odd[0]!r} is a {type(named[odd[0]]).__name__}, not an embedding"
-        )
-
-    whole = {n for n, m in named.items() if uses_children_as_tensors(m)} | replayed
+    options = dict(
+        fold=fold, broadcast=broadcast, replay=replay, repeated=repeated, exclude=exclude
+    )
+    asked = _Asked(**{option: _matching(option, p, named) for option, p in options.items()})
+    whole = {n for n, m in named.items() if uses_children_as_tensors(m)} | asked.replay
     claims_of = _all_claims(named, whole)
-    _refuse_empty("fold", fold, claims_of)
-    _refuse_empty("repeated", repeated, claims_of)
-    _refuse_empty("exclude", exclude, claims_of)
+    for option in ("fold", "repeated", "exclude"):
+        _refuse_empty(option, options[option], claims_of)
     routes = _routes(named, claims_of, whole)
-    left_out = _within(named, excluded)
     learned = Learned()
     if example is not None:
-        open_ = {n: cls for n, cls in routes.items() if n not in left_out}
-        learned = learn(model, example, batch_dim, open_, claims_of, replayed)
+        kept = {n: cls for n, cls in routes.items() if n not in _within(named, asked.exclude)}
+        learned = learn(model, example, batch_dim, kept, claims_of, asked.replay)
         if learned.replay:
-            whole |= learned.replay
-            claims_of = _all_claims(named, whole)
-            routes = _routes(named, claims_of, whole)
-    if odd := [n for n in sorted(folded & routes.keys()) if issubclass(routes[n], Replayed)]:
-        raise ValueError(
-            f"fold: {odd[0]!r} has no kernel, and a replay sample by sample cannot fold rows: "
-            "replay a module around it, or exclude it"
-        )
-    joined = (_within(routes, several) | learned.repeated) & routes.keys() - left_out
-    for name in sorted(joined):
-        refuse(routes[name].gnsfast.route, [REPEATED], name)  # type: ignore[attr-defined]
-    flattened = {n for n, cls in routes.items() if _flattened(n, cls, named)}
+            claims_of = _all_claims(named, whole | learned.replay)
+            routes = _routes(named, claims_of, whole | learned.replay)
+    facts = _facts(named, routes, claims_of, asked, learned, batch_dim or 0)
     for name, module in named.items():
-        if name not in routes:
-            if isinstance(module, DropIn):
-                module.know(claims=())
-            continue
-        claims = claims_of[name]
-        if type(module) is not routes[name]:
+        if name in routes:
             module.__class__ = routes[name]
-        assert isinstance(module, DropIn)
-        layout = SampleLayout(batch_dim or 0, name in folded, name in shared, name in flattened)
-        reason = NO_BATCH.get(name.rpartition(".")[2], "")
-        if name not in folded | shared:
-            layout = learned.layouts.get(name, layout)
-            reason = learned.reasons.get(name, "" if name in learned.layouts else reason)
-        reason = "excluded by convert" if name in left_out else reason
-        uncovered = dict.fromkeys(claims, reason) if reason else {}
-        note = learned.notes.get(name, "")
-        facts: dict[str, Any] = dict(claims=claims, layout=layout, uncovered=uncovered, note=note)
-        facts["repeated"] = name in joined
-        module.gnsfast = routes[name].gnsfast._replace(**facts)  # type: ignore[attr-defined]
+            module.gnsfast = routes[name].gnsfast._replace(**facts[name])
+        elif isinstance(module, DropIn):
+            module.know(claims=())
     link_ties(named, claims_of)
     return model
 
 
+class _Asked(NamedTuple):
+    """The modules that the patterns of each option match."""
+
+    fold: set[str]
+    broadcast: set[str]
+    replay: set[str]
+    repeated: set[str]
+    exclude: set[str]
+
+
+def _facts(
+    named: dict[str, nn.Module],
+    routes: dict[str, type[DropIn]],
+    claims_of: dict[str, tuple[str, ...]],
+    asked: _Asked,
+    learned: Learned,
+    batch_dim: int,
+) -> dict[str, dict[str, Any]]:
+    """What each module is to know (``Converted``). A hint goes before what an example shows."""
+    if odd := [n for n in sorted(asked.broadcast) if not isinstance(named[n], nn.Embedding)]:
+        raise ValueError(
+            f"broadcast: {odd[0]!r} is a {type(named[odd[0]]).__name__}, not an embedding"
+        )
+    if odd := [n for n in sorted(asked.fold & routes.keys()) if issubclass(routes[n], Replayed)]:
+        raise ValueError(
+            f"fold: {odd[0]!r} has no kernel, and a replay sample by sample cannot fold rows: "
+            "replay a module around it, or exclude it"
+        )
+    left_out = _within(routes, asked.exclude)
+    joined = (_within(routes, asked.repeated) | learned.repeated) & routes.keys() - left_out
+    for name in sorted(joined):
+        refuse(routes[name].gnsfast.route, [REPEATED], name)
+    facts: dict[str, dict[str, Any]] = {}
+    for name, cls in routes.items():
+        rows = name in asked.fold, name in asked.broadcast, _flattened(name, cls, named)
+        layout, reason = SampleLayout(batch_dim, *rows), NO_BATCH.get(name.rpartition(".")[2], "")
+        if not any(rows[:2]):
+            layout = learned.layouts.get(name, layout)
+            reason = learned.reasons.get(name, "" if name in learned.layouts else reason)
+        if name in left_out:
+            reason = "excluded by convert"
+        facts[name] = dict(
+            claims=claims_of[name],
+            layout=layout,
+            uncovered=dict.fromkeys(claims_of[name], reason) if reason else {},
+            repeated=name in joined,
+            note=learned.notes.get(name, ""),
+        )
+    return facts
+
+
 def _routes(
     named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]], whole: set[str]
-) -> dict[str, type]:
+) -> dict[str, type[DropIn]]:
     """The class that each module becomes, found from its class before any ``convert``."""
     before = {name: type(module) for name, module in named.items()}
-    routes: dict[str, type] = {}
+    routes: dict[str, type[DropIn]] = {}
     try:
         for module in named.values():
             if (original := original_class(type(module))) is not type(module):
