@@ -33,8 +33,10 @@ def test_import_pulls_in_torch_alone(tmp_path: Path) -> None:
 
 def test_import_takes_no_time(tmp_path: Path) -> None:
     code = (  # its bytecode at hand, as installed packages have it, whatever the environment says
-        "import sys, torch; from time import process_time as now; sys.dont_write_bytecode = False;"
-        "sys.pycache_prefix = 'bytecode'; t = now(); import gnsfast; print(now() - t)"
+        "import gc, sys, torch; from time import process_time as now;"
+        "sys.dont_write_bytecode = False; sys.pycache_prefix = 'bytecode';"
+        # A collection takes 0.1 s for torch's objects, wherever it falls.
+        "gc.disable(); t = now(); import gnsfast; print(now() - t)"
     )
     # The first import writes the bytecode, and other programs only add to a time.
     assert any(float(python(code, tmp_path)) < 0.1 for _ in range(5))
