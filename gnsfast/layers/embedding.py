@@ -54,7 +54,7 @@ class Embedding(DropIn, nn.Embedding):
             self.weight,
             opened.probe,
             self._plan_for(input, features=0),
-            () if tie is None else tie.uses,
+            () if tie is None else tie.links(opened.name),
             padding_idx=self.padding_idx,
             tied=tie is not None,
             shared=shared,

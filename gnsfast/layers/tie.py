@@ -20,13 +20,25 @@ class Tie:
     def reset(self) -> None:
         """Forget the uses of the last forward pass."""
         self.uses: tuple[Link, ...] = ()
-        self.crossed = False
+        self.crossed = self.taken = False
+
+    def links(self, name: str) -> tuple[Link, ...]:
+        """The links of the embeddings used so far, for one more. Raises after the head, which would
+        not be linked with it.
+        """
+        if self.taken and not torch.compiler.is_compiling() and not _in_backward():
+            raise ObservationError(
+                f"{name}: it is looked up after the head that shares its weight, so the link "
+                "between the two is lost. Leave the pair out: convert(model, "
+                f"exclude=[{name!r}, ...])."
+            )
+        return self.uses
 
     def take(self, name: str, repeated: bool) -> tuple[Link, ...]:
         """Take the links of the embeddings used so far; the head is the last use. All calls of a
         ``repeated`` head have those of the first.
         """
-        links, self.uses = self.uses, ()
+        links, self.uses, self.taken = self.uses, (), True
         if links:
             self.crossed = True
         elif self.crossed and not (repeated or torch.compiler.is_compiling()) and _in_backward():

@@ -146,6 +146,26 @@ class Tied(nn.Module):
         return self.head(self.scale * torch.tanh(self.mix(h))[:, self.start :])
 
 
+class HeadFirst(nn.Module):
+    """A head, then the embedding again of what it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 5), nn.Linear(5, 6, bias=False)
+        self.table.weight = self.head.weight
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y: Tensor = self.table(self.head(x_BTD).argmax(-1))
+        return y
+
+
+def test_an_embedding_after_its_tied_head_is_refused() -> None:
+    model = gnsfast.convert(HeadFirst())
+    with pytest.raises(gnsfast.ObservationError, match="table: it is looked up after the head"):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            model(torch.randn(4, 9, 5)).sum().backward()
+
+
 TIES = {
     "embedding and head": Tied(),
     "head on a slice": Tied(start=6),

@@ -285,7 +285,7 @@ def test_lookup_between_two_calls_of_a_tied_head() -> None:
             return self.head(self.words(ids)) + self.head(self.words(ids).sin())
 
     model = gnsfast.convert(Tied(), repeated=["head"])
-    with pytest.raises(ObservationError, match="head: its weight is looked up between two calls"):
+    with pytest.raises(ObservationError, match="words: it is looked up after the head"):
         run(model, torch.randint(0, D, (B, T)))
 
 
