@@ -88,6 +88,12 @@ def test_a_process_that_gives_no_answer(
     assert row[WAY] == "no answer" and why in row[f"{WAY}: why"]
 
 
+def test_a_judge_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family_judge, "row_of", lambda family, seed: 1 / 0)
+    row = families.alone(FAMILY)
+    assert row[WAY] == "no answer" and row[f"{WAY}: why"].startswith("ZeroDivisionError")
+
+
 def test_families_and_their_sizes() -> None:
     """Each class once, by the configuration of its own name; no width is beyond the table's."""
     found = {family.name: family for family in family_models.families()}
@@ -102,7 +108,7 @@ def test_families_and_their_sizes() -> None:
 def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row_of(kind, monkeypatch) for kind in ("right", "refused")]
     tables = families.summary(rows, [WAY])
-    words = {row["verdict"]: row[WAY] for row in tables["Verdicts on 2 architectures"]}
-    assert words == {"right": 1, "refused": 1}
-    [cause] = tables[f"Causes, {WAY}"]
+    verdicts, covered, [cause] = tables.values()
+    assert {row["verdict"]: row[WAY] for row in verdicts} == {"right": 1, "refused": 1}
+    assert [row[WAY] for row in covered] == [1, 1, 1, 1]
     assert cause["which"] == "small" and "backward went through it n times" in cause["cause"]
