@@ -275,8 +275,9 @@ class _Learner:
     def _is_worth(self, place: str, paths: list[str]) -> bool:
         """Whether to replay a module for the norms of ``paths``."""
         gained = _elements([p for path in paths for p in self.parameters[path]])
-        share = gained / max(_elements(self.named[place].parameters()), 1)
-        return place in self.asked or share >= (WORTH if place else WORTH_ALL)
+        replayed = _elements(self.named[place].parameters())
+        few = replayed <= FEW * _elements(self.named[""].parameters())
+        return place in self.asked or gained >= (WORTH_OF_FEW if few else WORTH) * replayed
 
     def _place(self, start: str) -> str | None:
         """The innermost module from ``start`` outwards that can be replayed; None if none can."""
@@ -287,9 +288,9 @@ class _Learner:
         return start
 
 
-WORTH, WORTH_ALL = 0.05, 0.5
-"""A replay is chosen where it finds norms for so large a part of the parameters that it runs
-through; of a whole model, for half of them."""
+WORTH, WORTH_OF_FEW, FEW = 0.5, 0.05, 0.02
+"""A replay is chosen where it finds norms for half of the parameters that it runs through, or for a
+twentieth of at most a fiftieth of the model's. Times would give other routes in each process."""
 
 Laid = tuple[SampleLayout, str]
 SHARES = "all samples share its index"

@@ -57,7 +57,7 @@ def _weights(x: Tensor) -> Tensor:
     state is the user's.
     """
     if x.shape[-1] == 1:
-        return torch.ones(1, device=x.device)
+        return torch.ones(1, dtype=torch.float32, device=x.device)
     k = torch.arange(1, x.shape[-1] + 1, device=x.device, dtype=torch.float64)
     weights: Tensor = ((k * 12.9898).sin() * 43758.5453).frac().float()
     return weights
