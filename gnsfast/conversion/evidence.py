@@ -22,7 +22,7 @@ class SamplesMeet(ValueError):
 
 
 class Evidence:
-    """Three passes: over all samples, over all in another order, and over one or two.
+    """Four passes: over all samples, over all in another order, and twice over one or two.
 
     The model runs as it trains, but without dropout; batch norms of a model in evaluation mode stay
     in it. If other randomness hides where the samples are, all of it runs in evaluation mode.
@@ -91,7 +91,7 @@ class Evidence:
 
     def cost(self, path: str) -> float:
         """What replaying a module for each sample adds to a forward pass, as a fraction of it."""
-        _, turned, part = self._looks
+        _, turned, part, _ = self._looks
         replays = len(self._samples.whole) / len(self._samples.part)
         return replays * part.seconds[path] / turned.seconds[""]
 
@@ -113,7 +113,9 @@ class Evidence:
         return self._look(self._samples.whole, replays=paths).failed if paths else {}
 
     def refuse_mixing(self) -> None:
-        """Raise for the first module that gets samples apart and gives them mixed."""
+        """Raise for the first module that gets samples apart and gives them mixed, else for the
+        first layer that gets them so.
+        """
         for path in self._looks[0].calls:
             for call in range(min(self.counts(path))):
                 if _mixed(self.inputs(path, call)) or not _mixed(self.outputs(path, call)):
@@ -121,28 +123,44 @@ class Evidence:
                 module = self._named[path]
                 if isinstance(module, BATCH_NORM):
                     raise SamplesMeet(str(batch_statistics_error(path, module)))
-                raise SamplesMeet(
-                    f"{path or 'the model'} ({type(module).__name__}) ties the samples of a batch "
-                    "together: what it gives of one sample depends on the others, so no sample has "
-                    "a gradient of its own, in no layer that the gradient passes. Leave it out of "
-                    "the pass to measure. If the samples lie along dimension 1, say "
-                    "convert(model, example=..., batch_dim=1)"
-                )
+                raise self._meeting(path, "what it gives of one sample depends on the others")
+        for path in {path for paths in self._owners.values() for path in paths}:
+            for _, found in self.own_inputs(path):
+                first = next((rows for rows in found if rows is not None), None)
+                if isinstance(first, Lost) and (first.mixed or first.pooled):
+                    around = self.calls(path)[0].caller
+                    raise self._meeting(around, f"of one sample {path!r} gets what others change")
+
+    def _meeting(self, path: str, how: str) -> SamplesMeet:
+        name = f"{path or 'the model'} ({type(self._named[path]).__name__})"
+        other = ""
+        if self._example.batch_dim == 0:
+            other = (
+                " If the samples lie along dimension 1, say convert(model, example=..., "
+                "batch_dim=1)."
+            )
+        return SamplesMeet(
+            f"{name} ties the samples of a batch together: {how}, so no sample has a gradient of "
+            "its own, in no layer that the gradient passes. Leave that out of the pass to measure."
+            + other
+        )
 
     def _see(self) -> None:
         B = self._example.num_samples
         whole, turned = [*range(B)], [*range(B)][::-1]
         looks = [self._look(whole), self._look(turned)]
+        part, other = [1], [0]
         try:
-            part = [1]
             looks.append(self._look(part))
         except Exception:  # some models do not take one sample: batch norm, a bare squeeze()
-            part = [1, 2]
+            part, other = [1, 2], [0, 1]
             if B == 2:
                 raise
             looks.append(self._look(part))
-        self._looks, self._samples = looks, Samples(whole, turned, part)
+        looks.append(self._look(other))
+        self._looks, self._samples = looks, Samples(whole, turned, part, other)
         self._random |= looks[0].random
+        self._found: dict[tuple[int, ...], Rows | Lost] = {}  # by the prints, which the looks keep
 
     def _look(
         self,
@@ -184,8 +202,13 @@ class Evidence:
             return [Lost("the number of its tensors depends on the batch")]
         found: list[Rows | Lost | None] = []
         for prints in zip(*sides):
-            none = all(p is None for p in prints)
-            found.append(None if none else rows_of(prints, self._samples))
+            key = tuple(map(id, prints))
+            if all(p is None for p in prints):
+                found.append(None)
+                continue
+            if key not in self._found:
+                self._found[key] = rows_of(prints, self._samples)
+            found.append(self._found[key])
         return found
 
 
@@ -195,14 +218,28 @@ def _mixed(found: list[Rows | Lost | None]) -> bool:
 
 @contextmanager
 def _same_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore what modules hold in attributes: states, caches."""
+    """Restore which parameters and submodules there are, which are trained, and what modules hold
+    in attributes: states, caches.
+    """
     held = [(m, dict(vars(m))) for m in model.modules()]
+    tables = [
+        (t, dict(t)) for m in model.modules() for t in (m._parameters, m._modules, m._buffers)
+    ]
+    trainable = [(p, p.requires_grad) for p in model.parameters()]
     try:
         yield
     finally:
         for module, attributes in held:
-            vars(module).clear()
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
             vars(module).update(attributes)
+        own: Any
+        for own, contents in tables:
+            for name in own.keys() - contents.keys():
+                del own[name]
+            own.update(contents)
+        for p, trained in trainable:
+            p.requires_grad_(trained)
 
 
 @contextmanager

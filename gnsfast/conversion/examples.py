@@ -47,8 +47,13 @@ def example_of(model: nn.Module, example: Any, batch_dim: int) -> Example:
     B = tensors[0].shape[batch_dim if tensors[0].ndim > 1 else 0]
     if B < 2:
         raise ValueError(
-            f"example: its first tensor, of shape {list(tensors[0].shape)}, has {B} samples along "
-            f"dimension {batch_dim}. One cannot show what belongs to which sample: give two or more"
+            f"example: its first tensor, of shape {list(tensors[0].shape)}, has size {B} along "
+            f"dimension {batch_dim}. One sample cannot show what belongs to which: give two or more"
+        )
+    if masks := [list(t.shape) for t in tensors[1:] if t.shape == (B, B)]:
+        raise ValueError(
+            f"example: a tensor of shape {masks[0]} may hold the {B} samples, or be a mask that "
+            f"they share: give another number of samples than {B}"
         )
     found = Example(args, kwargs, batch_dim, B)
     few = [i * B // min(B, MOST) for i in range(min(B, MOST))]

@@ -55,6 +55,8 @@ def learn(
     """
     if meta := [n for n, p in model.named_parameters() if p.is_meta]:
         raise ValueError(f"example: {meta[0]} is on the meta device: load the weights first")
+    if lazy := [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
+        raise ValueError(f"example: {lazy[0]} has no shape yet: run a forward pass first")
     try:
         return _Learner(model, example, batch_dim or 0, routes, claims_of, asked).learned()
     except SamplesMeet as first:
@@ -195,7 +197,8 @@ class _Learner:
         if lost:
             self.lost[path] = lost[0].reason, self._around(path)
             return
-        self.layouts[path], note = found[0]
+        layout, note = found[0]
+        self.layouts[path] = layout._replace(known=True)
         if note == SHARES:
             self.tables.add(path)
         if joined:
@@ -292,6 +295,9 @@ WORTH, WORTH_OF_FEW, FEW = 0.5, 0.05, 0.02
 """A replay is chosen where it finds norms for half of the parameters that it runs through, or for a
 twentieth of at most a fiftieth of the model's. Times would give other routes in each process."""
 
+ALTERNATING = ("linear", "embedding", "layer_norm", "rms_norm", "experts", "router")
+"""The routes that read rows which alternate between the samples."""
+
 Laid = tuple[SampleLayout, str]
 SHARES = "all samples share its index"
 
@@ -314,7 +320,7 @@ def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Los
         return SampleLayout(broadcast=len(shape) == 1), SHARES
     if interleaved:
         flat = len(shape) == (1 if issubclass(cls, Embedding) else 2)
-        if dim or not flat or issubclass(cls, Replayed):
+        if dim or not flat or cls.gnsfast.route not in ALTERNATING:
             return Lost(f"in dimension {dim} the samples' rows alternate")
         return SampleLayout(1, flattened=True), "the samples' rows alternate"
     if dim and each > 1:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gnsfast.conversion.marks import Marks
 from gnsfast.conversion.prints import Print, print_of
 from gnsfast.layers import is_plain, replay_dim
 
@@ -77,14 +78,26 @@ class Look(TorchDispatchMode):
         self._expanded, self._replays = expanded, replays
         self.failed: dict[str, str] = {}
         self._trying = False
+        self._marks = Marks(samples)
+        self._storages = {
+            p.untyped_storage().data_ptr(): p
+            for p in model.parameters()
+            if p.layout == torch.strided
+        }
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: list[str] = []
         self._printing = 0.0
         self._paused = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Look":
         """Run the model once, in this mode."""
-        with torch.no_grad(), self._recorded(), self:
-            self._model(*args, **kwargs)
+        try:
+            with torch.no_grad(), self._recorded(), self:
+                self._model(*args, **kwargs)
+        finally:
+            with torch.no_grad():
+                for p, value in self._before.values():
+                    p.copy_(value)
         return self
 
     def own(self, name: str) -> list[Call]:
@@ -198,54 +211,52 @@ class Look(TorchDispatchMode):
     def _prints(self, values: Any) -> Prints:
         begin, self._paused = _clock(), True
         leaves = pytree.tree_leaves(values)
-        prints = tuple(
-            print_of(t, hasattr(t, PICKED)) if isinstance(t, Tensor) else None for t in leaves
-        )
+        prints = tuple(self._print(t) if isinstance(t, Tensor) else None for t in leaves)
         self._paused = False
         self._printing += _clock() - begin
         return prints
 
+    def _without_chance(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        schema = func._schema.arguments
+        values = {**dict(zip((a.name for a in schema), args)), **kwargs}
+        defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+        if _draws(defaults | values):
+            self.random.update(self._running)
+        return _without_chance(func, values)
+
+    def _keep_parameters(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Copy parameters that an operator will write to: ``max_norm``, a momentum encoder."""
+        for argument, value in zip(func._schema.arguments, args):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for t in pytree.tree_leaves(value) if written else ():
+                if isinstance(t, Tensor) and t.layout == torch.strided:
+                    p = self._storages.get(t.untyped_storage().data_ptr())
+                    if p is not None and id(p) not in self._before:
+                        self._before[id(p)] = p, p.detach().clone()
+
+    def _print(self, t: Tensor) -> Print | None:
+        found = print_of(t)
+        if found is None:
+            return None
+        return found._replace(picked=self._marks.picked(t), flat=self._marks.flat(t))
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._keep_parameters(func, args)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            schema = func._schema.arguments
-            values = {**dict(zip((a.name for a in schema), args)), **(kwargs or {})}
-            defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-            if _draws(defaults | values):
-                self.random.update(self._running)
-            return _without_chance(func, values)
-        result = func(*args, **(kwargs or {}))
+            result = self._without_chance(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if not (self._paused or self._trying):
             leaves = pytree.tree_leaves((args, kwargs))
             for t in leaves if func is not torch.ops.aten.detach.default else ():
                 if id(t) in self._owners and not {*self._running} & {*self._owners[id(t)]}:
                     self.elsewhere.setdefault(id(t), set()).add(self._running[-1])
-            _mark_picked(func, leaves, result)
+            self._marks.note(func, leaves, result)
         return result
-
-
-PICKED = "_gnsfast_picked"
-"""The attribute of a tensor whose rows the data pick, another number in another batch: that number.
-"""
-
-
-PUTTING_BACK = ("index_put", "index_add", "index_copy", "index_fill", "masked_", "scatter")
-"""Operators whose result has the rows of their first tensor, whatever they put there."""
-
-
-def _mark_picked(func: Any, leaves: list[Any], result: Any) -> None:
-    """Mark what a mask picks, and what is computed row by row from it."""
-    tensors = [t for t in leaves if isinstance(t, Tensor)]
-    name = func._schema.name.removeprefix("aten::").rstrip("_")
-    picks = torch.Tag.dynamic_output_shape in func.tags
-    if name == "index":  # the tag stands for masks; the operator takes numbers of rows too
-        picks = any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
-    sources = tensors[:1] if name.startswith(PUTTING_BACK) else tensors
-    rows = {vars(t)[PICKED] for t in sources if hasattr(t, PICKED)}
-    for t in pytree.tree_leaves(result) if picks or rows else ():
-        if isinstance(t, Tensor) and t.ndim and (picks or rows & {*t.shape}):
-            setattr(t, PICKED, t.shape[0] if picks else next(iter(rows & {*t.shape})))
 
 
 def _clock() -> float:
@@ -255,7 +266,7 @@ def _clock() -> float:
 
 
 LIKELY = {"rand": 0.5, "rand_like": 0.5, "uniform": 0.5}
-LIKELY |= dict.fromkeys(("randn", "randn_like", "normal"), 0.0)
+LIKELY |= dict.fromkeys(("randn", "randn_like", "normal", "randint", "randint_like"), 0.0)
 """What is drawn in place of random numbers, which would differ from pass to pass: their means."""
 OFF = {"dropout_p": 0.0, "train": False, "training": False}
 """The arguments that turn off what is random in an operator with other work."""
@@ -277,4 +288,6 @@ def _without_chance(func: Any, values: dict[str, Any]) -> Any:
     if kind in ("bernoulli", "bernoulli_"):
         p = values["self"] if kind == "bernoulli" and "p" not in values else values.get("p", 0.5)
         return drawn.copy_(torch.as_tensor(p) >= 0.5)
+    if kind.startswith("randperm"):  # of no use to a permutation that mixes samples: any but this
+        return drawn.copy_(drawn.sort(descending=True).values)
     return drawn.fill_(LIKELY[kind.rstrip("_")]) if kind.rstrip("_") in LIKELY else drawn

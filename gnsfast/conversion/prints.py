@@ -10,20 +10,22 @@ from torch import Tensor
 
 class Print(NamedTuple):
     """A tensor, told by a number for each entry of its first dimensions. Numbers that differ by
-    less than ``slack`` are taken for rounding. ``picked`` says whether a mask picked its rows.
+    less than ``slack`` are taken for rounding. ``picked``: the data pick or order its rows.
+    ``flat``: they are all rows of a tensor [B, ...].
     """
 
     shape: tuple[int, ...]
     values: Tensor
     slack: Tensor
-    picked: bool
+    picked: bool = False
+    flat: bool = False
 
     def like(self, values: Tensor) -> bool:
         """Whether ``values``, of the same shape, differ from these by rounding alone."""
         return bool(((self.values - values).abs() <= self.slack).all())
 
 
-def print_of(t: Tensor, picked: bool) -> Print | None:
+def print_of(t: Tensor) -> Print | None:
     """The print of ``t``; None for a tensor that has no plain numbers in memory.
 
     It keeps two dimensions, of a floating-point matrix one. The others are summed with weights that
@@ -36,7 +38,7 @@ def print_of(t: Tensor, picked: bool) -> Print | None:
     x = t.reshape(*t.shape[:kept], t.shape[kept:].numel())
     if not t.is_floating_point():
         values = x.double() @ _weights(x).double()
-        return Print(tuple(t.shape), values, torch.zeros_like(values), picked)
+        return Print(tuple(t.shape), values, torch.zeros_like(values))
     x = x.float()
     values, norm = x @ _weights(x), torch.linalg.vector_norm(x, dim=-1)
     if (large := ~(norm < LARGE)).any():
@@ -44,8 +46,8 @@ def print_of(t: Tensor, picked: bool) -> Print | None:
         values[large], norm[large] = rows @ _weights(x), torch.linalg.vector_norm(rows, dim=-1)
     # A row that all but cancels is as exact as the others are.
     slack = norm + 1e-2 * norm.max() if norm.numel() else norm
-    slack = slack * (1e-3 if t.dtype.itemsize >= 4 else 1e-1)
-    return Print(tuple(t.shape), values, slack, picked)
+    slack = slack * (1e-3 if t.dtype.itemsize >= 4 else 3e-2)
+    return Print(tuple(t.shape), values, slack)
 
 
 LARGE = 1e6
@@ -77,54 +79,65 @@ SHARED = Rows(each=0)
 
 
 class Lost(NamedTuple):
-    """Why no ``Rows`` describe a tensor; ``mixed``: what belongs to a sample depends on others."""
+    """Why no ``Rows`` describe a tensor; ``mixed``: what belongs to a sample depends on others;
+    ``pooled``: it has one size for any number of samples, and depends on them.
+    """
 
     reason: str
     mixed: bool = False
+    pooled: bool = False
 
 
 class Samples(NamedTuple):
-    """The samples of three passes: all in their order, all in another order, and a part."""
+    """The samples of four passes: all in their order, all in another order, and two parts."""
 
     whole: list[int]
     turned: list[int]
     part: list[int]
+    other: list[int]
 
 
 def rows_of(prints: Sequence[Print | None], samples: Samples) -> Rows | Lost:
-    """Where the samples lie in a tensor of which ``prints`` are those of the three passes."""
-    whole, turned, part = prints
-    if whole is None or turned is None or part is None:
+    """Where the samples lie in a tensor of which ``prints`` are those of the four passes."""
+    whole, *others = (each for each in prints if each is not None)
+    if len(others) < 3:
         return Lost("it has no numbers in memory to be compared")
-    if whole.shape == part.shape == turned.shape:
-        if whole.like(turned.values) and whole.like(part.values):
+    turned, part, other = others
+    if len({each.shape for each in (whole, *others)}) == 1:
+        if all(whole.like(each.values) for each in others):
             return SHARED
-        return Lost("its size does not depend on the number of samples, but its numbers do")
-    if whole.picked or turned.picked or part.picked:
+        return Lost("all samples together make it", pooled=True)
+    alike = whole.shape == turned.shape and part.shape == other.shape
+    shapes = [rows for rows in _candidates(whole, part, samples) if alike]
+    found = [
+        rows
+        for rows in shapes
+        if all(each.like(_taken(whole.values, rows, own)) for each, own in zip(others, samples[1:]))
+    ]
+    if shapes and not (found or all(_among(p, whole, shapes[0].dim) for p in (part, other))):
+        return Lost("what it gets of one sample depends on the others", mixed=True)
+    if any(each.picked for each in (whole, *others)):
         return Lost(
-            "a mask picks its rows, so another batch may hold another number of each sample's: if "
-            "it never does, name the module in fold"
+            "the data pick or order its rows, so another batch may hold others: if each sample "
+            "always has as many, in its place, name the module in fold"
         )
-    shapes = [rows for rows in _candidates(whole, part, samples) if whole.shape == turned.shape]
     if not shapes:
         return Lost(
             f"its shape {list(whole.shape)} for {len(samples.whole)} samples is "
             f"{list(part.shape)} for {len(samples.part)}: no dimension holds a fixed number of "
             "rows for each sample (a mask picks them, or they are gathered by expert)"
         )
-    found = [
-        rows
-        for rows in shapes
-        if turned.like(_taken(whole.values, rows, samples.turned))
-        and part.like(_taken(whole.values, rows, samples.part))
-    ]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        return Lost("its rows are so alike that their samples cannot be told")
-    if _among(part, whole, shapes[0].dim):
+    if not found:
         return Lost("its rows are not in the order of the samples (sorted, or picked by a mask)")
-    return Lost("what it gets of one sample depends on the others", mixed=True)
+    if len(found) > 1:
+        return Lost("its rows are so alike that their samples cannot be told")
+    if found[0].each > 1 and not all(each.flat for each in (whole, *others)):
+        return Lost(
+            "its rows do not come from a tensor [B, ...] made flat alone, so another batch may "
+            "hold others: if each sample always has as many, one after the other, name the module "
+            "in fold"
+        )
+    return found[0]
 
 
 def _candidates(whole: Print, part: Print, samples: Samples) -> Iterator[Rows]:

@@ -233,7 +233,7 @@ class Observer:
         passes, divided = (1, 1.0) if pipeline is None else (pipeline.passes, pipeline.factor)
         try:
             loss_factors.check_passes(num_samples, passes, tokens)
-            slab.refuse_graph()
+            slab.refuse_odd_pass()
             if self.names and not self.reached():
                 raise ObservationError(NO_BACKWARD)
             if pipeline is not None:

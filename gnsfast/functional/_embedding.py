@@ -106,6 +106,7 @@ def embedding(
     tied: bool = False,
     shared: bool = False,
     bare: bool = False,
+    known: bool = False,
 ) -> tuple[Tensor, Link | None]:
     """``torch.nn.functional.embedding(ids, weight, padding_idx)`` whose backward fills ``probe``.
 
@@ -124,6 +125,7 @@ def embedding(
             if all samples' rows got the same gradient.
         bare: ``ids`` is [B], one id for each sample. The call counter becomes NaN if the ids are
             consecutive, like positions.
+        known: it is known that ``ids`` are shared, or bare, so they may be any.
 
     >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
@@ -140,6 +142,7 @@ def embedding(
     if shared or bare:
         step = (ids[0] if shared else ids).flatten().diff()
         trusted = ((step == 1) | (step == 0)).all() if shared else (step != 1).any()
+        trusted |= known
     out: tuple[Tensor, ...] = _Embedding.apply(
         ids, weight, probe, plan, padding_idx, tied, shared, trusted, *chain(*links)
     )

@@ -126,6 +126,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self._pass = -1
+        self._options: list[Any] = []
         self._forget()
 
     def _forget(self) -> None:
@@ -154,7 +155,12 @@ class _Kept:
         inputs, _ = JOINED[self._kind]
         # What an operand or a gain was computed from must not hang on the node that keeps it.
         fields = [t.detach() if isinstance(t, Tensor) else t for t in a]
-        own, self._options = fields[:inputs], fields[inputs:]
+        own, options = fields[:inputs], fields[inputs:]
+        if self._operands and any(map(_differ, options, self._options)):
+            raise _error(
+                plan, "its padding, dilation, padding_idx or the like differ between calls"
+            )
+        self._options = options
         if isinstance(a, ConvWgrad):
             own = [t.unflatten(0, (max(a.samples, 1), -1)) for t in own]
         elif a.starts is not None:
@@ -220,6 +226,14 @@ class _Kept:
             if own[0] is not None
         ]
         return torch.cat(documents).argsort(stable=True)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether an option of two calls differs; their tensors are joined or are the same."""
+    told = isinstance(a, (int, float, torch.dtype)) or (
+        isinstance(a, list) and not any(isinstance(each, Tensor) for each in a)
+    )
+    return told and bool(a != b)
 
 
 def _cat(parts: list[Tensor | None], dim: int, order: Tensor | None) -> Tensor | None:

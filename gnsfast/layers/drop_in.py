@@ -18,13 +18,14 @@ class SampleLayout(NamedTuple):
     ``batch_dim`` is the dimension that holds them. ``fold``: k · B rows are B samples of k
     consecutive rows. ``broadcast``: all samples share an index without a batch dimension.
     ``flattened``: the rows [N, features] are known to be those of a batch, in their order; with
-    ``batch_dim`` 1 the B samples alternate.
+    ``batch_dim`` 1 the B samples alternate. ``known``: an example has shown it.
     """
 
     batch_dim: int = 0
     fold: bool = False
     broadcast: bool = False
     flattened: bool = False
+    known: bool = False
 
 
 class Converted(NamedTuple):
@@ -36,7 +37,6 @@ class Converted(NamedTuple):
     joined. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
     were compared with what arrived at the parameters. ``half``: it was replayed under autocast, in
     which torch rounds its gradients to half precision. ``note``: what an example has shown.
-    ``counts``: an embedding's bare index was seen to count positions.
     """
 
     route: str = ""
@@ -49,7 +49,6 @@ class Converted(NamedTuple):
     audited: bool = False
     half: bool = False
     note: str = ""
-    counts: bool = False
 
     @property
     def decided(self) -> tuple[Any, ...]:
@@ -192,10 +191,7 @@ class DropIn(nn.Module):
                 return 0
             hint = ""
             if isinstance(self, nn.Embedding):
-                hint = (
-                    " If all samples share this index, say convert(model, "
-                    f"broadcast=[{opened.name!r}])."
-                )
+                hint = self._share_hint()
             raise self._shape_error(x, f"it has no batch dimension.{hint}")
         dim = layout.batch_dim if len(leading) > layout.batch_dim else 0
         if (
@@ -210,7 +206,9 @@ class DropIn(nn.Module):
         if rows == B or (layout.fold and dim == 0 and B and rows % B == 0):
             return dim
         hint = ""
-        if B and rows % B == 0 and dim == 0:
+        if isinstance(self, nn.Embedding) and len(leading) == 1:
+            hint = self._share_hint()
+        if B and rows % B == 0 and dim == 0 and not (hint and _counts(x)):
             hint = (
                 f" If every {rows // B} consecutive rows are one sample, say convert(model, "
                 f"fold=[{opened.name!r}])."
@@ -222,6 +220,10 @@ class DropIn(nn.Module):
                 f"convert(model, batch_dim={found})."
             )
         raise self._shape_error(x, f"dimension {dim} has {rows} rows.{hint}")
+
+    def _share_hint(self) -> str:
+        name = self._measured.name
+        return f" If all samples share this index, say convert(model, broadcast=[{name!r}])."
 
     def _shape_error(self, x: Tensor, found: str) -> SampleShapeError:
         opened = self._measured
@@ -239,6 +241,11 @@ class DropIn(nn.Module):
         own = any("__getstate__" in vars(c) for c in type(self).__mro__ if c is not object)
         state = self.__getstate__() if own else self.__dict__  # type: ignore[no-untyped-call]
         return make, args, {**state, "_opened": None} if isinstance(state, dict) else state
+
+
+def _counts(index: Tensor) -> bool:
+    """Whether an index counts positions, as those that samples share do."""
+    return bool((index.diff() == 1).all())
 
 
 def _new(cls: Any) -> Any:

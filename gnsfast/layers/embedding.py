@@ -12,8 +12,8 @@ from gnsfast.tensors import is_dtensor
 class Embedding(DropIn, nn.Embedding):
     """``torch.nn.Embedding`` whose backward can also yield per-sample squared gradient norms.
 
-    An index that B samples share (position ids), of shape [1, T] or a bare [T] that counts, is
-    looked up once for each of them. ``sparse`` and ``scale_grad_by_freq`` have no per-sample norms:
+    An index of shape [1, T] that B samples share (position ids) is looked up once for each of them.
+    ``sparse`` and ``scale_grad_by_freq`` have no per-sample norms:
     ``gnsfast.coverage`` names such embeddings.
 
     >>> layer = gnsfast.Embedding(4, 3)
@@ -39,11 +39,9 @@ class Embedding(DropIn, nn.Embedding):
         shared = input.ndim > 1 and input.shape[0] == 1 and B > 1 and not sequence_first
         shared &= not packed
         if layout.broadcast and not packed:
-            input, shared = input.expand(B, *input.shape[-1:]), False
+            input, shared = input.expand(B, *input.shape[-1:]), True
         elif shared:
             input = input.expand(B, *input.shape[1:])
-        elif not packed and self._is_positions(input, B):
-            input, shared = input.expand(B, -1), True
         if self.max_norm is not None:
             with torch.no_grad():
                 torch.embedding_renorm_(
@@ -58,21 +56,9 @@ class Embedding(DropIn, nn.Embedding):
             padding_idx=self.padding_idx,
             tied=tie is not None,
             shared=shared,
-            bare=input.ndim == 1 and B > 1 and not packed,
+            bare=input.ndim == 1 and B > 1 and not (packed or layout.fold),
+            known=layout.known or layout.broadcast,
         )
         if tie is not None and link is not None:
             tie.uses = (*tie.uses, link)
         return y
-
-    def _is_positions(self, input: Tensor, B: int) -> bool:
-        """Whether a bare index [T] counts positions, which all samples share.
-
-        The first pass reads it. Later ones, and compiled ones, which cannot, rely on the check in
-        backward (``functional.embedding``).
-        """
-        known = self.gnsfast
-        if input.ndim != 1 or B < 2 or len(input) in (0, B) or known.layout.fold:
-            return False
-        if not (known.counts or torch.compiler.is_compiling()):
-            self.know(counts=bool((input.diff() == 1).all()))
-        return self.gnsfast.counts or torch.compiler.is_compiling()

@@ -29,8 +29,8 @@ class Tie:
         if self.taken and not torch.compiler.is_compiling() and not _in_backward():
             raise ObservationError(
                 f"{name}: it is looked up after the head that shares its weight, so the link "
-                "between the two is lost. Leave the pair out: convert(model, "
-                f"exclude=[{name!r}, ...])."
+                "between the two is lost. If the model ran twice in this block, run it once; else "
+                f"leave the pair out: convert(model, exclude=[{name!r}, ...])."
             )
         return self.uses
 

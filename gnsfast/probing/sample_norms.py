@@ -174,7 +174,7 @@ class per_sample_sqnorms:
 
     def _check(self) -> None:
         """Raise where a norm would be wrong."""
-        self._slab.refuse_graph()
+        self._slab.refuse_odd_pass()
         found = [sums.tolist() for sums in self._slab.sums()]
         sums = dict(zip(self._slab.devices, found))
         self._check_calls(sums)

@@ -231,8 +231,16 @@ class ProbeSlab:
         """The probes of the open pass; before a first pass, those without a metric."""
         return [self._probe(path, self._measures.get(path, 1)) for path in self.modules]
 
-    def refuse_graph(self) -> None:
-        """Raise after ``create_graph=True``, whose gradients have a graph of their own."""
+    def _refuse_batch_statistics(self) -> None:
+        for path, module in self._batch_norms:
+            if uses_batch_statistics(module):
+                raise batch_statistics_error(path, module)
+
+    def refuse_odd_pass(self) -> None:
+        """Raise after ``create_graph=True``, whose gradients have a graph of their own, and after a
+        batch norm was put into training mode inside of the block.
+        """
+        self._refuse_batch_statistics()
         for (path, _), probe in self._probes.items():
             if probe.grad is not None and probe.grad.requires_grad:
                 raise ObservationError(
@@ -254,9 +262,7 @@ class ProbeSlab:
         in their ``constants`` first. ``at_end`` is called after each backward pass and its averages
         over processes. A batch norm that would use the statistics of the batch is refused.
         """
-        for path, module in self._batch_norms:
-            if uses_batch_statistics(module):
-                raise batch_statistics_error(path, module)
+        self._refuse_batch_statistics()
         if documents is not None:
             self._refuse_documents()
         if taken := [path for path, m in self.modules.items() if m.is_open]:

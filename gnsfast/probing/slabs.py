@@ -69,5 +69,5 @@ def _facts(model: nn.Module) -> list[Any]:
         for name, p in module._parameters.items():
             if p is not None:
                 facts += name, id(p), p.requires_grad, p.device
-        stack += filter(None, module._modules.values())
+        stack += (m for m in module._modules.values() if m is not None)
     return facts

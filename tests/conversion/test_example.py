@@ -104,9 +104,12 @@ def test_a_bare_position_index(length: int) -> None:
 
 
 def test_a_bare_position_index_without_an_example() -> None:
-    model, x = gnsfast.convert(NanoGPT().eval()), ids()
-    assert_right(model, x)
-    assert_right(model, x[:, :5])
+    """Only its use says whether it may be looked up once for each sample."""
+    model, x = gnsfast.convert(NanoGPT().eval()), ids()[:, :4]
+    with pytest.raises(gnsfast.SampleShapeError) as error:
+        assert_right(model, torch.cat([x, x], 1))
+    assert "broadcast=['wpe']" in str(error.value) and "fold" not in str(error.value)
+    assert "convert(model, example=batch)" in str(error.value)
 
 
 def test_an_irregular_bare_index_without_an_example_raises() -> None:
@@ -183,7 +186,7 @@ def test_rows_that_are_not_samples_are_refused_by_name(how: str) -> None:
     model = Picked(how)
     gnsfast.convert(model, example=torch.randn(B, T, D))
     row = said(model, "head.weight")
-    assert not row.static and ("mask" in row.reason or "sorted" in row.reason)
+    assert not row.static and row.reason.startswith("the data pick or order its rows")
     assert said(model, "up.weight").static
 
 
@@ -332,7 +335,7 @@ def test_everything_is_put_back() -> None:
     "example, match",
     [
         (torch.zeros(B, T, dtype=torch.int64), "its samples are alike"),
-        (torch.randint(0, 11, (1, T)), "has 1 samples along"),
+        (torch.randint(0, 11, (1, T)), "has size 1 along"),
         ({}, "without a tensor"),
         (lambda: None, "without a call of the model"),
     ],
@@ -396,3 +399,123 @@ def test_a_layer_that_makes_its_own_input() -> None:
     assert type(model.positions).__mro__[1] is Offset
     assert_right(model, x)
     assert_right(gnsfast.convert(model, example=x), x)
+
+
+class Hostile(nn.Module):
+    """Writes to its parameters, swaps one, freezes another, keeps a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.up = nn.Embedding(11, D, max_norm=0.1), nn.Linear(D, D)
+        self.slow = nn.Parameter(torch.ones(D), requires_grad=False)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        self.slow.lerp_(self.up.bias, 0.5)
+        self.up.bias.data.mul_(0.5)
+        y: Tensor = self.up(self.tokens(ids_BT)) + self.slow
+        self.up.weight = nn.Parameter(self.up.weight + 1)
+        self.tokens.weight.requires_grad_(False)
+        self.state = y
+        return y
+
+
+def test_parameters_are_put_back() -> None:
+    model = Hostile()
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    gnsfast.convert(model, example=ids())
+    for name, p in model.named_parameters():
+        assert p is before[name][0] and torch.equal(p, before[name][1]), name
+    assert model.tokens.weight.requires_grad and not hasattr(model, "state")
+
+
+class Mixup(nn.Module):
+    """Mixes samples, only in training, by a random order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, D)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        if self.training:
+            x_BD = 0.7 * x_BD + 0.3 * x_BD[torch.randperm(len(x_BD))]
+        y: Tensor = self.up(x_BD)
+        return y
+
+
+class Gated(nn.Module):
+    """What samples give each other is behind a gate that is zero at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.across = nn.Linear(D, D), nn.Linear(D, D)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        y: Tensor = self.up(x_BD) + self.gate * self.across(x_BD - x_BD.mean(0))
+        return y
+
+
+class Loudest(nn.Module):
+    """Divides all samples by the loudest number of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, D)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        y: Tensor = self.up(x_BD / x_BD.abs().max())
+        return y
+
+
+@pytest.mark.parametrize("kind", [Mixup, Gated, Loudest])
+@pytest.mark.parametrize("loudest", range(B))
+def test_samples_that_meet_out_of_sight(kind: type[nn.Module], loudest: int) -> None:
+    x = torch.randn(B, D)
+    x[loudest, 0] = 9.0
+    with pytest.raises(ValueError, match="ties the samples of a batch together"):
+        gnsfast.convert(kind(), example=x)
+
+
+class Ragged(nn.Module):
+    """Rows of samples of several lengths, which are all full in the example."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up = how, nn.Linear(D, D)
+
+    def forward(self, x_BTD: Tensor, length_B: Tensor) -> Tensor:
+        mask_BT = torch.arange(x_BTD.shape[1]) < length_B[:, None]
+        if self.how == "slices":
+            rows = torch.cat([x[:n] for x, n in zip(x_BTD, length_B.tolist())])
+        elif self.how == "mask":
+            rows = x_BTD[mask_BT]
+        elif self.how == "masked_select":
+            rows = x_BTD.masked_select(mask_BT[..., None]).view(-1, D)
+        elif self.how == "numpy":
+            rows = x_BTD.flatten(0, 1)[torch.from_numpy(mask_BT.flatten().numpy().nonzero()[0])]
+        elif self.how == "packed":
+            lengths = length_B.cpu()
+            rows = nn.utils.rnn.pack_padded_sequence(x_BTD, lengths, batch_first=True).data
+        else:
+            order = length_B.argsort()
+            return self.up(x_BTD[order])[order.argsort()].sum(1)
+        y: Tensor = self.up(rows)
+        whole = torch.zeros_like(x_BTD).masked_scatter(mask_BT[..., None], y)
+        return whole.sum(1) if self.how != "packed" else whole.sum(1) * 0 + y.sum()
+
+
+@pytest.mark.parametrize("how", ["slices", "mask", "masked_select", "numpy", "packed", "sort"])
+def test_rows_that_only_look_regular_in_the_example(how: str) -> None:
+    model = Ragged(how)
+    try:
+        gnsfast.convert(model, example=(torch.randn(B, T, D), torch.full((B,), T)))
+    except ValueError as error:
+        assert how == "packed" and "ties the samples" in str(error)
+        return
+    row = said(model, "up.weight")
+    if row.route == "replay":  # exact, whatever the lengths
+        batch = torch.randn(B, T, D), torch.tensor([T, 2, 1, 3])
+        loss = lambda m, b: m(*b).square().sum()  # noqa: E731
+        assert_right(model, batch, loss)
+    else:
+        assert not row.static and "fold" in row.reason, row

@@ -78,31 +78,6 @@ def test_position_ids_of_one_row() -> None:
     assert_norms(norms, loop)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_bare_index_that_counts(compiled: bool) -> None:
-    """nanoGPT's way. T is a multiple of B in the second batch, so shapes alone do not tell."""
-    model = gnsfast.convert(Positions(batch=False))
-    run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
-    for T in (9, 8):
-        batch = ids(4, T), torch.randn(4, T, 5)
-        with gnsfast.per_sample_sqnorms(model, 4) as norms:
-            weighted_loss(run, batch).backward()
-        assert_norms(norms, loop_sqnorms(model, weighted_loss, batch, 4))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_bare_index_that_does_not_count_after_one_that_did(compiled: bool) -> None:
-    """Only the first pass reads the index; the check in backward sees all others."""
-    model, batch = gnsfast.convert(Positions(batch=False)), (ids(4, 9), torch.randn(4, 9, 5))
-    run = torch.compile(model, fullgraph=True) if compiled else model
-    with gnsfast.per_sample_sqnorms(model, 4):
-        weighted_loss(run, batch).backward()
-    model.step = 2
-    with pytest.raises(gnsfast.ObservationError, match="positions.*no batch dimension"):
-        with gnsfast.per_sample_sqnorms(model, 4):
-            weighted_loss(run, batch).backward()
-
-
 def test_a_bare_index_that_counts_to_B_is_not_clear() -> None:
     model, batch = gnsfast.convert(Positions(batch=False)), (ids(4, 4), torch.randn(4, 4, 5))
     with pytest.raises(gnsfast.ObservationError, match="positions.*no batch dimension"):
@@ -110,7 +85,7 @@ def test_a_bare_index_that_counts_to_B_is_not_clear() -> None:
             weighted_loss(model, batch).backward()
 
 
-def test_another_bare_index_is_refused_unless_named() -> None:
+def test_a_bare_index_is_refused_unless_named() -> None:
     model, batch = Positions(batch=False, step=2), (ids(4, 9), torch.randn(4, 9, 5))
     loop = loop_sqnorms(model, weighted_loss, batch, 4)
     gnsfast.convert(model)

@@ -99,3 +99,12 @@ def test_the_estimator_goes_on() -> None:
         square(model, x).backward()
     gns.update()
     assert gns.compute().updates == 1
+
+
+def test_a_frozen_batch_norm_that_starts_to_train_inside_the_block() -> None:
+    """It has no parameter to be measured, so only the end of the block looks at it again."""
+    model = gnsfast.convert(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))).eval()
+    with pytest.raises(gnsfast.ObservationError, match=r"1 \(BatchNorm1d\): batch norm by"):
+        with gnsfast.per_sample_sqnorms(model, 3):
+            model.train()
+            model(torch.randn(3, 4)).square().sum().backward()
