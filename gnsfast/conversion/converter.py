@@ -65,7 +65,8 @@ def convert(
             runs the model without gradients on all of them (at most 5), on all in another order and
             on one or two, and puts back what that changes. So it learns where each module has its
             samples, which the options below say by hand, and what has to be replayed; ``coverage``
-            shows it.
+            shows it. No example shows a branch that another batch takes, or a loss outside of the
+            model that ties samples together (``gnsfast.verify`` sees both).
         batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models. By
             default 0; with an example 1 if the samples meet along 0 and a module is sequence-first.
         fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
@@ -173,6 +174,7 @@ def _facts(
             uncovered=dict.fromkeys(claims_of[name], reason) if reason else {},
             repeated=name in joined,
             note=learned.notes.get(name, ""),
+            shared=learned.shared.get(name, frozenset()),
         )
     return facts
 

@@ -148,7 +148,15 @@ class Evidence:
     def _see(self) -> None:
         B = self._example.num_samples
         whole, turned = [*range(B)], [*range(B)][::-1]
-        looks = [self._look(whole), self._look(turned)]
+        try:
+            looks = [self._look(whole), self._look(turned)]
+        except Exception as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    f"gnsfast.convert called the model with {B} samples of the example. An example "
+                    "is what the model itself is called with, without labels that it does not take."
+                )
+            raise
         part, other = [1], [0]
         try:
             looks.append(self._look(part))

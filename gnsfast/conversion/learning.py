@@ -24,7 +24,8 @@ from gnsfast.layers import (
 
 class Learned(NamedTuple):
     """By module: its layout, the reason why it has no norms, a note. ``replay`` are modules to
-    replay with all their submodules, ``repeated`` those whose calls are joined.
+    replay with all their submodules, ``repeated`` those whose calls are joined. ``shared``: the
+    places of the arguments of replayed modules that all samples share.
     """
 
     layouts: dict[str, SampleLayout] = {}
@@ -32,6 +33,7 @@ class Learned(NamedTuple):
     notes: dict[str, str] = {}
     replay: frozenset[str] = frozenset()
     repeated: frozenset[str] = frozenset()
+    shared: dict[str, frozenset[int]] = {}
 
 
 def learn(
@@ -273,7 +275,11 @@ class _Learner:
                     f"covers it, and {cost}"
                 )
         whole = frozenset(p for p in worth - failed.keys() if around[p] != [p])
-        return Learned(self.layouts, reasons, self.notes, whole, frozenset(self.repeated))
+        shared = {
+            place: frozenset(i for i, r in enumerate(self.evidence.inputs(place)) if r == SHARED)
+            for place in worth - failed.keys()
+        }
+        return Learned(self.layouts, reasons, self.notes, whole, frozenset(self.repeated), shared)
 
     def _is_worth(self, place: str, paths: list[str]) -> bool:
         """Whether to replay a module for the norms of ``paths``."""

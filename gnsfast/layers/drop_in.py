@@ -37,6 +37,7 @@ class Converted(NamedTuple):
     joined. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
     were compared with what arrived at the parameters. ``half``: it was replayed under autocast, in
     which torch rounds its gradients to half precision. ``note``: what an example has shown.
+    ``shared``: the places of the arguments that all samples of a replayed module share.
     """
 
     route: str = ""
@@ -49,6 +50,7 @@ class Converted(NamedTuple):
     audited: bool = False
     half: bool = False
     note: str = ""
+    shared: frozenset[int] = frozenset()
 
     @property
     def decided(self) -> tuple[Any, ...]:

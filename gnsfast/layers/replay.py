@@ -152,7 +152,8 @@ class _Replay:
 
         leaves = list(self.plain)
         for i, t in zip(self.places, tensors):
-            dim = self.module._dim(t, i, self.B)
+            shared = i in self.module.gnsfast.shared
+            dim = None if shared else self.module._dim(t, i, self.B)
             leaves[i] = t if dim is None else t.narrow(dim, b, 1)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         kind, dtype, enabled = self.autocast

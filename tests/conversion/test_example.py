@@ -2,6 +2,7 @@
 """``convert(model, example=batch)``: it finds every layout, or says why there is none."""
 
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -351,8 +352,9 @@ def test_an_example_that_is_no_call() -> None:
 
 
 def test_a_models_own_error_is_shown_as_it_is() -> None:
-    with pytest.raises(IndexError, match="out of range"):
+    with pytest.raises(IndexError, match="out of range") as error:
         gnsfast.convert(Flattened(), example=ids() + 99)
+    assert sys.version_info < (3, 11) or "of the example" in error.value.__notes__[0]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "whisper", "bert", "vit", "mixtral"])
@@ -519,3 +521,33 @@ def test_rows_that_only_look_regular_in_the_example(how: str) -> None:
         assert_right(model, batch, loss)
     else:
         assert not row.static and "fold" in row.reason, row
+
+
+class Masked(nn.Module):
+    """A replayed module with a mask [T, T], which a batch of T samples could be taken for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(D))
+
+    def forward(self, x_BTD: Tensor, mask_TT: Tensor) -> Tensor:
+        mixed = 1e-6 * (mask_TT @ x_BTD.square())
+        y: Tensor = self.gain * x_BTD + self.gain.square() * mixed
+        return y
+
+
+class MaskedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gain = nn.Linear(D, D), Masked()
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y: Tensor = self.gain(self.up(x_BTD), torch.ones(T, T, dtype=x_BTD.dtype).tril())
+        return y
+
+
+def test_what_a_replay_shares_is_known_for_other_batches() -> None:
+    model = MaskedModel()
+    gnsfast.convert(model, example=torch.randn(B, T, D))
+    assert model.gain.gnsfast.shared == {1}
+    assert_right(model, torch.randn(T, T, D), num_samples=T)

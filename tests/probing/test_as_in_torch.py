@@ -246,3 +246,46 @@ def test_own_getstate_is_kept() -> None:
             return {k: v for k, v in self.__dict__.items() if k != "handle"}
 
     assert "handle" not in copy.deepcopy(gnsfast.convert(nn.Sequential(Holder())))[0].__dict__
+
+
+class Bank(nn.Module):
+    """A module that is falsy while it is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def __len__(self) -> int:
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(x)
+        return y
+
+
+def test_a_layer_that_is_replaced_inside_of_a_falsy_module() -> None:
+    model = nn.Sequential(Bank(), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        gnsfast.convert(model)
+        with gnsfast.per_sample_sqnorms(model, 3) as norms:
+            model(x).square().sum().backward()
+        assert (norms["0.up.weight"] > 0).all()
+        model[0].up = nn.Linear(4, 4)
+
+
+def test_a_compiled_submodule() -> None:
+    """``torch.compile`` of a part gives a module that has no length, and no truth value."""
+    model = gnsfast.convert(nn.Sequential(nn.Linear(4, 4), torch.compile(Block(), backend="eager")))
+    with gnsfast.per_sample_sqnorms(model, 3) as norms:
+        model(torch.randn(3, 4)).square().sum().backward()
+    assert all((norm_B > 0).all() for norm_B in norms.values())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x))

@@ -327,3 +327,43 @@ def test_convolution_of_two_sizes_is_refused() -> None:
     with pytest.raises(ObservationError, match=r"tower\.2.*different sizes, \[4, 5\] and \[6, 5\]"):
         with gnsfast.per_sample_sqnorms(model, B):
             square(model, (floats(B, 2, 6, 5), floats(B, 2, 4, 5))).backward()
+
+
+class Trident(nn.Module):
+    """One convolution with another dilation in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for dilation in (1, 2):
+            self.conv.dilation = self.conv.padding = (dilation,)
+            y = y + self.conv(x)
+        return y
+
+
+class Padded(nn.Module):
+    """One table with another padding index in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(V, D)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = torch.zeros(*ids.shape, D)
+        for padding in (0, 1):
+            self.words.padding_idx = padding
+            y = y + self.words(ids)
+        return y
+
+
+@pytest.mark.parametrize("kind", [Trident, Padded])
+def test_options_that_differ_between_calls(kind: Any) -> None:
+    """Joined by the options of one call, even the gradients would be wrong."""
+    x = torch.randn(B, 2, 8) if kind is Trident else torch.randint(0, V, (B, T))
+    model = gnsfast.convert(kind(), repeated=["*"])
+    with pytest.raises(ObservationError, match="padding_idx or the like differ between calls"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            model(x).square().sum().backward()
