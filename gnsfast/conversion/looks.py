@@ -288,6 +288,6 @@ def _without_chance(func: Any, values: dict[str, Any]) -> Any:
     if kind in ("bernoulli", "bernoulli_"):
         p = values["self"] if kind == "bernoulli" and "p" not in values else values.get("p", 0.5)
         return drawn.copy_(torch.as_tensor(p) >= 0.5)
-    if kind.startswith("randperm"):  # of no use to a permutation that mixes samples: any but this
+    if kind.startswith("randperm"):  # the identity would hide that it mixes the samples
         return drawn.copy_(drawn.sort(descending=True).values)
     return drawn.fill_(LIKELY[kind.rstrip("_")]) if kind.rstrip("_") in LIKELY else drawn
