@@ -63,10 +63,11 @@ def convert(
         example: what the model is called with, for two samples or more: a tensor, a tuple of
             arguments, a dict of keyword arguments, or a function that calls the model. ``convert``
             runs the model without gradients on all of them (at most 5), on all in another order and
-            on one or two, and puts back what that changes. So it learns where each module has its
-            samples, which the options below say by hand, and what has to be replayed; ``coverage``
-            shows it. No example shows a branch that another batch takes, or a loss outside of the
-            model that ties samples together (``gnsfast.verify`` sees both).
+            twice on one or two, and puts back what that changes. So it learns where each module has
+            its samples, which the options below say by hand, and what has to be replayed;
+            ``coverage`` shows it. It does not see a branch that only another batch takes, nor a
+            loss that ties samples together, in the model or outside of it: give ``gnsfast.verify``
+            that batch and that loss.
         batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models. By
             default 0; with an example 1 if the samples meet along 0 and a module is sequence-first.
         fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
@@ -111,7 +112,8 @@ def convert(
     routes = _routes(named, claims_of, whole)
     learned = Learned()
     if example is not None:
-        kept = {n: cls for n, cls in routes.items() if n not in _within(named, asked.exclude)}
+        left_out = _within(routes, asked.exclude)
+        kept = {n: cls for n, cls in routes.items() if n not in left_out}
         learned = learn(model, example, batch_dim, kept, claims_of, asked.replay)
         if learned.replay:
             claims_of = _all_claims(named, whole | learned.replay)

@@ -104,9 +104,7 @@ class Evidence:
         except Exception:  # any error says that the model wants the table [T, D]
             return False
         pairs = zip(self._looks[0].calls[""][0].outputs, look.calls[""][0].outputs)
-        return all(
-            a is b or (a and b and a.shape == b.shape and a.like(b.values)) for a, b in pairs
-        )
+        return all(a is b or (a and b and a.same(b)) for a, b in pairs)
 
     def failed_replays(self, paths: Collection[str]) -> dict[str, str]:
         """Those of the modules that cannot be replayed on one sample alone, and why."""
@@ -194,7 +192,7 @@ class Evidence:
         other = self._look(self._samples.whole, seed=1)
         first = self._looks[0]
         return first.calls.keys() != other.calls.keys() or any(
-            a is not None and b is not None and (a.shape != b.shape or not a.like(b.values))
+            a is not None and b is not None and not a.same(b)
             for path in first.calls
             for mine, theirs in zip(first.calls[path], other.calls[path])
             for a, b in zip(mine.inputs + mine.outputs, theirs.inputs + theirs.outputs)

@@ -86,11 +86,11 @@ class _Learner:
     ) -> None:
         self.asked = asked
         self.named, self.routes, self.batch_dim = dict(model.named_modules()), routes, batch_dim
-        self.parameters = {
-            path: [dict(self.named[path].named_parameters())[n] for n in claims]
-            for path, claims in claims_of.items()
-            if claims
-        }
+        self.parameters: dict[str, list[nn.Parameter]] = {}
+        for path, claims in claims_of.items():
+            if claims:
+                own = dict(self.named[path].named_parameters())
+                self.parameters[path] = [own[name] for name in claims]
         self.evidence = Evidence(model, example, batch_dim, self._owners(), self._bases())
         self.layouts: dict[str, SampleLayout] = {}
         self.notes: dict[str, str] = {}

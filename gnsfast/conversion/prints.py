@@ -24,6 +24,10 @@ class Print(NamedTuple):
         """Whether ``values``, of the same shape, differ from these by rounding alone."""
         return bool(((self.values - values).abs() <= self.slack).all())
 
+    def same(self, other: "Print") -> bool:
+        """Whether both tensors are the same but for rounding."""
+        return self.shape == other.shape and self.like(other.values)
+
 
 def print_of(t: Tensor) -> Print | None:
     """The print of ``t``; None for a tensor that has no plain numbers in memory.

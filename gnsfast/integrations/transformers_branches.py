@@ -23,9 +23,9 @@ from gnsfast.critical_batch.branches import (
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import TrainerBatches
 from gnsfast.integrations.transformers_start import begin, refuse_undivided
+from gnsfast.kept import kept_buffers
 from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
-from gnsfast.probing import kept_buffers
 
 FILE, FORMAT = "trainer_run.pt", 1
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes of a model: opening, reading and checking them."""
 
-from gnsfast.kept import kept, kept_buffers
 from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
@@ -24,8 +23,6 @@ __all__ = [
     "Verification",
     "VerifiedParameter",
     "checks",
-    "kept",
-    "kept_buffers",
     "per_sample_sqnorms",
     "unwrapped",
     "verify",

@@ -119,16 +119,6 @@ class Shared(nn.Module):
         return y
 
 
-class Stack(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.after = inner, nn.Linear(2, 2)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        y: Tensor = self.after(self.inner(ids_BT))
-        return y
-
-
 class FunctionalHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -20,9 +20,9 @@ from gnsfast.critical_batch.branches.training_state import (
     set_random_state,
 )
 from gnsfast.estimator import GradientNoiseScale
+from gnsfast.kept import kept
 from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
-from gnsfast.probing import kept
 
 FILE = "run.pt"
 
