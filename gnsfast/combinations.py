@@ -10,6 +10,8 @@ from gnsfast.tensors import is_dtensor
 
 DOCUMENTS = "documents of packed rows (cu_seqlens)"
 METRIC = "Adam's metric (metric='adam')"
+SIGN = "the sign noise scale (metric='sign')"
+SPECTRAL = "the spectral noise scale (metric='spectral')"
 GROUPS = "groups of samples"
 TIED = "a weight that it shares"
 REPEATED = "several calls in one pass"
@@ -19,17 +21,17 @@ COMPILED = "torch.compile"
 CUDA = "a GPU"
 
 FEATURES = (
-    *(REPEATED, DOCUMENTS, METRIC, GROUPS, TIED),
+    *(REPEATED, DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED),
     *(TENSOR_PARALLEL, PIPELINE, COMPILED, CUDA),
 )
 
 ALWAYS = {PIPELINE, COMPILED, CUDA}
 MEASURES = {DOCUMENTS, METRIC, GROUPS}
 LAYERS: dict[str, set[str]] = {
-    "linear": {*MEASURES, *ALWAYS, TIED, REPEATED, TENSOR_PARALLEL},
-    "embedding": {*MEASURES, *ALWAYS, TIED, REPEATED, TENSOR_PARALLEL},
-    "layer_norm": {*MEASURES, *ALWAYS, REPEATED, TENSOR_PARALLEL},
-    "rms_norm": {*MEASURES, *ALWAYS, REPEATED, TENSOR_PARALLEL},
+    "linear": {*MEASURES, SIGN, SPECTRAL, *ALWAYS, TIED, REPEATED, TENSOR_PARALLEL},
+    "embedding": {*MEASURES, SIGN, *ALWAYS, TIED, REPEATED, TENSOR_PARALLEL},
+    "layer_norm": {*MEASURES, SIGN, *ALWAYS, REPEATED, TENSOR_PARALLEL},
+    "rms_norm": {*MEASURES, SIGN, *ALWAYS, REPEATED, TENSOR_PARALLEL},
     "embedding_bag": {*ALWAYS},
     "bilinear": {*MEASURES, *ALWAYS, REPEATED},
     "channel_norm": {METRIC, GROUPS, *ALWAYS},
@@ -43,6 +45,8 @@ LAYERS: dict[str, set[str]] = {
     "replay": {*ALWAYS, REPEATED},
 }
 """The features that each layer's norms support. Every layer measures its samples and their sum."""
+
+OUTSIDE = "its sums are outside of the graph: the estimator measures it in eager mode"
 
 APART: dict[frozenset[str], str] = {
     frozenset((DOCUMENTS, METRIC)): "",
@@ -60,6 +64,11 @@ APART: dict[frozenset[str], str] = {
     frozenset((METRIC, PIPELINE)): "",
     frozenset((GROUPS, PIPELINE)): "",
     frozenset((REPEATED, PIPELINE)): "",
+    **{frozenset((SIGN, each)): "" for each in (DOCUMENTS, GROUPS, TENSOR_PARALLEL, PIPELINE)},
+    **{frozenset((SPECTRAL, each)): "" for each in (DOCUMENTS, GROUPS, TENSOR_PARALLEL, PIPELINE)},
+    frozenset((SPECTRAL, TIED)): "",
+    frozenset((SIGN, COMPILED)): OUTSIDE,
+    frozenset((SPECTRAL, COMPILED)): OUTSIDE,
 }
 """Pairs that no layer supports together -> why; empty where there is nothing to explain."""
 

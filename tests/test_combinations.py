@@ -5,7 +5,7 @@ float64 loop over single samples, or refused by the words of the table.
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +13,23 @@ from typing import Any, NamedTuple
 import experts
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 
 import gnsfast
 from gnsfast import combinations as table
-from gnsfast.combinations import COMPILED, DOCUMENTS, GROUPS, METRIC, TENSOR_PARALLEL, TIED, reason
-from gnsfast.functional import Calls, Plan, document_slots
+from gnsfast.combinations import (
+    COMPILED,
+    DOCUMENTS,
+    GROUPS,
+    METRIC,
+    SIGN,
+    SPECTRAL,
+    TENSOR_PARALLEL,
+    TIED,
+    reason,
+)
+from gnsfast.functional import Grams, Squares, document_slots
 from gnsfast.probing import ProbeSlab, Sides
 
 B, T, D, V = 3, 4, 8, 7
@@ -170,7 +177,8 @@ TIED_MODELS = {
 PARTS = {"out_projection": "*out_proj", "experts": "*experts", "router": "*gate"}
 """Route -> its module, where others of the model have routes of their own; else all modules."""
 
-MEASURED = (REPEATED, DOCUMENTS, METRIC, GROUPS, TIED, COMPILED)
+MEASURED = (REPEATED, DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED, COMPILED)
+SIDES = (METRIC, SIGN, SPECTRAL, GROUPS)
 ASKED = [(), *((f,) for f in MEASURED), *combinations(MEASURED, 2)]
 
 
@@ -180,6 +188,12 @@ class Case(NamedTuple):
     model: nn.Module
     x: Tensor
     r: Tensor
+    sums: dict[tuple[str, str], Tensor]
+
+
+def sums_of(p: Tensor, feature: str) -> Tensor:
+    """Zeros for the second moments of a parameter."""
+    return torch.zeros(p.shape if feature == SIGN else (min(p.shape),) * 2)
 
 
 def draw(route: str, features: tuple[str, ...]) -> Case:
@@ -191,7 +205,7 @@ def draw(route: str, features: tuple[str, ...]) -> Case:
         model = Twice(model)
     with torch.no_grad():
         r = torch.randn_like(model(x))
-    return Case(model, x, r)
+    return Case(model, x, r, {})
 
 
 def moments_of(model: nn.Module) -> dict[str, Tensor]:
@@ -220,7 +234,7 @@ def measured(case: Case, features: tuple[str, ...], part: str = "*") -> ProbeSla
     """The slab after one pass with these features; whatever the table refuses raises."""
     model = gnsfast.convert(case.model, repeated=[part] if REPEATED in features else None)
     first = ProbeSlab(model, B)
-    takes = {f: first.taking(f) if f in features else frozenset() for f in (METRIC, GROUPS)}
+    takes = {f: first.taking(f) if f in features else frozenset() for f in SIDES}
     groups = MEMBERS if GROUPS in features else ()
     slab = ProbeSlab(model, B, Sides(takes[METRIC], takes[GROUPS], len(groups)))
     names, v = {id(p): n for n, p in model.named_parameters()}, moments_of(model)
@@ -230,11 +244,21 @@ def measured(case: Case, features: tuple[str, ...], part: str = "*") -> ProbeSla
         path: [v[names[id(p)]] for p in slab.modules[path].probed_parameters().values()]
         for path in takes[METRIC]
     }
+    case.sums.update(
+        {(f, n): sums_of(p, f) for f in (SIGN, SPECTRAL) for n, p in model.named_parameters()}
+    )
+    second = {path: () for path in first.modules}
+    for path in takes[SIGN]:
+        own = slab.modules[path].probed_parameters().values()
+        second[path] += (Squares([case.sums[SIGN, names[id(p)]] for p in own]),)
+    for path in takes[SPECTRAL]:
+        weight = slab.modules[path].probed_parameters()["weight"]
+        second[path] += (Grams(case.sums[SPECTRAL, names[id(weight)]]),)
     documents = document_slots(STARTS, B, B) if DOCUMENTS in features else None
     run: Any = model
     if COMPILED in features:
         run = torch.compile(model, backend="eager")
-    slab.open(documents, groups, moments)
+    slab.open(documents, groups, moments, second=second)
     try:
         (run(case.x) * case.r).sum().backward()
     finally:
@@ -265,6 +289,13 @@ def assert_right(slab: ProbeSlab, case: Case, features: tuple[str, ...]) -> None
             want = torch.stack([g[m].sum(0).square().sum() for m in MEMBERS])
             found = sum(row[B + 2 :] for row in rows_of(slab, case, name, 0)).double()
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-8)
+        if SIGN in features:
+            found = case.sums[SIGN, name].double()
+            torch.testing.assert_close(found, g.square().sum(0), rtol=1e-4, atol=1e-7)
+        if SPECTRAL in features and g.ndim == 3:
+            g = g if g.shape[1] <= g.shape[2] else g.mT
+            found = case.sums[SPECTRAL, name].double()
+            torch.testing.assert_close(found, (g @ g.mT).sum(0), rtol=1e-4, atol=1e-6)
         if METRIC in features:
             P = 1 / (v[name].double().sqrt() * S + EPS)
             want = (torch.cat([g, g.sum(0)[None]]).square() * P).flatten(1).sum(1)
@@ -286,9 +317,9 @@ def test_pairs(route: str, features: tuple[str, ...]) -> None:
     if not why:
         assert_right(measured(case, features), case, features)
         return
-    side = next((f for f in (METRIC, GROUPS) if f in features), None)
     slab = ProbeSlab(gnsfast.convert(case.model), B)
-    if side is not None and not slab.taking(side):  # the estimator goes without, and names them
+    # The estimator goes without, and names the parameters.
+    if any(f in features and not slab.taking(f) for f in SIDES):
         assert slab.left_out(frozenset()) == tuple(slab.rows)
         return
     with pytest.raises(Exception, match=re.escape(why)):
@@ -307,72 +338,6 @@ def test_a_tied_head_called_twice(measure: str) -> None:
         measured(case, features)
 
 
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("feature", [REPEATED, DOCUMENTS, METRIC, GROUPS, TIED])
-def test_tensor_parallelism(mesh: Any, feature: str) -> None:
-    """What goes with it is proven by ``test_model_parallel.py``; the rest is refused."""
-    shared = lambda t: distribute_tensor(t.detach(), mesh, [Replicate()])
-    w, probe = shared(torch.randn(5, D)).requires_grad_(), torch.zeros(1, B + 2)
-    plans = {
-        REPEATED: Plan(calls=Calls()),
-        DOCUMENTS: Plan(starts=STARTS),
-        METRIC: Plan(moments=(torch.rand(5, D),), constants_P2=torch.ones(1, 2)),
-        GROUPS: Plan(members=MEMBERS),
-    }
-    probe = torch.zeros(
-        1 + (feature == METRIC), B + 2 + 2 * (feature == GROUPS), requires_grad=True
-    )
-    link = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T, D), torch.zeros(B, T, D)
-    x, links = shared(floats()), (link,) if feature == TIED else ()
-    with pytest.raises(
-        NotImplementedError, match=re.escape(reason("linear", [feature, TENSOR_PARALLEL]))
-    ):
-        gnsfast.functional.linear(x, w, None, probe, plans.get(feature, Plan()), links)
-
-
-@pytest.mark.parametrize("pair", [*combinations((DOCUMENTS, METRIC, GROUPS), 2)], ids=str)
-def test_plans_by_hand(pair: tuple[str, str]) -> None:
-    """A plan that asks for both would leave one of them without a gradient."""
-    fields: dict[str, Any] = {
-        DOCUMENTS: {"starts": torch.tensor([0, 3, 8])},
-        METRIC: {"moments": (torch.rand(5, D),), "constants_P2": torch.ones(1, 2)},
-        GROUPS: {"members": (torch.tensor([0]), torch.tensor([1]))},
-    }
-    plan = Plan(**{k: v for f in pair for k, v in fields[f].items()})
-    w = torch.randn(5, D, requires_grad=True)
-    probe = torch.zeros(1 + (METRIC in pair), 2 + 2 + 2 * (GROUPS in pair), requires_grad=True)
-    calls = {
-        "linear": lambda: gnsfast.functional.linear(torch.randn(8, D), w, None, probe, plan),
-        "embedding": lambda: gnsfast.functional.embedding(torch.arange(8) % 5, w, probe, plan),
-        "layer_norm": lambda: gnsfast.functional.layer_norm(
-            torch.randn(8, D), (D,), w[0], None, probe, plan
-        ),
-        "rms_norm": lambda: gnsfast.functional.rms_norm(torch.randn(8, D), w[0], probe, plan),
-    }
-    for layer, call in calls.items():
-        with pytest.raises(NotImplementedError, match=re.escape(reason(layer, pair))):
-            call()
-
-
-def test_estimator() -> None:
-    """What a model is asked for as a whole."""
-    model = gnsfast.convert(nn.Sequential(nn.Linear(D, 5)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(NotImplementedError, match=re.escape(reason(None, [METRIC, GROUPS]))):
-        gnsfast.GradientNoiseScale(model, groups=["a"], metric="adam", optimizer=optimizer)
-    gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
-    with pytest.raises(NotImplementedError, match=re.escape(reason(None, [METRIC, DOCUMENTS]))):
-        with gns.microbatch(3, tokens=torch.ones(3), cu_seqlens=STARTS):
-            pass
-
-
 def test_the_table_is_whole() -> None:
     kinds = (m for m in vars(gnsfast.layers).values() if isinstance(m, type))
     routes = {m.gnsfast.route for m in kinds if hasattr(m, "gnsfast")}
@@ -383,7 +348,7 @@ def test_the_table_is_whole() -> None:
 
 
 def test_the_guide_shows_the_table() -> None:
-    columns = (DOCUMENTS, METRIC, GROUPS, TIED, REPEATED, TENSOR_PARALLEL)
+    columns = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED, REPEATED, TENSOR_PARALLEL)
     guide = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
     for layer in table.LAYERS:
         cells = ("-" if reason(layer, [feature]) else "yes" for feature in columns)

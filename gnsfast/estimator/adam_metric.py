@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnsfast.arguments import check_choice
-from gnsfast.combinations import METRIC, PIPELINE, TENSOR_PARALLEL, refuse
+from gnsfast.combinations import METRIC, TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_adam
@@ -216,16 +215,6 @@ class AdamMetric(NoMetric):
                 "the optimizer has stepped since the first micro-batch of the update, so its v is "
                 "no longer that of the measured norms: call gns.update() before optimizer.step()"
             )
-
-
-def check_settings(metric: str | None, optimizer: Any, stages: Any) -> None:
-    """Raise for settings of the metric that do not go together."""
-    if metric is not None:
-        check_choice("metric", metric, ("adam",))
-    if (metric is None) != (optimizer is None):
-        raise ValueError("metric='adam' and optimizer=... go together: give both or neither")
-    if metric is not None and stages is not None:
-        refuse(None, [METRIC, PIPELINE])
 
 
 def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:

@@ -12,14 +12,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from gnsfast.arguments import integer
-from gnsfast.conversion import coverage
 from gnsfast.errors import ObservationError
-from gnsfast.estimator.adam_metric import check_settings
 from gnsfast.estimator.attachment import Attachment
 from gnsfast.estimator.ledger import Ledger
 from gnsfast.estimator.observer import Observer
 from gnsfast.estimator.saved_state import identity, refuse_other
-from gnsfast.estimator.settings import Settings, ordered_names
+from gnsfast.estimator.settings import Settings, measured, ordered_names
 from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.parallel import PipelinePasses
@@ -52,8 +50,11 @@ class GradientNoiseScale:
         stages: the processes among them that hold the pipeline stages of one model; ``model`` is
             then this process's stage, or a ``ModuleList`` of several. All stages pass the same
             ``tokens``, ``scale`` and ``grad_norm`` (that over all stages); each saves its state.
-        metric, optimizer: ``"adam"`` and the ``torch.optim.Adam`` or ``AdamW`` in use, to measure
-            the noise scale under its metric too, ``compute().adam``.
+        metric: other noise scales to measure too, one name or several: ``"adam"``, under the
+            metric of the optimizer (``compute().adam``); ``"sign"`` and ``"spectral"``, in the dual
+            norms of sign descent and of Muon (``compute().sign``, ``.spectral``).
+        optimizer: the ``torch.optim.Adam`` or ``AdamW`` in use, for ``"adam"``; for ``"spectral"``
+            the optimizer of the matrices, by default all matrices of linear layers.
         groups: names of groups of samples (data domains), each with a noise scale of its own in
             ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
 
@@ -92,7 +93,7 @@ class GradientNoiseScale:
         grad_scaler: GradScaler | None = None,
         process_group: "dist.ProcessGroup | None" = None,
         stages: "dist.ProcessGroup | None" = None,
-        metric: str | None = None,
+        metric: str | Sequence[str] | None = None,
         optimizer: Any = None,
         groups: Sequence[str] = (),
     ) -> None:
@@ -104,10 +105,11 @@ class GradientNoiseScale:
             )
         self.model, self.decay = model, decay
         self.window, self.every = integer("window", window), integer("every", every)
-        check_settings(metric, optimizer, stages)
         self._settings = Settings(
-            *(source, loss_reduction, grad_scaler, process_group, stages, optimizer),
-            ordered_names(groups),
+            *(source, loss_reduction, grad_scaler, process_group, stages),
+            **measured(metric, optimizer),
+            groups=ordered_names(groups),
+            window=window,
         )
         self._attached: int | None = None
         self._attachment: Attachment | None = None
@@ -313,24 +315,13 @@ class GradientNoiseScale:
         self._close_attached()
         observer = self._start()
         if grad_norm is not None:
-            self._refuse_partial_norm()
+            observer.refuse_norm()
         update, touched = observer.finish(grad_norm)
         self._ledger.add(update)
         self._touched = [a + b for a, b in zip(self._touched, touched)]
         self._measured += 1
         if self._measured % AUDIT_EVERY == 0:
             observer.audit.again()
-
-    def _refuse_partial_norm(self) -> None:
-        if self._settings.local:
-            raise ValueError("update(grad_norm=...) has no use where source='local'")
-        self._start().metric.refuse_norm()
-        rows = coverage(self.model).rows
-        if open_rows := [r.parameter for r in rows if not r.static and r.route != "frozen"]:
-            raise ValueError(
-                f"grad_norm holds {', '.join(open_rows[:5])}, which no per-sample norm covers "
-                "(gnsfast.coverage(model)): call gns.update() without it"
-            )
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window, with its 95 % interval.
@@ -344,6 +335,12 @@ class GradientNoiseScale:
         groups are not in P. It is no measured critical batch size: P is frozen, there is no
         momentum, and v, itself smoothed noise, is small where gradients were rare (weights that
         never had one count 1 / eps).
+
+        With ``metric="sign"`` the field ``sign`` is (Σ_i σ_i / ‖G‖₁)², σ_i being the standard
+        deviation of coordinate i over samples; with ``"spectral"`` the field ``spectral`` is
+        (Σ tr C^½ / Σ ‖G‖_nuc)², summed over the matrices, C = E (g_b - G)(g_b - G)ᵀ on a matrix'
+        smaller side (arXiv 2602.03001). They keep two running means of the size of the parameters
+        (float32), and a measured update costs about one more weight gradient: see ``every``.
 
         Raises:
             ObservationError: with the module's name, where backward did not go through a module
@@ -359,10 +356,11 @@ class GradientNoiseScale:
         order = [k % self.window for k in range(first, self._measured)]
         observer.check(self._ledger.flags, self._touched)
         p, q, whole_q, scalars, more = observer.exchange.split(self._ledger.ring[order])
-        metric, groups = more.split([observer.metric.width, observer.groups.width], 1)
+        metric, dual, groups = more.split(observer.widths, 1)
         local, modules = self._settings.local, [unit.module for unit in observer.units]
         found = summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
         found = observer.groups.added(found, groups, self.decay)
+        found = observer.dual.added(found, dual, scalars, self.decay)
         return observer.metric.added(found, metric, scalars, self.decay)
 
     def state_dict(self) -> dict[str, Any]:
@@ -382,6 +380,7 @@ class GradientNoiseScale:
             "ring": self._ledger.ring.clone(),
             "flags": self._ledger.flags.clone(),
             "touched": dict(zip(observer.names, self._touched)),
+            "means": observer.dual.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -398,3 +397,4 @@ class GradientNoiseScale:
         self._ledger.ring.copy_(state["ring"])
         self._ledger.flags.copy_(state["flags"])
         self._touched = [state["touched"].get(name, 0) for name in self._start().names]
+        self._start().dual.load(state["means"])

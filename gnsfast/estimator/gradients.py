@@ -5,8 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from gnsfast import reference
+from gnsfast.conversion import coverage
+from gnsfast.errors import ObservationError
 from gnsfast.parallel import Processes, parameter_groups
 from gnsfast.tensors import accumulate_dtype, is_dtensor
 
@@ -61,6 +64,38 @@ def grad_sqnorms(blocks: list[Block], processes: Processes) -> Sqnorms:
         found.norms.append(norms)
         found.copies.append(shared)
     return found
+
+
+def refuse_unscaled_stage(scaler: GradScaler | None) -> None:
+    """Raise if this pipeline stage's scaler has no scale: only the last stage scales the loss."""
+    if scaler is not None and scaler.is_enabled() and scaler._scale is None:
+        raise ObservationError(
+            "the grad_scaler has scaled nothing on this pipeline stage, so its scale is not "
+            "known here: scale something on every stage, scaler.scale(torch.zeros(())), and "
+            "call scaler.update() on all of them"
+        )
+
+
+def refuse_partial_norm(model: nn.Module) -> None:
+    """Raise if the norm of the whole gradient holds parameters that no per-sample norm covers."""
+    rows = coverage(model).rows
+    if open_rows := [r.parameter for r in rows if not r.static and r.route != "frozen"]:
+        raise ValueError(
+            f"grad_norm holds {', '.join(open_rows[:5])}, which no per-sample norm covers "
+            "(gnsfast.coverage(model)): call gns.update() without it"
+        )
+
+
+def given_sqnorm(grad_norm: float | Tensor, device: torch.device) -> Tensor:
+    """The square of a norm that the caller gives."""
+    full = getattr(grad_norm, "full_tensor", None)  # that of FSDP2 is sharded
+    norm = torch.as_tensor(grad_norm if full is None else full())
+    if norm.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"grad_norm is a {norm.dtype}, too coarse for a difference of squares: call "
+            "gns.update() without it, before clipping"
+        )
+    return norm.to(device, torch.float64, non_blocking=True).square()
 
 
 def refuse_divide_factor(model: nn.Module) -> None:

@@ -41,7 +41,7 @@ class Update(NamedTuple):
     """What an update left. q comes from ``sqnorms``, the final gradients, or from ``norm``, that of
     the whole gradient, or from the probes. ``witnesses`` are some gradients' norms after the last
     backward pass and at ``update()``, ``leftover`` those before the first; ``loss_scale`` is the
-    factor that is still on the gradients.
+    factor that is still on the gradients; ``dual`` is this process's share of ``DualNorms``.
     """
 
     passes: list[Pass]
@@ -52,6 +52,7 @@ class Update(NamedTuple):
     witnesses: tuple[Tensor | None, Tensor | None]
     loss_scale: Tensor | None
     metric_q: Tensor | None
+    dual: list[Tensor]
 
 
 class Numbers:
@@ -116,7 +117,11 @@ class Numbers:
         return self._exchange(
             *(torch.stack([p, q]), whole, scalars, calls),
             *([written, stale, another, *lost], handed, replica),
-            [*metric, *(torch.stack(groups).sum(0).flatten()[None] if groups else ())],
+            [
+                *metric,
+                *update.dual,
+                *(torch.stack(groups).sum(0).flatten()[None] if groups else ()),
+            ],
         )
 
     def _of_pass(self, each: Pass) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
+from gnsfast.estimator.dual_norms import DualNorms
 from gnsfast.estimator.exchange import FLAGS, Exchange
 from gnsfast.estimator.numbers import Numbers, Pass, Update
 from gnsfast.estimator.sample_groups import GroupMeasure
@@ -78,10 +79,11 @@ class Observer:
         first = next(iter((*self.parameters, *parameters.values())), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.metric = AdamMetric.of(self.model, slab, s, self.processes, self.device)
+        self.dual = DualNorms(self.model, slab, s, self.processes, self.device)
         self.groups = GroupMeasure(s, slab, self.processes)
         self._sides = Sides(self.metric.modules, self.groups.modules, len(s.groups))
-        width = self.metric.width + self.groups.width
-        self.exchange = Exchange(self.processes, self._stages, s.group, width)
+        self.widths = [self.metric.width, self.dual.width, self.groups.width]
+        self.exchange = Exchange(self.processes, self._stages, s.group, sum(self.widths))
         spread = fsdp_degrees(self.model)
         replicas = [id(p) not in spread for p, _ in self._blocks]
         if self.processes.world > 1 and not self.settings.local:
@@ -144,8 +146,9 @@ class Observer:
             documents = document_slots(cu_seqlens, num_samples, slots)
         slab = self._slabs.slab(self.model, slots, self._sides)
         first = not self._passes
-        moments = self.metric.open(slab, first)
-        slab.open(documents, self.groups.open(groups, num_samples), moments, self.pass_over)
+        measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
+        slab.open(documents, *measured, self.pass_over, self.dual.open(slab, first))
+        self.dual.opened()
         self.slab, self._end, self._split = slab, None, False
         self._audited = self.audit.next()
         try:
@@ -207,6 +210,7 @@ class Observer:
         """Close the probes and forget the update, whose gradients are not complete."""
         if self.slab is not None:
             self.slab.close()
+            self.dual.closed()
             self.slab.forget()
             self.audit.undo(self._audited)
             if self._watch is not None:
@@ -237,13 +241,14 @@ class Observer:
             if self.names and not self.reached():
                 raise ObservationError(NO_BACKWARD)
             if pipeline is not None:
-                self._refuse_unscaled_stage()
+                gradients.refuse_unscaled_stage(self.settings.grad_scaler)
             if self._split:
                 refuse_context_parallel(always=True)
         except (ObservationError, ValueError):
             self.discard()
             raise
         slab.close()
+        self.dual.closed()
         watch.stop()
         self.slab = None
         if self._end is None:
@@ -286,16 +291,6 @@ class Observer:
             self.discard()
             raise ValueError("tokens must be given for all micro-batches or for none")
 
-    def _refuse_unscaled_stage(self) -> None:
-        """Raise if this stage's scaler has no scale: only the last stage scales the loss."""
-        scaler = self.settings.grad_scaler
-        if scaler is not None and scaler.is_enabled() and scaler._scale is None:
-            raise ObservationError(
-                "the grad_scaler has scaled nothing on this pipeline stage, so its scale is not "
-                "known here: scale something on every stage, scaler.scale(torch.zeros(())), and "
-                "call scaler.update() on all of them"
-            )
-
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Update, list[int]]:
         """The update, and how many of this process's micro-batches wrote to each parameter's
         gradient.
@@ -307,9 +302,9 @@ class Observer:
                 "gns.microbatch(num_samples), or call gns.attach() once"
             )
         self._passes, self.after_update = [], self._marks()
-        norm = None if grad_norm is None else self._norm(grad_norm)
+        norm = None if grad_norm is None else gradients.given_sqnorm(grad_norm, self.device)
         alone = sum(each.passes for each in passes) == 1 and self.processes.world == 1
-        by_probe = s.local or (alone and s.source == "auto")
+        by_probe = s.local or (alone and s.by_probe)
         sqnorms, now = None, None
         if norm is None and not by_probe and self.names:
             self._refuse_rewritten()
@@ -317,6 +312,7 @@ class Observer:
             now = self._witness()
         touched = {name for name, times in zip(self.names, self._touched) if times}
         done = loss_factors.unscaled(s.grad_scaler)
+        loss_scale = None if done else self._loss_scale()
         update = Update(
             passes=passes,
             by_probe=by_probe,
@@ -324,21 +320,19 @@ class Observer:
             norm=norm,
             sqnorms=sqnorms,
             witnesses=(self._last.witness, now),
-            loss_scale=None if done else self._loss_scale(),
+            loss_scale=loss_scale,
             metric_q=self.metric.finish(by_probe, touched),
+            dual=self.dual.finish(passes, loss_scale),
         )
         return update, self._touched
 
-    def _norm(self, grad_norm: float | Tensor) -> Tensor:
-        """The square of a given norm."""
-        full = getattr(grad_norm, "full_tensor", None)  # that of FSDP2 is sharded
-        norm = torch.as_tensor(grad_norm if full is None else full())
-        if norm.dtype in (torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"grad_norm is a {norm.dtype}, too coarse for a difference of squares: call "
-                "gns.update() without it, before clipping"
-            )
-        return norm.to(self.device, torch.float64, non_blocking=True).square()
+    def refuse_norm(self) -> None:
+        """Raise if the norm of the whole gradient does not suffice."""
+        if self.settings.local:
+            raise ValueError("update(grad_norm=...) has no use where source='local'")
+        self.metric.refuse_norm()
+        self.dual.refuse_norm()
+        gradients.refuse_partial_norm(self._wrapped)
 
     def _refuse_rewritten(self) -> None:
         """Raise if the gradients are not those of the last backward pass."""

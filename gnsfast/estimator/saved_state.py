@@ -16,6 +16,7 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
         "local": s.local,
         "loss_reduction": s.loss_reduction,
         "metric": None if s.optimizer is None else "adam",
+        "dual": list(s.dual),
         "groups": list(s.groups),
         "window": window,
         "every": every,

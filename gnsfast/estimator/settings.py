@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of an estimator, and the state of an update under way."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gnsfast.arguments import check_choice
-from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, PIPELINE, refuse
+from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, PIPELINE, SIGN, SPECTRAL, refuse
 
 Mark = tuple[int, int] | None
 
@@ -25,12 +26,19 @@ class Settings:
     stages: "dist.ProcessGroup | None"
     optimizer: Any = None  # whose metric is measured; None without a metric
     groups: tuple[str, ...] = ()
+    dual: tuple[str, ...] = ()  # the dual norms to measure, "sign" and "spectral"
+    matrices: frozenset[nn.Parameter] | None = None  # the only ones in the spectral norm
+    window: int = 64
 
     def __post_init__(self) -> None:
         check_choice("source", self.source, ("auto", "local", "global"))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         if self.local and self.stages is not None:
             raise ValueError("source='local' has no use for pipeline stages: use source='global'")
+        if self.local and self.dual:
+            raise ValueError(
+                f"metric={self.dual[0]!r} reads the whole gradient: use source='global'"
+            )
         refuse(None, self.features())
 
     def features(self, documents: bool = False, schedule: bool = False) -> list[str]:
@@ -38,6 +46,8 @@ class Settings:
         asked = {
             DOCUMENTS: documents,
             METRIC: self.optimizer is not None,
+            SIGN: "sign" in self.dual,
+            SPECTRAL: "spectral" in self.dual,
             GROUPS: bool(self.groups),
             PIPELINE: schedule or self.stages is not None,
         }
@@ -48,6 +58,11 @@ class Settings:
         if schedule is not None and self.local:
             raise ValueError("source='local' has no use for a schedule: use source='global'")
         refuse(None, self.features(cu_seqlens is not None, schedule is not None))
+        if self.dual and tokens is not None and not (isinstance(tokens, Tensor) and tokens.ndim):
+            raise ValueError(
+                f"metric={self.dual[0]!r} needs the tokens of each sample, not their total: "
+                "tokens=torch.tensor([...]) with one count per sample"
+            )
         if groups is not None and tokens is not None and getattr(tokens, "ndim", 0) != 1:
             raise ValueError("with groups tokens must be one count for each sample")
         if cu_seqlens is not None and tokens is None:
@@ -56,6 +71,11 @@ class Settings:
                 "counts (cu_seqlens.diff() - 1 for next-token losses, 0 for padding), or 1 for "
                 "each if the loss is a mean over documents"
             )
+
+    @property
+    def by_probe(self) -> bool:
+        """Whether |G|² of an update of one micro-batch on one process comes from the probes."""
+        return self.source == "auto" and not self.dual
 
     @property
     def local(self) -> bool:
@@ -75,3 +95,25 @@ def ordered_names(names: Any) -> tuple[str, ...]:
     if isinstance(names, (str, set, frozenset)) or len(set(names)) < len(tuple(names)):
         raise ValueError(f"groups must be a list of different names, in one order, not {names!r}")
     return tuple(names)
+
+
+def measured(metric: str | Sequence[str] | None, optimizer: Any) -> dict[str, Any]:
+    """The fields of ``Settings`` that say which noise scales are measured beside the Euclidean."""
+    metrics = () if metric is None else (metric,) if isinstance(metric, str) else tuple(metric)
+    for each in metrics:
+        check_choice("metric", each, ("adam", "sign", "spectral"))
+    if "adam" in metrics and optimizer is None:
+        raise ValueError("metric='adam' and optimizer=... go together: give both or neither")
+    if optimizer is not None and not {"adam", "spectral"} & {*metrics}:
+        raise ValueError(
+            "optimizer=... is for metric='adam' and metric='spectral': name the metric too, or "
+            "leave the optimizer out"
+        )
+    matrices = None
+    if optimizer is not None and "spectral" in metrics and "adam" not in metrics:
+        matrices = frozenset(p for group in optimizer.param_groups for p in group["params"])
+    return {
+        "optimizer": optimizer if "adam" in metrics else None,
+        "dual": tuple(each for each in ("sign", "spectral") if each in metrics),
+        "matrices": matrices,
+    }

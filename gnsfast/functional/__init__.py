@@ -28,6 +28,8 @@ from gnsfast.functional.documents import Documents as Documents
 from gnsfast.functional.documents import cu_seqlens as cu_seqlens
 from gnsfast.functional.documents import document_slots as document_slots
 from gnsfast.functional.plan import Plan
+from gnsfast.functional.second_moments import Grams as Grams
+from gnsfast.functional.second_moments import Squares as Squares
 
 __all__ = [
     "Plan",

@@ -68,3 +68,5 @@ def add_cross_terms(
             own_B.index_add_(0, documents_of_rows(plan.starts, own_1N.shape[1]), own_1N[0])
         own_1 = (dy_BTD * of_sum).sum(dtype=torch.float64)[None]
         row[:-1].add_(torch.cat([own_B, own_1]), alpha=2.0)
+    for squares in plan.second:
+        squares.add_cross_terms(ids_BT, weighed[0] * of_samples)

@@ -39,6 +39,8 @@ class Plan(NamedTuple):
         module: the layer's name in messages.
         calls: a ``Calls``, new for each pass, if the layer is called several times in it. The
             operands of all calls are in memory until the last one's backward.
+        second: where the backward pass adds second moments of the samples' gradients
+            (``Squares``, ``Grams``).
 
     >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
     >>> s_eps, v = torch.tensor([[2.0, 1.0]]), torch.full((2, 5), 0.25)
@@ -58,6 +60,7 @@ class Plan(NamedTuple):
     constants_P2: Tensor | None = None
     module: str | None = None
     calls: Any = None
+    second: tuple[Any, ...] = ()
 
     def samples(self, probe: Tensor) -> int:
         """B, from a probe. A plan that held B would make torch.compile build a graph for each B."""
@@ -82,10 +85,12 @@ class Plan(NamedTuple):
                 "unfrozen or parametrized, call gnsfast.convert(model) again, outside of an open "
                 "block"
             )
-        simple = self.is_plain and not (tied or self.moments or self.experts or self.transposed)
+        simple = self.is_plain and not (
+            tied or self.moments or self.experts or self.transposed or self.second
+        )
         if simple and not is_dtensor(weight):
             return
-        if tied or is_dtensor(weight) or not self.is_plain:
+        if tied or is_dtensor(weight) or not self.is_plain or self.second:
             features = self.features(layer, is_dtensor(weight), tied, probe.is_cuda)
             combinations.refuse(layer, features, self.module)
         metric = parameters if self.constants_P2 is not None else 0
@@ -109,6 +114,7 @@ class Plan(NamedTuple):
         asked = {
             combinations.DOCUMENTS: self.starts is not None and layer != "experts",
             combinations.METRIC: self.constants_P2 is not None,
+            **{sums.feature: True for sums in self.second},
             combinations.GROUPS: bool(self.members),
             combinations.TIED: tied,
             combinations.REPEATED: self.calls is not None,
@@ -134,7 +140,8 @@ class Plan(NamedTuple):
         if self.is_plain:
             return self
         no_moments, no_members = (None,) * len(self.moments), (None,) * len(self.members)
-        return Plan(*self[:2], None, self.experts, no_members, no_moments, None, None, self.calls)  # type: ignore[arg-type]
+        last = None, self.calls, self.second
+        return Plan(*self[:2], None, self.experts, no_members, no_moments, None, *last)  # type: ignore[arg-type]
 
     def restored(self, saved: Sequence[Tensor | None]) -> "Plan":
         """The reverse of ``tensors`` and ``without_tensors``."""
@@ -142,8 +149,8 @@ class Plan(NamedTuple):
             return self
         starts, constants_P2, *rest = saved
         moments, members = rest[: len(self.moments)], rest[len(self.moments) :]
-        own = starts, self.experts, tuple(members), tuple(moments), constants_P2, None, self.calls
-        return Plan(*self[:2], *own)  # type: ignore[arg-type]
+        own = starts, self.experts, tuple(members), tuple(moments), constants_P2
+        return Plan(*self[:2], *own, None, self.calls, self.second)  # type: ignore[arg-type]
 
     def rows(self, t: Tensor, B: int) -> Tensor:
         """``t`` as [B, T, features], or for documents as one list [N, features]."""
@@ -186,6 +193,8 @@ class Plan(NamedTuple):
                 self._replace(calls=None), operator, a, wanted
             )
             return kept
+        for sums in self.second:
+            sums.add(a)
         return self._by_group(operator, a, wanted) if self.members else operator(a)
 
     def _by_group(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:

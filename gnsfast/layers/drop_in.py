@@ -152,7 +152,7 @@ class DropIn(nn.Module):
         dim, plan = self._batch_dim(x, features), opened.plan
         if torch.compiler.is_compiling():
             # A name in the graph would make layers that are alike compile one graph each.
-            plan = Plan(0, False, None, 0, *plan[4:7], None, plan.calls)
+            plan = Plan(0, False, None, 0, *plan[4:7], None, *plan[8:])
         if dim == 0 and starts is None and not transposed:
             return plan
         return Plan(dim, transposed, starts, *plan[3:])

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mathematics of a noise scale: statistics, loss factors, the result, brute force."""
 
-from gnsfast.noise_scale import loss_factors, statistics
+from gnsfast.noise_scale import dual_norms, loss_factors, statistics
 from gnsfast.noise_scale.brute_force import brute_force_noise_scale
+from gnsfast.noise_scale.dual_norms import NUMBERS, summarize_dual
 from gnsfast.noise_scale.result import (
     NOT_MEASURED,
     AdamNoiseScale,
+    DualNoiseScale,
+    DualNormEstimate,
+    Estimate,
     GroupNoiseScale,
     ModuleNoiseScale,
     NoiseScale,
@@ -16,14 +20,20 @@ from gnsfast.noise_scale.result import (
 
 __all__ = [
     "AdamNoiseScale",
+    "DualNoiseScale",
+    "DualNormEstimate",
+    "Estimate",
     "GroupNoiseScale",
     "ModuleNoiseScale",
     "NOT_MEASURED",
+    "NUMBERS",
     "NoiseScale",
     "brute_force_noise_scale",
+    "dual_norms",
     "loss_factors",
     "statistics",
     "summarize",
     "summarize_adam",
+    "summarize_dual",
     "summarize_group",
 ]

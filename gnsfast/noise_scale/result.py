@@ -14,19 +14,16 @@ from gnsfast.noise_scale.loss_factors import Coefficients
 
 
 @dataclass(frozen=True)
-class ModuleNoiseScale:
-    """A noise scale with its 95 % interval, and the two means whose ratio it is.
+class Estimate:
+    """A noise scale in samples with its 95 % interval; NaN before the first measurement.
 
-    ``noise_scale`` is ``trace / grad_sqnorm`` in samples, infinite where the mean |G|² is not
-    positive, and NaN before the first measurement. ``upper`` is infinite where the window only says
-    "at least ``lower``"; ``resolved`` is whether ``upper`` is finite.
+    ``upper`` is infinite where the window only says "at least ``lower``"; ``resolved`` is whether
+    ``upper`` is finite.
     """
 
     noise_scale: float
     lower: float
     upper: float
-    trace: float
-    grad_sqnorm: float
 
     @property
     def resolved(self) -> bool:
@@ -41,6 +38,17 @@ class ModuleNoiseScale:
         if self.lower > 0:
             return f"noise scale at least {self.lower:,.4g} samples (95 %)"
         return "noise scale not resolved: any is possible"
+
+
+@dataclass(frozen=True)
+class ModuleNoiseScale(Estimate):
+    """A noise scale with its 95 % interval, and the two means whose ratio it is.
+
+    ``noise_scale`` is ``trace / grad_sqnorm``, infinite where the mean |G|² is not positive.
+    """
+
+    trace: float
+    grad_sqnorm: float
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,50 @@ class AdamNoiseScale(ModuleNoiseScale):
     def __str__(self) -> str:
         left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
         return f"under Adam's metric: {super().__str__()}, {self.updates} updates{left_out}"
+
+
+@dataclass(frozen=True)
+class DualNormEstimate(Estimate):
+    """A noise scale (σ / ‖G‖)² in a dual norm ‖·‖, with what is known of its two parts.
+
+    ``noise`` estimates σ. ‖G‖ has no unbiased estimate: ``grad_norm_lower`` and ``grad_norm_upper``
+    estimate a lower and an upper bound of it, and come closer the more samples the window holds.
+    ``noise_scale`` is ``noise² / (grad_norm_lower · grad_norm_upper)``, infinite where the lower
+    bound is not positive. The interval covers both bounds, each with its 95 % limit.
+    """
+
+    noise: float
+    grad_norm_lower: float
+    grad_norm_upper: float
+
+
+@dataclass(frozen=True)
+class DualNoiseScale(DualNormEstimate):
+    """The noise scale in the dual norm of sign descent or of spectral descent.
+
+    ``metric`` is ``"sign"`` or ``"spectral"``. ``updates`` counts those that were used; the first
+    has no earlier gradient to be compared with. ``left_out`` names the parameters that are in the
+    Euclidean noise scale but not in this one. Source: Naganuma et al. 2026 (arXiv 2602.03001).
+
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> gns = gnsfast.GradientNoiseScale(model, metric="sign")
+    >>> for x in torch.randn(8, 16, 5):
+    ...     with gns.microbatch(16):
+    ...         model(x).square().sum(1).mean().backward()
+    ...     gns.update()
+    ...     model.zero_grad()
+    >>> gns.compute().sign.updates
+    7
+    """
+
+    metric: str
+    updates: int
+    left_out: tuple[str, ...]
+    per_module: Mapping[str, DualNormEstimate]
+
+    def __str__(self) -> str:
+        left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
+        return f"in the {self.metric} norm: {super().__str__()}, {self.updates} updates{left_out}"
 
 
 @dataclass(frozen=True)
@@ -112,6 +164,8 @@ class NoiseScale(ModuleNoiseScale):
         adam: the noise scale under Adam's metric, where the estimator measures it; never part of
             the others.
         per_group: noise scales of groups of samples, where groups were named.
+        sign, spectral: the noise scales in the dual norms of sign descent and of spectral descent
+            (Muon), where the estimator measures them.
     """
 
     drift: bool
@@ -121,14 +175,17 @@ class NoiseScale(ModuleNoiseScale):
     per_module: Mapping[str, ModuleNoiseScale]
     adam: AdamNoiseScale | None = None
     per_group: Mapping[str, GroupNoiseScale] = field(default_factory=dict)
+    sign: DualNoiseScale | None = None
+    spectral: DualNoiseScale | None = None
 
     def __str__(self) -> str:
         drift = ", drifting" if self.drift else ""
         skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
         used = f"{self.updates} updates of {self.samples:,} samples"
         adam = "" if self.adam is None else f"\n{self.adam}"
+        dual = "".join(f"\n{each}" for each in (self.sign, self.spectral) if each is not None)
         groups = "".join(f"\n{name}: {each}" for name, each in self.per_group.items())
-        return f"{super().__str__()}, {used}{skipped}{drift}{adam}{groups}"
+        return f"{super().__str__()}, {used}{skipped}{drift}{adam}{dual}{groups}"
 
 
 NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)

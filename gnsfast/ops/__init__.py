@@ -11,6 +11,8 @@ from gnsfast.ops.operators import (
     embedding_wgrad,
     in_projection_wgrad,
 )
+from gnsfast.ops.temporary import linear_grams as linear_grams
+from gnsfast.ops.temporary import linear_squares as linear_squares
 
 __all__ = [
     "attention_backward",

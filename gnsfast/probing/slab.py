@@ -254,13 +254,15 @@ class ProbeSlab:
         members: Sequence[Tensor] = (),
         moments: Mapping[str, Sequence[Tensor]] = {},
         at_end: Callable[[], None] | None = None,
+        second: Mapping[str, tuple[Any, ...]] = {},
     ) -> None:
         """Forget the last pass and let the modules fill the probes.
 
         ``documents`` says where packed samples begin, ``members`` holds the samples of each group,
         and ``moments`` v of the parameters of each module whose metric is known. The caller fills
         in their ``constants`` first. ``at_end`` is called after each backward pass and its averages
-        over processes. A batch norm that would use the statistics of the batch is refused.
+        over processes. ``second`` says where each module adds second moments (``Plan.second``). A
+        batch norm that would use the statistics of the batch is refused.
         """
         self._refuse_batch_statistics()
         if documents is not None:
@@ -271,9 +273,9 @@ class ProbeSlab:
                 "per_sample_sqnorms block of this model first."
             )
         self.__dict__.pop("grad", None)
-        alone = documents is None and not members and not moments
+        alone = documents is None and not members and not moments and not second
         openings = self._opened if alone else {}
-        openings = openings or self._openings(documents, members, moments)
+        openings = openings or self._openings(documents, members, moments, second)
         self._opened = openings if alone else {}
         for tie in self._ties:
             tie.reset()
@@ -291,6 +293,7 @@ class ProbeSlab:
         documents: Documents | None,
         members: Sequence[Tensor],
         moments: Mapping[str, Sequence[Tensor]],
+        second: Mapping[str, tuple[Any, ...]],
     ) -> dict[str, Opened]:
         """What each module is told to measure."""
         placed = {d: documents and documents.to(d) for d in self.devices}
@@ -304,7 +307,8 @@ class ProbeSlab:
             own_groups = groups[device] if path in self.sides.groups else ()
             measures = self._measures[path] = 1 + bool(v)
             name, probe = path or type(module).__name__, self._probe(path, measures)
-            plan = Plan(0, False, None, 0, own_groups, v, constants, name)
+            sums = second.get(path, ())
+            plan = Plan(0, False, None, 0, own_groups, v, constants, name, None, sums)
             openings[path] = Opened(probe, name, self.num_samples, plan, placed[device])
         return openings
 

@@ -5,12 +5,12 @@ arguments, results and legend of each operator are in ``signatures.py``.
 
 from gnsfast.reference.attention import MAX_HEAD_DIM, attention_backward, attention_forward
 from gnsfast.reference.conv import conv_wgrad, unfold
-from gnsfast.reference.embedding import embedding_wgrad
+from gnsfast.reference.embedding import embedding_wgrad, sample_sums
 from gnsfast.reference.linear import in_projection_wgrad, linear_wgrad, linked_rows
 from gnsfast.reference.metric import one_token_metric, root_metric
-from gnsfast.reference.norms import norm_backward, norm_backward_aten
+from gnsfast.reference.norms import norm_backward, norm_backward_aten, normed_input
 from gnsfast.reference.outer import gram_sqnorms
-from gnsfast.reference.rows import metric_sqnorm, norm, probe_rows, sqnorm
+from gnsfast.reference.rows import metric_sqnorm, norm, probe_rows, sqnorm, sum_tokens
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -26,9 +26,12 @@ __all__ = [
     "norm",
     "norm_backward",
     "norm_backward_aten",
+    "normed_input",
     "one_token_metric",
     "probe_rows",
     "root_metric",
+    "sample_sums",
     "sqnorm",
+    "sum_tokens",
     "unfold",
 ]

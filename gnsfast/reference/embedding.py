@@ -11,21 +11,27 @@ from gnsfast.signatures import EmbeddingWgrad, metric_of
 from gnsfast.tensors import accumulate_dtype
 
 
-def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
-    """See ``EmbeddingWgrad``."""
+def sample_sums(a: EmbeddingWgrad) -> tuple[Tensor, Tensor, Tensor]:
+    """The S rows of all samples' gradients that are not zero [S, D], one for each pair of sample
+    and id, and the sample and the id of each: rows of one id add within their sample.
+    """
     dy_ND, ids_N, V = a.dy_BTD.flatten(0, -2), a.ids_BT.flatten(), a.num_embeddings
     if a.starts is None:
         sample_B = torch.arange(a.samples, device=ids_N.device)
         sample_N = sample_B.repeat_interleave(a.ids_BT.shape[1])
     else:
         sample_N = samples_of_rows(a.starts)
-    # S sums, one for each pair of sample and id: rows of one id add within their sample.
     keep = slice(None) if a.padding_idx < 0 else ids_N != a.padding_idx
     dy_ND = dy_ND[keep].to(accumulate_dtype(dy_ND.dtype))
     key_S, of_N = torch.unique((sample_N * V + ids_N)[keep], return_inverse=True)
     sum_SD = dy_ND.new_zeros((len(key_S), dy_ND.shape[1])).index_add_(0, of_N, dy_ND)
-    sample_S, id_S = key_S // max(V, 1), key_S % max(V, 1)
-    dw_VD = sum_SD.new_zeros((V, dy_ND.shape[1])).index_add_(0, id_S, sum_SD)
+    return sum_SD, key_S // max(V, 1), key_S % max(V, 1)
+
+
+def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
+    """See ``EmbeddingWgrad``."""
+    sum_SD, sample_S, id_S = sample_sums(a)
+    dw_VD = sum_SD.new_zeros((a.num_embeddings, sum_SD.shape[1])).index_add_(0, id_S, sum_SD)
 
     def by_sample(t_SD: Tensor) -> Tensor:
         sqnorm_B = t_SD.new_zeros(a.samples, dtype=torch.float64)
@@ -39,4 +45,4 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
         weighed_SD = sum_SD.mul_(root_metric(v_VD[id_S], constants_2, sum_SD.dtype))
         total = metric_sqnorm(dw_VD, v_VD, constants_2).sqrt_()
         norms.append((by_sample(weighed_SD), total[None]))
-    return dw_VD.to(a.dtype), probe_rows([norms], a.samples, dy_ND)
+    return dw_VD.to(a.dtype), probe_rows([norms], a.samples, sum_SD)

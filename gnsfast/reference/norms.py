@@ -64,17 +64,14 @@ def norm_backward_aten(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``norm_backward`` in plain aten without a loop over samples, which Inductor can fuse."""
     x, acc = a.x_BTF, accumulate_dtype(a.x_BTF.dtype)
-    wide = x.to(acc)
-    if a.mean_BT1 is None or a.rstd_BT1 is None:
+    normed, rstd = normed_input(a)
+    if a.mean_BT1 is None:
         assert a.w_F is not None
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + a.eps)
-        normed = wide * rstd
         dnormed = a.dy_BTF * (a.w_F.to(acc) + a.offset)
         dx = (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd
         dx = dx.to(x.dtype).contiguous()
     else:
         dx = _input_grad(a)
-        normed = (wide - a.mean_BT1) * a.rstd_BT1
 
     def of_samples(t: Tensor) -> Tensor:
         return t.sum(1, dtype=acc) if a.starts is None else sums_of_segments(t, a.starts)
@@ -82,6 +79,15 @@ def norm_backward_aten(
     dw_BF = of_samples(normed * a.dy_BTF) if a.weight else None
     db_BF = of_samples(a.dy_BTF) if a.bias else None
     return dx, *affine_wgrad(a, dw_BF, db_BF)
+
+
+def normed_input(a: NormBackward) -> tuple[Tensor, Tensor]:
+    """The normalised input before gain and bias [B, T, F], and what it was multiplied by."""
+    wide = a.x_BTF.to(accumulate_dtype(a.x_BTF.dtype))
+    if a.mean_BT1 is None or a.rstd_BT1 is None:
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + a.eps)
+        return wide * rstd, rstd
+    return (wide - a.mean_BT1) * a.rstd_BT1, a.rstd_BT1
 
 
 def affine_wgrad(

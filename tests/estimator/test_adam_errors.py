@@ -35,10 +35,13 @@ def warm(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 def test_settings() -> None:
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="metric must be 'adam', not 'sgd'"):
+    with pytest.raises(ValueError, match="metric must be 'adam', 'sign' or 'spectral', not 'sgd'"):
         gnsfast.GradientNoiseScale(model, metric="sgd", optimizer=optimizer)
-    for options in ({"metric": "adam"}, {"optimizer": optimizer}):
-        with pytest.raises(ValueError, match="go together"):
+    for options, why in (
+        ({"metric": "adam"}, "go together"),
+        ({"optimizer": optimizer}, "name the metric too"),
+    ):
+        with pytest.raises(ValueError, match=why):
             gnsfast.GradientNoiseScale(model, **options)
     with pytest.raises(NotImplementedError, match="metric.* together with pipeline stages"):
         measured(model, optimizer, stages=object())

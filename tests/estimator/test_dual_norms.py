@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise scales in the dual norms of sign and spectral descent, against single samples."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adam_cases import Tied
+from dual_norm_cases import expected_parts, noise_scale, sample_grads, summed
+from noise_cases import draw, make
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import gnsfast
+
+UPDATES = 12
+
+
+class Ids(nn.Module):
+    """An embedding, norms of both kinds, and matrices that are high, wide and square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(9, 5), nn.Linear(5, 7)
+        self.norm, self.square = nn.LayerNorm(7), nn.Linear(7, 7, bias=False)
+        self.rms, self.down = nn.RMSNorm(7), nn.Linear(7, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.norm(torch.tanh(self.up(self.embed(ids))))
+        y: Tensor = self.down(self.rms(h + self.square(h)))
+        return y
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """A sum over samples of their mean over tokens."""
+    x, y = batch
+    out = model(x)
+    return F.cross_entropy(out.flatten(0, -2), y.flatten(), reduction="sum") / y[0].numel()
+
+
+def tokens(V: int, classes: int, n: int, T: int = 3) -> list[tuple[Tensor, Tensor]]:
+    return [
+        (torch.randint(V, (n, T)), (torch.rand(n, T) < 0.2).long() * (classes - 1))
+        for _ in range(UPDATES)
+    ]
+
+
+def run(
+    model: nn.Module,
+    gns: gnsfast.GradientNoiseScale,
+    data: list[tuple[Tensor, Tensor]],
+    parts: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+) -> gnsfast.NoiseScale:
+    for x, y in data:
+        for own in zip(x.chunk(parts), y.chunk(parts)):
+            n = len(own[0])
+            with gns.microbatch(n, scale=n / len(x)):
+                loss = loss_of(model, own) / len(x)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        gns.update()
+        model.zero_grad()
+    return gns.compute()
+
+
+def check(found: Any, updates: list[dict[str, Tensor]], metric: str, rel: float = 1e-4) -> None:
+    """The result is that of every sample's gradient; ``updates`` hold the measured parameters."""
+    parts = expected_parts(metric, updates, 64)
+    noise, aligned, norm = summed(parts)
+    assert found.updates == UPDATES - 1
+    assert found.noise == pytest.approx(float(noise.mean()), rel=rel)
+    assert found.grad_norm_lower == pytest.approx(float(aligned.mean()), rel=rel)
+    assert found.grad_norm_upper == pytest.approx(float(norm.mean()), rel=rel)
+    assert found.noise_scale == pytest.approx(noise_scale((noise, aligned, norm)), rel=rel)
+    assert found.lower < found.noise_scale < found.upper
+    modules: dict[str, dict[str, Any]] = {}
+    for name, own in parts.items():
+        modules.setdefault(name.rpartition(".")[0], {})[name] = own
+    assert set(found.per_module) == set(modules)
+    for path, own in modules.items():
+        assert found.per_module[path].noise_scale == pytest.approx(
+            noise_scale(summed(own)), rel=5 * rel
+        ), path
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_against_single_samples(parts: int) -> None:
+    """Both norms at once, in one, two and four micro-batches, of one, many and no tokens."""
+    torch.manual_seed(0)
+    model = gnsfast.convert(Ids())
+    data = tokens(9, 4, 8)
+    gns = gnsfast.GradientNoiseScale(model, metric=["spectral", "sign"])
+    found = run(model, gns, data, parts)
+    grads = [sample_grads(model, loss_of, batch, 8) for batch in data]
+    assert found.sign is not None and found.spectral is not None
+    check(found.sign, grads, "sign")
+    assert found.sign.left_out == ()
+    matrices = {"up.weight", "square.weight", "down.weight"}
+    check(
+        found.spectral, [{n: g for n, g in u.items() if n in matrices} for u in grads], "spectral"
+    )
+    assert set(found.spectral.left_out) == set(grads[0]) - matrices
+    assert found.adam is None and "in the sign norm" in str(found)
+
+
+def test_tied_weights() -> None:
+    """The square of the sum over the uses of a weight, also the cross terms."""
+    torch.manual_seed(0)
+    model = gnsfast.convert(Tied())
+    data = tokens(7, 7, 6)
+    found = run(model, gnsfast.GradientNoiseScale(model, metric="sign"), data).sign
+    check(found, [sample_grads(model, loss_of, batch, 6) for batch in data], "sign")
+    with pytest.raises(ValueError, match="matrices of Linear layers .* unless they are shared"):
+        run(model, gnsfast.GradientNoiseScale(model, metric="spectral"), data)
+
+
+def test_frozen_and_transposed_weights() -> None:
+    """A frozen weight with a trained bias, and a weight that is stored [in, out]."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    net = nn.Sequential(conv1d(6, 4), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), conv1d(5, 5))
+    net[2].weight.requires_grad_(False)
+    model = gnsfast.convert(net)
+    data = [(torch.randn(6, 2, 4), (torch.rand(6, 2) < 0.2).long()) for _ in range(UPDATES)]
+    found = run(model, gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"]), data)
+    grads = [sample_grads(model, loss_of, batch, 6) for batch in data]
+    check(found.sign, grads, "sign")
+    matrices = {"0.weight", "4.weight"}
+    check(
+        found.spectral, [{n: g for n, g in u.items() if n in matrices} for u in grads], "spectral"
+    )
+
+
+def test_several_calls() -> None:
+    """A layer that is called twice in a pass: a sample's gradient is the sum of both calls."""
+    torch.manual_seed(0)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.out(torch.tanh(self.one(torch.tanh(self.one(x)))))
+            return y
+
+    model = gnsfast.convert(Twice(), repeated=["one"])
+    data = [(torch.randn(6, 3, 5), (torch.rand(6, 3) < 0.2).long()) for _ in range(UPDATES)]
+    found = run(model, gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"]), data)
+    grads = [sample_grads(model, loss_of, batch, 6) for batch in data]
+    check(found.sign, grads, "sign")
+    matrices = [{n: g for n, g in u.items() if g.ndim == 3} for u in grads]
+    check(found.spectral, matrices, "spectral")
+
+
+def test_optimizer_names_the_matrices() -> None:
+    model = make()
+    muon = torch.optim.Muon([model[0].weight], lr=1e-3)
+    gns = gnsfast.GradientNoiseScale(model, metric="spectral", optimizer=muon)
+    found = run(model, gns, draw(UPDATES)).spectral
+    assert found is not None and list(found.per_module) == ["0"]
+    assert "3.weight" in found.left_out
+
+
+def test_scaler_and_overflow() -> None:
+    """A scaler's factor drops out; an update that overflows teaches nothing."""
+    results = []
+    for scaled in (False, True):
+        torch.manual_seed(3)
+        model, data = make(), draw(UPDATES)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+        gns = gnsfast.GradientNoiseScale(
+            model, metric=["sign", "spectral"], grad_scaler=scaler, window=20
+        )
+        run(model, gns, data[:6], scaler=scaler)
+        if scaled:
+            x, y = data[0]
+            run(model, gns, [(torch.full_like(x, torch.inf), y)], scaler=scaler)
+        results.append(run(model, gns, data[6:], scaler=scaler))
+    plain, scaled_ = results
+    assert scaled_.skipped == 1
+    for name in ("sign", "spectral"):
+        a, b = getattr(plain, name), getattr(scaled_, name)
+        assert a.updates == b.updates == UPDATES - 1
+        assert b.noise == pytest.approx(a.noise, rel=1e-5)
+        assert b.noise_scale == pytest.approx(a.noise_scale, rel=1e-4)
+
+
+def test_scale_and_reduction_drop_out() -> None:
+    """A loss that is a sum, and token weights, give the noise scale of the mean."""
+    torch.manual_seed(4)
+    data = draw(UPDATES)
+    results = []
+    for reduction in ("mean", "sum"):
+        model = make()
+        gns = gnsfast.GradientNoiseScale(
+            model, metric=["sign", "spectral"], loss_reduction=reduction
+        )
+        for x, y in data:
+            with gns.microbatch(len(x), tokens=torch.full((len(x),), 1)):
+                F.cross_entropy(model(x), y, reduction=reduction).backward()
+            gns.update()
+            model.zero_grad()
+        results.append(gns.compute())
+    for name in ("sign", "spectral"):
+        a, b = (getattr(r, name) for r in results)
+        assert b.noise_scale == pytest.approx(a.noise_scale, rel=1e-4)
+
+
+def test_resume() -> None:
+    """Saved in the middle and loaded into a new estimator: the same bits."""
+    torch.manual_seed(5)
+    model, data = make(), draw(UPDATES)
+    metrics = {"metric": ["sign", "spectral"], "window": 8}
+    whole = run(model, gnsfast.GradientNoiseScale(model, **metrics), data)
+    first = gnsfast.GradientNoiseScale(model, **metrics)
+    run(model, first, data[:7])
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = gnsfast.GradientNoiseScale(model, **metrics)
+    second.load_state_dict(torch.load(file))
+    assert run(model, second, data[7:]) == whole
+    with pytest.raises(ValueError, match="dual"):
+        gnsfast.GradientNoiseScale(model, metric="sign", window=8).load_state_dict(
+            first.state_dict()
+        )
+
+
+def test_every() -> None:
+    """Updates in between are plain: nothing is added, no mean moves."""
+    model, data = make(), draw(UPDATES)
+    gns = gnsfast.GradientNoiseScale(model, metric="sign", every=3)
+    found = run(model, gns, data)
+    assert found.updates == 4 and found.sign is not None and found.sign.updates == 3
+
+
+def test_together_with_adam() -> None:
+    torch.manual_seed(6)
+    model, data = make(), draw(UPDATES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    gns = gnsfast.GradientNoiseScale(model, metric=["adam", "sign"], optimizer=optimizer)
+    for x, y in data:
+        with gns.microbatch(len(x)):
+            F.cross_entropy(model(x), y).backward()
+        gns.update()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = gns.compute()
+    assert found.adam is not None and found.adam.updates == UPDATES - 1
+    check(found.sign, [sample_grads(model, loss_of_one, b, 8) for b in data], "sign")
+
+
+def loss_of_one(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def test_refusals() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="metric must be .*sign.*, not 'lion'"):
+        gnsfast.GradientNoiseScale(model, metric="lion")
+    with pytest.raises(ValueError, match="metric='sign' reads the whole gradient"):
+        gnsfast.GradientNoiseScale(model, metric="sign", source="local")
+    with pytest.raises(ValueError, match="optimizer=... is for metric='adam' and metric='spec"):
+        gnsfast.GradientNoiseScale(
+            model, metric="sign", optimizer=torch.optim.AdamW(model.parameters())
+        )
+    with pytest.raises(NotImplementedError, match="sign noise scale .* together with groups"):
+        gnsfast.GradientNoiseScale(model, metric="sign", groups=["a", "b"])
+    gns = gnsfast.GradientNoiseScale(model, metric="sign")
+    [(x, y)] = draw(1)
+    with pytest.raises(ValueError, match="tokens of each sample, not their total"):
+        with gns.microbatch(8, tokens=8):
+            pass
+    with gns.microbatch(8):
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match="metric='sign' needs the gradients"):
+        gns.update(grad_norm=1.0)
+    conv = gnsfast.convert(nn.Sequential(nn.Conv2d(1, 2, 3)))
+    with pytest.raises(ValueError, match="no parameter has the sign noise scale"):
+        with gnsfast.GradientNoiseScale(conv, metric="sign").microbatch(2):
+            pass
+
+
+def test_compiled_model() -> None:
+    """Measured updates run in eager mode, and no graph is compiled for them."""
+    torch.manual_seed(7)
+    data = draw(UPDATES)
+    results = []
+    counter = CompileCounterWithBackend("eager")
+    for compiled in (False, True):
+        model = make()
+        run_model = torch.compile(model, backend=counter) if compiled else model
+        gns = gnsfast.GradientNoiseScale(run_model, metric="sign", every=2)
+        results.append(run(run_model, gns, data).sign)
+    assert results[0] == results[1] and results[0] is not None
+    assert counter.frame_count == 1

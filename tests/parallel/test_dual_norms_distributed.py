@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dual norms on two processes are those of one with the same global batch; shards are refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from noise_cases import draw, make
+from processes import spawn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gnsfast
+
+pytestmark = pytest.mark.dist
+
+
+def measure(rank: int) -> None:
+    torch.manual_seed(2)
+    data = [[draw(2, 4) for _ in range(2)] for _ in range(6)]  # [update][rank][micro-batch]
+    alone, _ = torch.distributed.new_subgroups(group_size=1)
+    results = []
+    for group in (None, alone):
+        model = make()
+        gns = gnsfast.GradientNoiseScale(model, process_group=group, metric=["sign", "spectral"])
+        both = DistributedDataParallel(model) if group is None else model
+        for ranks in data:
+            mine = ranks[rank] if group is None else [b for each in ranks for b in each]
+            for x, y in mine:
+                with gns.microbatch(len(x), scale=1 / len(mine)):
+                    (F.cross_entropy(both(x), y) / len(mine)).backward()
+            gns.update()
+            model.zero_grad()
+        results.append(gns.compute())
+    for metric in ("sign", "spectral"):
+        ours, theirs = (getattr(each, metric) for each in results)
+        assert ours.updates == theirs.updates == 5
+        for name in ("noise", "grad_norm_lower", "grad_norm_upper", "noise_scale", "lower"):
+            a, b = getattr(ours, name), getattr(theirs, name)
+            assert a == pytest.approx(b, rel=1e-5), (metric, name)
+    model = make()
+    fully_shard(model)
+    for metric in ("sign", "spectral"):
+        gns = gnsfast.GradientNoiseScale(model, metric=metric)
+        with pytest.raises(NotImplementedError, match="0.weight is sharded .* DistributedDataPar"):
+            with gns.microbatch(4):
+                pass
+
+
+def test_two_processes() -> None:
+    spawn(measure)
