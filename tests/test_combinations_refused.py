@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the table of ``combinations`` refuses to plans made by hand, to DTensors and to the estimator."""
+"""What the table of ``combinations`` refuses to plans made by hand, DTensors and the estimator."""
 
 import re
 from collections.abc import Iterator
