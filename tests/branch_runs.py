@@ -15,7 +15,7 @@ import torch
 
 import gnsfast
 from gnsfast.critical_batch.branches import BranchStep, TorchRun
-from gnsfast.noise_scale import AdamNoiseScale, NoiseScale
+from gnsfast.noise_scale import AdamNoiseScale, DualNoiseScale, NoiseScale
 
 LEVELS = {4: 2.0, 8: 2.0, 16: 2.005, 32: 2.3}
 """The loss of a batch size: the largest k that matches is 2."""
@@ -66,7 +66,8 @@ class MeasuredRun(ScriptedRun):
 
     def noise_scale(self) -> NoiseScale:
         adam = AdamNoiseScale(40.0, 20.0, 80.0, 1.0, 0.025, 5, ())
-        return NoiseScale(10.0, 8.0, 12.5, 1.0, 0.1, False, 5, 0, 40, {}, adam)
+        sign = DualNoiseScale(6.0, 4.0, 9.0, 3.0, 1.0, 1.5, "sign", 4, ("w",), {})
+        return NoiseScale(10.0, 8.0, 12.5, 1.0, 0.1, False, 5, 0, 40, {}, adam, sign=sign)
 
     def evaluate(self) -> float:
         return 1.0 + self.tokens / 1e6

@@ -7,6 +7,7 @@ from typing import Any
 
 from gnsfast import AdamNoiseScale, NoiseScale
 from gnsfast.critical_batch.control import BatchSizeController, Decision
+from gnsfast.noise_scale import DualNoiseScale
 
 CHECK, TOTAL = 1000, 100_000
 
@@ -32,19 +33,24 @@ def noise(
     upper: float | None = None,
     *,
     drift: bool = False,
-    adam: "NoiseScale | None" = None,
+    **others: NoiseScale,
 ) -> NoiseScale:
-    """Bounded, with a value and an upper end that are 1.5 and 3 times the lower one."""
+    """Bounded, with a value and an upper end that are 1.5 and 3 times the lower one. ``others`` are
+    noise scales by hand whose ends are those in other metrics.
+    """
     value = 1.5 * lower if value is None else value
     upper = 3 * lower if upper is None else upper
-    other = None
-    if adam is not None:
-        ends = adam.noise_scale, adam.lower, adam.upper
-        other = AdamNoiseScale(*ends, trace=1.0, grad_sqnorm=1.0, updates=8, left_out=())
+    more: dict[str, Any] = {}
+    for metric, found in others.items():
+        ends = found.noise_scale, found.lower, found.upper
+        if metric == "adam":
+            more[metric] = AdamNoiseScale(*ends, 1.0, 1.0, updates=8, left_out=())
+        else:
+            more[metric] = DualNoiseScale(*ends, 1.0, 1.0, 1.0, metric, 8, (), {})
     return NoiseScale(
         *(value, lower, upper, 1.0, 1.0, drift, 20, 0, 320),
         per_module={},
-        adam=other,
+        **more,
     )
 
 

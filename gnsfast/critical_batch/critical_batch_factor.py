@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gnsfast.arguments import check_choice
+from gnsfast.noise_scale import METRICS
 
 KIND, FORMAT = "critical batch factor", 1
-METRICS = ("euclidean", "adam")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class CriticalBatchFactor:
 
     Args:
         value: the ratio; ``lower`` to ``upper`` is its interval, and ``upper`` may be infinite.
-        metric: of the noise scale: ``"euclidean"``, or ``"adam"`` for Adam's metric. A factor of
-            one metric never multiplies a noise scale of the other.
+        metric: of the noise scale: ``"euclidean"``, ``"adam"``, ``"sign"`` or ``"spectral"``
+            (``NoiseScale.under``). A factor never multiplies a noise scale of another metric.
         source: one line that says where it was measured.
 
     Raises:

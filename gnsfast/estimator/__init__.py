@@ -2,5 +2,6 @@
 """``GradientNoiseScale``: from the probes and gradients of each update to a noise scale."""
 
 from gnsfast.estimator.estimator import GradientNoiseScale
+from gnsfast.estimator.fitting import fitting_metrics, optimizer_for
 
-__all__ = ["GradientNoiseScale"]
+__all__ = ["GradientNoiseScale", "fitting_metrics", "optimizer_for"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GNSMonitor``: the noise scale of a run of Lightning's Trainer, ``pytorch_lightning``'s too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.optim import LBFGS
 from torch.utils import _pytree as pytree
 
 from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.estimator import GradientNoiseScale
+from gnsfast.estimator import GradientNoiseScale, optimizer_for
 from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.noise_scale import NoiseScale
 
@@ -53,6 +53,8 @@ class GNSMonitor(Callback):
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process; the caller closes it.
         loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
+        metric: as there; the module's optimizer is given for ``"adam"``, and for ``"spectral"`` if
+            it is a ``torch.optim.Muon``.
 
     Raises:
         ValueError: when training starts, for a model without gnsfast layers: convert it in the
@@ -77,9 +79,10 @@ class GNSMonitor(Callback):
         window: int = 64,
         decay: float | None = None,
         every: int = 1,
+        metric: str | Sequence[str] | None = None,
     ) -> None:
         self.batch_size, self.tokens = batch_size, tokens
-        self.per_module, self.tracker = per_module, tracker
+        self.per_module, self.tracker, self.metric = per_module, tracker, metric
         self._options: dict[str, Any] = dict(
             loss_reduction=loss_reduction, source=source, window=window, decay=decay, every=every
         )
@@ -104,7 +107,9 @@ class GNSMonitor(Callback):
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.gns = GradientNoiseScale(pl_module, grad_scaler=scaler, **self._options)
+        own = next(iter(trainer.optimizers), None)
+        measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
+        self.gns = GradientNoiseScale(pl_module, grad_scaler=scaler, **self._options, **measured)
         self._block, self._partial, self._given_up = None, False, False
         saved, self._saved = self._saved, None
         if saved is not None:

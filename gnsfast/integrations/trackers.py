@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
+from gnsfast.noise_scale import METRICS, OTHERS, Estimate, NoiseScale
 
 FORMAT = 1
 """The format of run logs, which their header names and ``gnsfast report`` checks."""
+
+SCALES = dict(zip(METRICS, ("gns/b_simple", *(f"gns/{metric}" for metric in OTHERS))))
+"""The name of the noise scale in each metric."""
 
 
 @runtime_checkable
@@ -35,11 +38,12 @@ def metrics(
     ``gns/b_simple`` is the noise scale in samples, ``gns/b_simple_lo`` and ``gns/b_simple_hi`` its
     95 % interval, ``gns/trace`` tr Σ, ``gns/grad_sq`` |G|², ``gns/layer/<path>`` the noise scale of
     a module with ``gns/layer_lo/<path>`` and ``gns/layer_hi/<path>`` (not suffixes: a path may
-    end in ``_lo``), ``gns/adam`` that under Adam's metric, ``gns/group/<name>`` that of a group,
-    both with ``_lo`` and ``_hi``. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say
-    what the window holds, ``batch/size`` is the mean number of samples of an update. What is
-    infinite or not measured is left out: without ``gns/b_simple_hi`` the noise
-    scale is at least ``gns/b_simple_lo``.
+    end in ``_lo``), ``gns/adam`` that under Adam's metric, ``gns/sign`` and ``gns/spectral`` those
+    in the norms of sign and spectral descent, ``gns/group/<name>`` that of a group, all with
+    ``_lo`` and ``_hi``. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say what the
+    window holds, ``batch/size`` is the mean number of samples of an update. What is infinite or not
+    measured is left out: without ``gns/b_simple_hi`` the noise scale is at least
+    ``gns/b_simple_lo``.
 
     Args:
         tokens: the tokens that training has seen so far: ``tokens``, an x-axis.
@@ -51,7 +55,7 @@ def metrics(
     >>> metrics(gns.compute(), tokens=4096)
     {'gns/updates': 0.0, 'gns/skipped': 0.0, 'gns/drift': 0.0, 'tokens': 4096.0}
     """
-    found = _interval("gns/b_simple", result)
+    found = _interval(SCALES["euclidean"], result)
     if found:
         found |= {"gns/trace": result.trace, "gns/grad_sq": result.grad_sqnorm}
     found |= {
@@ -65,8 +69,8 @@ def metrics(
         found["tokens"] = float(tokens)
     if batch_tokens is not None:
         found["batch/tokens"] = float(batch_tokens)
-    if result.adam is not None:
-        found |= _interval("gns/adam", result.adam)
+    for metric, scale in result.others.items():
+        found |= _interval(SCALES[metric], scale)
     for name, group in result.per_group.items():
         found |= _interval(f"gns/group/{name}", group)
     if per_module:
@@ -199,7 +203,7 @@ class WandbTracker:
             self.run.finish()
 
 
-def _interval(name: str, found: ModuleNoiseScale) -> dict[str, float]:
+def _interval(name: str, found: Estimate) -> dict[str, float]:
     """A noise scale with its interval; empty if it was not measured."""
     if math.isnan(found.noise_scale):
         return {}

@@ -4,7 +4,7 @@
 import base64
 import inspect
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.errors import ObservationError
-from gnsfast.estimator import GradientNoiseScale
+from gnsfast.estimator import GradientNoiseScale, optimizer_for
 from gnsfast.integrations.token_losses import LOSSES, Rule, RuleSearch
 from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.noise_scale import NoiseScale, loss_factors
@@ -63,7 +63,9 @@ class GNSCallback(TrainerCallback):
         per_module: also log the noise scale of every module.
         tracker: gets the same metrics, on the first process; the caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
-        metric: ``"adam"`` also measures the noise scale under the metric of Trainer's optimizer.
+        metric: as there; Trainer's optimizer is given for ``"adam"``, and for ``"spectral"`` if it
+            is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep two running means of the
+            parameters' size, which ``trainer_state.json`` then holds as text.
 
     Raises:
         ValueError: at the start of training, for a model without gnsfast layers; in a step, if
@@ -87,7 +89,7 @@ class GNSCallback(TrainerCallback):
         window: int = 64,
         decay: float | None = None,
         every: int = 1,
-        metric: str | None = None,
+        metric: str | Sequence[str] | None = None,
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
@@ -130,12 +132,12 @@ class GNSCallback(TrainerCallback):
         """Wrap the Trainer's methods, so that its steps are measured."""
         self._detach()
         _refuse(trainer)
-        options = self._options
-        if self.metric is not None:
-            optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-            options = {**options, "metric": self.metric, "optimizer": optimizer}
+        own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
+        measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
         scaler = trainer.accelerator.scaler
-        self.gns = GradientNoiseScale(trainer.model, grad_scaler=scaler, **options)
+        self.gns = GradientNoiseScale(
+            trainer.model, grad_scaler=scaler, **self._options, **measured
+        )
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
         self._look = True

@@ -20,6 +20,7 @@ from gnsfast.critical_batch.branches import (
     set_lr,
     set_random_state,
 )
+from gnsfast.estimator import fitting_metrics
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import TrainerBatches
 from gnsfast.integrations.transformers_start import begin, refuse_undivided
@@ -183,16 +184,15 @@ class TrainerRun:
         return "the model has no gnsfast layer: call gnsfast.convert(model) before its Trainer"
 
     def noise_scale(self) -> NoiseScale | None:
-        """The noise scale at the present weights, under Adam's metric too where Adam trains them.
+        """The noise scale at the present weights, also in the metrics that fit the optimizer, as
+        ``TorchRun.noise_scale`` measures them.
 
         The data is what comes next, in training mode; the run is the same afterwards.
         """
         if self.noise_scale_reason is not None:
             return None
         trainer, position = self.trainer, self._position()
-        optimizer = trainer.optimizer.optimizer
-        adam = isinstance(optimizer, torch.optim.Adam) and optimizer.state
-        self._gns.metric = "adam" if adam else None
+        self._gns.metric = fitting_metrics(trainer.model, trainer.optimizer.optimizer)
         try:
             with kept_buffers(trainer.model), self._gns.watching(trainer):
                 for _ in range(self._updates):

@@ -5,7 +5,9 @@ from gnsfast.noise_scale import dual_norms, loss_factors, statistics
 from gnsfast.noise_scale.brute_force import brute_force_noise_scale
 from gnsfast.noise_scale.dual_norms import NUMBERS, summarize_dual
 from gnsfast.noise_scale.result import (
+    METRICS,
     NOT_MEASURED,
+    OTHERS,
     AdamNoiseScale,
     DualNoiseScale,
     DualNormEstimate,
@@ -24,10 +26,12 @@ __all__ = [
     "DualNormEstimate",
     "Estimate",
     "GroupNoiseScale",
+    "METRICS",
     "ModuleNoiseScale",
     "NOT_MEASURED",
     "NUMBERS",
     "NoiseScale",
+    "OTHERS",
     "brute_force_noise_scale",
     "dual_norms",
     "loss_factors",

@@ -8,9 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gnsfast.arguments import check_choice
 from gnsfast.errors import ObservationError
 from gnsfast.noise_scale import loss_factors, statistics
 from gnsfast.noise_scale.loss_factors import Coefficients
+
+OTHERS = {
+    "adam": "under Adam's metric",
+    "sign": "in sign descent's norm",
+    "spectral": "in spectral descent's (Muon's) norm",
+}
+"""The noise scales beside the Euclidean one, by their fields in ``NoiseScale``, and in words."""
+
+METRICS = ("euclidean", *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -177,6 +187,29 @@ class NoiseScale(ModuleNoiseScale):
     per_group: Mapping[str, GroupNoiseScale] = field(default_factory=dict)
     sign: DualNoiseScale | None = None
     spectral: DualNoiseScale | None = None
+
+    @property
+    def others(self) -> dict[str, Estimate]:
+        """The noise scales beside the Euclidean one that are measured, by metric."""
+        found = {metric: getattr(self, metric) for metric in OTHERS}
+        return {metric: scale for metric, scale in found.items() if scale is not None}
+
+    def under(self, metric: str) -> Estimate:
+        """The noise scale in a metric: ``"euclidean"``, ``"adam"``, ``"sign"`` or ``"spectral"``.
+
+        Raises:
+            ValueError: where the estimator does not measure it; the message says how it would.
+        """
+        check_choice("metric", metric, METRICS)
+        if metric == "euclidean":
+            return self
+        if metric in (others := self.others):
+            return others[metric]
+        optimizer = ", optimizer=optimizer" if metric == "adam" else ""
+        raise ValueError(
+            f"metric={metric!r} needs the noise scale {OTHERS[metric]}: "
+            f"GradientNoiseScale(model, metric={metric!r}{optimizer})"
+        )
 
     def __str__(self) -> str:
         drift = ", drifting" if self.drift else ""

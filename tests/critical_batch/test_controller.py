@@ -211,14 +211,21 @@ def test_interval_of_a_measured_factor() -> None:
         make(factor=CriticalBatchFactor(2.0, 0.0, 3.0, "euclidean", ""))
 
 
-def test_metric_of_adam() -> None:
-    controller = make(metric="adam")
-    with pytest.raises(ValueError, match="GradientNoiseScale.model, metric='adam'"):
-        controller.update(CHECK, ENOUGH)
-    feed(controller, [noise(1.0, adam=UNKNOWN)])
+@pytest.mark.parametrize("metric", ["adam", "sign", "spectral"])
+def test_other_metrics(metric: str) -> None:
+    """The noise scale in the factor's metric alone decides; the window's drift holds for it too."""
+    controller = make(metric=metric)
+    others = dict.fromkeys({"adam", "sign", "spectral"} - {metric}, ENOUGH)
+    with pytest.raises(ValueError, match=f"GradientNoiseScale.model, metric='{metric}'"):
+        controller.update(CHECK, noise(16.0, **others))
+    feed(controller, [noise(16.0, **others, **{metric: UNKNOWN})])
     assert "cbs/estimate" not in controller.metrics()
-    [grown] = feed(controller, [noise(1.0, adam=ENOUGH)] * 3)
+    [grown] = feed(controller, [noise(1.0, **{metric: ENOUGH})] * 3)
     assert grown.new == 32 and grown.estimate == 48.0
+    falling = [noise(1.0, drift=True, **{metric: noise(40.0 - k)}) for k in range(4)]
+    assert feed(controller, falling) == []
+    [grown] = feed(controller, [noise(1.0, drift=True, **{metric: noise(40.0)})] * 3)
+    assert grown.new == 64
 
 
 def test_metrics() -> None:
@@ -305,7 +312,7 @@ def test_apply_without_beta2() -> None:
         ({"factor": math.inf}, "factor must be a number"),
         ({"factor": True}, "factor must be a number"),
         ({"factor": "8.json"}, "factor=CriticalBatchFactor.load.'8.json'"),
-        ({"metric": "l1"}, "metric must be 'euclidean' or 'adam'"),
+        ({"metric": "l1"}, "metric must be 'euclidean', 'adam', 'sign' or 'spectral'"),
         ({"tokens_per_sample": 1.5}, "tokens_per_sample"),
         ({"total_tokens": 0}, "total_tokens"),
         ({"max_batch_size": 8}, "max_batch_size=8 is less than the batch size of 16"),

@@ -19,10 +19,13 @@ from gnsfast.critical_batch.branches import (
     pooled_factor,
 )
 from gnsfast.errors import BranchError
-from gnsfast.noise_scale import ModuleNoiseScale
+from gnsfast.noise_scale import DualNormEstimate, ModuleNoiseScale
 
 SCALE = ModuleNoiseScale(20.0, 10.0, 40.0, 2.0, 0.1)
 ADAM = ModuleNoiseScale(50.0, 40.0, math.inf, 2.0, 0.04)
+SIGN = DualNormEstimate(25.0, 20.0, 32.0, 5.0, 0.9, 1.1)
+SPECTRAL = DualNormEstimate(math.inf, 8.0, math.inf, 5.0, -0.1, 1.1)
+DUAL = {"sign": SIGN, "spectral": SPECTRAL}
 
 
 def branches(*losses: float) -> tuple[Branch, ...]:
@@ -33,7 +36,8 @@ def branches(*losses: float) -> tuple[Branch, ...]:
 def measurement(*losses: float) -> CriticalBatch:
     own = {"tokens": 5000, "batch_size": 32, "tokens_per_sample": 10, "delta_tokens": 9000}
     rule = {"tolerance": 0.01, "alpha": 0.5, "lr": "sqrt", "loss": "train"}
-    return CriticalBatch(**own, **rule, branches=branches(*losses), noise_scale=SCALE, adam=ADAM)
+    scales = {"noise_scale": SCALE, "adam": ADAM, **DUAL}
+    return CriticalBatch(**own, **rule, branches=branches(*losses), **scales)
 
 
 FOUND = measurement(2.0, 2.0, 2.0, 3.0)
@@ -56,6 +60,10 @@ def test_factor_has_both_intervals() -> None:
     adam = FOUND.factor("adam")
     assert adam.value == pytest.approx(math.sqrt(64 * 128) / 50)
     assert (adam.lower, adam.upper, adam.metric) == (0, 128 / 40, "adam")
+    sign = FOUND.factor("sign")
+    assert sign.value == pytest.approx(math.sqrt(64 * 128) / 25)
+    assert (sign.lower, sign.upper, sign.metric) == (64 / 32, 128 / 20, "sign")
+    assert math.isnan(FOUND.ratio("spectral")[0]) and FOUND.ratio("spectral")[1:] == (0, 128 / 8)
     assert "5,000 tokens" in factor.source
 
 
@@ -77,7 +85,9 @@ def test_ratio_of_what_is_not_resolved() -> None:
 def test_factor_without_a_noise_scale() -> None:
     with pytest.raises(ValueError, match="no adam noise scale was measured.*no gnsfast layer"):
         replace(FOUND, adam=None, noise_scale_reason="no gnsfast layer").factor("adam")
-    with pytest.raises(ValueError, match="'euclidean' or 'adam'"):
+    with pytest.raises(ValueError, match="no sign noise scale was measured at this checkpoint$"):
+        replace(FOUND, sign=None).factor("sign")
+    with pytest.raises(ValueError, match="'euclidean', 'adam', 'sign' or 'spectral'"):
         FOUND.factor("signum")
 
 
@@ -113,6 +123,10 @@ def test_noise_scales_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert seen == [MeasuredRun().state()] and found[0] == found[1]
     assert found[0].noise_scale == ModuleNoiseScale(10.0, 8.0, 12.5, 1.0, 0.1)
     assert found[0].adam is not None and found[0].adam.upper == 80
+    assert found[0].sign == DualNormEstimate(6.0, 4.0, 9.0, 3.0, 1.0, 1.5)
+    assert found[0].spectral is None
+    noted = json.loads((tmp_path / "cbs" / "noise_scale.json").read_text())
+    assert noted["sign"]["noise"] == 3.0 and noted["spectral"] is None
 
     run.noise_scale, run.noise_scale_reason = lambda: None, "too small"
     none = measure_critical_batch(run, **{**how, "folder": tmp_path / "none"})
@@ -124,12 +138,16 @@ def test_noise_scales_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 def test_record_comes_back() -> None:
     diverged = replace(FOUND.branches[3], loss=math.inf, loss_std=math.nan, state="diverged")
     some = replace(FOUND, branches=(*FOUND.branches[:3], diverged), missing={8.0: "gone"})
-    for each in (some, AT_LEAST, AT_MOST, replace(FOUND, noise_scale=None, adam=None)):
+    none = replace(FOUND, noise_scale=None, adam=None, sign=None, spectral=None)
+    for each in (some, AT_LEAST, AT_MOST, none):
         record = json.loads(json.dumps(each.record(), allow_nan=False))
         again = CriticalBatch.from_record(record)
         assert again.record() == record and str(again) == str(each)
         assert (again.lower, again.upper, again.missing) == (each.lower, each.upper, each.missing)
+        assert (again.sign, again.spectral) == (each.sign, each.spectral)
     assert record["kind"] == "critical batch" and record["format"] == 1
+    older = {k: v for k, v in FOUND.record().items() if k not in DUAL}
+    assert CriticalBatch.from_record(older) == replace(FOUND, sign=None, spectral=None)
     with pytest.raises(ValueError, match="format 1"):
         CriticalBatch.from_record({**record, "format": 2})
 
@@ -202,6 +220,10 @@ def test_table() -> None:
     assert "critical batch size 64 to 128 samples (about 90.5)" in lines[5]
     assert "not to be trusted: k = 1 does not match, but 2 does" in lines[7]
     assert "noise scale 20 samples (95 %: 10 to 40): the critical batch size is 4.53" in lines[8]
+    assert lines[10].startswith("in sign descent's norm: noise scale 25 samples (95 %: 20 to 32)")
+    assert lines[11].endswith(
+        "at least 8 samples (95 %): the critical batch size is at most 16 times that"
+    )
     large = replace(FOUND, batch_size=2**20)
     assert f"{large.lower:,.0f} to {large.upper:,.0f} samples (about {large.value:,.0f})" in str(
         large

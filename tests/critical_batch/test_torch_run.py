@@ -222,8 +222,49 @@ def test_noise_scales_that_there_are_not() -> None:
     run = TorchRun(plain, optimizer, branch_runs.loss_fn, stream, **sizes)
     assert run.noise_scale() is None and "gnsfast.convert" in run.noise_scale_reason
     assert run.evaluate is None
-    assert small_run(optimizer=torch.optim.SGD).noise_scale(batches=3).adam is None
-    assert small_run().noise_scale(batches=3).adam is None  # before its first step
+
+
+def matrices(parameters: Any, lr: float) -> torch.optim.Muon:
+    return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=lr)
+
+
+@pytest.mark.parametrize(
+    "optimizer, steps, fit",
+    [
+        (torch.optim.AdamW, 5, {"adam", "sign"}),
+        (torch.optim.AdamW, 0, {"sign"}),
+        (torch.optim.SGD, 5, {"sign"}),
+        (matrices, 5, {"spectral"}),
+    ],
+)
+def test_noise_scales_that_fit_the_optimizer(optimizer: Any, steps: int, fit: set[str]) -> None:
+    run = small_run(optimizer=optimizer)
+    list(run.train(80 * steps))
+    before = everything(run)
+    found = run.noise_scale(batches=4)
+    assert everything(run) == before and set(found.others) == fit
+    assert all(scale.lower < scale.noise_scale for scale in found.others.values())
+    own = {"optimizer": run.optimizer} if "adam" in fit else {}
+    gns = gnsfast.GradientNoiseScale(run.model, window=4, metric=[*fit], **own)
+    for _ in range(4):
+        for n in (3, 3, 2):
+            with gns.microbatch(n, scale=n / 8):
+                (branch_runs.loss_fn(run.model, run.stream.draw(n)) * n / 8).backward()
+        gns.update()
+        run.model.zero_grad()
+    for metric, scale in gns.compute().others.items():
+        assert found.under(metric).noise_scale == pytest.approx(scale.noise_scale, rel=1e-6)
+
+
+def test_noise_scales_of_layers_that_measure_no_other() -> None:
+    """A convolution has the Euclidean norms alone."""
+    model = gnsfast.convert(torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.Flatten()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    stream, sizes = branch_runs.Stream(), {"batch_size": 8, "tokens_per_sample": 10}
+    run = TorchRun(model, optimizer, lambda m, x: m(x[:, None]).square().mean(), stream, **sizes)
+    run.step()
+    found = run.noise_scale(batches=3)
+    assert found.updates == 3 and found.others == {}
 
 
 def test_gns_of_the_run_is_saved_with_it(tmp_path: Path) -> None:

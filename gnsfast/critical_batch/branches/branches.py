@@ -11,11 +11,10 @@ from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_process import Job, train_here, train_in_processes
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import LR_FACTORS, check_grid, matching, smoothed
-from gnsfast.critical_batch.branches.measurement import (
-    Branch,
-    CriticalBatch,
-    noise_scale_from_record,
-    noise_scale_record,
+from gnsfast.critical_batch.branches.measurement import Branch, CriticalBatch
+from gnsfast.critical_batch.branches.noise_scale_records import (
+    noise_scale_records,
+    noise_scales_from_record,
 )
 from gnsfast.errors import BranchError
 
@@ -175,21 +174,17 @@ def _noise_scales(run: BranchRun, files: BranchFolder) -> dict[str, Any]:
     if (record := files.noise_scale()) is None:
         measure: Callable[[], Any] | None = getattr(run, "noise_scale", None)
         scale = None if measure is None else measure()
+        record = noise_scale_records(scale)
         reason = ""
         if measure is None:
             reason = "the run has no noise_scale()"
-        elif noise_scale_record(scale) is None:
+        elif record["noise_scale"] is None:
             reason = (
                 getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned none"
             )
-        record = {
-            "noise_scale": noise_scale_record(scale),
-            "adam": noise_scale_record(None if scale is None else scale.adam),
-            "noise_scale_reason": reason,
-        }
+        record["noise_scale_reason"] = reason
         files.write_noise_scale(record)
     return {
-        "noise_scale": noise_scale_from_record(record["noise_scale"]),
-        "adam": noise_scale_from_record(record["adam"]),
+        **noise_scales_from_record(record),
         "noise_scale_reason": record["noise_scale_reason"],
     }

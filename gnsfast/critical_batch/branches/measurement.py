@@ -11,8 +11,12 @@ from typing import Any
 
 from gnsfast.arguments import check_choice, finite_or_none
 from gnsfast.critical_batch.branches.branch_rule import Matching, matching
-from gnsfast.critical_batch.critical_batch_factor import METRICS, CriticalBatchFactor
-from gnsfast.noise_scale import ModuleNoiseScale
+from gnsfast.critical_batch.branches.noise_scale_records import (
+    noise_scale_record,
+    noise_scales_from_record,
+)
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
+from gnsfast.noise_scale import METRICS, OTHERS, DualNormEstimate, ModuleNoiseScale
 
 KIND, FORMAT = "critical batch", 1
 RESULT = "critical_batch.jsonl"
@@ -23,8 +27,6 @@ SETTINGS = (
     *("tolerance", "alpha", "lr", "loss"),
 )
 """The fields of ``CriticalBatch`` that are known before a branch is trained."""
-
-NOISE_SCALE_FIELDS = ("noise_scale", "lower", "upper", "trace", "grad_sqnorm")
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class CriticalBatch:
         loss: ``"train"``, where L_k is a moving average of training losses, or ``"evaluate"``,
             where it is the loss that the run's ``evaluate()`` returned.
         branches: those that were trained, by ascending k.
-        noise_scale, adam: the Euclidean noise scale at the checkpoint, and that under Adam's
-            metric. None where it was not measured; ``noise_scale_reason`` says why.
+        noise_scale: the Euclidean noise scale at the checkpoint. None where it was not measured;
+            ``noise_scale_reason`` says why.
+        adam, sign, spectral: those in other metrics, where they were measured.
         missing: why each failed branch failed, by its k.
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
@@ -101,6 +104,8 @@ class CriticalBatch:
     adam: ModuleNoiseScale | None = None
     noise_scale_reason: str = ""
     missing: Mapping[float, str] = field(default_factory=dict)
+    sign: DualNormEstimate | None = None
+    spectral: DualNormEstimate | None = None
 
     def __post_init__(self) -> None:
         self._matching  # noqa: B018 - raises where the branch k = 1 is missing or diverged
@@ -159,13 +164,13 @@ class CriticalBatch:
         not positive; its bounds still hold.
 
         Args:
-            metric: of the noise scale: ``"euclidean"`` or ``"adam"``.
+            metric: of the noise scale: ``"euclidean"``, ``"adam"``, ``"sign"`` or ``"spectral"``.
 
         Raises:
             ValueError: where that noise scale was not measured.
         """
         check_choice("metric", metric, METRICS)
-        scale = self.adam if metric == "adam" else self.noise_scale
+        scale = self.noise_scale if metric == "euclidean" else getattr(self, metric)
         if scale is None or math.isnan(scale.noise_scale):
             why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
             raise ValueError(f"no {metric} noise scale was measured at this checkpoint{why}")
@@ -198,8 +203,7 @@ class CriticalBatch:
             "doubts": list(self.doubts),
             "branches": [b.record() for b in self.branches],
             "missing": [{"k": k, "reason": reason} for k, reason in self.missing.items()],
-            "noise_scale": noise_scale_record(self.noise_scale),
-            "adam": noise_scale_record(self.adam),
+            **{name: noise_scale_record(getattr(self, name)) for name in ("noise_scale", *OTHERS)},
             "noise_scale_reason": self.noise_scale_reason,
         }
 
@@ -215,8 +219,7 @@ class CriticalBatch:
         return CriticalBatch(
             **{name: record[name] for name in (*SETTINGS, "noise_scale_reason")},
             branches=tuple(map(Branch.from_record, record["branches"])),
-            noise_scale=noise_scale_from_record(record["noise_scale"]),
-            adam=noise_scale_from_record(record["adam"]),
+            **noise_scales_from_record(record),
             missing={each["k"]: each["reason"] for each in record["missing"]},
         )
 
@@ -281,9 +284,10 @@ class CriticalBatch:
             lines.append(
                 f"{self.noise_scale}: the critical batch size is {_times_noise_scale(self.ratio())}"
             )
-        if self.adam is not None:
-            times = _times_noise_scale(self.ratio("adam"))
-            lines.append(f"under Adam's metric: {self.adam}: the critical batch size is {times}")
+        for metric, words in OTHERS.items():
+            if (scale := getattr(self, metric)) is not None:
+                times = _times_noise_scale(self.ratio(metric))
+                lines.append(f"{words}: {scale}: the critical batch size is {times}")
         if self.noise_scale_reason:
             lines.append(f"no noise scale: {self.noise_scale_reason}")
         return "\n".join(lines)
@@ -329,23 +333,6 @@ def pooled_factor(
         metric,
         f"branches: {each}",
     )
-
-
-def noise_scale_record(scale: ModuleNoiseScale | None) -> dict[str, Any] | None:
-    """A JSON object of a noise scale, or None where it was not measured."""
-    if scale is None or math.isnan(scale.noise_scale):
-        return None
-    return {k: finite_or_none(getattr(scale, k)) for k in NOISE_SCALE_FIELDS} | {
-        "resolved": scale.resolved
-    }
-
-
-def noise_scale_from_record(record: Mapping[str, Any] | None) -> ModuleNoiseScale | None:
-    """The noise scale of such an object, in which null stands for infinity."""
-    if record is None:
-        return None
-    numbers = (math.inf if record[k] is None else record[k] for k in NOISE_SCALE_FIELDS)
-    return ModuleNoiseScale(*numbers)
 
 
 def null_to_nan(x: float | None) -> float:

@@ -19,7 +19,7 @@ from gnsfast.critical_batch.branches.training_state import (
     set_lr,
     set_random_state,
 )
-from gnsfast.estimator import GradientNoiseScale
+from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
 from gnsfast.kept import kept
 from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
@@ -269,19 +269,21 @@ class TorchRun:
     def noise_scale(self, batches: int = 40) -> NoiseScale | None:
         """The noise scale at the present weights, from the next ``batches`` batches of the stream.
 
-        It includes Adam's metric where the optimizer is ``torch.optim.Adam`` or ``AdamW`` and has
-        stepped. Weights, gradients, buffers, random numbers and data position are restored
-        afterwards. None where the model has no gnsfast layer; ``noise_scale_reason`` then says so.
+        Those in other metrics are included where they fit the optimizer and the model's layers
+        measure them: in Adam's and sign descent's for a ``torch.optim.Adam`` or ``AdamW`` that has
+        stepped, in spectral descent's for ``Muon``, in sign descent's for any other.
+
+        Weights, gradients, buffers, random numbers and data position are restored afterwards. None
+        where the model has no gnsfast layer; ``noise_scale_reason`` then says so.
         """
         integer("batches", batches, 2)
         self.noise_scale_reason = ""
         if not any(isinstance(m, DropIn) for m in self.model.modules()):
             self.noise_scale_reason = "the model has no gnsfast layer: call gnsfast.convert(model)"
             return None
-        adam: dict[str, Any] = {}
-        if isinstance(self.optimizer, torch.optim.Adam) and self.optimizer.state:
-            adam = {"metric": "adam", "optimizer": self.optimizer}
-        gns = GradientNoiseScale(self.model, window=batches, **adam)
+        metric = fitting_metrics(self.model, self.optimizer)
+        optimizer = optimizer_for(metric, self.optimizer)
+        gns = GradientNoiseScale(self.model, window=batches, metric=metric, optimizer=optimizer)
         with self._restored():
             for _ in range(batches):
                 self._backward(self.batch_size, gns)

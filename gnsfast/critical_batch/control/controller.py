@@ -43,7 +43,8 @@ class BatchSizeController:
         tokens_per_sample: of each sample.
         total_tokens: of the whole run.
         max_batch_size: never exceeded. The first growth beyond it is refused and ends the warm-up.
-        metric: ``"adam"`` uses ``noise_scale.adam``, and a factor measured with it.
+        metric: ``"adam"``, ``"sign"`` or ``"spectral"`` uses ``noise_scale.under(metric)``, and a
+            factor measured with it.
         calibrate, warm_up_until: shares of ``total_tokens`` at which these phases end.
         growth: a whole number, at least 2.
         lr: ``"sqrt"`` multiplies the learning rate by √growth (Adam), ``"linear"`` by growth (SGD).

@@ -80,18 +80,13 @@ def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) ->
 
     Raises:
         TypeError: where ``found`` is not a ``NoiseScale``.
-        ValueError: where the factor needs the noise scale under Adam's metric and there is none.
+        ValueError: where the noise scale in the factor's metric is not measured.
     """
     if not isinstance(found, NoiseScale):
         raise TypeError(
             f"noise_scale must be what gns.compute() gives, or gns.compute itself, not {found!r}"
         )
-    scale = found.adam if factor.metric == "adam" else found
-    if scale is None:
-        raise ValueError(
-            "metric='adam' needs the noise scale under Adam's metric: "
-            "GradientNoiseScale(model, metric='adam', optimizer=optimizer)"
-        )
+    scale = found.under(factor.metric)
     value = factor.value * scale.noise_scale
     if math.isnan(value):
         return Estimate()

@@ -8,7 +8,8 @@ from typing import Any
 
 from gnsfast.arguments import check_choice, finite_or_text, real_number, whole_number
 from gnsfast.critical_batch.branches import LR_FACTORS
-from gnsfast.critical_batch.critical_batch_factor import METRICS, CriticalBatchFactor
+from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
+from gnsfast.noise_scale import METRICS
 
 CHECKS = 400
 """The default number of checks in a run: three in a row are 0.75 % of its tokens."""
