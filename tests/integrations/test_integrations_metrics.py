@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other noise scales than the Euclidean one, in runs of Trainer and of Lightning."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import transformers as hf
+from test_integrations_lightning import UPDATES, Tiny, by_hand, data, fit
+from torch import nn
+from trainer_cases import Model, T, samples, trained, trainer_of
+
+import gnsfast
+from gnsfast.integrations.lightning import GNSMonitor
+from gnsfast.integrations.transformers import GNSCallback
+from gnsfast.integrations.transformers_branches import TrainerRun
+
+pytestmark = pytest.mark.usefixtures("frozen")
+BOTH = ("sign", "spectral")
+
+
+def of_one_matrix(model: nn.Module, name: str) -> torch.optim.Muon:
+    return torch.optim.Muon([model.get_parameter(name)], lr=1e-3)
+
+
+def trainer_with(
+    folder: Path, metric: Any, optimizer: Callable[[nn.Module], Any] | None = None, **options: Any
+) -> tuple[hf.Trainer, GNSCallback]:
+    model, callback = gnsfast.convert(Model(0.0)), GNSCallback(metric=metric)
+    if optimizer is not None:
+        options["optimizers"] = optimizer(model), None
+    return trainer_of(folder, model=model, callbacks=[callback], **options), callback
+
+
+def test_trainer_logs_several(tmp_path: Path) -> None:
+    trainer, callback = trainer_with(tmp_path, ["adam", *BOTH], logging_steps=18)
+    trained(trainer)
+    found, logged = callback.compute(), trainer.state.log_history[0]
+    assert list(found.others) == ["adam", *BOTH]
+    for metric, scale in found.others.items():
+        assert scale.updates == 15  # the first has no past, two have one sample
+        assert logged[f"gns/{metric}_lo"] == scale.lower
+    assert found.spectral.left_out == ("embed.weight", "head.bias", "norm.weight", "norm.bias")
+
+
+def test_trainer_gives_its_optimizer_where_it_is_a_muon(tmp_path: Path) -> None:
+    """Its matrices are then the measured ones; any other optimizer stays out of it."""
+    trainer, callback = trainer_with(
+        tmp_path, "spectral", lambda m: of_one_matrix(m, "head.weight")
+    )
+    trained(trainer)
+    assert callback.compute().spectral.updates == 15
+    trainer, _ = trainer_with(tmp_path, "spectral", lambda m: of_one_matrix(m, "embed.weight"))
+    with pytest.raises(ValueError, match="with optimizer=... those that it trains"):
+        trained(trainer)
+
+
+def test_resumed_trainer_has_the_same_bits(tmp_path: Path) -> None:
+    """The running means too, which ``trainer_state.json`` holds."""
+    found = []
+    for resume in (None, str(tmp_path / "checkpoint-7")):
+        trainer, callback = trainer_with(tmp_path, BOTH, save_strategy="steps", save_steps=7)
+        trained(trainer, resume_from_checkpoint=resume)
+        found.append(callback.compute())
+    assert found[0] == found[1] and found[0].sign.updates == 15
+
+
+def test_run_of_a_trainer_measures_what_fits(tmp_path: Path) -> None:
+    """As the loop by hand over the same samples does."""
+    trainer = trainer_of(tmp_path, model=gnsfast.convert(Model(0.0)), data=samples(64))
+    run = TrainerRun(trainer, tokens_per_sample=T, updates=4)
+    assert set(run.noise_scale().others) == {"sign"}  # before Adam's first step
+    list(run.train(8 * T, batch_size=4, lr_factor=1.0))
+    found = run.noise_scale()
+    assert set(found.others) == {"adam", "sign"}
+    gns = gnsfast.GradientNoiseScale(trainer.model, loss_reduction="sum", window=4, metric="sign")
+    batches = [*trainer.get_train_dataloader()][4:12]
+    for update in zip(batches[::2], batches[1::2]):
+        items = sum(int((batch["labels"] != -100).sum()) for batch in update)
+        for batch in update:
+            counts = (batch["labels"] != -100).sum(1)
+            with gns.microbatch(len(counts), tokens=counts, scale=1 / items):
+                trainer.model(**batch, num_items_in_batch=items)["loss"].backward()
+        gns.update()
+        trainer.model.zero_grad()
+    assert found.sign.noise_scale == pytest.approx(gns.compute().sign.noise_scale, rel=1e-5)
+    model = gnsfast.convert(Model(0.0))
+    muon = of_one_matrix(model, "head.weight")
+    trainer = trainer_of(tmp_path, model=model, optimizers=(muon, None))
+    run = TrainerRun(trainer, tokens_per_sample=T, updates=4)
+    assert set(run.noise_scale().others) == {"spectral"}
+
+
+def test_lightning_measures_several(tmp_path: Path) -> None:
+    monitor = GNSMonitor(metric=["adam", *BOTH])
+    trainer = fit(monitor, tmp_path, Tiny())
+    found, truth = monitor.compute(), by_hand(data(2 * UPDATES - 1), metric=BOTH)
+    for metric in BOTH:
+        assert found.under(metric).updates == UPDATES - 1
+        ours, theirs = found.under(metric).noise_scale, truth.under(metric).noise_scale
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        assert trainer.logged_metrics[f"gns/{metric}"] == pytest.approx(ours)
+    assert found.adam.updates == UPDATES - 1
+
+
+class OneMatrix(Tiny):
+    """Muon trains the last matrix, nothing the others."""
+
+    def configure_optimizers(self) -> Any:
+        return of_one_matrix(self, "model.3.weight")
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        self.zero_grad()
+
+
+def test_lightning_gives_its_muon(tmp_path: Path) -> None:
+    monitor = GNSMonitor(metric="spectral")
+    fit(monitor, tmp_path, OneMatrix())
+    assert list(monitor.compute().spectral.per_module) == ["model.3"]
+    all_of_them = GNSMonitor(metric="spectral")
+    fit(all_of_them, tmp_path, Tiny())
+    assert list(all_of_them.compute().spectral.per_module) == ["model.0", "model.3"]
+
+
+def test_resumed_lightning_has_the_same_numbers(tmp_path: Path) -> None:
+    """Also of a run that had ended."""
+    every = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
+    whole, resumed, ended = (GNSMonitor(metric=["adam", *BOTH]) for _ in range(3))
+    fit(whole, tmp_path, Tiny(), callbacks=[every], enable_checkpointing=True)
+    fit(resumed, tmp_path, Tiny(), ckpt=str(tmp_path / "step=5.ckpt"))
+    fit(ended, tmp_path, Tiny(), ckpt=str(tmp_path / "step=10.ckpt"))
+    assert whole.compute() == resumed.compute() == ended.compute()
