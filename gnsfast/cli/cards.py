@@ -17,6 +17,8 @@ from gnsfast.cli.summary import (
     ratio_at,
     scale_in,
 )
+from gnsfast.integrations.trackers import SCALES
+from gnsfast.noise_scale import OTHERS
 
 
 def card(run: Run, color: str, several: bool) -> str:
@@ -64,9 +66,9 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     if losses:
         shown = "NaN or infinite" if losses[-1] is None else f"{losses[-1]:.4g}"
         facts.append(("loss", shown, str(run.header.get("loss_unit", ""))))
-    names = {"gns/b_simple": "noise scale", "gns/adam": "noise scale under Adam's metric"}
-    for key, name in names.items():
+    for metric, key in SCALES.items():
         if (scale := last_scale(run, key)) is not None:
+            name = f"noise scale {OTHERS[metric]}" if metric in OTHERS else "noise scale"
             facts.append((name, *_interval(scale)))
     if (size := batch_size(run)) is not None:
         facts.append(("batch size", f"{number(size)} samples", ""))

@@ -19,11 +19,14 @@ from gnsfast.cli.page import FIGURES, PAGE, SCRIPT, STYLE
 from gnsfast.cli.records import Run
 from gnsfast.cli.summary import count, groups_of, number, over_stretches
 from gnsfast.cli.tables import decisions_table, measurement_table
+from gnsfast.integrations.trackers import SCALES
+from gnsfast.noise_scale import OTHERS
 
 READING = """<details><summary>How to read this</summary>
 <p><b>Noise scale</b>: tr Σ / |G|², the batch size at which the noise of a gradient is as large as
 the gradient. Euclidean, in samples. <b>Under Adam's metric</b> both are measured in the lengths
-that Adam measures steps with.</p>
+that Adam measures steps with; <b>in the norm of sign or spectral descent</b> (Muon) in the dual of
+the norm that bounds its steps: a sum over coordinates, or over singular values.</p>
 <p><b>Critical batch size</b>: beyond it a larger batch saves few steps. Its <b>estimate</b> is a
 noise scale times a factor that was set or measured; <b>branches</b> measure it: they continue the
 run with several batch sizes, and their losses are compared. A noise scale alone is not one.</p>
@@ -31,6 +34,12 @@ run with several batch sizes, and their losses are compared. A noise scale alone
 noise scale moves, that mean lags behind. An arrow says "at least": the interval has no upper end.
 A gap: nothing was resolved, or the loss was NaN. Dotted vertical line: the batch size changed.</p>
 </details>"""
+
+FORMULAS = {
+    "adam": "tr(PΣ) / GᵀPG",
+    "sign": "(Σᵢ σᵢ / ‖G‖₁)², over coordinates",
+    "spectral": "(Σ tr C<sup>½</sup> / Σ ‖G‖<sub>nuclear</sub>)², over matrices",
+}
 
 LINES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}
 """plotly's line styles in CSS, for legends."""
@@ -77,13 +86,14 @@ class Sections:
             figures.noise_scale(view),
         )
         self.parts += [f'<div class="pair">{left}{right}</div>', self._batch()]
-        self.parts.append(
-            self.figure(
-                "Noise scale under Adam's metric, samples",
-                "tr(PΣ) / GᵀPG. Band: 95 % interval; arrow: at least.",
-                figures.noise_scale(view, "gns/adam"),
+        for metric, words in OTHERS.items():
+            self.parts.append(
+                self.figure(
+                    f"Noise scale {words}, samples",
+                    f"{FORMULAS[metric]}. Band: 95 % interval; arrow: at least.",
+                    figures.noise_scale(view, SCALES[metric]),
+                )
             )
-        )
         self.parts.append(
             self.figure(
                 "Noise scale of groups of samples",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.cli.records import Point, Run
+from gnsfast.integrations.trackers import SCALES
+from gnsfast.noise_scale import OTHERS
 
 OVER = 1.2
 """Times the estimate of the critical batch size: a larger batch is flagged."""
@@ -182,7 +184,8 @@ def summary(run: Run) -> dict[str, Any]:
     """A run as one JSON object."""
     end = run.points[-1] if run.points else None
     losses = [p.values["loss"] for p in run.points if "loss" in p.values]
-    scales = {"noise_scale": "gns/b_simple", "noise_scale_adam": "gns/adam"}
+    scales = {"noise_scale": SCALES["euclidean"]}
+    scales |= {f"noise_scale_{metric}": SCALES[metric] for metric in OTHERS}
     scales |= {"critical_batch_estimate": "cbs/estimate"}
     found = {name: last_scale(run, key) for name, key in scales.items()}
     return {

@@ -7,6 +7,7 @@ from typing import Any
 from gnsfast.cli.figures_batch import branches_span
 from gnsfast.cli.records import Run
 from gnsfast.cli.summary import Interval, count, matches, number, scale_in
+from gnsfast.noise_scale import OTHERS
 
 
 def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
@@ -28,7 +29,7 @@ def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
     beside = [
         f"{name} there: {scale_in(found, 'value' if 'value' in found else 'noise_scale')} samples"
-        for name, key in (("noise scale", "noise_scale"), ("under Adam's metric", "adam"))
+        for key, name in ({"noise_scale": "noise scale"} | OTHERS).items()
         if isinstance(found := measured.get(key), dict)
     ]
     beside += [

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report: what its figures and words say of a run; pixels are not looked at."""
 
+import html
 import json
 import math
 import re
@@ -141,6 +142,10 @@ def test_branches(tmp_path: Path) -> None:
     text, [spec] = page(tmp_path, {"kind": "branch step"}, measurement(tolerance=0.01, **more))
     assert "k = 8 failed: &lt;killed&gt;; not to be trusted: k = 4 &lt;?&gt;" in text
     assert "no measurement yet" not in text and "not drawn" not in text
+    sign = {"noise_scale": 7.0, "lower": 5.0, "upper": 9.0}
+    text, _ = page(tmp_path, measurement(sign=sign, spectral=None))
+    said = "noise scale there: 1 samples; in sign descent's norm there: 7 (95 %: 5 to 9) samples<"
+    assert said in html.unescape(text)
     without = [matched for _, matched in matches(measurement())]  # a record without tolerance
     assert without == ["-", "yes", "yes", "no", "diverged"]
 
@@ -157,11 +162,13 @@ def test_branches_with_one_end(tmp_path: Path, ends: Any, symbol: str, said: str
     assert spec["data"][0]["marker"]["symbol"] == symbol and said in text
 
 
-def test_groups_adam_and_layers(tmp_path: Path) -> None:
+def test_groups_other_scales_and_layers(tmp_path: Path) -> None:
     records = [
         line(
             k,
             **scale("gns/adam", 5.0 * k, 4.0, 50.0),
+            **scale("gns/sign", 6.0 * k, 4.0, 50.0),
+            **scale("gns/spectral", None, 4.0 + k, None),
             **scale("gns/group/a", 2.0, 1.0, 3.0),
             **{"gns/group/b_lo": 7.0},
             **{"gns/layer/x": 1.0 * k, "gns/layer_lo/x": 0.5, "gns/layer_hi/x": 9.0},
@@ -171,12 +178,22 @@ def test_groups_adam_and_layers(tmp_path: Path) -> None:
     ]
     text, specs = page(tmp_path, *records)
     titles = re.findall("<h2>(.*?)</h2>", text)[1:]
-    assert [t for t in titles if "Adam" in t] == ["Noise scale under Adam's metric, samples"]
-    by_title = dict(zip(titles, specs))
-    assert trace(by_title["Noise scale under Adam's metric, samples"], "noise scale")["y"] == [
-        5,
-        10,
+    assert titles[1:4] == [
+        "Noise scale under Adam's metric, samples",
+        "Noise scale in sign descent's norm, samples",
+        "Noise scale in spectral descent's (Muon's) norm, samples",
     ]
+    assert "<dt>noise scale in sign descent's norm</dt><dd>12 samples" in html.unescape(text)
+    assert "spectral descent's (Muon's) norm</dt><dd>at least 6 samples" in html.unescape(text)
+    by_title = dict(zip(titles, specs))
+    assert trace(by_title[titles[1]], "noise scale")["y"] == [5, 10]
+    assert trace(by_title[titles[2]], "noise scale")["y"] == [6, 12]
+    [arrows] = [t for t in by_title[titles[3]]["data"] if t.get("marker")]
+    assert arrows["y"] == [5, 6] and "over matrices. Band" in text
+    said = summary(read_runs([tmp_path / "a.jsonl"])[0])
+    assert said["noise_scale_sign"] == {"value": 12.0, "lower": 4.0, "upper": 50.0}
+    assert said["noise_scale_spectral"] == {"value": None, "lower": 6.0, "upper": None}
+    assert said["noise_scale_adam"]["value"] == 10 and said["noise_scale"] is None
     groups = by_title["Noise scale of groups of samples"]
     assert trace(groups, "a")["y"] == [2, 2]
     assert [t["y"] for t in groups["data"] if t.get("marker")] == [[7, 7]]
