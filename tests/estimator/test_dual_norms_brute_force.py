@@ -52,7 +52,7 @@ def check(samples: int, layers: int, updates: int) -> None:
     data = tiny_gpt.draw(tiny_gpt.read_text(), samples, torch.Generator().manual_seed(1))[:, :33]
     model = gnsfast.convert(tiny_gpt.TinyGPT(width=16, heads=2, layers=layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(60):
+    for _ in range(60):
         tiny_gpt.loss_of(model, data[torch.randint(samples, (N,))]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -75,7 +75,7 @@ def check(samples: int, layers: int, updates: int) -> None:
         assert -0.05 < scale.noise / sigma - 1 < 0.01
         assert 0 < scale.grad_norm_lower < norm < scale.grad_norm_upper
         assert scale.lower < (sigma / norm) ** 2 < scale.upper
-        assert 0.6 < scale.noise_scale / (sigma / norm) ** 2 < 1.6
+        assert 0.5 < scale.noise_scale / (sigma / norm) ** 2 < 2.0
         assert math.isfinite(scale.upper)
 
 
