@@ -10,6 +10,8 @@ from gnsfast.ops.operators import (
     conv_wgrad,
     embedding_wgrad,
     in_projection_wgrad,
+    linear_grams,
+    linear_squares,
 )
 
 __all__ = [
@@ -21,6 +23,8 @@ __all__ = [
     "embedding_wgrad",
     "extension",
     "in_projection_wgrad",
+    "linear_grams",
+    "linear_squares",
     "linear_wgrad",
     "norm_backward",
     "sharded_embedding_wgrad",
