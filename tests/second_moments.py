@@ -3,6 +3,9 @@
 and what they are found from.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -39,3 +42,13 @@ def assert_grams(gram: Tensor, x_BTI: Tensor, dy_BTO: Tensor, side: int) -> None
     assert gram.shape == want.shape and torch.equal(gram, gram.T)
     root = want.diagonal().sqrt()
     assert ((gram.double() - want).abs() <= 1e-5 * root[:, None] * root).all()
+
+
+@contextmanager
+def coarse_products() -> Iterator[None]:
+    """torch may multiply float32 as tf32 on a GPU, and as bfloat16 on a CPU that can."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -56,6 +56,8 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, ...]:
 def linear_squares(a: LinearSquares) -> Tensor:
     """See ``LinearSquares``."""
     check_dtypes("linear_squares", a.x_BTI, a.dy_BTO)
+    if a.x_BTI.shape[1] == 1:  # a product of squares
+        return reference.linear_squares(a)
     left, right = (a.x_BTI, a.dy_BTO) if a.transposed else (a.dy_BTO, a.x_BTI)
     return squares_kernel.linear_squares(right, left)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gnsfast.reference.outer import COLUMNS, GROUP, TILE, even_block
 from gnsfast.signatures import LinearSquares
-from gnsfast.tensors import accumulate_dtype
+from gnsfast.tensors import accumulate_dtype, product_dtype
 
 
 def linear_squares(a: LinearSquares) -> Tensor:
@@ -18,7 +18,9 @@ def linear_squares(a: LinearSquares) -> Tensor:
     left_BTM, right_BTN = (x, dy) if a.transposed else (dy, x)
     (B, T, M), N, acc = left_BTM.shape, right_BTN.shape[2], accumulate_dtype(x.dtype)
     if T == 1:
-        return left_BTM[:, 0].to(acc).square().T @ right_BTN[:, 0].to(acc).square()
+        exact = product_dtype(x)
+        left_BM, right_BN = left_BTM[:, 0].to(exact), right_BTN[:, 0].to(exact)
+        return (left_BM.square().T @ right_BN.square()).to(acc)
     squares_MN = x.new_zeros((M, N), dtype=acc)
     if B * T * M * N == 0:
         return squares_MN

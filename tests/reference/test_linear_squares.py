@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from second_moments import assert_squares, draw, sample_grads
+from second_moments import assert_squares, coarse_products, draw, sample_grads
 from signed import Signed
 from torch import Tensor
 
@@ -82,6 +82,15 @@ def test_inputs_are_not_changed() -> None:
         before = x.clone(), dy.clone()
         SQUARES(x, dy, False)
         assert torch.equal(x, before[0]) and torch.equal(dy, before[1])
+
+
+def test_coarse_products_are_allowed() -> None:
+    """By torch's switch: the product of squares of one-token samples is exact to float32."""
+    x, dy = draw(9, 1, 40, 24, F32, "cpu")
+    with coarse_products():
+        found = SQUARES(x, dy, False)
+    want = sample_grads(x, dy).square().sum(0).float()
+    torch.testing.assert_close(found, want, rtol=2e-7, atol=0)
 
 
 def test_many_samples() -> None:

@@ -12,7 +12,7 @@ from signed import Signed
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
-from kernel_launches import launched, shuffled_programs
+from kernel_launches import launched, reads_within, shuffled_programs
 
 from gnsfast import ops
 from gnsfast.triton_kernels import configs, linear_squares, operators
@@ -66,7 +66,7 @@ def shared_at_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("widths", [(48, 64), (41, 37)], ids=["aligned", "unaligned"])
-@pytest.mark.parametrize("programs", [1, 11])
+@pytest.mark.parametrize("programs", [1, 18])
 def test_runs_of_samples(
     programs: int,
     widths: tuple[int, int],
@@ -75,8 +75,17 @@ def test_runs_of_samples(
     shared_at_any_size: None,
 ) -> None:
     """Tiles whole and shared by runs of samples, the last of which has fewer."""
-    x, dy = draw(4, 20, *widths, dtype, device)
+    x, dy = draw(5, 20, *widths, dtype, device)
+    assert linear_squares.run_length(6, 5, 2, programs) == (2 if programs > 1 else 5)
     assert_squares(linear_squares.linear_squares(x, dy, SMALL, programs), x, dy)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
+@pytest.mark.parametrize("widths", [(48, 64), (41, 37)], ids=["aligned", "unaligned"])
+def test_no_read_outside(widths: tuple[int, int], device: str, shared_at_any_size: None) -> None:
+    x, dy = draw(3, 20, *widths, BF16, device)
+    with reads_within(x, dy):
+        linear_squares.linear_squares(x, dy, SMALL, 12)
 
 
 def test_run_length() -> None:
