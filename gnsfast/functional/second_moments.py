@@ -16,7 +16,14 @@ from gnsfast import ops
 from gnsfast.combinations import SIGN, SPECTRAL
 from gnsfast.functional.plan import Operator
 from gnsfast.reference import normed_input, sample_sums, sum_tokens
-from gnsfast.signatures import BY_SAMPLE, EmbeddingWgrad, LinearWgrad, NormBackward
+from gnsfast.signatures import (
+    BY_SAMPLE,
+    EmbeddingWgrad,
+    LinearGrams,
+    LinearSquares,
+    LinearWgrad,
+    NormBackward,
+)
 from gnsfast.tensors import accumulate_dtype
 
 
@@ -60,7 +67,7 @@ class Grams:
         """Add the samples of the operator's arguments ``a``."""
         O, I = a.dy_BTO.shape[-1], a.x_BTI.shape[-1]
         side = O > I or (O == I and a.transposed)  # a stored [I, O] weight has its rows on side 1
-        self.sum_SS += ops.linear_grams(a.x_BTI, a.dy_BTO, int(side))
+        self.sum_SS += ops.linear_grams(LinearGrams(a.x_BTI, a.dy_BTO, int(side)))
 
 
 class Halves:
@@ -90,7 +97,7 @@ class Halves:
 
 def _linear(a: LinearWgrad) -> Iterator[Tensor]:
     if a.weight:
-        yield ops.linear_squares(a.x_BTI, a.dy_BTO, a.transposed)
+        yield ops.linear_squares(LinearSquares(a.x_BTI, a.dy_BTO, a.transposed))
     if a.bias:
         yield sum_tokens(a.dy_BTO).square().sum(0)
 

@@ -13,8 +13,6 @@ from gnsfast.ops.operators import (
     linear_grams,
     linear_squares,
 )
-from gnsfast.ops.temporary import linear_grams as linear_grams
-from gnsfast.ops.temporary import linear_squares as linear_squares
 
 __all__ = [
     "attention_backward",
