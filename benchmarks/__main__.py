@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m benchmarks cpu`` and ``gpu``: check every contestant, time it beside plain torch,
 record it; ``batch-size``: runs of a growing batch beside fixed ones, and critical batch sizes by
-branches; ``model``: what norms cost on a GPU, counted; ``families``: of which of transformers'
-architectures the norms are right.
+branches; ``geometry``: which noise scale follows it; ``model``: what norms cost on a GPU, counted;
+``families``: of which of transformers' architectures the norms are right.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from benchmarks import (
     cpu,
     families,
     gate,
+    geometry,
     gpu,
     model,
     readme,
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes.add_argument("--only", choices=("runs", "repeats"), nargs="+", default=("runs",))
     sizes.add_argument("--runs", type=Path, required=True, help="folder for logs and branches")
     sizes.add_argument("--record", type=Path, help="folder for the record, else only printed")
+    geometry.add_arguments(devices.add_parser("geometry", help="which noise scale follows it"))
     families.add_arguments(devices.add_parser("families", help="what of transformers is right"))
     model.add_arguments(devices.add_parser("model", help="what norms cost on a GPU, counted"))
     regressions.add(devices.add_parser("budgets", help="committed counts that may not grow"))
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.device == "cpu" and options.rounds < 5:
         parser.error(f"{options.rounds} rounds have no quartiles: --rounds 5 or more")
     run = {"cpu": run_cpu, "gpu": gpu.run, "batch-size": run_batch_size, "model": model.run}
-    run |= {"budgets": regressions.run, "families": families.run}
+    run |= {"budgets": regressions.run, "families": families.run, "geometry": geometry.run}
     if options.device == "gpu" and options.rehearse:
         run["gpu"] = rehearsal.run
     run[options.device](options)

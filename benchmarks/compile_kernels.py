@@ -34,6 +34,7 @@ from gnsfast.triton_kernels import (
     gram,
     linear_finish,
     linear_plan,
+    linear_squares,
     linear_wgrad,
     segments,
     sums,
@@ -72,6 +73,7 @@ def linear_cases(capability: int) -> Iterator[Case]:
     yield wgrad("fp16", configs.HALF[0], tma=capability >= 90)
     yield from finish_cases()
     yield from segments_cases()
+    yield from squares_cases()
     for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32")):
         for block_t, aligned in product((16, 32, 64, gram.MAX_TOKENS), (True, False)):
             if block_t == gram.MAX_TOKENS and not aligned:
@@ -178,6 +180,29 @@ def finish_cases() -> Iterator[Case]:
             pointers=dict.fromkeys(floats, "*fp32")
             | dict.fromkeys(doubles, "*fp64")
             | {"tickets_ptr": "*i32"},
+        )
+
+
+def squares_cases() -> Iterator[Case]:
+    """The fixed tile of each way to multiply, by aligned rows and by others."""
+    runs = [("fp16", "ieee", True)]
+    runs += product(("bf16",), ("ieee",), (True, False))
+    runs += product(("fp32",), ("tf32", "ieee"), (True, False))
+    for dtype, precision, aligned in runs:
+        with tf32(precision == "tf32"):
+            config = configs.candidates(DTYPES[dtype], aligned)[0]
+        words = [precision] * (dtype == "fp32") + ["unaligned"] * (not aligned)
+        yield Case(
+            " ".join(["linear_squares", str(config), *words]),
+            linear_squares.linear_squares_kernel,
+            dtype,
+            blocks(config) | dict(PRECISION=precision),
+            config.num_warps,
+            config.num_stages,
+            {"squares_ptr": "*fp32"},
+            tensor_cores=precision == "tf32" or dtype != "fp32",
+            aligned=aligned,
+            maxnreg=config.registers(),
         )
 
 

@@ -26,6 +26,8 @@ def main(device: str = "cuda") -> None:
             dy = torch.randn(B, T, O, device=device, dtype=dtype)
             run("linear_wgrad", x, dy, True, True, False, f32)
             run("linear_wgrad", x, dy, True, True, True, f32)
+            run("linear_squares", x, dy, False)
+            run("linear_grams", x, dy, 0)
             ids = torch.randint(0, O, (B, T), device=device)
             run("linear_wgrad", x, dy, True, True, False, f32, ids_BS=ids)
             run("embedding_wgrad", x, ids, O, 3, f32)

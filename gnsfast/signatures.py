@@ -101,6 +101,35 @@ class LinearWgrad(NamedTuple):
         return dw, db, rows, x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
 
 
+class LinearSquares(NamedTuple):
+    """Σ_b (dy_bᵀ x_b)² [O, I] of a linear layer, in the accumulation dtype: each coordinate of each
+    sample's gradient is squared, then summed. With ``transposed`` it is [I, O], as the weight is.
+    """
+
+    x_BTI: Tensor
+    dy_BTO: Tensor
+    transposed: bool
+
+    def results(self) -> Tensor:
+        x, O, I = self.x_BTI, self.dy_BTO.shape[2], self.x_BTI.shape[2]
+        shape = (I, O) if self.transposed else (O, I)
+        return x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
+
+
+class LinearGrams(NamedTuple):
+    """With g_b = dy_bᵀ x_b, Σ_b g_b g_bᵀ [O, O] for ``side`` 0 and Σ_b g_bᵀ g_b [I, I] for
+    ``side`` 1, symmetric to the bit and in the accumulation dtype.
+    """
+
+    x_BTI: Tensor
+    dy_BTO: Tensor
+    side: int
+
+    def results(self) -> Tensor:
+        N = (self.x_BTI if self.side else self.dy_BTO).shape[2]
+        return self.x_BTI.new_empty((N, N), dtype=accumulate_dtype(self.x_BTI.dtype))
+
+
 class InProjectionWgrad(NamedTuple):
     """dW [ΣO, I], db [ΣO] and the probe rows of linear layers that share one parameter, their
     weights stacked (query, key, value). The rows of the weights come first, then those of the
@@ -323,6 +352,8 @@ class AttentionBackward(NamedTuple):
 
 OPERATORS = {
     "linear_wgrad": LinearWgrad,
+    "linear_squares": LinearSquares,
+    "linear_grams": LinearGrams,
     "in_projection_wgrad": InProjectionWgrad,
     "embedding_wgrad": EmbeddingWgrad,
     "norm_backward": NormBackward,
@@ -333,6 +364,8 @@ OPERATORS = {
 
 RESULTS = {
     "linear_wgrad": ("sum", "sum", "rows", "samples"),
+    "linear_squares": ("sum",),
+    "linear_grams": ("sum",),
     "in_projection_wgrad": ("sum", "sum", "rows"),
     "embedding_wgrad": ("sum", "rows"),
     "norm_backward": ("samples", "sum", "sum", "rows"),

@@ -10,6 +10,16 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def product_dtype(t: Tensor) -> torch.dtype:
+    """The dtype of products that need all digits of ``accumulate_dtype``: float64 where torch's own
+    switch lets float32 matrices be multiplied as tf32 or bfloat16. Tensor cores cut off the 13 bits
+    that tf32 lacks, so that products of squares would be too small.
+    """
+    matmul = (torch.backends.cuda if t.is_cuda else torch.backends.mkldnn).matmul
+    coarse = matmul.fp32_precision in ("tf32", "bf16")
+    return torch.float64 if coarse else accumulate_dtype(t.dtype)
+
+
 def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
     """``t_RC.scatter_(1, column_RK, value_RK)``, with ``t_RC`` contiguous. Columns are not checked:
     one beyond the row would write to the next row.

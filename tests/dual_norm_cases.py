@@ -9,8 +9,10 @@ import torch
 from oracle import sample_of, widened
 from torch import Tensor, nn
 
-Parts = tuple[Tensor, Tensor, Tensor]
-"""The numbers noise, aligned and norm of each update that has them."""
+from gnsfast.noise_scale.dual_norms import FLOOR
+
+Numbers = Tensor
+"""[U, NUMBERS]: what each update says, from the second on."""
 
 
 def sample_grads(model: nn.Module, loss: Any, batch: Any, B: int) -> dict[str, Tensor]:
@@ -28,21 +30,49 @@ def sample_grads(model: nn.Module, loss: Any, batch: Any, B: int) -> dict[str, T
     return {name: torch.stack(grads) for name, grads in zip(named, zip(*rows))}
 
 
-def sign_parts(mean: Tensor, second: Tensor, grad: Tensor, new: Tensor) -> list[float]:
-    root = second.sqrt()
+def sign_numbers(before: Tensor, after: Tensor, new: Tensor, square: Tensor, *grads: Tensor) -> Any:
+    whole, first, second = grads
+    root, past = after.sqrt(), before.sqrt()
+    past = past + FLOOR * past.mean()
     seen = root > 0
-    noise = (root.sum() + (new[seen] / root[seen]).sum()) / 2
-    return [float(noise), float((mean.sign() * grad).sum()), float(mean.abs().sum())]
+    return (
+        (root.sum() + (new[seen] / root[seen]).sum()) / 2,
+        ((first.sign() * second).sum() + (second.sign() * first).sum()) / 2,
+        (first.abs().sum() + second.abs().sum()) / 2,
+        whole.abs().sum(),
+        past.sum(),
+        (square / past).sum(),
+    )
 
 
-def spectral_parts(mean: Tensor, second: Tensor, grad: Tensor, new: Tensor) -> list[float]:
-    values, vectors = torch.linalg.eigh(second)
-    keep = values > 1e-12 * values[-1]
-    root = (vectors[:, keep] * values[keep].sqrt()) @ vectors[:, keep].T
-    inverse = (vectors[:, keep] / values[keep].sqrt()) @ vectors[:, keep].T
-    left, singular, right = torch.linalg.svd(mean, full_matrices=False)
-    noise = (root.trace() + (new @ inverse).trace()) / 2
-    return [float(noise), float(((left @ right) * grad).sum()), float(singular.sum())]
+def spectral_numbers(
+    before: Tensor, after: Tensor, new: Tensor, square: Tensor, *grads: Tensor
+) -> Any:
+    whole, first, second = grads
+    root, inverse = roots(after, 0.0)
+    past, inverse_past = roots(before, FLOOR)
+    nuclear = [torch.linalg.svdvals(g).sum() for g in grads]
+    return (
+        (root.trace() + (new @ inverse).trace()) / 2,
+        ((polar(first) * second).sum() + (polar(second) * first).sum()) / 2,
+        (nuclear[1] + nuclear[2]) / 2,
+        nuclear[0],
+        past.trace(),
+        (square @ inverse_past).trace(),
+    )
+
+
+def roots(moment: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(moment)
+    root = values.clamp(min=0).sqrt() * (values > 1e-12 * values[-1])
+    root = root + floor * root.mean()
+    inverse = torch.where(root > 0, 1 / root, 0.0)
+    return (vectors * root) @ vectors.T, (vectors * inverse) @ vectors.T
+
+
+def polar(g: Tensor) -> Tensor:
+    left, singular, right = torch.linalg.svd(g, full_matrices=False)
+    return left[:, singular > 1e-14 * singular[0]] @ right[singular > 1e-14 * singular[0]]
 
 
 def squares(g_B: Tensor) -> Tensor:
@@ -50,45 +80,48 @@ def squares(g_B: Tensor) -> Tensor:
 
 
 def grams(g_B: Tensor) -> Tensor:
-    wide = g_B.shape[1] <= g_B.shape[2]
+    wide = g_B.shape[-2] <= g_B.shape[-1]
     return g_B @ g_B.mT if wide else g_B.mT @ g_B
 
 
-KINDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., list[float]]]] = {
-    "sign": (squares, sign_parts),
-    "spectral": (grams, spectral_parts),
+KINDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Any]]] = {
+    "sign": (squares, sign_numbers),
+    "spectral": (grams, spectral_numbers),
 }
 
 
-def expected_parts(metric: str, updates: list[dict[str, Tensor]], window: int) -> dict[str, Parts]:
+def first_half(n: int, parts: int) -> Tensor:
+    """bool [n]: the samples of the first half, of an update of ``parts`` equal micro-batches."""
+    return torch.cat([(torch.arange(n // parts) + k) % 2 == 0 for k in range(parts)])
+
+
+def expected(
+    metric: str, updates: list[dict[str, Tensor]], window: int, parts: int = 1
+) -> dict[str, Numbers]:
     """The numbers of each parameter, from every sample's gradients in each update."""
-    square, parts = KINDS[metric]
-    found: dict[str, Parts] = {}
+    square, numbers = KINDS[metric]
+    found: dict[str, Numbers] = {}
     for name in updates[0]:
-        mean = second = torch.zeros((), dtype=torch.float64)
+        moment = torch.zeros((), dtype=torch.float64)
         total, rows = 0.0, []
         for grads in updates:
             g_B = grads[name]
-            n = len(g_B)
-            grad = g_B.mean(0)
-            new = square(g_B - grad).sum(0) / (n - 1)
+            n, half = len(g_B), first_half(len(g_B), parts)
+            whole, first, second = g_B.mean(0), g_B[half].mean(0), g_B[~half].mean(0)
+            new = square(g_B - whole).sum(0) / (n - 1)
             total = total * (1 - 1 / window) + n
-            second = second + n / total * (new - second)
-            if mean.ndim:
-                rows.append(parts(mean, second, grad, new))
-            mean = mean + n / total * (grad - mean)
-        noise, aligned, norm = torch.tensor(rows, dtype=torch.float64).T
-        found[name] = noise, aligned, norm
+            before, moment = moment, moment + n / total * (new - moment)
+            if before.ndim:
+                unbiased = square(whole) - new / n
+                row = numbers(before, moment, new, unbiased, whole, first, second)
+                rows.append(torch.stack(row))
+        found[name] = torch.stack(rows)
     return found
 
 
-def summed(parts: dict[str, Parts]) -> Parts:
-    """The numbers of all parameters together."""
-    noise, aligned, norm = (sum(t) for t in zip(*parts.values()))
-    return noise, aligned, norm  # type: ignore[return-value]
-
-
-def noise_scale(parts: Parts) -> float:
+def noise_scale(numbers: Numbers) -> float:
     """The estimate from updates of one size."""
-    noise, aligned, norm = (float(t.mean()) for t in parts)
-    return noise**2 / (aligned * norm) if aligned > 0 else math.inf
+    noise, aligned, halves, whole, _, _ = numbers.mean(0).tolist()
+    product = (numbers[:, 4] * numbers[:, 5]).mean().item()
+    square = min(aligned * halves, whole**2, product)
+    return noise**2 / square if square > 0 else math.inf

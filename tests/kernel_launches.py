@@ -66,3 +66,27 @@ def shuffled_programs(seed: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "set_grid_idx", shuffled)
         yield
+
+
+@contextmanager
+def reads_within(*tensors: torch.Tensor) -> Iterator[None]:
+    """Triton's interpreter refuses to read what is not an element of these tensors, or between two
+    of one. A mask may be wrong and its result right, for what is read is then not stored.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    spans = [
+        (t.data_ptr(), sum((n - 1) * step for n, step in zip(t.shape, t.stride())) * t.itemsize)
+        for t in tensors
+    ]
+    load = builder.create_masked_load
+
+    def checked(at: Any, mask: Any, *args: Any) -> Any:
+        address = at.data[mask.data].astype("int64")
+        inside = [(address >= first) & (address <= first + size) for first, size in spans]
+        assert sum(inside).all(), "a read outside of the tensors"
+        return load(at, mask, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "create_masked_load", checked)
+        yield

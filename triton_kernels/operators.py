@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from gnsfast import reference
+from gnsfast.reference import linear_grams as linear_grams
 from gnsfast.signatures import (
     AttentionBackward,
     AttentionForward,
     EmbeddingWgrad,
     InProjectionWgrad,
+    LinearSquares,
     LinearWgrad,
     Metric,
     NormBackward,
@@ -21,6 +23,7 @@ from gnsfast.signatures import (
 from gnsfast.triton_kernels import attention_backward as attention_kernels
 from gnsfast.triton_kernels import attention_forward as attention_kernel
 from gnsfast.triton_kernels import embedding, norms, segments
+from gnsfast.triton_kernels import linear_squares as squares_kernel
 from gnsfast.triton_kernels.conv import conv_wgrad as conv_wgrad
 from gnsfast.triton_kernels.linear_plan import Bias
 from gnsfast.triton_kernels.outer import bias_wgrad, outer_wgrad, tied_rows
@@ -48,6 +51,15 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, ...]:
     elif bias is not None:
         bias_wgrad(bias, rows)
     return dw, db, rows, linked
+
+
+def linear_squares(a: LinearSquares) -> Tensor:
+    """See ``LinearSquares``."""
+    check_dtypes("linear_squares", a.x_BTI, a.dy_BTO)
+    if a.x_BTI.shape[1] == 1:  # a product of squares
+        return reference.linear_squares(a)
+    left, right = (a.x_BTI, a.dy_BTO) if a.transposed else (a.dy_BTO, a.x_BTI)
+    return squares_kernel.linear_squares(right, left)
 
 
 def _contiguous(metric: Metric | None) -> Metric | None:

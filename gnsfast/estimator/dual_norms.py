@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gnsfast.combinations import SIGN, SPECTRAL, TENSOR_PARALLEL, refuse
 from gnsfast.estimator.numbers import Pass
 from gnsfast.estimator.settings import Settings
-from gnsfast.functional import Grams, Squares
+from gnsfast.functional import Grams, Halves, Squares
 from gnsfast.noise_scale import (
     NUMBERS,
     DualNoiseScale,
@@ -26,6 +26,26 @@ from gnsfast.noise_scale import (
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
 from gnsfast.tensors import accumulate_dtype, is_dtensor
+
+
+class Factors(NamedTuple):
+    """What turns the sums of an update into means over its samples, float64 scalars.
+
+    With p and q of a coordinate, C is ``p_new`` p - ``q_new`` ĝ² and G² is ``q_square`` ĝ² -
+    ``p_square`` p, without bias. ĝ is ``mean`` times ``.grad``; it is ``total`` / Σ u times the sum
+    of which the first half of the samples has ``half`` / Σ u. ``known``: there are two samples.
+    """
+
+    samples: Tensor
+    known: Tensor
+    p_new: Tensor
+    q_new: Tensor
+    p_square: Tensor
+    q_square: Tensor
+    mean: Tensor
+    scale: Tensor
+    half: Tensor
+    total: Tensor
 
 
 class DualNorms:
@@ -45,6 +65,7 @@ class DualNorms:
             metric: KINDS[metric](names, slab, settings) for metric in settings.dual
         }
         self._stance: Any = None
+        self._rank = dist.get_rank(settings.group) if processes.world > 1 else 0
         for each in self.of.values():
             if processes.tensor > 1:
                 refuse(None, [each.feature, TENSOR_PARALLEL])
@@ -54,13 +75,17 @@ class DualNorms:
         """How many numbers an update has."""
         return sum(NUMBERS * len(each.parameters) for each in self.of.values())
 
-    def open(self, slab: ProbeSlab, first: bool) -> dict[str, tuple[Any, ...]]:
-        """Where each module adds second moments. ``first``: this pass begins an update."""
+    def open(self, slab: ProbeSlab, passes: int) -> dict[str, tuple[Any, ...]]:
+        """Where each module adds its sums in the next pass, after ``passes`` of the update."""
         found: dict[str, tuple[Any, ...]] = {}
         for each in self.of.values():
-            for path, sums in each.open(slab, first).items():
-                found[path] = (*found.get(path, ()), sums)
+            for path, sums in each.open(slab, self._first_sample(passes), passes == 0).items():
+                found[path] = (*found.get(path, ()), *sums)
         return found
+
+    def _first_sample(self, passes: int) -> int:
+        """Passes take turns, so that both halves have samples where each pass has one."""
+        return (passes + self._rank) % 2
 
     def opened(self) -> None:
         """Run a compiled model in eager mode until ``closed``: a graph would be compiled anew for
@@ -82,37 +107,52 @@ class DualNorms:
         """
         if not self.of:
             return []
-        s, device = self._settings, self._device
-        scalars = torch.stack(
-            [
-                loss_factors.block_scalars(
-                    *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
-                    *(s.loss_reduction, s.local, device),
-                )
-                for each in passes
-            ]
-        ).sum(0)
-        parallel = self._processes.world > 1
-        if parallel:
-            dist.all_reduce(scalars, group=s.group)
-        of = loss_factors.coefficients(scalars[None], s.local)
-        u2, rest = of.u2 / of.weight, of.v - of.u2
-        # Σ u² g_b² and ĝ² times these add up to the unbiased C (statistics.trace_estimate).
-        of_sums, of_square = (1 + of.u2 / rest) / of.weight, of.v * u2 / rest
-        to_mean = self._processes.data / of.v.sqrt()  # DDP averages, the micro-batches add up
-        if (added := passes[-1].loss_scale) is not None:
-            of_sums = of_sums / added.to(device, torch.float64).square()
-        if loss_scale is not None:
-            to_mean = to_mean / loss_scale.to(device, torch.float64)
-        enough = (rest > 1e-9 * of.v).all()
+        factors, world = self._factors(passes, loss_scale), self._processes.world
         found = []
         for each in self.of.values():
-            if parallel:
-                for t in each.sums.values():
-                    dist.all_reduce(t, group=s.group)
-            numbers = each.finish(of.samples[0], enough, *(of_sums, of_square, to_mean))
-            found.append(numbers.to(device) / self._processes.world)
+            if world > 1:
+                for t in (*each.sums.values(), *each.halves.values()):
+                    dist.all_reduce(t, group=self._settings.group)
+            found.append(each.finish(factors).to(self._device) / world)
         return found
+
+    def _factors(self, passes: list[Pass], loss_scale: Tensor | None) -> Factors:
+        s, device = self._settings, self._device
+        scalars = []
+        for k, each in enumerate(passes):
+            tokens, first = each.tokens, self._first_sample(k)
+            own = loss_factors.block_scalars(
+                *(each.num_samples, each.passes, tokens, each.divided * each.scale),
+                *(s.loss_reduction, s.local, device),
+            )
+            if isinstance(tokens, Tensor):
+                lengths = tokens.to(device, torch.float64, non_blocking=True)
+                half = lengths[first::2].sum() / lengths.sum()
+            else:
+                half = own.new_tensor(len(range(first, each.num_samples, 2)) / each.num_samples)
+            scalars.append(torch.cat([own, (half * own[4])[None]]))
+        summed = torch.stack(scalars).sum(0)
+        if self._processes.world > 1:
+            dist.all_reduce(summed, group=s.group)
+        of = loss_factors.coefficients(summed[None, :-1], s.local)
+        total, half, rest = summed[4], summed[-1], (of.v - of.u2)[0]
+        v, u2, weight = of.v[0], of.u2[0], of.weight[0]
+        added, left = (
+            total.new_ones(()) if scale is None else scale.to(device, torch.float64)
+            for scale in (passes[-1].loss_scale, loss_scale)
+        )
+        return Factors(
+            samples=of.samples[0],
+            known=(rest > 1e-9 * v) & (half > 1e-9 * total) & (total - half > 1e-9 * total),
+            p_new=(1 + u2 / rest) / weight / added.square(),
+            q_new=v * u2 / rest / weight,
+            p_square=1 / rest / added.square(),
+            q_square=v / rest,
+            mean=self._processes.data / total / left,  # DDP averages, the micro-batches add up
+            scale=1 / added,
+            half=half,
+            total=total,
+        )
 
     def added(
         self, result: NoiseScale, numbers: Tensor, scalars: Tensor, decay: float | None
@@ -136,7 +176,7 @@ class DualNorms:
 
     def state(self) -> dict[str, Any]:
         """What past updates left, on the CPU."""
-        return {metric: each.state("cpu") for metric, each in self.of.items()}
+        return {metric: each.state() for metric, each in self.of.items()}
 
     def load(self, state: dict[str, Any]) -> None:
         """The reverse of ``state``."""
@@ -145,20 +185,21 @@ class DualNorms:
 
 
 class DualNorm:
-    """The measurement in one dual norm, and the running means of the gradient and of C."""
+    """The measurement in one dual norm, and V, the running mean of C."""
 
     feature = SIGN
+    needs = "Linear, Embedding, LayerNorm and RMSNorm layers have one. Leave metric='sign' out"
 
     def __init__(self, names: dict[nn.Parameter, str], slab: ProbeSlab, settings: Settings) -> None:
-        self._names = names
+        self._names, self._window = names, settings.window
         self.modules = slab.taking(self.feature)
-        self.parameters: dict[str, nn.Parameter] = {}
-        for path in self.modules:
-            own = self._own(slab.modules[path].probed_parameters(), settings)
-            self.parameters |= {names[p]: p for p in own}
-        self.parameters = {
-            name: p for name, p in slab.parameters.items() if name in self.parameters
+        taken = {
+            names[p]
+            for path in self.modules
+            for p in slab.modules[path].probed_parameters().values()
+            if self._takes(p, settings)
         }
+        self.parameters = {name: p for name, p in slab.parameters.items() if name in taken}
         if not self.parameters:
             raise ValueError(f"no parameter has {self.feature}: {self.needs}")
         if sharded := [name for name, p in self.parameters.items() if is_dtensor(p)]:
@@ -168,93 +209,95 @@ class DualNorm:
             )
         self.left_out = tuple(name for name in slab.rows if name not in self.parameters)
         self.sums: dict[str, Tensor] = {}
-        self._mean = {name: _zeros(p, p.shape) for name, p in self.parameters.items()}
-        self._second = {name: _zeros(p, self._shape(p)) for name, p in self.parameters.items()}
+        self.halves: dict[str, Tensor] = {}
+        self._moments = {name: _zeros(p, self._shape(p)) for name, p in self.parameters.items()}
         some = next(iter(self.parameters.values()))
         self._samples = torch.zeros((), dtype=torch.float64, device=some.device)
-        self._window = settings.window
 
-    needs = "Linear, Embedding, LayerNorm and RMSNorm layers have one. Leave metric='sign' out"
-
-    def _own(self, of_module: dict[str, nn.Parameter], settings: Settings) -> list[nn.Parameter]:
-        """The parameters of a module that are measured."""
-        return [*of_module.values()]
+    def _takes(self, p: nn.Parameter, settings: Settings) -> bool:
+        """Whether a parameter is measured."""
+        return True
 
     def _shape(self, p: Tensor) -> Sequence[int]:
         """The shape of a parameter's second moments."""
         return p.shape
 
-    def _sink(self, of_module: list[str]) -> Any:
+    def _sink(self, of_module: list[Tensor]) -> Any:
         """Where a module adds the second moments of its parameters."""
-        return Squares([self.sums[name] for name in of_module])
+        return Squares(of_module)
 
     _square: Callable[[Tensor], Tensor] = staticmethod(torch.square)
-    _numbers: Callable[..., Tensor] = staticmethod(dual_norms.sign_numbers)
+    _numbers: Callable[[dual_norms.Parts], Tensor] = staticmethod(dual_norms.sign_numbers)
 
-    def open(self, slab: ProbeSlab, first: bool) -> dict[str, Any]:
-        """Where each module adds second moments; ``first`` forgets those of the last update."""
+    def open(self, slab: ProbeSlab, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
+        """Where each module adds its sums; ``first`` forgets those of the last update."""
         if first:
             self.sums = {name: _zeros(p, self._shape(p)) for name, p in self.parameters.items()}
+            self.halves = {name: _zeros(p, p.shape) for name, p in self.parameters.items()}
         found = {}
         for path in self.modules:
-            own = [self._names[p] for p in slab.modules[path].probed_parameters().values()]
-            if own := [name for name in own if name in self.parameters]:
-                found[path] = self._sink(own)
+            names = [self._names[p] for p in slab.modules[path].probed_parameters().values()]
+            if own := [self.sums[name] for name in names if name in self.sums]:
+                halves = [self.halves.get(name) for name in names]
+                found[path] = self._sink(own), Halves(halves, first_sample, self.feature)
         return found
 
-    def finish(
-        self, samples: Tensor, enough: Tensor, of_sums: Tensor, of_square: Tensor, to_mean: Tensor
-    ) -> Tensor:
-        """The numbers of the update, [P NUMBERS]. NaN, and nothing learnt, if there are not
-        ``enough`` samples or anything is not finite, such as after an overflow.
+    def finish(self, of: Factors) -> Tensor:
+        """The numbers of the update, [P NUMBERS]. NaN, and nothing learnt, if the samples do not
+        suffice or anything is not finite, such as after an overflow.
         """
-        sums, self.sums = self.sums, {}
+        sums, halves, self.sums, self.halves = self.sums, self.halves, {}, {}
+        here = self._samples.device
+        of = Factors(*(t.to(here) for t in of))
         grads = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.detach()
             for name, p in self.parameters.items()
         }
-        here = self._samples.device
-        finite = [
-            t.sum(dtype=torch.float64).isfinite().to(here)
-            for t in (*sums.values(), *grads.values())
-        ]
-        known = torch.stack([enough.to(here), *finite]).all()
+        every = (*sums.values(), *halves.values(), *grads.values())
+        finite = [t.sum(dtype=torch.float64).isfinite().to(here) for t in every]
+        known = torch.stack([of.known, *finite]).all()
         # A mean over about the last ``window`` updates; over all of them at first.
-        kept = self._samples * (1 - 1 / self._window)
-        total = kept + samples.to(here)
-        share = torch.where(known, samples.to(here) / total, 0.0)
+        total = self._samples * (1 - 1 / self._window) + of.samples
+        share = torch.where(known, of.samples / total, 0.0)
         numbers = []
-        for name, mean in self._mean.items():
-            where = mean.device
-            ok, part, k_sums, k_square, k_mean = (
-                t.to(where, non_blocking=True) for t in (known, share, of_sums, of_square, to_mean)
+        for name, moment in self._moments.items():
+            of_device = (t.to(moment.device, non_blocking=True) for t in (known, share, *of))
+            ok, part, *factors = of_device
+            parts = self._parts(
+                sums.pop(name), halves.pop(name), grads.pop(name), Factors(*factors)
             )
-            grad = torch.where(ok, grads[name].to(mean.dtype) * k_mean.to(mean.dtype), 0.0)
-            new = sums.pop(name).mul_(k_sums).sub_(self._square(grad).mul_(k_square))
-            new = torch.where(ok, new, 0.0)
-            second = self._second[name]
-            second += part.to(second.dtype) * (new - second)
-            numbers.append(self._numbers(mean, second, grad, new).to(here))
-            mean += part.to(mean.dtype) * (grad - mean)
+            new, *others = (torch.where(ok, t, 0.0) for t in parts)
+            before = moment.clone()
+            moment += part.to(moment.dtype) * (new - moment)
+            found = self._numbers(dual_norms.Parts(before, moment, new, *others))
+            numbers.append(found.to(here))
         usable = known & (self._samples > 0)
         self._samples.copy_(torch.where(known, total, self._samples))
         return torch.where(usable, torch.cat(numbers), torch.nan)
 
-    def state(self, where: str) -> dict[str, Any]:
-        """The running means, copied."""
-        kept = {"mean": self._mean, "second": self._second}
-        found = {
-            key: {name: t.to(where, copy=True) for name, t in of.items()}
-            for key, of in kept.items()
-        }
-        return {**found, "samples": self._samples.to(where, copy=True)}
+    def _parts(self, p: Tensor, half: Tensor, grad: Tensor, of: Factors) -> list[Tensor]:
+        """C and G² without bias, and the mean gradients, whole and of the halves."""
+        whole = grad.to(half.dtype) * of.mean.to(half.dtype)
+        square = self._square(whole)
+        half *= of.scale
+        return [
+            p * of.p_new - square * of.q_new,
+            square * of.q_square - p * of.p_square,
+            whole,
+            half / of.half,
+            (whole * of.total - half) / (of.total - of.half),
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """The running mean, copied to the CPU."""
+        moments = {name: t.to("cpu", copy=True) for name, t in self._moments.items()}
+        return {"moments": moments, "samples": self._samples.to("cpu", copy=True)}
 
     def load(self, state: dict[str, Any]) -> None:
         """The reverse of ``state``."""
         self._samples.copy_(state["samples"])
-        for name in self.parameters:
-            self._mean[name].copy_(state["mean"][name])
-            self._second[name].copy_(state["second"][name])
+        for name, moment in self._moments.items():
+            moment.copy_(state["moments"][name])
 
 
 class SpectralNorm(DualNorm):
@@ -268,16 +311,15 @@ class SpectralNorm(DualNorm):
     _square = staticmethod(dual_norms.gram)
     _numbers = staticmethod(dual_norms.spectral_numbers)
 
-    def _own(self, of_module: dict[str, nn.Parameter], settings: Settings) -> list[nn.Parameter]:
-        trained = settings.matrices
-        return [p for p in of_module.values() if p.ndim == 2 and (trained is None or p in trained)]
+    def _takes(self, p: nn.Parameter, settings: Settings) -> bool:
+        return p.ndim == 2 and (settings.matrices is None or p in settings.matrices)
 
     def _shape(self, p: Tensor) -> Sequence[int]:
         return (min(p.shape), min(p.shape))
 
-    def _sink(self, of_module: list[str]) -> Any:
-        [name] = of_module
-        return Grams(self.sums[name])
+    def _sink(self, of_module: list[Tensor]) -> Any:
+        [of_weight] = of_module
+        return Grams(of_weight)
 
 
 KINDS = {"sign": DualNorm, "spectral": SpectralNorm}

@@ -29,6 +29,7 @@ from gnsfast.functional.documents import cu_seqlens as cu_seqlens
 from gnsfast.functional.documents import document_slots as document_slots
 from gnsfast.functional.plan import Plan
 from gnsfast.functional.second_moments import Grams as Grams
+from gnsfast.functional.second_moments import Halves as Halves
 from gnsfast.functional.second_moments import Squares as Squares
 
 __all__ = [

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gnsfast.functional.documents import documents_of_rows
 from gnsfast.functional.plan import Plan
+from gnsfast.functional.second_moments import Squares
 from gnsfast.reference import root_metric
 
 Link = tuple[Tensor, Tensor, Tensor]
@@ -68,5 +69,6 @@ def add_cross_terms(
             own_B.index_add_(0, documents_of_rows(plan.starts, own_1N.shape[1]), own_1N[0])
         own_1 = (dy_BTD * of_sum).sum(dtype=torch.float64)[None]
         row[:-1].add_(torch.cat([own_B, own_1]), alpha=2.0)
-    for squares in plan.second:
-        squares.add_cross_terms(ids_BT, weighed[0] * of_samples)
+    for sums in plan.second:
+        if isinstance(sums, Squares):
+            sums.add_cross_terms(ids_BT, weighed[0] * of_samples)

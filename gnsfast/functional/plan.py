@@ -39,8 +39,8 @@ class Plan(NamedTuple):
         module: the layer's name in messages.
         calls: a ``Calls``, new for each pass, if the layer is called several times in it. The
             operands of all calls are in memory until the last one's backward.
-        second: where the backward pass adds second moments of the samples' gradients
-            (``Squares``, ``Grams``).
+        second: where the backward pass adds other sums over samples (``Squares``, ``Grams``,
+            ``Halves``).
 
     >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
     >>> s_eps, v = torch.tensor([[2.0, 1.0]]), torch.full((2, 5), 0.25)
@@ -194,7 +194,7 @@ class Plan(NamedTuple):
             )
             return kept
         for sums in self.second:
-            sums.add(a)
+            sums.add(operator, a, wanted)
         return self._by_group(operator, a, wanted) if self.members else operator(a)
 
     def _by_group(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:

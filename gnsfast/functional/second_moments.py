@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over samples of what is quadratic in a sample's gradient g_b: g_b² of each coordinate, or
-g_b g_bᵀ of a matrix on its smaller side.
+"""Sums over samples beside the gradient: of what is quadratic in a sample's gradient g_b, which is
+g_b² of each coordinate or g_b g_bᵀ of a matrix on its smaller side, and of every second g_b.
 
-The backward of a layer adds to them, from the operands of its operator. They are a step of their
-own, about as dear as the weight's gradient, and serve measured updates only.
+The backward of a layer adds to them, from the operands of its operator. They are steps of their
+own, each about as dear as the weight's gradient, and serve measured updates only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
 
 from gnsfast import ops
 from gnsfast.combinations import SIGN, SPECTRAL
+from gnsfast.functional.plan import Operator
 from gnsfast.reference import normed_input, sample_sums, sum_tokens
-from gnsfast.signatures import EmbeddingWgrad, LinearWgrad, NormBackward
+from gnsfast.signatures import (
+    BY_SAMPLE,
+    EmbeddingWgrad,
+    LinearGrams,
+    LinearSquares,
+    LinearWgrad,
+    NormBackward,
+)
+from gnsfast.tensors import accumulate_dtype
 
 
 class Squares:
@@ -25,8 +35,8 @@ class Squares:
     def __init__(self, sums: Sequence[Tensor]) -> None:
         self.sums = sums
 
-    def add(self, a: Any) -> None:
-        """Add the samples of an operator's arguments."""
+    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
+        """Add the samples of the operator's arguments ``a``."""
         if isinstance(a, EmbeddingWgrad):
             sum_SD, _, id_S = sample_sums(a)
             self._add_rows(id_S, sum_SD.square())
@@ -53,16 +63,41 @@ class Grams:
     def __init__(self, sum_SS: Tensor) -> None:
         self.sum_SS = sum_SS
 
-    def add(self, a: Any) -> None:
-        """Add the samples of an operator's arguments."""
+    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
+        """Add the samples of the operator's arguments ``a``."""
         O, I = a.dy_BTO.shape[-1], a.x_BTI.shape[-1]
         side = O > I or (O == I and a.transposed)  # a stored [I, O] weight has its rows on side 1
-        self.sum_SS += ops.linear_grams(a.x_BTI, a.dy_BTO, int(side))
+        self.sum_SS += ops.linear_grams(LinearGrams(a.x_BTI, a.dy_BTO, int(side)))
+
+
+class Halves:
+    """Adds every second sample's gradient, from the sample ``first`` on, to ``sums``, one for each
+    trained parameter of a module in order; None for those that need none.
+    """
+
+    def __init__(self, sums: Sequence[Tensor | None], first: int, feature: str) -> None:
+        self.sums, self.first, self.feature = sums, first, feature
+
+    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
+        """Add the samples of the operator's arguments ``a``."""
+        inputs, kinds = BY_SAMPLE[type(a)]
+        own = (t if t is None else t[self.first :: 2] for t in a[:inputs])
+        half = type(a)(*own, *a[inputs:])
+        if not len(half[0]):
+            return
+        if "dtype" in half._fields:
+            half = half._replace(dtype=accumulate_dtype(a[0].dtype))
+        if isinstance(half, LinearWgrad):
+            half = half._replace(ids_BS=None)
+        found = [t for t, kind in zip(operator(half), kinds) if kind == "sum"]
+        for total, part in zip(self.sums, compress(found, wanted), strict=True):
+            if total is not None:
+                total += part.view_as(total)
 
 
 def _linear(a: LinearWgrad) -> Iterator[Tensor]:
     if a.weight:
-        yield ops.linear_squares(a.x_BTI, a.dy_BTO, a.transposed)
+        yield ops.linear_squares(LinearSquares(a.x_BTI, a.dy_BTO, a.transposed))
     if a.bias:
         yield sum_tokens(a.dy_BTO).square().sum(0)
 

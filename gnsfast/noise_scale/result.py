@@ -95,8 +95,10 @@ class DualNormEstimate(Estimate):
 
     ``noise`` estimates σ. ‖G‖ has no unbiased estimate: ``grad_norm_lower`` and ``grad_norm_upper``
     estimate a lower and an upper bound of it, and come closer the more samples the window holds.
-    ``noise_scale`` is ``noise² / (grad_norm_lower · grad_norm_upper)``, infinite where the lower
-    bound is not positive. The interval covers both bounds, each with its 95 % limit.
+    The interval covers both, each with its 95 % limit, so it is wide where the batch is far below
+    the noise scale. ``noise_scale`` lies between the bounds. Where the noise is spread like the
+    gradient it is right; else it is too small, down to a quarter at a batch of a sixteenth. It is
+    infinite, and ``upper`` too, where the window does not show that ‖G‖ is positive.
     """
 
     noise: float

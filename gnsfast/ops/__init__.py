@@ -10,9 +10,9 @@ from gnsfast.ops.operators import (
     conv_wgrad,
     embedding_wgrad,
     in_projection_wgrad,
+    linear_grams,
+    linear_squares,
 )
-from gnsfast.ops.temporary import linear_grams as linear_grams
-from gnsfast.ops.temporary import linear_squares as linear_squares
 
 __all__ = [
     "attention_backward",
@@ -23,6 +23,8 @@ __all__ = [
     "embedding_wgrad",
     "extension",
     "in_projection_wgrad",
+    "linear_grams",
+    "linear_squares",
     "linear_wgrad",
     "norm_backward",
     "sharded_embedding_wgrad",

@@ -7,6 +7,8 @@ from gnsfast.reference.attention import MAX_HEAD_DIM, attention_backward, attent
 from gnsfast.reference.conv import conv_wgrad, unfold
 from gnsfast.reference.embedding import embedding_wgrad, sample_sums
 from gnsfast.reference.linear import in_projection_wgrad, linear_wgrad, linked_rows
+from gnsfast.reference.linear_grams import linear_grams
+from gnsfast.reference.linear_squares import linear_squares
 from gnsfast.reference.metric import one_token_metric, root_metric
 from gnsfast.reference.norms import norm_backward, norm_backward_aten, normed_input
 from gnsfast.reference.outer import gram_sqnorms
@@ -20,6 +22,8 @@ __all__ = [
     "embedding_wgrad",
     "gram_sqnorms",
     "in_projection_wgrad",
+    "linear_grams",
+    "linear_squares",
     "linear_wgrad",
     "linked_rows",
     "metric_sqnorm",

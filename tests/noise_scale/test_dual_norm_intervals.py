@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from gnsfast.noise_scale import DualNormEstimate, dual_norms
 
@@ -42,37 +41,41 @@ class Problem:
     def window(self) -> list[DualNormEstimate]:
         """The estimate of a first window, for each seed."""
         numbers = torch.vmap(dual_norms.sign_numbers if self.sign else dual_norms.spectral_numbers)
+        square = torch.square if self.sign else lambda g: g @ g.mT
         shape = SEEDS, N, self.root.shape[1], self.grad.shape[1]
-        mean = second = torch.zeros((), dtype=F64)
-        rows = []
+        before, rows = torch.zeros(()), []
         for update in range(1, WINDOW + 1):
             g_B = self.grad + self.root @ torch.randn(shape, dtype=F64)
-            grad = g_B.mean(1)
-            centred = g_B - grad[:, None]
-            new = (centred.square() if self.sign else centred @ centred.mT).sum(1) / (N - 1)
-            share = max(1 / update, 1 / WINDOW)
-            second = second + share * (new - second)
+            whole, halves = g_B.mean(1), (g_B[:, ::2].mean(1), g_B[:, 1::2].mean(1))
+            new = square(g_B - whole[:, None]).sum(1) / (N - 1)
+            after = before + (new - before) / update
             if update > 1:
-                rows.append(numbers(mean, second, grad, new))
-            mean = mean + share * (grad - mean)
-        noise, aligned, norm = torch.stack(rows).unbind(2)
-        return dual_norms.dual_estimates(noise, aligned, norm, torch.ones(len(rows), dtype=F64))
+                parts = before, after, new, square(whole) - new / N, whole, *halves
+                rows.append(numbers(dual_norms.Parts(*parts)))
+            before = after
+        weights = torch.ones(len(rows), dtype=F64)
+        return dual_norms.dual_estimates(torch.stack(rows), weights)
 
 
 @pytest.mark.parametrize("metric", ["sign", "spectral"])
 @pytest.mark.parametrize("covariance", COVARIANCES)
 def test_interval_holds_the_truth(metric: str, covariance: str) -> None:
-    """At 1/8, 1 and 8 times the batch. Since the interval reaches from one bound to the other, it
-    holds the truth in 95 % of windows or more: in 96 to 100 % of 500 seeds.
+    """At 1/8, 1, 4 and 16 times the batch. The interval reaches from one bound to the other, so it
+    holds the truth more often than in 95 % of windows.
     """
-    for ratio, within in ((0.125, 0.02), (1.0, 0.06), (8.0, 0.25)):
+    for ratio in (0.125, 1.0, 4.0, 16.0):
         torch.manual_seed(1)
         problem = Problem(metric, covariance, ratio)
         found = problem.window()
         hits = sum(e.lower <= problem.truth <= e.upper for e in found)
-        assert hits >= 0.93 * SEEDS, ratio
-        median = torch.tensor([e.noise_scale for e in found]).median()
-        assert median == pytest.approx(problem.truth, rel=within), ratio
+        assert hits >= 0.95 * SEEDS, ratio
+        assert all(e.lower <= e.noise_scale <= e.upper for e in found)
+        median = torch.tensor([e.noise_scale for e in found]).median().item() / problem.truth
+        # Noise that is not spread like G leaves the estimate too small, within the interval.
+        least = 0.8 if covariance == "isotropic" or ratio < 1 else 0.2
+        assert least < median < 1.2, ratio
+        if covariance == "isotropic" and ratio < 1:
+            assert all(e.resolved and e.upper < 2 * e.lower for e in found)
         sigma = torch.tensor([e.noise for e in found]).mean()
         assert sigma == pytest.approx(problem.sigma, rel=0.02)
         norm = problem.sigma / math.sqrt(problem.truth)
@@ -80,8 +83,7 @@ def test_interval_holds_the_truth(metric: str, covariance: str) -> None:
             torch.tensor([getattr(e, f"grad_norm_{end}") for e in found]).mean()
             for end in ("lower", "upper")
         )
-        assert lower < 1.003 * norm and upper > 0.997 * norm
-        assert all(e.resolved for e in found)
+        assert lower < 1.01 * norm and upper > 0.99 * norm
 
 
 @pytest.mark.parametrize("metric", ["sign", "spectral"])
@@ -92,40 +94,52 @@ def test_no_signal_is_not_resolved(metric: str) -> None:
     torch.manual_seed(2)
     found = Problem(metric, "isotropic", math.inf).window()
     assert sum(e.resolved for e in found) <= 0.05 * SEEDS
-    assert all(e.lower > N for e in found)
+    assert sum(e.lower > N for e in found) > 0.9 * SEEDS
 
 
-def test_bounds_of_any_gradient() -> None:
-    """⟨D(M), G⟩ ≤ ‖G‖ for any M, and the numbers are those of plain loops."""
+def test_numbers_are_bounds_for_any_matrix() -> None:
+    """σ from above, ‖G‖ from both sides, whatever the running mean and the halves are."""
     torch.manual_seed(3)
     for shape in ((4, 7), (7, 4), (5, 5)):
-        mean, grad = torch.randn(shape, dtype=F64), torch.randn(shape, dtype=F64)
+        first, second, grad = torch.randn(3, *shape, dtype=F64).unbind()
         side = min(shape)
-        second = torch.randn(side, 9, dtype=F64) @ torch.randn(9, side, dtype=F64)
-        second = second @ second.mT
-        new = dual_norms.gram(torch.randn(shape, dtype=F64))
-        noise, aligned, norm = dual_norms.spectral_numbers(mean, second, grad, new)
-        assert aligned <= torch.linalg.svdvals(grad).sum()
-        assert norm == pytest.approx(torch.linalg.svdvals(mean).sum().item())
-        values, vectors = torch.linalg.eigh(second)
-        root = (vectors * values.sqrt()) @ vectors.T
-        assert (root @ root - second).abs().max() < 1e-9 * values[-1]
-        expected = (root.trace() + torch.linalg.solve(root, new).trace()) / 2
-        assert noise == pytest.approx(expected.item())
-        # The mean of root and inverse bounds tr c^½ from above, for any V.
-        assert noise >= torch.linalg.eigvalsh(new).clamp(min=0).sqrt().sum()
-        noise, aligned, norm = dual_norms.sign_numbers(mean, second[0, 0] + 0 * mean, grad, grad**2)
-        assert aligned <= grad.abs().sum()
-        assert noise >= grad.abs().sum()
+        before, after, new = (t @ t.mT for t in torch.randn(3, side, 9, dtype=F64).unbind())
+        square = dual_norms.gram(grad)
+        parts = dual_norms.Parts(before, after, new, square, grad, first, second)
+        noise, aligned, halves, whole, scale, weighed = dual_norms.spectral_numbers(parts).tolist()
+        norms = [torch.linalg.svdvals(g).sum().item() for g in (grad, first, second)]
+        assert whole == pytest.approx(norms[0])
+        assert halves == pytest.approx((norms[1] + norms[2]) / 2) and aligned <= halves
+        assert whole**2 <= scale * weighed * (1 + 1e-9)
+        assert noise >= torch.linalg.eigvalsh(new).sqrt().sum()
+        spread = [t.abs() for t in torch.randn(3, *shape, dtype=F64).unbind()]
+        parts = dual_norms.Parts(*spread, grad.square(), grad, first, second)
+        noise, aligned, halves, whole, scale, weighed = dual_norms.sign_numbers(parts).tolist()
+        assert whole == pytest.approx(grad.abs().sum().item()) and aligned <= halves
+        assert whole**2 <= scale * weighed * (1 + 1e-9)
+        assert noise >= spread[2].sqrt().sum()
+
+
+def test_equality_in_the_bounds() -> None:
+    """Where V is C, and R is proportional to G, the bounds are the values."""
+    torch.manual_seed(4)
+    g = torch.rand(3, 4, dtype=F64) + 0.5
+    parts = dual_norms.Parts(g.square(), g, g, g.square(), g, g, g)
+    noise, aligned, halves, whole, scale, weighed = dual_norms.sign_numbers(parts).tolist()
+    assert noise == pytest.approx(g.sqrt().sum().item())
+    assert aligned == pytest.approx(whole) and halves == pytest.approx(whole)
+    past = g + 0.1 * g.mean()
+    assert scale == pytest.approx(past.sum().item())
+    assert weighed == pytest.approx((g.square() / past).sum().item())
 
 
 def test_zero_variance_and_zero_gradient() -> None:
     """Coordinates and directions that no sample has moved count nothing."""
-    zero = torch.zeros(3, 4, dtype=F64)
-    assert dual_norms.sign_numbers(zero, zero, zero, zero).tolist() == [0.0, 0.0, 0.0]
-    small = torch.zeros(3, 3, dtype=F64)
-    assert dual_norms.spectral_numbers(zero, small, zero, small).tolist() == [0.0, 0.0, 0.0]
-    rank_one = torch.zeros(3, 3, dtype=F64)
+    zero, small, rank_one = torch.zeros(3, 4), torch.zeros(3, 3), torch.zeros(3, 3)
+    parts = dual_norms.Parts(zero, zero, zero, zero, zero, zero, zero)
+    assert dual_norms.sign_numbers(parts).tolist() == [0.0] * 6
+    parts = dual_norms.Parts(small, small, small, small, zero, zero, zero)
+    assert dual_norms.spectral_numbers(parts).tolist() == [0.0] * 6
     rank_one[1, 1] = 4.0
-    found: Tensor = dual_norms.spectral_numbers(zero, rank_one, zero, rank_one)
-    assert found.tolist() == [2.0, 0.0, 0.0]
+    parts = dual_norms.Parts(small, rank_one, rank_one, small, zero, zero, zero)
+    assert dual_norms.spectral_numbers(parts).tolist() == [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]

@@ -67,6 +67,17 @@ def linear_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
     return [(x, dy, *wanted, wanted[1], d.dtype) for wanted in [*BOTH, (False, False)]]
 
 
+@case("linear_squares")
+def linear_squares(d: Draw, B: int, T: int, N: int) -> Arguments:
+    x, dy = d.x(B, T, N), d.x(B, T, 8)
+    return [(x, dy, False), (x, dy, True), (x[:, :1], dy[:, :1], True)]
+
+
+@case("linear_grams")
+def linear_grams(d: Draw, B: int, T: int, N: int) -> Arguments:
+    return [(d.x(B, T, N), d.x(B, T, 8), side) for side in (0, 1)]
+
+
 @case("in_projection_wgrad")
 def in_projection_wgrad(d: Draw, B: int, T: int, N: int) -> Arguments:
     x, dy = d.x(B, T, N), d.x(B, T, 8)

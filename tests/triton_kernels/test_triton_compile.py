@@ -48,7 +48,8 @@ def test_compiled_kernels(capability: int) -> None:
         assert row["shared"] <= SHARED[capability], f"{row['kernel']} takes too much shared memory"
         if row["tensor_cores"]:
             assert any(row[name] for name in TENSOR_CORES[capability]), f"{row['kernel']}: none"
-        if row["kernel"].startswith("linear_wgrad") and row["tensor_cores"] and capability == 90:
+        wgrad = row["kernel"].startswith(("linear_wgrad", "linear_squares"))
+        if wgrad and row["tensor_cores"] and capability == 90:
             assert row["HGMMA"] and not row["HMMA"], f"{row['kernel']} is not on the fast path"
             if row["dtype"] != "fp32" and "unaligned" not in row["kernel"]:
                 assert row["in_flight"], f"{row['kernel']} waits for each product"

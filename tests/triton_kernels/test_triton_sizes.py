@@ -47,6 +47,7 @@ def test_linear(shape: tuple[int, int, int, int], dtype: torch.dtype, device: st
     v, v_O = torch.rand(O, I, device=device), torch.rand(O, device=device)
     constants = torch.ones(2, 2, dtype=torch.float64, device=device)
     compare("linear_wgrad", x, dy, True, True, False, F32)
+    compare("linear_squares", x, dy, False)
     compare("linear_wgrad", x, dy, True, True, False, F32, ids_BS=ids)
     metric = dict(moments=[v, v_O], constants_P2=constants)
     compare("linear_wgrad", x, dy, True, True, False, F32, **metric)
