@@ -40,6 +40,13 @@ def demo(
     steps: Annotated[int, typer.Option(min=20, help="Optimizer steps.")] = 800,
     samples: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of the weights and the data.")] = 0,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, sgd, signum, or muon (AdamW for all but hidden matrices).")
+    ] = "adamw",
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="Another noise scale: adam, sign, spectral. May be repeated."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder [runs/demo-DATE-TIME].")] = None,
     as_json: Json = False,
 ) -> None:
@@ -50,7 +57,9 @@ def demo(
     folder = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     if folder.is_file() or (folder / "metrics.jsonl").exists():
         raise typer.BadParameter(f"{folder} exists already: name a new folder", param_hint="--out")
-    result = run_demo(Run(Settings(steps, samples, seed)), folder, Console(quiet=as_json))
+    with input_errors():
+        settings = Settings(steps, samples, seed, optimizer, tuple(dict.fromkeys(metric or ())))
+    result = run_demo(Run(settings), folder, Console(quiet=as_json))
     if as_json:
         typer.echo(json.dumps(result))
     raise typer.Exit(130 if result["interrupted"] else 0)

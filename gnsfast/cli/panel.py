@@ -13,22 +13,30 @@ from rich.table import Table
 from rich.text import Text
 
 from gnsfast.cli.run import CHECK_BATCHES, CHECK_SAMPLES, Check, Progress, Run
-from gnsfast.noise_scale import ModuleNoiseScale
+from gnsfast.noise_scale import OTHERS, Estimate
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
 LINE_EVERY = 50
 
 
-def span(scale: ModuleNoiseScale) -> str:
+def span(scale: Estimate) -> str:
     """The interval in words."""
     if scale.resolved:
         return f"95 %: {scale.lower:,.3g} to {scale.upper:,.3g}"
     return f"95 %: at least {scale.lower:,.3g}" if scale.lower > 0 else "not resolved yet"
 
 
-def value(scale: ModuleNoiseScale) -> str:
+def value(scale: Estimate) -> str:
     return f"{scale.noise_scale:,.3g}" if math.isfinite(scale.noise_scale) else "?"
+
+
+def others(now: Progress) -> list[tuple[str, str]]:
+    """The other noise scales that are measured, each in words and with its interval."""
+    return [
+        (OTHERS[metric], f"{value(scale)}  {span(scale)}")
+        for metric, scale in now.scale.others.items()
+    ]
 
 
 def percent(share: float) -> str:
@@ -85,6 +93,8 @@ class Lines:
             f"{now.step:6}  {now.loss:5.2f}  {value(now.scale):>11}  {span(now.scale):25}  "
             f"{percent(now.share):>10}  {now.seconds:4.0f} s"
         )
+        for name, result in others(now):
+            self.print(f"        {name}: {result}")
 
     def checking(self, done: float) -> None:
         if done <= 64 / CHECK_SAMPLES:
@@ -135,7 +145,7 @@ class Panel:
             f"{s.samples} samples a step"
         )
         return Frame(
-            Group(self._progress(), Text(), self._numbers(), *self._verdict()),
+            Group(self._progress(), Text(), self._numbers(), *self._others(), *self._verdict()),
             title=f"[bold]gnsfast demo[/]  {title}",
             title_align="left",
             box=box.ROUNDED,
@@ -168,6 +178,14 @@ class Panel:
         table.add_row("", "", f"{span(scale)}, in samples{drift}")
         table.add_row("statistics", percent(self.now.share), "of the time of a step")
         return table
+
+    def _others(self) -> list[RenderableType]:
+        if self.now is None or not self.run.settings.metrics:
+            return []
+        table = Table.grid(padding=(0, 2))
+        for name, result in others(self.now):
+            table.add_row(f"noise scale {name}", f"[bold]{result}[/]")
+        return [Text(), table]
 
     def _verdict(self) -> list[RenderableType]:
         if self.check is None:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 import gnsfast
-from gnsfast.cli import tiny_gpt
+from gnsfast.arguments import check_choice
+from gnsfast.cli import optimizers, tiny_gpt
+from gnsfast.estimator import optimizer_for
 from gnsfast.integrations.trackers import metrics
-from gnsfast.noise_scale import ModuleNoiseScale, NoiseScale
+from gnsfast.noise_scale import OTHERS, ModuleNoiseScale, NoiseScale
 
 REPORT_EVERY = 10
 PLAIN_EVERY = 8
@@ -28,6 +30,18 @@ class Settings:
     steps: int = 800
     samples: int = 32
     seed: int = 0
+    optimizer: str = "adamw"
+    metrics: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("--optimizer", self.optimizer, optimizers.OPTIMIZERS)
+        for metric in self.metrics:
+            check_choice("--metric", metric, OTHERS)
+        if "adam" in self.metrics and self.optimizer != "adamw":
+            raise ValueError(
+                f"--metric adam is that of --optimizer adamw, not of {self.optimizer}: take sign, "
+                "its close relative"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,15 +91,18 @@ def numbers(scale: ModuleNoiseScale) -> dict[str, Any]:
 
 
 class Run:
-    """A training run of ``TinyGPT`` with AdamW, measured from its first step to its last."""
+    """A training run of ``TinyGPT``, measured from its first step to its last."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         torch.manual_seed(settings.seed)
         self.text = tiny_gpt.read_text()
         self.model = gnsfast.convert(tiny_gpt.TinyGPT())
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, weight_decay=0.1)
-        self.gns = gnsfast.GradientNoiseScale(self.model)
+        self.optimizer = optimizers.make(settings.optimizer, self.model)
+        own = getattr(self.optimizer, "muon", self.optimizer)
+        self.gns = gnsfast.GradientNoiseScale(
+            self.model, metric=settings.metrics, optimizer=optimizer_for(settings.metrics, own)
+        )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
@@ -93,6 +110,7 @@ class Run:
         """What the first line of ``metrics.jsonl`` says."""
         return {
             "name": f"gnsfast demo, {self.settings.samples} samples a step",
+            "optimizer": self.settings.optimizer,
             "about": "A byte-level GPT trained on Python's language reference.",
             "loss_unit": "nats per byte",
             "steps": self.settings.steps,
