@@ -36,9 +36,8 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in shared]
         own = {id(p) for p in matrices}
         others = [p for p in model.parameters() if id(p) not in own]
-        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay)
         self._parts = [
-            self.muon,
+            torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay),
             torch.optim.AdamW(others, lr=adam_lr, weight_decay=weight_decay),
         ]
         groups = [g for part in self._parts for g in part.param_groups]

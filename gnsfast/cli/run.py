@@ -99,10 +99,8 @@ class Run:
         self.text = tiny_gpt.read_text()
         self.model = gnsfast.convert(tiny_gpt.TinyGPT())
         self.optimizer = optimizers.make(settings.optimizer, self.model)
-        own = getattr(self.optimizer, "muon", self.optimizer)
-        self.gns = gnsfast.GradientNoiseScale(
-            self.model, metric=settings.metrics, optimizer=optimizer_for(settings.metrics, own)
-        )
+        metric, own = settings.metrics, optimizer_for(settings.metrics, self.optimizer)
+        self.gns = gnsfast.GradientNoiseScale(self.model, metric=metric, optimizer=own)
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.parameters = sum(p.numel() for p in self.model.parameters())
 

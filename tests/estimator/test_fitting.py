@@ -53,7 +53,7 @@ def test_optimizer_for() -> None:
     adam, muon = stepped(torch.optim.AdamW, model), stepped(torch.optim.Muon, model)
     for given in ("adam", ["sign", "adam"], ("adam", "spectral")):
         assert optimizer_for(given, adam) is adam
-    for given in (None, (), "sign", "spectral", ["sign", "spectral"]):
+    for given in (None, (), "sign", "adamw", "spectral", ["sign", "spectral"]):
         assert optimizer_for(given, adam) is None
     for given in ("spectral", ["sign", "spectral"]):
         assert optimizer_for(given, muon) is muon
