@@ -125,7 +125,12 @@ class _Learner:
                 why = "all samples share its table, and the model takes no table for each sample"
                 self.lost[path] = why, self._around(path)
             self.tables.clear()
-        return self._replays()
+        learned = self._replays()
+        if not self.evidence.trains:
+            notes = {path: learned.notes.get(path, "") for path in self.routes}
+            said = {p: "; ".join(filter(None, (note, EVALUATED))) for p, note in notes.items()}
+            learned = learned._replace(notes=learned.notes | said)
+        return learned
 
     def _learn(self, path: str, cls: type[DropIn]) -> None:
         """Find a module's layout, or why it has none."""
@@ -304,6 +309,8 @@ twentieth of at most a fiftieth of the model's. Times would give other routes in
 ALTERNATING = ("linear", "embedding", "layer_norm", "rms_norm", "experts", "router")
 """The routes that read rows which alternate between the samples."""
 
+EVALUATED = "seen in evaluation mode alone: numbers drawn in training hide or mix its samples"
+
 Laid = tuple[SampleLayout, str]
 SHARES = "all samples share its index"
 
@@ -313,7 +320,7 @@ def _laid(cls: type[DropIn], prints: Prints, found: list[Rows | Lost | None]) ->
     for print_, rows in zip(prints, found):
         if print_ is not None and rows is not None:
             return rows if isinstance(rows, Lost) else _layout(cls, rows, print_.shape)
-    return Lost("it is called without a tensor")
+    return Lost("it is called without a tensor of plain numbers (torch.func.vmap hides them)")
 
 
 def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
