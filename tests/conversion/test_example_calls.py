@@ -47,7 +47,7 @@ def test_a_function_that_casts(enabled: bool) -> None:
         with torch.autocast("cpu", torch.float16, enabled):
             model(x)
 
-    with torch.autocast("cpu", torch.float16, not enabled):
+    with torch.autocast("cpu", torch.bfloat16, not enabled):
         if enabled:
             gnsfast.convert(model, example=run)
             return
