@@ -81,9 +81,15 @@ def test_no_sample(name: str) -> None:
     assert_layer(make(name), drawn(0), 0)
 
 
-def test_no_position() -> None:
-    assert_layer(make("batch", 1), torch.randn(4, C), 4)
-    assert_layer(make("groups", 1), torch.randn(4, C), 4)
+@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
+@pytest.mark.parametrize("name", ["batch", "groups"])
+def test_no_position(name: str, frozen: str) -> None:
+    layer = make(name, 1)
+    for p in (p for n, p in layer.named_parameters() if n == frozen):
+        p.requires_grad_(False)
+    assert_layer(layer, torch.randn(4, C), 4)
+    x = torch.randn(4, C)
+    assert torch.equal(in_a_block(layer, x, 4), plain(layer)(x))
 
 
 LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
