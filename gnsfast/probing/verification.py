@@ -153,8 +153,8 @@ def _dim(t: Tensor, batch_dim: int) -> int:
 def _sample(t: Tensor, b: int, B: int, batch_dim: int) -> Tensor:
     if not t.ndim or t.shape[_dim(t, batch_dim)] != B:
         return t
-    # Contiguous: of one image with the strides of ``image_HWC.permute(2, 0, 1)[None]``, torch 2.13's
-    # batch norm gives wrong gradients on a CPU, where the output's gradient is laid out otherwise.
+    # Contiguous: for one image with the strides of ``image_HWC.permute(2, 0, 1)[None]``, the batch
+    # norm of torch 2.13 has wrong gradients on a CPU if that of the output is laid out otherwise.
     return t.narrow(_dim(t, batch_dim), b, 1).contiguous()
 
 
