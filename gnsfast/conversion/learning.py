@@ -74,6 +74,13 @@ def _is_sequence_first(module: nn.Module) -> bool:
     return not getattr(module, "batch_first", True)
 
 
+class Request(NamedTuple):
+    """Why no kernel finds a module's norms, and the innermost module that a replay may start at."""
+
+    why: str
+    start: str
+
+
 class _Learner:
     def __init__(
         self,
@@ -96,7 +103,7 @@ class _Learner:
         self.notes: dict[str, str] = {}
         self.repeated: set[str] = set()
         self.tables: set[str] = set()  # what all samples share, and is made for each of them
-        self.lost: dict[str, tuple[str, str]] = {}  # module -> reason, innermost place of a replay
+        self.requests: dict[str, Request] = {}
 
     def _owners(self) -> dict[int, set[str]]:
         owners: dict[int, set[str]] = {}
@@ -123,7 +130,7 @@ class _Learner:
             for path in self.tables:
                 self.layouts.pop(path, None)
                 why = "all samples share its table, and the model takes no table for each sample"
-                self.lost[path] = why, self._around(path)
+                self.requests[path] = Request(why, self._around(path))
             self.tables.clear()
         learned = self._replays()
         if not self.evidence.trains:
@@ -133,43 +140,51 @@ class _Learner:
         return learned
 
     def _learn(self, path: str, cls: type[DropIn]) -> None:
-        """Find a module's layout, or why it has none."""
+        """Find a module's layout, or request a replay of it or of one around it."""
+        request = self._used_as_tensor(path) or self._called_oddly(path, cls)
+        if request is None and not any(self.evidence.own_counts(path)):
+            self.layouts[path] = SampleLayout(self.batch_dim)
+            if not issubclass(cls, OutProjection):  # attention takes its weight without a call
+                self.notes[path] = "the example does not call it"
+        elif request is None and issubclass(cls, Replayed):
+            request = self._without_kernel(path)
+        elif request is None:
+            request = self._lay_out(path, cls)
+        if request is not None:
+            self.requests[path] = request
+
+    def _used_as_tensor(self, path: str) -> Request | None:
         users = set().union(*(self.evidence.users(p) for p in self.parameters[path]))
+        if not users:
+            return None
+        where = " and ".join(sorted(repr(user) if user else "the model" for user in users))
+        callers = {call.caller for call in self.evidence.calls(path)}
+        why = f"its weight is also used as a tensor in {where}"
+        return Request(why, _common(users | callers, path))
+
+    def _called_oddly(self, path: str, cls: type[DropIn]) -> Request | None:
+        """A request for a module whose number of calls no kernel allows for."""
         counts = self.evidence.own_counts(path)
-        if users:
-            where = " and ".join(sorted(repr(user) if user else "the model" for user in users))
-            users |= {call.caller for call in self.evidence.calls(path)}
-            self.lost[path] = (
-                f"its weight is also used as a tensor in {where}",
-                _common(users, path),
-            )
-        elif not any(counts) and issubclass(cls, OutProjection):
-            self.layouts[path] = SampleLayout(self.batch_dim)
-        elif not any(counts) and self._is_passed_over(path):
-            self.lost[path] = "the example calls others of its list, but not it", _parent(path)
-        elif not any(counts):
-            self.layouts[path] = SampleLayout(self.batch_dim)
-            self.notes[path] = "the example does not call it"
-        elif len({*counts}) > 1:
-            self.lost[path] = (
-                "how often the model calls it depends on the batch",
-                self._around(path),
-            )
-        elif counts[0] > 1 and not self._may_repeat(path, cls):
-            if reason(cls.gnsfast.route, [REPEATED]) or issubclass(cls, Replayed):
-                self.lost[path] = f"the model calls it {counts[0]} times", self._around(path)
-            else:
-                self._lay_out(path, cls, joined=True)
-        elif issubclass(cls, Replayed):
-            if self._gives_table(path):
-                self.tables.add(path)
-            if why := self._not_replayable(path):
-                self.lost[path] = why, self._around(path)
-            else:
-                self.layouts[path] = SampleLayout(self.batch_dim)
-                self.lost[path] = "its parameters have no kernel", path
-        else:
-            self._lay_out(path, cls, joined=False)
+        if not any(counts):
+            if issubclass(cls, OutProjection) or not self._is_passed_over(path):
+                return None
+            return Request("the example calls others of its list, but not it", _parent(path))
+        if len({*counts}) > 1:
+            why = "how often the model calls it depends on the batch"
+            return Request(why, self._around(path))
+        alone = reason(cls.gnsfast.route, [REPEATED]) or issubclass(cls, Replayed)
+        if counts[0] > 1 and alone and not self._may_repeat(path, cls):
+            return Request(f"the model calls it {counts[0]} times", self._around(path))
+        return None
+
+    def _without_kernel(self, path: str) -> Request:
+        """A request for a module whose parameters have no kernel."""
+        if self._gives_table(path):
+            self.tables.add(path)
+        if why := self._not_replayable(path):
+            return Request(why, self._around(path))
+        self.layouts[path] = SampleLayout(self.batch_dim)
+        return Request("its parameters have no kernel", path)
 
     def _is_passed_over(self, path: str) -> bool:
         """Whether a module is in a list of which others are called: an expert without a token."""
@@ -194,24 +209,24 @@ class _Learner:
         others = (ps for other, ps in self.parameters.items() if other != path)
         return issubclass(cls, Embedding) and any(id(p) in shared for ps in others for p in ps)
 
-    def _lay_out(self, path: str, cls: type[DropIn], joined: bool) -> None:
-        """Find the layout that fits all calls of a module."""
+    def _lay_out(self, path: str, cls: type[DropIn]) -> Request | None:
+        """Find the layout that fits all calls of a module; a request if there is none."""
         laid = [_laid(cls, *call) for call in self.evidence.own_inputs(path)]
         lost = [each for each in laid if isinstance(each, Lost)]
         found = [each for each in laid if not isinstance(each, Lost)]
         if len({layout for layout, _ in found}) > 1:
             lost.append(Lost("its calls hold their samples in different places"))
         if lost:
-            self.lost[path] = lost[0].reason, self._around(path)
-            return
+            return Request(lost[0].reason, self._around(path))
         layout, note = found[0]
         self.layouts[path] = layout._replace(known=True)
         if note == SHARES:
             self.tables.add(path)
-        if joined:
+        if len(laid) > 1 and not self._may_repeat(path, cls):
             self.repeated.add(path)
             note = f"{len(laid)} calls are joined" + (f"; {note}" if note else "")
         self.notes[path] = note
+        return None
 
     def _gives_table(self, path: str) -> bool:
         """Whether a module gives a table [1, ...] that all samples share."""
@@ -258,7 +273,7 @@ class _Learner:
         """Choose replays where they are worth their cost."""
         around: dict[str, list[str]] = {}
         reasons: dict[str, str] = {}
-        for path, (why, start) in self.lost.items():
+        for path, (why, start) in self.requests.items():
             place = self._place(start)
             if place is None:
                 reasons[path] = why
@@ -273,11 +288,12 @@ class _Learner:
                 continue
             for path in paths:
                 self.layouts.pop(path, None)
+                why = self.requests[path].why
                 reasons[path] = (
-                    f"{self.lost[path][0]}; a replay does not work: {failed[place]}"
+                    f"{why}; a replay does not work: {failed[place]}"
                     if place in failed
-                    else f"{self.lost[path][0]}. convert(model, example=..., replay=[{place!r}]) "
-                    f"covers it, and {cost}"
+                    else f"{why}. convert(model, example=..., replay=[{place!r}]) covers it, and "
+                    f"{cost}"
                 )
         whole = frozenset(p for p in worth - failed.keys() if around[p] != [p])
         shared = {
