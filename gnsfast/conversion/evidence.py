@@ -105,6 +105,23 @@ class Evidence:
         pairs = zip(self._looks[0].calls[""][0].outputs, look.calls[""][0].outputs)
         return all(a is b or (a and b and a.same(b)) for a, b in pairs)
 
+    def ties_losses(self) -> bool:
+        """Whether a number that the model gives of two samples is neither the sum of what it gives
+        of each nor in between, as those of most contrastive losses are.
+        """
+        given = self.outputs("")
+        pooled = [i for i, rows in enumerate(given) if isinstance(rows, Lost) and rows.pooled]
+        if not pooled or len(self._samples.part) > 1:
+            return False
+        part, other, both = *self._looks[2:], self._look([0, 1])
+        sides = (look.calls[""][0].outputs for look in (part, other, both))
+        numbers = zip(*([outputs[i] for i in pooled] for outputs in sides))
+        return any(
+            _is_tied(*(p.values.item() for p in each if p is not None))
+            for each in numbers
+            if all(p is not None and p.shape in ((), (1,)) for p in each)
+        )
+
     def failed_replays(self, paths: Collection[str]) -> dict[str, str]:
         """Those of the modules that cannot be replayed on one sample alone, and why."""
         return self._look(self._samples.whole, replays=paths).failed if paths else {}
@@ -226,6 +243,12 @@ class Evidence:
 
 def _mixed(found: list[Rows | Lost | None]) -> Lost | None:
     return next((rows for rows in found if isinstance(rows, Lost) and rows.mixed), None)
+
+
+def _is_tied(one: float, other: float, both: float) -> bool:
+    slack = 0.02 * max(abs(one), abs(other), abs(both))  # a balance loss beside the model's own
+    between = min(one, other) - slack <= both <= max(one, other) + slack
+    return not between and abs(one + other - both) > slack
 
 
 @contextmanager

@@ -133,10 +133,11 @@ class _Learner:
                 self.requests[path] = Request(why, self._around(path))
             self.tables.clear()
         learned = self._replays()
-        if not self.evidence.trains:
-            notes = {path: learned.notes.get(path, "") for path in self.routes}
-            said = {p: "; ".join(filter(None, (note, EVALUATED))) for p, note in notes.items()}
-            learned = learned._replace(notes=learned.notes | said)
+        said = [EVALUATED] * (not self.evidence.trains) + [TIED] * self.evidence.ties_losses()
+        if said:
+            own = {path: [learned.notes.get(path, ""), *said] for path in self.routes}
+            notes = {path: "; ".join(filter(None, each)) for path, each in own.items()}
+            learned = learned._replace(notes=learned.notes | notes)
         return learned
 
     def _learn(self, path: str, cls: type[DropIn]) -> None:
@@ -325,6 +326,10 @@ twentieth of at most a fiftieth of the model's. Times would give other routes in
 ALTERNATING = ("linear", "embedding", "layer_norm", "rms_norm", "experts", "router")
 """The routes that read rows which alternate between the samples."""
 
+TIED = (
+    "the model's loss of two samples is neither the sum of theirs nor in between: a contrastive or "
+    "balance loss leaves samples no gradient of their own (gnsfast.verify)"
+)
 EVALUATED = "seen in evaluation mode alone: numbers drawn in training hide or mix its samples"
 
 Laid = tuple[SampleLayout, str]

@@ -217,3 +217,35 @@ def test_a_layer_under_vmap_in_a_large_model_is_named() -> None:
     row = said(model, "up.weight")
     assert not row.static and "vmap hides" in row.reason
     assert said(model, "head.weight").static
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda z, y: nn.functional.cross_entropy(z, y[:, 0]),
+    "sum": lambda z, y: nn.functional.cross_entropy(z, y[:, 0], reduction="sum"),
+    "of tokens": lambda z, y: nn.functional.cross_entropy(
+        z[..., None].expand(-1, -1, T), y, ignore_index=1
+    ),
+    "contrastive": lambda z, y: nn.functional.cross_entropy(z @ z.T, torch.arange(len(z))),
+    "variance": lambda z, y: z.std(0, correction=0).mean(),
+}
+
+
+class WithLoss(Heads):
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self.loss = LOSSES[loss]
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        z = super().forward(x)
+        return self.loss(z, y), z
+
+
+@pytest.mark.parametrize("rows", [2, B])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_of_the_model_that_ties_samples_is_said(loss: str, rows: int) -> None:
+    torch.manual_seed(0)
+    y = torch.randint(0, 2, (rows, T))
+    y[:, 0] = 0
+    model = gnsfast.convert(WithLoss(loss), example=(torch.randn(rows, D), y))
+    tied = loss in ("contrastive", "variance")
+    assert ("neither the sum" in said(model, "up.weight").reason) == tied
