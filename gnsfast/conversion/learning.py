@@ -8,7 +8,7 @@ from torch import nn
 
 from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion.evidence import Evidence, SamplesMeet
-from gnsfast.conversion.looks import Prints
+from gnsfast.conversion.layouts import SHARES, laid
 from gnsfast.conversion.prints import SHARED, Lost, Rows
 from gnsfast.conversion.routes import KERNELS, replayed
 from gnsfast.layers import (
@@ -212,9 +212,9 @@ class _Learner:
 
     def _lay_out(self, path: str, cls: type[DropIn]) -> Request | None:
         """Find the layout that fits all calls of a module; a request if there is none."""
-        laid = [_laid(cls, *call) for call in self.evidence.own_inputs(path)]
-        lost = [each for each in laid if isinstance(each, Lost)]
-        found = [each for each in laid if not isinstance(each, Lost)]
+        calls = [laid(cls, *call) for call in self.evidence.own_inputs(path)]
+        lost = [each for each in calls if isinstance(each, Lost)]
+        found = [each for each in calls if not isinstance(each, Lost)]
         if len({layout for layout, _ in found}) > 1:
             lost.append(Lost("its calls hold their samples in different places"))
         if lost:
@@ -223,9 +223,9 @@ class _Learner:
         self.layouts[path] = layout._replace(known=True)
         if note == SHARES:
             self.tables.add(path)
-        if len(laid) > 1 and not self._may_repeat(path, cls):
+        if len(calls) > 1 and not self._may_repeat(path, cls):
             self.repeated.add(path)
-            note = f"{len(laid)} calls are joined" + (f"; {note}" if note else "")
+            note = f"{len(calls)} calls are joined" + (f"; {note}" if note else "")
         self.notes[path] = note
         return None
 
@@ -323,46 +323,11 @@ WORTH, WORTH_OF_FEW, FEW = 0.5, 0.05, 0.02
 """A replay is chosen where it finds norms for half of the parameters that it runs through, or for a
 twentieth of at most a fiftieth of the model's. Times would give other routes in each process."""
 
-ALTERNATING = ("linear", "embedding", "layer_norm", "rms_norm", "experts", "router")
-"""The routes that read rows which alternate between the samples."""
-
 TIED = (
     "the model's loss of two samples is neither the sum of theirs nor in between: a contrastive or "
     "balance loss leaves samples no gradient of their own (gnsfast.verify)"
 )
 EVALUATED = "seen in evaluation mode alone: numbers drawn in training hide or mix its samples"
-
-Laid = tuple[SampleLayout, str]
-SHARES = "all samples share its index"
-
-
-def _laid(cls: type[DropIn], prints: Prints, found: list[Rows | Lost | None]) -> Laid | Lost:
-    """The layout of a module, by the first tensor that a call gave it."""
-    for print_, rows in zip(prints, found):
-        if print_ is not None and rows is not None:
-            return rows if isinstance(rows, Lost) else _layout(cls, rows, print_.shape)
-    return Lost("it is called without a tensor of plain numbers (torch.func.vmap hides them)")
-
-
-def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
-    """The layout of a module whose input has its samples at ``rows``, and a note."""
-    dim, each, interleaved = rows
-    if rows == SHARED:
-        row = len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)
-        if not (row and issubclass(cls, Embedding)):
-            return Lost("all samples share its input, so no row of it is one sample's")
-        return SampleLayout(broadcast=len(shape) == 1), SHARES
-    if interleaved:
-        flat = len(shape) == (1 if issubclass(cls, Embedding) else 2)
-        if dim or not flat or cls.gnsfast.route not in ALTERNATING:
-            return Lost(f"in dimension {dim} the samples' rows alternate")
-        return SampleLayout(1, flattened=True), "the samples' rows alternate"
-    if dim and each > 1:
-        return Lost(f"dimension {dim} holds {each} rows of each sample")
-    note = f"{each} consecutive rows are a sample" if each > 1 else ""
-    return SampleLayout(dim, fold=each > 1), note or (
-        "" if dim == 0 else f"samples along dimension {dim}"
-    )
 
 
 def _elements(parameters: Any) -> int:
