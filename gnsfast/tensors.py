@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers for tensors that every room may use."""
 
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,3 +43,39 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 def is_dtensor(t: object) -> bool:
     """Whether ``t`` is a DTensor, without importing torch.distributed to ask."""
     return type(t) not in PLAIN_TYPES and hasattr(t, "placements")
+
+
+def map_tensors(pick: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """``pytree.tree_map_only(Tensor, pick, tree)`` that also reaches the tensors of dataclasses and
+    of mappings that are no dicts, as transformers' ``BatchEncoding``: into copies of these.
+    """
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return pick(leaf)
+        if isinstance(leaf, MutableMapping):
+            whole: Any = copy.copy(leaf)
+            for key, value in leaf.items():
+                whole[key] = map_tensors(pick, value)
+            return whole
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            whole = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):  # as a frozen one's own __init__ sets them
+                value = map_tensors(pick, getattr(leaf, field.name))
+                object.__setattr__(whole, field.name, value)
+            return whole
+        return leaf
+
+    return pytree.tree_map(of, tree)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors that ``map_tensors`` reaches."""
+    found: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    map_tensors(note, tree)
+    return found

@@ -61,13 +61,13 @@ def convert(
 
     Args:
         example: what the model is called with, for two samples or more: a tensor, a tuple of
-            arguments, a dict of keyword arguments, or a function that calls the model. ``convert``
-            runs the model without gradients on all of them (at most 5), on all in another order and
-            twice on one or two, and puts back what that changes. So it learns where each module has
-            its samples, which the options below say by hand, and what has to be replayed;
-            ``coverage`` shows it. It does not see a branch that only another batch takes, nor a
-            loss that ties samples together, in the model or outside of it: give ``gnsfast.verify``
-            that batch and that loss.
+            arguments, a dict of keyword arguments, or a function that calls the model, whose
+            autocast is kept. ``convert`` runs the model without gradients on all of them (at most
+            5, if the model takes so few), on all in another order and twice on one or two, and puts
+            back what that changes. So it learns where each module has its samples, which the
+            options below say by hand, and what has to be replayed; ``coverage`` shows it. It does
+            not see a branch that only another batch takes, nor each loss that ties samples
+            together, in the model or outside of it: give ``gnsfast.verify`` that batch and loss.
         batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models. By
             default 0; with an example 1 if the samples meet along 0 and a module is sequence-first.
         fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.

@@ -152,10 +152,10 @@ class DropIn(nn.Module):
         dim, plan = self._batch_dim(x, features), opened.plan
         if torch.compiler.is_compiling():
             # A name in the graph would make layers that are alike compile one graph each.
-            plan = Plan(0, False, None, 0, *plan[4:7], None, *plan[8:])
+            plan = plan._replace(module=None)
         if dim == 0 and starts is None and not transposed:
             return plan
-        return Plan(dim, transposed, starts, *plan[3:])
+        return plan._replace(batch_dim=dim, transposed=transposed, starts=starts)
 
     def _starts(self, x: Tensor, features: int) -> Tensor:
         """Where documents begin in the rows of ``x``. With dimensions after those of the tokens
