@@ -26,6 +26,15 @@ def product_dtype(t: Tensor) -> torch.dtype:
     return torch.float64 if coarse else accumulate_dtype(t.dtype)
 
 
+def wide_bmm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``torch.bmm(a.to(dtype), b.to(dtype))``. Half precision is not widened where the tensor cores
+    multiply it and torch can write the product in float32.
+    """
+    if a.dtype.itemsize == 2 and a.is_cuda and not torch.version.hip:
+        return torch.bmm(a, b, out_dtype=torch.float32).to(dtype)
+    return torch.bmm(a.to(dtype), b.to(dtype))
+
+
 def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
     """``t_RC.scatter_(1, column_RK, value_RK)``, with ``t_RC`` contiguous. Columns are not checked:
     one beyond the row would write to the next row.
