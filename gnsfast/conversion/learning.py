@@ -19,6 +19,7 @@ from gnsfast.layers import (
     SampleLayout,
     is_around,
     replay_dim,
+    weight_hooks,
 )
 
 
@@ -131,6 +132,8 @@ class _Learner:
         """Find a module's layout, or why it has none."""
         users = set().union(*(self.evidence.users(p) for p in self.parameters[path]))
         counts = self.evidence.own_counts(path)
+        if weight_hooks(self.named[path]):  # they run in the module that calls this one
+            users -= {call.caller for call in self.evidence.calls(path)}
         if users:
             where = " and ".join(sorted(repr(user) if user else "the model" for user in users))
             users |= {call.caller for call in self.evidence.calls(path)}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnsfast.conversion.marks import Marks
 from gnsfast.conversion.prints import Print, print_of
-from gnsfast.layers import is_plain, replay_dim
+from gnsfast.layers import Begun, begin_again, begun, is_plain, replay_dim
 
 Prints = tuple[Print | None, ...]
 
@@ -140,6 +140,7 @@ class Look(TorchDispatchMode):
     def _recording(
         self, name: str, forward: Callable[..., Any], calls: dict[str, list[Call]]
     ) -> Callable[..., Any]:
+        module = self._model.get_submodule(name)
         expands = name in self._expanded and (name in self._bases) == (calls is self.inner)
 
         @functools.wraps(forward)
@@ -149,6 +150,7 @@ class Look(TorchDispatchMode):
             inputs = self._prints((args, kwargs))
             if expands:
                 args, kwargs = pytree.tree_map_only(Tensor, self._expand_row, (args, kwargs))
+            before = begun(module) if name in self._replays else None
             self._running.append(name)
             begin, printing = _clock(), self._printing
             try:
@@ -163,22 +165,23 @@ class Look(TorchDispatchMode):
             plain = all(map(is_plain, pytree.tree_leaves((args, kwargs, output))))
             caller = next((n for n in reversed(self._running) if n != name), "")
             calls.setdefault(name, []).append(Call(inputs, self._prints(output), plain, caller))
-            if name in self._replays and calls is self.calls:
-                self._try(name, forward, args, kwargs, output)
+            if before is not None and calls is self.calls:
+                self._try(module, name, before, forward, args, kwargs, output)
             return output
 
         return recorded
 
     def _try(
         self,
+        module: nn.Module,
         name: str,
+        before: Begun,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
         """Compare what a module gives for a single sample with what it gave for all."""
-        module = self._model.get_submodule(name)
 
         def one(values: Any) -> Any:
             leaves, spec = pytree.tree_flatten(values)
@@ -191,7 +194,8 @@ class Look(TorchDispatchMode):
         args, kwargs = one((args, kwargs))
         self._trying = True
         try:
-            again = forward(*args, **kwargs)
+            with begin_again(module, before):
+                again = forward(*args, **kwargs)
         except Exception as error:  # a user's module, on a batch that it may not take
             self.failed[name] = f"{type(error).__name__}: {error}"
             return

@@ -23,6 +23,7 @@ from gnsfast import reference
 from gnsfast.combinations import refuse, tensor_parallel
 from gnsfast.errors import ObservationError
 from gnsfast.functional import Calls
+from gnsfast.layers.begun import Begun, begin_again, begun
 from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import accumulate_dtype
 
@@ -60,15 +61,23 @@ class Replayed(DropIn):
         # The compiler cannot trace a replay. To import it just to disable it would take a second.
         if "torch._dynamo" in sys.modules and not hasattr(Replayed._watch, "_torchdynamo_disable"):
             Replayed._watch = torch.compiler.disable(Replayed._watch)  # type: ignore[method-assign]
+            Replayed._begin = torch.compiler.disable(Replayed._begin)  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._opened is not None and self._opened.plan.calls is not None:
             features = self._opened.plan.features(self.gnsfast.route, False, False, False)
             refuse(self.gnsfast.route, features, self._opened.name)  # _watch itself is eager
-        output = super().forward(*args, **kwargs)
-        return output if self._measuring() is None else self._watch(output, args, kwargs)
+        if self._measuring() is None:
+            return super().forward(*args, **kwargs)
+        before = self._begin()
+        return self._watch(super().forward(*args, **kwargs), args, kwargs, before)
 
-    def _watch(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(self) -> Begun:
+        return begun(self)
+
+    def _watch(
+        self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Begun
+    ) -> Any:
         opened = self._measured
         refuse(
             self.gnsfast.route, tensor_parallel(*self.claimed_parameters().values()), opened.name
@@ -101,7 +110,7 @@ class Replayed(DropIn):
                     f"its output of shape {shape} has no dimension of {B} samples"
                 )
             dims.append(dim)
-        replay, probe = _Replay(self, args, kwargs, seen, dims, B), opened.probe
+        replay, probe = _Replay(self, args, kwargs, before, seen, dims, B), opened.probe
         self.know(half=self.gnsfast.half or replay.autocast[2])
         if (calls := opened.plan.calls) is not None:
             (probe,) = calls.enter(self.gnsfast.route, opened.plan, (probe,))
@@ -132,11 +141,12 @@ class _Replay:
         module: Replayed,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        before: Begun,
         seen: list[int],
         dims: list[int],
         B: int,
     ) -> None:
-        self.module, self.seen, self.dims, self.B = module, seen, dims, B
+        self.module, self.before, self.seen, self.dims, self.B = module, before, seen, dims, B
         self.names = list(module.probed_parameters())
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.places = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
@@ -159,29 +169,13 @@ class _Replay:
         kind, dtype, enabled = self.autocast
         module = self.module
         try:
-            with _closed(module), _swapped(module, parameters), _same_buffers(module):
-                with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
+            with _closed(module), _swapped(module, parameters), torch.enable_grad():
+                with torch.autocast(kind, dtype, enabled), begin_again(module, self.before):
                     output = module.forward(*args, **kwargs)
         except Exception as e:
             raise module._replay_error(f"{type(e).__name__}: {e}") from e
         outputs = pytree.tree_leaves(output)
         return [outputs[i] for i in self.seen]
-
-
-@contextmanager
-def _same_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers at the end, so that a running mean counts the forward pass alone."""
-    kept = [(b, b._version, b.detach().clone()) for b in module.buffers()]
-    names = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
-    try:
-        yield
-    finally:
-        for m, buffers in names:
-            m._buffers.update(buffers)
-        with torch.no_grad():
-            for b, version, value in kept:
-                if b._version != version:
-                    b.copy_(value)
 
 
 @contextmanager
