@@ -105,7 +105,10 @@ def test_per_sample(name: str, example: bool, training: bool) -> None:
     want.backward()
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         got = squares(model, x)
+        weight, buffers = vars(model[2]).get("weight"), list(model.buffers())
         got.backward()
+    assert vars(model[2]).get("weight") is weight
+    assert all(b is was for b, was in zip(model.buffers(), buffers))
     assert torch.equal(got, want)
     for (n, p), q in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=n)
@@ -166,10 +169,11 @@ def test_each_call_goes_on_from_the_vectors_of_the_last(norm: str, options: Any)
     assert_norms(run(model, x), one_by_one(make, x))
 
 
+@pytest.mark.parametrize("options", [{"repeated": ["block.0"]}, {"replay": [""]}])
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("norm", ["weight norm", "spectral norm"])
-def test_a_cached_weight_is_computed_again(norm: str, outside: bool) -> None:
-    """``parametrize.cached`` computes it once, here before the first call."""
+def test_a_cached_weight_is_computed_again(norm: str, outside: bool, options: Any) -> None:
+    """``parametrize.cached`` computes each once, that of the head before the first call."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -181,7 +185,7 @@ def test_a_cached_weight_is_computed_again(norm: str, outside: bool) -> None:
             return squares(model, x)
 
     x = torch.randn(B, T, D)
-    model = gnsfast.convert(make(), repeated=["block.0"])
+    model = gnsfast.convert(make(), **options)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         if outside:
             cached(model, x).backward()
