@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnsfast.conversion.marks import Marks
 from gnsfast.conversion.prints import Print, print_of
-from gnsfast.layers import Begun, begin_again, begun, is_plain, replay_dim
+from gnsfast.layers import Begun, begin_again, begun, is_plain, replay_dim, without_casts
 
 Prints = tuple[Print | None, ...]
 
@@ -118,7 +118,8 @@ class Look(TorchDispatchMode):
             for name, cls in classes.items():
                 named[name].__class__ = self._around(name, named[name], cls)
             for name, module in named.items():
-                module.__dict__["forward"] = self._recording(name, module.forward, self.calls)
+                forward = without_casts(module)
+                module.__dict__["forward"] = self._recording(name, forward, self.calls)
             yield
         finally:
             for name, module in named.items():

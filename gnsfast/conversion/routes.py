@@ -21,6 +21,7 @@ from gnsfast.layers import (
     SinkAttention,
     combine,
     experts_reason,
+    is_float8,
     is_parametrized_class,
     moves_in_a_call,
     owns_router,
@@ -138,6 +139,8 @@ def route_of(module: nn.Module) -> Route:
         return Route(None, "complex parameters")
     if _computed(module):
         return replayed(module)
+    if is_float8(module):
+        return Route(combine(type(module), layers.Float8Linear, over=True))
     for base, drop_in in KERNELS.items():
         if isinstance(module, base):
             return _drop_in(module, base, drop_in)

@@ -38,6 +38,7 @@ from gnsfast.layers.drop_in import (
 from gnsfast.layers.embedding import Embedding
 from gnsfast.layers.embedding_bag import EmbeddingBag
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
+from gnsfast.layers.float8 import Float8Linear, is_float8, without_casts
 from gnsfast.layers.linear import Linear, OutProjection, TransposedLinear
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
 from gnsfast.layers.norms import (
@@ -71,6 +72,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Experts",
+    "Float8Linear",
     "GemmaRMSNorm",
     "GroupNorm",
     "InstanceNorm1d",
@@ -98,6 +100,7 @@ __all__ = [
     "combine",
     "experts_reason",
     "is_around",
+    "is_float8",
     "is_parametrized_class",
     "is_plain",
     "moves_in_a_call",
@@ -109,4 +112,5 @@ __all__ = [
     "user_class",
     "uses_batch_statistics",
     "weight_hooks",
+    "without_casts",
 ]

@@ -9,8 +9,9 @@ hooks do not run again; those on submodules run once more for each sample.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ from gnsfast.functional import Calls
 from gnsfast.layers.begun import Begun, begin_again, begun
 from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import accumulate_dtype
+
+Gradients = tuple[Tensor | None, ...]
+"""Of each parameter of a module; None for one that the call does not use."""
 
 _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
@@ -120,6 +124,12 @@ class Replayed(DropIn):
         for i, t in zip(seen, watched):
             leaves[i] = t
         return pytree.tree_unflatten(leaves, spec)
+
+    def by_sample(
+        self, call: "RecordedCall", parameters: dict[str, Tensor], same: list[Tensor]
+    ) -> Callable[[int], Gradients]:
+        """What gives sample b's gradient of each parameter, in one call."""
+        return partial(call.gradients, parameters, same)
 
     def _dim(self, t: Tensor, place: int, B: int) -> int | None:
         """The dimension of an argument or output that holds the samples; None if there is none."""
@@ -231,12 +241,12 @@ class _ReplayFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
         saved = tuple(t.detach() for t in ctx.saved_tensors)
-        call = _Call(ctx.replay, saved[: ctx.count], saved[ctx.count :], douts)
+        call = RecordedCall(ctx.replay, saved[: ctx.count], saved[ctx.count :], douts)
         rows = _probe_rows([call]) if ctx.calls is None else ctx.calls.hold(call, _probe_rows)
         return rows, None, None, None, *douts, *(None for _ in call.tensors)
 
 
-class _Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call in backward: the outputs and inputs of its forward, and its output gradients."""
 
     replay: _Replay
@@ -252,9 +262,7 @@ class _Call(NamedTuple):
     def _sample(self, b: int, t: Tensor, i: int) -> Tensor:
         return t.narrow(max(self.replay.dims[i], 0), b, 1)
 
-    def gradients(
-        self, b: int, parameters: dict[str, Tensor], same: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
+    def gradients(self, parameters: dict[str, Tensor], same: list[Tensor], b: int) -> Gradients:
         """Sample b's gradient of each parameter. ``same`` gets whether the replay gave what the
         forward pass gave.
         """
@@ -283,7 +291,7 @@ class _Call(NamedTuple):
         return [~((d[:1] != 0).any() & ~(d[1:] != 0).any()) for d in tables if d is not None]
 
 
-def _probe_rows(calls: list[_Call]) -> Tensor:
+def _probe_rows(calls: list[RecordedCall]) -> Tensor:
     """The probe rows of a module: a sample's gradient is the sum over its calls."""
     replay = calls[0].replay
     own = replay.module.claimed_parameters()
@@ -292,8 +300,9 @@ def _probe_rows(calls: list[_Call]) -> Tensor:
     parts: list[list[Tensor]] = [[] for _ in parameters]
     same: list[Tensor] = []
     reached: set[int] = set()
+    of = [replay.module.by_sample(call, parameters, same) for call in calls]
     for b in range(replay.B):
-        each = [call.gradients(b, parameters, same) for call in calls]
+        each = [gradients(b) for gradients in of]
         for k, (total, of_calls) in enumerate(zip(totals, zip(*each))):
             found = [g for g in of_calls if g is not None]
             if found:
