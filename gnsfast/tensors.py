@@ -27,3 +27,8 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 def is_dtensor(t: object) -> bool:
     """Whether ``t`` is a DTensor, without importing torch.distributed to ask."""
     return type(t) not in PLAIN_TYPES and hasattr(t, "placements")
+
+
+def is_wrapper(t: object) -> bool:
+    """Whether a tensor is made of others and has operators of its own: sharded, quantized."""
+    return hasattr(type(t), "__tensor_flatten__")

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gnsfast.conversion.marks import Marks
 from gnsfast.conversion.prints import Print, print_of
 from gnsfast.layers import Begun, begin_again, begun, is_plain, replay_dim, without_casts
+from gnsfast.tensors import is_wrapper
 
 Prints = tuple[Print | None, ...]
 
@@ -82,7 +83,7 @@ class Look(TorchDispatchMode):
         self._storages = {
             p.untyped_storage().data_ptr(): p
             for p in model.parameters()
-            if p.layout == torch.strided
+            if p.layout == torch.strided and not is_wrapper(p)
         }
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: list[str] = []

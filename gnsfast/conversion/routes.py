@@ -30,6 +30,7 @@ from gnsfast.layers import (
     user_class,
     weight_hooks,
 )
+from gnsfast.tensors import is_dtensor, is_wrapper
 
 
 class Route(NamedTuple):
@@ -84,7 +85,12 @@ def uses_children_as_tensors(module: nn.Module) -> bool:
     mamba = "A_log" in module._parameters and hasattr(module, "conv1d")
     attention = isinstance(module, nn.MultiheadAttention)
     other = attention and _attention_route(module).cls is None
-    return mamba or other or _rebuilt_by_peft(module)
+    return mamba or other or _rebuilt_by_peft(module) or _uses_dora(module)
+
+
+def _uses_dora(module: nn.Module) -> bool:
+    """Whether peft divides the adapter's output by norms that it takes of all its weights."""
+    return len(getattr(module, "lora_magnitude_vector", ())) > 0
 
 
 def _rebuilt_by_peft(module: nn.Module) -> bool:
@@ -174,6 +180,8 @@ def _computed_in_a_hook(module: nn.Module) -> bool:
 
 
 def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) -> Route:
+    if any(is_wrapper(p) and not is_dtensor(p) for p in own_parameters(module).values()):
+        return replayed(module)  # a quantized weight, whose gradient may be quantized too
     if base is nn.MultiheadAttention:
         route = _attention_route(module)
         return replayed(module) if route.cls is None else route
