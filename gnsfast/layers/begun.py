@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from gnsfast.layers.computed import weight_hooks
 
@@ -42,11 +41,9 @@ def begin_again(module: nn.Module, before: Begun) -> Iterator[None]:
     vectors that its spectral norm had come to, without going on from them.
     """
     buffers = [(m, dict(m._buffers)) for m, _ in before.buffers]
-    hooks = weight_hooks(module)
-    weights = {name: vars(module)[name] for name, _ in hooks}
-    done = [module] if any(isinstance(hook, SpectralNorm) for _, hook in hooks) else []
-    for m in before.cached:
-        done += [p for p in m.modules() if isinstance(p, parametrizations._SpectralNorm)]
+    weights = {name: vars(module)[name] for name, _ in weight_hooks(module)}
+    parts = (part for m in before.cached for part in m.modules())
+    done = [part for part in parts if isinstance(part, parametrizations._SpectralNorm)]
     modes = [(m, m.training) for m in done]
     cache = parametrize._cache, parametrize._cache_enabled
     try:
@@ -55,8 +52,7 @@ def begin_again(module: nn.Module, before: Begun) -> Iterator[None]:
             m._buffers.update(_copies(values))
         for m in done:
             m.training = False
-        for _, hook in hooks:
-            hook(module, ())
+        _run_hooks(module)
         yield
     finally:
         parametrize._cache, parametrize._cache_enabled = cache
@@ -66,6 +62,14 @@ def begin_again(module: nn.Module, before: Begun) -> Iterator[None]:
         for m, values in buffers:
             m._buffers.clear()
             m._buffers.update(values)
+
+
+def _run_hooks(module: nn.Module) -> None:
+    mode = module.training
+    module.training = False
+    for _, hook in weight_hooks(module):
+        hook(module, ())
+    module.training = mode
 
 
 def _copies(buffers: dict[str, Tensor | None]) -> dict[str, Tensor | None]:

@@ -4,7 +4,8 @@
 Its weight gradient is dyᵀx of float8 casts, and most recipes scale a cast by the largest number of
 the whole batch. A sample's gradient is what its rows of these casts give: the gradients of all
 samples add up to that of the layer. A sample by itself would be cast with another scale, which
-moved norms of a small layer by several percent.
+moved norms of a small model by up to 5 %; ``gnsfast.verify``, which takes samples by themselves,
+shows that.
 """
 
 import importlib
