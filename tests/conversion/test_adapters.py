@@ -199,3 +199,24 @@ def test_dropout_of_dora_is_named() -> None:
     model = gnsfast.convert(get_peft_model(Block(BASES["plain"]), config))
     reasons = {r.reason for r in gnsfast.coverage(model).rows if r.route != "frozen"}
     assert reasons == {"dropout inside: a replay would draw other masks"}
+
+
+@pytest.mark.parametrize(
+    "how", ["int8_mixed_precision_training", "int8_weight_only_quantized_training"]
+)
+def test_weights_that_train_in_int8(how: str) -> None:
+    """The layer's own gradient, which is quantized as well, stays what it is."""
+    torchao = pytest.importorskip("torchao")
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+    model, ids = Block(lambda: nn.Linear(D, D)), torch.randint(0, V, (B, T))
+    only = lambda m, name: name in ("q", "k")
+    torchao.quantize_(model, getattr(training, how)(), filter_fn=only)
+    want = loop(model, ids)
+    squares(model, ids).backward()
+    grads = [p.grad for p in model.q.parameters()]
+    model.zero_grad()
+    gnsfast.convert(model)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        squares(model, ids).backward()
+    assert_norms(norms, want)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.q.parameters(), grads))
