@@ -88,3 +88,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
     map_tensors(note, tree)
     return found
+
+
+def is_wrapper(t: object) -> bool:
+    """Whether a tensor is made of others and has operators of its own: sharded, quantized."""
+    return hasattr(type(t), "__tensor_flatten__")

@@ -10,8 +10,7 @@ from torch import nn
 from gnsfast.combinations import REPEATED, refuse
 from gnsfast.conversion.learning import Learned, learn
 from gnsfast.conversion.routes import (
-    CONTAINERS,
-    LISTS,
+    held,
     original_class,
     own_parameters,
     replayed,
@@ -250,27 +249,20 @@ def _claims(module: nn.Module, whole: bool) -> tuple[str, ...]:
     """
     if whole:
         return tuple(n for n, _ in module.named_parameters())
-    children = [c for c in module.children() if not isinstance(c, CONTAINERS)]
+    own = held(module)
+    children = (c for n, c in module.named_children() if n not in own)
     below = {id(p) for child in children for p in child.parameters()}
-    return tuple(n for n, p in own_parameters(module).items() if id(p) not in below)
+    claims = (n for n, p in own_parameters(module).items() if id(p) not in below)
+    # Kernels give a bias the last row. Torch puts a weight behind it where it was parametrized.
+    return tuple(sorted(claims, key="bias".__eq__))
 
 
 def _all_claims(named: dict[str, nn.Module], whole: set[str]) -> dict[str, tuple[str, ...]]:
     """The parameters that each module answers for."""
-    held = _held(named)
+    paths = {f"{name}.{n}" if name else n for name, m in named.items() for n in held(m)}
     return {
-        n: () if n in held or _inside(n, whole) else _claims(m, n in whole)
+        n: () if n in paths or _inside(n, paths | whole) else _claims(m, n in whole)
         for n, m in named.items()
-    }
-
-
-def _held(named: dict[str, nn.Module]) -> set[str]:
-    """The names of bare containers that a module with a forward holds."""
-    return {
-        f"{name}.{child}" if name else child
-        for name, module in named.items()
-        for child, container in module.named_children()
-        if isinstance(container, CONTAINERS) and not isinstance(module, LISTS)
     }
 
 

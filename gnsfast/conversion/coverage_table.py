@@ -7,7 +7,7 @@ from torch import nn
 
 from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, reason
 from gnsfast.conversion import fused_losses
-from gnsfast.conversion.routes import route_of, uses_children_as_tensors
+from gnsfast.conversion.routes import held, route_of, uses_children_as_tensors
 from gnsfast.layers import DropIn, uses_batch_statistics
 
 MEASURES = (DOCUMENTS, METRIC, GROUPS)
@@ -95,8 +95,8 @@ def coverage(model: nn.Module) -> Coverage:
         for parameter in module._parameters.values():
             owners[id(parameter)] = module
     for module in reversed(list(model.modules())):  # the outermost comes last and wins
-        if uses_children_as_tensors(module):
-            owners |= {id(p): module for p in module.parameters()}
+        parts = [module] if uses_children_as_tensors(module) else held(module).values()
+        owners |= {id(p): module for part in parts for p in part.parameters()}
     fused = fused_losses.notes(model)
     return Coverage(
         tuple(

@@ -19,6 +19,7 @@ from gnsfast.layers import (
     SampleLayout,
     is_around,
     replay_dim,
+    weight_hooks,
 )
 
 
@@ -156,10 +157,12 @@ class _Learner:
 
     def _used_as_tensor(self, path: str) -> Request | None:
         users = set().union(*(self.evidence.users(p) for p in self.parameters[path]))
+        callers = {call.caller for call in self.evidence.calls(path)}
+        if weight_hooks(self.named[path]):  # they run in the module that calls this one
+            users -= callers
         if not users:
             return None
         where = " and ".join(sorted(repr(user) if user else "the model" for user in users))
-        callers = {call.caller for call in self.evidence.calls(path)}
         why = f"its weight is also used as a tensor in {where}"
         return Request(why, _common(users | callers, path))
 

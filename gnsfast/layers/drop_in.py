@@ -74,6 +74,11 @@ class Opened(NamedTuple):
     plan: Plan
     documents: Documents | None = None
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a module, which torch makes by its attributes if it is parametrized, measures
+        nothing.
+        """
+
 
 class ProbeRow(NamedTuple):
     """A row of a module's probe: a parameter, or a block of one that is measured by itself.
