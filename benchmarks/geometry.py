@@ -43,12 +43,12 @@ OPTIMIZERS = {
 METRICS = ("euclidean", "sign", "spectral")
 WARM_UP = 50
 """Steps over which the learning rate rises; it is constant afterwards."""
-POINTS = (200, 800)
+POINTS = (200, 800, 2000)
 """Steps at which branches leave the run."""
-GRID = (0.5, 1, 2, 4, 8)
+GRID = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 DELTA = 128
 """A branch trains the tokens of this many steps of the run."""
-DATA_SEEDS = (11, 12, 13)
+DATA_SEEDS = (11, 12, 13, 14)
 TOLERANCE = 0.02
 """By which a branch may miss the best loss; the mean over the seeds is known to about as much."""
 BATCHES, SAMPLES = 96, 16

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores what a measurement must not change in a model: buffers, gradients, modes."""
+"""Restores what a measurement must not change: a model's buffers, gradients, modes, and chance."""
 
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,3 +44,51 @@ def kept(model: nn.Module) -> Iterator[None]:
             p.grad = grad
         for module, training in modes:
             module.training = training
+
+
+class _Generator(NamedTuple):
+    restore: Callable[[], Any]
+    seed: Callable[[int], Any]
+
+
+@contextmanager
+def kept_chance(model: nn.Module) -> Iterator[Callable[[int], None]]:
+    """Restore every random generator at the end: torch's, Python's and NumPy's, and those that
+    modules hold as attributes. It gives a function that seeds them all.
+    """
+    devices = {t.device for t in chain(model.parameters(), model.buffers()) if t.is_cuda}
+    generators = [*_generators(model)]
+
+    def seed(number: int) -> None:
+        torch.manual_seed(number)
+        for each in generators:
+            each.seed(number)
+
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield seed
+    finally:
+        for each in generators:
+            each.restore()
+
+
+def _generators(model: nn.Module) -> Iterator[_Generator]:
+    numpy: Any = sys.modules.get("numpy")
+    yield _Generator(partial(random.setstate, random.getstate()), random.seed)
+    if numpy:
+        state = numpy.random.get_state()
+        yield _Generator(partial(numpy.random.set_state, state), numpy.random.seed)
+    for held in chain.from_iterable(vars(module).values() for module in model.modules()):
+        if isinstance(held, torch.Generator):
+            yield _Generator(partial(held.set_state, held.get_state()), held.manual_seed)
+        elif isinstance(held, random.Random):
+            yield _Generator(partial(held.setstate, held.getstate()), held.seed)
+        elif numpy and isinstance(held, numpy.random.RandomState):
+            yield _Generator(partial(held.set_state, held.get_state()), held.seed)
+        elif numpy and isinstance(held, numpy.random.Generator):
+            bits = held.bit_generator
+            yield _Generator(partial(setattr, bits, "state", bits.state), partial(_seed, bits))
+
+
+def _seed(bits: Any, number: int) -> None:
+    bits.state = type(bits)(number).state

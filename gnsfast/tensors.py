@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers for tensors that every room may use."""
 
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -18,6 +24,15 @@ def product_dtype(t: Tensor) -> torch.dtype:
     matmul = (torch.backends.cuda if t.is_cuda else torch.backends.mkldnn).matmul
     coarse = matmul.fp32_precision in ("tf32", "bf16")
     return torch.float64 if coarse else accumulate_dtype(t.dtype)
+
+
+def wide_bmm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``torch.bmm(a.to(dtype), b.to(dtype))``. Half precision is not widened where the tensor cores
+    multiply it and torch can write the product in float32.
+    """
+    if a.dtype.itemsize == 2 and a.is_cuda and not torch.version.hip:
+        return torch.bmm(a, b, out_dtype=torch.float32).to(dtype)
+    return torch.bmm(a.to(dtype), b.to(dtype))
 
 
 def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
@@ -37,3 +52,44 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 def is_dtensor(t: object) -> bool:
     """Whether ``t`` is a DTensor, without importing torch.distributed to ask."""
     return type(t) not in PLAIN_TYPES and hasattr(t, "placements")
+
+
+def map_tensors(pick: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """``pytree.tree_map_only(Tensor, pick, tree)`` that also reaches the tensors of dataclasses and
+    of mappings that are no dicts, as transformers' ``BatchEncoding``: into copies of these.
+    """
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return pick(leaf)
+        if isinstance(leaf, MutableMapping):
+            whole: Any = copy.copy(leaf)
+            for key, value in leaf.items():
+                whole[key] = map_tensors(pick, value)
+            return whole
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            whole = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):  # as a frozen one's own __init__ sets them
+                value = map_tensors(pick, getattr(leaf, field.name))
+                object.__setattr__(whole, field.name, value)
+            return whole
+        return leaf
+
+    return pytree.tree_map(of, tree)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors that ``map_tensors`` reaches."""
+    found: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    map_tensors(note, tree)
+    return found
+
+
+def is_wrapper(t: object) -> bool:
+    """Whether a tensor is made of others and has operators of its own: sharded, quantized."""
+    return hasattr(type(t), "__tensor_flatten__")

@@ -4,6 +4,7 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 from oracle import assert_norms, loop_sqnorms, sample_of
 from torch import Tensor, nn
@@ -64,6 +65,69 @@ def loop_errors_at_dtype(layer: nn.Module, batch: Any, B: int, loop: dict[str, T
             error = (g.double().square().sum() - loop[n][b]).abs() / loop[n][b]
             worst = max(worst, error.item())
     return worst
+
+
+def assert_half(layer: nn.Module, *inputs: Tensor) -> None:
+    """Torch's bits, gradients in the parameters' dtype, and norms with at most twice the error of
+    the one-sample loop in plain torch at the same dtype.
+    """
+    twin, B = plain(layer), len(inputs[0])
+    batch = (*inputs, torch.randn_like(twin(*inputs)))
+    loop = loop_sqnorms(twin, weighted_loss, batch, B)
+    with gnsfast.per_sample_sqnorms(layer, B) as norms:
+        y = layer(*inputs)
+        (y * batch[-1]).sum().backward()
+    assert torch.equal(y, twin(*inputs))
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in layer.parameters())
+    assert error_against_loop(norms, loop) <= 2 * loop_errors_at_dtype(twin, batch, B, loop)
+
+
+def assert_autocast(layer: nn.Module, *inputs: Tensor, rtol: float = 2e-2) -> None:
+    """The bits of torch's autocast and float32 gradients, with backward in it and after it."""
+    twin, B = plain(layer), len(inputs[0])
+    batch = (*inputs, torch.randn_like(twin(*inputs), dtype=torch.float32))
+    loop = loop_sqnorms(twin, weighted_loss, batch, B)
+    for inside in (True, False):
+        with gnsfast.per_sample_sqnorms(layer, B) as norms:
+            with torch.autocast("cpu", torch.bfloat16):
+                y, want = layer(*inputs), twin(*inputs)
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                (y * batch[-1]).sum().backward()
+        assert torch.equal(y, want) and y.dtype == want.dtype
+        grads = [p.grad for p in layer.parameters()]
+        assert all(g is not None and g.dtype == torch.float32 for g in grads)
+        assert_norms(norms, loop, rtol)
+        layer.zero_grad()
+
+
+def assert_unbatched(layer: nn.Module, x: Tensor) -> None:
+    """An input without a dimension of samples is one sample, and no other number of them."""
+    loop = loop_sqnorms(plain(layer), lambda m, b: m(b[0]).square().sum(), x[None], 1)
+    with gnsfast.per_sample_sqnorms(layer, 1) as norms:
+        y = layer(x)
+        y.square().sum().backward()
+    assert torch.equal(y, plain(layer)(x))
+    assert_norms(norms, loop)
+    with pytest.raises(gnsfast.SampleShapeError, match="expected 3 samples"):
+        with gnsfast.per_sample_sqnorms(layer, 3):
+            layer(x)
+
+
+def assert_folded(layer: nn.Module, x: Tensor) -> None:
+    """Three consecutive rows of ``x`` are one sample, if ``convert`` is told so."""
+    layer, B = plain(layer), len(x) // 3
+    r = torch.randn_like(layer(x))
+
+    def loss(m: nn.Module, batch: list[Tensor]) -> Tensor:
+        return weighted_loss(m, [t.flatten(0, 1) for t in batch])
+
+    loop = loop_sqnorms(layer, loss, [t.unflatten(0, (B, 3)) for t in (x, r)], B)
+    with pytest.raises(gnsfast.SampleShapeError, match="fold"):
+        with gnsfast.per_sample_sqnorms(gnsfast.convert(layer), B):
+            layer(x)
+    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), B) as norms:
+        weighted_loss(layer, (x, r)).backward()
+    assert_norms(norms, loop)
 
 
 class Tied(nn.Module):

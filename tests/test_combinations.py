@@ -358,7 +358,9 @@ def test_the_guide_shows_the_table() -> None:
 def test_coverage_reads_the_table() -> None:
     model = gnsfast.convert(nn.Sequential(nn.Linear(D, D), Conv()))
     found = gnsfast.coverage(model)
-    assert {r.parameter: r.measures for r in found.rows}["0.weight"] == (DOCUMENTS, METRIC, GROUPS)
+    measures = {r.parameter: r.measures for r in found.rows}
+    assert measures["0.weight"] == (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS)
+    assert measures["0.bias"] == (DOCUMENTS, METRIC, SIGN, GROUPS)
     share = (D * D + D) / sum(p.numel() for p in model.parameters())
     assert [found.measured_fraction(f) for f in (METRIC, GROUPS)] == pytest.approx([share, share])
     assert f"  with {METRIC}: {share:.1%}" in str(found)

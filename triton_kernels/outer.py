@@ -10,6 +10,7 @@ from torch import Tensor
 from gnsfast.ops import backends, extension
 from gnsfast.reference import one_token_metric, root_metric
 from gnsfast.signatures import Metric
+from gnsfast.tensors import wide_bmm
 from gnsfast.triton_kernels import gram
 from gnsfast.triton_kernels import linear_wgrad as fused_kernel
 from gnsfast.triton_kernels.configs import Config, candidates, multiprocessors
@@ -208,6 +209,4 @@ def tied_rows(ids_BS: Tensor, dy_BTO: Tensor, x_BTI: Tensor) -> Tensor:
     """
     index = ids_BS.long()[:, None, :].expand(-1, dy_BTO.shape[1], -1)
     columns_BST = dy_BTO.gather(2, index).mT
-    if x_BTI.dtype != torch.float32 and x_BTI.is_cuda and not torch.version.hip:
-        return torch.bmm(columns_BST, x_BTI, out_dtype=torch.float32)
-    return torch.bmm(columns_BST.float(), x_BTI.float())
+    return wide_bmm(columns_BST, x_BTI, torch.float32)

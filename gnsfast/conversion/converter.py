@@ -10,8 +10,7 @@ from torch import nn
 from gnsfast.combinations import REPEATED, refuse
 from gnsfast.conversion.learning import Learned, learn
 from gnsfast.conversion.routes import (
-    CONTAINERS,
-    LISTS,
+    held,
     original_class,
     own_parameters,
     replayed,
@@ -61,13 +60,13 @@ def convert(
 
     Args:
         example: what the model is called with, for two samples or more: a tensor, a tuple of
-            arguments, a dict of keyword arguments, or a function that calls the model. ``convert``
-            runs the model without gradients on all of them (at most 5), on all in another order and
-            twice on one or two, and puts back what that changes. So it learns where each module has
-            its samples, which the options below say by hand, and what has to be replayed;
-            ``coverage`` shows it. It does not see a branch that only another batch takes, nor a
-            loss that ties samples together, in the model or outside of it: give ``gnsfast.verify``
-            that batch and that loss.
+            arguments, a dict of keyword arguments, or a function that calls the model, whose
+            autocast is kept. ``convert`` runs the model without gradients on all of them (at most
+            5, if the model takes so few), on all in another order and twice on one or two, and puts
+            back what that changes. So it learns where each module has its samples, which the
+            options below say by hand, and what has to be replayed; ``coverage`` shows it. It does
+            not see a branch that only another batch takes, nor each loss that ties samples
+            together, in the model or outside of it: give ``gnsfast.verify`` that batch and loss.
         batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models. By
             default 0; with an example 1 if the samples meet along 0 and a module is sequence-first.
         fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
@@ -250,27 +249,20 @@ def _claims(module: nn.Module, whole: bool) -> tuple[str, ...]:
     """
     if whole:
         return tuple(n for n, _ in module.named_parameters())
-    children = [c for c in module.children() if not isinstance(c, CONTAINERS)]
+    own = held(module)
+    children = (c for n, c in module.named_children() if n not in own)
     below = {id(p) for child in children for p in child.parameters()}
-    return tuple(n for n, p in own_parameters(module).items() if id(p) not in below)
+    claims = (n for n, p in own_parameters(module).items() if id(p) not in below)
+    # Kernels give a bias the last row. Torch puts a weight behind it where it was parametrized.
+    return tuple(sorted(claims, key="bias".__eq__))
 
 
 def _all_claims(named: dict[str, nn.Module], whole: set[str]) -> dict[str, tuple[str, ...]]:
     """The parameters that each module answers for."""
-    held = _held(named)
+    paths = {f"{name}.{n}" if name else n for name, m in named.items() for n in held(m)}
     return {
-        n: () if n in held or _inside(n, whole) else _claims(m, n in whole)
+        n: () if n in paths or _inside(n, paths | whole) else _claims(m, n in whole)
         for n, m in named.items()
-    }
-
-
-def _held(named: dict[str, nn.Module]) -> set[str]:
-    """The names of bare containers that a module with a forward holds."""
-    return {
-        f"{name}.{child}" if name else child
-        for name, module in named.items()
-        for child, container in module.named_children()
-        if isinstance(container, CONTAINERS) and not isinstance(module, LISTS)
     }
 
 

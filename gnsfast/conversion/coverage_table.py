@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, reason
+from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, SIGN, SPECTRAL, reason
 from gnsfast.conversion import fused_losses
-from gnsfast.conversion.routes import route_of, uses_children_as_tensors
+from gnsfast.conversion.routes import held, route_of, uses_children_as_tensors
 from gnsfast.layers import DropIn, uses_batch_statistics
 
-MEASURES = (DOCUMENTS, METRIC, GROUPS)
+MEASURES = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS)
 BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
 
 
@@ -95,8 +95,8 @@ def coverage(model: nn.Module) -> Coverage:
         for parameter in module._parameters.values():
             owners[id(parameter)] = module
     for module in reversed(list(model.modules())):  # the outermost comes last and wins
-        if uses_children_as_tensors(module):
-            owners |= {id(p): module for p in module.parameters()}
+        parts = [module] if uses_children_as_tensors(module) else held(module).values()
+        owners |= {id(p): module for part in parts for p in part.parameters()}
     fused = fused_losses.notes(model)
     return Coverage(
         tuple(
@@ -124,7 +124,10 @@ def _row(
     routes = " + ".join(dict.fromkeys(m.gnsfast.route for m, _ in claims))
     own = [m.gnsfast for m, _ in claims]
     measures = tuple(
-        each for each in MEASURES if not any(reason(m.route, m.features(each)) for m in own)
+        each
+        for each in MEASURES
+        if not any(reason(m.route, m.features(each)) for m in own)
+        and (each != SPECTRAL or p.ndim == 2)
     )
     observed = any(calls) if calls else None
     said = "; ".join(dict.fromkeys(filter(None, (note, *(m.gnsfast.note for m, _ in claims)))))

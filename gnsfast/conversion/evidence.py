@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes of a model over parts of an example, and what they say about each module's samples."""
 
-import random
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from gnsfast.conversion.examples import example_of
 from gnsfast.conversion.looks import Call, Look, Prints
 from gnsfast.conversion.prints import Lost, Rows, Samples, rows_of
-from gnsfast.kept import kept
+from gnsfast.kept import kept, kept_chance
 from gnsfast.layers import BATCH_NORM, batch_statistics_error
 
 
@@ -25,7 +22,8 @@ class Evidence:
     """Four passes: over all samples, over all in another order, and twice over one or two.
 
     The model runs as it trains, but without dropout; batch norms of a model in evaluation mode stay
-    in it. If other randomness hides where the samples are, all of it runs in evaluation mode.
+    in it. If other randomness hides where the samples are, all of it runs in evaluation mode, and
+    ``trains`` is False.
 
     Args:
         owners: id of a parameter -> the modules that may use it.
@@ -43,12 +41,13 @@ class Evidence:
     ) -> None:
         self.model, self._owners, self._bases = model, owners, bases
         self._named = dict(model.named_modules())
-        self._example = example_of(model, example, batch_dim)
-        self._training = True
+        self._given = example_of(model, example, batch_dim)
+        self._example = self._given.cut()
+        self.trains = True
         self._random: set[str] = set()
         self._see()
         if any(isinstance(r, Lost) for r in self._all_rows()) and self._is_random():
-            self._training = False
+            self.trains = False
             self._see()
 
     @property
@@ -106,6 +105,23 @@ class Evidence:
         pairs = zip(self._looks[0].calls[""][0].outputs, look.calls[""][0].outputs)
         return all(a is b or (a and b and a.same(b)) for a, b in pairs)
 
+    def ties_losses(self) -> bool:
+        """Whether a number that the model gives of two samples is neither the sum of what it gives
+        of each nor in between, as those of most contrastive losses are.
+        """
+        given = self.outputs("")
+        pooled = [i for i, rows in enumerate(given) if isinstance(rows, Lost) and rows.pooled]
+        if not pooled or len(self._samples.part) > 1:
+            return False
+        part, other, both = *self._looks[2:], self._look([0, 1])
+        sides = (look.calls[""][0].outputs for look in (part, other, both))
+        numbers = zip(*([outputs[i] for i in pooled] for outputs in sides))
+        return any(
+            _is_tied(*(p.values.item() for p in each if p is not None))
+            for each in numbers
+            if all(p is not None and p.shape in ((), (1,)) for p in each)
+        )
+
     def failed_replays(self, paths: Collection[str]) -> dict[str, str]:
         """Those of the modules that cannot be replayed on one sample alone, and why."""
         return self._look(self._samples.whole, replays=paths).failed if paths else {}
@@ -116,12 +132,13 @@ class Evidence:
         """
         for path in self._looks[0].calls:
             for call in range(min(self.counts(path))):
-                if _mixed(self.inputs(path, call)) or not _mixed(self.outputs(path, call)):
+                mixed = _mixed(self.outputs(path, call))
+                if mixed is None or _mixed(self.inputs(path, call)):
                     continue
                 module = self._named[path]
                 if isinstance(module, BATCH_NORM):
                     raise SamplesMeet(str(batch_statistics_error(path, module)))
-                raise self._meeting(path, "what it gives of one sample depends on the others")
+                raise self._meeting(path, mixed.reason)
         for path in {path for paths in self._owners.values() for path in paths}:
             for _, found in self.own_inputs(path):
                 first = next((rows for rows in found if rows is not None), None)
@@ -145,25 +162,28 @@ class Evidence:
 
     def _see(self) -> None:
         B = self._example.num_samples
-        whole, turned = [*range(B)], [*range(B)][::-1]
+        whole, turned, part, other = [*range(B)], [*range(B)][::-1], [1], [0]
         try:
             looks = [self._look(whole), self._look(turned)]
+            try:
+                looks.append(self._look(part))
+            except Exception:  # some models do not take one sample: batch norm, a bare squeeze()
+                part, other = [1, 2], [0, 1]
+                if B == 2:
+                    raise
+                looks.append(self._look(part))
+            looks.append(self._look(other))
         except Exception as error:
+            if B < self._given.num_samples:  # some take no other number of rows: pairs, groups
+                self._example = self._given
+                return self._see()
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(
-                    f"gnsfast.convert called the model with {B} samples of the example. An example "
-                    "is what the model itself is called with, without labels that it does not take."
+                    f"gnsfast.convert called the model with {B} samples of the example, and fewer. "
+                    "An example is what the model itself is called with, without labels that it "
+                    "does not take."
                 )
             raise
-        part, other = [1], [0]
-        try:
-            looks.append(self._look(part))
-        except Exception:  # some models do not take one sample: batch norm, a bare squeeze()
-            part, other = [1, 2], [0, 1]
-            if B == 2:
-                raise
-            looks.append(self._look(part))
-        looks.append(self._look(other))
         self._looks, self._samples = looks, Samples(whole, turned, part, other)
         self._random |= looks[0].random
         self._found: dict[tuple[int, ...], Rows | Lost] = {}  # by the prints, which the looks keep
@@ -175,17 +195,20 @@ class Evidence:
         replays: Collection[str] = (),
         seed: int = 0,
     ) -> Look:
-        with kept(self.model), _same_attributes(self.model), _same_chance(self.model, seed):
-            if not self._training:
-                self.model.eval()
-            elif not self.model.training:  # as models are loaded; batch norms may be meant to be
-                frozen = [m for m in self.model.modules() if isinstance(m, BATCH_NORM)]
-                self.model.train()
+        model = self.model
+        with kept(model), _same_attributes(model), kept_chance(model) as seed_all:
+            seed_all(seed)
+            if not self.trains:
+                model.eval()
+            elif not model.training:  # as models are loaded; batch norms may be meant to be
+                frozen = [m for m in model.modules() if isinstance(m, BATCH_NORM)]
+                model.train()
                 for module in frozen:
                     module.training = False
             size, dim = len(samples), self._example.batch_dim
-            look = Look(self.model, self._owners, self._bases, size, dim, expanded, replays)
-            return look.run(*self._example.of(samples))
+            look = Look(model, self._owners, self._bases, size, dim, expanded, replays)
+            with self._example.around():
+                return look.run(*self._example.of(samples))
 
     def _is_random(self) -> bool:
         """Whether another seed gives other numbers, although dropout is off."""
@@ -218,8 +241,14 @@ class Evidence:
         return found
 
 
-def _mixed(found: list[Rows | Lost | None]) -> bool:
-    return any(isinstance(rows, Lost) and rows.mixed for rows in found)
+def _mixed(found: list[Rows | Lost | None]) -> Lost | None:
+    return next((rows for rows in found if isinstance(rows, Lost) and rows.mixed), None)
+
+
+def _is_tied(one: float, other: float, both: float) -> bool:
+    slack = 0.02 * max(abs(one), abs(other), abs(both))  # a balance loss beside the model's own
+    between = min(one, other) - slack <= both <= max(one, other) + slack
+    return not between and abs(one + other - both) > slack
 
 
 @contextmanager
@@ -246,22 +275,3 @@ def _same_attributes(model: nn.Module) -> Iterator[None]:
             own.update(contents)
         for p, trained in trainable:
             p.requires_grad_(trained)
-
-
-@contextmanager
-def _same_chance(model: nn.Module, seed: int) -> Iterator[None]:
-    """Seed every generator, and restore its state at the end."""
-    numpy: Any = sys.modules.get("numpy")
-    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.is_cuda}
-    state = random.getstate(), numpy and numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            if numpy:
-                numpy.random.seed(seed)
-            yield
-    finally:
-        random.setstate(state[0])
-        if numpy:
-            numpy.random.set_state(state[1])

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example that ``convert`` is given: what the model is called with, and parts of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from gnsfast.tensors import map_tensors, tensors_of
 
 MOST = 5
 """Samples of the example that are looked at. More show nothing new, and cost time."""
 
 
 class Example(NamedTuple):
-    """A call of the model; ``num_samples`` lie along ``batch_dim`` of its tensors."""
+    """A call of the model; ``num_samples`` lie along ``batch_dim`` of its tensors. ``autocast``:
+    what each kind of device casts to around the call, and whether it does.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    batch_dim: int
-    num_samples: int
+    autocast: dict[str, tuple[torch.dtype, bool]]
+    batch_dim: int = 0
+    num_samples: int = 0
 
     def of(self, samples: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for some of the samples, in that order. Tensors of another size are
@@ -29,8 +34,22 @@ class Example(NamedTuple):
             dim = _sample_dim(t, self.batch_dim, self.num_samples)
             return t if dim is None else t.index_select(dim, torch.tensor(samples, device=t.device))
 
-        args, kwargs = pytree.tree_map_only(Tensor, pick, (self.args, self.kwargs))
+        args, kwargs = map_tensors(pick, (self.args, self.kwargs))
         return args, kwargs
+
+    def cut(self) -> "Example":
+        """The call for at most ``MOST`` samples."""
+        few = min(self.num_samples, MOST)
+        args, kwargs = self.of([i * self.num_samples // few for i in range(few)])
+        return self._replace(args=args, kwargs=kwargs, num_samples=few)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Cast as around the call."""
+        with ExitStack() as contexts:
+            for kind, (dtype, enabled) in self.autocast.items():
+                contexts.enter_context(torch.autocast(kind, dtype, enabled))
+            yield
 
 
 def example_of(model: nn.Module, example: Any, batch_dim: int) -> Example:
@@ -40,8 +59,8 @@ def example_of(model: nn.Module, example: Any, batch_dim: int) -> Example:
         TypeError: it is neither a tensor, a tuple, a mapping nor a function.
         ValueError: it has no tensor, fewer than two samples, or samples that are all equal.
     """
-    args, kwargs = _call_of(model, example)
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
+    call = _call_of(model, example)
+    tensors = [t for t in tensors_of((call.args, call.kwargs)) if t.ndim]
     if not tensors:
         raise ValueError("example: the model is called without a tensor that could hold samples")
     B = tensors[0].shape[batch_dim if tensors[0].ndim > 1 else 0]
@@ -55,13 +74,12 @@ def example_of(model: nn.Module, example: Any, batch_dim: int) -> Example:
             f"example: a tensor of shape {masks[0]} may hold the {B} samples, or be a mask that "
             f"they share: give another number of samples than {B}"
         )
-    found = Example(args, kwargs, batch_dim, B)
-    few = [i * B // min(B, MOST) for i in range(min(B, MOST))]
-    first, *others = (pytree.tree_leaves(found.of([b])) for b in few)
-    if all(all(map(_alike, first, other)) for other in others):
+    call = call._replace(batch_dim=batch_dim, num_samples=B)
+    few = call.cut()
+    first, *others = (tensors_of(few.of([b])) for b in range(few.num_samples))
+    if all(all(map(torch.equal, first, other)) for other in others):
         raise ValueError("example: its samples are alike, so nothing tells them apart")
-    args, kwargs = found.of(few)
-    return Example(args, kwargs, batch_dim, len(few))
+    return call
 
 
 def _sample_dim(t: Tensor, batch_dim: int, B: int) -> int | None:
@@ -72,17 +90,13 @@ def _sample_dim(t: Tensor, batch_dim: int, B: int) -> int | None:
     return next((d for d in dims if t.ndim and t.shape[d] == B), None)
 
 
-def _alike(a: Any, b: Any) -> bool:
-    return not isinstance(a, Tensor) or torch.equal(a, b)
-
-
-def _call_of(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call_of(model: nn.Module, example: Any) -> Example:
     if isinstance(example, Tensor):
-        return (example,), {}
+        return Example((example,), {}, {})
     if isinstance(example, Mapping):
-        return (), dict(example)
+        return Example((), dict(example), {})
     if isinstance(example, (tuple, list)):
-        return tuple(example), {}
+        return Example(tuple(example), {}, {})
     if callable(example) and not isinstance(example, nn.Module):
         return _caught(model, example)
     raise TypeError(
@@ -97,19 +111,24 @@ class _Called(BaseException):
     """
 
 
-def _caught(model: nn.Module, run: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which ``run`` calls the model."""
-    call: list[Any] = []
+def _caught(model: nn.Module, run: Callable[[], Any]) -> Example:
+    """What ``run`` calls the model with."""
+    calls: list[Example] = []
 
     def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call.extend((args, kwargs))
+        kinds = {t.device.type for t in (*model.parameters(), *model.buffers())}
+        autocast = {
+            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+        }
+        calls.append(Example(args, kwargs, autocast))
         raise _Called
 
     hook = model.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
     try:
         run()
     except _Called:
-        return call[0], call[1]
+        return calls[0]
     finally:
         hook.remove()
     raise ValueError("example: the function returned without a call of the model")

@@ -8,7 +8,7 @@ from torch import nn
 
 from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion.evidence import Evidence, SamplesMeet
-from gnsfast.conversion.looks import Prints
+from gnsfast.conversion.layouts import SHARES, laid
 from gnsfast.conversion.prints import SHARED, Lost, Rows
 from gnsfast.conversion.routes import KERNELS, replayed
 from gnsfast.layers import (
@@ -19,6 +19,7 @@ from gnsfast.layers import (
     SampleLayout,
     is_around,
     replay_dim,
+    weight_hooks,
 )
 
 
@@ -74,6 +75,13 @@ def _is_sequence_first(module: nn.Module) -> bool:
     return not getattr(module, "batch_first", True)
 
 
+class Request(NamedTuple):
+    """Why no kernel finds a module's norms, and the innermost module that a replay may start at."""
+
+    why: str
+    start: str
+
+
 class _Learner:
     def __init__(
         self,
@@ -96,7 +104,7 @@ class _Learner:
         self.notes: dict[str, str] = {}
         self.repeated: set[str] = set()
         self.tables: set[str] = set()  # what all samples share, and is made for each of them
-        self.lost: dict[str, tuple[str, str]] = {}  # module -> reason, innermost place of a replay
+        self.requests: dict[str, Request] = {}
 
     def _owners(self) -> dict[int, set[str]]:
         owners: dict[int, set[str]] = {}
@@ -123,48 +131,64 @@ class _Learner:
             for path in self.tables:
                 self.layouts.pop(path, None)
                 why = "all samples share its table, and the model takes no table for each sample"
-                self.lost[path] = why, self._around(path)
+                self.requests[path] = Request(why, self._around(path))
             self.tables.clear()
-        return self._replays()
+        learned = self._replays()
+        said = [EVALUATED] * (not self.evidence.trains) + [TIED] * self.evidence.ties_losses()
+        if said:
+            own = {path: [learned.notes.get(path, ""), *said] for path in self.routes}
+            notes = {path: "; ".join(filter(None, each)) for path, each in own.items()}
+            learned = learned._replace(notes=learned.notes | notes)
+        return learned
 
     def _learn(self, path: str, cls: type[DropIn]) -> None:
-        """Find a module's layout, or why it has none."""
+        """Find a module's layout, or request a replay of it or of one around it."""
+        request = self._used_as_tensor(path) or self._called_oddly(path, cls)
+        if request is None and not any(self.evidence.own_counts(path)):
+            self.layouts[path] = SampleLayout(self.batch_dim)
+            if not issubclass(cls, OutProjection):  # attention takes its weight without a call
+                self.notes[path] = "the example does not call it"
+        elif request is None and issubclass(cls, Replayed):
+            request = self._without_kernel(path)
+        elif request is None:
+            request = self._lay_out(path, cls)
+        if request is not None:
+            self.requests[path] = request
+
+    def _used_as_tensor(self, path: str) -> Request | None:
         users = set().union(*(self.evidence.users(p) for p in self.parameters[path]))
+        callers = {call.caller for call in self.evidence.calls(path)}
+        if weight_hooks(self.named[path]):  # they run in the module that calls this one
+            users -= callers
+        if not users:
+            return None
+        where = " and ".join(sorted(repr(user) if user else "the model" for user in users))
+        why = f"its weight is also used as a tensor in {where}"
+        return Request(why, _common(users | callers, path))
+
+    def _called_oddly(self, path: str, cls: type[DropIn]) -> Request | None:
+        """A request for a module whose number of calls no kernel allows for."""
         counts = self.evidence.own_counts(path)
-        if users:
-            where = " and ".join(sorted(repr(user) if user else "the model" for user in users))
-            users |= {call.caller for call in self.evidence.calls(path)}
-            self.lost[path] = (
-                f"its weight is also used as a tensor in {where}",
-                _common(users, path),
-            )
-        elif not any(counts) and issubclass(cls, OutProjection):
-            self.layouts[path] = SampleLayout(self.batch_dim)
-        elif not any(counts) and self._is_passed_over(path):
-            self.lost[path] = "the example calls others of its list, but not it", _parent(path)
-        elif not any(counts):
-            self.layouts[path] = SampleLayout(self.batch_dim)
-            self.notes[path] = "the example does not call it"
-        elif len({*counts}) > 1:
-            self.lost[path] = (
-                "how often the model calls it depends on the batch",
-                self._around(path),
-            )
-        elif counts[0] > 1 and not self._may_repeat(path, cls):
-            if reason(cls.gnsfast.route, [REPEATED]) or issubclass(cls, Replayed):
-                self.lost[path] = f"the model calls it {counts[0]} times", self._around(path)
-            else:
-                self._lay_out(path, cls, joined=True)
-        elif issubclass(cls, Replayed):
-            if self._gives_table(path):
-                self.tables.add(path)
-            if why := self._not_replayable(path):
-                self.lost[path] = why, self._around(path)
-            else:
-                self.layouts[path] = SampleLayout(self.batch_dim)
-                self.lost[path] = "its parameters have no kernel", path
-        else:
-            self._lay_out(path, cls, joined=False)
+        if not any(counts):
+            if issubclass(cls, OutProjection) or not self._is_passed_over(path):
+                return None
+            return Request("the example calls others of its list, but not it", _parent(path))
+        if len({*counts}) > 1:
+            why = "how often the model calls it depends on the batch"
+            return Request(why, self._around(path))
+        alone = reason(cls.gnsfast.route, [REPEATED]) or issubclass(cls, Replayed)
+        if counts[0] > 1 and alone and not self._may_repeat(path, cls):
+            return Request(f"the model calls it {counts[0]} times", self._around(path))
+        return None
+
+    def _without_kernel(self, path: str) -> Request:
+        """A request for a module whose parameters have no kernel."""
+        if self._gives_table(path):
+            self.tables.add(path)
+        if why := self._not_replayable(path):
+            return Request(why, self._around(path))
+        self.layouts[path] = SampleLayout(self.batch_dim)
+        return Request("its parameters have no kernel", path)
 
     def _is_passed_over(self, path: str) -> bool:
         """Whether a module is in a list of which others are called: an expert without a token."""
@@ -189,24 +213,24 @@ class _Learner:
         others = (ps for other, ps in self.parameters.items() if other != path)
         return issubclass(cls, Embedding) and any(id(p) in shared for ps in others for p in ps)
 
-    def _lay_out(self, path: str, cls: type[DropIn], joined: bool) -> None:
-        """Find the layout that fits all calls of a module."""
-        laid = [_laid(cls, *call) for call in self.evidence.own_inputs(path)]
-        lost = [each for each in laid if isinstance(each, Lost)]
-        found = [each for each in laid if not isinstance(each, Lost)]
+    def _lay_out(self, path: str, cls: type[DropIn]) -> Request | None:
+        """Find the layout that fits all calls of a module; a request if there is none."""
+        calls = [laid(cls, *call) for call in self.evidence.own_inputs(path)]
+        lost = [each for each in calls if isinstance(each, Lost)]
+        found = [each for each in calls if not isinstance(each, Lost)]
         if len({layout for layout, _ in found}) > 1:
             lost.append(Lost("its calls hold their samples in different places"))
         if lost:
-            self.lost[path] = lost[0].reason, self._around(path)
-            return
+            return Request(lost[0].reason, self._around(path))
         layout, note = found[0]
         self.layouts[path] = layout._replace(known=True)
         if note == SHARES:
             self.tables.add(path)
-        if joined:
+        if len(calls) > 1 and not self._may_repeat(path, cls):
             self.repeated.add(path)
-            note = f"{len(laid)} calls are joined" + (f"; {note}" if note else "")
+            note = f"{len(calls)} calls are joined" + (f"; {note}" if note else "")
         self.notes[path] = note
+        return None
 
     def _gives_table(self, path: str) -> bool:
         """Whether a module gives a table [1, ...] that all samples share."""
@@ -253,7 +277,7 @@ class _Learner:
         """Choose replays where they are worth their cost."""
         around: dict[str, list[str]] = {}
         reasons: dict[str, str] = {}
-        for path, (why, start) in self.lost.items():
+        for path, (why, start) in self.requests.items():
             place = self._place(start)
             if place is None:
                 reasons[path] = why
@@ -268,11 +292,12 @@ class _Learner:
                 continue
             for path in paths:
                 self.layouts.pop(path, None)
+                why = self.requests[path].why
                 reasons[path] = (
-                    f"{self.lost[path][0]}; a replay does not work: {failed[place]}"
+                    f"{why}; a replay does not work: {failed[place]}"
                     if place in failed
-                    else f"{self.lost[path][0]}. convert(model, example=..., replay=[{place!r}]) "
-                    f"covers it, and {cost}"
+                    else f"{why}. convert(model, example=..., replay=[{place!r}]) covers it, and "
+                    f"{cost}"
                 )
         whole = frozenset(p for p in worth - failed.keys() if around[p] != [p])
         shared = {
@@ -301,40 +326,11 @@ WORTH, WORTH_OF_FEW, FEW = 0.5, 0.05, 0.02
 """A replay is chosen where it finds norms for half of the parameters that it runs through, or for a
 twentieth of at most a fiftieth of the model's. Times would give other routes in each process."""
 
-ALTERNATING = ("linear", "embedding", "layer_norm", "rms_norm", "experts", "router")
-"""The routes that read rows which alternate between the samples."""
-
-Laid = tuple[SampleLayout, str]
-SHARES = "all samples share its index"
-
-
-def _laid(cls: type[DropIn], prints: Prints, found: list[Rows | Lost | None]) -> Laid | Lost:
-    """The layout of a module, by the first tensor that a call gave it."""
-    for print_, rows in zip(prints, found):
-        if print_ is not None and rows is not None:
-            return rows if isinstance(rows, Lost) else _layout(cls, rows, print_.shape)
-    return Lost("it is called without a tensor")
-
-
-def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
-    """The layout of a module whose input has its samples at ``rows``, and a note."""
-    dim, each, interleaved = rows
-    if rows == SHARED:
-        row = len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)
-        if not (row and issubclass(cls, Embedding)):
-            return Lost("all samples share its input, so no row of it is one sample's")
-        return SampleLayout(broadcast=len(shape) == 1), SHARES
-    if interleaved:
-        flat = len(shape) == (1 if issubclass(cls, Embedding) else 2)
-        if dim or not flat or cls.gnsfast.route not in ALTERNATING:
-            return Lost(f"in dimension {dim} the samples' rows alternate")
-        return SampleLayout(1, flattened=True), "the samples' rows alternate"
-    if dim and each > 1:
-        return Lost(f"dimension {dim} holds {each} rows of each sample")
-    note = f"{each} consecutive rows are a sample" if each > 1 else ""
-    return SampleLayout(dim, fold=each > 1), note or (
-        "" if dim == 0 else f"samples along dimension {dim}"
-    )
+TIED = (
+    "the model's loss of two samples is neither the sum of theirs nor in between: a contrastive or "
+    "balance loss leaves samples no gradient of their own (gnsfast.verify)"
+)
+EVALUATED = "seen in evaluation mode alone: numbers drawn in training hide or mix its samples"
 
 
 def _elements(parameters: Any) -> int:

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnsfast.conversion.marks import Marks
 from gnsfast.conversion.prints import Print, print_of
-from gnsfast.layers import is_plain, replay_dim
+from gnsfast.layers import Begun, begin_again, begun, is_plain, replay_dim, without_casts
+from gnsfast.tensors import is_wrapper
 
 Prints = tuple[Print | None, ...]
 
@@ -82,7 +83,7 @@ class Look(TorchDispatchMode):
         self._storages = {
             p.untyped_storage().data_ptr(): p
             for p in model.parameters()
-            if p.layout == torch.strided
+            if p.layout == torch.strided and not is_wrapper(p)
         }
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: list[str] = []
@@ -118,7 +119,8 @@ class Look(TorchDispatchMode):
             for name, cls in classes.items():
                 named[name].__class__ = self._around(name, named[name], cls)
             for name, module in named.items():
-                module.__dict__["forward"] = self._recording(name, module.forward, self.calls)
+                forward = without_casts(module)
+                module.__dict__["forward"] = self._recording(name, forward, self.calls)
             yield
         finally:
             for name, module in named.items():
@@ -140,6 +142,7 @@ class Look(TorchDispatchMode):
     def _recording(
         self, name: str, forward: Callable[..., Any], calls: dict[str, list[Call]]
     ) -> Callable[..., Any]:
+        module = self._model.get_submodule(name)
         expands = name in self._expanded and (name in self._bases) == (calls is self.inner)
 
         @functools.wraps(forward)
@@ -149,6 +152,7 @@ class Look(TorchDispatchMode):
             inputs = self._prints((args, kwargs))
             if expands:
                 args, kwargs = pytree.tree_map_only(Tensor, self._expand_row, (args, kwargs))
+            before = begun(module) if name in self._replays else None
             self._running.append(name)
             begin, printing = _clock(), self._printing
             try:
@@ -163,22 +167,23 @@ class Look(TorchDispatchMode):
             plain = all(map(is_plain, pytree.tree_leaves((args, kwargs, output))))
             caller = next((n for n in reversed(self._running) if n != name), "")
             calls.setdefault(name, []).append(Call(inputs, self._prints(output), plain, caller))
-            if name in self._replays and calls is self.calls:
-                self._try(name, forward, args, kwargs, output)
+            if before is not None and calls is self.calls:
+                self._try(module, name, before, forward, args, kwargs, output)
             return output
 
         return recorded
 
     def _try(
         self,
+        module: nn.Module,
         name: str,
+        before: Begun,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
         """Compare what a module gives for a single sample with what it gave for all."""
-        module = self._model.get_submodule(name)
 
         def one(values: Any) -> Any:
             leaves, spec = pytree.tree_flatten(values)
@@ -191,7 +196,8 @@ class Look(TorchDispatchMode):
         args, kwargs = one((args, kwargs))
         self._trying = True
         try:
-            again = forward(*args, **kwargs)
+            with begin_again(module, before):
+                again = forward(*args, **kwargs)
         except Exception as error:  # a user's module, on a batch that it may not take
             self.failed[name] = f"{type(error).__name__}: {error}"
             return

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 
 class Print(NamedTuple):
@@ -35,7 +36,7 @@ def print_of(t: Tensor) -> Print | None:
     It keeps two dimensions, of a floating-point matrix one. The others are summed with weights that
     look random.
     """
-    if t.layout != torch.strided or t.is_quantized or t.is_meta:
+    if t.layout != torch.strided or t.is_quantized or t.is_meta or is_batchedtensor(t):
         return None
     t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
     kept = min(2, max(t.ndim - 1, 1) if t.is_floating_point() else t.ndim)
@@ -119,11 +120,17 @@ def rows_of(prints: Sequence[Print | None], samples: Samples) -> Rows | Lost:
         if all(each.like(_taken(whole.values, rows, own)) for each, own in zip(others, samples[1:]))
     ]
     if shapes and not (found or all(_among(p, whole, shapes[0].dim) for p in (part, other))):
-        return Lost("what it gets of one sample depends on the others", mixed=True)
+        return Lost("what belongs to one sample depends on the others", mixed=True)
     if any(each.picked for each in (whole, *others)):
         return Lost(
             "the data pick or order its rows, so another batch may hold others: if each sample "
             "always has as many, in its place, name the module in fold"
+        )
+    if alike and _merged(whole, part, samples):
+        return Lost(
+            f"{len(samples.whole)} rows of the example become {list(whole.shape)} (if k rows, one "
+            "after the other, are one sample, say fold=['*'] instead of an example)",
+            mixed=True,
         )
     if not shapes:
         return Lost(
@@ -156,6 +163,13 @@ def _candidates(whole: Print, part: Print, samples: Samples) -> Iterator[Rows]:
             yield Rows(dim, size // B)
             if size > B:
                 yield Rows(dim, size // B, interleaved=True)
+
+
+def _merged(whole: Print, part: Print, samples: Samples) -> bool:
+    """Whether some dimension holds, in proportion, fewer entries than there are samples."""
+    B, n = len(samples.whole), len(samples.part)
+    sizes = [(a, b) for a, b in zip(whole.shape, part.shape) if a != b]
+    return len(sizes) == 1 and all(0 < a < B and a * n == b * B for a, b in sizes)
 
 
 def _taken(values: Tensor, rows: Rows, samples: list[int]) -> Tensor:

@@ -21,10 +21,16 @@ from gnsfast.layers import (
     SinkAttention,
     combine,
     experts_reason,
+    is_float8,
+    is_parametrized_class,
+    moves_in_a_call,
     owns_router,
     owns_sinks,
+    rebased,
     user_class,
+    weight_hooks,
 )
+from gnsfast.tensors import is_dtensor, is_wrapper
 
 
 class Route(NamedTuple):
@@ -61,6 +67,9 @@ KERNELS: dict[type[nn.Module], type[DropIn]] = {
 
 def original_class(cls: type) -> type:
     """The class that a module had before ``convert``."""
+    if is_parametrized_class(cls) and issubclass(cls, DropIn):
+        (base,) = cls.__bases__
+        return rebased(cls, original_class(base))
     if (original := user_class(cls)) is not cls:
         return original
     return next((base for base, drop_in in KERNELS.items() if drop_in is cls), cls)
@@ -76,7 +85,12 @@ def uses_children_as_tensors(module: nn.Module) -> bool:
     mamba = "A_log" in module._parameters and hasattr(module, "conv1d")
     attention = isinstance(module, nn.MultiheadAttention)
     other = attention and _attention_route(module).cls is None
-    return mamba or other or _rebuilt_by_peft(module)
+    return mamba or other or _rebuilt_by_peft(module) or _uses_dora(module)
+
+
+def _uses_dora(module: nn.Module) -> bool:
+    """Whether peft divides the adapter's output by norms that it takes of all its weights."""
+    return len(getattr(module, "lora_magnitude_vector", ())) > 0
 
 
 def _rebuilt_by_peft(module: nn.Module) -> bool:
@@ -92,7 +106,7 @@ def _attention_route(module: nn.Module) -> Route:
     plain = original_class(type(out)) in (nn.Linear, NonDynamicallyQuantizableLinear)
     if not plain or not own_parameters(module).keys() <= {*ATTENTION}:
         return Route(None)
-    if parametrize.is_parametrized(module) or parametrize.is_parametrized(out):
+    if _computed(module) or _computed(out):
         return Route(None)
     if cls is attention:
         return Route(MultiheadAttention)
@@ -102,12 +116,22 @@ def _attention_route(module: nn.Module) -> Route:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """A module's parameters, with those of the bare containers that it holds (LoRA embeddings)."""
+    """A module's parameters, with those of the containers that it holds."""
     own = {n: p for n, p in module._parameters.items() if p is not None}
-    for child_name, child in module.named_children():
-        if isinstance(child, CONTAINERS) and not isinstance(module, LISTS):
-            own |= {f"{child_name}.{n}": p for n, p in child.named_parameters()}
+    for child_name, child in held(module).items():
+        own |= {f"{child_name}.{n}": p for n, p in child.named_parameters()}
     return own
+
+
+def held(module: nn.Module) -> dict[str, nn.Module]:
+    """The children whose parameters a module uses as its own: bare containers (LoRA embeddings),
+    and what torch's parametrizations compute its weights from.
+    """
+    if isinstance(module, LISTS):
+        return {}
+    children = dict(module.named_children())
+    computed = {"parametrizations"} if parametrize.is_parametrized(module) else set()
+    return {n: c for n, c in children.items() if isinstance(c, CONTAINERS) or n in computed}
 
 
 def route_of(module: nn.Module) -> Route:
@@ -120,7 +144,9 @@ def route_of(module: nn.Module) -> Route:
     if any(p is not None and p.is_complex() for p in own.values()):
         return Route(None, "complex parameters")
     if _computed(module):
-        return COMPUTED
+        return replayed(module)
+    if is_float8(module):
+        return Route(combine(type(module), layers.Float8Linear, over=True))
     for base, drop_in in KERNELS.items():
         if isinstance(module, base):
             return _drop_in(module, base, drop_in)
@@ -140,18 +166,22 @@ def route_of(module: nn.Module) -> Route:
     return replayed(module)
 
 
-COMPUTED = Route(None, "its weight is computed from other parameters (parametrization)")
-
-
 def _computed(module: nn.Module) -> bool:
+    """Whether a module's weight is computed from other parameters."""
+    by_torch = parametrize.is_parametrized(module) or bool(weight_hooks(module))
+    return by_torch or _computed_in_a_hook(module)
+
+
+def _computed_in_a_hook(module: nn.Module) -> bool:
+    """The same in a hook that is not torch's, which no replay runs, by the names that these use."""
     own = module._parameters
-    computed = isinstance(module, parametrize.ParametrizationList)
-    # prune and the deprecated weight_norm and spectral_norm leave a plain tensor as the weight.
-    computed |= "weight_g" in own or any(n.endswith("_orig") for n in own)
-    return computed or parametrize.is_parametrized(module)
+    named = "weight_g" in own or any(n.endswith("_orig") for n in own)
+    return named and bool(module._forward_pre_hooks) and not weight_hooks(module)
 
 
 def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) -> Route:
+    if any(is_wrapper(p) and not is_dtensor(p) for p in own_parameters(module).values()):
+        return replayed(module)  # a quantized weight, whose gradient may be quantized too
     if base is nn.MultiheadAttention:
         route = _attention_route(module)
         return replayed(module) if route.cls is None else route
@@ -262,12 +292,20 @@ def replayed(module: nn.Module) -> Route:
     if isinstance(module, nn.EmbeddingBag):
         return Route(None, "an embedding bag of mode 'max', or with a forward of its own")
     parts = list(module.modules())
-    if isinstance(module, nn.MultiheadAttention) and any(map(_computed, parts)):
-        return COMPUTED
+    if any(map(_computed_in_a_hook, parts)):
+        return Route(None, "a hook computes its weight from other parameters, outside of it")
+    if any(map(moves_in_a_call, parts)):
+        return Route(None, "its spectral norm moves several times in each call")
+    if isinstance(module, nn.MultiheadAttention) and weight_hooks(module.out_proj):
+        return Route(None, "attention does not run the hook that computes its output projection")
     if _rebuilt_by_peft(module):
         return Route(None, "peft puts other weights into this attention in every forward pass")
     if any(map(_draws, parts)) or (
         isinstance(module, nn.MultiheadAttention) and module.dropout > 0
     ):
         return Route(None, "dropout inside: a replay would draw other masks")
-    return Route(combine(type(module), Replayed, over=True))
+    cls = type(module)
+    if is_parametrized_class(cls):
+        (base,) = cls.__bases__
+        return Route(rebased(cls, combine(base, Replayed, over=True)))
+    return Route(combine(cls, Replayed, over=True))

@@ -47,7 +47,9 @@ class _Bilinear(torch.autograd.Function):
             if need_y:
                 dy_N1J = wide_x.reshape(-1, 1, w.shape[1]) @ dproducts_NIJ
                 dy = dy_N1J.reshape(y.shape).to(y.dtype)
-            products = (wide_x[..., :, None] * wide_y[..., None, :]).flatten(-2)
+            products = dz  # a bias needs none
+            if need[0]:
+                products = (wide_x[..., :, None] * wide_y[..., None, :]).flatten(-2)
             rows = (plan.rows(t, B) for t in (products, dz))
             plan = plan._replace(moments=tuple(map(_as_linear, plan.moments)))
             a = plan.linear_wgrad(*rows, need, w.dtype)
@@ -72,7 +74,7 @@ def bilinear(
     """``torch.nn.functional.bilinear(input1, input2, weight, bias)`` whose backward fills
     ``probe``; ``plan`` as for ``linear``.
 
-    Backward makes the products of the inputs' features, [B, T, I · J].
+    Backward makes the products of the inputs' features, [B, T, I · J], for a trainable weight.
 
     >>> x, y, w = torch.randn(3, 5), torch.randn(3, 4), torch.randn(2, 5, 4, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)

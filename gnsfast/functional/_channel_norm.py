@@ -94,14 +94,19 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean_NC, rstd_NC = ctx.saved_tensors
-        positions, acc, dw, db = tuple(range(2, x.ndim)), accumulate_dtype(x.dtype), None, None
+        acc, dw, db = accumulate_dtype(x.dtype), None, None
         if ctx.needs_input_grad[4]:
-            mean = mean_NC.to(acc).view(*mean_NC.shape, *(1,) * len(positions))
-            dw_NC = torch.sub(x, mean).mul_(dy).sum(positions) * rstd_NC
+            mean = mean_NC.to(acc).view(*mean_NC.shape, *(1,) * (x.ndim - 2))
+            dw_NC = _over_positions(torch.sub(x, mean).mul_(dy), acc) * rstd_NC
             dw = dw_NC.flatten().to(ctx.dtypes[0])
         if ctx.needs_input_grad[5]:
-            db = dy.sum(positions, dtype=acc).flatten().to(ctx.dtypes[1])
+            db = _over_positions(dy, acc).flatten().to(ctx.dtypes[1])
         return dy, None, None, None, dw, db
+
+
+def _over_positions(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum [N, C] over the positions; ``t.sum(())`` would be one over all of the tensor."""
+    return t.sum(tuple(range(2, t.ndim)), dtype=dtype) if t.ndim > 2 else t.to(dtype)
 
 
 def attach_parameters(

@@ -139,9 +139,7 @@ class Plan(NamedTuple):
         """The plan without its tensors, which ``ctx`` may keep; ``restored`` puts them back."""
         if self.is_plain:
             return self
-        no_moments, no_members = (None,) * len(self.moments), (None,) * len(self.members)
-        last = None, self.calls, self.second
-        return Plan(*self[:2], None, self.experts, no_members, no_moments, None, *last)  # type: ignore[arg-type]
+        return self.restored((None,) * len(self.tensors()))
 
     def restored(self, saved: Sequence[Tensor | None]) -> "Plan":
         """The reverse of ``tensors`` and ``without_tensors``."""
@@ -149,8 +147,8 @@ class Plan(NamedTuple):
             return self
         starts, constants_P2, *rest = saved
         moments, members = rest[: len(self.moments)], rest[len(self.moments) :]
-        own = starts, self.experts, tuple(members), tuple(moments), constants_P2
-        return Plan(*self[:2], *own, None, self.calls, self.second)  # type: ignore[arg-type]
+        own: Any = dict(members=tuple(members), moments=tuple(moments))
+        return self._replace(starts=starts, constants_P2=constants_P2, **own)
 
     def rows(self, t: Tensor, B: int) -> Tensor:
         """``t`` as [B, T, features], or for documents as one list [N, features]."""

@@ -2,6 +2,7 @@
 """Drop-ins over the layers of torch and transformers, and the replay of any other."""
 
 from gnsfast.layers.attention_sinks import SinkAttention, owns_sinks
+from gnsfast.layers.begun import Begun, begin_again, begun
 from gnsfast.layers.bilinear import Bilinear
 from gnsfast.layers.channel_norms import (
     BATCH_NORM,
@@ -16,6 +17,7 @@ from gnsfast.layers.channel_norms import (
     batch_statistics_error,
     uses_batch_statistics,
 )
+from gnsfast.layers.computed import is_parametrized_class, moves_in_a_call, rebased, weight_hooks
 from gnsfast.layers.conv import (
     Conv1d,
     Conv2d,
@@ -36,6 +38,7 @@ from gnsfast.layers.drop_in import (
 from gnsfast.layers.embedding import Embedding
 from gnsfast.layers.embedding_bag import EmbeddingBag
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
+from gnsfast.layers.float8 import Float8Linear, is_float8, without_casts
 from gnsfast.layers.linear import Linear, OutProjection, TransposedLinear
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
 from gnsfast.layers.norms import (
@@ -56,6 +59,7 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "Begun",
     "Bilinear",
     "Conv1d",
     "Conv2d",
@@ -68,6 +72,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Experts",
+    "Float8Linear",
     "GemmaRMSNorm",
     "GroupNorm",
     "InstanceNorm1d",
@@ -90,14 +95,22 @@ __all__ = [
     "Tie",
     "TransposedLinear",
     "batch_statistics_error",
+    "begin_again",
+    "begun",
     "combine",
     "experts_reason",
     "is_around",
+    "is_float8",
+    "is_parametrized_class",
     "is_plain",
+    "moves_in_a_call",
     "owns_router",
     "owns_sinks",
+    "rebased",
     "replay_dim",
     "rows_in_order",
     "user_class",
     "uses_batch_statistics",
+    "weight_hooks",
+    "without_casts",
 ]

@@ -181,7 +181,7 @@ class _FrozenBatchNorm(_ChannelNorm):
             raise batch_statistics_error(opened.name, self)
         self._check_input_dim(input)
         mean, var = self.running_mean, self.running_var
-        if channels_last(input):
+        if input.ndim == 2 or channels_last(input):
             y = F.batch_norm(input, mean, var, *self._detached(), False, 0.0, self.eps)
             rstd = (var.to(accumulate_dtype(var.dtype)) + self.eps).rsqrt()
             return functional.attach_parameters(

@@ -74,6 +74,11 @@ class Opened(NamedTuple):
     plan: Plan
     documents: Documents | None = None
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a module, which torch makes by its attributes if it is parametrized, measures
+        nothing.
+        """
+
 
 class ProbeRow(NamedTuple):
     """A row of a module's probe: a parameter, or a block of one that is measured by itself.
@@ -152,10 +157,10 @@ class DropIn(nn.Module):
         dim, plan = self._batch_dim(x, features), opened.plan
         if torch.compiler.is_compiling():
             # A name in the graph would make layers that are alike compile one graph each.
-            plan = Plan(0, False, None, 0, *plan[4:7], None, *plan[8:])
+            plan = plan._replace(module=None)
         if dim == 0 and starts is None and not transposed:
             return plan
-        return Plan(dim, transposed, starts, *plan[3:])
+        return plan._replace(batch_dim=dim, transposed=transposed, starts=starts)
 
     def _starts(self, x: Tensor, features: int) -> Tensor:
         """Where documents begin in the rows of ``x``. With dimensions after those of the tokens

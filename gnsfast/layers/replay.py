@@ -9,8 +9,9 @@ hooks do not run again; those on submodules run once more for each sample.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,12 @@ from gnsfast import reference
 from gnsfast.combinations import refuse, tensor_parallel
 from gnsfast.errors import ObservationError
 from gnsfast.functional import Calls
+from gnsfast.layers.begun import Begun, begin_again, begun
 from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import accumulate_dtype
+
+Gradients = tuple[Tensor | None, ...]
+"""Of each parameter of a module; None for one that the call does not use."""
 
 _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
@@ -60,15 +65,23 @@ class Replayed(DropIn):
         # The compiler cannot trace a replay. To import it just to disable it would take a second.
         if "torch._dynamo" in sys.modules and not hasattr(Replayed._watch, "_torchdynamo_disable"):
             Replayed._watch = torch.compiler.disable(Replayed._watch)  # type: ignore[method-assign]
+            Replayed._begin = torch.compiler.disable(Replayed._begin)  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._opened is not None and self._opened.plan.calls is not None:
             features = self._opened.plan.features(self.gnsfast.route, False, False, False)
             refuse(self.gnsfast.route, features, self._opened.name)  # _watch itself is eager
-        output = super().forward(*args, **kwargs)
-        return output if self._measuring() is None else self._watch(output, args, kwargs)
+        if self._measuring() is None:
+            return super().forward(*args, **kwargs)
+        before = self._begin()
+        return self._watch(super().forward(*args, **kwargs), args, kwargs, before)
 
-    def _watch(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(self) -> Begun:
+        return begun(self)
+
+    def _watch(
+        self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Begun
+    ) -> Any:
         opened = self._measured
         refuse(
             self.gnsfast.route, tensor_parallel(*self.claimed_parameters().values()), opened.name
@@ -101,7 +114,7 @@ class Replayed(DropIn):
                     f"its output of shape {shape} has no dimension of {B} samples"
                 )
             dims.append(dim)
-        replay, probe = _Replay(self, args, kwargs, seen, dims, B), opened.probe
+        replay, probe = _Replay(self, args, kwargs, before, seen, dims, B), opened.probe
         self.know(half=self.gnsfast.half or replay.autocast[2])
         if (calls := opened.plan.calls) is not None:
             (probe,) = calls.enter(self.gnsfast.route, opened.plan, (probe,))
@@ -111,6 +124,12 @@ class Replayed(DropIn):
         for i, t in zip(seen, watched):
             leaves[i] = t
         return pytree.tree_unflatten(leaves, spec)
+
+    def by_sample(
+        self, call: "RecordedCall", parameters: dict[str, Tensor], same: list[Tensor]
+    ) -> Callable[[int], Gradients]:
+        """What gives sample b's gradient of each parameter, in one call."""
+        return partial(call.gradients, parameters, same)
 
     def _dim(self, t: Tensor, place: int, B: int) -> int | None:
         """The dimension of an argument or output that holds the samples; None if there is none."""
@@ -132,11 +151,12 @@ class _Replay:
         module: Replayed,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        before: Begun,
         seen: list[int],
         dims: list[int],
         B: int,
     ) -> None:
-        self.module, self.seen, self.dims, self.B = module, seen, dims, B
+        self.module, self.before, self.seen, self.dims, self.B = module, before, seen, dims, B
         self.names = list(module.probed_parameters())
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.places = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
@@ -159,29 +179,13 @@ class _Replay:
         kind, dtype, enabled = self.autocast
         module = self.module
         try:
-            with _closed(module), _swapped(module, parameters), _same_buffers(module):
-                with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
+            with _closed(module), _swapped(module, parameters), torch.enable_grad():
+                with torch.autocast(kind, dtype, enabled), begin_again(module, self.before):
                     output = module.forward(*args, **kwargs)
         except Exception as e:
             raise module._replay_error(f"{type(e).__name__}: {e}") from e
         outputs = pytree.tree_leaves(output)
         return [outputs[i] for i in self.seen]
-
-
-@contextmanager
-def _same_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers at the end, so that a running mean counts the forward pass alone."""
-    kept = [(b, b._version, b.detach().clone()) for b in module.buffers()]
-    names = [(m, dict(m._buffers)) for m in module.modules() if m._buffers]
-    try:
-        yield
-    finally:
-        for m, buffers in names:
-            m._buffers.update(buffers)
-        with torch.no_grad():
-            for b, version, value in kept:
-                if b._version != version:
-                    b.copy_(value)
 
 
 @contextmanager
@@ -237,12 +241,12 @@ class _ReplayFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
         saved = tuple(t.detach() for t in ctx.saved_tensors)
-        call = _Call(ctx.replay, saved[: ctx.count], saved[ctx.count :], douts)
+        call = RecordedCall(ctx.replay, saved[: ctx.count], saved[ctx.count :], douts)
         rows = _probe_rows([call]) if ctx.calls is None else ctx.calls.hold(call, _probe_rows)
         return rows, None, None, None, *douts, *(None for _ in call.tensors)
 
 
-class _Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call in backward: the outputs and inputs of its forward, and its output gradients."""
 
     replay: _Replay
@@ -258,9 +262,7 @@ class _Call(NamedTuple):
     def _sample(self, b: int, t: Tensor, i: int) -> Tensor:
         return t.narrow(max(self.replay.dims[i], 0), b, 1)
 
-    def gradients(
-        self, b: int, parameters: dict[str, Tensor], same: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
+    def gradients(self, parameters: dict[str, Tensor], same: list[Tensor], b: int) -> Gradients:
         """Sample b's gradient of each parameter. ``same`` gets whether the replay gave what the
         forward pass gave.
         """
@@ -289,7 +291,7 @@ class _Call(NamedTuple):
         return [~((d[:1] != 0).any() & ~(d[1:] != 0).any()) for d in tables if d is not None]
 
 
-def _probe_rows(calls: list[_Call]) -> Tensor:
+def _probe_rows(calls: list[RecordedCall]) -> Tensor:
     """The probe rows of a module: a sample's gradient is the sum over its calls."""
     replay = calls[0].replay
     own = replay.module.claimed_parameters()
@@ -298,8 +300,9 @@ def _probe_rows(calls: list[_Call]) -> Tensor:
     parts: list[list[Tensor]] = [[] for _ in parameters]
     same: list[Tensor] = []
     reached: set[int] = set()
+    of = [replay.module.by_sample(call, parameters, same) for call in calls]
     for b in range(replay.B):
-        each = [call.gradients(b, parameters, same) for call in calls]
+        each = [gradients(b) for gradients in of]
         for k, (total, of_calls) in enumerate(zip(totals, zip(*each))):
             found = [g for g in of_calls if g is not None]
             if found:

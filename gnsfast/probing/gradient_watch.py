@@ -39,6 +39,8 @@ class GradientWatch:
         self.arrived: Counter[str] = Counter()
         self.norms: dict[str, list[Tensor]] = {}
         self.watched = {name for name, p in parameters.items() if not is_dtensor(p)}
+        named = ((name, parameters[name]) for name in self.watched)
+        self._held = {name: checks.mark(p) for name, p in named if p.grad is not None}
         self._handles: list[RemovableHandle] = []
         try:
             for name in audited:
@@ -61,8 +63,14 @@ class GradientWatch:
         self.norms[name].append(norm(grad.detach()))
 
     def _arrived(self, name: str, p: Tensor) -> None:
-        if p.grad is not None:
-            self.arrived[name] += 1
+        if p.grad is None:  # nothing arrived, as in ``_arriving``
+            return
+        if name in self._held:  # from a pass before: only a new mark says that more was added
+            mark = checks.mark(p)
+            if mark == self._held[name]:
+                return
+            self._held[name] = mark
+        self.arrived[name] += 1
 
     def stop(self) -> None:
         """Remove the hooks."""

@@ -307,8 +307,8 @@ class ProbeSlab:
             own_groups = groups[device] if path in self.sides.groups else ()
             measures = self._measures[path] = 1 + bool(v)
             name, probe = path or type(module).__name__, self._probe(path, measures)
-            sums = second.get(path, ())
-            plan = Plan(0, False, None, 0, own_groups, v, constants, name, None, sums)
+            facts: Any = dict(members=own_groups, moments=v, constants_P2=constants, module=name)
+            plan = Plan(**facts, second=second.get(path, ()))
             openings[path] = Opened(probe, name, self.num_samples, plan, placed[device])
         return openings
 

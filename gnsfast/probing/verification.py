@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gnsfast import reference
 from gnsfast.conversion import coverage
-from gnsfast.kept import kept
+from gnsfast.kept import kept, kept_chance
 from gnsfast.layers import DropIn
 from gnsfast.probing.sample_norms import per_sample_sqnorms
+from gnsfast.tensors import map_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def verify(
 
     Args:
         loss_fn: takes the model and a batch, returns a scalar loss.
-        batch: a tensor, or tuples, lists and dicts of tensors. One with B entries along
-            ``batch_dim`` (1-d ones: along 0) is cut into samples; anything else is passed whole.
+        batch: a tensor, or tuples, lists, dicts and dataclasses of tensors. One with B entries
+            along ``batch_dim`` (1-d ones: along 0) is cut into samples; all else is passed whole.
         loss_reduction: "mean" (w_b = 1 / B) or "sum" (w_b = 1) over the samples.
         weights: [B], w_b instead, for example tokens of the sample over tokens of the batch.
         rtol: the largest relative error that counts as right; by default 1e-3, or 5e-2 with
@@ -92,7 +92,7 @@ def verify(
     >>> gnsfast.verify(model, lambda m, x: m(x).square().mean(), torch.randn(3, 5)).ok
     True
     """
-    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim]
+    tensors = [t for t in tensors_of(batch) if t.ndim]
     if not tensors:
         raise ValueError("verify needs a batch with at least one tensor to cut into samples")
     B = tensors[0].shape[_dim(tensors[0], batch_dim)]
@@ -113,7 +113,7 @@ def verify(
         loop = {n: torch.zeros(B, dtype=torch.float64) for n in trainable}
         total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in trainable.items()}
         for b in range(B):
-            one = pytree.tree_map(lambda t: _sample(t, b, B, batch_dim), batch)  # noqa: B023
+            one = map_tensors(lambda t: _sample(t, b, B, batch_dim), batch)  # noqa: B023
             loss = float(weights[b]) * loss_fn(model, one)
             grads = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
             for n, g in zip(trainable, grads):
@@ -150,10 +150,12 @@ def _dim(t: Tensor, batch_dim: int) -> int:
     return batch_dim if t.ndim > 1 else 0
 
 
-def _sample(t: Any, b: int, B: int, batch_dim: int) -> Any:
-    if not isinstance(t, Tensor) or not t.ndim or t.shape[_dim(t, batch_dim)] != B:
+def _sample(t: Tensor, b: int, B: int, batch_dim: int) -> Tensor:
+    if not t.ndim or t.shape[_dim(t, batch_dim)] != B:
         return t
-    return t.narrow(_dim(t, batch_dim), b, 1)
+    # Contiguous: for one image with the strides of ``image_HWC.permute(2, 0, 1)[None]``, the batch
+    # norm of torch 2.13 has wrong gradients on a CPU if that of the output is laid out otherwise.
+    return t.narrow(_dim(t, batch_dim), b, 1).contiguous()
 
 
 def _splits(summed: dict[str, Tensor | None], total: dict[str, Tensor], rtol: float) -> bool:
@@ -171,7 +173,7 @@ def _left_as_found(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, training flags, random state and ``audited`` at the end."""
     audited = [(m, m.gnsfast.audited) for m in model.modules() if isinstance(m, DropIn)]
     try:
-        with kept(model), torch.random.fork_rng(devices=[]):
+        with kept(model), kept_chance(model):
             yield
     finally:
         for module, was in audited:  # a pass in eval mode does not audit what training runs

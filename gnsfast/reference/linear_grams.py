@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.signatures import LinearGrams
-from gnsfast.tensors import accumulate_dtype, product_dtype
+from gnsfast.tensors import accumulate_dtype, product_dtype, wide_bmm
 
 WIDE = 2
 """What a multiply-add in float64 costs, in those in float32: a CPU's vectors hold half as many
@@ -56,11 +56,10 @@ def _add_by_tokens(own_BTN: Tensor, other_BTM: Tensor, gram_NN: Tensor) -> None:
 
 def _add_by_tiles(own_BTN: Tensor, other_BTM: Tensor, gram_NN: Tensor) -> None:
     """Add Σ_b g_b g_bᵀ, with g_bᵀ made for some samples or some of its rows at a time."""
-    N, M, acc = own_BTN.shape[2], other_BTM.shape[2], gram_NN.dtype
+    N, M = own_BTN.shape[2], other_BTM.shape[2]
     elements = ELEMENTS[gram_NN.device.type]
     together, width = max(1, elements // (M * N)), max(1, elements // N)
     for own_GTN, other_GTM in zip(own_BTN.split(together), other_BTM.split(together)):
-        own_GTN = own_GTN.to(acc)
         for other_GTW in other_GTM.split(width, 2):
-            g_WN = torch.bmm(other_GTW.to(acc).mT, own_GTN).flatten(0, 1)
+            g_WN = wide_bmm(other_GTW.mT, own_GTN, gram_NN.dtype).flatten(0, 1)
             gram_NN.addmm_(g_WN.T, g_WN)

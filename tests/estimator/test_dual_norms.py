@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adam_cases import Tied
-from dual_norm_cases import expected, noise_scale, sample_grads
+from dual_norm_cases import KINDS, expected, noise_scale, sample_grads
 from noise_cases import draw, make
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -305,3 +305,42 @@ def test_compiled_model() -> None:
         results.append(run(run_model, gns, data).sign)
     assert results[0] == results[1] and results[0] is not None
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("metric", ["sign", "spectral"])
+def test_unequal_lengths(metric: str) -> None:
+    """Five samples of one to four tokens: their weights are in C, in G² and in both halves."""
+    torch.manual_seed(8)
+    model = make().double()
+    gns = gnsfast.GradientNoiseScale(model, metric=metric)
+    square, numbers = KINDS[metric]
+    lengths, half = torch.tensor([1, 4, 2, 3, 3]), torch.tensor([True, False] * 2 + [True])
+    u = lengths / lengths.sum()
+    v_less_u2 = 1 - u.square().sum()
+    moments: dict[str, Tensor] = {}
+    whole: Any = 0.0
+    for update, (x, y) in enumerate(draw(3, 5)):
+        x = x.double()
+        with gns.microbatch(5, tokens=lengths):
+            (F.cross_entropy(model(x), y, reduction="none") * u).sum().backward()
+        gns.update()
+        model.zero_grad()
+        for name, g_B in sample_grads(model, loss_of_one, (x, y), 5).items():
+            if metric == "spectral" and g_B.ndim < 3:
+                continue
+            weighed = g_B * u.view(-1, *[1] * (g_B.ndim - 1))
+            mean, p = weighed.sum(0), square(weighed).sum(0)
+            unbiased = (square(mean) - p) / v_less_u2
+            new = 5 * (p - u.square().sum() * unbiased)
+            halves = [weighed[own].sum(0) / u[own].sum() for own in (half, ~half)]
+            before = moments.get(name, torch.zeros(()))
+            moments[name] = before + 5 / (5 * sum((63 / 64) ** k for k in range(update + 1))) * (
+                new - before
+            )
+            if update == 2:
+                parts = numbers(before, moments[name], new, unbiased, mean, *halves)
+                whole = whole + torch.stack(parts)
+    gns.compute()
+    [row] = gns._ledger.ring[2:3]
+    found = row[-gns._start().dual.width :].view(-1, 6).sum(0)
+    torch.testing.assert_close(found, whole, rtol=1e-6, atol=0.0)

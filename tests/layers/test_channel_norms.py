@@ -5,7 +5,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from layers import assert_layer, error_against_loop, loop_errors_at_dtype, plain, weighted_loss
+from layers import (
+    assert_autocast,
+    assert_folded,
+    assert_half,
+    assert_layer,
+    assert_unbatched,
+    error_against_loop,
+    loop_errors_at_dtype,
+    plain,
+    weighted_loss,
+)
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -81,9 +91,15 @@ def test_no_sample(name: str) -> None:
     assert_layer(make(name), drawn(0), 0)
 
 
-def test_no_position() -> None:
-    assert_layer(make("batch", 1), torch.randn(4, C), 4)
-    assert_layer(make("groups", 1), torch.randn(4, C), 4)
+@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
+@pytest.mark.parametrize("name", ["batch", "groups"])
+def test_no_position(name: str, frozen: str) -> None:
+    layer = make(name, 1)
+    for p in (p for n, p in layer.named_parameters() if n == frozen):
+        p.requires_grad_(False)
+    assert_layer(layer, torch.randn(4, C), 4)
+    x = torch.randn(4, C)
+    assert torch.equal(in_a_block(layer, x, 4), plain(layer)(x))
 
 
 LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -192,60 +208,25 @@ def test_input_without_gradient() -> None:
 
 
 def test_unbatched_instance_norm() -> None:
-    layer, x = make("instance", 1), drawn(1, 1)
-    loop = loop_sqnorms(plain(layer), lambda m, x: m(x[0]).square().sum(), x, 1)
-    with gnsfast.per_sample_sqnorms(layer, 1) as norms:
-        layer(x[0]).square().sum().backward()
-    assert_norms(norms, loop)
-    with pytest.raises(gnsfast.SampleShapeError, match="expected 3 samples"):
-        in_a_block(layer, x[0], 3)
+    assert_unbatched(make("instance", 1), drawn(1, 1)[0])
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_rows_folded_into_samples(name: str) -> None:
-    layer, x, r = plain(make(name)), drawn(12), drawn(12)
-
-    def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, r = (t.flatten(0, 1) for t in batch)
-        return (m(x) * r).sum()
-
-    loop = loop_sqnorms(layer, loss, (x.unflatten(0, (4, 3)), r.unflatten(0, (4, 3))), 4)
-    gnsfast.convert(layer)
-    with pytest.raises(gnsfast.SampleShapeError, match="fold"):
-        in_a_block(layer, x, 4)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), 4) as norms:
-        weighted_loss(layer, (x, r)).backward()
-    assert_norms(norms, loop)
+    assert_folded(make(name), drawn(12))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NORMS)
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    layer = make(name).to(dtype)
-    batch = drawn(4).to(dtype), drawn(4).to(dtype)
-    twin = plain(layer)
-    loop = loop_sqnorms(twin, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        y = layer(batch[0])
-        (y * batch[1]).sum().backward()
-    assert torch.equal(y, twin(batch[0]))
-    assert error_against_loop(norms, loop) <= 2 * loop_errors_at_dtype(twin, batch, 4, loop)
+    assert_half(make(name).to(dtype), drawn(4).to(dtype))
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_autocast(name: str) -> None:
-    layer, x, r = make(name), drawn(4), drawn(4)
-    twin = plain(layer)
-    for dtype in (torch.float32, torch.bfloat16):
-        batch = x.to(dtype), r
-        loop = loop_sqnorms(twin, weighted_loss, batch, 4)
-        with gnsfast.per_sample_sqnorms(layer, 4) as norms, torch.autocast("cpu", torch.bfloat16):
-            y = layer(batch[0])
-            assert torch.equal(y, twin(batch[0])) and y.dtype == twin(batch[0]).dtype
-            (y * r).sum().backward()
-        assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
-        assert_norms(norms, loop, rtol=1e-5 if dtype == torch.float32 else 2e-2)
-        layer.zero_grad()
+    layer, x = make(name), drawn(4)
+    assert_autocast(layer, x, rtol=1e-5)
+    assert_autocast(layer, x.bfloat16())
 
 
 def cnn() -> nn.Module:

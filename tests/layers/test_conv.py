@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from layers import assert_layer, plain, weighted_loss
-from oracle import assert_norms, loop_sqnorms
-from torch import Tensor, nn
+from layers import assert_autocast, assert_folded, assert_layer, assert_unbatched
+from torch import nn
 
 import gnsfast
 
@@ -63,12 +62,7 @@ def test_vit_patches() -> None:
 
 
 def test_unbatched() -> None:
-    layer, x = gnsfast.Conv1d(4, 6, 3), torch.randn(4, 11)
-    with gnsfast.per_sample_sqnorms(layer, 1) as norms:
-        y = layer(x)
-        y.sum().backward()
-    assert torch.equal(y, plain(layer)(x))
-    assert_norms(norms, loop_sqnorms(plain(layer), lambda m, b: m(x.double()).sum(), x[None], 1))
+    assert_unbatched(gnsfast.Conv1d(4, 6, 3), torch.randn(4, 11))
 
 
 def test_channels_last_of_three_dimensions() -> None:
@@ -90,31 +84,8 @@ def test_frozen(frozen: str) -> None:
 
 def test_frames_folded_into_samples() -> None:
     """Video: twelve images are four samples of three frames."""
-    layer, x, r = nn.Conv2d(3, 4, 3), torch.randn(12, 3, 8, 8), torch.randn(12, 4, 6, 6)
-
-    def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, r = (t.flatten(0, 1) for t in batch)
-        return (m(x) * r).sum()
-
-    loop = loop_sqnorms(layer, loss, (x.unflatten(0, (4, 3)), r.unflatten(0, (4, 3))), 4)
-    gnsfast.convert(layer)
-    with pytest.raises(gnsfast.SampleShapeError, match="fold"):
-        with gnsfast.per_sample_sqnorms(layer, 4):
-            layer(x)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), 4) as norms:
-        weighted_loss(layer, (x, r)).backward()
-    assert_norms(norms, loop)
+    assert_folded(nn.Conv2d(3, 4, 3), torch.randn(12, 3, 8, 8))
 
 
 def test_autocast() -> None:
-    layer, x, r = gnsfast.Conv2d(3, 4, 3), torch.randn(4, 3, 8, 8), torch.randn(4, 4, 6, 6)
-    twin = plain(layer)
-    with torch.autocast("cpu", torch.bfloat16):
-        want = twin(x)
-    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-        assert torch.equal(y, want)
-        (y * r).sum().backward()
-    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
-    assert_norms(norms, loop_sqnorms(twin, weighted_loss, (x, r), 4), rtol=2e-2)
+    assert_autocast(gnsfast.Conv2d(3, 4, 3), torch.randn(4, 3, 8, 8))

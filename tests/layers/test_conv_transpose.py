@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from layers import assert_layer, error_against_loop, loop_errors_at_dtype, plain, weighted_loss
+from layers import (
+    assert_autocast,
+    assert_folded,
+    assert_half,
+    assert_layer,
+    assert_unbatched,
+    plain,
+    weighted_loss,
+)
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -96,50 +104,19 @@ def test_channels_last() -> None:
 
 
 def test_unbatched() -> None:
-    layer, x = gnsfast.ConvTranspose1d(4, 6, 3, stride=2), drawn(1, 1)
-    loop = loop_sqnorms(plain(layer), lambda m, x: m(x[0]).square().sum(), x, 1)
-    with gnsfast.per_sample_sqnorms(layer, 1) as norms:
-        layer(x[0]).square().sum().backward()
-    assert_norms(norms, loop)
-    with pytest.raises(gnsfast.SampleShapeError, match="expected 3 samples"):
-        in_a_block(layer, x[0], 3)
+    assert_unbatched(gnsfast.ConvTranspose1d(4, 6, 3, stride=2), drawn(1, 1)[0])
 
 
 def test_rows_folded_into_samples() -> None:
-    layer, x = nn.ConvTranspose2d(4, 6, 3), drawn(12)
-    r = torch.randn_like(layer(x))
-
-    def loss(m: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, r = (t.flatten(0, 1) for t in batch)
-        return (m(x) * r).sum()
-
-    loop = loop_sqnorms(layer, loss, (x.unflatten(0, (4, 3)), r.unflatten(0, (4, 3))), 4)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), 4) as norms:
-        weighted_loss(layer, (x, r)).backward()
-    assert_norms(norms, loop)
+    assert_folded(nn.ConvTranspose2d(4, 6, 3), drawn(12))
 
 
 def test_half_precision() -> None:
-    layer = gnsfast.ConvTranspose2d(4, 6, 3, stride=2).bfloat16()
-    twin, x = plain(layer), drawn(4).bfloat16()
-    batch = x, torch.randn_like(twin(x))
-    loop = loop_sqnorms(twin, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        weighted_loss(layer, batch).backward()
-    assert error_against_loop(norms, loop) <= 2 * loop_errors_at_dtype(twin, batch, 4, loop)
+    assert_half(gnsfast.ConvTranspose2d(4, 6, 3, stride=2).bfloat16(), drawn(4).bfloat16())
 
 
 def test_autocast() -> None:
-    layer, x = gnsfast.ConvTranspose2d(4, 6, 3, stride=2), drawn(4)
-    twin = plain(layer)
-    batch = x, torch.randn_like(twin(x))
-    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        with torch.autocast("cpu", torch.bfloat16):
-            y = layer(x)
-            assert torch.equal(y, twin(x)) and y.dtype == torch.bfloat16
-        (y * batch[1]).sum().backward()
-    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
-    assert_norms(norms, loop_sqnorms(twin, weighted_loss, batch, 4), rtol=2e-2)
+    assert_autocast(gnsfast.ConvTranspose2d(4, 6, 3, stride=2), drawn(4))
 
 
 def test_compiled() -> None:

@@ -90,6 +90,22 @@ def test_output_that_the_loss_does_not_use() -> None:
     check(model, torch.randn(B, D), lambda m, x: m(x)[1].square().sum())
 
 
+def test_output_that_only_an_earlier_pass_used() -> None:
+    """A gradient that lies in ``.grad`` since then did not arrive in this pass."""
+    model = gnsfast.convert(nn.Sequential(nn.Linear(D, D), Scaled()))
+    for outputs in (slice(0, 2), slice(1, 2), slice(0, 2)):
+        x, loss = torch.randn(B, D), lambda m, x, used=outputs: sum(map(_squares, m(x)[used]))
+        with gnsfast.per_sample_sqnorms(model, B) as norms:
+            loss(model, x).backward()
+        loop = loop_sqnorms(model, loss, x, B)
+        assert_norms(norms, {n: loop[n] for n in norms})
+        assert (norms["1.scale"] == 0).all() == (outputs.start == 1)
+
+
+def _squares(t: Tensor) -> Tensor:
+    return t.square().sum()
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm(D), nn.RMSNorm(D)])
 def test_sequence_first_norm_of_heads(norm: nn.Module) -> None:
     """[T, B, heads, D]: the input gradient comes back in its own order."""

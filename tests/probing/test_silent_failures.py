@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import gnsfast
@@ -293,21 +292,6 @@ def test_audit_is_on_in_ordinary_situations(before: str) -> None:
         assert gnsfast.verify(model, loss, x, loss_reduction="sum").ok
     with pytest.raises(ObservationError, match=r"first\.weight.*outside of its module"):
         run(model, x)
-
-
-@pytest.mark.parametrize("wrap", ["prune", "spectral_norm", "weight_norm"])
-def test_weight_computed_before_forward(wrap: str) -> None:
-    model = Model()
-    if wrap == "prune":
-        prune.l1_unstructured(model.first, "weight", 0.3)
-    elif wrap == "spectral_norm":
-        nn.utils.spectral_norm(model.first)
-    else:
-        nn.utils.parametrizations.weight_norm(model.first)
-    gnsfast.convert(model)
-    rows = {r.parameter: r for r in gnsfast.coverage(model).rows}
-    assert all("computed from other" in r.reason for n, r in rows.items() if "first" in n)
-    run(model, torch.randn(4, 5))
 
 
 class Tables(nn.Module):

@@ -136,3 +136,11 @@ def test_wrong_arguments() -> None:
         gnsfast.verify(model, lambda m, x: m(x), [1])
     with pytest.raises(ValueError, match="'mean' or 'sum'"):
         gnsfast.verify(model, lambda m, x: m(x).sum(), torch.randn(4, 5), loss_reduction="tokens")
+
+
+def test_one_image_with_its_channels_last() -> None:
+    """Plain torch is wrong here, so the loop has to take a contiguous copy."""
+    model, image_HWC = gnsfast.convert(nn.BatchNorm2d(3).eval()), torch.randn(6, 5, 3)
+    x, r = image_HWC.permute(2, 0, 1)[None], torch.randn(1, 3, 6, 5)
+    loss = lambda m, b: (m(b[0]) * b[1]).sum()  # noqa: E731
+    assert gnsfast.verify(model, loss, (x, r)).ok

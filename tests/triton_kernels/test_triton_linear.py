@@ -314,7 +314,8 @@ def test_unaligned_rows_are_copied_where_that_is_cheaper(
 
 
 def test_torch_can_write_a_product_in_float32() -> None:
-    """``outer.dense_wgrad`` asks for it on a GPU alone."""
+    """``outer.dense_wgrad`` and ``wide_bmm`` ask for it on a GPU alone."""
     x, dy = (torch.empty(6, n, dtype=torch.bfloat16, device="meta") for n in (4, 5))
     dw = torch.empty(5, 4, device="meta")
     assert torch.mm(dy.T, x, out_dtype=torch.float32, out=dw) is dw
+    assert torch.bmm(dy.T[None], x[None], out_dtype=torch.float32).dtype == torch.float32

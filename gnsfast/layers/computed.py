@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that a module computes from other parameters: torch's parametrizations, which do it in
+the forward pass, and its older hooks (pruning, weight norm, spectral norm), which do it before.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+OF_CLASS = {"__dict__", "__weakref__"}
+"""What Python itself puts into the namespace of a class."""
+
+
+def weight_hooks(module: nn.Module) -> list[tuple[str, Any]]:
+    """The tensors that torch's older hooks put into a module before each call, with the hooks."""
+    found: list[tuple[str, Any]] = []
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, (WeightNorm, SpectralNorm)):
+            found.append((hook.name, hook))
+        elif isinstance(hook, BasePruningMethod):
+            found.append((hook._tensor_name, hook))
+    return found
+
+
+def is_parametrized_class(cls: type) -> bool:
+    """Whether torch made this class of a module when it was parametrized."""
+    own = vars(cls).get("__getstate__")
+    return getattr(own, "__module__", "") == parametrize.__name__
+
+
+def moves_in_a_call(module: nn.Module) -> bool:
+    """Whether a spectral norm moves several times in each call: torch's recurrent layers and
+    attention look at their weights as often as they have to compare them with something.
+    """
+    looks = isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
+    parts = module.modules() if looks else ()
+    return any(isinstance(part, parametrizations._SpectralNorm) for part in parts)
+
+
+def rebased(cls: type, base: type) -> type:
+    """A parametrized class over another class: ``remove_parametrizations`` finds it as its base."""
+    return type(cls.__name__, (base,), {n: v for n, v in vars(cls).items() if n not in OF_CLASS})
