@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gnsfast.noise_scale import DualNormEstimate, dual_norms
+from gnsfast.noise_scale import DualNormEstimate, dual_norms, statistics
 
 N, WINDOW, SEEDS = 16, 64, 200
 F64 = torch.float64
@@ -143,3 +143,21 @@ def test_zero_variance_and_zero_gradient() -> None:
     rank_one[1, 1] = 4.0
     parts = dual_norms.Parts(small, rank_one, rank_one, small, zero, zero, zero)
     assert dual_norms.spectral_numbers(parts).tolist() == [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_ends_of_the_interval() -> None:
+    """Each end is the 95 % limit of its bound; bounds that contradict each other say nothing."""
+    noise = torch.tensor([9.0, 10.0, 11.0, 10.0] * 8, dtype=F64)
+    numbers = torch.ones(32, 1, dual_norms.NUMBERS, dtype=F64) * 5.0
+    numbers[:, 0, 0] = noise
+    numbers[:, 0, 4:] = torch.tensor([2.0, 8.0])  # ‖G‖² ≤ 16, below 5²
+    weights = torch.ones(32, dtype=F64)
+    [found] = dual_norms.dual_estimates(numbers, weights)
+    error = statistics.student_quantile(0.95, 31) * noise.std() / math.sqrt(32)
+    assert found.upper == pytest.approx(((10 + error) / 5).item() ** 2)
+    assert found.lower == pytest.approx((100 - 20 * error).item() / 16)
+    assert found.noise_scale == pytest.approx(100 / 16)
+    assert (found.grad_norm_lower, found.grad_norm_upper) == (5.0, 4.0)
+    numbers[:, 0, 5] = -8.0
+    [found] = dual_norms.dual_estimates(numbers, weights)
+    assert found.noise_scale == found.upper == math.inf and found.lower > 0
