@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from one_layer import Bags, Conv, D, Form, Gains, Scale, T, V
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -25,7 +26,7 @@ from gnsfast.combinations import COMPILED, DOCUMENTS, GROUPS, METRIC, TENSOR_PAR
 from gnsfast.functional import Calls, Plan, document_slots
 from gnsfast.probing import ProbeSlab, Sides
 
-B, T, D, V = 3, 4, 8, 7
+B = 3
 REPEATED = table.REPEATED
 STARTS = torch.tensor([0, 3, 8, 12])  # three documents in the three rows of four tokens
 MEMBERS = (torch.tensor([2, 0]), torch.tensor([1]))
@@ -81,44 +82,6 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale).sin()
-
-
-class Form(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.form = nn.Bilinear(D, D, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.form(x, x.sin())
-
-
-class Bags(nn.Module):
-    """One bag a sample, of which each token sees the sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags = nn.EmbeddingBag(V, D, mode="sum")
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.bags(ids)[:, None].expand(-1, T, -1)
-
-
-class Conv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(D, 5, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.mT).mT
-
-
 class Twice(nn.Module):
     """A model that is called twice."""
 
@@ -161,6 +124,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "experts": (lambda: block("experts"), lambda: floats(experts.H)),
     "router": (lambda: block("router"), lambda: floats(experts.H)),
     "replay": (lambda: nn.Sequential(Scale()), floats),
+    "copies": (Gains, floats),
 }
 TIED_MODELS = {
     "linear": (Tied, ids),
@@ -216,9 +180,15 @@ def single_grads(case: Case, documents: bool) -> dict[str, Tensor]:
     return {n: torch.stack(each) for n, each in zip(named, zip(*grads))}
 
 
+def converted(case: Case, **options: Any) -> nn.Module:
+    """The model by its routes; only an example shows how a model uses its own parameters."""
+    alone = any(isinstance(m, Gains) for m in case.model.modules())
+    return gnsfast.convert(case.model, example=case.x if alone else None, **options)
+
+
 def measured(case: Case, features: tuple[str, ...], part: str = "*") -> ProbeSlab:
     """The slab after one pass with these features; whatever the table refuses raises."""
-    model = gnsfast.convert(case.model, repeated=[part] if REPEATED in features else None)
+    model = converted(case, repeated=[part] if REPEATED in features else None)
     first = ProbeSlab(model, B)
     takes = {f: first.taking(f) if f in features else frozenset() for f in (METRIC, GROUPS)}
     groups = MEMBERS if GROUPS in features else ()
@@ -287,7 +257,7 @@ def test_pairs(route: str, features: tuple[str, ...]) -> None:
         assert_right(measured(case, features), case, features)
         return
     side = next((f for f in (METRIC, GROUPS) if f in features), None)
-    slab = ProbeSlab(gnsfast.convert(case.model), B)
+    slab = ProbeSlab(converted(case), B)
     if side is not None and not slab.taking(side):  # the estimator goes without, and names them
         assert slab.left_out(frozenset()) == tuple(slab.rows)
         return

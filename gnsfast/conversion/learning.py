@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from gnsfast.combinations import REPEATED, reason
-from gnsfast.conversion.evidence import Evidence, SamplesMeet
+from gnsfast.conversion.evidence import Evidence, SamplesMeet, Steps
 from gnsfast.conversion.looks import Prints
 from gnsfast.conversion.prints import SHARED, Lost, Rows
-from gnsfast.conversion.routes import KERNELS, replayed
+from gnsfast.conversion.routes import KERNELS, may_copy, replayed
 from gnsfast.layers import (
     DropIn,
     Embedding,
@@ -25,7 +25,8 @@ from gnsfast.layers import (
 class Learned(NamedTuple):
     """By module: its layout, the reason why it has no norms, a note. ``replay`` are modules to
     replay with all their submodules, ``repeated`` those whose calls are joined. ``shared``: the
-    places of the arguments of replayed modules that all samples share.
+    places of the arguments of replayed modules that all samples share. ``copies``: how modules use
+    copies of their parameters, ``uncopied`` which have none and why.
     """
 
     layouts: dict[str, SampleLayout] = {}
@@ -34,6 +35,8 @@ class Learned(NamedTuple):
     replay: frozenset[str] = frozenset()
     repeated: frozenset[str] = frozenset()
     shared: dict[str, frozenset[int]] = {}
+    copies: dict[str, Steps] = {}
+    uncopied: dict[str, dict[str, str]] = {}
 
 
 def learn(
@@ -97,6 +100,9 @@ class _Learner:
         self.repeated: set[str] = set()
         self.tables: set[str] = set()  # what all samples share, and is made for each of them
         self.lost: dict[str, tuple[str, str]] = {}  # module -> reason, innermost place of a replay
+        self.claims_of = claims_of
+        self.copies: dict[str, Steps] = {}
+        self.uncopied: dict[str, dict[str, str]] = {}
 
     def _owners(self) -> dict[int, set[str]]:
         owners: dict[int, set[str]] = {}
@@ -117,8 +123,10 @@ class _Learner:
 
     def learned(self) -> Learned:
         self.evidence.refuse_mixing()
+        self._copy()
         for path, cls in self.routes.items():
-            self._learn(path, cls)
+            if path not in self.copies or self.uncopied[path]:
+                self._learn(path, cls)
         if self.tables and not self.evidence.takes_tables(self.tables):
             for path in self.tables:
                 self.layouts.pop(path, None)
@@ -126,6 +134,21 @@ class _Learner:
                 self.lost[path] = why, self._around(path)
             self.tables.clear()
         return self._replays()
+
+    def _copy(self) -> None:
+        """Find the modules without a kernel of whose parameters each sample can have copies."""
+        wanted = {}
+        for path, parameters in self.parameters.items():
+            cls, claims = self.routes.get(path, Replayed), self.claims_of[path]
+            plain = issubclass(cls, Replayed) and may_copy(self.named[path], claims)
+            used = any(self.evidence.users(p) for p in parameters)
+            if plain and not used and path not in self.asked and self.batch_dim == 0:
+                trained = [n for n, p in zip(claims, parameters) if p.requires_grad]
+                if trained and all(self.evidence.counts(path)):
+                    wanted[path] = trained
+        if wanted:
+            self.copies, self.uncopied = self.evidence.copied(wanted)
+            self.notes |= dict.fromkeys(self.copies, "each sample has copies of it")
 
     def _learn(self, path: str, cls: type[DropIn]) -> None:
         """Find a module's layout, or why it has none."""
@@ -279,7 +302,13 @@ class _Learner:
             place: frozenset(i for i, r in enumerate(self.evidence.inputs(place)) if r == SHARED)
             for place in worth - failed.keys()
         }
-        return Learned(self.layouts, reasons, self.notes, whole, frozenset(self.repeated), shared)
+        for path in self.copies.keys() & self.lost.keys() - reasons.keys():  # it is replayed
+            del self.copies[path]
+        for path in self.copies.keys() & reasons.keys():
+            self.uncopied[path] = dict.fromkeys(self.uncopied[path], reasons.pop(path))
+        repeated = frozenset(self.repeated)
+        found = self.layouts, reasons, self.notes, whole, repeated, shared
+        return Learned(*found, self.copies, self.uncopied)
 
     def _is_worth(self, place: str, paths: list[str]) -> bool:
         """Whether to replay a module for the norms of ``paths``."""

@@ -116,7 +116,7 @@ def rows_of(prints: Sequence[Print | None], samples: Samples) -> Rows | Lost:
     found = [
         rows
         for rows in shapes
-        if all(each.like(_taken(whole.values, rows, own)) for each, own in zip(others, samples[1:]))
+        if all(each.like(taken(whole.values, rows, own)) for each, own in zip(others, samples[1:]))
     ]
     if shapes and not (found or all(_among(p, whole, shapes[0].dim) for p in (part, other))):
         return Lost("what it gets of one sample depends on the others", mixed=True)
@@ -158,7 +158,7 @@ def _candidates(whole: Print, part: Print, samples: Samples) -> Iterator[Rows]:
                 yield Rows(dim, size // B, interleaved=True)
 
 
-def _taken(values: Tensor, rows: Rows, samples: list[int]) -> Tensor:
+def taken(values: Tensor, rows: Rows, samples: list[int]) -> Tensor:
     """The rows of ``samples``, laid out as ``rows``."""
     dim, each, interleaved = rows
     inner, axis = ((each, -1), dim + 1) if interleaved else ((-1, each), dim)

@@ -151,6 +151,15 @@ def _computed(module: nn.Module) -> bool:
     return computed or parametrize.is_parametrized(module)
 
 
+def may_copy(module: nn.Module, claims: tuple[str, ...]) -> bool:
+    """Whether a module might use copies of the parameters that it ``claims``, one a sample."""
+    own = own_parameters(module)
+    odd = isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)) or _computed(module)
+    lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
+    real = all(p.is_floating_point() for p in own.values())
+    return bool(claims) and own.keys() >= {*claims} and real and not (odd or lazy)
+
+
 def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) -> Route:
     if base is nn.MultiheadAttention:
         route = _attention_route(module)

@@ -24,6 +24,7 @@ from gnsfast.layers.conv import (
     ConvTranspose2d,
     ConvTranspose3d,
 )
+from gnsfast.layers.copied import Copied, in_place
 from gnsfast.layers.drop_in import (
     Converted,
     DropIn,
@@ -64,6 +65,7 @@ __all__ = [
     "ConvTranspose2d",
     "ConvTranspose3d",
     "Converted",
+    "Copied",
     "DropIn",
     "Embedding",
     "EmbeddingBag",
@@ -92,6 +94,7 @@ __all__ = [
     "batch_statistics_error",
     "combine",
     "experts_reason",
+    "in_place",
     "is_around",
     "is_plain",
     "owns_router",

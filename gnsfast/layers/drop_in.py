@@ -37,7 +37,8 @@ class Converted(NamedTuple):
     joined. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
     were compared with what arrived at the parameters. ``half``: it was replayed under autocast, in
     which torch rounds its gradients to half precision. ``note``: what an example has shown.
-    ``shared``: the places of the arguments that all samples of a replayed module share.
+    ``shared``: the places of the arguments that all samples of a replayed module share. ``steps``:
+    how the module uses the copies of its parameters (``functional.Use``).
     """
 
     route: str = ""
@@ -51,6 +52,7 @@ class Converted(NamedTuple):
     half: bool = False
     note: str = ""
     shared: frozenset[int] = frozenset()
+    steps: tuple[tuple[Any, str], ...] = ()
 
     @property
     def decided(self) -> tuple[Any, ...]:

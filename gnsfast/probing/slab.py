@@ -303,7 +303,8 @@ class ProbeSlab:
                 constants = self.constants[device][first : first + count]
             own_groups = groups[device] if path in self.sides.groups else ()
             measures = self._measures[path] = 1 + bool(v)
-            name, probe = path or type(module).__name__, self._probe(path, measures)
+            # The model itself has no name; one of its parameters' says what to leave out.
+            name, probe = path or module.gnsfast.claims[0], self._probe(path, measures)
             plan = Plan(0, False, None, 0, own_groups, v, constants, name)
             openings[path] = Opened(probe, name, self.num_samples, plan, placed[device])
         return openings
