@@ -193,7 +193,8 @@ class _Learner:
         """Whether a module is in a list of which others are called: an expert without a token."""
         while path:
             above = _parent(path)
-            if isinstance(self.named[above], (nn.ModuleList, nn.ModuleDict)):
+            listed = isinstance(self.named[above], (nn.ModuleList, nn.ModuleDict))
+            if listed and not any(self.evidence.counts(path)):
                 names = (f"{above}.{name}" for name in self.named[above]._modules)
                 if any(any(self.evidence.counts(name)) for name in names):
                     return True

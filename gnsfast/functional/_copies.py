@@ -155,12 +155,16 @@ def _followed(
         aligned = [_aligned(t, ndim) for t in copies]
         if each > 1:
             aligned = [t.repeat_interleave(each, 0) for t in aligned]
-        for one, t in zip(copies, aligned):
-            if torch.result_type(leaves[wide[0]], one[0]) != torch.result_type(leaves[wide[0]], t):
-                raise Unfollowed("its number has another dtype than the samples")
         if places[0] == 0 and name.strip("_") != name and name.startswith("__i"):
             raise Unfollowed(f"{name} writes to it")
-        return call(*aligned)
+        like = leaves[wide[0]]
+        if all(t.ndim > 1 or t.dtype == like.dtype for t in copies):
+            return call(*aligned)
+        # A number has no say in the dtype, and torch may multiply by it unrounded.
+        y = call(*(one[0].detach() for one in copies))
+        for i in wide:
+            leaves[i] = leaves[i].detach()
+        return _WithGradientOf.apply(y, call(*(t.to(y.dtype) for t in aligned)))
     if name.startswith("__i") and name != "__iter__" or name in ("__setitem__", "add_", "mul_"):
         raise Unfollowed(f"{name} writes to it")
     use.note(step, ONE)
@@ -227,6 +231,21 @@ def copies_of(
     use = Use(plan.samples(probe), known)
     made = _Copy.apply(probe, plan, *parameters.values())
     return {n: Copies.of(t, use, frozenset((n,))) for n, t in zip(parameters, made)}
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """``y``, whose gradient also goes to ``z``, the same but for rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, z: Tensor) -> Tensor:
+        # Autograd forbids in-place operations on a view that a custom Function returns.
+        out: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return dy, dy
 
 
 class _Copy(torch.autograd.Function):

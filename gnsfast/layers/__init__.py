@@ -37,15 +37,18 @@ from gnsfast.layers.drop_in import (
 from gnsfast.layers.embedding import Embedding
 from gnsfast.layers.embedding_bag import EmbeddingBag
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
-from gnsfast.layers.linear import Linear, OutProjection, TransposedLinear
+from gnsfast.layers.linear import CastLinear, Linear, OutProjection, TransposedLinear
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
 from gnsfast.layers.norms import (
+    ChannelsFirstLayerNorm,
     GemmaRMSNorm,
     LayerNorm,
     LlamaRMSNorm,
     OlmoRMSNorm,
+    OwnLayerNorm,
     RMSNorm,
     T5RMSNorm,
+    eps_of,
 )
 from gnsfast.layers.replay import Replayed, is_plain, replay_dim
 from gnsfast.layers.router import Router, owns_router
@@ -58,6 +61,8 @@ __all__ = [
     "BatchNorm2d",
     "BatchNorm3d",
     "Bilinear",
+    "CastLinear",
+    "ChannelsFirstLayerNorm",
     "Conv1d",
     "Conv2d",
     "Conv3d",
@@ -82,6 +87,7 @@ __all__ = [
     "OlmoRMSNorm",
     "Opened",
     "OutProjection",
+    "OwnLayerNorm",
     "RMSNorm",
     "Replayed",
     "Router",
@@ -93,6 +99,7 @@ __all__ = [
     "TransposedLinear",
     "batch_statistics_error",
     "combine",
+    "eps_of",
     "experts_reason",
     "in_place",
     "is_around",

@@ -83,7 +83,7 @@ COMPUTED = (
 EXPECTED = {
     ("text", "opt", "OPTForCausalLM"): ("refused", ROWS, "right", "^$"),
     ("text", "gptj", "GPTJForCausalLM"): ("right", "^$", "right", "^$"),
-    ("text", "falcon", "FalconForCausalLM"): (*("right, with replay", "^$") * 2,),
+    ("text", "falcon", "FalconForCausalLM"): ("right", "^$", "right", "^$"),
     ("text", "bloom", "BloomForCausalLM"): ("right", "^$", "right", "^$"),
     ("text", "mpt", "MptForCausalLM"): ("right", "^$", "right", "^$"),
     ("text", "modernbert", "ModernBertForMaskedLM"): ("right", "^$", "right", "^$"),
