@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``convert``: the modules of a model become, in place, modules of gnsfast."""
 
+import warnings
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -148,7 +149,34 @@ def convert(
         elif isinstance(module, DropIn):
             module.know(claims=())
     link_ties(named, claims_of)
+    _warn_of_replays(named, asked.replay, learned.cost)
     return model
+
+
+def _warn_of_replays(
+    named: dict[str, nn.Module], asked: Collection[str], cost: float | None
+) -> None:
+    """Warn once that modules are replayed which nobody has asked for, and what that costs."""
+    slow = [
+        name
+        for name, m in named.items()
+        if isinstance(m, Replayed) and name not in asked
+        if m.probed_parameters().keys() - m.gnsfast.uncovered
+    ]
+    if not slow:
+        return
+    adds = (
+        "which runs them once more for each sample; convert(model, example=batch) looks for faster "
+        "routes, and measures what a replay costs"
+        if cost is None
+        else f"which adds about {cost:.0%} of a forward and backward pass"
+    )
+    few = ", ".join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in slow[:3])
+    warnings.warn(
+        f"{len(slow)} modules have no kernel and are replayed, {adds}: {few}"
+        f"{', ...' if len(slow) > 3 else ''}. gnsfast.coverage(model) names all",
+        stacklevel=3,
+    )
 
 
 class _Asked(NamedTuple):

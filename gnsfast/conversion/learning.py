@@ -26,7 +26,8 @@ class Learned(NamedTuple):
     """By module: its layout, the reason why it has no norms, a note. ``replay`` are modules to
     replay with all their submodules, ``repeated`` those whose calls are joined. ``shared``: the
     places of the arguments of replayed modules that all samples share. ``copies``: how modules use
-    copies of their parameters, ``uncopied`` which have none and why.
+    copies of their parameters, ``uncopied`` which have none and why. ``cost``: what all replays add
+    to a forward and backward pass, as a fraction of it; None if it was not measured.
     """
 
     layouts: dict[str, SampleLayout] = {}
@@ -37,6 +38,7 @@ class Learned(NamedTuple):
     shared: dict[str, frozenset[int]] = {}
     copies: dict[str, Steps] = {}
     uncopied: dict[str, dict[str, str]] = {}
+    cost: float | None = None
 
 
 def learn(
@@ -309,7 +311,8 @@ class _Learner:
             self.uncopied[path] = dict.fromkeys(self.uncopied[path], reasons.pop(path))
         repeated = frozenset(self.repeated)
         found = self.layouts, reasons, self.notes, whole, repeated, shared
-        return Learned(*found, self.copies, self.uncopied)
+        whole_cost = sum(map(self.evidence.cost, worth - failed.keys()))
+        return Learned(*found, self.copies, self.uncopied, whole_cost)
 
     def _is_worth(self, place: str, paths: list[str]) -> bool:
         """Whether to replay a module for the norms of ``paths``."""

@@ -3,6 +3,7 @@
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -195,3 +196,21 @@ def test_the_look_changes_nothing() -> None:
     state = torch.get_rng_state()
     gnsfast.convert(layer)
     assert layer.calls == 0 and torch.equal(torch.get_rng_state(), state)
+
+
+def test_one_warning_says_how_much_is_replayed() -> None:
+    model, x = nn.Sequential(*(Scaled(D, D) for _ in range(4))), torch.randn(B, T, D)
+    with pytest.warns(match=r"^4 modules .* example=batch.*: 0 \(Scaled\), 1 .*, \.\.\.") as said:
+        gnsfast.convert(model)
+    assert len(said) == 1 and "test_recognition" in said[0].filename
+    with pytest.warns(match=r"^4 modules .* adds about \d+% of a forward") as said:
+        gnsfast.convert(model, example=x)
+    assert len(said) == 1
+
+
+def test_no_warning_without_a_replay_or_for_one_that_is_asked_for() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gnsfast.convert(nn.Sequential(CastedLinear(D, D)))
+        gnsfast.convert(nn.Sequential(Scaled(D, D)), replay=["0"])
+        gnsfast.convert(nn.Sequential(Scaled(D, D)), exclude=["0"])
