@@ -166,14 +166,15 @@ def _warn_of_replays(
     if not slow:
         return
     adds = (
-        "which runs them once more for each sample; convert(model, example=batch) looks for faster "
-        "routes, and measures what a replay costs"
+        "which is slow; convert(model, example=batch) looks for faster routes, and says what a "
+        "replay adds"
         if cost is None
         else f"which adds about {cost:.0%} of a forward and backward pass"
     )
     few = ", ".join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in slow[:3])
     warnings.warn(
-        f"{len(slow)} modules have no kernel and are replayed, {adds}: {few}"
+        f"{len(slow)} {'modules have' if len(slow) > 1 else 'module has'} no kernel, so backward "
+        f"runs the forward again for each sample, {adds}: {few}"
         f"{', ...' if len(slow) > 3 else ''}. gnsfast.coverage(model) names all",
         stacklevel=3,
     )
