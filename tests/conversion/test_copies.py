@@ -123,6 +123,32 @@ def test_windows_are_folded() -> None:
     assert_norms_of_the_covered(other, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_beside_half_precision(dtype: torch.dtype) -> None:
+    """torch gives the samples' dtype, and multiplies by the unrounded number."""
+
+    class Number(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(1.003))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gain * x + (1 - self.gain) * x.exp()
+
+    model, x = Number(), torch.randn(B, T, D).to(dtype).requires_grad_()
+    want = model(x)
+    (dx,) = torch.autograd.grad(want.float().square().sum(), x)
+    gnsfast.convert(model, example=x.detach())
+    assert said(model, "gain").route == "copies"
+    with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
+        y = model(x)
+        y.float().square().sum().backward()
+    assert y.dtype == dtype and torch.equal(y, want)
+    torch.testing.assert_close(x.grad, dx, rtol=2e-2, atol=2e-2)
+    loop = loop_sqnorms(model, lambda m, x: m(x).square().sum(), x.detach(), B)
+    torch.testing.assert_close(norms["gain"].double(), loop["gain"], rtol=3e-2, atol=0.0)
+
+
 def test_calls_share_their_copies() -> None:
     """Autograd adds up the calls before the norm is taken."""
 
