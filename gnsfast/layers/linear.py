@@ -84,6 +84,8 @@ class CastLinear(Linear):
             return super().forward(input)
         w, b = (t if t is None else t.to(input.dtype) for t in (self.weight, self.bias))
         assert w is not None
+        if w.dtype.itemsize < self.weight.dtype.itemsize and not self.gnsfast.half:
+            self.know(half=True)
         plan = self._plan_for(input, features=1)
         return functional.linear(input, w, b, opened.probe, plan, self._links(opened))
 

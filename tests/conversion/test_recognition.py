@@ -101,7 +101,7 @@ def test_recognised_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """An open layer gives what it gives closed, dtype included, or raises as it does closed."""
     make, _, inputs = CASES[name]
     layer, x = gnsfast.convert(make()), inputs().to(dtype)
-    for each in (layer, layer.to(dtype)):
+    for each in (layer, copy.deepcopy(layer).to(dtype)):
         try:
             want = each(x)
         except RuntimeError:
@@ -141,9 +141,15 @@ class Detached(nn.Linear):
         return F.linear(x, 0.5 * w + (w - 0.5 * w).detach(), self.bias)
 
 
-class InTraining(nn.Linear):
+class InMode(nn.Linear):
+    """A linear layer in one of its modes."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(D, 3)
+        self.other = not training
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x if self.training else 2 * x, self.weight, self.bias)
+        return F.linear(2 * x if self.training == self.other else x, self.weight, self.bias)
 
 
 class Cut(BiasNorm):
@@ -164,7 +170,8 @@ class Padded(nn.Embedding):
         lambda: Scaled(D, 3),
         lambda: Clamped(D, 3),
         lambda: Detached(D, 3),
-        lambda: InTraining(D, 3),
+        lambda: InMode(True),
+        lambda: InMode(False),
         lambda: Cut(D, True),
         lambda: MatrixLinear(D, 3),
         lambda: Padded(7, D, padding_idx=0),
