@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
@@ -105,6 +106,10 @@ class Copies(Tensor):
                 if not isinstance(found, Tensor):
                     return found
             try:
+                if func in BY_ROWS:
+                    use.used |= names
+                    args, kwargs = pytree.tree_unflatten(leaves, spec)
+                    return BY_ROWS[func](use, *args, **kwargs)
                 return _followed(use, names, func.__name__, call, copies, leaves, places)
             except Exception as error:
                 why = _reason(error, func.__name__)
@@ -149,6 +154,8 @@ def _followed(
             return _expanded(copies[0], sizes)
         return _aligned(copies[0], len(sizes)).repeat(1, *sizes[1:])
     if wide:
+        if name not in ELEMENTWISE:
+            raise Unfollowed(f"{name} is no operator of single elements")
         each = _rows_a_sample(use, name, [leaves[i] for i in wide])
         use.note(step, ALL if each == 1 else f"{each} rows of each sample")
         ndim = leaves[wide[0]].ndim
@@ -186,8 +193,6 @@ def _each(name: str, call: Callable[..., Any], copies: list[Tensor], leaves: lis
 
 def _rows_a_sample(use: Use, name: str, others: Sequence[Tensor]) -> int:
     """How many rows along dimension 0 each sample has in the tensors that the copies meet."""
-    if name not in ELEMENTWISE:
-        raise Unfollowed(f"{name} is no operator of single elements")
     if len({t.shape[:1] for t in others} | {t.ndim for t in others}) > 2:
         raise Unfollowed(f"{name} takes tensors of several shapes")
     rows = others[0].shape[0] if others[0].ndim else 0
@@ -212,6 +217,57 @@ def _aligned(copies: Tensor, ndim: int) -> Tensor:
 
 def _expanded(copies: Tensor, sizes: Sequence[int]) -> Tensor:
     return _aligned(copies, len(sizes)).expand(*sizes)
+
+
+def _batch_norm(
+    use: Use,
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``F.batch_norm`` by running statistics, with the samples' rows as channels of one row."""
+    if training or mean is None or var is None:
+        raise Unfollowed("the statistics of the batch tie its samples together")
+    row, (w, b) = _one_row(use, "batch_norm", x), _of_rows(use, weight, bias)
+    mean, var = mean.repeat(len(x)), var.repeat(len(x))
+    return F.batch_norm(row, mean, var, w, b, False, momentum, eps).view(x.shape)
+
+
+def _group_norm(
+    use: Use,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """``F.group_norm``, in the same way."""
+    row, (w, b) = _one_row(use, "group_norm", x), _of_rows(use, weight, bias)
+    return F.group_norm(row, len(x) * num_groups, w, b, eps).view(x.shape)
+
+
+def _one_row(use: Use, name: str, x: Tensor) -> Tensor:
+    """``x`` [B, C, ...] as [1, B · C, positions]."""
+    if _rows_a_sample(use, name, [x]) != 1:
+        raise Unfollowed(f"{name} takes several rows of each sample")
+    use.note((name, (), (x.ndim,)), ALL)
+    return x.reshape(1, x.shape[0] * x.shape[1], -1)
+
+
+def _of_rows(use: Use, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Copies [B, C], or a parameter [C] that has none, for the channels of one row."""
+    return [
+        t if t is None else t.flatten() if t.ndim == 2 else t.repeat(use.samples)
+        for t in parameters
+    ]
+
+
+BY_ROWS: dict[Any, Callable[..., Tensor]] = {F.batch_norm: _batch_norm, F.group_norm: _group_norm}
 
 
 def copies_of(

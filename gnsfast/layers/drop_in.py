@@ -36,9 +36,9 @@ class Converted(NamedTuple):
     have no norms. ``repeated``: the model calls it several times in a pass, so its calls are
     joined. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
     were compared with what arrived at the parameters. ``half``: it was replayed under autocast, or
-    casts its parameters, so torch rounds its gradients to half precision. ``note``: what an example has shown.
-    ``shared``: the places of the arguments that all samples of a replayed module share. ``steps``:
-    how the module uses the copies of its parameters (``functional.Use``).
+    casts its parameters, so torch rounds its gradients to half precision. ``note``: what an example
+    has shown. ``shared``: the places of the arguments that all samples of a replayed module share.
+    ``steps``: how the module uses the copies of its parameters (``functional.Use``).
     """
 
     route: str = ""

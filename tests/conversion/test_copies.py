@@ -91,6 +91,36 @@ def test_each_sample_has_copies(make: Any) -> None:
     assert_right(model, torch.randn(T, B, D, dtype=torch.float64), num_samples=T)
 
 
+class NormAct(nn.BatchNorm2d):
+    """timm's batch norm, with an activation behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        train = self.training
+        own = self.running_mean, self.running_var, self.weight, self.bias
+        return F.relu(F.batch_norm(x, *own, train, self.momentum, self.eps))
+
+
+class GroupAct(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
+
+
+@pytest.mark.parametrize("make", [lambda: NormAct(D), lambda: GroupAct(1, D)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_norms_of_channels_with_an_activation(make: Any, frozen: bool) -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, D, 3), make()).eval(), torch.randn(B, 3, 6, 7)
+    model[1].weight.requires_grad_(not frozen)
+    want = model(x)
+    gnsfast.convert(model, example=x)
+    assert said(model, "1.bias").route == "copies"
+    for image in (x, x.to(memory_format=torch.channels_last)):
+        with gnsfast.per_sample_sqnorms(model, B):
+            y = model(image)
+            y.sum().backward()
+        torch.testing.assert_close(y, want)
+        assert_right(model, image)
+
+
 class Windows(nn.Module):
     """Swin's table of biases, of which each window of each sample gets the same rows."""
 
