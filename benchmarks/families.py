@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks families``: of which of transformers' architectures ``gnsfast.convert``
-gives every sample's norm. Each model is built, converted and judged in a process of its own: one
-that hangs, or that ends it, is a row.
+"""``python -m benchmarks families``: of which architectures of transformers and timm
+``gnsfast.convert`` gives every sample's norm. Each model is built, converted and judged in a
+process of its own: one that hangs, or that ends it, is a row.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import record
+from benchmarks import family_timm, record
 
 SECONDS = 120
 """After which a model's process ends; most take a third of one."""
@@ -37,6 +37,8 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     for name in IMPORTED:
         importlib.import_module(name)
+    if family_timm.version():
+        importlib.import_module("timm")
     from benchmarks.family_judge import WAYS  # needs transformers
     from benchmarks.family_models import families
 
@@ -99,6 +101,12 @@ def _judge(family: Any, seed: int, sender: Connection) -> None:
     sender.send(found)
 
 
+def _named(row: dict[str, Any]) -> str:
+    """What a table calls an architecture: timm's have no type."""
+    name: str = row["architecture" if row["model type"] == "timm" else "model type"]
+    return name
+
+
 def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
     """How many architectures got each verdict, and for each cause which."""
     from benchmarks.family_judge import causes
@@ -108,7 +116,8 @@ def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
         {"verdict": word, **{way: words[word, way] for way in ways}}
         for word in dict.fromkeys(word for word, _ in words)
     ]
-    of = f"architectures of transformers {importlib.metadata.version('transformers')}"
+    timm = family_timm.version() or "(not installed, so not swept)"
+    of = f"architectures of transformers {importlib.metadata.version('transformers')}, timm {timm}"
     tables = {f"Verdicts on {len(rows)} {of}": verdicts}
     shares = {"all": 1.0, "99 % or more": 0.99, "90 % or more": 0.9, "any share": 0.0}
     covered = {
@@ -126,7 +135,7 @@ def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
         who: dict[tuple[str, str], list[str]] = {}
         for row in rows:
             for each in sorted(causes(row[f"{way}: why"])):
-                who.setdefault((row[way], each), []).append(row["model type"])
+                who.setdefault((row[way], each), []).append(_named(row))
         tables[f"Causes, {way}"] = [
             {"architectures": len(types), "verdict": word, "cause": each, "which": ", ".join(types)}
             for (word, each), types in sorted(who.items(), key=lambda item: -len(item[1]))

@@ -104,6 +104,8 @@ def row(family: Family, elements: int | None, found: dict[str, Verdict]) -> dict
 
 def outputs_of(result: Any) -> dict[str, Tensor]:
     """The tensors of a model's result that belong to one sample each, by their names."""
+    if isinstance(result, Tensor):
+        result = [result]
     items = result.items() if isinstance(result, ModelOutput) else enumerate(result)
     found = {str(k): t for k, t in items if isinstance(t, Tensor) and t.is_floating_point()}
     return {k: found[k] for k in HEADS if k in found} or found

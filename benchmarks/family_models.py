@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
+from benchmarks import family_timm
 from benchmarks.family_exceptions import INPUTS, SPECIAL, TRAINING
 
 B, T, V = 3, 7, 64
@@ -82,7 +83,8 @@ class Built(NamedTuple):
 
 
 def families() -> Iterator[Family]:
-    """Every architecture of the installed transformers with one of ``MAPPINGS``, each class once.
+    """Every architecture of the installed transformers with one of ``MAPPINGS``, each class once,
+    then those of timm, if it is installed.
 
     A model of text that is also part of a larger one is built by its own configuration.
     """
@@ -98,6 +100,8 @@ def families() -> Iterator[Family]:
                     seen.add(name)
                     types.add(model_type)
                     yield Family(kind, model_type, name)
+    for name in family_timm.ARCHITECTURES if family_timm.version() else ():
+        yield Family(family_timm.KIND, "timm", name)
 
 
 def _namesake(model_type: str, name: str) -> tuple[bool, bool]:
@@ -108,6 +112,8 @@ def _namesake(model_type: str, name: str) -> tuple[bool, bool]:
 
 def build(family: Family) -> Built:
     """The model with random weights, away from the zeros and ones of initialisation."""
+    if family.kind == family_timm.KIND:
+        return Built(*family_timm.build(family.name))
     cls = getattr(transformers, family.name)
     config = small(cls.config_class, SPECIAL.get(family.name, {}))
     if family.kind == "text" and hasattr(config, "is_decoder") and "Causal" in family.name:

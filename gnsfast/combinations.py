@@ -33,6 +33,7 @@ LAYERS: dict[str, set[str]] = {
     "layer_norm": {*MEASURES, SIGN, *ALWAYS, REPEATED, TENSOR_PARALLEL},
     "rms_norm": {*MEASURES, SIGN, *ALWAYS, REPEATED, TENSOR_PARALLEL},
     "embedding_bag": {*ALWAYS},
+    "copies": {METRIC, GROUPS, PIPELINE, CUDA, REPEATED},
     "bilinear": {*MEASURES, *ALWAYS, REPEATED},
     "channel_norm": {METRIC, GROUPS, *ALWAYS},
     "linear_cross_entropy": {DOCUMENTS, *ALWAYS, TIED},

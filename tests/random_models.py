@@ -158,10 +158,15 @@ class RandomModel(nn.Module):
                 layer = nn.Linear(D, D, bias=False)
             steps.append(Step(name, layer, rng.randrange(3)))
         self.steps = nn.Sequential(*steps)
+        shape = rng.choice([None, (), (D,), (1, D), (1, 1, D), (1, self.T, D)])
+        self.gain = None if shape is None else nn.Parameter(torch.randn(shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.steps(torch.tanh(self.first(x)))
-        return y
+        first = torch.tanh(self.first(x))
+        y: Tensor = self.steps(first)
+        if self.gain is None:
+            return y
+        return self.gain * y + torch.tanh(self.gain).to(x.dtype) * first
 
 
 def loss(model: nn.Module, x: Tensor) -> Tensor:

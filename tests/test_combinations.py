@@ -14,6 +14,7 @@ import experts
 import pytest
 import torch
 import torch.nn.functional as F
+from one_layer import Bags, Conv, D, Form, Gains, Scale, T, V
 from torch import Tensor, nn
 
 import gnsfast
@@ -32,7 +33,7 @@ from gnsfast.combinations import (
 from gnsfast.functional import Grams, Squares, document_slots
 from gnsfast.probing import ProbeSlab, Sides
 
-B, T, D, V = 3, 4, 8, 7
+B = 3
 REPEATED = table.REPEATED
 STARTS = torch.tensor([0, 3, 8, 12])  # three documents in the three rows of four tokens
 MEMBERS = (torch.tensor([2, 0]), torch.tensor([1]))
@@ -88,44 +89,6 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale).sin()
-
-
-class Form(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.form = nn.Bilinear(D, D, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.form(x, x.sin())
-
-
-class Bags(nn.Module):
-    """One bag a sample, of which each token sees the sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags = nn.EmbeddingBag(V, D, mode="sum")
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.bags(ids)[:, None].expand(-1, T, -1)
-
-
-class Conv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(D, 5, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.mT).mT
-
-
 class Twice(nn.Module):
     """A model that is called twice."""
 
@@ -168,6 +131,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "experts": (lambda: block("experts"), lambda: floats(experts.H)),
     "router": (lambda: block("router"), lambda: floats(experts.H)),
     "replay": (lambda: nn.Sequential(Scale()), floats),
+    "copies": (Gains, floats),
 }
 TIED_MODELS = {
     "linear": (Tied, ids),
@@ -230,9 +194,15 @@ def single_grads(case: Case, documents: bool) -> dict[str, Tensor]:
     return {n: torch.stack(each) for n, each in zip(named, zip(*grads))}
 
 
+def converted(case: Case, **options: Any) -> nn.Module:
+    """The model by its routes; only an example shows how a model uses its own parameters."""
+    alone = any(isinstance(m, Gains) for m in case.model.modules())
+    return gnsfast.convert(case.model, example=case.x if alone else None, **options)
+
+
 def measured(case: Case, features: tuple[str, ...], part: str = "*") -> ProbeSlab:
     """The slab after one pass with these features; whatever the table refuses raises."""
-    model = gnsfast.convert(case.model, repeated=[part] if REPEATED in features else None)
+    model = converted(case, repeated=[part] if REPEATED in features else None)
     first = ProbeSlab(model, B)
     takes = {f: first.taking(f) if f in features else frozenset() for f in SIDES}
     groups = MEMBERS if GROUPS in features else ()
@@ -317,7 +287,7 @@ def test_pairs(route: str, features: tuple[str, ...]) -> None:
     if not why:
         assert_right(measured(case, features), case, features)
         return
-    slab = ProbeSlab(gnsfast.convert(case.model), B)
+    slab = ProbeSlab(converted(case), B)
     # The estimator goes without, and names the parameters.
     if any(f in features and not slab.taking(f) for f in SIDES):
         assert slab.left_out(frozenset()) == tuple(slab.rows)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``convert``: the modules of a model become, in place, modules of gnsfast."""
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from gnsfast.conversion.routes import (
 )
 from gnsfast.conversion.ties import link_ties
 from gnsfast.layers import (
+    Copied,
     DropIn,
     Experts,
     MultiheadAttention,
@@ -35,6 +37,11 @@ WRAPPERS = {
     "FullyShardedDataParallel": "FSDP1 flattens parameters; use fully_shard, and convert before it",
     "DataParallel": "its replicas are copies; use DistributedDataParallel",
 }
+EXCLUDED = "excluded by convert"
+WHOLE_MODEL = (
+    "the model uses it by itself, and a replay would run all of it for each sample: "
+    "convert(model, example=batch) looks for a route"
+)
 SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 # Submodules whose output has no batch dimension: their norms would be those of rows, not samples.
 NO_BATCH = {"relative_attention_bias": "its output does not carry the batch dimension"}
@@ -79,8 +86,8 @@ def convert(
             can be one of ``replay`` too. The inputs and output gradients of all calls of a layer
             are in memory until backward has gone through them, and while its operator runs, once
             more.
-        exclude: patterns of module names to leave out, with all their submodules; their parameters
-            have no norms.
+        exclude: patterns of module names to leave out, with all their submodules, and of names of
+            parameters; these have no norms.
 
     Patterns are those of ``fnmatch`` over the names of ``named_modules``. A pattern that matches
     nothing is an error.
@@ -103,21 +110,37 @@ def convert(
     options = dict(
         fold=fold, broadcast=broadcast, replay=replay, repeated=repeated, exclude=exclude
     )
-    asked = _Asked(**{option: _matching(option, p, named) for option, p in options.items()})
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    asked = _Asked(
+        **{
+            option: _matching(option, p, [*named, *parameters] if option == "exclude" else named)
+            for option, p in options.items()
+        }
+    )
     whole = {n for n, m in named.items() if uses_children_as_tensors(m)} | asked.replay
     claims_of = _all_claims(named, whole)
     for option in ("fold", "repeated", "exclude"):
-        _refuse_empty(option, options[option], claims_of)
+        _refuse_empty(option, options[option], claims_of, parameters)
     routes = _routes(named, claims_of, whole)
+    excluded = {id(p) for name, p in parameters.items() if name in asked.exclude}
     learned = Learned()
-    if example is not None:
+    if example is None:
+        if issubclass(routes.get("", DropIn), Replayed) and not whole and len(routes) > 1:
+            learned = Learned(reasons={"": WHOLE_MODEL})
+    else:
         left_out = _within(routes, asked.exclude)
+        left_out |= {n for n in routes if _all_in(named[n], claims_of[n], excluded)}
         kept = {n: cls for n, cls in routes.items() if n not in left_out}
         learned = learn(model, example, batch_dim, kept, claims_of, asked.replay)
         if learned.replay:
             claims_of = _all_claims(named, whole | learned.replay)
             routes = _routes(named, claims_of, whole | learned.replay)
+        for name in [n for n in learned.copies if claims_of[n] and n not in learned.replay]:
+            routes[name] = combine(original_class(type(named[name])), Copied, over=True)
     facts = _facts(named, routes, claims_of, asked, learned, batch_dim or 0)
+    for name in routes if excluded else ():
+        own = dict(named[name].named_parameters())
+        facts[name]["uncovered"] |= {n: EXCLUDED for n in claims_of[name] if id(own[n]) in excluded}
     for name, module in named.items():
         if name in routes:
             module.__class__ = routes[name]
@@ -125,7 +148,35 @@ def convert(
         elif isinstance(module, DropIn):
             module.know(claims=())
     link_ties(named, claims_of)
+    _warn_of_replays(named, asked.replay, learned.cost)
     return model
+
+
+def _warn_of_replays(
+    named: dict[str, nn.Module], asked: Collection[str], cost: float | None
+) -> None:
+    """Warn once that modules are replayed which nobody has asked for, and what that costs."""
+    slow = [
+        name
+        for name, m in named.items()
+        if isinstance(m, Replayed) and name not in asked
+        if m.probed_parameters().keys() - m.gnsfast.uncovered
+    ]
+    if not slow:
+        return
+    adds = (
+        "which is slow; convert(model, example=batch) looks for faster routes, and says what a "
+        "replay adds"
+        if cost is None
+        else f"which adds about {cost:.0%} of a forward and backward pass"
+    )
+    few = ", ".join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in slow[:3])
+    warnings.warn(
+        f"{len(slow)} {'modules have' if len(slow) > 1 else 'module has'} no kernel, so backward "
+        f"runs the forward again for each sample, {adds}: {few}"
+        f"{', ...' if len(slow) > 3 else ''}. gnsfast.coverage(model) names all",
+        stacklevel=3,
+    )
 
 
 class _Asked(NamedTuple):
@@ -168,14 +219,18 @@ def _facts(
             layout = learned.layouts.get(name, layout)
             reason = learned.reasons.get(name, "" if name in learned.layouts else reason)
         if name in left_out:
-            reason = "excluded by convert"
+            reason = EXCLUDED
+        uncovered = dict.fromkeys(claims_of[name], reason) if reason else {}
+        if issubclass(cls, Copied):
+            uncovered = learned.uncopied[name] | uncovered
         facts[name] = dict(
             claims=claims_of[name],
             layout=layout,
-            uncovered=dict.fromkeys(claims_of[name], reason) if reason else {},
+            uncovered=uncovered,
             repeated=name in joined,
             note=learned.notes.get(name, ""),
             shared=learned.shared.get(name, frozenset()),
+            steps=learned.copies.get(name, ()),
         )
     return facts
 
@@ -217,7 +272,10 @@ def _flattened(name: str, cls: type, named: dict[str, nn.Module]) -> bool:
 
 
 def _refuse_empty(
-    option: str, patterns: Iterable[str] | None, claims_of: dict[str, tuple[str, ...]]
+    option: str,
+    patterns: Iterable[str] | None,
+    claims_of: dict[str, tuple[str, ...]],
+    parameters: Iterable[str],
 ) -> None:
     """Raise for a pattern that reaches no parameter: it would be ignored in silence."""
     for pattern in patterns or ():
@@ -225,6 +283,8 @@ def _refuse_empty(
         reached = any(claims_of[n] for n in names)
         if option in ("repeated", "exclude"):
             reached |= any(claims_of[n] for n in claims_of if _inside(n, names))
+        if option == "exclude":
+            reached |= any(fnmatchcase(n, pattern) for n in parameters)
         if not reached:
             raise ValueError(
                 f"{option}: what {pattern!r} matches has no parameters of its own (a container, or "
@@ -235,6 +295,11 @@ def _refuse_empty(
 def _within(names: Iterable[str], paths: set[str]) -> set[str]:
     """Those of ``names`` that are one of ``paths`` or inside of one."""
     return {name for name in names if name in paths or _inside(name, paths)}
+
+
+def _all_in(module: nn.Module, claims: tuple[str, ...], excluded: set[int]) -> bool:
+    """Whether all parameters that a module answers for are among the ``excluded``."""
+    return all(id(p) in excluded for n, p in module.named_parameters() if n in claims)
 
 
 def _inside(name: str, paths: set[str]) -> bool:
@@ -291,13 +356,14 @@ def _refuse_sequence_first(named: dict[str, nn.Module], batch_dim: int) -> None:
             )
 
 
-def _matching(option: str, patterns: Iterable[str] | None, named: dict[str, nn.Module]) -> set[str]:
+def _matching(option: str, patterns: Iterable[str] | None, named: Collection[str]) -> set[str]:
     if isinstance(patterns, str):
         raise ValueError(f"{option} takes a list of patterns, not the string {patterns!r}")
     found = set()
     for pattern in patterns or ():
         names = {n for n in named if fnmatchcase(n, pattern)}
         if not names:
-            raise ValueError(f"{option}: no module's name matches {pattern!r}")
+            kind = "module's or parameter's" if option == "exclude" else "module's"
+            raise ValueError(f"{option}: no {kind} name matches {pattern!r}")
         found |= names
     return found

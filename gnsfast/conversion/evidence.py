@@ -9,9 +9,13 @@ from torch import nn
 
 from gnsfast.conversion.examples import example_of
 from gnsfast.conversion.looks import Call, Look, Prints
-from gnsfast.conversion.prints import Lost, Rows, Samples, rows_of
+from gnsfast.conversion.prints import SHARED, Lost, Rows, Samples, rows_of, taken
+from gnsfast.conversion.trials import Copying, Wanted, failures
 from gnsfast.kept import kept, kept_chance
 from gnsfast.layers import BATCH_NORM, batch_statistics_error
+
+Steps = tuple[tuple[Any, str], ...]
+"""How a module uses copies of its parameters (``functional.Use.seen``)."""
 
 
 class SamplesMeet(ValueError):
@@ -126,6 +130,55 @@ class Evidence:
         """Those of the modules that cannot be replayed on one sample alone, and why."""
         return self._look(self._samples.whole, replays=paths).failed if paths else {}
 
+    def copied(self, wanted: Wanted) -> tuple[dict[str, Steps], dict[str, dict[str, str]]]:
+        """By module: how it uses copies of its parameters, and which of them give no copy of a
+        sample a gradient of its own, and why.
+
+        Two passes say how the copies are used. In two more each sample's copies are others: what
+        belongs to it must then be the same by itself and among all.
+        """
+        trials = [Copying(wanted, own, False) for own in (self._samples.whole, self._samples.part)]
+        try:
+            for each in trials:
+                self._look_copying(each)
+        except Exception as error:  # a user's model, which may ask for a real parameter
+            why = f"the model takes no copies of it ({type(error).__name__}: {error})"
+            return {}, {path: dict.fromkeys(names, why) for path, names in wanted.items()}
+        failed = failures(wanted, trials)
+        left = {p: [n for n in names if n not in failed[p]] for p, names in wanted.items()}
+        left = {path: names for path, names in left.items() if names}
+        if left and not self._tells_apart(left):
+            for path in [p for p in left if not self._tells_apart({p: left[p]})]:
+                failed[path] |= dict.fromkeys(left.pop(path), "its samples cannot be told apart")
+        return {path: tuple(trials[0].uses[path].seen.items()) for path in left}, failed
+
+    def _tells_apart(self, wanted: Wanted) -> bool:
+        """Whether a sample's copies change what belongs to that sample, and nothing else."""
+        order = self._samples.whole, self._samples.turned, self._samples.part
+        whole, *others = (self._look_copying(Copying(wanted, own, True)) for own in order)
+        return all(self._agree(whole, look, own) for look, own in zip(others, order[1:]))
+
+    def _agree(self, whole: Look, other: Look, samples: list[int]) -> bool:
+        """Whether ``other`` gives of its samples what ``whole`` does, where these can be told."""
+        for path, calls in whole.calls.items():
+            pairs = zip(calls, other.calls.get(path, ()), range(min(self.counts(path))))
+            for ours, theirs, k in pairs:
+                sides = zip(
+                    ours.inputs + ours.outputs,
+                    theirs.inputs + theirs.outputs,
+                    self.inputs(path, k) + self.outputs(path, k),
+                )
+                for a, b, rows in sides:
+                    if a is None or b is None or not isinstance(rows, Rows) or rows == SHARED:
+                        continue
+                    own = taken(a.values, rows, samples)
+                    if own.shape != b.values.shape or not b.like(own):
+                        return False
+        return True
+
+    def _look_copying(self, copying: Copying) -> Look:
+        return self._look(copying.samples, copying=copying)
+
     def refuse_mixing(self) -> None:
         """Raise for the first module that gets samples apart and gives them mixed, else for the
         first layer that gets them so.
@@ -194,6 +247,7 @@ class Evidence:
         expanded: Collection[str] = (),
         replays: Collection[str] = (),
         seed: int = 0,
+        copying: Copying | None = None,
     ) -> Look:
         model = self.model
         with kept(model), _same_attributes(model), kept_chance(model) as seed_all:
@@ -206,7 +260,8 @@ class Evidence:
                 for module in frozen:
                     module.training = False
             size, dim = len(samples), self._example.batch_dim
-            look = Look(model, self._owners, self._bases, size, dim, expanded, replays)
+            known = model, self._owners, self._bases
+            look = Look(*known, size, dim, expanded, replays, copying)
             with self._example.around():
                 return look.run(*self._example.of(samples))
 

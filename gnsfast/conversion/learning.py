@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from gnsfast.combinations import REPEATED, reason
-from gnsfast.conversion.evidence import Evidence, SamplesMeet
+from gnsfast.conversion.evidence import Evidence, SamplesMeet, Steps
 from gnsfast.conversion.layouts import SHARES, laid
 from gnsfast.conversion.prints import SHARED, Lost, Rows
-from gnsfast.conversion.routes import KERNELS, replayed
+from gnsfast.conversion.routes import KERNELS, may_copy, replayed
 from gnsfast.layers import (
     DropIn,
     Embedding,
@@ -26,7 +26,9 @@ from gnsfast.layers import (
 class Learned(NamedTuple):
     """By module: its layout, the reason why it has no norms, a note. ``replay`` are modules to
     replay with all their submodules, ``repeated`` those whose calls are joined. ``shared``: the
-    places of the arguments of replayed modules that all samples share.
+    places of the arguments of replayed modules that all samples share. ``copies``: how modules use
+    copies of their parameters, ``uncopied`` which have none and why. ``cost``: what all replays add
+    to a forward and backward pass, as a fraction of it; None if it was not measured.
     """
 
     layouts: dict[str, SampleLayout] = {}
@@ -35,6 +37,9 @@ class Learned(NamedTuple):
     replay: frozenset[str] = frozenset()
     repeated: frozenset[str] = frozenset()
     shared: dict[str, frozenset[int]] = {}
+    copies: dict[str, Steps] = {}
+    uncopied: dict[str, dict[str, str]] = {}
+    cost: float | None = None
 
 
 def learn(
@@ -105,6 +110,9 @@ class _Learner:
         self.repeated: set[str] = set()
         self.tables: set[str] = set()  # what all samples share, and is made for each of them
         self.requests: dict[str, Request] = {}
+        self.claims_of = claims_of
+        self.copies: dict[str, Steps] = {}
+        self.uncopied: dict[str, dict[str, str]] = {}
 
     def _owners(self) -> dict[int, set[str]]:
         owners: dict[int, set[str]] = {}
@@ -125,8 +133,10 @@ class _Learner:
 
     def learned(self) -> Learned:
         self.evidence.refuse_mixing()
+        self._copy()
         for path, cls in self.routes.items():
-            self._learn(path, cls)
+            if path not in self.copies or self.uncopied[path]:
+                self._learn(path, cls)
         if self.tables and not self.evidence.takes_tables(self.tables):
             for path in self.tables:
                 self.layouts.pop(path, None)
@@ -140,6 +150,21 @@ class _Learner:
             notes = {path: "; ".join(filter(None, each)) for path, each in own.items()}
             learned = learned._replace(notes=learned.notes | notes)
         return learned
+
+    def _copy(self) -> None:
+        """Find the modules without a kernel of whose parameters each sample can have copies."""
+        wanted = {}
+        for path, parameters in self.parameters.items():
+            cls, claims = self.routes.get(path, Replayed), self.claims_of[path]
+            plain = issubclass(cls, Replayed) and may_copy(self.named[path], claims)
+            used = any(self.evidence.users(p) for p in parameters)
+            if plain and not used and path not in self.asked and self.batch_dim == 0:
+                trained = [n for n, p in zip(claims, parameters) if p.requires_grad]
+                if trained and all(self.evidence.counts(path)):
+                    wanted[path] = trained
+        if wanted:
+            self.copies, self.uncopied = self.evidence.copied(wanted)
+            self.notes |= dict.fromkeys(self.copies, "each sample has copies of it")
 
     def _learn(self, path: str, cls: type[DropIn]) -> None:
         """Find a module's layout, or request a replay of it or of one around it."""
@@ -194,7 +219,8 @@ class _Learner:
         """Whether a module is in a list of which others are called: an expert without a token."""
         while path:
             above = _parent(path)
-            if isinstance(self.named[above], (nn.ModuleList, nn.ModuleDict)):
+            listed = isinstance(self.named[above], (nn.ModuleList, nn.ModuleDict))
+            if listed and not any(self.evidence.counts(path)):
                 names = (f"{above}.{name}" for name in self.named[above]._modules)
                 if any(any(self.evidence.counts(name)) for name in names):
                     return True
@@ -304,7 +330,14 @@ class _Learner:
             place: frozenset(i for i, r in enumerate(self.evidence.inputs(place)) if r == SHARED)
             for place in worth - failed.keys()
         }
-        return Learned(self.layouts, reasons, self.notes, whole, frozenset(self.repeated), shared)
+        for path in self.copies.keys() & self.requests.keys() - reasons.keys():  # it is replayed
+            del self.copies[path]
+        for path in self.copies.keys() & reasons.keys():
+            self.uncopied[path] = dict.fromkeys(self.uncopied[path], reasons.pop(path))
+        repeated = frozenset(self.repeated)
+        found = self.layouts, reasons, self.notes, whole, repeated, shared
+        whole_cost = sum(map(self.evidence.cost, worth - failed.keys()))
+        return Learned(*found, self.copies, self.uncopied, whole_cost)
 
     def _is_worth(self, place: str, paths: list[str]) -> bool:
         """Whether to replay a module for the norms of ``paths``."""

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnsfast.conversion.marks import Marks
 from gnsfast.conversion.prints import Print, print_of
+from gnsfast.conversion.trials import Copying
+from gnsfast.functional import Copies
 from gnsfast.layers import Begun, begin_again, begun, is_plain, replay_dim, without_casts
 from gnsfast.tensors import is_wrapper
 
@@ -56,6 +58,7 @@ class Look(TorchDispatchMode):
             are others, and how.
         expanded: modules that work once for each sample: embeddings on an index [T] that all
             share, others on what gives a table [1, ...].
+        copying: puts copies in the place of parameters.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Look(TorchDispatchMode):
         batch_dim: int,
         expanded: Collection[str] = (),
         replays: Collection[str] = (),
+        copying: Copying | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, list[Call]] = {}
@@ -77,9 +81,12 @@ class Look(TorchDispatchMode):
         self._model, self._owners, self._bases = model, owners, bases
         self._samples, self._batch_dim = samples, batch_dim
         self._expanded, self._replays = expanded, replays
+        self._copying = Copying({}, [], False) if copying is None else copying
         self.failed: dict[str, str] = {}
         self._trying = False
         self._marks = Marks(samples)
+        for use in self._copying.uses.values():
+            use.odd = self._odd
         self._storages = {
             p.untyped_storage().data_ptr(): p
             for p in model.parameters()
@@ -156,7 +163,8 @@ class Look(TorchDispatchMode):
             self._running.append(name)
             begin, printing = _clock(), self._printing
             try:
-                output = forward(*args, **kwargs)
+                with self._copying.around(name, self._model.get_submodule(name)):
+                    output = forward(*args, **kwargs)
             finally:
                 self._running.pop()
             if expands:
@@ -208,6 +216,12 @@ class Look(TorchDispatchMode):
             if a is not None and b is not None and not a.same(b):
                 self.failed[name] = "of a single sample it gives something else"
 
+    def _odd(self, t: Tensor) -> str:
+        if self._marks.picked(t):
+            return "the data pick or order the rows that it meets"
+        flat = len(t) == self._samples or self._marks.flat(t)
+        return "" if flat else "the rows that it meets are not those of a tensor [B, ...] made flat"
+
     def _expand_row(self, t: Tensor) -> Tensor:
         return t.expand(self._samples, t.shape[-1]) if t.ndim == 1 or len(t) == 1 else t
 
@@ -241,7 +255,7 @@ class Look(TorchDispatchMode):
                         self._before[id(p)] = p, p.detach().clone()
 
     def _print(self, t: Tensor) -> Print | None:
-        found = print_of(t)
+        found = None if isinstance(t, Copies) else print_of(t)
         if found is None:
             return None
         return found._replace(picked=self._marks.picked(t), flat=self._marks.flat(t))

@@ -117,7 +117,7 @@ def rows_of(prints: Sequence[Print | None], samples: Samples) -> Rows | Lost:
     found = [
         rows
         for rows in shapes
-        if all(each.like(_taken(whole.values, rows, own)) for each, own in zip(others, samples[1:]))
+        if all(each.like(taken(whole.values, rows, own)) for each, own in zip(others, samples[1:]))
     ]
     if shapes and not (found or all(_among(p, whole, shapes[0].dim) for p in (part, other))):
         return Lost("what belongs to one sample depends on the others", mixed=True)
@@ -172,7 +172,7 @@ def _merged(whole: Print, part: Print, samples: Samples) -> bool:
     return len(sizes) == 1 and all(0 < a < B and a * n == b * B for a, b in sizes)
 
 
-def _taken(values: Tensor, rows: Rows, samples: list[int]) -> Tensor:
+def taken(values: Tensor, rows: Rows, samples: list[int]) -> Tensor:
     """The rows of ``samples``, laid out as ``rows``."""
     dim, each, interleaved = rows
     inner, axis = ((each, -1), dim + 1) if interleaved else ((-1, each), dim)

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which route leads to the norms of a module's own parameters, or why there is none."""
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from gnsfast import layers
-from gnsfast.functional import RMS_NORM_VARIANTS
+from gnsfast.conversion.recognition import recognised
 from gnsfast.layers import (
     ATTENTION,
     DropIn,
@@ -161,9 +160,13 @@ def route_of(module: nn.Module) -> Route:
         return Route(None if reason else combine(type(module), Experts, over=True), reason)
     if owns_router(module):
         return Route(combine(type(module), Router, over=True))
-    if (variant := rms_norm_variant(module)) is not None:
-        return Route(combine(type(module), RMS_NORMS[variant], over=True))
-    return replayed(module)
+    return _own_way(module)
+
+
+def _own_way(module: nn.Module) -> Route:
+    """The route of a module with a forward of its own: a kernel's if it does the same."""
+    drop_in = recognised(module)
+    return replayed(module) if drop_in is None else Route(combine(type(module), drop_in, over=True))
 
 
 def _computed(module: nn.Module) -> bool:
@@ -177,6 +180,15 @@ def _computed_in_a_hook(module: nn.Module) -> bool:
     own = module._parameters
     named = "weight_g" in own or any(n.endswith("_orig") for n in own)
     return named and bool(module._forward_pre_hooks) and not weight_hooks(module)
+
+
+def may_copy(module: nn.Module, claims: tuple[str, ...]) -> bool:
+    """Whether a module might use copies of the parameters that it ``claims``, one a sample."""
+    own = own_parameters(module)
+    odd = isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)) or _computed(module)
+    lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
+    real = all(p.is_floating_point() for p in own.values())
+    return bool(claims) and own.keys() >= {*claims} and real and not (odd or lazy)
 
 
 def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) -> Route:
@@ -198,7 +210,7 @@ def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) ->
         return Route(drop_in)
     if _reaches_super(type(module), base):
         return Route(combine(type(module), drop_in, over=False))
-    return replayed(module)
+    return _own_way(module)
 
 
 def _reaches_super(cls: type, base: type) -> bool:
@@ -217,63 +229,6 @@ def _calls_next(code: Any) -> bool:
     names = code.co_names
     inner = "_conv_forward" in names or "_apply_instance_norm" in names
     return inner or ("__class__" in code.co_freevars and "forward" in names)
-
-
-def rms_norm_variant(module: nn.Module) -> str | None:
-    """Which of ``RMS_NORMS`` a module is, by its class name and its results; None if none."""
-    if (
-        not type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
-        or "weight" not in module._parameters
-    ):
-        return None
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    arguments = inspect.signature(module.forward).parameters.values()
-    needed = [p for p in arguments if p.default is p.empty]
-    weight = module._parameters["weight"]
-    if not isinstance(eps, float) or len(needed) != 1 or len(module._parameters) != 1:
-        return None
-    if weight is None or weight.ndim != 1:
-        return None
-    candidates = list(RMS_NORMS)
-    for x_dtype, w_dtype in RMS_DTYPES:
-        generator = torch.Generator("cpu").manual_seed(0)
-        x, w = (
-            torch.randn(*shape, len(weight), generator=generator, device="cpu").to(dtype)
-            for shape, dtype in (((2, 3), x_dtype), ((), w_dtype))
-        )
-        theirs = _result(module, w, x)
-        ours = {v: RMS_NORM_VARIANTS[v][0](x, w, eps) for v in candidates}
-        candidates = [v for v, y in ours.items() if theirs is not None and _identical(y, theirs)]
-    return candidates[0] if candidates else None
-
-
-RMS_NORMS: dict[str, type[DropIn]] = {
-    "llama": layers.LlamaRMSNorm,
-    "olmo": layers.OlmoRMSNorm,
-    "t5": layers.T5RMSNorm,
-    "gemma": layers.GemmaRMSNorm,
-}
-RMS_DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-]
-
-
-def _result(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor | None:
-    """The output of the module's own forward for ``x`` and another weight; None if it fails."""
-    twin = object.__new__(type(module))
-    twin.__dict__ = {**module.__dict__, "_parameters": {"weight": weight}}
-    try:
-        with torch.no_grad():
-            y = type(module).forward(twin, x)
-    except Exception:  # only the name is that of an RMS norm: treat it as an unknown module
-        return None
-    return y if isinstance(y, Tensor) else None
-
-
-def _identical(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _draws(module: nn.Module) -> bool:

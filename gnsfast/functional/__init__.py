@@ -14,6 +14,10 @@ from gnsfast.functional._autocast import autocast_dtype as autocast_dtype
 from gnsfast.functional._bilinear import bilinear
 from gnsfast.functional._channel_norm import attach_parameters, spread
 from gnsfast.functional._conv import conv
+from gnsfast.functional._copies import Copies as Copies
+from gnsfast.functional._copies import Unfollowed as Unfollowed
+from gnsfast.functional._copies import Use as Use
+from gnsfast.functional._copies import copies_of
 from gnsfast.functional._cross_entropy import linear_cross_entropy
 from gnsfast.functional._embedding import embedding
 from gnsfast.functional._embedding_bag import embedding_bag
@@ -38,6 +42,7 @@ __all__ = [
     "attention",
     "bilinear",
     "conv",
+    "copies_of",
     "embedding",
     "embedding_bag",
     "grouped_linear",

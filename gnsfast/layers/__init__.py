@@ -26,6 +26,7 @@ from gnsfast.layers.conv import (
     ConvTranspose2d,
     ConvTranspose3d,
 )
+from gnsfast.layers.copied import Copied, in_place
 from gnsfast.layers.drop_in import (
     Converted,
     DropIn,
@@ -39,15 +40,18 @@ from gnsfast.layers.embedding import Embedding
 from gnsfast.layers.embedding_bag import EmbeddingBag
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
 from gnsfast.layers.float8 import Float8Linear, is_float8, without_casts
-from gnsfast.layers.linear import Linear, OutProjection, TransposedLinear
+from gnsfast.layers.linear import CastLinear, Linear, OutProjection, TransposedLinear
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
 from gnsfast.layers.norms import (
+    ChannelsFirstLayerNorm,
     GemmaRMSNorm,
     LayerNorm,
     LlamaRMSNorm,
     OlmoRMSNorm,
+    OwnLayerNorm,
     RMSNorm,
     T5RMSNorm,
+    eps_of,
 )
 from gnsfast.layers.replay import Replayed, is_plain, replay_dim
 from gnsfast.layers.router import Router, owns_router
@@ -61,6 +65,8 @@ __all__ = [
     "BatchNorm3d",
     "Begun",
     "Bilinear",
+    "CastLinear",
+    "ChannelsFirstLayerNorm",
     "Conv1d",
     "Conv2d",
     "Conv3d",
@@ -68,6 +74,7 @@ __all__ = [
     "ConvTranspose2d",
     "ConvTranspose3d",
     "Converted",
+    "Copied",
     "DropIn",
     "Embedding",
     "EmbeddingBag",
@@ -85,6 +92,7 @@ __all__ = [
     "OlmoRMSNorm",
     "Opened",
     "OutProjection",
+    "OwnLayerNorm",
     "RMSNorm",
     "Replayed",
     "Router",
@@ -98,7 +106,9 @@ __all__ = [
     "begin_again",
     "begun",
     "combine",
+    "eps_of",
     "experts_reason",
+    "in_place",
     "is_around",
     "is_float8",
     "is_parametrized_class",

@@ -35,9 +35,10 @@ class Converted(NamedTuple):
     ``claims`` are the parameters that the module answers for; ``uncovered`` says why some of them
     have no norms. ``repeated``: the model calls it several times in a pass, so its calls are
     joined. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
-    were compared with what arrived at the parameters. ``half``: it was replayed under autocast, in
-    which torch rounds its gradients to half precision. ``note``: what an example has shown.
-    ``shared``: the places of the arguments that all samples of a replayed module share.
+    were compared with what arrived at the parameters. ``half``: it was replayed under autocast, or
+    casts its parameters, so torch rounds its gradients to half precision. ``note``: what an example
+    has shown. ``shared``: the places of the arguments that all samples of a replayed module share.
+    ``steps``: how the module uses the copies of its parameters (``functional.Use``).
     """
 
     route: str = ""
@@ -51,6 +52,7 @@ class Converted(NamedTuple):
     half: bool = False
     note: str = ""
     shared: frozenset[int] = frozenset()
+    steps: tuple[tuple[Any, str], ...] = ()
 
     @property
     def decided(self) -> tuple[Any, ...]:

@@ -76,6 +76,20 @@ class Linear(DropIn, nn.Linear):
         return functional.linear_cross_entropy(input, self.weight, labels, **options)
 
 
+class CastLinear(Linear):
+    """Drop-in for linear layers that cast their parameters to the dtype of the input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if (opened := self._measuring()) is None:
+            return super().forward(input)
+        w, b = (t if t is None else t.to(input.dtype) for t in (self.weight, self.bias))
+        assert w is not None
+        if w.dtype.itemsize < self.weight.dtype.itemsize and not self.gnsfast.half:
+            self.know(half=True)
+        plan = self._plan_for(input, features=1)
+        return functional.linear(input, w, b, opened.probe, plan, self._links(opened))
+
+
 class OutProjection(Linear):
     """The output projection of an attention layer, whose forward uses its parameters directly."""
 

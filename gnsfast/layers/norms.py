@@ -29,6 +29,43 @@ class LayerNorm(DropIn, nn.LayerNorm):
         )
 
 
+EPS = ("eps", "variance_epsilon", "epsilon")
+"""Where models keep the epsilon of their norms."""
+
+
+def eps_of(module: nn.Module) -> float:
+    """The epsilon of a model's own norm; nanoGPT's is a number in its code."""
+    found = (getattr(module, name, None) for name in EPS)
+    return next((eps for eps in found if isinstance(eps, float)), 1e-5)
+
+
+class OwnLayerNorm(DropIn):
+    """Drop-in for models' own layer norms, which may have no bias."""
+
+    gnsfast = Converted("layer_norm")
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self._measuring() is None:
+            y: Tensor = super().forward(input)
+            return y
+        return self._normed(input)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        bias, probe = getattr(self, "bias", None), self._measured.probe
+        plan = self._plan_for(x, features=1)
+        shape = self.weight.shape
+        return functional.layer_norm(x, shape, self.weight, bias, probe, plan, eps=eps_of(self))
+
+
+class ChannelsFirstLayerNorm(OwnLayerNorm):
+    """Drop-in for layer norms over the channels of an input [B, C, H, W]."""
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return super()._normed(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class RMSNorm(DropIn, nn.RMSNorm):
     """``torch.nn.RMSNorm`` whose backward can also yield per-sample squared gradient norms.
 
@@ -54,19 +91,17 @@ class _ForeignRMSNorm(DropIn):
     gnsfast = Converted("rms_norm")
     variant = ""
     weight: Tensor
-    eps: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if (opened := self._measuring()) is None:
             y: Tensor = super().forward(hidden_states)
             return y
-        eps = getattr(self, "variance_epsilon", None)
         return functional.rms_norm(
             hidden_states,
             self.weight,
             opened.probe,
             self._plan_for(hidden_states, features=1),
-            eps=self.eps if eps is None else eps,
+            eps=eps_of(self),
             variant=self.variant,
         )
 

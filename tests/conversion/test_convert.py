@@ -200,7 +200,7 @@ def test_coverage_reads_well() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "batch_dim": (dict(batch_dim=2), "batch_dim is 0 or 1"),
-    "no such module": (dict(exclude=["nope"]), "no module's name matches 'nope'"),
+    "no such module": (dict(exclude=["nope"]), "no module's or parameter's name matches 'nope'"),
     "a string": (dict(fold="up"), "a list of patterns, not the string"),
     "broadcast of a linear": (dict(broadcast=["up"]), "not an embedding"),
 }

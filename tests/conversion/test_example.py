@@ -146,30 +146,6 @@ def test_a_weight_that_is_used_as_a_tensor_in_a_large_model() -> None:
     assert said(model, "more.weight").reason == "the example does not call it"
 
 
-class Scalar(nn.Module):
-    """nanochat's bare parameters on the module that gives the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gain = nn.Linear(D, D), nn.Parameter(torch.ones(1))
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        y: Tensor = self.gain * self.up(x_BD)
-        return y
-
-
-def test_bare_parameters_of_a_model_are_left_out_by_name() -> None:
-    model, x = Scalar(), torch.randn(B, D)
-    gnsfast.convert(model, example=x)
-    row = said(model, "gain")
-    assert not row.static and "replay=['']" in row.reason
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        squares(model, x).backward()
-    loop = loop_sqnorms(model, squares, x, B)
-    assert_norms(norms, {n: loop[n] for n in norms})
-    assert {*norms} == {"up.weight", "up.bias"}
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "whisper", "bert", "vit", "mixtral"])
 def test_models_of_transformers(name: str) -> None:
     model, batch = getattr(tiny_models, name)()
@@ -225,7 +201,7 @@ class Masked(nn.Module):
 
     def forward(self, x_BTD: Tensor, mask_TT: Tensor) -> Tensor:
         mixed = 1e-6 * (mask_TT @ x_BTD.square())
-        y: Tensor = self.gain * x_BTD + self.gain.square() * mixed
+        y: Tensor = x_BTD @ self.gain.diag() + mixed @ self.gain.square().diag()
         return y
 
 

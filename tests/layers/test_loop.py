@@ -85,7 +85,7 @@ class OwnForward(nn.Linear):
 
 
 MODULES = {
-    "bare gain": (Scale, (4, 9, 5), (4, 9, 5)),
+    "bare gain": (lambda: nn.Sequential(Scale()), (4, 9, 5), (4, 9, 5)),
     "tables": (Table, (4, 9, 5), (4, 10, 5)),
     "shared table": (AddsPositions, (4, 9, 5), (4, 9, 5)),
     "subclass with its own forward": (lambda: OwnForward(5, 3), (4, 9, 5), (4, 9, 3)),

@@ -10,7 +10,8 @@ from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast.conversion.routes import rms_norm_variant
+from gnsfast import layers as drop_ins
+from gnsfast.conversion.recognition import recognised
 
 SHAPES = {
     "two dimensions": (6, 5),
@@ -159,8 +160,8 @@ def test_foreign_norm_keeps_its_rounding() -> None:
 
 
 def test_variant_is_told_by_results() -> None:
-    assert rms_norm_variant(LlamaRMSNorm(16)) == "llama"
-    assert rms_norm_variant(GemmaRMSNorm(16)) == "gemma"
-    assert rms_norm_variant(CenteredRMSNorm(16)) is None
-    assert rms_norm_variant(GatedRMSNorm(16)) is None
-    assert rms_norm_variant(LlamaRMSNorm(16).to("meta")) == "llama"
+    assert recognised(LlamaRMSNorm(16)) is drop_ins.LlamaRMSNorm
+    assert recognised(GemmaRMSNorm(16)) is drop_ins.GemmaRMSNorm
+    assert recognised(CenteredRMSNorm(16)) is None
+    assert recognised(GatedRMSNorm(16)) is None
+    assert recognised(LlamaRMSNorm(16).to("meta")) is drop_ins.LlamaRMSNorm

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with a forward of their own that give what a kernel's layer gives, bit for bit. Their code
+is not read: they are told by their results on random input, in the dtypes that models mix.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gnsfast import layers
+from gnsfast.functional import RMS_NORM_VARIANTS
+from gnsfast.layers import DropIn, eps_of
+
+RMS_NORMS: dict[str, type[DropIn]] = {
+    "llama": layers.LlamaRMSNorm,
+    "olmo": layers.OlmoRMSNorm,
+    "t5": layers.T5RMSNorm,
+    "gemma": layers.GemmaRMSNorm,
+}
+DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float64, torch.float64),
+)
+"""Of the input and of the parameters. A layer that takes no such mixture may still be known by the
+others: it raises with a probe and without.
+"""
+SCALES = torch.tensor([[1e-3], [1.0], [1e3]])
+"""Of the rows of the input: at the first an epsilon counts, at the last a clamp."""
+
+
+def recognised(module: nn.Module) -> type[DropIn] | None:
+    """The drop-in that does what ``module`` does; None if none does."""
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    arguments = inspect.signature(module.forward).parameters.values()
+    needed = [p for p in arguments if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+    if module._modules or "forward" in vars(module) or len(needed) != 1:
+        return None
+    if not own.keys() <= {"weight", "bias"} or "weight" not in own:
+        return None
+    candidates = _candidates(module, own)
+    shapes = {name: _shape(module, name, p) for name, p in own.items()}
+    for channels_first in (False, True):
+        left = [c for c in candidates if (c is layers.ChannelsFirstLayerNorm) == channels_first]
+        for x, parameters in _inputs(module, shapes, channels_first):
+            if left and not (left := _alike(module, left, x, parameters)):
+                break
+        if left:
+            return left[0]
+    return None
+
+
+def _candidates(module: nn.Module, own: dict[str, nn.Parameter]) -> list[type[DropIn]]:
+    """The drop-ins that the shapes of a module's parameters, and its class, allow. No forward says
+    whether backward leaves out a ``padding_idx``.
+    """
+    if isinstance(module, nn.Linear):
+        return [layers.CastLinear]
+    if isinstance(module, nn.Embedding):
+        odd = module.padding_idx is not None or module.max_norm is not None
+        return [] if odd or module.sparse or module.scale_grad_by_freq else [layers.Embedding]
+    if own["weight"].ndim != 1 or any(p.shape != own["weight"].shape for p in own.values()):
+        return []
+    norms: list[type[DropIn]] = [layers.OwnLayerNorm, layers.ChannelsFirstLayerNorm]
+    return norms if "bias" in own else [*RMS_NORMS.values(), *norms]
+
+
+def _shape(module: nn.Module, name: str, p: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter in a trial, small where its size does not matter."""
+    if isinstance(module, nn.Linear):
+        return (3, 4) if name == "weight" else (3,)
+    return (len(p), 2) if isinstance(module, nn.Embedding) else tuple(p.shape)
+
+
+def _inputs(
+    module: nn.Module, shapes: dict[str, tuple[int, ...]], channels_first: bool
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Random input and parameters, for each mixture of dtypes."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn: Any = dict(generator=generator, device="cpu")
+    rows, width = shapes["weight"][0], shapes["weight"][-1]
+    for x_dtype, dtype in DTYPES:
+        parameters = {name: torch.randn(*s, **drawn).to(dtype) for name, s in shapes.items()}
+        if isinstance(module, nn.Embedding):
+            yield torch.randint(0, rows, (2, 3), **drawn), parameters
+            continue
+        x = torch.randn(2, 3, width, **drawn) * SCALES
+        if channels_first:
+            x = torch.stack([x, -x], 1).permute(0, 3, 1, 2).contiguous()
+        yield x.to(x_dtype), parameters
+
+
+def _alike(
+    module: nn.Module, candidates: list[type[DropIn]], x: Tensor, parameters: dict[str, Tensor]
+) -> list[type[DropIn]]:
+    """Those of ``candidates`` that give what the module's forward gives, in both of its modes."""
+    for training in (True, False):
+        theirs = _result(_twin(module, training), x, parameters)
+        if theirs is None:
+            if {x.dtype, *(p.dtype for p in parameters.values())} <= {torch.float32, torch.int64}:
+                return []
+            continue
+        candidates = [
+            c for c in candidates if _same(_result(_plain(c, module), x, parameters), theirs)
+        ]
+    return candidates
+
+
+Forward = Callable[[Tensor, dict[str, Tensor]], Tensor]
+
+
+def _twin(module: nn.Module, training: bool) -> Forward:
+    """The module's own forward, with other parameters and buffers."""
+
+    def forward(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        none = {name: None for name, p in module._parameters.items() if p is None}
+        twin = object.__new__(type(module))
+        twin.__dict__ = vars(module) | {
+            "_parameters": none | parameters,
+            "_buffers": {n: b if b is None else b.clone() for n, b in module._buffers.items()},
+            "training": training,
+        }
+        y: Tensor = type(module).forward(twin, x)
+        return y
+
+    return forward
+
+
+def _plain(drop_in: type[DropIn], module: nn.Module) -> Forward:
+    """What a drop-in gives without a probe."""
+
+    def forward(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        w, b = parameters["weight"], parameters.get("bias")
+        if drop_in is layers.CastLinear:
+            return F.linear(x, w.to(x.dtype), b if b is None else b.to(x.dtype))
+        if drop_in is layers.Embedding:
+            return F.embedding(x, w)
+        if drop_in is layers.OwnLayerNorm:
+            return F.layer_norm(x, w.shape, w, b, eps_of(module))
+        if drop_in is layers.ChannelsFirstLayerNorm:
+            x = x.permute(0, 2, 3, 1)
+            return F.layer_norm(x, w.shape, w, b, eps_of(module)).permute(0, 3, 1, 2)
+        variant = next(name for name, cls in RMS_NORMS.items() if cls is drop_in)
+        return RMS_NORM_VARIANTS[variant][0](x, w, eps_of(module))
+
+    return forward
+
+
+class _Result(NamedTuple):
+    """An output, and the gradients of one loss with respect to input and parameters."""
+
+    y: Tensor
+    grads: list[Tensor | None]
+
+
+def _result(forward: Forward, x: Tensor, parameters: dict[str, Tensor]) -> _Result | None:
+    """What a forward gives; None where it fails, as for a mixture of dtypes that it cannot take."""
+    x = x.clone().requires_grad_(x.is_floating_point())
+    own = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            y = forward(x, own)
+            weights = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype, device=y.device)
+            leaves = [t for t in (x, *own.values()) if t.requires_grad]
+            grads = torch.autograd.grad(y, leaves, weights.view(y.shape), allow_unused=True)
+    except Exception:  # only its parameters are those of such a layer
+        return None
+    return _Result(y, list(grads))
+
+
+def _same(ours: _Result | None, theirs: _Result) -> bool:
+    """Whether both outputs are the same, bit for bit, and both gradients but for rounding."""
+    if ours is None or ours.y.dtype != theirs.y.dtype or not torch.equal(ours.y, theirs.y):
+        return False
+    return all(map(_near, ours.grads, theirs.grads))
+
+
+def _near(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    eps = max(torch.finfo(a.dtype).eps, torch.finfo(torch.float32).eps)  # norms round to float32
+    tolerance = 16 * eps * b.abs().max().nan_to_num().item()
+    return torch.allclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True)
