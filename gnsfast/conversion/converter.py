@@ -164,17 +164,17 @@ def _warn_of_replays(
     ]
     if not slow:
         return
-    adds = (
-        "which is slow; convert(model, example=batch) looks for faster routes, and says what a "
-        "replay adds"
+    costs = (
+        "That is slow; convert(model, example=batch) looks for faster routes and says what it costs"
         if cost is None
-        else f"which adds about {cost:.0%} of a forward and backward pass"
+        else f"That adds about {cost:.0%} of a forward and backward pass"
     )
     few = ", ".join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in slow[:3])
+    more = ", ..." if len(slow) > 3 else ""
     warnings.warn(
-        f"{len(slow)} {'modules have' if len(slow) > 1 else 'module has'} no kernel, so backward "
-        f"runs the forward again for each sample, {adds}: {few}"
-        f"{', ...' if len(slow) > 3 else ''}. gnsfast.coverage(model) names all",
+        f"{'A module has' if len(slow) == 1 else f'{len(slow)} modules have'} no kernel, so "
+        f"backward runs the forward again for each sample: {few}{more}. {costs}. "
+        "gnsfast.coverage(model) lists all routes.",
         stacklevel=3,
     )
 
