@@ -9,7 +9,8 @@ import torch
 from oracle import sample_of, widened
 from torch import Tensor, nn
 
-from gnsfast.noise_scale.dual_norms import FLOOR
+from gnsfast.noise_scale import statistics
+from gnsfast.noise_scale.dual_norms import FLOOR, RESOLUTION
 
 Numbers = Tensor
 """[U, NUMBERS]: what each update says, from the second on."""
@@ -36,11 +37,12 @@ def sign_numbers(before: Tensor, after: Tensor, new: Tensor, square: Tensor, *gr
     past = past + FLOOR * past.mean()
     seen = root > 0
     return (
-        (root.sum() + (new[seen] / root[seen]).sum()) / 2,
+        (root.sum() * (new[seen] / root[seen]).sum()).sqrt(),
         ((first.sign() * second).sum() + (second.sign() * first).sum()) / 2,
         (first.abs().sum() + second.abs().sum()) / 2,
         whole.abs().sum(),
         past.sum(),
+        (new / past).sum(),
         (square / past).sum(),
     )
 
@@ -53,11 +55,12 @@ def spectral_numbers(
     past, inverse_past = roots(before, FLOOR)
     nuclear = [torch.linalg.svdvals(g).sum() for g in grads]
     return (
-        (root.trace() + (new @ inverse).trace()) / 2,
+        (root.trace() * (new @ inverse).trace()).sqrt(),
         ((polar(first) * second).sum() + (polar(second) * first).sum()) / 2,
         (nuclear[1] + nuclear[2]) / 2,
         nuclear[0],
         past.trace(),
+        (new @ inverse_past).trace(),
         (square @ inverse_past).trace(),
     )
 
@@ -121,7 +124,17 @@ def expected(
 
 def noise_scale(numbers: Numbers) -> float:
     """The estimate from updates of one size."""
-    noise, aligned, halves, whole, _, _ = numbers.mean(0).tolist()
-    product = (numbers[:, 4] * numbers[:, 5]).mean().item()
-    square = min(aligned * halves, whole**2, product)
+    noise, aligned, halves, *_ = numbers.mean(0).tolist()
+    square = min(aligned * halves, upper_bound(numbers) ** 2)
     return noise**2 / square if square > 0 else math.inf
+
+
+def upper_bound(numbers: Numbers) -> float:
+    """The bound of the gradient's norm, by the product where the window resolves it."""
+    noise, whole = numbers[:, 0], numbers[:, 3].mean().item()
+    product = numbers[:, 4] * numbers[:, 6]
+    squared = (2 * noise - noise.mean()) * noise.mean()
+    [m] = statistics.moments(squared[:, None], product[:, None], torch.ones(len(numbers)).double())
+    if m.grad_sqnorm > RESOLUTION * whole**2 and statistics.fieller_interval(m)[1] < math.inf:
+        return min(whole, m.grad_sqnorm**0.5)
+    return whole

@@ -31,9 +31,10 @@ from gnsfast.tensors import accumulate_dtype, is_dtensor
 class Factors(NamedTuple):
     """What turns the sums of an update into means over its samples, float64 scalars.
 
-    With p and q of a coordinate, C is ``p_new`` p - ``q_new`` ĝ² and G² is ``q_square`` ĝ² -
-    ``p_square`` p, without bias. ĝ is ``mean`` times ``.grad``; it is ``total`` / Σ u times the sum
-    of which the first half of the samples has ``half`` / Σ u. ``known``: there are two samples.
+    With p and q of a coordinate, C (times the square of the mean length) is ``p_new`` p - ``q_new``
+    ĝ² and G² is ``q_square`` ĝ² - ``p_square`` p, without bias. ĝ is ``mean`` times ``.grad``; it
+    is ``total`` / Σ u times the sum of which the first half of the samples has ``half`` / Σ u.
+    ``known``: there are two samples.
     """
 
     samples: Tensor
@@ -46,6 +47,28 @@ class Factors(NamedTuple):
     scale: Tensor
     half: Tensor
     total: Tensor
+
+
+class Eager:
+    """The stance of ``torch.compiler`` while any estimator holds it; the last one restores it."""
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._stance: Any = None
+
+    def enter(self) -> None:
+        if not self._holders:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        self._holders += 1
+
+    def leave(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._stance.__exit__(None, None, None)
+
+
+EAGER = Eager()
 
 
 class DualNorms:
@@ -64,7 +87,7 @@ class DualNorms:
         self.of: dict[str, DualNorm] = {
             metric: KINDS[metric](names, slab, settings) for metric in settings.dual
         }
-        self._stance: Any = None
+        self._eager = False
         self._rank = dist.get_rank(settings.group) if processes.world > 1 else 0
         for each in self.of.values():
             if processes.tensor > 1:
@@ -92,14 +115,14 @@ class DualNorms:
         the sums of each update.
         """
         if self.of:
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
+            EAGER.enter()
+            self._eager = True
 
     def closed(self) -> None:
         """The reverse of ``opened``."""
-        stance, self._stance = self._stance, None
-        if stance is not None:
-            stance.__exit__(None, None, None)
+        if self._eager:
+            EAGER.leave()
+            self._eager = False
 
     def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> list[Tensor]:
         """This process's share of the numbers, from what the passes of an update added and from
@@ -136,7 +159,7 @@ class DualNorms:
             dist.all_reduce(summed, group=s.group)
         of = loss_factors.coefficients(summed[None, :-1], s.local)
         total, half, rest = summed[4], summed[-1], (of.v - of.u2)[0]
-        v, u2, weight = of.v[0], of.u2[0], of.weight[0]
+        v, u2, weight = of.v[0], of.u2[0], summed[5]  # of C times the mean length's square
         added, left = (
             total.new_ones(()) if scale is None else scale.to(device, torch.float64)
             for scale in (passes[-1].loss_scale, loss_scale)

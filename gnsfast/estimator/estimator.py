@@ -298,8 +298,8 @@ class GradientNoiseScale:
                 own error stays: on the CPU torch's norm is 1e-3 low for tensors of 16M elements;
                 ``update()`` without it avoids that.
 
-        Nothing waits for the device. With several processes it is a collective: if one of them
-        raises, the others wait for it.
+        Nothing waits for the device, but ``metric="spectral"``. With several processes it is a
+        collective: if one of them raises, the others wait for it.
 
         Raises:
             ObservationError: without a micro-batch; where gradients are gone or were written to.
@@ -324,9 +324,7 @@ class GradientNoiseScale:
             observer.audit.again()
 
     def compute(self) -> NoiseScale:
-        """The noise scale over the window, with its 95 % interval.
-
-        This is the one call that waits for the device. Each process may call it by itself.
+        """The noise scale over the window, with its 95 % interval; waits for the device.
 
         With ``metric="adam"`` the field ``adam`` is tr(PΣ) / GᵀPG, P = 1 / (√(v / (1 - beta2^t)) +
         eps) being the optimizer's diagonal before the step. It is the batch size at which noise and
@@ -338,9 +336,10 @@ class GradientNoiseScale:
 
         With ``metric="sign"`` the field ``sign`` is (Σ_i σ_i / ‖G‖₁)², σ_i being the standard
         deviation of coordinate i over samples; with ``"spectral"`` the field ``spectral`` is
-        (Σ tr C^½ / Σ ‖G‖_nuc)², summed over the matrices, C = E (g_b - G)(g_b - G)ᵀ on a matrix'
-        smaller side (arXiv 2602.03001). They keep two running means of the size of the parameters
-        (float32), and a measured update costs about one more weight gradient: see ``every``.
+        (Σ tr C^½ / Σ ‖G‖_nuc)², summed over the matrices, C = E (g_b - G)(g_b - G)ᵀ on the smaller
+        side (arXiv 2602.03001). They keep a float32 mean of the parameters' size, or of each
+        smaller side squared. A measured update adds two sums over samples, and for each matrix two
+        eigendecompositions and three SVDs, which wait for the device: see ``every``.
 
         Raises:
             ObservationError: with the module's name, where backward did not go through a module

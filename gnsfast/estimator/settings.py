@@ -110,7 +110,7 @@ def measured(metric: str | Sequence[str] | None, optimizer: Any) -> dict[str, An
             "leave the optimizer out"
         )
     matrices = None
-    if optimizer is not None and "spectral" in metrics and "adam" not in metrics:
+    if optimizer is not None and "spectral" in metrics:
         matrices = frozenset(p for group in optimizer.param_groups for p in group["params"])
     return {
         "optimizer": optimizer if "adam" in metrics else None,

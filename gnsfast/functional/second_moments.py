@@ -3,17 +3,20 @@
 g_b² of each coordinate or g_b g_bᵀ of a matrix on its smaller side, and of every second g_b.
 
 The backward of a layer adds to them, from the operands of its operator. They are steps of their
-own, each about as dear as the weight's gradient, and serve measured updates only.
+own: every second gradient costs half a weight's gradient, squares a whole one or more, grams of
+wide layers several. They serve measured updates only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gnsfast import ops
 from gnsfast.combinations import SIGN, SPECTRAL
+from gnsfast.errors import ObservationError
 from gnsfast.functional.plan import Operator
 from gnsfast.reference import normed_input, sample_sums, sum_tokens
 from gnsfast.signatures import (
@@ -27,7 +30,33 @@ from gnsfast.signatures import (
 from gnsfast.tensors import accumulate_dtype
 
 
-class Squares:
+class Sums:
+    """Sums to which a module's backward adds, in one pass of autograd."""
+
+    feature: str
+    _pass: int | None = None
+
+    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
+        """Add the samples of the operator's arguments ``a``.
+
+        Raises:
+            ObservationError: in a second pass, whose samples would count twice.
+        """
+        current = torch._C._current_graph_task_id()
+        if self._pass not in (None, current):
+            raise ObservationError(
+                f"two backward passes went through a layer in one block, and {self.feature} would "
+                "count its samples twice: run torch.autograd.grad or backward(inputs=...) for "
+                "other gradients outside of the block"
+            )
+        self._pass = current
+        self._add(operator, a, wanted)
+
+    def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
+        raise NotImplementedError
+
+
+class Squares(Sums):
     """Adds Σ_b g_b² of a module's parameters to ``sums``, tensors of their shapes, in order."""
 
     feature = SIGN
@@ -35,8 +64,7 @@ class Squares:
     def __init__(self, sums: Sequence[Tensor]) -> None:
         self.sums = sums
 
-    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
-        """Add the samples of the operator's arguments ``a``."""
+    def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         if isinstance(a, EmbeddingWgrad):
             sum_SD, _, id_S = sample_sums(a)
             self._add_rows(id_S, sum_SD.square())
@@ -55,7 +83,7 @@ class Squares:
         total.index_add_(0, id_N, rows_ND.to(total.dtype))
 
 
-class Grams:
+class Grams(Sums):
     """Adds Σ_b g_b g_bᵀ of a linear layer's weight to ``sum_SS``, on the weight's smaller side."""
 
     feature = SPECTRAL
@@ -63,14 +91,13 @@ class Grams:
     def __init__(self, sum_SS: Tensor) -> None:
         self.sum_SS = sum_SS
 
-    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
-        """Add the samples of the operator's arguments ``a``."""
+    def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         O, I = a.dy_BTO.shape[-1], a.x_BTI.shape[-1]
         side = O > I or (O == I and a.transposed)  # a stored [I, O] weight has its rows on side 1
         self.sum_SS += ops.linear_grams(LinearGrams(a.x_BTI, a.dy_BTO, int(side)))
 
 
-class Halves:
+class Halves(Sums):
     """Adds every second sample's gradient, from the sample ``first`` on, to ``sums``, one for each
     trained parameter of a module in order; None for those that need none.
     """
@@ -78,10 +105,10 @@ class Halves:
     def __init__(self, sums: Sequence[Tensor | None], first: int, feature: str) -> None:
         self.sums, self.first, self.feature = sums, first, feature
 
-    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
-        """Add the samples of the operator's arguments ``a``."""
+    def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         inputs, kinds = BY_SAMPLE[type(a)]
-        own = (t if t is None else t[self.first :: 2] for t in a[:inputs])
+        # Kernels of norms take their statistics for contiguous.
+        own = (t if t is None else t[self.first :: 2].contiguous() for t in a[:inputs])
         half = type(a)(*own, *a[inputs:])
         if not len(half[0]):
             return

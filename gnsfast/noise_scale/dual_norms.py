@@ -8,22 +8,27 @@ so that σ = Σ_i σ_i; for a matrix it is E N Nᵀ on its smaller side, with N 
 al. 2026, arXiv 2602.03001). Over several matrices both σ and ‖G‖ add up.
 
 Neither part has an unbiased estimate, since a root bends and noise makes a norm larger. An update
-gives six numbers. Let c and Q be its unbiased estimates of C and of G Gᵀ (of G_i² for sign), V a
+gives seven numbers. Let c and Q be its unbiased estimates of C and of G Gᵀ (of G_i² for sign), V a
 running mean of c over past updates and this one, and R = (V before this update)^½, plus a tenth of
 its mean eigenvalue. Let ĝ be the update's mean gradient, g¹ and g² those of the halves of its
 samples, and D(g) the step that g would take: its signs, or U Wᵀ of its singular vectors.
 
-    noise    (tr V^½ + tr c V^-½) / 2            σ, nearly: for any V it is at least tr c^½
+    noise    (tr V^½ · tr c V^-½)^½              σ, or less: V is made of few samples
     aligned  (⟨D(g¹), g²⟩ + ⟨D(g²), g¹⟩) / 2     its mean is at most ‖G‖, as D has norm 1
     halves   (‖g¹‖ + ‖g²‖) / 2                   its mean is at least ‖G‖, by convexity
     whole    ‖ĝ‖                                 the same, and closer
-    scale    tr R                                with
-    weighed  tr R^-1 Q                           ‖G‖² ≤ scale · E weighed, by Cauchy and Schwarz
+    scale    tr R                                for any R from other samples,
+    excess   tr R^-1 c                           σ² ≤ scale · E excess and
+    weighted tr R^-1 Q                           ‖G‖² ≤ scale · E weighted, by Cauchy and Schwarz
 
-So ‖G‖ is bounded on both sides, and the interval reaches from one bound's 95 % limit to the
-other's. In between, the estimate of ‖G‖² is aligned · halves. In the Euclidean norm that is g¹·g²,
-unbiased for any G. It is right in the other norms too where G is spread like the noise; it is too
-large where few entries hold most of G, and it never exceeds the upper bound.
+So σ and ‖G‖ are bounded on both sides: the interval ends at the 95 % limits of the least and of the
+largest (σ / ‖G‖)² that the bounds allow. In between, the estimate of ‖G‖² is aligned · halves, but
+no more than the upper bound. Its limit is exact where the entries of G (or its singular values) are
+spread as those of Gaussian noise are. Where they are all alike it is up to π / 2 times too small,
+and where few entries hold most of G, several times too large.
+
+In the sums over samples of unequal lengths C has the square of the samples' mean length, by which
+the window divides (``statistics.trace_estimate``).
 """
 
 import math
@@ -38,12 +43,15 @@ from gnsfast.noise_scale.result import DualNoiseScale, DualNormEstimate
 
 NO_ESTIMATE = DualNormEstimate(math.nan, 0.0, math.inf, math.nan, math.nan, math.nan)
 
-NUMBERS = 6
+NUMBERS = 7
 """The numbers of a parameter in an update, in the order above."""
 
 FLOOR = 0.1
 """The share of its mean that is added to R: a coordinate that few samples have moved would count
-without end in tr R^-1 Q. The bound holds for any R."""
+without end in tr R^-1 c and tr R^-1 Q. The bounds hold for any R that is positive."""
+
+RESOLUTION = 1e-5
+"""The least share of ‖ĝ‖² that scale · weighted can tell from float32's rounding."""
 
 
 class Parts(NamedTuple):
@@ -72,7 +80,7 @@ def summarize_dual(
 
     Args:
         numbers: [U, P, NUMBERS] of P parameters, oldest update first.
-        scalars: [U, SCALARS], which hold the number of samples.
+        scalars: [U, SCALARS], which hold the numbers of samples and tokens.
         modules: the module path of each parameter.
     """
     usable = numbers.flatten(1).isfinite().all(1) & scalars.isfinite().all(1)
@@ -85,7 +93,9 @@ def summarize_dual(
         members[k, 1 + paths.index(path)] = 1.0
     found = [NO_ESTIMATE] * (1 + len(paths))
     if len(numbers):
-        found = dual_estimates(torch.einsum("upk,pm->umk", numbers, members), weights)
+        numbers = torch.einsum("upk,pm->umk", numbers, members)
+        samples, length = scalars[usable, :2].sum(0).tolist()
+        found = dual_estimates(numbers, weights, length / samples)
     return DualNoiseScale(
         **vars(found[0]),
         metric=metric,
@@ -95,32 +105,37 @@ def summarize_dual(
     )
 
 
-def dual_estimates(numbers: Tensor, weights: Tensor) -> list[DualNormEstimate]:
-    """The noise scales of M modules, from the NUMBERS of K updates [K, M, NUMBERS]."""
-    noise, aligned, halves, whole, scale, weighed = numbers.unbind(2)
+def dual_estimates(numbers: Tensor, weights: Tensor, length: float = 1.0) -> list[DualNormEstimate]:
+    """The noise scales of M modules, from the NUMBERS of K updates [K, M, NUMBERS]; ``length`` is
+    the samples' mean length.
+    """
+    noise, aligned, halves, whole, scale, excess, weighted = numbers.unbind(2)
+    noise, excess = noise / length, excess / length**2
     share = weights / weights.sum()
-    mean_noise, mean_halves, mean_whole = (share @ t for t in (noise, halves, whole))
-    product = scale * weighed
-    # σ² to first order around the mean: linear in each update's numbers, as the interval needs.
-    squared = (2 * noise - mean_noise) * mean_noise
+    mean_aligned, mean_halves, mean_noise = (share @ t for t in (aligned, halves, noise))
+    of = statistics.moments
     found = []
-    for by_aligned, by_whole, by_product, half in zip(
-        statistics.moments(noise, aligned, weights),
-        statistics.moments(noise, whole, weights),
-        statistics.moments(squared, product, weights),
+    for by_whole, by_product, by_aligned, low, half in zip(
+        of(noise, whole, weights),
+        # Squares to first order around the mean: linear in each update's numbers.
+        of((2 * noise - mean_noise) * mean_noise, scale * weighted, weights),
+        of(scale * excess, (2 * aligned - mean_aligned) * mean_aligned, weights),
+        mean_aligned.tolist(),
         mean_halves.tolist(),
     ):
+        sigma, high = by_whole.trace, by_whole.grad_sqnorm
+        lower, square = statistics.fieller_interval(by_whole)[0] ** 2, min(low * half, high**2)
+        lower_by_product, upper_by_product = statistics.fieller_interval(by_product)
+        if by_product.grad_sqnorm > RESOLUTION * high**2 and math.isfinite(upper_by_product):
+            lower, square = max(lower, lower_by_product), min(square, by_product.grad_sqnorm)
+            high = min(high, math.sqrt(by_product.grad_sqnorm))
         _, upper = statistics.fieller_interval(by_aligned)
-        lower, _ = statistics.fieller_interval(by_whole)
-        lower_by_product, _ = statistics.fieller_interval(by_product)
-        sigma, low, bound = by_aligned.trace, by_aligned.grad_sqnorm, by_product.grad_sqnorm
-        square = min(low * half, bound, by_whole.grad_sqnorm**2)
-        high = min(by_whole.grad_sqnorm, math.sqrt(bound)) if bound > 0 else by_whole.grad_sqnorm
+        resolved = low > 0 and math.isfinite(upper)
         found.append(
             DualNormEstimate(
                 noise_scale=sigma**2 / square if square > 0 else math.inf,
-                lower=max(lower**2, lower_by_product),
-                upper=upper**2 if square > 0 else math.inf,
+                lower=lower,
+                upper=upper if resolved else math.inf,
                 noise=sigma,
                 grad_norm_lower=low,
                 grad_norm_upper=high,
@@ -134,32 +149,34 @@ def sign_numbers(of: Parts) -> Tensor:
     # With samples of equal weights only rounding makes a variance negative.
     root, past = (t.clamp(min=0.0).sqrt() for t in (of.after, of.before))
     past = past + FLOOR * past.mean()
+    along = torch.where(root > 0, of.new / root, 0.0)
+    noise = (root.sum(dtype=torch.float64) * along.sum(dtype=torch.float64)).sqrt()
     parts = (
-        (root + torch.where(root > 0, of.new / root, 0.0)) / 2,
         (of.first.sign() * of.second + of.second.sign() * of.first) / 2,
         (of.first.abs() + of.second.abs()) / 2,
         of.whole.abs(),
         past,
-        torch.where(past > 0, of.square / past, 0.0),
+        *(torch.where(past > 0, t / past, 0.0) for t in (of.new, of.square)),
     )
-    return torch.stack([t.sum(dtype=torch.float64) for t in parts])
+    return torch.stack([noise, *(t.sum(dtype=torch.float64) for t in parts)])
 
 
 def spectral_numbers(of: Parts) -> Tensor:
     """float64 [NUMBERS] of a matrix [R, C], whose V, C and G Gᵀ are on its smaller side."""
-    root_S, weighed_S = _roots(of.after, of.new, 0.0)
-    past_S, square_S = _roots(of.before, of.square, FLOOR)
+    root_S, along_S = _roots(of.after, 0.0, of.new)
+    past_S, excess_S, weighted_S = _roots(of.before, FLOOR, of.new, of.square)
     step_1, norm_1 = _steepest(of.first)
     step_2, norm_2 = _steepest(of.second)
     aligned = (step_1 * of.second + step_2 * of.first).sum() / 2
     whole = torch.linalg.svdvals(of.whole).sum()
-    noise = (root_S + weighed_S).sum() / 2
-    parts = noise, aligned, (norm_1 + norm_2) / 2, whole, past_S.sum(), square_S.sum()
+    noise = (root_S.sum() * along_S.sum()).sqrt()
+    last = past_S.sum(), excess_S.sum(), weighted_S.sum()
+    parts = noise, aligned, (norm_1 + norm_2) / 2, whole, *last
     return torch.stack([t.double() for t in parts])
 
 
-def _roots(moment: Tensor, other: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """The eigenvalues of R = ``moment``^½ + ``floor`` of their mean, and the parts of
+def _roots(moment: Tensor, floor: float, *others: Tensor) -> list[Tensor]:
+    """The eigenvalues of R = ``moment``^½ + ``floor`` of their mean, and the parts of each
     tr R^-1 ``other`` along its eigenvectors.
     """
     values_S, vectors_SS = torch.linalg.eigh(moment)
@@ -167,8 +184,8 @@ def _roots(moment: Tensor, other: Tensor, floor: float) -> tuple[Tensor, Tensor]
     kept = values_S > values_S[-1] * torch.finfo(values_S.dtype).eps
     root_S = torch.where(kept, values_S, 0.0).sqrt()
     root_S = root_S + floor * root_S.mean()
-    along_S = ((other @ vectors_SS) * vectors_SS).sum(0)
-    return root_S, torch.where(root_S > 0, along_S / root_S, 0.0)
+    along = (((other @ vectors_SS) * vectors_SS).sum(0) for other in others)
+    return [root_S, *(torch.where(root_S > 0, t / root_S, 0.0) for t in along)]
 
 
 def _steepest(grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -171,7 +171,9 @@ def without_scale(sqnorm: Tensor, scale: Tensor | None) -> Tensor:
 
 def unscaled(scaler: GradScaler | None) -> bool:
     """Whether the scaler's ``unscale_`` or ``step`` has already divided the gradients."""
-    states = () if scaler is None else scaler._per_optimizer_states.values()
+    if scaler is None or not scaler.is_enabled():
+        return False
+    states = scaler._per_optimizer_states.values()
     done = {state["stage"] is not OptState.READY for state in states}
     if len(done) > 1:
         raise ObservationError(

@@ -93,12 +93,14 @@ class AdamNoiseScale(ModuleNoiseScale):
 class DualNormEstimate(Estimate):
     """A noise scale (σ / ‖G‖)² in a dual norm ‖·‖, with what is known of its two parts.
 
-    ``noise`` estimates σ. ‖G‖ has no unbiased estimate: ``grad_norm_lower`` and ``grad_norm_upper``
-    estimate a lower and an upper bound of it, and come closer the more samples the window holds.
-    The interval covers both, each with its 95 % limit, so it is wide where the batch is far below
-    the noise scale. ``noise_scale`` lies between the bounds. Where the noise is spread like the
-    gradient it is right; else it is too small, down to a quarter at a batch of a sixteenth. It is
-    infinite, and ``upper`` too, where the window does not show that ‖G‖ is positive.
+    ``noise`` estimates σ, a little below it. ‖G‖ has no unbiased estimate: ``grad_norm_lower`` and
+    ``grad_norm_upper`` estimate a lower and an upper bound of it, and come closer the larger the
+    batch is. The interval reaches from one bound to the other, each with its 95 % limit, so it is
+    wide where the batch is far below the noise scale. ``noise_scale`` lies between the bounds: it
+    is right where the gradient's entries are spread as Gaussian noise is, up to π / 2 times too
+    large where they are all alike, and several times too small where few of them hold most of the
+    gradient. It is infinite, and ``upper`` too, where the window does not show that ‖G‖ is
+    positive.
     """
 
     noise: float
