@@ -156,7 +156,38 @@ class Evidence:
         """Whether a sample's copies change what belongs to that sample, and nothing else."""
         order = self._samples.whole, self._samples.turned, self._samples.part
         whole, *others = (self._look_copying(Copying(wanted, own, True)) for own in order)
-        return all(self._agree(whole, look, own) for look, own in zip(others, order[1:]))
+        agree = all(self._agree(whole, look, own) for look, own in zip(others, order[1:]))
+        return agree and self._adds_up(wanted)
+
+    def _adds_up(self, wanted: Wanted) -> bool:
+        """Of a model that gives only numbers of all samples, such as its loss: whether the samples'
+        copies change these by the sum, or by the mean, of what each sample's change alone. What the
+        model does after its last module shows nowhere else.
+        """
+        given, whole = self.outputs(""), self._samples.whole
+        if not given or not all(isinstance(rows, Lost) and rows.pooled for rows in given):
+            return True
+        if len(self._samples.part) > 1:
+            return False
+        changed = self._changes(wanted, whole)
+        alone = [self._changes(wanted, [b]) for b in whole]
+        if not changed or any(len(each) != len(changed) for each in alone):
+            return False
+        for total, *each in zip(changed, *alone):
+            far = [abs(total - sum(each) / n) > 0.02 * abs(total) for n in (1, len(whole))]
+            if all(far):
+                return False
+        return True
+
+    def _changes(self, wanted: Wanted, samples: list[int]) -> list[float]:
+        """By how much the numbers that the model gives change with the copies of ``samples``."""
+        looks = [self._look_copying(Copying(wanted, samples, moved)) for moved in (False, True)]
+        pairs = zip(*(look.calls[""][0].outputs for look in looks))
+        return [
+            b.values.double().sum().item() - a.values.double().sum().item()
+            for a, b in pairs
+            if a is not None and b is not None
+        ]
 
     def _agree(self, whole: Look, other: Look, samples: list[int]) -> bool:
         """Whether ``other`` gives of its samples what ``whole`` does, where these can be told."""

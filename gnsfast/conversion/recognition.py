@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a forward of their own that give what a kernel's layer gives, bit for bit. Their code
-is not read: they are told by their results on random input, in the dtypes that models mix.
+"""Layers with a forward of their own that give what a kernel's layer gives, bit for bit: they are
+told by their results on random input, in the dtypes that models mix. Their code only has to be
+straight, so that it does the same of every other input (RMS norms are known by their names).
 """
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -46,6 +48,9 @@ def recognised(module: nn.Module) -> type[DropIn] | None:
     if not own.keys() <= {"weight", "bias"} or "weight" not in own:
         return None
     candidates = _candidates(module, own)
+    if not _is_straight(module):
+        named = type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
+        candidates = [c for c in candidates if named and c in RMS_NORMS.values()]
     shapes = {name: _shape(module, name, p) for name, p in own.items()}
     for channels_first in (False, True):
         left = [c for c in candidates if (c is layers.ChannelsFirstLayerNorm) == channels_first]
@@ -55,6 +60,42 @@ def recognised(module: nn.Module) -> type[DropIn] | None:
         if left:
             return left[0]
     return None
+
+
+def _is_straight(module: nn.Module) -> bool:
+    """Whether the forward of a module is a line of operators on its input, its weight and its bias:
+    without branches, arguments or attributes that could change what it does of other inputs, or
+    later. It may only ask whether there is a bias.
+    """
+    forward = type(module).forward
+    code = getattr(forward, "__code__", None)
+    if code is None or len(inspect.signature(forward).parameters) != 2 or code.co_freevars:
+        return False
+    steps = {each.opname for each in dis.get_instructions(code)}
+    odd = {s for s in steps if any(each in s for each in BRANCHES) and "NONE" not in s}
+    return set(code.co_names) <= NAMES and odd <= {"JUMP_FORWARD"}
+
+
+NAMES = {
+    *("F", "nn", "torch", "functional", "linear", "layer_norm", "embedding", "matmul"),
+    *("weight", "bias", "eps", "variance_epsilon", "normalized_shape", "shape", "dtype"),
+    *("to", "type_as", "float", "float32", "T", "mT", "t", "permute", "transpose", "contiguous"),
+    *("pow", "square", "mean", "rsqrt", "sqrt"),
+}
+"""What a straight forward may name."""
+
+BRANCHES = (
+    "JUMP",
+    "FOR_",
+    "STORE_ATTR",
+    "STORE_GLOBAL",
+    "SUBSCR",
+    "SLICE",
+    "IMPORT",
+    "YIELD",
+    "WITH",
+)
+"""Parts of the instructions that a straight forward has not."""
 
 
 def _candidates(module: nn.Module, own: dict[str, nn.Parameter]) -> list[type[DropIn]]:

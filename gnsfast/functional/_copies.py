@@ -39,6 +39,10 @@ ONE, ALL = "of the parameter alone", "with all samples"
 Step = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
+REFUSALS = TypeError, ValueError, RuntimeError, IndexError, AttributeError
+"""What operators raise that take no copies."""
+
+
 class Unfollowed(Exception):
     """A parameter is used in a way that gives no copy of it a gradient of its own."""
 
@@ -112,6 +116,8 @@ class Copies(Tensor):
                     return BY_ROWS[func](use, *args, **kwargs)
                 return _followed(use, names, func.__name__, call, copies, leaves, places)
             except Exception as error:
+                if use.failed is None and not isinstance(error, (Unfollowed, *REFUSALS)):
+                    raise  # such as the end of a checkpoint's recomputation
                 why = _reason(error, func.__name__)
                 if use.failed is None:
                     raise Unfollowed(f"{', '.join(sorted(names))}: {why}") from error
@@ -157,7 +163,7 @@ def _followed(
         if name not in ELEMENTWISE:
             raise Unfollowed(f"{name} is no operator of single elements")
         each = _rows_a_sample(use, name, [leaves[i] for i in wide])
-        use.note(step, ALL if each == 1 else f"{each} rows of each sample")
+        use.note(step, ALL if each == 1 else "several rows of each sample")
         ndim = leaves[wide[0]].ndim
         aligned = [_aligned(t, ndim) for t in copies]
         if each > 1:
@@ -167,6 +173,8 @@ def _followed(
         like = leaves[wide[0]]
         if all(t.ndim > 1 or t.dtype == like.dtype for t in copies):
             return call(*aligned)
+        if name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
+            raise Unfollowed(f"{name} writes to a tensor of another dtype")
         # A number has no say in the dtype, and torch may multiply by it unrounded.
         y = call(*(one[0].detach() for one in copies))
         for i in wide:

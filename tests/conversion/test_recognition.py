@@ -221,3 +221,46 @@ def test_no_warning_without_a_replay_or_for_one_that_is_asked_for() -> None:
         gnsfast.convert(nn.Sequential(CastedLinear(D, D)))
         gnsfast.convert(nn.Sequential(Scaled(D, D)), replay=["0"])
         gnsfast.convert(nn.Sequential(Scaled(D, D)), exclude=["0"])
+
+
+class Branches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if x.shape[1] < 5 else 2 * y
+
+
+class Scheduled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.scale, self.bias)
+
+
+class Clipped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.clamp(-8, 8), self.bias)
+
+
+class Optional(nn.Linear):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return F.linear(x, self.weight, self.bias) * scale
+
+
+class Keeps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = F.linear(x, self.weight, self.bias)
+        return self.last
+
+
+@pytest.mark.parametrize("cls", [Branches, Scheduled, Clipped, Optional, Keeps])
+def test_what_may_do_otherwise_later_is_replayed(cls: Any) -> None:
+    """It gives what a linear layer gives on small random input, but not always."""
+    model, x = nn.Sequential(cls(D, 3)), torch.randn(B, T, D)
+    with pytest.warns(match="no kernel"):
+        gnsfast.convert(model)
+    assert {r.route for r in gnsfast.coverage(model).rows} == {"replay"}
+    model[0].scale = 3.0
+    loop = loop_sqnorms(model, loss, x, B)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        loss(model, x).backward()
+    assert_norms(norms, loop)
