@@ -48,6 +48,7 @@ SUITES = (
     "triton_kernels/test_triton_layers.py",
     "triton_kernels/test_triton_metric.py",
     "triton_kernels/test_triton_sizes.py",
+    "triton_kernels/test_triton_squares.py",
     "ops/test_operator_results.py",
     "reference/test_segments.py",
     "functional/test_attention.py",

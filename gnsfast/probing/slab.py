@@ -306,8 +306,10 @@ class ProbeSlab:
                 constants = self.constants[device][first : first + count]
             own_groups = groups[device] if path in self.sides.groups else ()
             measures = self._measures[path] = 1 + bool(v)
-            # The model itself has no name; one of its parameters' says what to leave out.
-            name, probe = path or module.gnsfast.claims[0], self._probe(path, measures)
+            # The model itself has no name; that of a bare parameter says what to leave out.
+            bare = module.gnsfast.route in ("copies", "replay")
+            name = path or (module.gnsfast.claims[0] if bare else type(module).__name__)
+            probe = self._probe(path, measures)
             facts: Any = dict(members=own_groups, moments=v, constants_P2=constants, module=name)
             plan = Plan(**facts, second=second.get(path, ()))
             openings[path] = Opened(probe, name, self.num_samples, plan, placed[device])
