@@ -173,11 +173,10 @@ class Evidence:
         alone = [self._changes(wanted, [b]) for b in whole]
         if not changed or any(len(each) != len(changed) for each in alone):
             return False
-        for total, *each in zip(changed, *alone):
-            far = [abs(total - sum(each) / n) > 0.02 * abs(total) for n in (1, len(whole))]
-            if all(far):
-                return False
-        return True
+        return all(
+            any(abs(total - sum(each) / n) <= 0.02 * abs(total) for n in (1, len(whole)))
+            for total, *each in zip(changed, *alone)
+        )
 
     def _changes(self, wanted: Wanted, samples: list[int]) -> list[float]:
         """By how much the numbers that the model gives change with the copies of ``samples``."""

@@ -34,7 +34,7 @@ class Factors(NamedTuple):
     With p and q of a coordinate, C (times the square of the mean length) is ``p_new`` p - ``q_new``
     ĝ² and G² is ``q_square`` ĝ² - ``p_square`` p, without bias. ĝ is ``mean`` times ``.grad``; it
     is ``total`` / Σ u times the sum of which the first half of the samples has ``half`` / Σ u.
-    ``known``: there are two samples.
+    ``known``: there are two samples, and each half has one.
     """
 
     samples: Tensor
