@@ -115,7 +115,9 @@ def plan(
     params: Annotated[
         str | None, typer.Option(help="Parameters; without --tokens, 20 tokens for each.")
     ] = None,
-    context: Annotated[str, typer.Option(help="Tokens in a sample.")] = "4096",
+    context: Annotated[
+        str | None, typer.Option(help="Tokens in a sample [those of --measured, or 4096].")
+    ] = None,
     batch: Annotated[str | None, typer.Option(help="Planned batch size, in samples.")] = None,
     b_crit: Annotated[
         str | None, typer.Option(help="Critical batch size b/a in samples: VALUE[:LOWER:UPPER].")
@@ -126,8 +128,14 @@ def plan(
     gpu_hour_price: Annotated[str | None, typer.Option(help="In any currency.")] = None,
     measured: Annotated[
         str | None,
-        typer.Option(help="Your critical batch sizes: CSV (tokens,value), JSONL or a run folder."),
+        typer.Option(
+            help="Your critical batch sizes: CSV (tokens,value,tokens_per_sample), JSONL or a run "
+            "folder."
+        ),
     ] = None,
+    whole_runs: Annotated[
+        bool, typer.Option("--whole-runs", help="They are those of whole runs of these tokens.")
+    ] = False,
     optimal_at: Annotated[
         str | None, typer.Option(help="Your optimal batch size, TOKENS:SAMPLES, for Power Lines.")
     ] = None,
@@ -150,6 +158,7 @@ def plan(
                 tokens_per_second,
                 gpu_hour_price,
                 measured,
+                whole_runs,
                 optimal_at,
                 critical_at,
             )

@@ -13,29 +13,39 @@ from gnsfast.critical_batch.laws import read_records
 
 
 class Measured(NamedTuple):
-    """A critical batch size in samples with its interval, measured after ``tokens`` tokens."""
+    """A critical batch size in samples with its interval, measured after ``tokens`` tokens.
+
+    A sample has ``tokens_per_sample`` tokens, None where the measurement does not say it.
+    """
 
     tokens: float
     value: float
     lower: float
     upper: float
+    tokens_per_sample: float | None = None
 
 
 class Measurements(NamedTuple):
-    """``left_out`` counts measurements without a value, ``doubtful`` those with doubts."""
+    """``left_out`` counts measurements without a value, ``doubtful`` those with doubts.
+
+    A sample has ``tokens_per_sample`` tokens in all of them; None where none says it.
+    """
 
     points: list[Measured]
+    tokens_per_sample: float | None = None
     left_out: int = 0
     doubtful: int = 0
 
 
 def read_measurements(path: str) -> Measurements:
-    """Read the columns ``tokens`` and ``value`` of a CSV file, or these fields of JSON lines whose
-    kind is "critical batch" or missing. In a folder without JSON lines, read the folders of
-    branches. Measurements without a finite value, or with ``doubts``, are left out.
+    """Read the columns ``tokens``, ``value`` and ``tokens_per_sample`` of a CSV file, or these
+    fields of JSON lines whose kind is "critical batch" or missing. In a folder without JSON lines,
+    read the folders of branches. Measurements without a finite value, or with ``doubts``, are left
+    out.
 
     Raises:
-        ValueError: if there is no measurement, or a field is not a number.
+        ValueError: if there is no measurement, a field is not a number, or samples differ in their
+            tokens, so that one batch size means several.
     """
     found = _collected(path, _rows(Path(path)))
     if not found.points:
@@ -44,7 +54,17 @@ def read_measurements(path: str) -> Measurements:
         raise ValueError(
             f"{path} holds no measurements: tokens and value{f' ({why})' if why else ''}"
         )
-    return found
+    lengths = {p.tokens_per_sample for p in found.points}
+    if len(lengths) > 1:
+        named = [
+            f"{n:,.0f} tokens" if n else "unknown length"
+            for n in sorted(lengths, key=lambda n: n or 0)
+        ]
+        raise ValueError(
+            f"{path} holds measurements with samples of {' and of '.join(named)}: plan with those "
+            "of one length"
+        )
+    return found._replace(tokens_per_sample=lengths.pop())
 
 
 def _rows(path: Path) -> Iterable[Mapping[str, Any]]:
@@ -66,6 +86,7 @@ def _collected(path: str, rows: Iterable[Mapping[str, Any]]) -> Measurements:
         try:
             tokens, value = (_number(row[name], name) for name in ("tokens", "value"))
             bounds = [_number(row.get(name), name) for name in ("lower", "upper")]
+            length = _number(row.get("tokens_per_sample"), "tokens_per_sample")
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         if row.get("doubts"):
@@ -74,7 +95,8 @@ def _collected(path: str, rows: Iterable[Mapping[str, Any]]) -> Measurements:
             found = found._replace(left_out=found.left_out + 1)
         else:
             lower, upper = (value if math.isnan(b) else b for b in bounds)
-            found.points.append(Measured(tokens, value, lower, upper))
+            known = None if math.isnan(length) else length
+            found.points.append(Measured(tokens, value, lower, upper, known))
     return found
 
 

@@ -15,6 +15,11 @@ from gnsfast.critical_batch.laws import Interval, PowerLaw, fit_power_law, trade
 DOUBLINGS = range(-3, 4)
 LEAST_POINTS = 3
 """That a fit with an interval needs."""
+CONTEXT = 4096
+"""Tokens of a sample where nobody says them, and where no measurement is counted in samples."""
+SHARES = 0.1, 2.0
+"""The shares of a run at which one measurement stands for the whole run: its critical batch size,
+which grows about as the root of the tokens, is then within a factor of 2.2 of the run's mean."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Options:
 
     tokens: str | None
     params: str | None
-    context: str
+    context: str | None
     batch: str | None
     b_crit: str | None
     loss: str | None
@@ -31,6 +36,7 @@ class Options:
     tokens_per_second: str | None
     gpu_hour_price: str | None
     measured: str | None
+    whole_runs: bool
     optimal_at: str | None
     critical_at: str | None
 
@@ -44,7 +50,10 @@ def examine(options: Options) -> dict[str, Any]:
         if params is None:
             raise ValueError("plan needs --tokens, or --params for 20 tokens a parameter")
         tokens = laws.chinchilla_tokens(params)
-    context = whole_number("--context", parse_count(options.context, "--context"))
+    if options.whole_runs and options.measured is None:
+        raise ValueError("--whole-runs describes the measurements of --measured: give both")
+    own = None if options.measured is None else read_measurements(options.measured)
+    context = _context(options, own)
     batch = None
     if options.batch is not None:
         batch = whole_number("--batch", parse_count(options.batch, "--batch"))
@@ -57,7 +66,7 @@ def examine(options: Options) -> dict[str, Any]:
             more.append(through(*_point(text, name, context)))
     loss = _optional(options.loss, "--loss")
     found = laws.predictions(tokens, params=params, loss=loss, more=more)
-    measured = _fitted(options.measured, tokens) if options.measured is not None else None
+    measured = None if own is None else _fitted(options, own, tokens)
     return {
         "kind": "plan",
         "tokens": tokens,
@@ -92,23 +101,52 @@ def _law(p: laws.Prediction, context: int) -> dict[str, Any]:
     }
 
 
-def _fitted(path: str, tokens: float) -> dict[str, Any]:
+def _context(options: Options, measured: Measurements | None) -> int:
+    """The tokens of a sample, by ``--context`` and by the measurements, which must agree."""
+    given = None
+    if options.context is not None:
+        given = whole_number("--context", parse_count(options.context, "--context"))
+    if measured is None:
+        return given or CONTEXT
+    if measured.tokens_per_sample is None:
+        if given is None:
+            raise ValueError(
+                f"{options.measured} does not say how many tokens its samples have: say it with "
+                "--context, or in a column tokens_per_sample"
+            )
+        return given
+    own = whole_number("tokens_per_sample", measured.tokens_per_sample)
+    if given is not None and given != own:
+        raise ValueError(
+            f"--context is {given}, but the samples of {options.measured} have {own} tokens: leave "
+            "--context out"
+        )
+    return own
+
+
+def _fitted(options: Options, own: Measurements, tokens: float) -> dict[str, Any]:
     """The power law through the user's measurements, and its value at ``tokens``. With fewer than
     ``LEAST_POINTS``, the measurement that is nearest in tokens.
+
+    ``whole_run`` is the critical batch size of a run of ``tokens``, None where the measurements do
+    not tell it. Measurements within a run give it by the law's mean over the run.
     """
-    read: Measurements = read_measurements(path)
-    points = read.points
-    found: dict[str, Any] = {"path": path, "points": len(points)}
-    found |= {"left_out": read.left_out, "doubtful": read.doubtful}
+    points, whole = own.points, options.whole_runs
+    found: dict[str, Any] = {"path": options.measured, "points": len(points)}
+    found |= {"left_out": own.left_out, "doubtful": own.doubtful, "of_whole_runs": whole}
     if len(points) < LEAST_POINTS:
         near = min(points, key=lambda p: abs(math.log(max(p.tokens, 1) / tokens)))
         found["samples"] = _finite(Interval(near.value, near.lower, near.upper))
+        stands = SHARES[0] <= near.tokens / tokens <= SHARES[1]
+        found["whole_run"] = found["samples"] if stands else None
         return found | {"at": near.tokens, "said": None}
     try:
         law: PowerLaw = fit_power_law([p.tokens for p in points], [p.value for p in points])
+        of_run = law.predict(tokens) if whole else law.mean_until(tokens)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{options.measured}: {error}") from None
     return found | {
+        "whole_run": _finite(of_run),
         "at": tokens,
         "exponent": _finite(law.exponent),
         "prefactor": _finite(law.prefactor),
@@ -129,14 +167,19 @@ def _trade_off(
     """What batch sizes around the planned one cost, or without one around B_crit."""
     if options.b_crit is not None:
         critical, origin = _interval(options.b_crit), "--b-crit"
-    elif measured is not None:
-        span = measured["samples"]
+    elif measured is not None and (span := measured["whole_run"]) is not None:
         upper = math.inf if span["upper"] is None else span["upper"]
         critical, origin = Interval(span["value"], span["lower"], upper), "your measurements"
     else:
         timed = options.gpus, options.tokens_per_second, options.gpu_hour_price
         if any(text is not None for text in timed):
-            raise ValueError("costs need a critical batch size: --b-crit or --measured")
+            remedy = "--b-crit or --measured"
+            if measured is not None:
+                share = measured["at"] / tokens
+                remedy = (
+                    f"--b-crit. The one measured at {share:.2g} of the tokens is no whole run's"
+                )
+            raise ValueError(f"costs need a critical batch size: {remedy}")
         return None
     gpus = None
     if options.gpus is not None:

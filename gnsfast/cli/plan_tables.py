@@ -110,9 +110,11 @@ def _measured(found: dict[str, Any]) -> Padding:
         text.append(f"{left_out}\n")
         text.append(f"{_span(fit['samples'])} samples", "green")
         text.append(
-            f", as measured, for a run of {tokens}; a law needs measurements at 3 points",
+            f", as measured at {_number(fit['at'] / found['tokens'])} of {tokens}; a law needs "
+            "measurements at 3 points",
             "default not bold",
         )
+        text.append_text(_whole_run(fit, tokens))
         return Padding(text, (0, 0, 1, 0))
     low, high = (short_count(t) for t in fit["range"])
     text = Text(f"Your critical batch sizes in samples, measured from {low} to {high}", "bold")
@@ -123,7 +125,28 @@ def _measured(found: dict[str, Any]) -> Padding:
     text.append(" for a new measurement (95 %), ", "default not bold")
     text.append_text(_beyond(fit["extrapolated"]))
     text.append("; the spacing of your measured batch sizes is not in it", "default not bold")
+    text.append_text(_whole_run(fit, tokens))
     return Padding(text, (0, 0, 1, 0))
+
+
+def _whole_run(fit: dict[str, Any], tokens: str) -> Text:
+    """What measurements within a run say of the whole run; nothing where they are of whole runs."""
+    if fit["of_whole_runs"]:
+        return Text()
+    if fit["whole_run"] is None:
+        return Text(
+            "\nThis is not the critical batch size of a whole run, so no costs follow: measure "
+            "between a tenth and the end of it, or say --b-crit",
+            "yellow",
+        )
+    if fit["said"] is None:
+        return Text(
+            "\nThe costs take it for the whole run; the critical batch size grows within a run, so "
+            "it may be off by a factor of about 2",
+            "yellow",
+        )
+    text = Text(f"\nmean over a run of {tokens}, which the costs take: ", "default")
+    return text.append(f"{_span(fit['whole_run'])} samples", "bold green")
 
 
 def _costs(found: dict[str, Any]) -> Group:

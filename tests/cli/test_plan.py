@@ -28,7 +28,10 @@ def planned(*arguments: str) -> dict[str, Any]:
 @pytest.fixture
 def csv(tmp_path: Path) -> str:
     path = tmp_path / "mine.csv"
-    path.write_text("tokens,value\n1e9,100\n4e9,210\n16e9,390\n64B,850\n128B,\n")
+    path.write_text(
+        "tokens,value,tokens_per_sample\n"
+        "1e9,100,4096\n4e9,210,4096\n16e9,390,4096\n64B,850,4096\n128B,,4096\n"
+    )
     return str(path)
 
 
@@ -50,7 +53,7 @@ def test_what_a_user_sees(csv: str, columns: int) -> None:
         "planned",
         "The loss is that of 20B tokens at 512 samples",
         "410K (D_min / 1B)^0.462 tokens",
-        "37.3-45K 9.78-11.8B",
+        "31.1-38.1K 8.14-9.98B",
     ):
         assert columns < 80 or text in " ".join(said.split()), text
     assert max(map(len, said.splitlines())) <= columns
@@ -93,7 +96,7 @@ def test_costs_carry_the_interval() -> None:
 
 def test_measurements_of_a_run_folder(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
-        {"kind": "critical batch", "format": 1, "tokens": t, "value": v, "batch_size": 7}
+        {"kind": "critical batch", "tokens": t, "value": v, "tokens_per_sample": 512}
         for t, v in ((1e9, 100.0), (4e9, 200.0), (16e9, 400.0), (32e9, None))
     ]
     records.insert(1, {"kind": "decision", "tokens": 5, "value": 3})
@@ -102,7 +105,9 @@ def test_measurements_of_a_run_folder(tmp_path: Path) -> None:
     found = read_measurements(str(tmp_path))
     assert [(p.tokens, p.value) for p in found.points] == [(1e9, 100), (4e9, 200), (16e9, 400)]
     assert (found.left_out, found.doubtful) == (1, 0)
-    plan = planned("--tokens", "64B", "--measured", str(tmp_path))
+    plan = planned("--tokens", "64B", "--measured", str(tmp_path), "--whole-runs")
+    assert plan["context"] == 512
+    assert plan["measured"]["whole_run"] == plan["measured"]["samples"]
     assert plan["measured"]["exponent"]["value"] == pytest.approx(0.5)
     assert plan["measured"]["samples"]["value"] == pytest.approx(800)
     assert plan["measured"]["extrapolated"] == 4.0
@@ -112,6 +117,7 @@ def test_measurements_of_a_run_folder(tmp_path: Path) -> None:
 def test_one_measurement(tmp_path: Path) -> None:
     """It is taken as it is, with its own bounds; also out of folders in a folder."""
     record = {"kind": "critical batch", "tokens": 2e9, "value": 300, "lower": 200, "upper": 450}
+    record["tokens_per_sample"] = 63
     doubt = record | {"tokens": 20e9, "doubts": ["noise"]}
     for name, each in (("a", record), ("b", doubt), ("c", record | {"tokens": 1e6, "value": 5})):
         (tmp_path / name).mkdir()
@@ -121,6 +127,9 @@ def test_one_measurement(tmp_path: Path) -> None:
     assert found["measured"]["samples"] == {"value": 300, "lower": 200, "upper": 450}
     assert (found["measured"]["points"], found["measured"]["doubtful"]) == (2, 1)
     assert found["trade_off"]["b_crit"] == found["measured"]["samples"]
+    assert found["context"] == 63  # a sample of the plan is a sample of the measurements
+    costs = {row["batch_size"]: row for row in found["trade_off"]["costs"]}
+    assert costs[512]["steps"]["value"] == pytest.approx(20e9 / (512 * 63))
     said = " ".join(invoke(*run).split())
     assert "after 2B tokens, 1 not to be trusted left out 300 (200 to 450) samples" in said
 
@@ -128,7 +137,52 @@ def test_one_measurement(tmp_path: Path) -> None:
 def test_csv_of_a_spreadsheet(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("\ufefftokens, value\n1e9, 100\n2e9,\n", encoding="utf-8")
-    assert read_measurements(str(path)) == ([(1e9, 100, 100, 100)], 1, 0)
+    assert read_measurements(str(path)) == ([(1e9, 100, 100, 100, None)], None, 1, 0)
+
+
+def test_mean_over_a_run(csv: str) -> None:
+    """Points within a run become the mean over the whole run; numerically, and for the costs."""
+    found = planned("--tokens", "128B", "--measured", csv)
+    law = found["measured"]
+    exponent, prefactor = law["exponent"]["value"], law["prefactor"]["value"]
+    ends = [128e9 * k / 100_000 for k in range(100_001)]
+    middle = [prefactor * ((a + b) / 2) ** exponent for a, b in zip(ends, ends[1:])]
+    assert law["whole_run"]["value"] == pytest.approx(sum(middle) / len(middle), rel=1e-4)
+    assert found["trade_off"]["b_crit"] == law["whole_run"]
+    assert law["whole_run"]["lower"] < law["whole_run"]["value"] < law["whole_run"]["upper"]
+    assert law["whole_run"]["value"] < law["samples"]["value"]
+    said = " ".join(invoke("--tokens", "128B", "--measured", csv).split())
+    assert "mean over a run of 128B, which the costs take: " in said
+
+
+def test_a_measurement_at_the_start_of_a_run_prices_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "early.jsonl"
+    early = {"tokens": 0, "value": 22.6, "lower": 16, "upper": 32, "tokens_per_sample": 63}
+    path.write_text(json.dumps(early))
+    run = ("--tokens", "20B", "--batch", "512", "--measured", str(path))
+    found = planned(*run)
+    assert found["measured"]["whole_run"] is None and found["trade_off"] is None
+    assert "not the critical batch size of a whole run, so no costs" in " ".join(
+        invoke(*run).split()
+    )
+    said = invoke(*run, *COSTS, code=2)
+    assert "The one measured at 0 of the tokens is no whole run's" in said
+
+
+def test_measured_units_that_differ_are_an_error(tmp_path: Path, csv: str) -> None:
+    path = tmp_path / "mixed.csv"
+    path.write_text("tokens,value,tokens_per_sample\n1e9,100,63\n2e9,110,512\n4e9,120,\n")
+    bare = tmp_path / "bare.csv"
+    bare.write_text("tokens,value\n1e9,100\n")
+    tokens = ("--tokens", "20B", "--measured")
+    for arguments, said in (
+        ((*tokens, csv, "--context", "63"), "have 4096 tokens: leave --context out"),
+        ((*tokens, str(path)), "samples of unknown length and of 63 tokens and of 512 tokens"),
+        ((*tokens, str(bare)), "say it with --context, or in a column tokens_per_sample"),
+        (("--tokens", "20B", "--whole-runs"), "--whole-runs describes"),
+    ):
+        assert said in invoke(*arguments, code=2), arguments
+    assert planned(*tokens, str(bare), "--context", "63")["context"] == 63
 
 
 def test_bad_input_is_one_line(tmp_path: Path, csv: str) -> None:

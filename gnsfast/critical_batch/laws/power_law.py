@@ -77,6 +77,22 @@ class PowerLaw:
         spread = self.residual * math.sqrt(1 + 1 / self.points + distance)
         return _exp(value, student_t(self.confidence, self.points - 2) * spread)
 
+    def mean_until(self, x: float) -> Interval:
+        """The mean of y over all values from 0 to ``x``, the interval that of ``predict``.
+
+        With the exponent b it is ``prefactor`` · x ** b / (1 + b). To first order in the errors of
+        both coefficients that is a multiple of y at x · exp(-1 / (1 + b)).
+
+        Raises:
+            ValueError: for an exponent of -1 or less, which has no mean from 0.
+        """
+        b = self.exponent.value
+        if b <= -1:
+            raise ValueError(f"a power law with the exponent {b:.3g} has no mean from 0 on")
+        there = self.predict(x * math.exp(-1 / (1 + b)))
+        share = math.exp(b / (1 + b)) / (1 + b)
+        return Interval(*(share * end for end in there))
+
     def extrapolated(self, x: float) -> float:
         """The factor by which ``x`` is beyond the measured range; 1 within it."""
         return max(1.0, x / self.largest, self.least / x)
