@@ -203,6 +203,7 @@ def summary(run: Run) -> dict[str, Any]:
             for group in groups_of(run)
             if (scale := last_scale(run, f"gns/group/{group}"))
         },
+        "covered": last(run, "gns/covered"),
         "layers": len(run.last_layers),
         "batch_size": batch_size(run),
         "critical_batch_ratio": ratio_at(end) if end else None,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from gnsfast.combinations import REPEATED, refuse
+from gnsfast.conversion.coverage_table import coverage
 from gnsfast.conversion.learning import Learned, learn
 from gnsfast.conversion.routes import (
     held,
@@ -31,6 +32,7 @@ from gnsfast.layers import (
     combine,
     rows_in_order,
 )
+from gnsfast.noise_scale import percent
 
 WRAPPERS = {
     "FSDPModule": "convert the model before fully_shard",
@@ -38,6 +40,8 @@ WRAPPERS = {
     "DataParallel": "its replicas are copies; use DistributedDataParallel",
 }
 EXCLUDED = "excluded by convert"
+LEAST_COVERED = 0.9
+"""The share of the elements below which ``convert`` warns: a noise scale is of that part alone."""
 WHOLE_MODEL = (
     "the model uses it by itself, and a replay would run all of it for each sample: "
     "convert(model, example=batch) looks for a route"
@@ -149,7 +153,23 @@ def convert(
             module.know(claims=())
     link_ties(named, claims_of)
     _warn_of_replays(named, asked.replay, learned.cost)
+    _warn_of_gaps(model)
     return model
+
+
+def _warn_of_gaps(model: nn.Module) -> None:
+    """Warn once that much of the model has no norms, beyond what ``exclude`` asked for."""
+    rows = [r for r in coverage(model).rows if r.route != "frozen" and r.reason != EXCLUDED]
+    covered = sum(r.elements for r in rows if r.static) / max(1, sum(r.elements for r in rows))
+    if covered >= LEAST_COVERED:
+        return
+    largest = max((r for r in rows if not r.static), key=lambda r: r.elements)
+    warnings.warn(
+        f"only {percent(covered)} of the trainable elements have per-sample norms, and a noise "
+        f"scale will be of these alone. The largest without is {largest.parameter}: "
+        f"{largest.reason}. gnsfast.coverage(model) lists all.",
+        stacklevel=3,
+    )
 
 
 def _warn_of_replays(

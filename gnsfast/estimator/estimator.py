@@ -358,7 +358,7 @@ class GradientNoiseScale:
         metric, dual, groups = more.split(observer.widths, 1)
         local, modules = self._settings.local, [unit.module for unit in observer.units]
         found = summarize(p, q, whole_q.squeeze(1), scalars, local, modules, self.decay)
-        found = observer.groups.added(found, groups, self.decay)
+        found = observer.stages.added(observer.groups.added(found, groups, self.decay))
         found = observer.dual.added(found, dual, scalars, self.decay)
         return observer.metric.added(found, metric, scalars, self.decay)
 

@@ -79,7 +79,7 @@ class Numbers:
         parameters = [index[unit.parameter] for unit in slab.units.values()]
         self._parameters = torch.tensor(parameters, dtype=torch.int64, device=device)
         self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
-        single = [not checks.may_repeat(slab.modules[path]) for path, _ in slab.labels]
+        single = [p != "" and not checks.may_repeat(slab.modules[path]) for path, p in slab.labels]
         self._single = torch.tensor(single, dtype=torch.float64, device=device)
 
     def __call__(self, update: Update) -> tuple[Tensor, Tensor]:

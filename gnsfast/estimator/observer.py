@@ -61,8 +61,8 @@ class Observer:
     def _bind(self, slab: ProbeSlab) -> None:
         s = self.settings
         self.processes = find_processes(self._wrapped, s.group, s.stages)
-        self._stages = Stages(list(slab.units.values()), slab.labels, s.stages)
-        self.units = self._stages.units
+        self.stages = Stages(self.model, slab, s.stages)
+        self.units = self.stages.units
         if not self.units:
             raise ValueError(
                 f"{type(self.model).__name__} has no trainable parameter under a gnsfast module: "
@@ -83,7 +83,7 @@ class Observer:
         self.groups = GroupMeasure(s, slab, self.processes)
         self._sides = Sides(self.metric.modules, self.groups.modules, len(s.groups))
         self.widths = [self.metric.width, self.dual.width, self.groups.width]
-        self.exchange = Exchange(self.processes, self._stages, s.group, sum(self.widths))
+        self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
         spread = fsdp_degrees(self.model)
         replicas = [id(p) not in spread for p, _ in self._blocks]
         if self.processes.world > 1 and not self.settings.local:
@@ -115,7 +115,7 @@ class Observer:
     @property
     def all_labels(self) -> list[tuple[str, str]]:
         """The module and parameter of each probe row, over all pipeline stages."""
-        return self._stages.labels
+        return self.stages.labels
 
     @property
     def midway(self) -> bool:
@@ -361,7 +361,7 @@ class Observer:
 
     def check(self, flags: Tensor, touched: list[int]) -> None:
         """Raise if the flags of all passes so far, on the host, say that a norm is wrong."""
-        calls_2R = self._stages.own_rows(flags[:-FLAGS].view(2, -1), len(self.labels))
+        calls_2R = self.stages.own_rows(flags[:-FLAGS].view(2, -1), len(self.labels))
         if wrong := checks.explain_flags(flags[-FLAGS:].tolist()):
             raise ObservationError(wrong)
         seen: dict[str, float] = {}

@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The units and probe rows of all stages of a pipeline."""
+"""The units and probe rows of all stages of a pipeline, and how much of the model they cover."""
 
+from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import gathered
-from gnsfast.probing import Unit
+from gnsfast.probing import ProbeSlab, Unit
 
 Label = tuple[str, str]
+
+
+class Part(NamedTuple):
+    """What a stage has: its units, its probe rows, its trainable elements, and the trainable
+    parameters that no unit covers, with their elements.
+    """
+
+    units: list[Unit]
+    labels: list[Label]
+    trainable: int
+    left_out: dict[str, int]
 
 
 class Stages:
@@ -20,20 +34,35 @@ class Stages:
     """
 
     def __init__(
-        self, units: list[Unit], labels: list[Label], group: "dist.ProcessGroup | None"
+        self, model: nn.Module, slab: ProbeSlab, group: "dist.ProcessGroup | None"
     ) -> None:
-        self.units, self.labels, self.rank = units, labels, 0
-        self._first = self._row = 0
-        if group is None:
-            return
-        found = gathered((units, labels), group)
-        names = [{unit.parameter for unit in each} for each, _ in found]
+        trainable = {
+            name: 0 if nn.parameter.is_lazy(p) else p.numel()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+        left_out = {n: count for n, count in trainable.items() if n not in slab.rows}
+        found = [
+            Part(list(slab.units.values()), slab.labels, sum(trainable.values()), left_out),
+        ]
+        self.rank = 0
+        if group is not None:
+            found, self.rank = gathered(found[0], group), dist.get_rank(group)
+        names = [{unit.parameter for unit in part.units} | {*part.left_out} for part in found]
         if len(set().union(*names)) < sum(map(len, names)):
-            found = [_renamed(k, *each) for k, each in enumerate(found)]
-        self.rank = dist.get_rank(group)
+            found = [_renamed(k, part) for k, part in enumerate(found)]
         before = found[: self.rank]
-        self._first, self._row = (sum(len(each[i]) for each in before) for i in (0, 1))
-        self.units, self.labels = (list(chain(*(each[i] for each in found))) for i in (0, 1))
+        self._first = sum(len(part.units) for part in before)
+        self._row = sum(len(part.labels) for part in before)
+        self.units = list(chain(*(part.units for part in found)))
+        self.labels = list(chain(*(part.labels for part in found)))
+        self._trainable = sum(part.trainable for part in found)
+        self._left_out = {name: n for part in found for name, n in part.left_out.items()}
+
+    def added(self, result: NoiseScale) -> NoiseScale:
+        """``result`` with the share of the trainable elements that it is of."""
+        covered = 1.0 - sum(self._left_out.values()) / max(1, self._trainable)
+        return replace(result, covered=covered, left_out=tuple(self._left_out))
 
     def of_units(self, t: Tensor) -> Tensor:
         """This stage's [..., K], padded with zeros to the units of all stages."""
@@ -48,11 +77,13 @@ class Stages:
         return t.narrow(-1, self._row, count)
 
 
-def _renamed(stage: int, units: list[Unit], labels: list[Label]) -> tuple[list[Unit], list[Label]]:
-    def name(part: str) -> str:
-        return f"stage{stage}.{part}" if part else f"stage{stage}"
+def _renamed(stage: int, part: Part) -> Part:
+    def name(path: str) -> str:
+        return f"stage{stage}.{path}" if path else f"stage{stage}"
 
-    return (
-        [Unit(name(u.parameter), name(u.module), u.block) for u in units],
-        [(name(path), name(p) if p else p) for path, p in labels],
+    return Part(
+        [Unit(name(u.parameter), name(u.module), u.block) for u in part.units],
+        [(name(path), name(p) if p else p) for path, p in part.labels],
+        part.trainable,
+        {name(p): count for p, count in part.left_out.items()},
     )

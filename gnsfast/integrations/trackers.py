@@ -40,10 +40,11 @@ def metrics(
     a module with ``gns/layer_lo/<path>`` and ``gns/layer_hi/<path>`` (not suffixes: a path may
     end in ``_lo``), ``gns/adam`` that under Adam's metric, ``gns/sign`` and ``gns/spectral`` those
     in the norms of sign and spectral descent, ``gns/group/<name>`` that of a group, all with
-    ``_lo`` and ``_hi``. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say what the
-    window holds, ``batch/size`` is the mean number of samples of an update. What is infinite or not
-    measured is left out: without ``gns/b_simple_hi`` the noise scale is at least
-    ``gns/b_simple_lo``.
+    ``_lo`` and ``_hi``. ``gns/covered`` is the share of the trainable elements that
+    ``gns/b_simple`` is of. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say what the
+    window holds, ``batch/size`` is the mean number of samples of an update. What is not measured is
+    left out. Where the window only gives a lower bound, that is all there is: ``gns/b_simple_lo``
+    without ``gns/b_simple`` says that the noise scale is at least so large.
 
     Args:
         tokens: the tokens that training has seen so far: ``tokens``, an x-axis.
@@ -55,7 +56,7 @@ def metrics(
     >>> metrics(gns.compute(), tokens=4096)
     {'gns/updates': 0.0, 'gns/skipped': 0.0, 'gns/drift': 0.0, 'tokens': 4096.0}
     """
-    found = _interval(SCALES["euclidean"], result)
+    found = _scale(SCALES["euclidean"], result)
     if found:
         found |= {"gns/trace": result.trace, "gns/grad_sq": result.grad_sqnorm}
     found |= {
@@ -63,6 +64,8 @@ def metrics(
         "gns/skipped": float(result.skipped),
         "gns/drift": float(result.drift),
     }
+    if not math.isnan(result.covered):
+        found["gns/covered"] = result.covered
     if result.updates:
         found["batch/size"] = result.samples / result.updates
     if tokens is not None:
@@ -70,15 +73,13 @@ def metrics(
     if batch_tokens is not None:
         found["batch/tokens"] = float(batch_tokens)
     for metric, scale in result.others.items():
-        found |= _interval(SCALES[metric], scale)
+        found |= _scale(SCALES[metric], scale)
     for name, group in result.per_group.items():
-        found |= _interval(f"gns/group/{name}", group)
+        found |= _scale(f"gns/group/{name}", group)
     if per_module:
         for path, m in result.per_module.items():
-            if not math.isnan(m.noise_scale):
-                found[f"gns/layer/{path}"] = m.noise_scale
-                found[f"gns/layer_lo/{path}"] = m.lower
-                found[f"gns/layer_hi/{path}"] = m.upper
+            names = f"gns/layer/{path}", f"gns/layer_lo/{path}", f"gns/layer_hi/{path}"
+            found |= _interval(names, m)
     return _finite(found)
 
 
@@ -203,11 +204,20 @@ class WandbTracker:
             self.run.finish()
 
 
-def _interval(name: str, found: Estimate) -> dict[str, float]:
-    """A noise scale with its interval; empty if it was not measured."""
+def _scale(name: str, found: Estimate) -> dict[str, float]:
+    return _interval((name, f"{name}_lo", f"{name}_hi"), found)
+
+
+def _interval(names: tuple[str, str, str], found: Estimate) -> dict[str, float]:
+    """A noise scale, its lower and its upper end, under these names: only the lower end where it is
+    not resolved, nothing where it was not measured.
+    """
+    value, lower, upper = names
     if math.isnan(found.noise_scale):
         return {}
-    return {name: found.noise_scale, f"{name}_lo": found.lower, f"{name}_hi": found.upper}
+    if not found.resolved:
+        return {lower: found.lower}
+    return {value: found.noise_scale, lower: found.lower, upper: found.upper}
 
 
 def _nulls(value: Any) -> Any:

@@ -161,6 +161,10 @@ class GroupNoiseScale(ModuleNoiseScale):
     samples: int
     left_out: tuple[str, ...]
 
+    def __str__(self) -> str:
+        left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
+        return f"{super().__str__()}, {self.updates} updates of {self.samples:,} samples{left_out}"
+
 
 @dataclass(frozen=True)
 class NoiseScale(ModuleNoiseScale):
@@ -180,6 +184,8 @@ class NoiseScale(ModuleNoiseScale):
         per_group: noise scales of groups of samples, where groups were named.
         sign, spectral: the noise scales in the dual norms of sign descent and of spectral descent
             (Muon), where the estimator measures them.
+        covered: the share of the trainable elements that the noise scale is of.
+        left_out: the names of the other trainable parameters; ``gnsfast.coverage`` says why.
     """
 
     drift: bool
@@ -191,6 +197,8 @@ class NoiseScale(ModuleNoiseScale):
     per_group: Mapping[str, GroupNoiseScale] = field(default_factory=dict)
     sign: DualNoiseScale | None = None
     spectral: DualNoiseScale | None = None
+    covered: float = math.nan
+    left_out: tuple[str, ...] = ()
 
     @property
     def others(self) -> dict[str, Estimate]:
@@ -222,7 +230,21 @@ class NoiseScale(ModuleNoiseScale):
         adam = "" if self.adam is None else f"\n{self.adam}"
         dual = "".join(f"\n{each}" for each in (self.sign, self.spectral) if each is not None)
         groups = "".join(f"\n{name}: {each}" for name, each in self.per_group.items())
-        return f"{super().__str__()}, {used}{skipped}{drift}{adam}{dual}{groups}"
+        of = ""
+        if self.left_out:
+            some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
+            of = f"\nof {percent(self.covered)} of the trainable elements, without {some}"
+        return f"{super().__str__()}, {used}{skipped}{drift}{of}{adam}{dual}{groups}"
+
+
+def percent(share: float) -> str:
+    """A share of the elements in words, rounded down, so that only the whole is 100 %.
+
+    >>> from gnsfast.noise_scale import percent
+    >>> percent(0.01123), percent(0.99999), percent(1.0)
+    ('1.1 %', '99.9 %', '100 %')
+    """
+    return f"{math.floor(share * 1000) / 10:g} %"
 
 
 NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)

@@ -240,7 +240,7 @@ def test_metrics() -> None:
         "cbs/estimate_hi": 120.0,
         "cbs/ratio": 16 / 60,
     }
-    feed(controller, [at_least(5.0)])
+    feed(controller, [noise(5.0, 20.0, math.inf)])  # a mean that the window does not resolve
     assert controller.metrics() == {
         "batch/size": 16.0,
         "batch/phase": 1.0,

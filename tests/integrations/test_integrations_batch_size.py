@@ -236,7 +236,7 @@ def test_tracker_gets_decisions(tmp_path: Path) -> None:
     assert [(d["old"], d["new"]) for d in decisions] == [(4, 8)]
     logged = [line for line in lines if "kind" not in line]
     assert [line["batch/size"] for line in logged] == [8.0, 8.0]
-    assert logged[0].keys() >= {"loss", "cbs/estimate_lo", "gns/b_simple"}
+    assert logged[0].keys() >= {"loss", "cbs/estimate_lo", "gns/b_simple_lo"}
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_metrics_of_a_run() -> None:
         "gns/b_simple_hi": result.upper,
         "gns/trace": result.trace,
         "gns/grad_sq": result.grad_sqnorm,
+        "gns/covered": 1.0,
         "gns/updates": 8.0,
         "gns/skipped": 0.0,
         "gns/drift": 0.0,
@@ -63,15 +64,17 @@ def test_metrics_of_a_run() -> None:
         "batch/tokens": 80.0,
         "tokens": 640.0,
     }
-    layers = {f"gns/layer/{path}": m.noise_scale for path, m in result.per_module.items()}
+    layers = {f"gns/layer_lo/{path}": m.lower for path, m in result.per_module.items()}
     for path, m in result.per_module.items():
-        layers |= {f"gns/layer_lo/{path}": m.lower, f"gns/layer_hi/{path}": m.upper}
-    layers = {k: v for k, v in layers.items() if math.isfinite(v)}
+        if m.resolved:
+            layers |= {f"gns/layer/{path}": m.noise_scale, f"gns/layer_hi/{path}": m.upper}
     assert {k: v for k, v in found.items() if k.startswith("gns/layer")} == layers and layers
 
 
-def test_metrics_leave_out_what_is_not_a_number() -> None:
-    layer = ModuleNoiseScale(math.inf, 3.0, math.inf, 2.0, -1.0)
+@pytest.mark.parametrize("mean", [math.inf, 53.8])
+def test_metrics_of_what_is_not_resolved(mean: float) -> None:
+    """The lower end is all that is known, also where the ratio of the means is a number."""
+    layer = ModuleNoiseScale(mean, 3.0, math.inf, 2.0, -1.0)
     result = NoiseScale(
         **vars(layer), drift=True, updates=6, skipped=1, samples=48, per_module={"0": layer}
     )

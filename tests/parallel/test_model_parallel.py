@@ -224,14 +224,16 @@ def schedules(rank: int) -> None:
 def same_names() -> None:
     """Stages that were sliced anew have the same names: their place is put in front."""
     rank = dist.get_rank()
-    model = gnsfast.convert(nn.Sequential(nn.Linear(8, 8)))
+    model = gnsfast.convert(nn.Sequential(nn.Linear(8, 8)), exclude=["0.bias"] if rank else None)
     stage = PipelineStage(model, rank, 2, torch.device("cpu"))
     schedule = pp.ScheduleGPipe(stage, 2, loss_fn=F.cross_entropy)
     gns = gnsfast.GradientNoiseScale(model, stages=dist.group.WORLD)
     with gns.microbatch(4, schedule=schedule):
         schedule.step(*([torch.randn(4, 8)] if rank == 0 else []), target=torch.arange(4))
     gns.update()
-    assert set(gns.compute().per_module) == {"stage0.0", "stage1.0"}
+    found = gns.compute()
+    assert set(found.per_module) == {"stage0.0", "stage1.0"}
+    assert (found.covered, found.left_out) == (1 - 8 / 144, ("stage1.0.bias",))
 
 
 def heads_split(rank: int) -> None:

@@ -312,10 +312,11 @@ class BatchSizeController:
         return by_tokens(lambda tokens: shape(tokens) * self.lr_factor, lambda: self.tokens)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a tracker, under flat names; those that are not finite are left out.
+        """Numbers for a tracker, under flat names.
 
-        ``cbs/estimate`` with ``_lo`` and ``_hi``; ``cbs/ratio``, the batch size divided by it;
-        ``batch/size``; ``batch/phase``: 0 calibrate, 1 warm up, 2 monitor.
+        ``cbs/estimate`` with ``_lo`` and ``_hi``, or ``_lo`` alone where it is at least that;
+        ``cbs/ratio``, the batch size divided by the estimate; ``batch/size``; ``batch/phase``: 0
+        calibrate, 1 warm up, 2 monitor.
         """
         e = self._estimate
         found = {
@@ -324,10 +325,11 @@ class BatchSizeController:
         }
         if math.isnan(e.value):
             return found
-        cbs = {"cbs/estimate": e.value, "cbs/estimate_lo": e.lower, "cbs/estimate_hi": e.upper}
-        found |= {name: value for name, value in cbs.items() if math.isfinite(value)}
-        if math.isfinite(e.value) and e.value > 0:
-            found["cbs/ratio"] = self.batch_size / e.value
+        found["cbs/estimate_lo"] = e.lower
+        if math.isfinite(e.upper):
+            found |= {"cbs/estimate": e.value, "cbs/estimate_hi": e.upper}
+            if e.value > 0:
+                found["cbs/ratio"] = self.batch_size / e.value
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A result says which share of the model it is of, wherever it is shown."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gnsfast
+from gnsfast.integrations.trackers import metrics
+
+
+class Partly(nn.Module):
+    """A weight that the model uses by itself has no route without an example: 60 of 75."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(6, 10))
+        self.head, self.frozen = nn.Linear(6, 2), nn.Linear(9, 9)
+        self.frozen.requires_grad_(False)
+        self.head.bias.requires_grad_(False)
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x @ self.mix.mT) * self.gain.sum()
+        return out
+
+
+def measured(model: nn.Module, updates: int = 3, **settings: Any) -> gnsfast.NoiseScale:
+    gns = gnsfast.GradientNoiseScale(model, **settings)
+    for x in torch.randn(updates, 8, 10):
+        groups = {"groups": ["a", "b"] * 4} if settings else {}
+        with gns.microbatch(8, **groups):
+            model(x).square().sum(1).mean().backward()
+        gns.update()
+        model.zero_grad()
+    return gns.compute()
+
+
+def test_a_result_says_what_it_is_of() -> None:
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=r"only 16 % of the .* largest without is mix: .* lists"):
+        model = gnsfast.convert(Partly())
+    result = measured(model)
+    assert result.covered == pytest.approx(12 / 75)
+    assert result.covered == pytest.approx(gnsfast.coverage(model).covered_fraction)
+    assert result.left_out == ("mix", "gain")
+    assert "\nof 16 % of the trainable elements, without mix, gain" in str(result)
+    assert metrics(result)["gns/covered"] == result.covered
+
+
+@pytest.mark.parametrize(
+    "exclude, covered, left_out",
+    [("0", 14 / 80, ("0.weight", "0.bias")), ("0.bias", 74 / 80, ("0.bias",))],
+)
+def test_what_is_excluded_on_purpose_is_said_without_a_warning(
+    exclude: str, covered: float, left_out: tuple[str, ...]
+) -> None:
+    model = nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gnsfast.convert(model, exclude=[exclude])
+    result = measured(model)
+    assert result.covered == pytest.approx(covered) and result.left_out == left_out
+
+
+def test_the_whole_model_needs_no_words() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = gnsfast.convert(nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 2)))
+    result = measured(model)
+    assert (result.covered, result.left_out) == (1.0, ())
+    assert "trainable elements" not in str(result)
+    nothing = gnsfast.GradientNoiseScale(model).compute()
+    assert "gns/covered" not in metrics(nothing)
+
+
+def test_a_group_says_what_it_leaves_out() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv1d(1, 3, 10), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.conv(x[:, None])[..., 0])
+            return out
+
+    result = measured(gnsfast.convert(Mixed()), groups=["a", "b"])
+    assert result.covered == 1.0
+    [line] = [each for each in str(result).splitlines() if each.startswith("a: ")]
+    assert line.endswith("3 updates of 12 samples, 2 parameters left out")
