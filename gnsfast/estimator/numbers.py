@@ -101,6 +101,8 @@ class Numbers:
                 stale = (update.leftover.sum() != 0).double()
             if norm is not None:
                 handed, whole = norm, norm * self._processes.data**2 / self._processes.world
+                # Noise alone makes it about p. A gradient scaler's factor, 512 or more, is squared.
+                another = (whole < 1e-5 * p.sum()).double()
                 q = torch.full_like(q, torch.nan)
             elif update.sqnorms is not None:
                 data = self._processes.data**2  # DDP and FSDP2 average

@@ -141,7 +141,8 @@ def explain_flags(flags: list[float]) -> str | None:
     if another:
         return (
             "the grad_norm given to gns.update() is not the 2-norm of the gradient that passed "
-            "through the model (another norm_type, or a norm after clipping)"
+            "through the model: another norm_type, a norm after clipping, or one of gradients "
+            "that a GradScaler has unscaled, where the estimator needs grad_scaler=scaler"
         )
     if norms:
         return (

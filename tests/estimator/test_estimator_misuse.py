@@ -47,6 +47,27 @@ def test_update_after_the_scalers_step(late: str) -> None:
         assert s.gns.compute().updates == 1
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_norm_of_unscaled_gradients_without_the_scaler(known: bool) -> None:
+    """Clipping needs unscaled gradients; the probes hold the scaler's factor all the same."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    gns = gnsfast.GradientNoiseScale(model, grad_scaler=scaler if known else None)
+    for x, y in draw(2):
+        with gns.microbatch(N, scale=0.5):
+            scaler.scale(0.5 * F.cross_entropy(model(x), y)).backward()
+    scaler.unscale_(optimizer)
+    gns.update(grad_norm=torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    if known:
+        assert gns.compute().updates == 1
+    else:
+        with pytest.raises(
+            ObservationError, match="GradScaler has unscaled, where .* grad_scaler="
+        ):
+            gns.compute()
+
+
 def test_one_of_two_optimizers_unscaled() -> None:
     s = Scaled()
     s.measure()
