@@ -73,9 +73,9 @@ def block(newest: Record, root: Path) -> str:
     """A table of whole steps, the figure, where they come from, and what is known about GPUs."""
     each = figures.steps(newest)
     rows, rest = table(each)
-    lines = [*rows, "", f"![{figures.headline(each)}]({_link(newest, root, '.svg')})"]
-    text = f"{rest}{origin(newest, root)} {gpu(newest, root)}"
-    return "\n".join([*lines, *_wrapped(text)])
+    picture = f"![{figures.headline(each)}]({_link(newest, root, '.svg')})"
+    cpu, gpus = _wrapped(f"{rest}{origin(newest, root)}"), _wrapped(gpu(newest, root))
+    return "\n".join([*rows, "", picture, *cpu, "", *gpus])
 
 
 def table(each: list[Steps]) -> tuple[list[str], str]:
@@ -92,11 +92,12 @@ def table(each: list[Steps]) -> tuple[list[str], str]:
                 row["1 thread" if n == 1 else f"{n} threads"] = _strong(one, ratio)
             memory = [f"{one.memory[n]:.2f}" for n in sorted(one.memory)]
             row["peak memory"] = ", ".join(memory) or "-"
-            rows.append(row | {"norms": one.lacks or "every sample, all parameters"})
+            rows.append(row | {"what it measures": one.lacks or "every sample, all parameters"})
     left = [one for one in each if one not in chosen]
     rest = [f"{o.name}{f' ({o.lacks})' if o.lacks else ''} {figures.first(o):.2f}" for o in left]
     some = "1 thread" if threads[0] == 1 else f"{threads[0]} threads"
-    return record.markdown(rows), f"Also, {some}: {'; '.join(rest)}. " if rest else ""
+    also = f"With {some} other ways to these norms take more: {'; '.join(rest)}. " if rest else ""
+    return record.markdown(rows), also
 
 
 def _strong(one: Steps, text: str) -> str:
@@ -114,8 +115,9 @@ def origin(newest: Record, root: Path) -> str:
     if "CPU kernel" in about:
         where += f", CPU kernel {about['CPU kernel']}"
     return (
-        f"Medians (quartiles) of interleaved rounds, {where}, at {about['commit']}: "
-        f"[`{newest.command}`]({_link(newest, root)})."
+        "The numbers are medians (and quartiles) of rounds in turn with plain PyTorch on one "
+        f"machine ({where}), at commit {about['commit']}. "
+        f"`{newest.command}` measures them; [the record]({_link(newest, root)}) has the rest."
     )
 
 
@@ -125,10 +127,10 @@ def gpu(newest: Record, root: Path) -> str:
     dated = sorted(results.glob("????-??-??-gpu*.json"))
     if not dated:
         known = [fact for fact in (compiled(), counted()) if fact]
-        return " ".join(["**GPU: not measured yet.**", *known])
+        return " ".join(["**No GPU has run the kernels yet.**", *known])
     found = [record.read(p) for p in dated if p.name[:10] == dated[-1].name[:10]]
     links = ", ".join(f"[{each.name[11:]}]({_link(each, root)})" for each in found)
-    return f"GPU: {found[-1].machine['gpu']}: {links}."
+    return f"On a GPU ({found[-1].machine['gpu']}) we measured {links}."
 
 
 def compiled() -> str:
@@ -139,8 +141,8 @@ def compiled() -> str:
         return ""
     spilling = [name for name, row in kernels if row["spilled"]]
     which = f" ({os.path.commonprefix(spilling).strip()})" if spilling else ""
-    spills = f"{len(spilling) or 'none'} spill{which}"
-    return f"Compiled, not run: {len(kernels)} variants; {spills}."
+    spills = f"{len(spilling) or 'none'} of them spill registers{which}"
+    return f"Compilers have built {len(kernels)} variants of them, and {spills}."
 
 
 def counted() -> str:
@@ -149,15 +151,17 @@ def counted() -> str:
     """
     slower = replace(ASSUMED, loop=0.9 * ASSUMED.loop)
     rows = []
-    for name, T in (("llama-3-8b", 2048), ("gpt-2", 1024)):
-        ratios = []
+    for name, T in (("Llama 3 8B", 2048), ("GPT-2", 1024)):
+        model, ratios = MODELS[name.lower().replace(" ", "-")], []
         for kernel, where in (("sm90", "CUDA"), ("triton", "Triton")):
             options = {"kernel": kernel, "compiled": True, "a": slower}
-            counted = step(GPUS["H200"], MODELS[name], T, 16384 // T, **options)
-            ratios.append(f"{where} {1 + counted.overhead:.2f}")
-        rows.append(f"{name} {', '.join(ratios)}")
-    how = "`python -m benchmarks model`: H200, compiled, loop 0.9 of cuBLAS"
-    return f"Counted ({how}): {'; '.join(rows)}."
+            counted = step(GPUS["H200"], model, T, 16384 // T, **options)
+            ratios.append(f"{1 + counted.overhead:.2f} ({where})")
+        rows.append(f"{' or '.join(ratios)} for {name}")
+    return (
+        "A model of an H200 (`python -m benchmarks model`) counts the time of a step, over plain "
+        f"PyTorch's, as {' and '.join(rows)}, if our loops reach 0.9 of cuBLAS's speed."
+    )
 
 
 def _link(each: Record, root: Path, suffix: str = ".md") -> str:

@@ -292,15 +292,15 @@ def test_the_readmes_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     lines = page.read_text().splitlines()
     assert lines[0] == "# Title" and lines[-1] == "after" and "old" not in lines
     assert (tmp_path / "results/2026-12-01-cpu.svg").exists()
-    assert len(lines) - 2 <= 16 and max(map(len, lines)) <= 122
+    assert len(lines) - 2 <= 18 and max(map(len, lines)) <= 122
     text = " ".join(lines)
     assert (
         "| **gnsfast** | **1.030** (1.020 to 1.050) | **1.050** (1.040 to 1.070) | 1.00 |" in text
     )
     assert "| sums | 1.100 (1.090 to 1.120) | 1.120 (1.110 to 1.140) | 1.01 | sum only |" in text
-    assert "a CPU, 2 cores, torch 2.13, at abc: [`python -m benchmarks cpu`]" in text
+    assert "one machine (a CPU, 2 cores, torch 2.13), at commit abc. `python -m benchm" in text
     assert "(results/2026-12-01-cpu.md)" in text and "(results/2026-12-01-cpu.svg)" in text
-    assert "GPU: not measured yet." in text
+    assert "No GPU has run the kernels yet." in text
 
 
 def test_the_table_has_ours_and_the_cheapest(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_the_table_has_ours_and_the_cheapest(tmp_path: Path) -> None:
     named = [row.split("|")[1].strip(" *") for row in rows[2:]]
     assert named == ["x", "y", "gnsfast"]
     said = "sums (sum only) 1.10; parts (74% of parameters) 1.20; Gram 1.40; z 2.00. "
-    assert rest == f"Also, 1 thread: {said}"
+    assert rest == f"With 1 thread other ways to these norms take more: {said}"
 
 
 def test_a_gpu_record_ends_the_sentence_about_none(
@@ -321,12 +321,12 @@ def test_a_gpu_record_ends_the_sentence_about_none(
     source = written(tmp_path)
     for name in ("compiled", "counted"):
         monkeypatch.setattr(readme, name, lambda name=name: f"{name.capitalize()}: 7.")
-    said = "**GPU: not measured yet.** Compiled: 7. Counted: 7."
+    said = "**No GPU has run the kernels yet.** Compiled: 7. Counted: 7."
     assert readme.gpu(source, tmp_path) == said
     for name in ("2026-12-01-gpu-ops", "2026-12-02-gpu-ops", "2026-12-02-gpu-step"):
         written(tmp_path, {}, name, gpu="a GPU")
-    said = "GPU: a GPU: [gpu-ops](2026-12-02-gpu-ops.md), [gpu-step](2026-12-02-gpu-step.md)."
-    assert readme.gpu(source, tmp_path) == said
+    links = "[gpu-ops](2026-12-02-gpu-ops.md), [gpu-step](2026-12-02-gpu-step.md)"
+    assert readme.gpu(source, tmp_path) == f"On a GPU (a GPU) we measured {links}."
 
 
 def test_compiled_kernels_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,8 +338,8 @@ def test_compiled_kernels_are_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     budgets["triton-80"] = {n: {"registers": 200, "spilled": s} for n, s in spilled.items()}
     for name, rows in budgets.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
-    said = "4 variants; 2 spill (keys 256)."
-    assert readme.compiled() == f"Compiled, not run: {said}"
+    said = "4 variants of them, and 2 of them spill registers (keys 256)."
+    assert readme.compiled() == f"Compilers have built {said}"
 
 
 @pytest.mark.usefixtures("matplotlib")
