@@ -91,7 +91,8 @@ def main() -> None:
             tracker.log({"loss": total, "lr": lr, **found}, step)
         if step % SAVE_EVERY == 0 or trained >= end:
             states = {name: part.state_dict() for name, part in parts.items()}
-            torch.save({"step": step, **states}, checkpoint)
+            torch.save({"step": step, **states}, partial := checkpoint.with_suffix(".partial"))
+            partial.replace(checkpoint)  # at once: a kill leaves the old one or the new one
     tracker.close()
     print(f"{step} steps, the last of {controller.batch_size} samples\n{gns.compute()}")
 

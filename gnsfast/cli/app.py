@@ -122,10 +122,15 @@ def plan(
     b_crit: Annotated[
         str | None, typer.Option(help="Critical batch size b/a in samples: VALUE[:LOWER:UPPER].")
     ] = None,
+    b_twenty_percent: Annotated[
+        str | None,
+        typer.Option(help="Instead: by Zhang's 20 % rule, in samples: VALUE[:LOWER:UPPER]."),
+    ] = None,
     loss: Annotated[str | None, typer.Option(help="Nats per token, for Kaplan's law.")] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs that run the planned batch.")] = None,
     tokens_per_second: Annotated[str | None, typer.Option(help="Measured on one GPU.")] = None,
     gpu_hour_price: Annotated[str | None, typer.Option(help="In any currency.")] = None,
+    gpu_watts: Annotated[str | None, typer.Option(help="Drawn by one GPU, for energy.")] = None,
     measured: Annotated[
         str | None,
         typer.Option(
@@ -153,10 +158,12 @@ def plan(
                 context,
                 batch,
                 b_crit,
+                b_twenty_percent,
                 loss,
                 gpus,
                 tokens_per_second,
                 gpu_hour_price,
+                gpu_watts,
                 measured,
                 whole_runs,
                 optimal_at,

@@ -10,9 +10,18 @@ from gnsfast.arguments import finite_or_none, whole_number
 from gnsfast.cli.measurements import Measurements, read_measurements
 from gnsfast.critical_batch import laws
 from gnsfast.critical_batch.counts import parse_count, parse_number
-from gnsfast.critical_batch.laws import Interval, PowerLaw, fit_power_law, trade_off
+from gnsfast.critical_batch.laws import (
+    Cost,
+    Interval,
+    PowerLaw,
+    fit_power_law,
+    from_twenty_percent,
+    trade_off,
+)
 
 DOUBLINGS = range(-3, 4)
+ZHANG_OPTIMAL = 256 * 512
+"""Tokens of B_opt in Zhang et al.'s rule (``laws.costs.twenty_percent``)."""
 LEAST_POINTS = 3
 """That a fit with an interval needs."""
 CONTEXT = 4096
@@ -31,10 +40,12 @@ class Options:
     context: str | None
     batch: str | None
     b_crit: str | None
+    b_twenty_percent: str | None
     loss: str | None
     gpus: str | None
     tokens_per_second: str | None
     gpu_hour_price: str | None
+    gpu_watts: str | None
     measured: str | None
     whole_runs: bool
     optimal_at: str | None
@@ -74,7 +85,7 @@ def examine(options: Options) -> dict[str, Any]:
         "chinchilla": chinchilla,
         "context": context,
         "batch": batch,
-        "laws": [_law(p, context) for p in found],
+        "laws": [_law(p, context, batch) for p in found],
         "ranges": {
             quantity: {"tokens": list(span), "samples": [t / context for t in span]}
             for quantity, span in laws.ranges(found).items()
@@ -84,13 +95,14 @@ def examine(options: Options) -> dict[str, Any]:
     }
 
 
-def _law(p: laws.Prediction, context: int) -> dict[str, Any]:
+def _law(p: laws.Prediction, context: int, batch: int | None) -> dict[str, Any]:
     law = p.law
     return {
         "law": law.name,
         "quantity": law.quantity,
         "tokens": p.batch_tokens,
         "samples": p.batch_tokens / context,
+        "planned_over_it": None if batch is None else batch * context / p.batch_tokens,
         "argument": law.argument,
         "at": p.value,
         "fitted": law.fitted,
@@ -165,13 +177,19 @@ def _trade_off(
     measured: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
     """What batch sizes around the planned one cost, or without one around B_crit."""
+    if options.b_crit is not None and options.b_twenty_percent is not None:
+        raise ValueError("--b-crit and --b-twenty-percent are two measures of one thing: give one")
     if options.b_crit is not None:
-        critical, origin = _interval(options.b_crit), "--b-crit"
+        critical, origin = _interval(options.b_crit, "--b-crit"), "--b-crit"
+    elif options.b_twenty_percent is not None:
+        origin = "--b-twenty-percent"
+        found, optimal = _interval(options.b_twenty_percent, origin), ZHANG_OPTIMAL / context
+        critical = Interval(*(from_twenty_percent(each, optimal) for each in found))
     elif measured is not None and (span := measured["whole_run"]) is not None:
         upper = math.inf if span["upper"] is None else span["upper"]
         critical, origin = Interval(span["value"], span["lower"], upper), "your measurements"
     else:
-        timed = options.gpus, options.tokens_per_second, options.gpu_hour_price
+        timed = options.gpus, options.tokens_per_second, options.gpu_hour_price, options.gpu_watts
         if any(text is not None for text in timed):
             remedy = "--b-crit or --measured"
             if measured is not None:
@@ -186,10 +204,11 @@ def _trade_off(
         gpus = whole_number("--gpus", parse_count(options.gpus, "--gpus"))
     speed = _optional(options.tokens_per_second, "--tokens-per-second")
     price = _optional(options.gpu_hour_price, "--gpu-hour-price")
+    watts = _optional(options.gpu_watts, "--gpu-watts")
     needed = {"--gpus": gpus, "--tokens-per-second": speed, "--batch": batch}
     missing = [name for name, value in needed.items() if value is None]
-    if missing and (gpus or speed or price):
-        raise ValueError(f"times and prices also need {', '.join(missing)}")
+    if missing and (gpus or speed or price or watts):
+        raise ValueError(f"times, prices and energy also need {', '.join(missing)}")
     costs = trade_off(
         critical,
         _batch_sizes(batch, critical, gpus),
@@ -203,10 +222,36 @@ def _trade_off(
     return {
         "b_crit": _finite(critical),
         "from": origin,
+        "waste": _waste(critical, batch, costs, watts),
         "costs": [
             {name: _finite(v) if isinstance(v, Interval) else v for name, v in vars(c).items()}
             for c in costs
         ],
+    }
+
+
+def _waste(
+    critical: Interval, batch: int | None, costs: list[Cost], watts: float | None
+) -> dict[str, Any] | None:
+    """What the planned batch trains beyond the tokens that a small one needs: E - E_min, which is
+    B / (B + B_crit) of E.
+    """
+    if batch is None:
+        return None
+    [cost] = [each for each in costs if each.batch_size == batch]
+    share = Interval(
+        *(batch / (batch + c) for c in (critical.value, critical.upper, critical.lower))
+    )
+
+    def part(of: Interval | None, factor: float = 1.0) -> dict[str, float | None] | None:
+        return None if of is None else _finite(Interval(*(s * of.value * factor for s in share)))
+
+    return {
+        "share": _finite(share),
+        "tokens": part(cost.tokens),
+        "gpu_hours": part(cost.gpu_hours),
+        "money": part(cost.money),
+        "kwh": None if watts is None else part(cost.gpu_hours, watts / 1000),
     }
 
 
@@ -218,11 +263,11 @@ def _batch_sizes(batch: int | None, critical: Interval, gpus: int | None) -> lis
     return [int(b) for b in whole_gpus if b == int(b)]
 
 
-def _interval(text: str) -> Interval:
+def _interval(text: str, name: str) -> Interval:
     """From "4096" or "4096:2048:8192", the value and its interval."""
-    parts = [_positive(part, "--b-crit") for part in text.split(":")]
+    parts = [_positive(part, name) for part in text.split(":")]
     if len(parts) not in (1, 3):
-        raise ValueError(f"--b-crit is {text!r}, but must be VALUE or VALUE:LOWER:UPPER")
+        raise ValueError(f"{name} is {text!r}, but must be VALUE or VALUE:LOWER:UPPER")
     return Interval(*parts) if len(parts) == 3 else Interval(*parts * 3)
 
 

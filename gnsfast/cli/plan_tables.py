@@ -11,6 +11,8 @@ from rich.text import Text
 
 from gnsfast.critical_batch.counts import short_count
 
+CHINCHILLA = 20
+"""Tokens a parameter of the best loss for a training budget."""
 DEFINITIONS = {
     "critical batch size (b/a)": "twice the least steps, twice the least tokens",
     "critical batch size (20 % rule)": "20 % more steps than perfect scaling",
@@ -45,6 +47,19 @@ def _title(found: dict[str, Any]) -> Text:
     title.append(f", samples of {found['context']:,} tokens")
     if found["chinchilla"]:
         title.append("\n20 tokens a parameter (Hoffmann et al. 2022, arXiv 2203.15556)", "dim")
+    elif found["params"] is not None:
+        each = found["tokens"] / found["params"]
+        title.append(
+            f"\n{_number(each)} tokens a parameter. {CHINCHILLA} give the lowest loss for "
+        )
+        title.append(
+            "one training budget (Hoffmann et al. 2022); more make a model that is smaller, "
+        )
+        title.append("and cheaper to serve.")
+    if found["params"] is not None:
+        served = short_count(3 * found["tokens"])
+        title.append(f"\nServing {served} tokens takes as much compute as this training ", "dim")
+        title.append("(2 N a token against 6 N)", "dim")
     return title
 
 
@@ -79,6 +94,13 @@ def _range(found: dict[str, Any]) -> Text:
         f"\n{apart:.1f} times apart: the laws differ, and so do the quantities they predict",
         "dim not bold",
     )
+    if found["batch"] is not None:
+        times = [row["planned_over_it"] for row in (largest, least)]
+        text.append(
+            f"\nyour batch of {found['batch']:,} samples is {_number(times[0])} to "
+            f"{_number(times[1])} times what the laws give",
+            "default not bold",
+        )
     return text
 
 
@@ -177,7 +199,19 @@ def _costs(found: dict[str, Any]) -> Group:
         note += " Your measurements are taken as b/a; branches measure another definition."
     if "gpus" in shown:
         note += " A GPU's samples and speed stay the same."
-    return Group(title, Text(), table, Text(), Text(note, "dim"))
+    waste = [_waste(trade["waste"], found["batch"])] if trade["waste"] else []
+    return Group(title, Text(), table, Text(), *waste, Text(note, "dim"))
+
+
+def _waste(waste: dict[str, Any], batch: int) -> Text:
+    """What the planned batch size costs beyond the fewest tokens, in words."""
+    share = {name: None if v is None else 100 * v for name, v in waste["share"].items()}
+    text = Text(f"{_span(share)} % of the planned tokens buy fewer steps, not a lower loss", "bold")
+    units = {"gpu_hours": "GPU-hours", "money": "of the cost", "kwh": "kWh"}
+    parts = [f"{_span(waste[k])} {unit}" for k, unit in units.items() if waste[k] is not None]
+    said = f": {', '.join(parts)}" if parts else ""
+    text.append(f"{said}. A much smaller batch than {batch:,} would save them.\n", "not bold")
+    return text
 
 
 def _span(interval: dict[str, float | None]) -> str:

@@ -94,6 +94,41 @@ def test_costs_carry_the_interval() -> None:
     assert sizes == [48, 96, 192, 384, 768]  # 24 would take 1.5 GPUs
 
 
+def test_what_a_planned_batch_wastes() -> None:
+    """E - E_min is B / (B + B_crit) of the tokens: a third of them at B_crit / 2."""
+    run = ("--tokens", "20B", "--batch", "512", "--b-crit", "1024:512:1536", *COSTS)
+    found = planned(*run, "--gpu-watts", "700")
+    waste = found["trade_off"]["waste"]
+    assert waste["share"] == pytest.approx({"value": 1 / 3, "lower": 1 / 4, "upper": 1 / 2})
+    assert waste["tokens"]["value"] == pytest.approx(20e9 / 3)
+    hours = 20e9 / 20e3 / 3600 / 3
+    assert waste["gpu_hours"]["value"] == pytest.approx(hours)
+    assert waste["money"]["value"] == pytest.approx(2.5 * hours)
+    assert waste["kwh"]["value"] == pytest.approx(0.7 * hours)
+    said = " ".join(invoke(*run).split())
+    assert "33.3 (25 to 50) % of the planned tokens buy fewer steps" in said and "kWh" not in said
+    for row in found["laws"]:
+        assert row["planned_over_it"] == pytest.approx(512 / row["samples"])
+    times = [f"{512 / row['samples']:.3g}" for row in found["laws"]]
+    assert any(f"is {least} to " in said for least in times)
+    alone = planned("--tokens", "20B", "--b-crit", "1024")
+    assert alone["trade_off"]["waste"] is None and alone["laws"][0]["planned_over_it"] is None
+
+
+def test_a_critical_batch_size_by_the_twenty_percent_rule() -> None:
+    """B_crit = 5 (B* - 1.2 B_opt), B_opt being 256 samples of 512 tokens: 64 of 2048."""
+    run = ("--tokens", "20B", "--context", "2048")
+    found = planned(*run, "--b-twenty-percent", "281.6:179.2:384")["trade_off"]
+    assert found["from"] == "--b-twenty-percent"
+    assert found["b_crit"] == pytest.approx({"value": 1024, "lower": 512, "upper": 1536})
+
+
+def test_tokens_for_each_parameter_and_what_serving_costs() -> None:
+    said = " ".join(invoke("--tokens", "100B", "--params", "1B").split())
+    assert "100 tokens a parameter. 20 give the lowest loss" in said
+    assert "Serving 300B tokens takes as much compute as this training" in said
+
+
 def test_measurements_of_a_run_folder(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
         {"kind": "critical batch", "tokens": t, "value": v, "tokens_per_sample": 512}
@@ -205,6 +240,10 @@ def test_bad_input_is_one_line(tmp_path: Path, csv: str) -> None:
         ((*tokens, "--batch", "1.5"), "--batch"),
         ((*tokens, "--b-crit", "1:2"), "VALUE:LOWER:UPPER"),
         ((*tokens, "--b-crit", "0"), "--b-crit is 0"),
+        ((*tokens, "--b-crit", "9", "--b-twenty-percent", "9"), "two measures of one thing"),
+        ((*tokens, "--b-twenty-percent", "20"), "must be above 1.2 B_opt = 38.4"),
+        ((*tokens, "--b-twenty-percent", "99:1"), "--b-twenty-percent is '99:1'"),
+        ((*tokens, "--b-crit", "9", "--gpu-watts", "700"), "energy also need --gpus"),
         ((*tokens, "--b-crit", "5:6:7"), "outside of its interval"),
         ((*tokens, "--gpus", "8"), "--b-crit or --measured"),
         ((*tokens, "--b-crit", "500", "--gpus", "8"), "also need --tokens-per-second, --batch"),
