@@ -28,6 +28,11 @@ from gnsfast.layers.begun import Begun, begin_again, begun
 from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import accumulate_dtype
 
+EAGER = (
+    "gnsfast replays a layer that has no kernel, which is not traced: compile without "
+    "fullgraph=True, or leave the layer out, convert(model, exclude=[...]). "
+    "gnsfast.coverage(model) names such layers by the route 'replay'"
+)
 Gradients = tuple[Tensor | None, ...]
 """Of each parameter of a module; None for one that the call does not use."""
 
@@ -64,8 +69,9 @@ class Replayed(DropIn):
         super().open_probe(opened)
         # The compiler cannot trace a replay. To import it just to disable it would take a second.
         if "torch._dynamo" in sys.modules and not hasattr(Replayed._watch, "_torchdynamo_disable"):
-            Replayed._watch = torch.compiler.disable(Replayed._watch)  # type: ignore[method-assign]
-            Replayed._begin = torch.compiler.disable(Replayed._begin)  # type: ignore[method-assign]
+            for name in ("_watch", "_begin"):
+                eager = torch.compiler.disable(getattr(Replayed, name), reason=EAGER)
+                setattr(Replayed, name, eager)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._opened is not None and self._opened.plan.calls is not None:

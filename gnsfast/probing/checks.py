@@ -158,12 +158,14 @@ def explain_flags(flags: list[float]) -> str | None:
         return (
             "processes have different gradients at gns.update(), so nobody has averaged them: wrap "
             "the model in DistributedDataParallel or fully_shard, or pass a process_group of this "
-            "process alone"
+            "process alone. To average them by hand, do so before gns.update(grad_norm=...) with "
+            "the norm of the average"
         )
     if stale:
         return (
             "gradients were not zero before the first micro-batch of an update: call "
-            "optimizer.zero_grad() between gns.update() and the next micro-batch"
+            "optimizer.zero_grad() between gns.update() and the next micro-batch, and after a pass "
+            "that no update is to count, such as a dry run, gns.discard() too"
         )
     return REWRITTEN if written else None
 

@@ -139,6 +139,10 @@ def test_replayed_module_breaks_the_graph_and_stays_exact() -> None:
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         compiled(x).square().sum().backward()
     assert_norms(norms, loop_sqnorms(model, lambda m, x: m(x).square().sum(), x, B))
+    torch._dynamo.reset()  # it keeps code that it has compiled for the same functions
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="without fullgraph=True, or leave"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(x)
 
 
 def test_call_counter_works_when_compiled() -> None:

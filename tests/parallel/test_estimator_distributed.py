@@ -188,6 +188,20 @@ def not_wrapped(rank: int) -> None:
         gns.compute()
 
 
+def averaged_by_hand(rank: int) -> None:
+    """As the message of ``not_wrapped`` says: exact with the norm of the average."""
+    update, model = batches_of(2, 1, N)[0], make()
+    gns = gnsfast.GradientNoiseScale(model)
+    [(x, y)] = update[rank]
+    with gns.microbatch(N):
+        F.cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= 2
+    gns.update(grad_norm=torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    assert gns.compute().grad_sqnorm == pytest.approx(one_norm(update), rel=1e-5)
+
+
 def divide_factor(rank: int) -> None:
     """Another factor than 1/R is refused, with the remedy."""
     model = make()
@@ -228,6 +242,7 @@ def test_two_processes() -> None:
         clip_before_update,
         divide_factor,
         not_wrapped,
+        averaged_by_hand,
         unused_on_one_rank,
     )
     spawn(each, args=(works,))
