@@ -2,7 +2,8 @@
 """``python -m benchmarks cpu`` and ``gpu``: check every contestant, time it beside plain torch,
 record it; ``batch-size``: runs of a growing batch beside fixed ones, and critical batch sizes by
 branches; ``geometry``: which noise scale follows it; ``model``: what norms cost on a GPU, counted;
-``families``: of which of transformers' architectures the norms are right.
+``families``: of which of transformers' architectures the norms are right; ``intervals``: whether
+those of noise scales hold the truth.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from benchmarks import (
     gate,
     geometry,
     gpu,
+    intervals,
     model,
     readme,
     record,
@@ -50,6 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes.add_argument("--runs", type=Path, required=True, help="folder for logs and branches")
     sizes.add_argument("--record", type=Path, help="folder for the record, else only printed")
     geometry.add_arguments(devices.add_parser("geometry", help="which noise scale follows it"))
+    intervals.add_arguments(devices.add_parser("intervals", help="do they hold the truth"))
     families.add_arguments(devices.add_parser("families", help="what of transformers is right"))
     model.add_arguments(devices.add_parser("model", help="what norms cost on a GPU, counted"))
     regressions.add(devices.add_parser("budgets", help="committed counts that may not grow"))
@@ -66,6 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{options.rounds} rounds have no quartiles: --rounds 5 or more")
     run = {"cpu": run_cpu, "gpu": gpu.run, "batch-size": run_batch_size, "model": model.run}
     run |= {"budgets": regressions.run, "families": families.run, "geometry": geometry.run}
+    run["intervals"] = intervals.run
     if options.device == "gpu" and options.rehearse:
         run["gpu"] = rehearsal.run
     run[options.device](options)

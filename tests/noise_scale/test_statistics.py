@@ -87,7 +87,7 @@ def test_no_signal_at_all() -> None:
 
 def test_interval_is_the_set_that_the_test_keeps() -> None:
     """Each end is where (S - r G)² = t² Var(S - r G)."""
-    m = st.Moments(100.0, 2.0, 25.0, 0.3, 0.04, 64.0)
+    m = st.Moments(100.0, 2.0, 25.0, 0.3, 0.04, 63.0)
     t = st.student_quantile(0.95, 63)
     for r in st.fieller_interval(m):
         variance = m.var_trace - 2 * r * m.cov + r * r * m.var_grad_sqnorm
@@ -112,10 +112,10 @@ def test_too_few_measurements_say_nothing() -> None:
 
 
 def test_decayed_weights_count_as_fewer_measurements() -> None:
-    """Σw = 1/(1-d), Σw² = 1/(1-d²): (1+d)/(1-d) of them."""
+    """Σw² = 1/(1-d²), Σw⁴ = 1/(1-d⁴): (1+d²)/(1-d²) of them."""
     trace, grad_sqnorm, _ = window(1.0, 1)
     [m] = st.moments(trace, grad_sqnorm, st.decay_weights(WINDOW, 0.8))
-    assert m.effective == pytest.approx(1.8 / 0.2, rel=1e-5)
+    assert m.freedom == pytest.approx(1.64 / 0.36 - 1, rel=1e-5)
     assert m.trace == pytest.approx(
         sum(0.8**k * t for k, t in enumerate(trace.flip(0).flatten().tolist()))
         / sum(0.8**k for k in range(WINDOW))
