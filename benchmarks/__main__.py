@@ -3,7 +3,7 @@
 record it; ``batch-size``: runs of a growing batch beside fixed ones, and critical batch sizes by
 branches; ``geometry``: which noise scale follows it; ``model``: what norms cost on a GPU, counted;
 ``families``: of which of transformers' architectures the norms are right; ``intervals``: whether
-those of noise scales hold the truth.
+those of noise scales hold the truth; ``present``: whether they do at the weights of a training run.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from benchmarks import (
     gpu,
     intervals,
     model,
+    present_weights,
     readme,
     record,
     regressions,
@@ -53,6 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
     sizes.add_argument("--record", type=Path, help="folder for the record, else only printed")
     geometry.add_arguments(devices.add_parser("geometry", help="which noise scale follows it"))
     intervals.add_arguments(devices.add_parser("intervals", help="do they hold the truth"))
+    now = devices.add_parser("present", help="do they hold it at the present weights; minutes")
+    present_weights.add_arguments(now)
     families.add_arguments(devices.add_parser("families", help="what of transformers is right"))
     model.add_arguments(devices.add_parser("model", help="what norms cost on a GPU, counted"))
     regressions.add(devices.add_parser("budgets", help="committed counts that may not grow"))
@@ -69,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{options.rounds} rounds have no quartiles: --rounds 5 or more")
     run = {"cpu": run_cpu, "gpu": gpu.run, "batch-size": run_batch_size, "model": model.run}
     run |= {"budgets": regressions.run, "families": families.run, "geometry": geometry.run}
-    run["intervals"] = intervals.run
+    run |= {"intervals": intervals.run, "present": present_weights.run}
     if options.device == "gpu" and options.rehearse:
         run["gpu"] = rehearsal.run
     run[options.device](options)

@@ -12,6 +12,7 @@ from gnsfast.arguments import check_choice
 from gnsfast.errors import ObservationError
 from gnsfast.noise_scale import loss_factors, statistics
 from gnsfast.noise_scale.loss_factors import Coefficients
+from gnsfast.noise_scale.present import present
 
 OTHERS = {
     "adam": "under Adam's metric",
@@ -50,6 +51,9 @@ class Estimate:
         if self.lower > 0:
             return f"noise scale at least {self.lower:,.4g} samples (95 %)"
         return "noise scale not resolved: any is possible"
+
+
+NO_ESTIMATE = Estimate(math.nan, 0.0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -175,8 +179,8 @@ class NoiseScale(ModuleNoiseScale):
     ``trace`` is tr Σ and ``grad_sqnorm`` is |G|², in the units of the loss before ``scale``.
 
     Args:
-        drift: the older half of the window differs from the newer one, so that the interval is that
-            of the mean of a changing noise scale.
+        drift: the noise scale moves within the window, so that the interval is that of the mean of
+            a changing noise scale.
         updates: that were used, with ``samples`` samples in all.
         skipped: updates with a NaN, an infinity or a single sample.
         per_module: noise scales by module path; attention adds ``.q``, ``.k`` and ``.v`` to its
@@ -188,6 +192,9 @@ class NoiseScale(ModuleNoiseScale):
             (Muon), where the estimator measures them.
         covered: the share of the trainable elements that the noise scale is of.
         left_out: the names of the other trainable parameters; ``gnsfast.coverage`` says why.
+        present: the noise scale at the weights of the newest update, by the window's trend; its
+            interval also holds how far it leaves the trend from update to update. All other
+            fields are means over the window, which lag behind.
     """
 
     drift: bool
@@ -201,6 +208,7 @@ class NoiseScale(ModuleNoiseScale):
     spectral: DualNoiseScale | None = None
     covered: float = math.nan
     left_out: tuple[str, ...] = ()
+    present: Estimate = NO_ESTIMATE
 
     @property
     def others(self) -> dict[str, Estimate]:
@@ -228,7 +236,10 @@ class NoiseScale(ModuleNoiseScale):
     def __str__(self) -> str:
         drift = ", drifting" if self.drift else ""
         skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
-        used = f"{self.updates} updates of {self.samples:,} samples"
+        used = f"mean over the last {self.updates} updates of {self.samples:,} samples"
+        now = (
+            "" if math.isnan(self.present.noise_scale) else f"\nat the end of these: {self.present}"
+        )
         adam = "" if self.adam is None else f"\n{self.adam}"
         dual = "".join(f"\n{each}" for each in (self.sign, self.spectral) if each is not None)
         groups = "".join(f"\n{name}: {each}" for name, each in self.per_group.items())
@@ -236,7 +247,7 @@ class NoiseScale(ModuleNoiseScale):
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
             of = f"\nof {percent(self.covered)} of the trainable elements, without {some}"
-        return f"{super().__str__()}, {used}{skipped}{drift}{of}{adam}{dual}{groups}"
+        return f"{super().__str__()}, {used}{skipped}{drift}{of}{now}{adam}{dual}{groups}"
 
 
 def percent(share: float) -> str:
@@ -288,9 +299,12 @@ def summarize(
             "estimator was not given)"
         )
     per_module: dict[str, ModuleNoiseScale] = {}
-    total = NOT_MEASURED
+    total, now = NOT_MEASURED, NO_ESTIMATE
     if len(p):
         [total] = _noise_scales(*whole, of, weights)
+        if total.lower > 0:
+            ages = len(usable) - 1.0 - usable.nonzero()[:, 0]
+            now = Estimate(*present(trace[:, 0], grad_sqnorm[:, 0], weights, ages.double()))
         if q.isfinite().all():
             paths = list(dict.fromkeys(modules))
             members = torch.zeros(len(modules), len(paths), dtype=torch.float64)
@@ -304,6 +318,7 @@ def summarize(
         skipped=int((~usable).sum()),
         samples=int(of.samples.sum()),
         per_module=per_module,
+        present=now,
     )
 
 

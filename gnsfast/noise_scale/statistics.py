@@ -26,7 +26,10 @@ MINIMUM_MEASUREMENTS = 5
 """Fewer give no interval, because their variance is too uncertain."""
 
 MINIMUM_FOR_DRIFT = 16
-"""Fewer are not split into halves to test for drift."""
+"""Fewer are not tested for drift."""
+
+NEIGHBOURS = 4
+"""Updates so far apart are compared in a test for drift."""
 
 RESOLUTION = 1e-5
 """The least share of p that q - p can tell from the rounding of float32 sums."""
@@ -147,25 +150,26 @@ def fieller_end(m: Moments, t: float, side: int) -> float:
 
 
 def drifted(trace: Tensor, grad_sqnorm: Tensor, weights: Tensor) -> bool:
-    """Whether the noise scale differs between a window's older and newer half, at the 1 % level.
+    """Whether the noise scale moves within a window, at the 1 % level.
 
-    Welch's test compares S - r G of the halves, with r of the whole window, on float64 [K]. A
-    falling loss may multiply tr Σ and |G|² by a common factor, which does not change their ratio
-    and is no drift.
+    Two tests of S - r G, float64 [K], with r of the whole window, whose sum is zero: does it follow
+    a line, and are updates up to ``NEIGHBOURS`` apart alike? Measurements of different samples are
+    not. A falling loss may multiply tr Σ and |G|² by a common factor, which does not change their
+    ratio and is no drift.
     """
-    half = len(trace) // 2
     [whole] = moments(trace[:, None], grad_sqnorm[:, None], weights)
-    if 2 * half < MINIMUM_FOR_DRIFT or not math.isfinite(whole.ratio):
+    few = len(trace) < MINIMUM_FOR_DRIFT or whole.freedom < MINIMUM_MEASUREMENTS - 1
+    if few or not math.isfinite(whole.ratio):
         return False
-    d_K1 = (trace - whole.ratio * grad_sqnorm)[:, None]
-    [old], [new] = (
-        moments(d_K1[part], d_K1[part], weights[part]) for part in (slice(half), slice(half, None))
+    w = weights / weights.sum()
+    d = w * (trace - whole.ratio * grad_sqnorm)
+    ages = torch.arange(len(d), dtype=torch.float64)
+    line = (ages - w @ ages) * d
+    pairs = torch.cat([d[k:] * d[:-k] for k in range(1, NEIGHBOURS + 1)])
+    quantile = student_quantile(0.995, whole.freedom), student_quantile(0.99, whole.freedom)
+    return bool(
+        line.sum().abs() > quantile[0] * line.norm() or pairs.sum() > quantile[1] * pairs.norm()
     )
-    freedom = min(old.freedom, new.freedom)
-    if freedom < MINIMUM_MEASUREMENTS - 1:
-        return False
-    spread = math.sqrt(old.var_trace + new.var_trace)
-    return abs(old.trace - new.trace) > student_quantile(0.99, freedom) * spread
 
 
 def decay_weights(count: int, decay: float | None) -> Tensor:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise scale at the weights of the newest update.
+
+The window's mean lags behind a noise scale that moves. Here a straight line is fitted to tr Σ, and
+one to |G|², over the window; the weight of an update falls linearly with its age. The estimate is
+the ratio at the lines' end, with Fieller's interval from the deviations of both from their lines.
+
+That is the interval of the trend. The noise scale itself leaves it from update to update, as |G|²
+does along directions in which the weights oscillate: by 40 % in a small GPT. No window can tell how
+far it is off at the last update, so the interval also holds the spread of these excursions. What of
+the deviations is measurement is independent between updates, since the samples are, and what
+neighbours have in common is the noise scale's own. The excursions' share of the variance is taken
+as twice the upper 95 % limit of the neighbours' correlation: right for those that last for about
+two updates, too much for longer ones. Those of a single update are not seen.
+"""
+
+import math
+
+from torch import Tensor
+
+from gnsfast.noise_scale.selection import student_quantile
+from gnsfast.noise_scale.statistics import Moments, fieller_interval
+
+MINIMUM_UPDATES = 16
+"""Fewer give no estimate, because two lines and a correlation need more."""
+
+
+def present(
+    trace: Tensor, grad_sqnorm: Tensor, weights: Tensor, ages: Tensor
+) -> tuple[float, float, float]:
+    """The noise scale where ``ages`` are zero, and its 95 % interval, from float64 [K]; NaN where
+    there are too few updates.
+    """
+    if len(trace) < MINIMUM_UPDATES:
+        return math.nan, 0.0, math.inf
+    w = weights * (1 - ages / (ages.max() + 1))
+    w = w / w.sum()
+    middle = w @ ages
+    x = ages - middle
+    spread = w @ x.square()
+    take = w * (1 - x * middle / spread)  # the line's value at age 0 is the sum of these shares
+    leverage = w * (1 + x.square() / spread)
+
+    def deviations(y: Tensor) -> Tensor:
+        line = w @ y + (w * x) @ y / spread * x
+        return (y - line) / (1 - leverage).sqrt()
+
+    ds, dg, squares = deviations(trace), deviations(grad_sqnorm), take.square()
+    var_s, cov, var_g = ((squares @ d).item() for d in (ds * ds, ds * dg, dg * dg))
+    freedom = (squares.sum().square() / squares.square().sum()).item() - 2
+    trace_end, grad_sqnorm_end = (take @ trace).item(), (take @ grad_sqnorm).item()
+    m = Moments(trace_end, grad_sqnorm_end, var_s, cov, var_g, freedom)
+    lower, upper = fieller_interval(m)
+    if lower <= 0:
+        return m.ratio, 0.0, upper
+    at = m.ratio if math.isfinite(upper) else lower
+    own = student_quantile(0.95, freedom) * _excursions((ds - at * dg) / m.trace, w)
+    if math.isinf(upper):
+        return m.ratio, lower * math.exp(-own), upper
+    below, above = (
+        math.exp(math.hypot(math.log(ratio), own)) for ratio in (m.ratio / lower, upper / m.ratio)
+    )
+    return m.ratio, m.ratio / below, m.ratio * above
+
+
+def _excursions(relative: Tensor, w: Tensor) -> float:
+    """The standard deviation of the noise scale's own logarithm, from relative deviations of single
+    updates.
+    """
+    variance = (w @ relative.square()).item()
+    pairs = (w[1:] * w[:-1]).sqrt()
+    common = (pairs @ (relative[1:] * relative[:-1]) / pairs.sum()).item()
+    most = common + 1.645 * variance * math.sqrt((w @ w).item())
+    return math.sqrt(math.log1p(min(max(2 * most, 0.0), variance)))
