@@ -175,7 +175,8 @@ class Panel:
         table.add_row(
             "noise scale", f"[bold]{value(scale)}[/]", f"[green]{sparkline(self.scales)}[/]"
         )
-        table.add_row("", "", f"{span(scale)}, in samples{drift}")
+        table.add_row("", "", f"{span(scale)}, in samples, mean of {scale.updates} updates{drift}")
+        table.add_row("at their end", value(scale.present), span(scale.present))
         table.add_row("statistics", percent(self.now.share), "of the time of a step")
         return table
 

@@ -122,7 +122,7 @@ def fieller_interval(m: Moments) -> tuple[float, float]:
     of tr Σ and G of |G|². Where G is far from zero, t is Student's. Elsewhere ``selection`` says
     how many standard errors t is, so that 95 % of the windows with a finite ``upper`` hold the
     truth, and 95 % of those that say "at least ``lower``". With samples whose norms have heavy
-    tails (t with 3 degrees of freedom, lognormal), in many dimensions, it is 84 to 90 %: most
+    tails (t with 3 degrees of freedom, lognormal), in many dimensions, it is 82 to 92 %: most
     windows lack the largest samples, and their tr Σ is too small.
 
     Where float32 cannot tell |G|² from zero, any noise scale is possible.
