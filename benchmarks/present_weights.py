@@ -83,8 +83,11 @@ def tables() -> dict[str, list[dict[str, Any]]]:
     rows = [looks(seed) for seed in SEEDS]
     every = [row for own in rows for row in own]
     summaries = [_summary(str(seed), own) for seed, own in zip(SEEDS, rows)]
-    words = {True: "yes", False: "no"}
-    shown = [{k: words.get(v, v) if v is not None else v for k, v in row.items()} for row in every]
+    words = ("no", "yes")
+    shown = [
+        {key: words[value] if isinstance(value, bool) else value for key, value in row.items()}
+        for row in every
+    ]
     return {
         f"A GPT in training, batches of {BATCH}: 95 % intervals of the window of 64 updates that "
         "hold the noise scale at the weights of its last update": [

@@ -236,7 +236,8 @@ class NoiseScale(ModuleNoiseScale):
     def __str__(self) -> str:
         drift = ", drifting" if self.drift else ""
         skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
-        used = f"mean over the last {self.updates} updates of {self.samples:,} samples"
+        mean = "mean over the last " if self.updates else ""
+        used = f"{mean}{self.updates} updates of {self.samples:,} samples"
         now = (
             "" if math.isnan(self.present.noise_scale) else f"\nat the end of these: {self.present}"
         )
