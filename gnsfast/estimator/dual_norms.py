@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.combinations import SIGN, SPECTRAL, TENSOR_PARALLEL, refuse
+from gnsfast.estimator.holdings import Whole, held, held_by_matrix
 from gnsfast.estimator.numbers import Pass
 from gnsfast.estimator.settings import Settings
 from gnsfast.functional import Grams, Halves, Squares
@@ -84,25 +85,25 @@ class DualNorms:
     ) -> None:
         self._settings, self._processes, self._device = settings, processes, device
         names = {p: name for name, p in model.named_parameters()}
+        if processes.tensor > 1:
+            for metric in settings.dual:
+                refuse(None, [KINDS[metric].feature, TENSOR_PARALLEL])
         self.of: dict[str, DualNorm] = {
-            metric: KINDS[metric](names, slab, settings) for metric in settings.dual
+            metric: KINDS[metric](names, slab, settings, processes) for metric in settings.dual
         }
         self._eager = False
         self._rank = dist.get_rank(settings.group) if processes.world > 1 else 0
-        for each in self.of.values():
-            if processes.tensor > 1:
-                refuse(None, [each.feature, TENSOR_PARALLEL])
 
     @property
     def width(self) -> int:
         """How many numbers an update has."""
         return sum(NUMBERS * len(each.parameters) for each in self.of.values())
 
-    def open(self, slab: ProbeSlab, passes: int) -> dict[str, tuple[Any, ...]]:
+    def open(self, passes: int) -> dict[str, tuple[Any, ...]]:
         """Where each module adds its sums in the next pass, after ``passes`` of the update."""
         found: dict[str, tuple[Any, ...]] = {}
         for each in self.of.values():
-            for path, sums in each.open(slab, self._first_sample(passes), passes == 0).items():
+            for path, sums in each.open(self._first_sample(passes), passes == 0).items():
                 found[path] = (*found.get(path, ()), *sums)
         return found
 
@@ -124,20 +125,19 @@ class DualNorms:
             EAGER.leave()
             self._eager = False
 
+    def passed(self) -> None:
+        """Add up over processes what the last pass left of sharded parameters."""
+        for each in self.of.values():
+            each.passed()
+
     def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> list[Tensor]:
         """This process's share of the numbers, from what the passes of an update added and from
         ``.grad``, which has the factor ``loss_scale``.
         """
         if not self.of:
             return []
-        factors, world = self._factors(passes, loss_scale), self._processes.world
-        found = []
-        for each in self.of.values():
-            if world > 1:
-                for t in (*each.sums.values(), *each.halves.values()):
-                    dist.all_reduce(t, group=self._settings.group)
-            found.append(each.finish(factors).to(self._device) / world)
-        return found
+        factors = self._factors(passes, loss_scale)
+        return [each.finish(factors).to(self._device) for each in self.of.values()]
 
     def _factors(self, passes: list[Pass], loss_scale: Tensor | None) -> Factors:
         s, device = self._settings, self._device
@@ -213,27 +213,35 @@ class DualNorm:
     feature = SIGN
     needs = "Linear, Embedding, LayerNorm and RMSNorm layers have one. Leave metric='sign' out"
 
-    def __init__(self, names: dict[nn.Parameter, str], slab: ProbeSlab, settings: Settings) -> None:
-        self._names, self._window = names, settings.window
-        self.modules = slab.taking(self.feature)
-        taken = {
-            names[p]
-            for path in self.modules
-            for p in slab.modules[path].probed_parameters().values()
-            if self._takes(p, settings)
+    def __init__(
+        self,
+        names: dict[nn.Parameter, str],
+        slab: ProbeSlab,
+        settings: Settings,
+        processes: Processes,
+    ) -> None:
+        self._settings, self._several = settings, processes.world > 1
+        self.modules = {
+            path: [names[p] for p in slab.modules[path].probed_parameters().values()]
+            for path in slab.taking(self.feature)
         }
-        self.parameters = {name: p for name, p in slab.parameters.items() if name in taken}
+        taken = {name for own in self.modules.values() for name in own}
+        self.parameters = {
+            name: p
+            for name, p in slab.parameters.items()
+            if name in taken and self._takes(p, settings)
+        }
         if not self.parameters:
             raise ValueError(f"no parameter has {self.feature}: {self.needs}")
-        if sharded := [name for name, p in self.parameters.items() if is_dtensor(p)]:
-            raise NotImplementedError(
-                f"{sharded[0]} is sharded (FSDP2): {self.feature} needs whole parameters, as with "
-                "DistributedDataParallel. Leave the metric out"
-            )
         self.left_out = tuple(name for name in slab.rows if name not in self.parameters)
-        self.sums: dict[str, Tensor] = {}
-        self.halves: dict[str, Tensor] = {}
-        self._moments = {name: _zeros(p, self._shape(p)) for name, p in self.parameters.items()}
+        self._holdings = self._hold(self.parameters, processes, settings.group)
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[str, tuple[Tensor, Tensor]] = {}
+        self._moments: dict[str, Tensor] = {}
+        for name, p in self.parameters.items():
+            part = self._holdings[name].part(_zeros(p, self._shape(p)))
+            if part is not None:
+                self._moments[name] = part
         some = next(iter(self.parameters.values()))
         self._samples = torch.zeros((), dtype=torch.float64, device=some.device)
 
@@ -250,50 +258,76 @@ class DualNorm:
         return Squares(of_module)
 
     _square: Callable[[Tensor], Tensor] = staticmethod(torch.square)
-    _numbers: Callable[[dual_norms.Parts], Tensor] = staticmethod(dual_norms.sign_numbers)
+    _numbers: Callable[..., Tensor] = staticmethod(dual_norms.sign_numbers)
+    _hold: Callable[..., dict[str, Whole]] = staticmethod(held)
 
-    def open(self, slab: ProbeSlab, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
+    def open(self, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
         """Where each module adds its sums; ``first`` forgets those of the last update."""
         if first:
-            self.sums = {name: _zeros(p, self._shape(p)) for name, p in self.parameters.items()}
-            self.halves = {name: _zeros(p, p.shape) for name, p in self.parameters.items()}
+            self._sums, self._kept = {}, {}
+        for name, p in self.parameters.items():
+            if name not in self._sums:
+                self._sums[name] = _zeros(p, self._shape(p)), _zeros(p, p.shape)
         found = {}
-        for path in self.modules:
-            names = [self._names[p] for p in slab.modules[path].probed_parameters().values()]
-            if own := [self.sums[name] for name in names if name in self.sums]:
-                halves = [self.halves.get(name) for name in names]
+        for path, names in self.modules.items():
+            if own := [self._sums[name][0] for name in names if name in self._sums]:
+                halves = [self._sums[name][1] if name in self._sums else None for name in names]
                 found[path] = self._sink(own), Halves(halves, first_sample, self.feature)
         return found
 
+    def passed(self) -> None:
+        """Keep this process' part alone of what the pass left of sharded parameters."""
+        for name, p in self.parameters.items():
+            if is_dtensor(p):
+                self._keep(name)
+
+    def _keep(self, name: str) -> None:
+        """Add up a parameter's sums over processes, and to those of the passes before."""
+        whole, half = map(self._holdings[name].added, self._sums.pop(name))
+        if whole is None or half is None:
+            return
+        if name not in self._kept:
+            self._kept[name] = whole, half
+            return
+        for kept, t in zip(self._kept[name], (whole, half)):
+            kept += t
+
     def finish(self, of: Factors) -> Tensor:
-        """The numbers of the update, [P NUMBERS]. NaN, and nothing learnt, if the samples do not
-        suffice or anything is not finite, such as after an overflow.
+        """This process' share of the numbers of the update, [P NUMBERS]. NaN, and nothing learnt,
+        if the samples do not suffice or anything is not finite, such as after an overflow.
         """
-        sums, halves, self.sums, self.halves = self.sums, self.halves, {}, {}
+        for name in [*self._sums]:
+            self._keep(name)
+        kept, self._kept = self._kept, {}
         here = self._samples.device
         of = Factors(*(t.to(here) for t in of))
-        grads = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach()
-            for name, p in self.parameters.items()
-        }
-        every = (*sums.values(), *halves.values(), *grads.values())
-        finite = [t.sum(dtype=torch.float64).isfinite().to(here) for t in every]
-        known = torch.stack([of.known, *finite]).all()
+        grads: dict[str, Tensor] = {}
+        for name, holding in self._holdings.items():
+            if (grad := holding.grad()) is not None:
+                grads[name] = grad
+        lost = torch.zeros((), dtype=torch.float64, device=here)
+        for t in (t for name, sums in kept.items() for t in (*sums, grads[name])):
+            lost += ~t.sum(dtype=torch.float64).isfinite().to(here)
+        if self._several:
+            dist.all_reduce(lost, group=self._settings.group)
+        known = of.known & (lost == 0)
         # A mean over about the last ``window`` updates; over all of them at first.
-        total = self._samples * (1 - 1 / self._window) + of.samples
+        total = self._samples * (1 - 1 / self._settings.window) + of.samples
         share = torch.where(known, of.samples / total, 0.0)
         numbers = []
-        for name, moment in self._moments.items():
+        for name, holding in self._holdings.items():
+            if name not in self._moments:
+                numbers.append(of.samples.new_zeros(NUMBERS))
+                continue
+            moment = self._moments[name]
             of_device = (t.to(moment.device, non_blocking=True) for t in (known, share, *of))
             ok, part, *factors = of_device
-            parts = self._parts(
-                sums.pop(name), halves.pop(name), grads.pop(name), Factors(*factors)
-            )
+            parts = self._parts(*kept.pop(name), grads.pop(name), Factors(*factors))
             new, *others = (torch.where(ok, t, 0.0) for t in parts)
             before = moment.clone()
             moment += part.to(moment.dtype) * (new - moment)
-            found = self._numbers(dual_norms.Parts(before, moment, new, *others))
-            numbers.append(found.to(here))
+            own = dual_norms.Parts(before, moment, new, *others)
+            numbers.append(self._numbers(own, holding.total).to(here) * holding.share)
         usable = known & (self._samples > 0)
         self._samples.copy_(torch.where(known, total, self._samples))
         return torch.where(usable, torch.cat(numbers), torch.nan)
@@ -303,24 +337,34 @@ class DualNorm:
         whole = grad.to(half.dtype) * of.mean.to(half.dtype)
         square = self._square(whole)
         half *= of.scale
+        # Where the first half has all of a sum, as of a word that only it has seen, the rest is
+        # rounding, which has a sign.
+        rounding = max(torch.finfo(grad.dtype).eps, 16 * torch.finfo(half.dtype).eps)
+        rest = whole * of.total - half
+        rest = torch.where(rest.abs() > rounding * half.abs(), rest, 0.0)
         return [
             p * of.p_new - square * of.q_new,
             square * of.q_square - p * of.p_square,
             whole,
             half / of.half,
-            (whole * of.total - half) / (of.total - of.half),
+            rest / (of.total - of.half),
         ]
 
     def state(self) -> dict[str, Any]:
-        """The running mean, copied to the CPU."""
-        moments = {name: t.to("cpu", copy=True) for name, t in self._moments.items()}
+        """The running mean, whole and on the CPU."""
+        moments = {
+            name: holding.whole(self._moments.get(name)).to("cpu", copy=True)
+            for name, holding in self._holdings.items()
+        }
         return {"moments": moments, "samples": self._samples.to("cpu", copy=True)}
 
     def load(self, state: dict[str, Any]) -> None:
         """The reverse of ``state``."""
         self._samples.copy_(state["samples"])
         for name, moment in self._moments.items():
-            moment.copy_(state["moments"][name])
+            part = self._holdings[name].part(state["moments"][name])
+            assert part is not None
+            moment.copy_(part)
 
 
 class SpectralNorm(DualNorm):
@@ -332,7 +376,11 @@ class SpectralNorm(DualNorm):
         "it trains. Leave metric='spectral' out"
     )
     _square = staticmethod(dual_norms.gram)
-    _numbers = staticmethod(dual_norms.spectral_numbers)
+    _hold = staticmethod(held_by_matrix)
+
+    @staticmethod
+    def _numbers(of: dual_norms.Parts, total: Any) -> Tensor:
+        return dual_norms.spectral_numbers(of)
 
     def _takes(self, p: nn.Parameter, settings: Settings) -> bool:
         return p.ndim == 2 and (settings.matrices is None or p in settings.matrices)

@@ -147,7 +147,7 @@ class Observer:
         slab = self._slabs.slab(self.model, slots, self._sides)
         first = not self._passes
         measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
-        slab.open(documents, *measured, self.pass_over, self.dual.open(slab, len(self._passes)))
+        slab.open(documents, *measured, self.pass_over, self.dual.open(len(self._passes)))
         self.dual.opened()
         self.slab, self._end, self._split = slab, None, False
         self._audited = self.audit.next()
@@ -249,6 +249,7 @@ class Observer:
             raise
         slab.close()
         self.dual.closed()
+        self.dual.passed()
         watch.stop()
         self.slab = None
         if self._end is None:
