@@ -5,6 +5,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.combinations import SIGN, SPECTRAL, TENSOR_PARALLEL, refuse
-from gnsfast.estimator.holdings import Whole, held, held_by_matrix
+from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
 from gnsfast.estimator.numbers import Pass
 from gnsfast.estimator.settings import Settings
 from gnsfast.functional import Grams, Halves, Squares
@@ -26,7 +28,6 @@ from gnsfast.noise_scale import (
 )
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
-from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 
 class Factors(NamedTuple):
@@ -128,7 +129,7 @@ class DualNorms:
     def passed(self) -> None:
         """Add up over processes what the last pass left of sharded parameters."""
         for each in self.of.values():
-            each.passed()
+            each.keep(by_pass=True)
 
     def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> list[Tensor]:
         """This process's share of the numbers, from what the passes of an update added and from
@@ -234,13 +235,11 @@ class DualNorm:
         if not self.parameters:
             raise ValueError(f"no parameter has {self.feature}: {self.needs}")
         self.left_out = tuple(name for name in slab.rows if name not in self.parameters)
-        self._holdings = self._hold(self.parameters, processes, settings.group)
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[str, tuple[Tensor, Tensor]] = {}
+        shaped = {name: (p, self._shape(p)) for name, p in self.parameters.items()}
+        self._holdings = self._hold(shaped, processes, settings.group)
         self._moments: dict[str, Tensor] = {}
-        for name, p in self.parameters.items():
-            part = self._holdings[name].part(_zeros(p, self._shape(p)))
-            if part is not None:
+        for name, holding in self._holdings.items():
+            if (part := holding.part(holding.zeros(holding.shape))) is not None:
                 self._moments[name] = part
         some = next(iter(self.parameters.values()))
         self._samples = torch.zeros((), dtype=torch.float64, device=some.device)
@@ -253,60 +252,41 @@ class DualNorm:
         """The shape of a parameter's second moments."""
         return p.shape
 
-    def _sink(self, of_module: list[Tensor]) -> Any:
-        """Where a module adds the second moments of its parameters."""
-        return Squares(of_module)
-
+    _sink: Callable[..., Any] = Squares
     _square: Callable[[Tensor], Tensor] = staticmethod(torch.square)
     _numbers: Callable[..., Tensor] = staticmethod(dual_norms.sign_numbers)
-    _hold: Callable[..., dict[str, Whole]] = staticmethod(held)
+    _hold: Callable[..., Held] = staticmethod(held)
 
     def open(self, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
         """Where each module adds its sums; ``first`` forgets those of the last update."""
-        if first:
-            self._sums, self._kept = {}, {}
-        for name, p in self.parameters.items():
-            if name not in self._sums:
-                self._sums[name] = _zeros(p, self._shape(p)), _zeros(p, p.shape)
         found = {}
+        for holding in self._holdings.values() if first else ():
+            holding.forget()
         for path, names in self.modules.items():
-            if own := [self._sums[name][0] for name in names if name in self._sums]:
-                halves = [self._sums[name][1] if name in self._sums else None for name in names]
-                found[path] = self._sink(own), Halves(halves, first_sample, self.feature)
+            of = [self._holdings.get(name) for name in names]
+            if own := [each for each in of if each is not None]:
+                halves = Halves(partial(begun, of, 1), first_sample, self.feature)
+                found[path] = self._sink(partial(begun, own, 0)), halves
         return found
 
-    def passed(self) -> None:
-        """Keep this process' part alone of what the pass left of sharded parameters."""
-        for name, p in self.parameters.items():
-            if is_dtensor(p):
-                self._keep(name)
-
-    def _keep(self, name: str) -> None:
-        """Add up a parameter's sums over processes, and to those of the passes before."""
-        whole, half = map(self._holdings[name].added, self._sums.pop(name))
-        if whole is None or half is None:
-            return
-        if name not in self._kept:
-            self._kept[name] = whole, half
-            return
-        for kept, t in zip(self._kept[name], (whole, half)):
-            kept += t
+    def keep(self, by_pass: bool) -> None:
+        """Add up over processes what backward has left, of those parameters for which this is done
+        after each pass, or of the others.
+        """
+        for holding in self._holdings.values():
+            if holding.by_pass == by_pass:
+                holding.keep()
 
     def finish(self, of: Factors) -> Tensor:
         """This process' share of the numbers of the update, [P NUMBERS]. NaN, and nothing learnt,
         if the samples do not suffice or anything is not finite, such as after an overflow.
         """
-        for name in [*self._sums]:
-            self._keep(name)
-        kept, self._kept = self._kept, {}
+        self.keep(by_pass=False)
         here = self._samples.device
         of = Factors(*(t.to(here) for t in of))
-        grads: dict[str, Tensor] = {}
-        for name, holding in self._holdings.items():
-            if (grad := holding.grad()) is not None:
-                grads[name] = grad
+        kept = {name: holding.take() for name, holding in self._holdings.items()}
         lost = torch.zeros((), dtype=torch.float64, device=here)
-        for t in (t for name, sums in kept.items() for t in (*sums, grads[name])):
+        for t in chain.from_iterable(kept.values()):
             lost += ~t.sum(dtype=torch.float64).isfinite().to(here)
         if self._several:
             dist.all_reduce(lost, group=self._settings.group)
@@ -322,7 +302,7 @@ class DualNorm:
             moment = self._moments[name]
             of_device = (t.to(moment.device, non_blocking=True) for t in (known, share, *of))
             ok, part, *factors = of_device
-            parts = self._parts(*kept.pop(name), grads.pop(name), Factors(*factors))
+            parts = self._parts(Factors(*factors), *kept.pop(name))
             new, *others = (torch.where(ok, t, 0.0) for t in parts)
             before = moment.clone()
             moment += part.to(moment.dtype) * (new - moment)
@@ -332,7 +312,7 @@ class DualNorm:
         self._samples.copy_(torch.where(known, total, self._samples))
         return torch.where(usable, torch.cat(numbers), torch.nan)
 
-    def _parts(self, p: Tensor, half: Tensor, grad: Tensor, of: Factors) -> list[Tensor]:
+    def _parts(self, of: Factors, p: Tensor, half: Tensor, grad: Tensor) -> list[Tensor]:
         """C and G² without bias, and the mean gradients, whole and of the halves."""
         whole = grad.to(half.dtype) * of.mean.to(half.dtype)
         square = self._square(whole)
@@ -375,6 +355,7 @@ class SpectralNorm(DualNorm):
         "matrices of Linear layers do, unless they are shared, and with optimizer=... those that "
         "it trains. Leave metric='spectral' out"
     )
+    _sink = Grams
     _square = staticmethod(dual_norms.gram)
     _hold = staticmethod(held_by_matrix)
 
@@ -388,13 +369,5 @@ class SpectralNorm(DualNorm):
     def _shape(self, p: Tensor) -> Sequence[int]:
         return (min(p.shape), min(p.shape))
 
-    def _sink(self, of_module: list[Tensor]) -> Any:
-        [of_weight] = of_module
-        return Grams(of_weight)
-
 
 KINDS = {"sign": DualNorm, "spectral": SpectralNorm}
-
-
-def _zeros(p: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.zeros(tuple(shape), dtype=accumulate_dtype(p.dtype), device=p.device)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process keeps of a parameter, and of sums over samples that have its shape.
+"""What a process keeps of a parameter, and of two sums over samples: second moments, and every
+second gradient, which has the parameter's shape.
 
-Backward sees the whole parameter, also under FSDP2, and leaves this process' sums in its whole
-shape. They are then added up over processes into what each of them keeps.
+Backward sees the whole parameter, also under FSDP2, and adds this process' samples to whole sums.
+They are then added up over processes into what each of them keeps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +16,58 @@ from torch import Tensor, nn
 from gnsfast.parallel import Processes
 from gnsfast.tensors import accumulate_dtype, is_dtensor
 
+Shape = Sequence[int]
+
 
 class Whole:
-    """Every process keeps all of it, as under DistributedDataParallel."""
+    """Every process keeps all of it, as under DistributedDataParallel.
 
-    def __init__(self, p: nn.Parameter, processes: Processes, group: Any) -> None:
+    Args:
+        p: the parameter.
+        shape: that of its second moments.
+        on, group: the processes.
+    """
+
+    by_pass = False
+    """Whether sums are added up over processes after each pass, not once for an update."""
+
+    def __init__(self, p: nn.Parameter, shape: Shape, on: Processes, group: Any) -> None:
         self._p: Any = p
-        self._several, self._group = processes.world > 1, group
-        self.share = 1 / processes.world
+        self.shape, self._several, self._group = tuple(shape), on.world > 1, group
+        self.share = 1 / on.world
         """The share of this process in numbers that it has computed for the whole parameter."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all sums."""
+        self._sums: list[Tensor | None] = [None, None]
+        self._kept: dict[int, Tensor] = {}
+
+    def begun(self, which: int) -> Tensor:
+        """A sum, to add to. It takes memory from the first backward pass on that does."""
+        found = self._sums[which]
+        if found is None:
+            found = self._sums[which] = self.zeros(self._p.shape if which else self.shape)
+        return found
+
+    def zeros(self, shape: Shape) -> Tensor:
+        """Zeros of the accumulation dtype."""
+        p = self._p
+        return torch.zeros(tuple(shape), dtype=accumulate_dtype(p.dtype), device=p.device)
+
+    def keep(self) -> None:
+        """Add up the sums over processes, and to what is kept of those before."""
+        for which in (0, 1):
+            part, self._sums[which] = self.added(self.begun(which)), None
+            if part is not None:
+                before = self._kept.get(which)
+                self._kept[which] = part if before is None else before.add_(part)
+
+    def take(self) -> list[Tensor]:
+        """What this process keeps of both sums and of ``.grad``, or nothing; it is kept no more."""
+        found, self._kept = [*self._kept.values()], {}
+        grad = self.grad()
+        return found if grad is None else [*found, grad]
 
     def added(self, t: Tensor) -> Tensor | None:
         """What this process keeps of the sum over processes of ``t``, which is used up; None if
@@ -56,9 +100,11 @@ class Whole:
 class Shard(Whole):
     """Every process keeps its rows, as FSDP2 shards them; there may be none."""
 
-    def __init__(self, p: nn.Parameter, processes: Processes, group: Any) -> None:
-        super().__init__(p, processes, group)
-        self._copies = processes.copies(p)
+    by_pass = True
+
+    def __init__(self, p: nn.Parameter, shape: Shape, on: Processes, group: Any) -> None:
+        super().__init__(p, shape, on, group)
+        self._copies = on.copies(p)
 
     def added(self, t: Tensor) -> Tensor | None:
         from torch.distributed.tensor import DTensor, Partial
@@ -95,13 +141,15 @@ class Shard(Whole):
 
 
 class Owned(Whole):
-    """Process ``owner`` keeps all of it, and second moments of ``shape``."""
+    """Process ``owner`` keeps all of it, since FSDP2 shards what is needed whole."""
+
+    by_pass = True
 
     def __init__(
-        self, p: nn.Parameter, processes: Processes, group: Any, owner: int, shape: tuple[int, ...]
+        self, p: nn.Parameter, shape: Shape, on: Processes, group: Any, owner: int
     ) -> None:
-        super().__init__(p, processes, group)
-        self._owner, self._shape = owner, shape
+        super().__init__(p, shape, on, group)
+        self._owner = owner
         self._mine = not self._several or dist.get_rank(group) == owner
         self.share = float(self._mine)
 
@@ -118,35 +166,41 @@ class Owned(Whole):
         return whole if self._mine else None
 
     def whole(self, part: Tensor | None) -> Tensor:
-        if part is None:
-            p = self._p
-            part = torch.empty(self._shape, dtype=accumulate_dtype(p.dtype), device=p.device)
+        part = self.zeros(self.shape) if part is None else part
         if self._several:
             dist.broadcast(part, group_src=self._owner, group=self._group)
         return part
 
 
-def held(parameters: Mapping[str, nn.Parameter], on: Processes, group: Any) -> dict[str, Whole]:
+Held = dict[str, Whole]
+
+
+def held(p_and_shapes: Mapping[str, tuple[nn.Parameter, Shape]], on: Processes, group: Any) -> Held:
     """How each parameter is kept where its coordinates are independent."""
     return {
-        name: (Shard if is_dtensor(p) else Whole)(p, on, group) for name, p in parameters.items()
+        name: (Shard if is_dtensor(p) else Whole)(p, shape, on, group)
+        for name, (p, shape) in p_and_shapes.items()
     }
 
 
 def held_by_matrix(
-    matrices: Mapping[str, nn.Parameter], on: Processes, group: Any
-) -> dict[str, Whole]:
-    """How each matrix is kept where all of it is needed, with second moments of its smaller side.
-    Those that FSDP2 shards are spread over processes, so that these take equal times.
+    p_and_shapes: Mapping[str, tuple[nn.Parameter, Shape]], on: Processes, group: Any
+) -> Held:
+    """How each matrix is kept where all of it is needed. Those that FSDP2 shards are spread over
+    processes, so that decompositions take each of them the same time.
     """
-    found: dict[str, Whole] = {}
+    found: Held = {}
     load = [0] * on.world
-    by_cost = sorted(matrices.items(), key=lambda of: of[1].numel() * min(of[1].shape))
-    for name, p in reversed(by_cost):
-        if not is_dtensor(p):
-            found[name] = Whole(p, on, group)
-            continue
-        owner, side = load.index(min(load)), min(p.shape)
-        load[owner] += p.numel() * side
-        found[name] = Owned(p, on, group, owner, (side, side))
-    return {name: found[name] for name in matrices}
+    for name, (p, shape) in p_and_shapes.items():
+        if is_dtensor(p):
+            owner = load.index(min(load))
+            load[owner] += p.numel() * min(p.shape)
+            found[name] = Owned(p, shape, on, group, owner)
+        else:
+            found[name] = Whole(p, shape, on, group)
+    return found
+
+
+def begun(of: Sequence[Whole | None], which: int) -> list[Tensor | None]:
+    """A sum of several parameters, to add to; None for those that need none."""
+    return [None if each is None else each.begun(which) for each in of]
