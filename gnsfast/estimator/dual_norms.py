@@ -127,9 +127,11 @@ class DualNorms:
             self._eager = False
 
     def passed(self) -> None:
-        """Add up over processes what the last pass left of sharded parameters."""
-        for each in self.of.values():
-            each.keep(by_pass=True)
+        """``closed``, and add up over processes what the pass left of sharded parameters."""
+        if self._eager:
+            self.closed()
+            for each in self.of.values():
+                each.keep(by_pass=True)
 
     def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> list[Tensor]:
         """This process's share of the numbers, from what the passes of an update added and from

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.parallel import Processes
-from gnsfast.tensors import accumulate_dtype, is_dtensor
+from gnsfast.tensors import accumulate_dtype, is_dtensor, local_part
 
 Shape = Sequence[int]
 
@@ -114,8 +114,8 @@ class Shard(Whole):
         return terms.redistribute(placements=p.placements).to_local()
 
     def grad(self) -> Tensor | None:
-        grad: Any = super().grad()
-        return grad.to_local()  # type: ignore[no-any-return]
+        grad: Tensor = local_part(super().grad())
+        return grad
 
     def total(self, sums: Tensor) -> Tensor:
         sums = sums / self._copies

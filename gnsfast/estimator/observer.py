@@ -248,7 +248,6 @@ class Observer:
             self.discard()
             raise
         slab.close()
-        self.dual.closed()
         self.dual.passed()
         watch.stop()
         self.slab = None

@@ -57,7 +57,7 @@ class ProbeSlab:
         self._batch_norms = [(n, m) for n, m in model.named_modules() if isinstance(m, BATCH_NORM)]
         self.rows: dict[str, list[tuple[str, torch.device, int]]] = {}
         self.units: dict[tuple[str, str], Unit] = {}
-        self.weighed: dict[torch.device, list[tuple[int, nn.Parameter]]] = {}
+        self.weighed: dict[torch.device, list[tuple[int, str]]] = {}
         self._spans: dict[str, tuple[torch.device, int, int]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         names = {id(p): name for name, p in model.named_parameters()}
@@ -85,7 +85,9 @@ class ProbeSlab:
             if path in sides.metric:
                 owner += [METRIC] * len(own)
                 weighed = self.weighed.setdefault(device, [])
-                weighed += [(first + row, p) for row, p in enumerate(parameters.values())]
+                # By name: between two passes FSDP2 may have other parameters in the modules.
+                called = (names[id(p)] for p in parameters.values())
+                weighed += [(first + row, name) for row, name in enumerate(called)]
         self._refuse_untied()
         self.devices = list(owners)
         self.constants = {

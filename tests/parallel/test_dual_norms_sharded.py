@@ -98,9 +98,9 @@ def measure(
     return gns.compute()
 
 
-def alone(model: nn.Module, metric: Any = METRICS) -> gnsfast.GradientNoiseScale:
+def alone(model: nn.Module, metric: Any = METRICS, **options: Any) -> gnsfast.GradientNoiseScale:
     group, _ = dist.new_subgroups(group_size=1)
-    return gnsfast.GradientNoiseScale(model, process_group=group, metric=metric)
+    return gnsfast.GradientNoiseScale(model, process_group=group, metric=metric, **options)
 
 
 def numbers(result: gnsfast.NoiseScale) -> Iterator[tuple[str, list[float]]]:
