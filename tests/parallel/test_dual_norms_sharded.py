@@ -214,8 +214,31 @@ def test_two_processes() -> None:
     spawn(several)
 
 
+def memory(rank: int) -> None:
+    """Whole sums are there from backward on until the pass ends; each matrix has one owner."""
+    updates = batches_of(2, 1, 4)
+    model = shard(make())
+    gns = gnsfast.GradientNoiseScale(model, metric=METRICS)
+    with gns.microbatch(4):
+        loss = loss_of(model, updates[0][rank][0])
+        sign, spectral = (gns._start().dual.of[metric] for metric in METRICS)
+        every = [*sign._holdings.values(), *spectral._holdings.values()]
+        assert all(each._sums == [None, None] for each in every)
+        loss.backward()
+        assert any(each._sums != [None, None] for each in every)
+    assert all(each._sums == [None, None] for each in every)
+    for name, p in sign.parameters.items():
+        kept = sign._holdings[name]._kept.values()
+        assert [t.shape for t in kept] == [p.to_local().shape] * 2
+        assert sign._moments[name].shape == p.to_local().shape
+    owned = torch.tensor([name in spectral._moments for name in spectral.parameters]).int()
+    assert 0 < owned.sum() < len(owned)
+    dist.all_reduce(owned)
+    assert owned.tolist() == [1] * len(spectral.parameters)
+
+
 def several(rank: int) -> None:
-    each(rank, [mixed_precision, tied])
+    each(rank, [mixed_precision, tied, memory])
     each(rank, [overflow], ("sign", "embed"), ("spectral", "up"))
 
 
