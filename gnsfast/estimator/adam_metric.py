@@ -14,7 +14,7 @@ from gnsfast.combinations import METRIC, TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_adam
-from gnsfast.parallel import Processes
+from gnsfast.parallel import Processes, parameters_at_rest
 from gnsfast.probing import ProbeSlab
 from gnsfast.reference import metric_sqnorm
 from gnsfast.tensors import is_dtensor, local_part
@@ -85,10 +85,14 @@ class AdamMetric(NoMetric):
                 f"no layer of {type(model).__name__} has norms under a metric (Linear, Embedding, "
                 "LayerNorm, RMSNorm and their like do): leave metric='adam' out"
             )
-        of = slab.modules
-        self._own = {path: [*of[path].probed_parameters().values()] for path in self.modules}
+        parameters = parameters_at_rest(model)
+        at_rest = dict(zip(model.parameters(), parameters.values()))
+        self._own = {
+            path: [at_rest[p] for p in slab.modules[path].probed_parameters().values()]
+            for path in self.modules
+        }
         taken = {p for own in self._own.values() for p in own}
-        self._names = {p: name for name, p in model.named_parameters() if p in taken}
+        self._names = {p: name for name, p in parameters.items() if p in taken}
         self._called = {name: p for p, name in self._names.items()}
         self._sharded = {p for p in self._names if is_dtensor(p)}
         self._group_of = _parameter_groups(self._optimizer, self._names)

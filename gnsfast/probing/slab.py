@@ -21,6 +21,7 @@ from gnsfast.layers import (
     batch_statistics_error,
     uses_batch_statistics,
 )
+from gnsfast.parallel import parameters_at_rest
 
 
 class Unit(NamedTuple):
@@ -61,6 +62,7 @@ class ProbeSlab:
         self._spans: dict[str, tuple[torch.device, int, int]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         names = {id(p): name for name, p in model.named_parameters()}
+        at_rest = parameters_at_rest(model)
         owners: dict[torch.device, list[int]] = {}
         labels: dict[torch.device, list[tuple[str, str]]] = {}
         index: dict[tuple[str, str], int] = {}
@@ -76,7 +78,7 @@ class ProbeSlab:
                     labels.setdefault(device, []).append(("", ""))
                     continue
                 full = names[id(parameters[name])]
-                self.parameters[full] = parameters[name]
+                self.parameters[full] = at_rest[full]
                 self.rows.setdefault(full, []).append((path, device, row))
                 where = ".".join(filter(None, (full.rpartition(".")[0], part)))
                 self.units.setdefault((full, part), Unit(full, where, block))
@@ -85,9 +87,8 @@ class ProbeSlab:
             if path in sides.metric:
                 owner += [METRIC] * len(own)
                 weighed = self.weighed.setdefault(device, [])
-                # By name: between two passes FSDP2 may have other parameters in the modules.
-                called = (names[id(p)] for p in parameters.values())
-                weighed += [(first + row, name) for row, name in enumerate(called)]
+                own_names = (names[id(p)] for p in parameters.values())
+                weighed += [(first + row, name) for row, name in enumerate(own_names)]
         self._refuse_untied()
         self.devices = list(owners)
         self.constants = {
