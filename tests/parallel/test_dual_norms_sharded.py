@@ -2,7 +2,6 @@
 """Dual norms under FSDP2 are those of one process with the same global batch."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def in_one(ranks: list[list[Batch]]) -> list[Batch]:
 
 def measure(
     gns: gnsfast.GradientNoiseScale, model: Any, updates: list[list[Batch]], each_pass: str = ""
-) -> gnsfast.NoiseScale:
+) -> gnsfast.GradientNoiseScale:
     """``each_pass`` names a method of FSDP2 that is told whether a pass is its update's last."""
     for passes in updates:
         for k, batch in enumerate(passes):
@@ -95,7 +94,7 @@ def measure(
                 (loss_of(model, batch) / len(passes)).backward()
         gns.update()
         model.zero_grad()
-    return gns.compute()
+    return gns
 
 
 def alone(model: nn.Module, metric: Any = METRICS, **options: Any) -> gnsfast.GradientNoiseScale:
@@ -103,21 +102,19 @@ def alone(model: nn.Module, metric: Any = METRICS, **options: Any) -> gnsfast.Gr
     return gnsfast.GradientNoiseScale(model, process_group=group, metric=metric, **options)
 
 
-def numbers(result: gnsfast.NoiseScale) -> Iterator[tuple[str, list[float]]]:
-    fields = "noise", "grad_norm_lower", "grad_norm_upper", "noise_scale", "lower", "upper"
-    for metric in METRICS:
-        if (of := getattr(result, metric)) is not None:
-            for path, found in [("", of), *of.per_module.items()]:
-                yield f"{metric} {path}", [getattr(found, name) for name in fields]
+def numbers(gns: gnsfast.GradientNoiseScale) -> Tensor:
+    """[U, P, 7] of the updates after the first, which has no past."""
+    rows = gns._ledger.ring[1 : gns.compute().updates]
+    return rows[:, -gns._start().dual.width :].unflatten(1, (-1, 7))
 
 
-def check(ours: gnsfast.NoiseScale, theirs: gnsfast.NoiseScale, rel: float = 1e-8) -> None:
-    expected = dict(numbers(theirs))
-    assert expected and ours.updates == theirs.updates
-    for name, found in numbers(ours):
-        e = expected.pop(name)
-        assert found == pytest.approx(e, rel=rel, nan_ok=True), (name, found, e)
-    assert not expected
+def check(
+    ours: gnsfast.GradientNoiseScale, theirs: gnsfast.GradientNoiseScale, rel: float = 1e-8
+) -> None:
+    assert ours.compute().updates == theirs.compute().updates == UPDATES
+    found, expected = numbers(ours), numbers(theirs)
+    assert expected[:, 0, 0].all() and expected.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=rel, atol=rel)
 
 
 def shard(model: Any, **options: Any) -> Any:
@@ -128,7 +125,6 @@ def shard(model: Any, **options: Any) -> Any:
 def sharded(rank: int, ranks: int, parts: int, n: int, each_pass: str) -> None:
     updates = batches_of(ranks, parts, n)
     truth = measure(alone(model := make()), model, [in_one(u) for u in updates])
-    assert truth.sign is not None and truth.sign.updates == UPDATES - 1
     model = shard(make(), reshard_after_forward=not each_pass)
     gns = gnsfast.GradientNoiseScale(model, metric=METRICS)
     check(measure(gns, model, [u[rank] for u in updates], each_pass), truth)
@@ -170,7 +166,7 @@ def mixed_precision(rank: int) -> None:
     truth = measure(alone(model), model, [in_one(u) for u in updates])
     model = shard(make(dtype=torch.float32), mp_policy=policy)
     gns = gnsfast.GradientNoiseScale(model, metric=METRICS)
-    check(measure(gns, model, [u[rank] for u in updates]), truth, rel=1e-5)
+    check(measure(gns, model, [u[rank] for u in updates]), truth, rel=1e-4)
 
 
 def tied(rank: int) -> None:
@@ -196,7 +192,7 @@ def overflow(rank: int, metric: str, layer: str) -> None:
             handle = model.get_submodule(layer).register_forward_hook(spoil if rank else keep)
             measure(gns, model, mine[:1])
             handle.remove()
-        found.append(measure(gns, model, mine[3:]))
+        found.append(measure(gns, model, mine[3:]).compute())
     assert [each.skipped for each in found] == [0, 1]
     assert getattr(found[0], metric) == getattr(found[1], metric)
 
