@@ -111,7 +111,10 @@ class Shard(Whole):
 
         p = self._p
         terms = DTensor.from_local(t, p.device_mesh, [Partial()] * p.device_mesh.ndim)
-        return terms.redistribute(placements=p.placements).to_local()
+        # Replicas of a shard add up what each has of it, not the whole.
+        spread = [Partial() if of.is_replicate() else of for of in p.placements]
+        shares = terms.redistribute(placements=spread)
+        return shares.redistribute(placements=p.placements).to_local()
 
     def grad(self) -> Tensor | None:
         grad: Tensor = local_part(super().grad())

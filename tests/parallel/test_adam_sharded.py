@@ -117,6 +117,27 @@ def step_in_between(rank: int) -> None:
             loss_of(model, other).backward()
 
 
+def step_in_between_local(rank: int) -> None:
+    """Micro-batches that are measured by themselves have the v of their own time."""
+    model: Any = shard(make())
+    given = with_adam(model)
+    gns = gnsfast.GradientNoiseScale(model, source="local", **given)
+    [[batch, other]] = batches_of(1, 2, 4)[0]
+    trained(gns, model, [[batch]])
+    for each_batch in (batch, other):
+        with gns.microbatch(4):
+            gathered = dict(gns._start().metric._gathered)
+            assert len(gathered) == 10
+            for p, v in gathered.items():
+                torch.testing.assert_close(
+                    v, given["optimizer"].state[p]["exp_avg_sq"].full_tensor()
+                )
+            loss_of(model, each_batch).backward()
+        given["optimizer"].step()
+    gns.update()
+    assert not gns._start().metric._gathered
+
+
 def another_sharding(rank: int) -> None:
     """Second moments that are not the parameter's, and an optimizer made before the sharding."""
     model: Any = make()
@@ -138,4 +159,5 @@ def another_sharding(rank: int) -> None:
 
 
 def test_two_processes() -> None:
-    spawn(each, args=((mixed_precision, tied, step_in_between, another_sharding),))
+    works = mixed_precision, tied, step_in_between, step_in_between_local, another_sharding
+    spawn(each, args=(works,))

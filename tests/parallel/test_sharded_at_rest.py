@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import gnsfast
+from gnsfast.parallel import parameters_at_rest
 
 pytestmark = pytest.mark.dist
 ALL = ["adam", *METRICS]
@@ -70,3 +71,20 @@ CASES = [("first", False), ("each", False), ("never", True), ("each", True)]
 
 def test_two_processes() -> None:
     spawn(each, args=([same], *CASES))
+
+
+def partly(rank: int) -> None:
+    """Blocks that stay spread over two of four processes after a forward pass."""
+    model: Any = make()
+    fully_shard([model.up, model.norm], reshard_after_forward=2)
+    fully_shard(model, reshard_after_forward=2)
+    before = dict(model.named_parameters())
+    with torch.no_grad():
+        loss_of(model, batches_of(1, 1, 4)[0][0][0])
+    assert not {*before.values()} & {*model.parameters()}
+    found = parameters_at_rest(model)
+    assert all(found[name] is p for name, p in before.items())
+
+
+def test_four_processes() -> None:
+    spawn(partly, 4)
