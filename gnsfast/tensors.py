@@ -54,6 +54,11 @@ def is_dtensor(t: object) -> bool:
     return type(t) not in PLAIN_TYPES and hasattr(t, "placements")
 
 
+def local_part(t: Any) -> Any:
+    """The part of a DTensor that is on this process; any other tensor as it is."""
+    return t.to_local() if is_dtensor(t) else t
+
+
 def map_tensors(pick: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """``pytree.tree_map_only(Tensor, pick, tree)`` that also reaches the tensors of dataclasses and
     of mappings that are no dicts, as transformers' ``BatchEncoding``: into copies of these.

@@ -6,6 +6,7 @@ float64 loop over single samples, or refused by the words of the table.
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,11 +220,13 @@ def measured(case: Case, features: tuple[str, ...], part: str = "*") -> ProbeSla
     )
     second = {path: () for path in first.modules}
     for path in takes[SIGN]:
-        own = slab.modules[path].probed_parameters().values()
-        second[path] += (Squares([case.sums[SIGN, names[id(p)]] for p in own]),)
+        own = [
+            case.sums[SIGN, names[id(p)]] for p in slab.modules[path].probed_parameters().values()
+        ]
+        second[path] += (Squares(partial(list, own)),)
     for path in takes[SPECTRAL]:
         weight = slab.modules[path].probed_parameters()["weight"]
-        second[path] += (Grams(case.sums[SPECTRAL, names[id(weight)]]),)
+        second[path] += (Grams(partial(list, [case.sums[SPECTRAL, names[id(weight)]]])),)
     documents = document_slots(STARTS, B, B) if DOCUMENTS in features else None
     run: Any = model
     if COMPILED in features:

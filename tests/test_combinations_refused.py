@@ -45,8 +45,8 @@ def test_tensor_parallelism(mesh: Any, feature: str) -> None:
         REPEATED: Plan(calls=Calls()),
         DOCUMENTS: Plan(starts=STARTS),
         METRIC: Plan(moments=(torch.rand(5, D),), constants_P2=torch.ones(1, 2)),
-        SIGN: Plan(second=(Squares([torch.zeros(5, D)]),)),
-        SPECTRAL: Plan(second=(Grams(torch.zeros(5, 5)),)),
+        SIGN: Plan(second=(Squares(lambda: [torch.zeros(5, D)]),)),
+        SPECTRAL: Plan(second=(Grams(lambda: [torch.zeros(5, 5)]),)),
         GROUPS: Plan(members=MEMBERS),
     }
     probe = torch.zeros(

@@ -14,10 +14,10 @@ from gnsfast.combinations import METRIC, TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_adam
-from gnsfast.parallel import Processes
+from gnsfast.parallel import Processes, parameters_at_rest
 from gnsfast.probing import ProbeSlab
 from gnsfast.reference import metric_sqnorm
-from gnsfast.tensors import is_dtensor
+from gnsfast.tensors import is_dtensor, local_part
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -59,6 +59,9 @@ class AdamMetric(NoMetric):
 
     v is that of the beginning of the update. If a parameter gets a gradient but has no v (before
     the optimizer's first step), the measurement of the update is NaN.
+
+    Under FSDP2 the backward pass needs all of v: the first micro-batch of a measured update gathers
+    it from the processes, and each holds it, 4 bytes a parameter, until ``update()``.
     """
 
     width = 2
@@ -82,13 +85,20 @@ class AdamMetric(NoMetric):
                 f"no layer of {type(model).__name__} has norms under a metric (Linear, Embedding, "
                 "LayerNorm, RMSNorm and their like do): leave metric='adam' out"
             )
-        of = slab.modules
-        self._own = {path: [*of[path].probed_parameters().values()] for path in self.modules}
+        parameters = parameters_at_rest(model)
+        at_rest = dict(zip(model.parameters(), parameters.values()))
+        self._own = {
+            path: [at_rest[p] for p in slab.modules[path].probed_parameters().values()]
+            for path in self.modules
+        }
         taken = {p for own in self._own.values() for p in own}
-        self._names = {p: name for name, p in model.named_parameters() if p in taken}
+        self._names = {p: name for name, p in parameters.items() if p in taken}
+        self._called = {name: p for p, name in self._names.items()}
+        self._sharded = {p for p in self._names if is_dtensor(p)}
         self._group_of = _parameter_groups(self._optimizer, self._names)
         self._slab: ProbeSlab | None = None
         self._moments: dict[nn.Parameter, Tensor] = {}
+        self._gathered: dict[nn.Parameter, Tensor] = {}  # those of sharded parameters, whole
         self._marks: list[Any] = []
         self._device = device
 
@@ -111,6 +121,10 @@ class AdamMetric(NoMetric):
         if first:
             self._moments, self._marks = moments, self._mark(moments)
         self._refuse_step(moments)
+        if self._sharded:
+            if first or self._local:
+                self._gathered = {p: _whole(v) for p, v in moments.items() if p in self._sharded}
+            moments = moments | self._gathered
         self._slab = slab
         for device, rows in slab.weighed.items():
             self._fill(slab.constants[device], rows)
@@ -121,6 +135,7 @@ class AdamMetric(NoMetric):
         }
 
     def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
+        self._gathered = {}
         if any(name in touched and p not in self._moments for p, name in self._names.items()):
             return torch.full((), torch.nan, dtype=torch.float64)
         if by_probe:
@@ -131,10 +146,11 @@ class AdamMetric(NoMetric):
         left = dict(self._moments)
         for device, rows in self._slab.weighed.items():
             constants = self._slab.constants[device].unbind()
-            for constants_2, p in ((constants[row], p) for row, p in rows):
+            for row, name in rows:
+                constants_2, p = constants[row], self._called[name]
                 v = left.pop(p, None)  # a tied weight has several rows
                 if v is not None and p.grad is not None:
-                    found = metric_sqnorm(p.grad.detach(), v, constants_2)
+                    found = metric_sqnorm(local_part(p.grad.detach()), local_part(v), constants_2)
                     q += (found / self._processes.copies(p.grad)).to(q.device)
         return q
 
@@ -171,21 +187,24 @@ class AdamMetric(NoMetric):
                 f"the optimizer's state of {name} has no {key} and step, but {sorted(state)}: "
                 "metric='adam' reads the state of torch.optim.Adam and AdamW"
             )
-        plain = type(v) is Tensor and v.dtype in FLOATS
-        if not plain or v.shape != p.shape or v.device != p.device:
+        plain = type(v) is Tensor
+        if p in self._sharded:
+            plain = is_dtensor(v) and _placed(v) == _placed(p) and type(local_part(v)) is Tensor
+        if not plain or v.dtype not in FLOATS or v.shape != p.shape or v.device != p.device:
             raise ValueError(
                 f"the optimizer's {key} of {name} is a {type(v).__name__} of {v.dtype} "
                 f"{list(v.shape)} on {v.device}: metric='adam' takes plain floating-point tensors "
-                "of the parameter's shape and device (no 8-bit, sharded or offloaded ones)"
+                "of the parameter's shape, device and sharding (no 8-bit or offloaded ones)"
             )
         return v
 
-    def _fill(self, constants_R2: Tensor, weighed: list[tuple[int, nn.Parameter]]) -> None:
+    def _fill(self, constants_R2: Tensor, weighed: list[tuple[int, str]]) -> None:
         """Fill in s and eps of each row whose parameter has a v. They are computed on the device of
         the optimizer's step, so nothing waits for it.
         """
         by_device: dict[torch.device, list[tuple[int, Tensor, Any, float]]] = {}
-        for row, p in weighed:
+        for row, name in weighed:
+            p = self._called[name]
             if p in self._moments:
                 step, group = torch.as_tensor(self._step(p)), self._group_of[p]
                 of_row = row, step, group["betas"][1], group["eps"]
@@ -222,17 +241,11 @@ def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict
     kind = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ValueError(
-            f"{kind} spreads the second moments over processes: metric='adam' needs all of them on "
-            "each process, as with DistributedDataParallel and torch.optim.AdamW"
+            f"{kind} spreads the second moments over processes: metric='adam' needs each process' "
+            "own, as with torch.optim.AdamW under DistributedDataParallel or fully_shard"
         )
     held = {p: group for group in optimizer.param_groups for p in group["params"]}
     for p, name in names.items():
-        if is_dtensor(p):
-            raise NotImplementedError(
-                f"{name} is sharded (FSDP2 or tensor parallel), and so are its second moments: "
-                "metric='adam' has no norms for it. Use DistributedDataParallel, or leave the "
-                "metric out"
-            )
         if p not in held:
             raise ValueError(
                 f"{name} is not among the optimizer's parameters: give GradientNoiseScale the "
@@ -244,6 +257,17 @@ def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict
                 f"{name} is trained by {kind}"
             )
     return {p: held[p] for p in names}
+
+
+def _placed(t: Any) -> Any:
+    """How a DTensor is spread."""
+    return t.device_mesh, t.placements
+
+
+def _whole(t: Any) -> Tensor:
+    """All of a DTensor."""
+    whole: Tensor = t.full_tensor()
+    return whole
 
 
 def _numbers(values: Sequence[Any], where: torch.device) -> Tensor:

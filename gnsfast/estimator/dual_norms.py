@@ -5,6 +5,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.combinations import SIGN, SPECTRAL, TENSOR_PARALLEL, refuse
+from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
 from gnsfast.estimator.numbers import Pass
 from gnsfast.estimator.settings import Settings
 from gnsfast.functional import Grams, Halves, Squares
@@ -25,7 +28,6 @@ from gnsfast.noise_scale import (
 )
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
-from gnsfast.tensors import accumulate_dtype, is_dtensor
 
 
 class Factors(NamedTuple):
@@ -84,25 +86,25 @@ class DualNorms:
     ) -> None:
         self._settings, self._processes, self._device = settings, processes, device
         names = {p: name for name, p in model.named_parameters()}
+        if processes.tensor > 1:
+            for metric in settings.dual:
+                refuse(None, [KINDS[metric].feature, TENSOR_PARALLEL])
         self.of: dict[str, DualNorm] = {
-            metric: KINDS[metric](names, slab, settings) for metric in settings.dual
+            metric: KINDS[metric](names, slab, settings, processes) for metric in settings.dual
         }
         self._eager = False
         self._rank = dist.get_rank(settings.group) if processes.world > 1 else 0
-        for each in self.of.values():
-            if processes.tensor > 1:
-                refuse(None, [each.feature, TENSOR_PARALLEL])
 
     @property
     def width(self) -> int:
         """How many numbers an update has."""
         return sum(NUMBERS * len(each.parameters) for each in self.of.values())
 
-    def open(self, slab: ProbeSlab, passes: int) -> dict[str, tuple[Any, ...]]:
+    def open(self, passes: int) -> dict[str, tuple[Any, ...]]:
         """Where each module adds its sums in the next pass, after ``passes`` of the update."""
         found: dict[str, tuple[Any, ...]] = {}
         for each in self.of.values():
-            for path, sums in each.open(slab, self._first_sample(passes), passes == 0).items():
+            for path, sums in each.open(self._first_sample(passes), passes == 0).items():
                 found[path] = (*found.get(path, ()), *sums)
         return found
 
@@ -124,20 +126,21 @@ class DualNorms:
             EAGER.leave()
             self._eager = False
 
+    def passed(self) -> None:
+        """``closed``, and add up over processes what the pass left of sharded parameters."""
+        if self._eager:
+            self.closed()
+            for each in self.of.values():
+                each.keep(by_pass=True)
+
     def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> list[Tensor]:
         """This process's share of the numbers, from what the passes of an update added and from
         ``.grad``, which has the factor ``loss_scale``.
         """
         if not self.of:
             return []
-        factors, world = self._factors(passes, loss_scale), self._processes.world
-        found = []
-        for each in self.of.values():
-            if world > 1:
-                for t in (*each.sums.values(), *each.halves.values()):
-                    dist.all_reduce(t, group=self._settings.group)
-            found.append(each.finish(factors).to(self._device) / world)
-        return found
+        factors = self._factors(passes, loss_scale)
+        return [each.finish(factors).to(self._device) for each in self.of.values()]
 
     def _factors(self, passes: list[Pass], loss_scale: Tensor | None) -> Factors:
         s, device = self._settings, self._device
@@ -213,27 +216,33 @@ class DualNorm:
     feature = SIGN
     needs = "Linear, Embedding, LayerNorm and RMSNorm layers have one. Leave metric='sign' out"
 
-    def __init__(self, names: dict[nn.Parameter, str], slab: ProbeSlab, settings: Settings) -> None:
-        self._names, self._window = names, settings.window
-        self.modules = slab.taking(self.feature)
-        taken = {
-            names[p]
-            for path in self.modules
-            for p in slab.modules[path].probed_parameters().values()
-            if self._takes(p, settings)
+    def __init__(
+        self,
+        names: dict[nn.Parameter, str],
+        slab: ProbeSlab,
+        settings: Settings,
+        processes: Processes,
+    ) -> None:
+        self._settings, self._several = settings, processes.world > 1
+        self.modules = {
+            path: [names[p] for p in slab.modules[path].probed_parameters().values()]
+            for path in slab.taking(self.feature)
         }
-        self.parameters = {name: p for name, p in slab.parameters.items() if name in taken}
+        taken = {name for own in self.modules.values() for name in own}
+        self.parameters = {
+            name: p
+            for name, p in slab.parameters.items()
+            if name in taken and self._takes(p, settings)
+        }
         if not self.parameters:
             raise ValueError(f"no parameter has {self.feature}: {self.needs}")
-        if sharded := [name for name, p in self.parameters.items() if is_dtensor(p)]:
-            raise NotImplementedError(
-                f"{sharded[0]} is sharded (FSDP2): {self.feature} needs whole parameters, as with "
-                "DistributedDataParallel. Leave the metric out"
-            )
         self.left_out = tuple(name for name in slab.rows if name not in self.parameters)
-        self.sums: dict[str, Tensor] = {}
-        self.halves: dict[str, Tensor] = {}
-        self._moments = {name: _zeros(p, self._shape(p)) for name, p in self.parameters.items()}
+        shaped = {name: (p, self._shape(p)) for name, p in self.parameters.items()}
+        self._holdings = self._hold(shaped, processes, settings.group)
+        self._moments: dict[str, Tensor] = {}
+        for name, holding in self._holdings.items():
+            if (part := holding.part(holding.zeros(holding.shape))) is not None:
+                self._moments[name] = part
         some = next(iter(self.parameters.values()))
         self._samples = torch.zeros((), dtype=torch.float64, device=some.device)
 
@@ -245,82 +254,99 @@ class DualNorm:
         """The shape of a parameter's second moments."""
         return p.shape
 
-    def _sink(self, of_module: list[Tensor]) -> Any:
-        """Where a module adds the second moments of its parameters."""
-        return Squares(of_module)
-
+    _sink: Callable[..., Any] = Squares
     _square: Callable[[Tensor], Tensor] = staticmethod(torch.square)
-    _numbers: Callable[[dual_norms.Parts], Tensor] = staticmethod(dual_norms.sign_numbers)
+    _numbers: Callable[..., Tensor] = staticmethod(dual_norms.sign_numbers)
+    _hold: Callable[..., Held] = staticmethod(held)
 
-    def open(self, slab: ProbeSlab, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
+    def open(self, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
         """Where each module adds its sums; ``first`` forgets those of the last update."""
-        if first:
-            self.sums = {name: _zeros(p, self._shape(p)) for name, p in self.parameters.items()}
-            self.halves = {name: _zeros(p, p.shape) for name, p in self.parameters.items()}
         found = {}
-        for path in self.modules:
-            names = [self._names[p] for p in slab.modules[path].probed_parameters().values()]
-            if own := [self.sums[name] for name in names if name in self.sums]:
-                halves = [self.halves.get(name) for name in names]
-                found[path] = self._sink(own), Halves(halves, first_sample, self.feature)
+        for holding in self._holdings.values() if first else ():
+            holding.forget()
+        for path, names in self.modules.items():
+            of = [self._holdings.get(name) for name in names]
+            if own := [each for each in of if each is not None]:
+                halves = Halves(partial(begun, of, 1), first_sample, self.feature)
+                found[path] = self._sink(partial(begun, own, 0)), halves
         return found
 
-    def finish(self, of: Factors) -> Tensor:
-        """The numbers of the update, [P NUMBERS]. NaN, and nothing learnt, if the samples do not
-        suffice or anything is not finite, such as after an overflow.
+    def keep(self, by_pass: bool) -> None:
+        """Add up over processes what backward has left, of those parameters for which this is done
+        after each pass, or of the others.
         """
-        sums, halves, self.sums, self.halves = self.sums, self.halves, {}, {}
+        for holding in self._holdings.values():
+            if holding.by_pass == by_pass:
+                holding.keep()
+
+    def finish(self, of: Factors) -> Tensor:
+        """This process' share of the numbers of the update, [P NUMBERS]. NaN, and nothing learnt,
+        if the samples do not suffice or anything is not finite, such as after an overflow.
+        """
+        self.keep(by_pass=False)
         here = self._samples.device
         of = Factors(*(t.to(here) for t in of))
-        grads = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach()
-            for name, p in self.parameters.items()
-        }
-        every = (*sums.values(), *halves.values(), *grads.values())
-        finite = [t.sum(dtype=torch.float64).isfinite().to(here) for t in every]
-        known = torch.stack([of.known, *finite]).all()
+        kept = {name: holding.take() for name, holding in self._holdings.items()}
+        lost = torch.zeros((), dtype=torch.float64, device=here)
+        for t in chain.from_iterable(kept.values()):
+            lost += ~t.sum(dtype=torch.float64).isfinite().to(here)
+        if self._several:
+            dist.all_reduce(lost, group=self._settings.group)
+        known = of.known & (lost == 0)
         # A mean over about the last ``window`` updates; over all of them at first.
-        total = self._samples * (1 - 1 / self._window) + of.samples
+        total = self._samples * (1 - 1 / self._settings.window) + of.samples
         share = torch.where(known, of.samples / total, 0.0)
         numbers = []
-        for name, moment in self._moments.items():
+        for name, holding in self._holdings.items():
+            if name not in self._moments:
+                numbers.append(of.samples.new_zeros(NUMBERS))
+                continue
+            moment = self._moments[name]
             of_device = (t.to(moment.device, non_blocking=True) for t in (known, share, *of))
             ok, part, *factors = of_device
-            parts = self._parts(
-                sums.pop(name), halves.pop(name), grads.pop(name), Factors(*factors)
-            )
+            parts = self._parts(Factors(*factors), *kept.pop(name))
             new, *others = (torch.where(ok, t, 0.0) for t in parts)
             before = moment.clone()
             moment += part.to(moment.dtype) * (new - moment)
-            found = self._numbers(dual_norms.Parts(before, moment, new, *others))
-            numbers.append(found.to(here))
+            own = dual_norms.Parts(before, moment, new, *others)
+            numbers.append(self._numbers(own, holding.total).to(here) * holding.share)
         usable = known & (self._samples > 0)
         self._samples.copy_(torch.where(known, total, self._samples))
         return torch.where(usable, torch.cat(numbers), torch.nan)
 
-    def _parts(self, p: Tensor, half: Tensor, grad: Tensor, of: Factors) -> list[Tensor]:
+    def _parts(self, of: Factors, p: Tensor, half: Tensor, grad: Tensor) -> list[Tensor]:
         """C and G² without bias, and the mean gradients, whole and of the halves."""
         whole = grad.to(half.dtype) * of.mean.to(half.dtype)
         square = self._square(whole)
         half *= of.scale
+        # Where the first half has all of a sum, as of a word that only it has seen, the rest is
+        # rounding, which has a sign.
+        rounding = max(torch.finfo(grad.dtype).eps, 16 * torch.finfo(half.dtype).eps)
+        rest = whole * of.total - half
+        rest = torch.where(rest.abs() > rounding * half.abs(), rest, 0.0)
         return [
             p * of.p_new - square * of.q_new,
             square * of.q_square - p * of.p_square,
             whole,
             half / of.half,
-            (whole * of.total - half) / (of.total - of.half),
+            rest / (of.total - of.half),
         ]
 
     def state(self) -> dict[str, Any]:
-        """The running mean, copied to the CPU."""
-        moments = {name: t.to("cpu", copy=True) for name, t in self._moments.items()}
+        """The running mean, whole and on the CPU."""
+        moments = {
+            name: holding.whole(self._moments.get(name)).to("cpu", copy=True)
+            for name, holding in self._holdings.items()
+        }
         return {"moments": moments, "samples": self._samples.to("cpu", copy=True)}
 
     def load(self, state: dict[str, Any]) -> None:
         """The reverse of ``state``."""
         self._samples.copy_(state["samples"])
         for name, moment in self._moments.items():
-            moment.copy_(state["moments"][name])
+            part = self._holdings[name].part(state["moments"][name])
+            assert part is not None
+            moment.copy_(part)
 
 
 class SpectralNorm(DualNorm):
@@ -331,8 +357,13 @@ class SpectralNorm(DualNorm):
         "matrices of Linear layers do, unless they are shared, and with optimizer=... those that "
         "it trains. Leave metric='spectral' out"
     )
+    _sink = Grams
     _square = staticmethod(dual_norms.gram)
-    _numbers = staticmethod(dual_norms.spectral_numbers)
+    _hold = staticmethod(held_by_matrix)
+
+    @staticmethod
+    def _numbers(of: dual_norms.Parts, total: Any) -> Tensor:
+        return dual_norms.spectral_numbers(of)
 
     def _takes(self, p: nn.Parameter, settings: Settings) -> bool:
         return p.ndim == 2 and (settings.matrices is None or p in settings.matrices)
@@ -340,13 +371,5 @@ class SpectralNorm(DualNorm):
     def _shape(self, p: Tensor) -> Sequence[int]:
         return (min(p.shape), min(p.shape))
 
-    def _sink(self, of_module: list[Tensor]) -> Any:
-        [of_weight] = of_module
-        return Grams(of_weight)
-
 
 KINDS = {"sign": DualNorm, "spectral": SpectralNorm}
-
-
-def _zeros(p: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.zeros(tuple(shape), dtype=accumulate_dtype(p.dtype), device=p.device)

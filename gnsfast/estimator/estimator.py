@@ -327,19 +327,19 @@ class GradientNoiseScale:
         """The noise scale over the window, with its 95 % interval; waits for the device.
 
         With ``metric="adam"`` the field ``adam`` is tr(PΣ) / GᵀPG, P = 1 / (√(v / (1 - beta2^t)) +
-        eps) being the optimizer's diagonal before the step. It is the batch size at which noise and
+        eps) being the optimizer's diagonal before the step: the batch size at which noise and
         gradient are equally large *under Adam's metric*. It counts the updates that have a v, from
-        the second on, and never mixes with the Euclidean numbers. Learning rates of parameter
-        groups are not in P. It is no measured critical batch size: P is frozen, there is no
-        momentum, and v, itself smoothed noise, is small where gradients were rare (weights that
-        never had one count 1 / eps).
+        the second on. Learning rates of parameter groups are not in P. It is no measured critical
+        batch size: P is frozen, there is no momentum, and v, itself smoothed noise, is small where
+        gradients were rare (weights that never had one count 1 / eps).
 
         With ``metric="sign"`` the field ``sign`` is (Σ_i σ_i / ‖G‖₁)², σ_i being the standard
         deviation of coordinate i over samples; with ``"spectral"`` the field ``spectral`` is
         (Σ tr C^½ / Σ ‖G‖_nuc)², summed over the matrices, C = E (g_b - G)(g_b - G)ᵀ on the smaller
         side (arXiv 2602.03001). They keep a float32 mean of the parameters' size, or of each
         smaller side squared. A measured update adds two sums over samples, and for each matrix two
-        eigendecompositions and three SVDs, which wait for the device: see ``every``.
+        eigendecompositions and three SVDs, which wait for the device: see ``every``. FSDP2 shares
+        all of it out, but the sums are whole until a pass ends, and Adam's v until ``update()``.
 
         Raises:
             ObservationError: with the module's name, where backward did not go through a module
@@ -364,7 +364,8 @@ class GradientNoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """All measurements, on the CPU, between updates. They are the same on every process of a
-        stage, as ``torch.distributed.checkpoint`` expects.
+        stage, as ``torch.distributed.checkpoint`` expects. Under FSDP2 with ``metric="sign"`` or
+        ``"spectral"`` it is a collective: all processes must call it.
         """
         observer = self._start()
         if observer.midway:

@@ -11,7 +11,7 @@ from gnsfast import reference
 from gnsfast.conversion import coverage
 from gnsfast.errors import ObservationError
 from gnsfast.parallel import Processes, parameter_groups
-from gnsfast.tensors import accumulate_dtype, is_dtensor
+from gnsfast.tensors import accumulate_dtype, is_dtensor, local_part
 
 WITNESSES = 8
 """How many gradients ``witness`` reads."""
@@ -150,6 +150,5 @@ def _within(local: Tensor, grad: Any, block: tuple[slice, ...]) -> Tensor:
 
 def _local(grad: Any) -> Tensor:
     """The part of a gradient that is on this process."""
-    if is_dtensor(grad):
-        return grad.to_local()  # type: ignore[no-any-return]
+    grad = local_part(grad)
     return grad.coalesce().values() if grad.is_sparse else grad  # type: ignore[no-any-return]

@@ -22,6 +22,7 @@ from gnsfast.parallel import (
     find_processes,
     fsdp_degrees,
     in_context_parallel,
+    parameters_at_rest,
     refuse_context_parallel,
 )
 from gnsfast.probing import (
@@ -68,7 +69,8 @@ class Observer:
                 f"{type(self.model).__name__} has no trainable parameter under a gnsfast module: "
                 "call gnsfast.convert(model) first"
             )
-        parameters = dict(self.model.named_parameters())
+        parameters = parameters_at_rest(self.model)
+        at_rest = dict(zip(map(id, self.model.parameters()), parameters.values()))
         self.names = list(slab.rows)
         self.parameters = [parameters[name] for name in self.names]
         self.paths = {name: [path for path, _, _ in rows] for name, rows in slab.rows.items()}
@@ -92,7 +94,7 @@ class Observer:
             (module._parameters, key, p)
             for module in self.model.modules()
             for key, p in module._parameters.items()
-            if p is not None and not is_dtensor(p)  # FSDP2 swaps those in and out
+            if p is not None and not is_dtensor(at_rest[id(p)])  # FSDP2 swaps those in and out
         ]
         # Processes add up their numbers on the device; one by itself does without.
         where = self.device if self.processes.world > 1 else torch.device("cpu")
@@ -147,7 +149,7 @@ class Observer:
         slab = self._slabs.slab(self.model, slots, self._sides)
         first = not self._passes
         measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
-        slab.open(documents, *measured, self.pass_over, self.dual.open(slab, len(self._passes)))
+        slab.open(documents, *measured, self.pass_over, self.dual.open(len(self._passes)))
         self.dual.opened()
         self.slab, self._end, self._split = slab, None, False
         self._audited = self.audit.next()
@@ -248,7 +250,7 @@ class Observer:
             self.discard()
             raise
         slab.close()
-        self.dual.closed()
+        self.dual.passed()
         watch.stop()
         self.slab = None
         if self._end is None:

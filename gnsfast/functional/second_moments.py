@@ -57,11 +57,11 @@ class Sums:
 
 
 class Squares(Sums):
-    """Adds Σ_b g_b² of a module's parameters to ``sums``, tensors of their shapes, in order."""
+    """Adds Σ_b g_b² of a module's parameters to ``sums()``, tensors of their shapes, in order."""
 
     feature = SIGN
 
-    def __init__(self, sums: Sequence[Tensor]) -> None:
+    def __init__(self, sums: Callable[[], Sequence[Any]]) -> None:
         self.sums = sums
 
     def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
@@ -69,7 +69,7 @@ class Squares(Sums):
             sum_SD, _, id_S = sample_sums(a)
             self._add_rows(id_S, sum_SD.square())
             return
-        for total, squares in zip(self.sums, SQUARES[type(a)](a), strict=True):
+        for total, squares in zip(self.sums(), SQUARES[type(a)](a), strict=True):
             total += squares.view_as(total)
 
     def add_cross_terms(self, ids_BT: Tensor, products_BTD: Tensor) -> None:
@@ -79,30 +79,33 @@ class Squares(Sums):
         self._add_rows(ids_BT.flatten(), 2.0 * products_BTD.flatten(0, 1))
 
     def _add_rows(self, id_N: Tensor, rows_ND: Tensor) -> None:
-        [total] = self.sums
+        [total] = self.sums()
         total.index_add_(0, id_N, rows_ND.to(total.dtype))
 
 
 class Grams(Sums):
-    """Adds Σ_b g_b g_bᵀ of a linear layer's weight to ``sum_SS``, on the weight's smaller side."""
+    """Adds Σ_b g_b g_bᵀ of a linear layer's weight to the one tensor of ``sums()``, on the weight's
+    smaller side.
+    """
 
     feature = SPECTRAL
 
-    def __init__(self, sum_SS: Tensor) -> None:
-        self.sum_SS = sum_SS
+    def __init__(self, sums: Callable[[], Sequence[Any]]) -> None:
+        self.sums = sums
 
     def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         O, I = a.dy_BTO.shape[-1], a.x_BTI.shape[-1]
         side = O > I or (O == I and a.transposed)  # a stored [I, O] weight has its rows on side 1
-        self.sum_SS += ops.linear_grams(LinearGrams(a.x_BTI, a.dy_BTO, int(side)))
+        [sum_SS] = self.sums()
+        sum_SS += ops.linear_grams(LinearGrams(a.x_BTI, a.dy_BTO, int(side)))
 
 
 class Halves(Sums):
-    """Adds every second sample's gradient, from the sample ``first`` on, to ``sums``, one for each
-    trained parameter of a module in order; None for those that need none.
+    """Adds every second sample's gradient, from the sample ``first`` on, to ``sums()``: a tensor
+    for each trained parameter of a module in order, None for those that need none.
     """
 
-    def __init__(self, sums: Sequence[Tensor | None], first: int, feature: str) -> None:
+    def __init__(self, sums: Callable[[], Sequence[Any]], first: int, feature: str) -> None:
         self.sums, self.first, self.feature = sums, first, feature
 
     def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
@@ -117,7 +120,7 @@ class Halves(Sums):
         if isinstance(half, LinearWgrad):
             half = half._replace(ids_BS=None)
         found = [t for t, kind in zip(operator(half), kinds) if kind == "sum"]
-        for total, part in zip(self.sums, compress(found, wanted), strict=True):
+        for total, part in zip(self.sums(), compress(found, wanted), strict=True):
             if total is not None:
                 total += part.view_as(total)
 

@@ -72,7 +72,8 @@ class GNSCallback(TrainerCallback):
             ``loss="auto"`` finds another loss (a router's balance, class weights) or a
             ``compute_loss`` that returns no outputs.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
-            parallelism, a second GNSCallback; in a step, for rows of packed documents.
+            parallelism, a second GNSCallback, ``"sign"`` and ``"spectral"`` under FSDP 2 with
+            checkpoints; in a step, for rows of packed documents.
 
     >>> from gnsfast.integrations.transformers import GNSCallback
     >>> GNSCallback(loss="causal", window=128).loss
@@ -131,7 +132,7 @@ class GNSCallback(TrainerCallback):
     def _attach(self, trainer: Any) -> None:
         """Wrap the Trainer's methods, so that its steps are measured."""
         self._detach()
-        _refuse(trainer)
+        _refuse(trainer, self.metric)
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
         scaler = trainer.accelerator.scaler
@@ -322,9 +323,9 @@ def _calling_trainer() -> Any:
     raise RuntimeError("GNSCallback: on_train_begin was not called by a transformers.Trainer")
 
 
-def _refuse(trainer: Any) -> None:
+def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
     """Raise for what changes the scale of gradients or the shape of parameters."""
-    reason = None
+    reason, asked = None, {metric} if isinstance(metric, str) else {*(metric or ())}
     accelerator = trainer.accelerator
     kind = accelerator.distributed_type
     parallel = getattr(accelerator, "parallelism_config", None)
@@ -340,6 +341,11 @@ def _refuse(trainer: Any) -> None:
     elif kind == DistributedType.FSDP:
         if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             reason = "FSDP 1, which flattens parameters: set fsdp_version to 2"
+        elif {"sign", "spectral"} & asked and trainer.args.save_strategy != "no":
+            reason = (
+                "the sign and spectral noise scales under FSDP with checkpoints, since Trainer has "
+                "one process alone save what all of them hold: use DDP, or save_strategy='no'"
+            )
     elif kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
         reason = f"{kind.name}, which does not leave gradients in .grad: use DDP or FSDP 2"
     if reason is not None:

@@ -32,7 +32,7 @@ the window divides (``statistics.trace_estimate``).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -144,21 +144,26 @@ def dual_estimates(numbers: Tensor, weights: Tensor, length: float = 1.0) -> lis
     return found
 
 
-def sign_numbers(of: Parts) -> Tensor:
-    """float64 [NUMBERS] of a parameter."""
+def sign_numbers(of: Parts, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
+    """float64 [NUMBERS] of a parameter; ``total`` makes sums over the coordinates in ``of`` those
+    over all of the parameter's coordinates, where other processes have the others.
+    """
     # With samples of equal weights only rounding makes a variance negative.
     root, past = (t.clamp(min=0.0).sqrt() for t in (of.after, of.before))
-    past = past + FLOOR * past.mean()
-    along = torch.where(root > 0, of.new / root, 0.0)
-    noise = (root.sum(dtype=torch.float64) * along.sum(dtype=torch.float64)).sqrt()
+    past_sum = past.sum(dtype=torch.float64)
+    sum_count = total(torch.stack([past_sum, torch.full_like(past_sum, past.numel())]))
+    past = past + (FLOOR * sum_count[0] / sum_count[1]).to(past.dtype)
     parts = (
+        root,
+        torch.where(root > 0, of.new / root, 0.0),
         (of.first.sign() * of.second + of.second.sign() * of.first) / 2,
         (of.first.abs() + of.second.abs()) / 2,
         of.whole.abs(),
         past,
         *(torch.where(past > 0, t / past, 0.0) for t in (of.new, of.square)),
     )
-    return torch.stack([noise, *(t.sum(dtype=torch.float64) for t in parts)])
+    sums = total(torch.stack([t.sum(dtype=torch.float64) for t in parts]))
+    return torch.cat([sums[:2].prod(0, keepdim=True).sqrt(), sums[2:]])
 
 
 def spectral_numbers(of: Parts) -> Tensor:

@@ -9,6 +9,7 @@ from gnsfast.parallel.processes import (
     gathered,
     in_context_parallel,
     parameter_groups,
+    parameters_at_rest,
     refuse_context_parallel,
 )
 
@@ -20,5 +21,6 @@ __all__ = [
     "gathered",
     "in_context_parallel",
     "parameter_groups",
+    "parameters_at_rest",
     "refuse_context_parallel",
 ]

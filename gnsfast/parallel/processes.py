@@ -105,9 +105,10 @@ def _find(
             _refuse_outside(f"{path or 'the model'}, a DistributedDataParallel,", ranks, members)
     sharded_over, coordinate = fsdp_degrees(model), 0
     degrees: dict[int, str] = dict.fromkeys(elsewhere, "a layer of another stage")
-    for name, p in model.named_parameters():
+    parameters = parameters_at_rest(model)
+    for name, p in parameters.items():
         if is_dtensor(p):
-            mesh: Any = p.device_mesh  # type: ignore[attr-defined]
+            mesh: Any = p.device_mesh
             if any("cp" in dim.split("_") for dim in mesh.mesh_dim_names or ()):
                 raise NotImplementedError(
                     f"{name} is on a mesh with a dimension 'cp': {CONTEXT_PARALLEL}"
@@ -128,7 +129,7 @@ def _find(
             f"{on.world} processes do not divide into models of {on.tensor} tensor parallel times "
             f"{on.stages} pipeline processes"
         )
-    for name, p in model.named_parameters():
+    for name, p in parameters.items():
         if sharded_over.get(id(p), on.data) != on.data:
             raise NotImplementedError(
                 f"{name} is spread by FSDP over {sharded_over[id(p)]} data-parallel processes, of "
@@ -157,6 +158,18 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
         state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
         for group in getattr(state, "_fsdp_param_groups", None) or ():
             yield path, group
+
+
+def parameters_at_rest(model: nn.Module) -> dict[str, Any]:
+    """The model's parameters by name, those of FSDP2 as the optimizer has them. In a pass modules
+    hold others in their place, and after one without a backward pass, such as an evaluation.
+    """
+    at_rest: dict[int, Any] = {}
+    for _, group in parameter_groups(model):
+        for p in group.fsdp_params:
+            for held in ("_unsharded_param", "_sharded_post_forward_param"):
+                at_rest[id(getattr(p, held, None))] = p.sharded_param
+    return {name: at_rest.get(id(p), p) for name, p in model.named_parameters()}
 
 
 def fsdp_degrees(model: nn.Module) -> dict[int, int]:

@@ -21,6 +21,7 @@ from gnsfast.layers import (
     batch_statistics_error,
     uses_batch_statistics,
 )
+from gnsfast.parallel import parameters_at_rest
 
 
 class Unit(NamedTuple):
@@ -57,10 +58,11 @@ class ProbeSlab:
         self._batch_norms = [(n, m) for n, m in model.named_modules() if isinstance(m, BATCH_NORM)]
         self.rows: dict[str, list[tuple[str, torch.device, int]]] = {}
         self.units: dict[tuple[str, str], Unit] = {}
-        self.weighed: dict[torch.device, list[tuple[int, nn.Parameter]]] = {}
+        self.weighed: dict[torch.device, list[tuple[int, str]]] = {}
         self._spans: dict[str, tuple[torch.device, int, int]] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         names = {id(p): name for name, p in model.named_parameters()}
+        at_rest = parameters_at_rest(model)
         owners: dict[torch.device, list[int]] = {}
         labels: dict[torch.device, list[tuple[str, str]]] = {}
         index: dict[tuple[str, str], int] = {}
@@ -76,7 +78,7 @@ class ProbeSlab:
                     labels.setdefault(device, []).append(("", ""))
                     continue
                 full = names[id(parameters[name])]
-                self.parameters[full] = parameters[name]
+                self.parameters[full] = at_rest[full]
                 self.rows.setdefault(full, []).append((path, device, row))
                 where = ".".join(filter(None, (full.rpartition(".")[0], part)))
                 self.units.setdefault((full, part), Unit(full, where, block))
@@ -85,7 +87,8 @@ class ProbeSlab:
             if path in sides.metric:
                 owner += [METRIC] * len(own)
                 weighed = self.weighed.setdefault(device, [])
-                weighed += [(first + row, p) for row, p in enumerate(parameters.values())]
+                own_names = (names[id(p)] for p in parameters.values())
+                weighed += [(first + row, name) for row, name in enumerate(own_names)]
         self._refuse_untied()
         self.devices = list(owners)
         self.constants = {

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What GNSCallback says to a Trainer under FSDP 2."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+from accelerate.utils import DistributedType
+
+from gnsfast.integrations.transformers import GNSCallback, _refuse
+
+
+def trainer_of(save_strategy: str) -> Any:
+    plugin = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2))
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(distributed_type=DistributedType.FSDP, state=plugin),
+        callback_handler=SimpleNamespace(callbacks=[GNSCallback()]),
+        args=SimpleNamespace(n_gpu=1, save_strategy=save_strategy),
+    )
+
+
+@pytest.mark.parametrize("metric", ["sign", "spectral", ["adam", "sign"]])
+def test_checkpoints_of_what_is_spread(metric: Any) -> None:
+    """One process alone would wait for the others in ``state_dict`` for ever."""
+    with pytest.raises(NotImplementedError, match="under FSDP with checkpoints.*='no'"):
+        _refuse(trainer_of("steps"), metric)
+    _refuse(trainer_of("no"), metric)
+
+
+@pytest.mark.parametrize("metric", [None, "adam"])
+def test_what_every_process_has(metric: Any) -> None:
+    _refuse(trainer_of("steps"), metric)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam's metric under FSDP2 is that of one process with the same global batch."""
+
+from typing import Any
+
+import pytest
+import torch
+from processes import each, spawn
+from test_dual_norms_sharded import Batch, Tied, alone, batches_of, in_one, loss_of, make, shard
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import gnsfast
+
+pytestmark = pytest.mark.dist
+
+
+def trained(
+    gns: gnsfast.GradientNoiseScale, model: Any, updates: list[list[Batch]], each_pass: str = ""
+) -> Any:
+    """The noise scale under the metric of the optimizer, whose steps change it."""
+    optimizer = gns._settings.optimizer
+    for passes in updates:
+        for k, batch in enumerate(passes):
+            if each_pass:
+                getattr(model, each_pass)(k == len(passes) - 1)
+            with gns.microbatch(len(batch[0]), scale=1 / len(passes)):
+                (loss_of(model, batch) / len(passes)).backward()
+        gns.update()
+        optimizer.step()
+        optimizer.zero_grad()
+    return gns.compute().adam
+
+
+def with_adam(model: nn.Module, amsgrad: bool = False) -> dict[str, Any]:
+    options: Any = dict(lr=1e-2, eps=1e-3, amsgrad=amsgrad)
+    return {"metric": "adam", "optimizer": torch.optim.AdamW(model.parameters(), **options)}
+
+
+def check(ours: Any, theirs: Any, rel: float = 1e-6) -> None:
+    assert ours.updates == theirs.updates > 3, (ours, theirs)
+    for name in ("trace", "grad_sqnorm", "noise_scale", "lower", "upper"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=rel), name
+
+
+def sharded(rank: int, ranks: int, parts: int, each_pass: str, source: str, ams: bool) -> None:
+    updates = batches_of(ranks, parts, 4)
+    one = make()
+    gns = alone(one, source=source, **with_adam(one, ams))
+    truth = trained(gns, one, [in_one(u) for u in updates])
+    model = shard(make(), reshard_after_forward=not each_pass)
+    gns = gnsfast.GradientNoiseScale(model, source=source, **with_adam(model, ams))
+    check(trained(gns, model, [u[rank] for u in updates], each_pass), truth)
+
+
+CASES = [  # ranks, micro-batches, what is told of each pass, source, amsgrad
+    (2, 1, "", "auto", False),
+    (2, 2, "set_requires_gradient_sync", "global", True),
+    (2, 4, "set_reshard_after_backward", "global", False),
+    (2, 2, "", "local", False),
+    (3, 1, "", "auto", False),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes(ranks: int) -> None:
+    spawn(each, ranks, ([sharded], *(case for case in CASES if case[0] == ranks)))
+
+
+def replicated(rank: int) -> None:
+    """HSDP: two replicas of two shards."""
+    updates, one = batches_of(4, 1, 4), make()
+    truth = trained(alone(one, **with_adam(one)), one, [in_one(u) for u in updates])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(make(), mesh=mesh)
+    gns = gnsfast.GradientNoiseScale(model, **with_adam(model))
+    check(trained(gns, model, [u[rank] for u in updates]), truth)
+
+
+def test_four_processes() -> None:
+    spawn(replicated, 4)
+
+
+def mixed_precision(rank: int) -> None:
+    """bfloat16 layers, float32 moments; one process shards over itself, for the same rounding."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    updates = batches_of(2, 2, 4)
+    one = shard(make(dtype=torch.float32), mesh=DeviceMesh("cpu", [rank]), mp_policy=policy)
+    truth = trained(alone(one, **with_adam(one)), one, [in_one(u) for u in updates])
+    model = shard(make(dtype=torch.float32), mp_policy=policy)
+    gns = gnsfast.GradientNoiseScale(model, **with_adam(model))
+    check(trained(gns, model, [u[rank] for u in updates]), truth, rel=1e-4)
+
+
+def tied(rank: int) -> None:
+    """One v for all uses of a weight."""
+    updates, one = batches_of(2, 2, 4), make(Tied)
+    truth = trained(alone(one, **with_adam(one)), one, [in_one(u) for u in updates])
+    model: Any = fully_shard(make(Tied))
+    gns = gnsfast.GradientNoiseScale(model, **with_adam(model))
+    check(trained(gns, model, [u[rank] for u in updates]), truth)
+
+
+def step_in_between(rank: int) -> None:
+    """One v must serve the whole update."""
+    model: Any = shard(make())
+    given = with_adam(model)
+    gns = gnsfast.GradientNoiseScale(model, **given)
+    [[batch, other]] = batches_of(1, 2, 4)[0]
+    trained(gns, model, [[batch]])
+    with gns.microbatch(4):
+        loss_of(model, batch).backward()
+    given["optimizer"].step()
+    with pytest.raises(gnsfast.ObservationError, match="the optimizer has stepped"):
+        with gns.microbatch(4):
+            loss_of(model, other).backward()
+
+
+def step_in_between_local(rank: int) -> None:
+    """Micro-batches that are measured by themselves have the v of their own time."""
+    model: Any = shard(make())
+    given = with_adam(model)
+    gns = gnsfast.GradientNoiseScale(model, source="local", **given)
+    [[batch, other]] = batches_of(1, 2, 4)[0]
+    trained(gns, model, [[batch]])
+    for each_batch in (batch, other):
+        with gns.microbatch(4):
+            gathered = dict(gns._start().metric._gathered)
+            assert len(gathered) == 10
+            for p, v in gathered.items():
+                torch.testing.assert_close(
+                    v, given["optimizer"].state[p]["exp_avg_sq"].full_tensor()
+                )
+            loss_of(model, each_batch).backward()
+        given["optimizer"].step()
+    gns.update()
+    assert not gns._start().metric._gathered
+
+
+def another_sharding(rank: int) -> None:
+    """Second moments that are not the parameter's, and an optimizer made before the sharding."""
+    model: Any = make()
+    early = with_adam(model)
+    shard(model)
+    batch = batches_of(1, 1, 4)[0][0][0]
+    with pytest.raises(ValueError, match="not among the optimizer's parameters"):
+        with gnsfast.GradientNoiseScale(model, **early).microbatch(4):
+            pass
+    given = with_adam(model)
+    loss_of(model, batch).backward()
+    given["optimizer"].step()
+    state = given["optimizer"].state[model.down.weight]
+    state["exp_avg_sq"] = state["exp_avg_sq"].full_tensor()
+    model.zero_grad()
+    with pytest.raises(ValueError, match="down.weight is a Tensor .* device and sharding"):
+        with gnsfast.GradientNoiseScale(model, **given).microbatch(4):
+            pass
+
+
+def test_two_processes() -> None:
+    works = mixed_precision, tied, step_in_between, step_in_between_local, another_sharding
+    spawn(each, args=(works,))
