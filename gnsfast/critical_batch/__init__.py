@@ -3,6 +3,7 @@
 
 - ``measure_critical_batch`` trains branches of a run: a ``TorchRun``, or your own ``BranchRun``.
 - ``BatchSizeController`` grows a batch size by the noise scale and a factor that branches measured.
+- ``Rules`` moves learning rate, betas and weight decay with the batch size.
 - ``BatchSizeSchedule`` counts the steps that a growing batch size saves.
 - ``laws``, ``trade_off`` and ``fit_power_law`` are what ``gnsfast plan`` prints.
 """
@@ -34,6 +35,7 @@ from gnsfast.critical_batch.laws import (
     fit_power_law,
     trade_off,
 )
+from gnsfast.critical_batch.rules import RULES, Rule, Rules
 
 __all__ = [
     "BatchSizeController",
@@ -46,7 +48,10 @@ __all__ = [
     "CriticalBatchFactor",
     "Decision",
     "PowerLaw",
+    "RULES",
     "ResizableBatchSampler",
+    "Rule",
+    "Rules",
     "SampleStream",
     "TorchRun",
     "averaged",

@@ -152,7 +152,7 @@ def test_learning_rate_as_a_tensor() -> None:
 
 
 def test_beta2_in_tokens() -> None:
-    run = small_run(beta2="tokens")
+    run = small_run(betas="half_life")
     assert [b for _, b in rates(run, batch_size=32)] == pytest.approx([0.999**4] * 3)
     assert [b for _, b in rates(run)] == [0.999] * 3
 
@@ -314,8 +314,8 @@ def test_checkpoints_load_without_pickles(tmp_path: Path) -> None:
         ({"tokens_per_sample": -1}, "tokens_per_sample"),
         ({"micro_batch": 0}, "micro_batch"),
         ({"tokens": -5}, "tokens"),
-        ({"beta2": "samples"}, "'keep' or 'tokens'"),
-        ({"beta2": "tokens", "optimizer": torch.optim.SGD}, "Adam's betas, not SGD"),
+        ({"betas": "samples"}, "'half_life' or 'sde'"),
+        ({"betas": "sde", "optimizer": torch.optim.SGD}, "SGD has no betas to move"),
         ({"clip": 0.0}, "clip"),
     ],
 )

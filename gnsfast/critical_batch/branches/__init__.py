@@ -6,7 +6,6 @@ from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_process import Job
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, BranchStep
 from gnsfast.critical_batch.branches.branch_rule import (
-    LR_FACTORS,
     check_grid,
     matching,
     smoothed,
@@ -18,7 +17,6 @@ from gnsfast.critical_batch.branches.torch_run import TorchRun
 from gnsfast.critical_batch.branches.training_state import (
     other_buffers,
     random_state,
-    set_lr,
     set_random_state,
 )
 
@@ -29,7 +27,6 @@ __all__ = [
     "BranchStep",
     "CriticalBatch",
     "Job",
-    "LR_FACTORS",
     "RESULT",
     "TorchRun",
     "averaged",
@@ -39,7 +36,6 @@ __all__ = [
     "other_buffers",
     "pooled_factor",
     "random_state",
-    "set_lr",
     "set_random_state",
     "smoothed",
     "smoothed_std",
