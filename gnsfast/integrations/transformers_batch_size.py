@@ -52,9 +52,10 @@ class BatchSizeCallback(TrainerCallback):
             the decisions.
 
     Raises:
-        ValueError: at the start of training, for settings that are not the Trainer's, and for an
-            optimizer that cannot follow the controller's rules; in its first step, for a loss that grows with the accumulation, as of a model that takes
-            ``num_items_in_batch`` and does not divide by it.
+        ValueError: at the start of training, for settings that are not the Trainer's and for an
+            optimizer that cannot follow the controller's rules; in its first step, for a loss that
+            grows with the accumulation, as of a model that takes ``num_items_in_batch`` and does
+            not divide by it.
         NotImplementedError: for DeepSpeed and other engines that accumulate by themselves, data
             without a length, ``auto_find_batch_size``, ``ignore_data_skip``, batches of unequal
             sizes, schedules that are no ``LambdaLR`` (transformers' are).
