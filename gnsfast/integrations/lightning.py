@@ -24,6 +24,8 @@ except ImportError:
             "gnsfast.integrations.lightning needs Lightning: pip install lightning"
         ) from e
 
+__all__ = ["STRATEGIES", "Callback", "GNSMonitor"]
+
 STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 
 

@@ -274,7 +274,7 @@ def test_refusals(tmp_path: Path) -> None:
     for changes, match in (
         ({"total_tokens": 10**6}, "4 epochs of 104 samples of 1 tokens are 416"),
         ({"micro_batch": 4}, "batch_size is 16, and the Trainer's 8"),
-        ({"micro_batch": 4, "batch_size": 8, "max_batch_size": 32}, "micro_batch is 4, and a batch has 8"),
+        ({"micro_batch": 4, "batch_size": 8, "max_batch_size": 32}, "4, and a batch has 8"),
         ({"data_parallel": 2}, "data_parallel is 2, and the Trainer's 1"),
         ({"max_batch_size": 128}, "max_batch_size=128 is more than an epoch's 104 samples"),
     ):
