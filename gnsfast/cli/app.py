@@ -126,7 +126,7 @@ def plan(
         str | None,
         typer.Option(help="Instead: by Zhang's 20 % rule, in samples: VALUE[:LOWER:UPPER]."),
     ] = None,
-    loss: Annotated[str | None, typer.Option(help="Nats per token, for Kaplan's law.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Nats per token, for the laws in it.")] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs that run the planned batch.")] = None,
     tokens_per_second: Annotated[str | None, typer.Option(help="Measured on one GPU.")] = None,
     gpu_hour_price: Annotated[str | None, typer.Option(help="In any currency.")] = None,
@@ -147,6 +147,9 @@ def plan(
     critical_at: Annotated[
         str | None, typer.Option(help="Your critical batch size, TOKENS:SAMPLES, for Power Lines.")
     ] = None,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="--params are those that a token uses, of experts.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """What published laws and your own measurements say about a batch size, and its costs."""
@@ -168,6 +171,7 @@ def plan(
                 whole_runs,
                 optimal_at,
                 critical_at,
+                experts,
             )
         )
     if as_json:

@@ -78,7 +78,7 @@ RULES = (
         "sde",
         "1 - k (1 - β1), 1 - k (1 - β2), ε / √k",
         "Malladi et al. 2022 (arXiv 2205.10287), with lr='sqrt'",
-        "k (1 - β) well below 1; refused from 1 on, where a beta would be negative",
+        "k (1 - β) well below 1; refused beyond 1, where a beta would be negative",
         "formula",
         _sde,
     ),
@@ -215,14 +215,3 @@ def set_lr(group: dict[str, Any], lr: Any) -> None:
         group["lr"].fill_(lr)
     else:
         group["lr"] = lr
-
-
-def table(rules: tuple[Rule, ...] = RULES) -> str:
-    """The rules in Markdown, as ``docs/rules.md`` has them."""
-    head = "| argument | k times the batch makes it | paper | range | reproduced by a test |"
-    rows = [
-        f'| `{r.moves}="{r.name}"` | {r.formula} | {r.source or "-"} | {r.holds or "-"} | '
-        f"{r.tested or '-'} |"
-        for r in rules
-    ]
-    return "\n".join([head, "| --- | --- | --- | --- | --- |", *rows])
