@@ -14,26 +14,28 @@ TEXT = """# Rules and laws
 
 ## How hyperparameters follow a batch that grows by k
 
-η is the learning rate, λ the weight decay, β1, β2 and ε are Adam's. `BatchSizeController`, `TorchRun`, `TrainerRun`,
-`measure_critical_batch(lr=)`, `BatchSizeSchedule.lr_factor_at` and both `BatchSizeCallback`s take the names;
-`Rules(lr=..., betas=..., weight_decay=...).apply(optimizer, k)` is for your own loop. Each parameter group moves from its
-own values, and growing by 2 and then by 3 is growing by 6.
+η is the learning rate, λ the weight decay, β1, β2 and ε are Adam's. `BatchSizeController`,
+`TorchRun`, `TrainerRun`, `measure_critical_batch(lr=)`, `BatchSizeSchedule.lr_factor_at` and both
+`BatchSizeCallback`s take the names; `Rules(lr=..., betas=..., weight_decay=...).apply(optimizer,
+k)` is for your own loop. Each parameter group moves from its own values, and growing by 2 and then
+by 3 is growing by 6.
 
 {rules}
 
-What no rule says: where the rules hold, gradients are mostly noise. Beyond the critical batch size none of them does, and
-a larger learning rate may only be unstable. Marek et al. tune the learning rate: their sweeps are centred on one that
-grows as k^0.25 to k^0.3.
+What no rule says: where the rules hold, gradients are mostly noise. Beyond the critical batch size
+none of them does, and a larger learning rate may only be unstable. Marek et al. tune the learning
+rate: their sweeps are centred on one that grows as k^0.25 to k^0.3.
 
 ## Published laws of batch sizes
 
-`gnsfast plan` prints those whose argument it knows. D is tokens, N parameters without embeddings, C = 6 N D FLOPs, L the
-loss. They disagree by multiples, and do not all predict the same quantity.
+`gnsfast plan` prints those whose argument it knows. D is tokens, N parameters without embeddings, C
+= 6 N D FLOPs, L the loss. They disagree by multiples, and do not all predict the same quantity.
 
 {laws}
 
-Not in the table, because their coefficients could not be verified: the laws under warmup-stable-decay of arXiv 2601.05034,
-2607.01487 and 2608.28308, those of continued pre-training of 2606.05610, and Moonlight's (2502.16982).
+Not in the table, because their coefficients could not be verified: the laws under
+warmup-stable-decay of arXiv 2601.05034, 2607.01487 and 2608.28308, those of continued pre-training
+of 2606.05610, and Moonlight's (2502.16982).
 """
 
 FITTED = {
