@@ -17,6 +17,7 @@ from gnsfast.critical_batch.branches import (
     TorchRun,
     averaged,
     measure_critical_batch,
+    measure_repeatedly,
     pooled_factor,
 )
 from gnsfast.critical_batch.control import (
@@ -59,6 +60,7 @@ __all__ = [
     "fit_power_law",
     "laws",
     "measure_critical_batch",
+    "measure_repeatedly",
     "pooled_factor",
     "token_schedules",
     "trade_off",

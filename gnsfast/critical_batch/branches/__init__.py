@@ -13,6 +13,7 @@ from gnsfast.critical_batch.branches.branch_rule import (
 )
 from gnsfast.critical_batch.branches.branches import measure_critical_batch
 from gnsfast.critical_batch.branches.measurement import RESULT, Branch, CriticalBatch, pooled_factor
+from gnsfast.critical_batch.branches.repeats import measure_repeatedly
 from gnsfast.critical_batch.branches.torch_run import TorchRun
 from gnsfast.critical_batch.branches.training_state import (
     other_buffers,
@@ -33,6 +34,7 @@ __all__ = [
     "check_grid",
     "matching",
     "measure_critical_batch",
+    "measure_repeatedly",
     "other_buffers",
     "pooled_factor",
     "random_state",

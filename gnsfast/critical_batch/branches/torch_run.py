@@ -141,6 +141,11 @@ class TorchRun:
             done += step.tokens
             yield step
 
+    def skip(self, tokens: int) -> None:
+        """Draw whole batches of at least ``tokens`` tokens, and train on none of them."""
+        for _ in range(0, integer("tokens", tokens), self.batch_size * self.tokens_per_sample):
+            self.stream.draw(self.batch_size)
+
     def _step(self, batch_size: int, lr_factor: float) -> BranchStep:
         self._schedule()
         loss = self._backward(batch_size, self.gns)
