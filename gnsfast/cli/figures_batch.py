@@ -17,8 +17,21 @@ from gnsfast.cli.figures import (
     samples_axis,
 )
 from gnsfast.cli.records import Point, Run
-from gnsfast.cli.summary import Interval, axis_position, number, over_stretches, scale_in
+from gnsfast.cli.summary import (
+    Interval,
+    axis_position,
+    bounds,
+    factors_in,
+    number,
+    over_stretches,
+    scale_in,
+)
+from gnsfast.noise_scale import METRICS, OTHERS
 
+SYMBOLS = dict(zip(METRICS, ("diamond", "circle", "square", "triangle-up")))
+FACTORS = {"euclidean": "times the noise scale"} | {
+    metric: f"times the one {words}" for metric, words in OTHERS.items()
+}
 SIZE, ESTIMATE, BRANCHES, OVER = COLORS[0], COLORS[2], COLORS[3], COLORS[1]
 
 
@@ -109,6 +122,36 @@ def _add_branches(
         figure.cover([y])
         trace = marker(x, y, "arrow-up" if up else "arrow-down", color, text, 13)
     figure.traces.append(trace)
+
+
+def factors(view: View) -> Figure | None:
+    """Each measurement's critical batch size / noise scale: a colour for each run, a symbol for
+    each metric.
+    """
+    figure = view.figure(280)
+    several = len(view.runs) > 1
+    drawn: dict[str, None] = {}
+    for run in view.runs:
+        for measurement in run.critical:
+            x = axis_position(run, measurement["tokens"], view.over_tokens)
+            for metric, found in factors_in(measurement).items():
+                if x is None or found.value is None or found.lower is None or found.upper is None:
+                    continue
+                color = view.color(run) if several else COLORS[METRICS.index(metric)]
+                name = f"{html.escape(run.name)}, " if several else ""
+                text = f"{name}{FACTORS[metric]}: {bounds(found)}"
+                symbol = SYMBOLS[metric]
+                figure.traces.append(interval_marker(figure, x, found, symbol, color, text))
+                drawn[metric] = None
+    if not figure.traces:
+        return None
+    samples_axis(figure)
+    figure.legend = view.legend([run for run in view.runs if run.critical])
+    for metric in METRICS:
+        if metric in drawn:
+            color = GREY if several else COLORS[METRICS.index(metric)]
+            figure.legend.append((FACTORS[metric], color, SYMBOLS[metric]))
+    return figure
 
 
 def branches_span(found: Interval) -> str:

@@ -19,8 +19,11 @@ HOW = {"k": (1, 2), "delta_tokens": 960, "tolerance": 9.0}
 
 def test_data_that_no_branch_trained(tmp_path: Path) -> None:
     """As by hand: the same weights, later data, the mean of both; the run is where it was."""
-    run, truth = trained(), trained()
+    run = trained()
     found = measure_repeatedly(run, folder=tmp_path / "a", repeats=2, **HOW)
+    place, steps = str(run.stream.state_dict()), [run.step().loss for _ in range(3)]
+    assert steps == [step.loss for step in trained().train(240)]
+    truth = trained()
     first = measure_critical_batch(truth, folder=tmp_path / "b", **HOW)
     at = str(truth.stream.state_dict())
     truth.skip(960 + 160)
@@ -28,9 +31,7 @@ def test_data_that_no_branch_trained(tmp_path: Path) -> None:
     assert found == averaged([first, second]) == CriticalBatch.load(tmp_path / "a")
     assert all(b.loss_std > 0 and math.isfinite(b.loss_std) for b in found.branches)
     assert found.noise_scale == first.noise_scale is not None
-    assert str(run.stream.state_dict()) == at and run.tokens == truth.tokens == 400
-    steps = [run.step().loss for _ in range(3)]
-    assert steps == [step.loss for step in trained().train(240)]
+    assert place == at and truth.tokens == 400
 
 
 def test_continued_and_added_to(tmp_path: Path) -> None:
