@@ -21,6 +21,7 @@ from gnsfast.cli.summary import (
     Interval,
     axis_position,
     bounds,
+    count,
     factors_in,
     number,
     over_stretches,
@@ -32,6 +33,8 @@ SYMBOLS = dict(zip(METRICS, ("diamond", "circle", "square", "triangle-up")))
 FACTORS = {"euclidean": "times the noise scale"} | {
     metric: f"times the one {words}" for metric, words in OTHERS.items()
 }
+APART = 0.01
+"""Of the axis, between the factors of one place: their intervals would cover each other."""
 SIZE, ESTIMATE, BRANCHES, OVER = COLORS[0], COLORS[2], COLORS[3], COLORS[1]
 
 
@@ -130,27 +133,33 @@ def factors(view: View) -> Figure | None:
     """
     figure = view.figure(280)
     several = len(view.runs) > 1
-    drawn: dict[str, None] = {}
-    for run in view.runs:
-        for measurement in run.critical:
-            x = axis_position(run, measurement["tokens"], view.over_tokens)
-            for metric, found in factors_in(measurement).items():
-                if x is None or found.value is None or found.lower is None or found.upper is None:
-                    continue
-                color = view.color(run) if several else COLORS[METRICS.index(metric)]
-                name = f"{html.escape(run.name)}, " if several else ""
-                text = f"{name}{FACTORS[metric]}: {bounds(found)}"
-                symbol = SYMBOLS[metric]
-                figure.traces.append(interval_marker(figure, x, found, symbol, color, text))
-                drawn[metric] = None
+    found = [
+        (run, metric, x, measurement["tokens"], factor)
+        for run in view.runs
+        for measurement in run.critical
+        for metric, factor in factors_in(measurement).items()
+        if (x := axis_position(run, measurement["tokens"], view.over_tokens)) is not None
+        and factor.value is not None
+        and None not in (factor.lower, factor.upper)
+    ]
+    drawn = [metric for metric in METRICS if metric in {metric for _, metric, *_ in found}]
+    slots = [(run.name, metric) for run in view.runs for metric in drawn]
+    width = APART * max((x for _, _, x, *_ in found), default=0.0)
+    for run, metric, x, tokens, factor in found:
+        color = view.color(run) if several else COLORS[METRICS.index(metric)]
+        name = f"{html.escape(run.name)}, " if several else ""
+        text = f"{name}{count(tokens)} tokens: {bounds(factor)} {FACTORS[metric]}"
+        aside = width * (slots.index((run.name, metric)) - (len(slots) - 1) / 2)
+        figure.traces.append(
+            interval_marker(figure, x + aside, factor, SYMBOLS[metric], color, text)
+        )
     if not figure.traces:
         return None
     samples_axis(figure)
     figure.legend = view.legend([run for run in view.runs if run.critical])
-    for metric in METRICS:
-        if metric in drawn:
-            color = GREY if several else COLORS[METRICS.index(metric)]
-            figure.legend.append((FACTORS[metric], color, SYMBOLS[metric]))
+    for metric in drawn:
+        color = GREY if several else COLORS[METRICS.index(metric)]
+        figure.legend.append((FACTORS[metric], color, SYMBOLS[metric]))
     return figure
 
 

@@ -142,8 +142,8 @@ class Sections:
     def _factors(self) -> str:
         return self.figure(
             "Critical batch size / noise scale",
-            "By branches: the factor for a controller. Bar: by the intervals of both. A factor "
-            "holds for its own metric.",
+            "By branches: the factor for a controller, of its own metric. Bar: by the intervals of "
+            "both. Measurements of one place lie side by side.",
             figures_batch.factors(self.view),
             factors_table(self.view.runs),
         )

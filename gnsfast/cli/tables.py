@@ -56,7 +56,8 @@ def factors_table(runs: list[Run]) -> str:
     if not metrics:
         return ""
     titles = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    body = f"<thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'<table class="decisions">{body}</table>'
 
 
 def _loss(branch: dict[str, Any]) -> str:
