@@ -157,6 +157,15 @@ def test_beta2_in_tokens() -> None:
     assert [b for _, b in rates(run)] == [0.999] * 3
 
 
+def test_weight_decay_by_its_timescale() -> None:
+    """At the learning rate that the branch has, whoever chose it."""
+    run, met = small_run(weight_decay="timescale"), []
+    run.optimizer.register_step_pre_hook(lambda o, *_: met.append(o.param_groups[0].copy()))
+    list(run.train(320, batch_size=32, lr_factor=3.0))
+    assert met[0]["weight_decay"] == pytest.approx(0.01 * 4 / 3)
+    assert run.optimizer.param_groups[0]["weight_decay"] == 0.01
+
+
 class Averages(torch.nn.Module):
     """Its buffer moves in each forward pass, or is ``replaced`` by another tensor."""
 
