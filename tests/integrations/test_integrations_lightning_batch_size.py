@@ -105,7 +105,8 @@ def fit(
 ) -> tuple[pl.Trainer, BatchSizeController]:
     controller = controller or controller_of()
     gns = Told(controller, places, tracker=tracker)
-    callbacks = [gns, BatchSizeCallback(controller, gns), *options.pop("callbacks", [])]
+    others = options.pop("callbacks", [])
+    callbacks = [*others, gns, BatchSizeCallback(controller, gns)]
     loader = options.pop("loader", None) or Epochs(data(PER_EPOCH))
     settings: dict[str, Any] = {
         "accelerator": "cpu",
@@ -197,6 +198,22 @@ def test_resumed_at_every_checkpoint(tmp_path: Path, interval: str) -> None:
         assert module.losses == whole.losses[len(whole.losses) - len(module.losses) :]
         assert module.rates == whole.rates[len(whole.rates) - len(module.rates) :]
         assert all(map(torch.equal, module.parameters(), whole.parameters()))
+
+
+class Saves(pl.Callback):
+    """At the end of the step after which the batch grows, before other callbacks have seen it."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "grows.ckpt")
+
+
+def test_saved_by_an_earlier_callback(tmp_path: Path) -> None:
+    whole, resumed = Scheduled("step"), Scheduled("step")
+    _, controller = fit(tmp_path, whole, [8, 26], callbacks=[Saves()])
+    assert [d.tokens for d in controller.decisions if d.new != d.old][0] == 8 * 12  # six steps
+    _, again = fit(tmp_path, resumed, [8, 26], ckpt=str(tmp_path / "grows.ckpt"))
+    assert again.state_dict() == controller.state_dict() and resumed.losses == whole.losses[12:]
 
 
 def test_tracker_gets_decisions(tmp_path: Path) -> None:

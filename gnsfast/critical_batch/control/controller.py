@@ -277,8 +277,6 @@ class BatchSizeController:
                 first step); where the learning rate changes and a scheduler sets it, which would
                 undo the change at its next step.
         """
-        if decision.new == decision.old:
-            return
         lr = lr and not self.scheduled and decision.lr_factor != 1
         if lr and any("initial_lr" in group for group in optimizer.param_groups):
             raise ValueError(
