@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a noise scale to a batch size.
 
-- ``measure_critical_batch`` trains branches of a run: a ``TorchRun``, or your own ``BranchRun``.
+- ``measure_critical_batch`` trains branches of a run: a ``TorchRun``, or your own ``BranchRun``;
+  ``measure_repeatedly`` does so with other data each time.
 - ``BatchSizeController`` grows a batch size by the noise scale and a factor that branches measured.
 - ``Rules`` moves learning rate, betas and weight decay with the batch size.
 - ``BatchSizeSchedule`` counts the steps that a growing batch size saves.
