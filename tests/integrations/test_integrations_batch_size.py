@@ -263,8 +263,10 @@ def test_refusals(tmp_path: Path) -> None:
             options |= {"eval_strategy": "steps", "eval_dataset": samples(2)}
         with pytest.raises(NotImplementedError, match=f"not support.*{match}"):
             growing(tmp_path, [1], **options)[0].train()
+    trainer, _ = growing(tmp_path, [1], controller={"betas": "sde"}, optim="sgd")
     with pytest.raises(ValueError, match="has no betas to move: pass betas='keep'"):
-        growing(tmp_path, [1], controller={"betas": "sde"}, optim="sgd")[0].train()
+        trainer.train()
+    assert trainer.seen == []  # before the first step, not at the first growth
     used = controller_of()
     used.update(100, noise(1.0))
     gns = GNSCallback()

@@ -297,8 +297,10 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             fit(tmp_path, Scheduled(), [1], controller=controller_of(**changes))
+    plain = Plain()
     with pytest.raises(ValueError, match="SGD has no betas"):
-        fit(tmp_path, Plain(), [1])
+        fit(tmp_path, plain, [1])
+    assert plain.losses == []  # before the first step, not at the first growth
     given = controller_of()
     given.lr_lambda(lambda tokens: 1.0)
     with pytest.raises(ValueError, match="lr_lambda has the growth's factor already"):
