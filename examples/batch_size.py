@@ -43,7 +43,7 @@ def main() -> None:
         total_tokens=options.tokens,
         max_batch_size=16 * MICROBATCH,
         calibrate=0.02,
-        beta2="tokens",
+        betas="half_life",
     )
     shape = cosine(options.tokens, warm_up=options.tokens // 50, final=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, controller.lr_lambda(shape))
@@ -82,7 +82,7 @@ def main() -> None:
         decision = controller.update(trained, gns.compute)  # computed only when a check is due
         scheduler.step()  # after it, with its tokens and its learning-rate factor
         if decision is not None:
-            controller.apply(decision, optimizer)  # beta2; the learning rate is the scheduler's
+            controller.apply(decision, optimizer)  # betas; the learning rate is the scheduler's
             tracker.record(decision.record())
             print(f"{decision.tokens:>9,} tokens: {decision.reason}")
         if step % LOG_EVERY == 0 or trained >= end:

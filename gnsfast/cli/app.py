@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from gnsfast.arguments import check_choice
 from gnsfast.cli import branch as branch_
 from gnsfast.cli import doctor as doctor_
 from gnsfast.cli import plan as plan_
@@ -21,8 +22,8 @@ from gnsfast.cli.records import read_runs
 from gnsfast.cli.run import Run, Settings
 from gnsfast.cli.session import run_demo
 from gnsfast.cli.summary import summary
-from gnsfast.critical_batch.branches import measure_critical_batch
 from gnsfast.critical_batch.counts import parse_count
+from gnsfast.noise_scale import METRICS
 
 app = typer.Typer(
     name="gnsfast",
@@ -126,7 +127,7 @@ def plan(
         str | None,
         typer.Option(help="Instead: by Zhang's 20 % rule, in samples: VALUE[:LOWER:UPPER]."),
     ] = None,
-    loss: Annotated[str | None, typer.Option(help="Nats per token, for Kaplan's law.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Nats per token, for the laws in it.")] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs that run the planned batch.")] = None,
     tokens_per_second: Annotated[str | None, typer.Option(help="Measured on one GPU.")] = None,
     gpu_hour_price: Annotated[str | None, typer.Option(help="In any currency.")] = None,
@@ -147,6 +148,9 @@ def plan(
     critical_at: Annotated[
         str | None, typer.Option(help="Your critical batch size, TOKENS:SAMPLES, for Power Lines.")
     ] = None,
+    experts: Annotated[
+        bool, typer.Option("--experts", help="--params are those that a token uses, of experts.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """What published laws and your own measurements say about a batch size, and its costs."""
@@ -168,6 +172,7 @@ def plan(
                 whole_runs,
                 optimal_at,
                 critical_at,
+                experts,
             )
         )
     if as_json:
@@ -263,6 +268,13 @@ def branch(
     noise_scale: Annotated[
         bool, typer.Option(help="Measure the noise scale at the checkpoint.")
     ] = True,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Measurements with other data each time, averaged.")
+    ] = 1,
+    factor: Annotated[
+        str | None,
+        typer.Option(help="Write OUT/factor.json, CBS / noise scale: euclidean, adam, ..."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure the critical batch size of a run: train branches of it with other batch sizes.
@@ -273,7 +285,10 @@ def branch(
         with input_errors():
             every = None if save_every is None else parse_count(save_every, "--save-every")
             make_run = branch_.Target(target, checkpoint)
-            result = measure_critical_batch(
+            if factor is not None:
+                check_choice("--factor", factor, METRICS)
+            result = branch_.measure(
+                repeats,
                 make_run(),
                 folder=out,
                 k=branch_.grid(k),
@@ -292,3 +307,6 @@ def branch(
         typer.echo(f"gnsfast: stopped; the same command continues in {out}", err=True)
         raise typer.Exit(130) from None
     typer.echo(json.dumps(result.record()) if as_json else f"\n{result}")
+    if factor is not None:
+        with input_errors():
+            result.factor(factor).save(out / "factor.json")

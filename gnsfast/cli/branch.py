@@ -12,7 +12,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from gnsfast.critical_batch.branches import Branch, BranchRun
+from gnsfast.critical_batch.branches import (
+    Branch,
+    BranchRun,
+    CriticalBatch,
+    measure_critical_batch,
+    measure_repeatedly,
+)
 
 REQUIRED = ("batch_size", "tokens_per_sample", "tokens", "save", "restore", "train")
 
@@ -84,6 +90,13 @@ def _load(where: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def measure(repeats: int, run: BranchRun, **how: Any) -> CriticalBatch:
+    """Once, or as often as ``--repeats`` says."""
+    if repeats == 1:
+        return measure_critical_batch(run, **how)
+    return measure_repeatedly(run, repeats=repeats, **how)
 
 
 def grid(text: str) -> tuple[float, ...]:

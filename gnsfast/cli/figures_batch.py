@@ -17,8 +17,24 @@ from gnsfast.cli.figures import (
     samples_axis,
 )
 from gnsfast.cli.records import Point, Run
-from gnsfast.cli.summary import Interval, axis_position, number, over_stretches, scale_in
+from gnsfast.cli.summary import (
+    Interval,
+    axis_position,
+    bounds,
+    count,
+    factors_in,
+    number,
+    over_stretches,
+    scale_in,
+)
+from gnsfast.noise_scale import METRICS, OTHERS
 
+SYMBOLS = dict(zip(METRICS, ("diamond", "circle", "square", "triangle-up")))
+FACTORS = {"euclidean": "times the noise scale"} | {
+    metric: f"times the one {words}" for metric, words in OTHERS.items()
+}
+APART = 0.01
+"""Of the axis, between the factors of one place: their intervals would cover each other."""
 SIZE, ESTIMATE, BRANCHES, OVER = COLORS[0], COLORS[2], COLORS[3], COLORS[1]
 
 
@@ -109,6 +125,42 @@ def _add_branches(
         figure.cover([y])
         trace = marker(x, y, "arrow-up" if up else "arrow-down", color, text, 13)
     figure.traces.append(trace)
+
+
+def factors(view: View) -> Figure | None:
+    """Each measurement's critical batch size / noise scale: a colour for each run, a symbol for
+    each metric.
+    """
+    figure = view.figure(280)
+    several = len(view.runs) > 1
+    found = [
+        (run, metric, x, measurement["tokens"], factor)
+        for run in view.runs
+        for measurement in run.critical
+        for metric, factor in factors_in(measurement).items()
+        if (x := axis_position(run, measurement["tokens"], view.over_tokens)) is not None
+        and factor.value is not None
+        and None not in (factor.lower, factor.upper)
+    ]
+    drawn = [metric for metric in METRICS if metric in {metric for _, metric, *_ in found}]
+    slots = [(run.name, metric) for run in view.runs for metric in drawn]
+    width = APART * max((x for _, _, x, *_ in found), default=0.0)
+    for run, metric, x, tokens, factor in found:
+        color = view.color(run) if several else COLORS[METRICS.index(metric)]
+        name = f"{html.escape(run.name)}, " if several else ""
+        text = f"{name}{count(tokens)} tokens: {bounds(factor)} {FACTORS[metric]}"
+        aside = width * (slots.index((run.name, metric)) - (len(slots) - 1) / 2)
+        figure.traces.append(
+            interval_marker(figure, x + aside, factor, SYMBOLS[metric], color, text)
+        )
+    if not figure.traces:
+        return None
+    samples_axis(figure)
+    figure.legend = view.legend([run for run in view.runs if run.critical])
+    for metric in drawn:
+        color = GREY if several else COLORS[METRICS.index(metric)]
+        figure.legend.append((FACTORS[metric], color, SYMBOLS[metric]))
+    return figure
 
 
 def branches_span(found: Interval) -> str:

@@ -50,6 +50,7 @@ class Options:
     whole_runs: bool
     optimal_at: str | None
     critical_at: str | None
+    experts: bool = False
 
 
 def examine(options: Options) -> dict[str, Any]:
@@ -61,6 +62,8 @@ def examine(options: Options) -> dict[str, Any]:
         if params is None:
             raise ValueError("plan needs --tokens, or --params for 20 tokens a parameter")
         tokens = laws.chinchilla_tokens(params)
+    if options.experts and params is None:
+        raise ValueError("--experts says whose parameters --params are: give both")
     if options.whole_runs and options.measured is None:
         raise ValueError("--whole-runs describes the measurements of --measured: give both")
     own = None if options.measured is None else read_measurements(options.measured)
@@ -76,7 +79,7 @@ def examine(options: Options) -> dict[str, Any]:
         if text is not None:
             more.append(through(*_point(text, name, context)))
     loss = _optional(options.loss, "--loss")
-    found = laws.predictions(tokens, params=params, loss=loss, more=more)
+    found = laws.predictions(tokens, params=params, loss=loss, experts=options.experts, more=more)
     measured = None if own is None else _fitted(options, own, tokens)
     return {
         "kind": "plan",

@@ -18,7 +18,7 @@ from gnsfast.cli.figures import Figure, View
 from gnsfast.cli.page import FIGURES, PAGE, SCRIPT, STYLE
 from gnsfast.cli.records import Run
 from gnsfast.cli.summary import count, groups_of, number, over_stretches
-from gnsfast.cli.tables import decisions_table, measurement_table
+from gnsfast.cli.tables import decisions_table, factors_table, measurement_table
 from gnsfast.integrations.trackers import SCALES
 from gnsfast.noise_scale import OTHERS
 
@@ -85,7 +85,7 @@ class Sections:
             "Band: 95 % interval; arrow: at least." + self._check(),
             figures.noise_scale(view),
         )
-        self.parts += [f'<div class="pair">{left}{right}</div>', self._batch()]
+        self.parts += [f'<div class="pair">{left}{right}</div>', self._batch(), self._factors()]
         for metric, words in OTHERS.items():
             self.parts.append(
                 self.figure(
@@ -139,6 +139,15 @@ class Sections:
             below,
         )
 
+    def _factors(self) -> str:
+        return self.figure(
+            "Critical batch size / noise scale",
+            "By branches: the factor for a controller, of its own metric. Bar: by the intervals of "
+            "both. Measurements of one place lie side by side.",
+            figures_batch.factors(self.view),
+            factors_table(self.view.runs),
+        )
+
     def _of(self, run: Run) -> str:
         return f"{html.escape(run.name)}: " if len(self.view.runs) > 1 else ""
 
@@ -169,7 +178,7 @@ class Sections:
 
 def _legend(figure: Figure) -> str:
     """In HTML, which wraps: plotly's own legend would shrink the figure."""
-    marks = {"diamond": "◆", "point": "●"}
+    marks = {"diamond": "◆", "point": "●", "circle": "●", "square": "■", "triangle-up": "▲"}
     entries = (
         f'<span style="color:{color}">{marks[line]}</span>'
         if line in marks

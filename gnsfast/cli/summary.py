@@ -9,7 +9,7 @@ from typing import Any
 
 from gnsfast.cli.records import Point, Run
 from gnsfast.integrations.trackers import SCALES
-from gnsfast.noise_scale import OTHERS
+from gnsfast.noise_scale import METRICS, OTHERS
 
 OVER = 1.2
 """Times the estimate of the critical batch size: a larger batch is flagged."""
@@ -94,6 +94,36 @@ def groups_of(run: Run) -> list[str]:
             if key.startswith(prefix) and key.endswith(lower)
         }
     return list(found)
+
+
+def factors_in(measured: dict[str, Any]) -> dict[str, Interval]:
+    """Critical batch size / noise scale of a measurement, in each metric that it has."""
+    size, found = scale_in(measured, "value"), {}
+    for metric in METRICS:
+        record = measured.get("noise_scale" if metric == "euclidean" else metric)
+        if isinstance(record, dict):
+            scale = scale_in(record, "value" if "value" in record else "noise_scale")
+            if any(x for x in (scale.value, scale.lower)):
+                found[metric] = _divided(size, scale)
+    return found
+
+
+def _divided(size: Interval, scale: Interval) -> Interval:
+    """None where an end is unknown: a bound is one of both."""
+    lower = size.lower / scale.upper if size.lower and scale.upper else None
+    upper = size.upper / scale.lower if size.upper and scale.lower else None
+    known = size.value and scale.value and scale.value > 0
+    return Interval(size.value / scale.value if known else None, lower, upper)  # type: ignore[operator]
+
+
+def bounds(found: Interval) -> str:
+    """A factor in words: its ends come from two intervals, of which one has no confidence."""
+    low, high = (None if x is None else number(x) for x in (found.lower, found.upper))
+    span = f"{low} to {high}" if low and high else f"at least {low}" if low else ""
+    span = span or (f"at most {high}" if high else "")
+    if found.value is None:
+        return span or "unknown"
+    return number(found.value) + (f" ({span})" if span else "")
 
 
 def has_tokens(run: Run) -> bool:
@@ -217,6 +247,7 @@ def summary(run: Run) -> dict[str, Any]:
         ],
         "critical_batch_branches": [
             {k: c.get(k) for k in ("tokens", "batch_size", "value", "lower", "upper", "doubts")}
+            | {"factors": {metric: f.record() for metric, f in factors_in(c).items()}}
             for c in run.critical
         ],
         "decisions": len(run.decisions),

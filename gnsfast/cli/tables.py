@@ -6,8 +6,8 @@ from typing import Any
 
 from gnsfast.cli.figures_batch import branches_span
 from gnsfast.cli.records import Run
-from gnsfast.cli.summary import Interval, count, matches, number, scale_in
-from gnsfast.noise_scale import OTHERS
+from gnsfast.cli.summary import Interval, bounds, count, factors_in, matches, number, scale_in
+from gnsfast.noise_scale import METRICS, OTHERS
 
 
 def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
@@ -39,6 +39,25 @@ def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
     note = f'<p class="note">{html.escape("; ".join(beside))}</p>' if beside else ""
     state = " open" if opened else ""
     return f"<details{state}><summary>{title}</summary>{note}{table}</details>"
+
+
+def factors_table(runs: list[Run]) -> str:
+    """Critical batch size / noise scale: a row for each measurement of each run."""
+    found = [(run, each, factors_in(each)) for run in runs for each in run.critical]
+    metrics = [m for m in METRICS if any(m in factors for _, _, factors in found)]
+    names = {"euclidean": "noise scale"} | OTHERS
+    head = [*(["run"] if len(runs) > 1 else []), "tokens", *(names[m] for m in metrics)]
+    rows = []
+    for run, each, factors in found:
+        cells = [("", run.name)] if len(runs) > 1 else []
+        cells.append(("", count(each["tokens"])))
+        cells += [(names[m], bounds(factors[m]) if m in factors else "-") for m in metrics]
+        rows.append(_row(cells, bool(each.get("doubts"))))
+    if not metrics:
+        return ""
+    titles = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = f"<thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    return f'<table class="decisions">{body}</table>'
 
 
 def _loss(branch: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a noise scale to a batch size.
 
-- ``measure_critical_batch`` trains branches of a run: a ``TorchRun``, or your own ``BranchRun``.
+- ``measure_critical_batch`` trains branches of a run: a ``TorchRun``, or your own ``BranchRun``;
+  ``measure_repeatedly`` does so with other data each time.
 - ``BatchSizeController`` grows a batch size by the noise scale and a factor that branches measured.
+- ``Rules`` moves learning rate, betas and weight decay with the batch size.
 - ``BatchSizeSchedule`` counts the steps that a growing batch size saves.
 - ``laws``, ``trade_off`` and ``fit_power_law`` are what ``gnsfast plan`` prints.
 """
@@ -16,6 +18,7 @@ from gnsfast.critical_batch.branches import (
     TorchRun,
     averaged,
     measure_critical_batch,
+    measure_repeatedly,
     pooled_factor,
 )
 from gnsfast.critical_batch.control import (
@@ -34,6 +37,7 @@ from gnsfast.critical_batch.laws import (
     fit_power_law,
     trade_off,
 )
+from gnsfast.critical_batch.rules import RULES, Rule, Rules
 
 __all__ = [
     "BatchSizeController",
@@ -46,7 +50,10 @@ __all__ = [
     "CriticalBatchFactor",
     "Decision",
     "PowerLaw",
+    "RULES",
     "ResizableBatchSampler",
+    "Rule",
+    "Rules",
     "SampleStream",
     "TorchRun",
     "averaged",
@@ -54,6 +61,7 @@ __all__ = [
     "fit_power_law",
     "laws",
     "measure_critical_batch",
+    "measure_repeatedly",
     "pooled_factor",
     "token_schedules",
     "trade_off",

@@ -6,5 +6,6 @@
 ``gnsfast.integrations.transformers_batch_size.BatchSizeCallback``: grows its batch size.
 ``gnsfast.integrations.transformers_branches.TrainerRun``: trains branches of its run.
 ``gnsfast.integrations.lightning.GNSMonitor``: for Lightning's Trainer.
+``gnsfast.integrations.lightning_batch_size.BatchSizeCallback``: grows its batch size.
 ``gnsfast.integrations.trackers``: JSON lines, TensorBoard, Weights & Biases, for any loop.
 """

@@ -24,6 +24,8 @@ except ImportError:
             "gnsfast.integrations.lightning needs Lightning: pip install lightning"
         ) from e
 
+__all__ = ["STRATEGIES", "Callback", "GNSMonitor"]
+
 STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 
 
@@ -87,6 +89,7 @@ class GNSMonitor(Callback):
             loss_reduction=loss_reduction, source=source, window=window, decay=decay, every=every
         )
         self.gns: GradientNoiseScale | None = None
+        self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
         self._saved: dict[str, Any] | None = None
         self._block: AbstractContextManager[None] | None = None
         self._partial = self._given_up = self._updated = False
@@ -129,7 +132,7 @@ class GNSMonitor(Callback):
         if self._given_up:
             return
         tokens = None if self.tokens is None else self.tokens(batch)
-        block = self.gns.microbatch(self._samples(batch), tokens=tokens, scale=1 / accumulated)
+        block = self.gns.microbatch(self.samples(batch), tokens=tokens, scale=1 / accumulated)
         block.__enter__()
         self._block, self._partial = block, True
 
@@ -159,7 +162,7 @@ class GNSMonitor(Callback):
             self._give_up()
         every = trainer.log_every_n_steps
         if self._updated and every and trainer.global_step % every == 0:
-            found = metrics(self.gns.compute(), per_module=self.per_module)
+            found = metrics(self.gns.compute(), per_module=self.per_module) | self.also()
             pl_module.log_dict(found, on_step=True, on_epoch=False, batch_size=1)
             if self.tracker is not None and trainer.is_global_zero:
                 self.tracker.log(found, trainer.global_step)
@@ -195,7 +198,8 @@ class GNSMonitor(Callback):
             block.__exit__(None, None, None)
         self._partial, self._given_up = False, True
 
-    def _samples(self, batch: Any) -> int:
+    def samples(self, batch: Any) -> int:
+        """The number of samples of a batch."""
         if self.batch_size is not None:
             return self.batch_size(batch)
         leaves = pytree.tree_leaves(batch)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from gnsfast.critical_batch.branches import set_lr
 from gnsfast.critical_batch.control import BatchSizeController, Decision
+from gnsfast.critical_batch.rules import set_lr
 from gnsfast.integrations.transformers import GNSCallback, _calling_trainer
 from gnsfast.integrations.transformers_start import refuse_undivided
 
@@ -37,7 +37,9 @@ class BatchSizeCallback(TrainerCallback):
     and the learning-rate schedule thus keep their meaning in tokens, a resumed run finds its place
     in the data, and the logged loss is the mean over the data between two logs. What falls due
     within a grown step, such as a log or the end at ``max_steps``, happens at its end.
-    The learning rate is the schedule's times ``controller.lr_factor``.
+    The learning rate is the schedule's times ``controller.lr_factor``. Betas and weight decay move
+    by the controller's rules, each parameter group's from its own values; the optimizer's state
+    holds them.
 
     The controller's state is saved in the checkpoint's ``trainer_state.json``. Start a resumed run
     with the ``gradient_accumulation_steps`` of the first batch size again.
@@ -50,9 +52,10 @@ class BatchSizeCallback(TrainerCallback):
             the decisions.
 
     Raises:
-        ValueError: at the start of training, for settings that are not the Trainer's; in its first
-            step, for a loss that grows with the accumulation, as of a model that takes
-            ``num_items_in_batch`` and does not divide by it.
+        ValueError: at the start of training, for settings that are not the Trainer's and for an
+            optimizer that cannot follow the controller's rules; in its first step, for a loss that
+            grows with the accumulation, as of a model that takes ``num_items_in_batch`` and does
+            not divide by it.
         NotImplementedError: for DeepSpeed and other engines that accumulate by themselves, data
             without a length, ``auto_find_batch_size``, ``ignore_data_skip``, batches of unequal
             sizes, schedules that are no ``LambdaLR`` (transformers' are).
@@ -96,6 +99,7 @@ class BatchSizeCallback(TrainerCallback):
                 f"{s.tokens_per_sample:,} tokens are {planned:,}"
             )
         self._start(state)
+        self.controller.check_optimizer(trainer.optimizer)
         self._lag = state.global_step - trainer.lr_scheduler.last_epoch
         self._trainer, self._saver = trainer, _ControllerState(self)
         state.stateful_callbacks[_ControllerState.__name__] = {}  # Trainer's save expects the key

@@ -17,9 +17,9 @@ from gnsfast.critical_batch.branches import (
     BranchStep,
     other_buffers,
     random_state,
-    set_lr,
     set_random_state,
 )
+from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.estimator import fitting_metrics
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import TrainerBatches
@@ -57,6 +57,7 @@ class TrainerRun:
         checkpoint: a folder that a Trainer of the same arguments wrote: the run starts there.
         tokens_per_sample: what a sample counts in ``tokens``.
         loss: of ``noise_scale()``: as for ``GNSCallback``.
+        betas, weight_decay: the rules (``Rules``) by which a branch moves them.
         updates: of ``noise_scale()``: steps of ``batch_size`` samples that it measures, at the
             present weights.
 
@@ -90,6 +91,8 @@ class TrainerRun:
         tokens_per_sample: int,
         loss: str = "auto",
         updates: int = 32,
+        betas: str = "keep",
+        weight_decay: str = "keep",
     ) -> None:
         self.tokens_per_sample = integer("tokens_per_sample", tokens_per_sample)
         self._updates = integer("updates", updates)
@@ -103,6 +106,8 @@ class TrainerRun:
         one = trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict)
         self.evaluate = self._evaluate if one else None
         self._lag, self._divided = Fraction(0), False
+        self.rules = Rules("none", betas, weight_decay)  # train() is told the learning rate's
+        self.rules.check(trainer.optimizer, 1.0)
         if checkpoint is not None:
             self._go_to(os.fspath(checkpoint))
 
@@ -110,6 +115,10 @@ class TrainerRun:
     def tokens(self) -> int:
         """Tokens trained so far."""
         return self._batches.samples * self.tokens_per_sample
+
+    def branch_settings(self) -> dict[str, str]:
+        """Settings that must be the same whenever a folder of branches is continued."""
+        return {"betas": self.rules.betas, "weight_decay": self.rules.weight_decay}
 
     def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
         """Train at least ``tokens`` tokens, in steps of ``batch_size`` samples."""
@@ -230,7 +239,9 @@ class TrainerRun:
         loss = self._pass(micro_batches)
         if trainer.args.max_grad_norm > 0:
             trainer._clip_grad_norm(trainer.model_wrapped)
-        trainer.optimizer.step()
+        k = micro_batches / self._accumulation
+        with self.rules.moved(trainer.optimizer, k, lr_factor, lr=False):
+            trainer.optimizer.step()
         now = self._base_step()
         if trainer.accelerator.optimizer_step_was_skipped:  # Trainer then skips the schedule's too
             self._lag += now - start

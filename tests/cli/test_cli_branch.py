@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from gnsfast.cli.app import app
 from gnsfast.cli.branch import Target, grid
+from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.branches import CriticalBatch
 
 
@@ -45,6 +46,29 @@ def test_as_json_and_again(tmp_path: Path) -> None:
     assert (again["lower"], again["missing"]) == (16, [])
     other = branch(tmp_path, "branch_runs:ScriptedRun", "--tolerance", 0.5)
     assert one_line(other) and "tolerance=0.01, not 0.5" in other.stderr
+
+
+def test_factor(tmp_path: Path) -> None:
+    """Written where it is known; where it is not, the result is still there."""
+    done = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "adam")
+    assert done.exit_code == 0, done.output
+    found = CriticalBatchFactor.load(tmp_path / "cbs" / "factor.json")
+    assert found == CriticalBatch.load(tmp_path / "cbs").factor("adam")
+    unknown = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "l1", out=tmp_path / "other")
+    assert one_line(unknown) and "--factor must be 'euclidean', 'adam'" in unknown.stderr
+    bare = branch(tmp_path, "branch_runs:ScriptedRun", "--factor", "adam", out=tmp_path / "bare")
+    assert bare.exit_code == 2 and "no adam noise scale was measured" in bare.stderr
+    assert CriticalBatch.load(tmp_path / "bare").value > 0
+
+
+def test_repeats(tmp_path: Path) -> None:
+    options = ("--repeats", 2, "--loss", "train", "--tolerance", 9, "--json")
+    done = branch(tmp_path, "branch_runs:small_run", *options, tokens=960, k="1,2")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == CriticalBatch.load(tmp_path / "cbs").record()
+    assert (tmp_path / "cbs" / "repeat-1" / "checkpoint").is_dir()
+    cannot = branch(tmp_path, "branch_runs:ScriptedRun", "--repeats", 2, out=tmp_path / "other")
+    assert one_line(cannot) and "ScriptedRun has no skip(tokens)" in cannot.stderr
 
 
 def test_checkpoint_and_options(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_what_a_user_sees(csv: str, columns: int) -> None:
         "optimal batch size",
         "extrapolated ×6",
         "range not published",
-        "range over laws: 442K to 1.63M tokens",
+        "range over laws: 442K to 1.96M tokens",
         "4 points",
         "1 without a value left out",
         "GPU-hours",
@@ -72,6 +72,13 @@ def test_range_and_laws() -> None:
     assert span["tokens"][0] < span["tokens"][1]
     assert span["samples"] == [t / 2048 for t in span["tokens"]]
     assert planned("--params", "1B")["tokens"] == 20e9
+
+
+def test_experts() -> None:
+    """Ling's law in place of DeepSeek's, in the parameters that a token uses."""
+    found = planned("--tokens", "20B", "--params", "1B", "--experts")["laws"]
+    names = {row["law"] for row in found}
+    assert "Ling, experts" in names and "DeepSeek" not in names
 
 
 def test_costs_carry_the_interval() -> None:
@@ -250,6 +257,7 @@ def test_bad_input_is_one_line(tmp_path: Path, csv: str) -> None:
         ((*tokens, "--b-crit", "500", "--gpu-hour-price", "2"), "also need --gpus, --tokens-per"),
         ((*tokens, "--critical-at", "3B"), "TOKENS:SAMPLES"),
         ((*tokens, "--loss", "0"), "--loss is 0"),
+        ((*tokens, "--experts"), "--experts says whose parameters --params are"),
         ((*tokens, "--measured", str(doubt)), "no measurements: tokens and value (1 not to be"),
         ((*tokens, "--measured", str(other)), "no measurements"),
         ((*tokens, "--measured", str(text)), "'many'"),

@@ -7,6 +7,7 @@ import pytest
 from branch_runs import MeasuredRun, small_run
 
 from gnsfast.critical_batch.branches import BranchFolder, measure_critical_batch
+from gnsfast.critical_batch.rules import Rules
 from gnsfast.errors import BranchError
 
 GRID = {"k": (0.5, 1, 2), "delta_tokens": 960}
@@ -29,8 +30,8 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
     run = small_run()
     list(run.train(160))
     measure_critical_batch(run, folder=tmp_path, **GRID, noise_scale=False, tolerance=9)
-    run.beta2 = "tokens"
-    with pytest.raises(ValueError, match="run.beta2='keep', not 'tokens'"):
+    run.rules = Rules("none", "half_life")
+    with pytest.raises(ValueError, match="run.betas='keep', not 'half_life'"):
         measure_critical_batch(run, folder=tmp_path, **GRID, noise_scale=False, tolerance=9)
 
 

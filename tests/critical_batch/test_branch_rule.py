@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from gnsfast.critical_batch.branches import LR_FACTORS, check_grid, matching, smoothed, smoothed_std
+from gnsfast.critical_batch.branches import check_grid, matching, smoothed, smoothed_std
 from gnsfast.errors import BranchError
 
 
@@ -94,10 +94,6 @@ def test_grids_that_cannot_be(grid: tuple[float, ...], said: str) -> None:
 
 def test_grid_of_thirds() -> None:
     assert check_grid((2, 1 / 3, 1), batch_size=96) == (1 / 3, 1.0, 2.0)
-
-
-def test_learning_rates() -> None:
-    assert [LR_FACTORS[name](4.0) for name in ("sqrt", "linear", "none")] == [2.0, 4.0, 1.0]
 
 
 def test_moving_average_is_the_recurrence() -> None:

@@ -52,7 +52,7 @@ def test_grows_at_the_last_of_patience_checks() -> None:
     assert feed(controller, [ENOUGH, ENOUGH]) == []
     [grown] = feed(controller, [ENOUGH])
     assert (grown.tokens, grown.phase, grown.old, grown.new) == (4000, "warm up", 16, 32)
-    assert grown.lr_factor == math.sqrt(2) and grown.beta2_power == 1.0 and not grown.warning
+    assert grown.lr_factor == math.sqrt(2) and not grown.warning
     assert (grown.estimate, grown.lower, grown.upper) == (48.0, 32.0, 96.0)
     assert "at least 32 at 3 checks in a row, which allows 32" in grown.reason
     assert controller.batch_size == 32 and controller.accumulation == 4
@@ -162,11 +162,11 @@ def test_cap_says_so_once() -> None:
 @pytest.mark.parametrize(
     "lr, step, total", [("sqrt", math.sqrt(3), 3.0), ("linear", 3.0, 9.0), ("none", 1.0, 1.0)]
 )
-def test_learning_rate_and_beta2(lr: str, step: float, total: float) -> None:
-    controller = warm(growth=3, max_batch_size=200, lr=lr, beta2="tokens")
+def test_learning_rate(lr: str, step: float, total: float) -> None:
+    controller = warm(growth=3, max_batch_size=200, lr=lr, betas="half_life")
     decisions = feed(controller, [noise(1000.0)] * 6)
     assert [d.new for d in decisions] == [48, 144] and controller.lr_factor == total
-    assert all(d.lr_factor == step and d.beta2_power == 3.0 for d in decisions)
+    assert all(d.lr_factor == step for d in decisions)
 
 
 def test_warns_once_an_episode() -> None:
@@ -253,7 +253,7 @@ def parameter() -> list[torch.nn.Parameter]:
 
 
 def test_apply() -> None:
-    controller = warm(beta2="tokens")
+    controller = warm(betas="half_life")
     groups = [{"params": parameter(), "lr": torch.tensor(0.5)}, {"params": parameter(), "lr": 2.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), foreach=False)
     rate = optimizer.param_groups[0]["lr"]
@@ -275,7 +275,7 @@ def test_apply_beside_a_scheduler() -> None:
     """One that is not the controller's would undo the growth at its next step."""
     optimizer = torch.optim.AdamW(parameter(), lr=1.0)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    controller = warm(beta2="tokens")
+    controller = warm(betas="half_life")
     [grown] = feed(controller, [ENOUGH] * 3)
     controller.apply(controller.decisions[0], optimizer)  # nothing to undo
     with pytest.raises(ValueError, match="give LambdaLR controller.lr_lambda"):
@@ -285,13 +285,24 @@ def test_apply_beside_a_scheduler() -> None:
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
-def test_apply_without_beta2() -> None:
+def test_optimizer_that_could_not_follow_to_the_end() -> None:
+    """Two growths are left: 1 - 4 * 0.3 is negative."""
+    optimizer = torch.optim.AdamW(parameter(), betas=(0.7, 0.99))
+    with pytest.raises(ValueError, match="4 times as large with .0.7, 0.99.: 1 - k .1 - beta"):
+        make(betas="sde").check_optimizer(optimizer)
+    make(betas="sde", max_batch_size=63).check_optimizer(optimizer)
+    controller = warm(betas="sde")
+    feed(controller, [ENOUGH] * 3)
+    controller.check_optimizer(optimizer)  # one is left
+
+
+def test_apply_without_betas() -> None:
     optimizer = torch.optim.SGD(parameter(), lr=1.0)
-    for beta2 in ("tokens", "keep"):
-        controller = warm(beta2=beta2, lr="linear")
+    for betas in ("half_life", "keep"):
+        controller = warm(betas=betas, lr="linear")
         [grown] = feed(controller, [ENOUGH] * 3)
-        if beta2 == "tokens":
-            with pytest.raises(ValueError, match="SGD has no beta2.*beta2='keep'"):
+        if betas == "half_life":
+            with pytest.raises(ValueError, match="SGD has no betas.*betas='keep'"):
                 controller.apply(grown, optimizer)
             assert optimizer.param_groups[0]["lr"] == 1.0
     controller.apply(grown, optimizer)
@@ -322,7 +333,8 @@ def test_apply_without_beta2() -> None:
         ({"growth": 1}, "growth must be a whole number of at least 2"),
         ({"growth": 1.5}, "growth must be a whole number"),
         ({"lr": "log"}, "lr must be"),
-        ({"beta2": "half"}, "beta2 must be"),
+        ({"betas": "half"}, "betas must be"),
+        ({"weight_decay": "half"}, "weight_decay must be"),
         ({"patience": 0}, "patience"),
         ({"check_every": 0}, "check_every"),
         ({"over": 0.9}, "over"),

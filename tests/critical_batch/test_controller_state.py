@@ -81,7 +81,8 @@ def test_resumed_between_two_checks() -> None:
         ({"batch_size": 32}, "batch_size"),
         ({"tokens_per_sample": 20}, "tokens_per_sample"),
         ({"lr": "linear"}, "lr"),
-        ({"beta2": "tokens"}, "beta2"),
+        ({"betas": "half_life"}, "betas"),
+        ({"weight_decay": "timescale"}, "weight_decay"),
     ],
 )
 def test_other_settings_are_refused_by_name(change: dict[str, Any], name: str) -> None:
@@ -89,7 +90,7 @@ def test_other_settings_are_refused_by_name(change: dict[str, Any], name: str) -
     other = make(**change)
     with pytest.raises(ValueError, match=f"the state has {name}=.*, this controller"):
         other.load_state_dict(state)
-    if name in ("batch_size", "tokens_per_sample", "lr", "beta2"):
+    if name in ("batch_size", "tokens_per_sample", "lr", "betas", "weight_decay"):
         with pytest.raises(ValueError, match=f"cannot change {name}"):
             other.load_state_dict(state, change=[name])
     else:
@@ -156,9 +157,9 @@ def test_another_machine() -> None:
         alone.load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"kind": "schedule"}])
+@pytest.mark.parametrize("change", [{"format": 1}, {"kind": "schedule"}])
 def test_another_format_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="reads a 'batch size controller' of format 1"):
+    with pytest.raises(ValueError, match="reads a 'batch size controller' of format 2"):
         make().load_state_dict(make().state_dict() | change)
 
 

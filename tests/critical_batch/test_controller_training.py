@@ -31,7 +31,7 @@ class Run:
             total_tokens=TOTAL,
             max_batch_size=32,
             check_every=100,
-            beta2="tokens",
+            betas="half_life",
             micro_batch=MICRO,
         )
         shape = wsd(TOTAL, warm_up=500, decay=1000)

@@ -74,6 +74,22 @@ def test_kaplan() -> None:
     assert laws.KAPLAN.extrapolated(3.0) is None and laws.KAPLAN.quantity == laws.CRITICAL
 
 
+def test_minicpm() -> None:
+    """Batches of 3.93M tokens, with which it trained, are those of a C4 loss of 2.5."""
+    assert laws.MINICPM.batch_tokens(1.0) == 1.21e9
+    assert laws.MINICPM.batch_tokens(2.505) == pytest.approx(3.93e6, rel=0.01)
+
+
+def test_ling_experts() -> None:
+    """Within the batches of 2^18 to 2^21 tokens that were tried for it."""
+    assert 2**18 < laws.LING_EXPERTS.batch_tokens(3e18) < 2**20
+    assert laws.LING_EXPERTS.batch_tokens(3e20) == pytest.approx(2.0e6, rel=0.01)
+    assert laws.LING_EXPERTS.extrapolated(3e21) == pytest.approx(10)
+    dense = {p.law.name for p in laws.predictions(20e9, params=1e9)}
+    experts = {p.law.name for p in laws.predictions(20e9, params=1e9, experts=True)}
+    assert dense - experts == {"DeepSeek"} and experts - dense == {"Ling, experts"}
+
+
 def test_power_lines_go_through_their_point() -> None:
     for through, exponent, quantity in (
         (laws.power_lines_optimal, 0.383, laws.OPTIMAL),
@@ -98,7 +114,7 @@ def test_predictions_and_their_ranges() -> None:
     ranges = laws.ranges(found.values())
     assert set(ranges) == {laws.CRITICAL, laws.CRITICAL_20, laws.OPTIMAL}
     low, high = ranges[laws.OPTIMAL]
-    assert low == found["Step Law"].batch_tokens < high == found["DeepSeek"].batch_tokens
+    assert low == found["Step Law"].batch_tokens < high == found["MiniCPM"].batch_tokens
     names = {p.law.name for p in laws.predictions(500e9, params=1e9)}
     assert "Zhang, parameters" not in names and "Kaplan" not in names
     for bad in (-1.0, 0.0, math.nan, math.inf):

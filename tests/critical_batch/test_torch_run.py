@@ -152,9 +152,18 @@ def test_learning_rate_as_a_tensor() -> None:
 
 
 def test_beta2_in_tokens() -> None:
-    run = small_run(beta2="tokens")
+    run = small_run(betas="half_life")
     assert [b for _, b in rates(run, batch_size=32)] == pytest.approx([0.999**4] * 3)
     assert [b for _, b in rates(run)] == [0.999] * 3
+
+
+def test_weight_decay_by_its_timescale() -> None:
+    """At the learning rate that the branch has, whoever chose it."""
+    run, met = small_run(weight_decay="timescale"), []
+    run.optimizer.register_step_pre_hook(lambda o, *_: met.append(o.param_groups[0].copy()))
+    list(run.train(320, batch_size=32, lr_factor=3.0))
+    assert met[0]["weight_decay"] == pytest.approx(0.01 * 4 / 3)
+    assert run.optimizer.param_groups[0]["weight_decay"] == 0.01
 
 
 class Averages(torch.nn.Module):
@@ -314,8 +323,8 @@ def test_checkpoints_load_without_pickles(tmp_path: Path) -> None:
         ({"tokens_per_sample": -1}, "tokens_per_sample"),
         ({"micro_batch": 0}, "micro_batch"),
         ({"tokens": -5}, "tokens"),
-        ({"beta2": "samples"}, "'keep' or 'tokens'"),
-        ({"beta2": "tokens", "optimizer": torch.optim.SGD}, "Adam's betas, not SGD"),
+        ({"betas": "samples"}, "'half_life' or 'sde'"),
+        ({"betas": "sde", "optimizer": torch.optim.SGD}, "SGD has no betas to move"),
         ({"clip": 0.0}, "clip"),
     ],
 )

@@ -205,14 +205,17 @@ def test_steps_that_a_scaler_skips(tmp_path: Path) -> None:
 def test_resumed_at_every_checkpoint(tmp_path: Path) -> None:
     """The right batch size, place in the data, learning rate and beta2; the same bits."""
     options: dict[str, Any] = {
-        "controller": {"beta2": "tokens"},
+        "controller": {"betas": "half_life", "weight_decay": "timescale"},
+        "weight_decay": 0.3,
         "save_strategy": "steps",
         "save_steps": 5,
         "restore_callback_states_from_checkpoint": True,
     }
     trainer, controller = growing(tmp_path, [60, 300], **options)
     whole = trained(trainer)
+    decays = [pytest.approx(0.3 * 2), 0.0]  # Trainer spares biases and norms
     assert trainer.optimizer.param_groups[0]["betas"] == (0.9, 0.999**2**2)
+    assert [g["weight_decay"] for g in trainer.optimizer.param_groups] == decays
     places = sorted(int(p.name.split("-")[1]) for p in tmp_path.glob("checkpoint-*"))
     assert places == [5, 11, 16, 20, 25, 32, 35]
     for place in places[::2]:
@@ -221,6 +224,7 @@ def test_resumed_at_every_checkpoint(tmp_path: Path) -> None:
         assert same(found, whole)
         assert again.state_dict() == controller.state_dict()
         assert other.optimizer.param_groups[0]["betas"] == (0.9, 0.999**2**2)
+        assert [g["weight_decay"] for g in other.optimizer.param_groups] == decays
         assert other.state.global_step == STEPS
         last = [line for line in other.state.log_history if "train_loss" in line][-1]
         assert last["step"] == STEPS
@@ -259,6 +263,10 @@ def test_refusals(tmp_path: Path) -> None:
             options |= {"eval_strategy": "steps", "eval_dataset": samples(2)}
         with pytest.raises(NotImplementedError, match=f"not support.*{match}"):
             growing(tmp_path, [1], **options)[0].train()
+    trainer, _ = growing(tmp_path, [1], controller={"betas": "sde"}, optim="sgd")
+    with pytest.raises(ValueError, match="has no betas to move: pass betas='keep'"):
+        trainer.train()
+    assert trainer.seen == []  # before the first step, not at the first growth
     used = controller_of()
     used.update(100, noise(1.0))
     gns = GNSCallback()

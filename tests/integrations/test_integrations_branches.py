@@ -134,6 +134,26 @@ def test_larger_batch_is_a_trainer_that_accumulates_more(
         assert same(trained(more), weights(run.trainer))
 
 
+def test_branch_moves_betas_and_weight_decay(tmp_path: Path) -> None:
+    """As a Trainer with these arguments, to the bit; the run has its own again afterwards."""
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+    trainer = trainer_of(tmp_path, **options, weight_decay=0.3)
+    rules = {"betas": "half_life", "weight_decay": "timescale"}
+    run = TrainerRun(trainer, tokens_per_sample=T, **rules)
+    steps = list(run.train(25 * T, batch_size=8, lr_factor=2**0.5))
+    more = trainer_of(
+        tmp_path,
+        **options | {"gradient_accumulation_steps": 4, "max_steps": len(steps)},
+        learning_rate=trainer.args.learning_rate * 2**0.5,
+        adam_beta2=0.999**2,
+        weight_decay=0.3 * (2 / 2**0.5),
+    )
+    assert same(trained(more), weights(run.trainer))
+    assert [g["weight_decay"] for g in trainer.optimizer.param_groups] == [0.3, 0.0]
+    assert trainer.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert run.branch_settings() == rules
+
+
 def test_smaller_batch_between_two_steps_of_the_schedule(tmp_path: Path) -> None:
     """In an epoch's last, short step of the unbranched run too: 13 micro-batches by 2, 14 by 4."""
     run = run_of(tmp_path, data=samples(28), gradient_accumulation_steps=4, max_steps=4)

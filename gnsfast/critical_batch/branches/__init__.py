@@ -6,7 +6,6 @@ from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_process import Job
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, BranchStep
 from gnsfast.critical_batch.branches.branch_rule import (
-    LR_FACTORS,
     check_grid,
     matching,
     smoothed,
@@ -14,11 +13,11 @@ from gnsfast.critical_batch.branches.branch_rule import (
 )
 from gnsfast.critical_batch.branches.branches import measure_critical_batch
 from gnsfast.critical_batch.branches.measurement import RESULT, Branch, CriticalBatch, pooled_factor
+from gnsfast.critical_batch.branches.repeats import measure_repeatedly
 from gnsfast.critical_batch.branches.torch_run import TorchRun
 from gnsfast.critical_batch.branches.training_state import (
     other_buffers,
     random_state,
-    set_lr,
     set_random_state,
 )
 
@@ -29,17 +28,16 @@ __all__ = [
     "BranchStep",
     "CriticalBatch",
     "Job",
-    "LR_FACTORS",
     "RESULT",
     "TorchRun",
     "averaged",
     "check_grid",
     "matching",
     "measure_critical_batch",
+    "measure_repeatedly",
     "other_buffers",
     "pooled_factor",
     "random_state",
-    "set_lr",
     "set_random_state",
     "smoothed",
     "smoothed_std",

@@ -5,18 +5,11 @@ Branch k trains Δ tokens from a checkpoint with the batch size k · B and the l
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gnsfast.arguments import real_number
 from gnsfast.errors import BranchError
-
-LR_FACTORS: dict[str, Callable[[float], float]] = {
-    "sqrt": math.sqrt,
-    "linear": float,
-    "none": lambda k: 1.0,
-}
-"""f(k) by name: √k for Adam, k for SGD, or 1."""
 
 LAST_STEPS = 64
 """The noise of a branch's loss is estimated from this many of its newest steps."""

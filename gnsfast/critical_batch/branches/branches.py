@@ -10,12 +10,13 @@ from gnsfast.arguments import check_choice, integer
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_process import Job, train_here, train_in_processes
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
-from gnsfast.critical_batch.branches.branch_rule import LR_FACTORS, check_grid, matching, smoothed
+from gnsfast.critical_batch.branches.branch_rule import check_grid, matching, smoothed
 from gnsfast.critical_batch.branches.measurement import Branch, CriticalBatch
 from gnsfast.critical_batch.branches.noise_scale_records import (
     noise_scale_records,
     noise_scales_from_record,
 )
+from gnsfast.critical_batch.rules import Rules
 from gnsfast.errors import BranchError
 
 LEAST_STEPS = 3
@@ -87,7 +88,7 @@ def measure_critical_batch(
     smoothed([0.0], alpha)  # raises for an invalid alpha
     if save_every_tokens is not None:
         integer("save_every_tokens", save_every_tokens)
-    check_choice("lr", lr, LR_FACTORS)
+    lr_factor = Rules(lr).lr_factor
     check_choice("loss", loss, ("train", "evaluate"))
     if loss == "evaluate" and not callable(getattr(run, "evaluate", None)):
         raise ValueError("loss='evaluate' needs a run with evaluate()")
@@ -113,7 +114,7 @@ def measure_critical_batch(
     own: Callable[[], Mapping[str, Any]] | None = getattr(run, "branch_settings", None)
     files.open(settings | {f"run.{name}": each for name, each in (own() if own else {}).items()})
     shared = (delta_tokens, alpha, loss, save_every_tokens)
-    jobs = [Job(each, sizes[each], LR_FACTORS[lr](each), *shared) for each in ks]
+    jobs = [Job(each, sizes[each], lr_factor(each), *shared) for each in ks]
     with files.locked():
         is_new = files.save_checkpoint(run)
         try:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gnsfast.arguments import check_choice, integer
+from gnsfast.arguments import integer
 from gnsfast.critical_batch.branches.branch_protocol import BranchStep
 from gnsfast.critical_batch.branches.training_state import (
     other_buffers,
     random_state,
-    set_lr,
     set_random_state,
 )
+from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
 from gnsfast.kept import kept
 from gnsfast.layers import DropIn
@@ -62,8 +62,8 @@ class TorchRun:
         clip: the largest 2-norm of a gradient.
         evaluate: ``evaluate(model)``, a mean loss on samples that are always the same; called in
             evaluation mode, without gradients.
-        beta2: ``"keep"``, or ``"tokens"``: in branches Adam's beta2 becomes beta2^k, the same
-            memory in tokens.
+        betas, weight_decay: the rules (``Rules``) by which a branch moves them, from those of the
+            run to those of k times its batch.
         gns: measures every step, also in branches; its window is saved with the run.
         device: where the tensors of a batch are moved to.
         tokens: with which the model was trained before.
@@ -101,21 +101,21 @@ class TorchRun:
         lr: Callable[[int], float] | None = None,
         clip: float | None = None,
         evaluate: Callable[[nn.Module], float] | None = None,
-        beta2: str = "keep",
+        betas: str = "keep",
+        weight_decay: str = "keep",
         gns: GradientNoiseScale | None = None,
         device: torch.device | str | None = None,
         tokens: int = 0,
     ) -> None:
-        check_choice("beta2", beta2, ("keep", "tokens"))
-        if beta2 == "tokens" and not all("betas" in g for g in optimizer.param_groups):
-            raise ValueError(f"beta2='tokens' needs Adam's betas, not {type(optimizer).__name__}")
+        self.rules = Rules("none", betas, weight_decay)  # train() is told the learning rate's
+        self.rules.check(optimizer, 1.0)
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be positive, not {clip!r}")
         self.model, self.optimizer, self.loss_fn, self.stream = model, optimizer, loss_fn, stream
         self.batch_size = integer("batch_size", batch_size)
         self.tokens_per_sample = integer("tokens_per_sample", tokens_per_sample)
         self.micro_batch = None if micro_batch is None else integer("micro_batch", micro_batch)
-        self.lr, self.clip, self.beta2, self.gns, self.device = lr, clip, beta2, gns, device
+        self.lr, self.clip, self.gns, self.device = lr, clip, gns, device
         self.evaluate = None if evaluate is None else lambda: self._evaluate(evaluate)
         self.noise_scale_reason = ""
         self._tokens = integer("tokens", tokens, 0)
@@ -141,12 +141,17 @@ class TorchRun:
             done += step.tokens
             yield step
 
+    def skip(self, tokens: int) -> None:
+        """Draw whole batches of at least ``tokens`` tokens, and train on none of them."""
+        for _ in range(0, integer("tokens", tokens), self.batch_size * self.tokens_per_sample):
+            self.stream.draw(self.batch_size)
+
     def _step(self, batch_size: int, lr_factor: float) -> BranchStep:
         self._schedule()
         loss = self._backward(batch_size, self.gns)
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        with self._branched(batch_size / self.batch_size, lr_factor):
+        with self.rules.moved(self.optimizer, batch_size / self.batch_size, lr_factor):
             self.optimizer.step()
         self._zero_grad()
         tokens = batch_size * self.tokens_per_sample
@@ -194,26 +199,11 @@ class TorchRun:
             return batch
         return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), batch)
 
-    @contextmanager
-    def _branched(self, k: float, lr_factor: float) -> Iterator[None]:
-        """Set the branch's learning rates and beta2 for one step, then restore the run's."""
-        groups = self.optimizer.param_groups
-        own: list[dict[str, Any]] = [{n: g[n] for n in ("lr", "betas") if n in g} for g in groups]
-        for group in groups:
-            group["lr"] = group["lr"] * lr_factor
-            if self.beta2 == "tokens":
-                beta1, beta2 = group["betas"]
-                group["betas"] = (beta1, beta2**k)
-        try:
-            yield
-        finally:
-            for group, saved in zip(groups, own):
-                group.update(saved)
-
     def branch_settings(self) -> dict[str, Any]:
         """Settings that must be the same whenever a folder of branches is continued."""
         lr, optimizer = None if self.lr is None else "scheduled", type(self.optimizer).__name__
-        return {"optimizer": optimizer, "lr": lr, "clip": self.clip, "beta2": self.beta2}
+        moved = {"betas": self.rules.betas, "weight_decay": self.rules.weight_decay}
+        return {"optimizer": optimizer, "lr": lr, "clip": self.clip, **moved}
 
     def save(self, folder: Path) -> None:
         """Write model, optimizer, random number generators, data position and progress.

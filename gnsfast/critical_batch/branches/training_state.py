@@ -63,14 +63,3 @@ def other_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that ``state_dict`` leaves out."""
     saved = model.state_dict().keys()
     return {name: b for name, b in model.named_buffers() if name not in saved}
-
-
-def set_lr(group: dict[str, Any], lr: float) -> None:
-    """Set the learning rate of a parameter group.
-
-    A tensor is written in place, because a captured optimizer step reads that tensor.
-    """
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr

@@ -6,17 +6,15 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gnsfast.arguments import finite_or_text, whole_number
-from gnsfast.critical_batch.branches import LR_FACTORS
 from gnsfast.critical_batch.control.decision import Decision, Estimate, estimate
 from gnsfast.critical_batch.control.settings import make_settings
 from gnsfast.critical_batch.control.token_schedules import Shape, by_tokens
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.noise_scale import NoiseScale
 
-KIND, FORMAT = "batch size controller", 1
+KIND, FORMAT = "batch size controller", 2
 PHASES = ("calibrate", "warm up", "monitor")
 
 
@@ -47,8 +45,10 @@ class BatchSizeController:
             factor measured with it.
         calibrate, warm_up_until: shares of ``total_tokens`` at which these phases end.
         growth: a whole number, at least 2.
-        lr: ``"sqrt"`` multiplies the learning rate by √growth (Adam), ``"linear"`` by growth (SGD).
-        beta2: ``"tokens"`` keeps the half-life of Adam's second moments in tokens: beta2 ** growth.
+        lr, betas, weight_decay: the rules (``Rules``) by which they follow the batch size:
+            ``"sqrt"`` multiplies the learning rate by √growth (Adam), ``"linear"`` by growth (SGD);
+            ``betas="half_life"`` keeps the half-life of Adam's second moments in tokens;
+            ``weight_decay="timescale"`` keeps that of the weights, which AdamW's decay sets.
         patience: checks in a row before a growth or a warning. Checks closer together than the
             noise scale's window see some updates twice.
         check_every: tokens between two checks; by default 1/400 of ``total_tokens``.
@@ -68,7 +68,7 @@ class BatchSizeController:
         ValueError: for an invalid setting; the message names it.
 
     Source: Merrill et al. 2025, batch size warm-up ("Critical Batch Size Revisited"), with an
-    interval and hysteresis in place of thresholds by hand; arXiv 2507.07101 for ``beta2``.
+    interval and hysteresis in place of thresholds by hand; those of the rules are in ``RULES``.
 
     >>> from gnsfast.critical_batch import BatchSizeController
     >>> gns = gnsfast.GradientNoiseScale(gnsfast.convert(torch.nn.Linear(5, 2)))
@@ -96,7 +96,8 @@ class BatchSizeController:
         warm_up_until: float = 1.0,
         growth: int = 2,
         lr: str = "sqrt",
-        beta2: str = "keep",
+        betas: str = "keep",
+        weight_decay: str = "keep",
         patience: int = 3,
         check_every: int | None = None,
         over: float = 1.2,
@@ -114,7 +115,8 @@ class BatchSizeController:
             warm_up_until=warm_up_until,
             growth=growth,
             lr=lr,
-            beta2=beta2,
+            betas=betas,
+            weight_decay=weight_decay,
             patience=patience,
             check_every=check_every,
             over=over,
@@ -126,7 +128,7 @@ class BatchSizeController:
         self.decisions: list[Decision] = []
         self._estimate = Estimate()
         self._rows = {"grow": 0, "over": 0, "recovered": 0}
-        self._warned = self._capped = self._scheduled = False
+        self._warned = self._capped = self.scheduled = False
         self.phase = self._phase_at(0)
 
     @property
@@ -142,8 +144,7 @@ class BatchSizeController:
     @property
     def lr_factor(self) -> float:
         """The factor by which all growth so far has multiplied the learning rate."""
-        s = self.settings
-        return LR_FACTORS[s.lr](self.batch_size / s.batch_size)
+        return self.settings.rules.lr_factor(self.batch_size / self.settings.batch_size)
 
     def update(
         self, tokens: int, noise_scale: NoiseScale | Callable[[], NoiseScale]
@@ -246,8 +247,7 @@ class BatchSizeController:
         old = new if old is None else old
         decision = Decision(
             *(self.tokens, self.phase, old, new),
-            lr_factor=LR_FACTORS[s.lr](new / old),
-            beta2_power=new / old if s.beta2 == "tokens" else 1.0,
+            lr_factor=s.rules.lr_factor(new / old),
             estimate=e.value,
             lower=e.lower,
             upper=e.upper,
@@ -257,41 +257,34 @@ class BatchSizeController:
         self.decisions.append(decision)
         return decision
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError where an optimizer could not follow the growth that is left."""
+        k, s = 1, self.settings
+        while self.batch_size * k * s.growth <= s.max_batch_size:
+            k *= s.growth
+        s.rules.check(optimizer, k)
+
     def apply(
         self, decision: Decision, optimizer: torch.optim.Optimizer, *, lr: bool = True
     ) -> None:
-        """Change the learning rate and beta2 of every parameter group as a decision says.
+        """Move the hyperparameters of every parameter group as a decision says, by the rules.
 
         Args:
             lr: False leaves the learning rate to the caller; so does an earlier ``lr_lambda``.
 
         Raises:
-            ValueError: where beta2 changes and a group has no ``betas``; where the learning rate
-                changes and a scheduler sets it, which would undo the change at its next step.
+            ValueError: where an optimizer cannot follow (``check_optimizer`` says so before the
+                first step); where the learning rate changes and a scheduler sets it, which would
+                undo the change at its next step.
         """
-        groups = optimizer.param_groups
-        lr = lr and not self._scheduled and decision.lr_factor != 1
-        if lr and any("initial_lr" in group for group in groups):
+        lr = lr and not self.scheduled and decision.lr_factor != 1
+        if lr and any("initial_lr" in group for group in optimizer.param_groups):
             raise ValueError(
                 "a scheduler sets the learning rates (its initial_lr is in the parameter groups) "
                 "and would undo this change: give LambdaLR controller.lr_lambda(shape), or pass "
                 "lr='none'"
             )
-        if decision.beta2_power != 1 and not all("betas" in group for group in groups):
-            raise ValueError(
-                f"{type(optimizer).__name__} has no beta2 to keep constant in tokens: "
-                "pass beta2='keep'"
-            )
-        for group in groups:
-            if decision.beta2_power != 1:
-                beta1, beta2 = group["betas"]
-                group["betas"] = (beta1, beta2**decision.beta2_power)
-            if not lr:
-                continue
-            if isinstance(group["lr"], Tensor):  # a captured or compiled step reads this tensor
-                group["lr"].mul_(decision.lr_factor)
-            else:
-                group["lr"] *= decision.lr_factor
+        self.settings.rules.apply(optimizer, decision.new / decision.old, lr=lr)
 
     def lr_lambda(self, shape: Shape) -> Callable[[int], float]:
         """``shape`` at the controller's tokens, times ``lr_factor``, for ``LambdaLR``.
@@ -308,7 +301,7 @@ class BatchSizeController:
         >>> rate = controller.lr_lambda(cosine(10**6, warm_up=10**4))
         >>> scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         """
-        self._scheduled = True
+        self.scheduled = True
         return by_tokens(lambda tokens: shape(tokens) * self.lr_factor, lambda: self.tokens)
 
     def metrics(self) -> dict[str, float]:

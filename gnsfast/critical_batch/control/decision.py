@@ -19,7 +19,6 @@ class Decision:
         phase: from now on: ``"calibrate"``, ``"warm up"`` or ``"monitor"``.
         old, new: batch sizes in samples, equal for a change of phase and for a warning.
         lr_factor: multiplies the learning rate.
-        beta2_power: Adam's beta2 becomes ``beta2 ** beta2_power``.
         estimate: the critical batch size in samples (noise scale times factor), with the interval
             ``lower`` to ``upper``. NaN before the first measurement, infinite where the noise scale
             is infinite.
@@ -31,7 +30,6 @@ class Decision:
     old: int
     new: int
     lr_factor: float
-    beta2_power: float
     estimate: float
     lower: float
     upper: float
@@ -49,7 +47,7 @@ class Decision:
     @staticmethod
     def from_state(state: dict[str, Any]) -> "Decision":
         """The decision whose ``state()`` this is."""
-        numbers = ("lr_factor", "beta2_power", "estimate", "lower", "upper")
+        numbers = ("lr_factor", "estimate", "lower", "upper")
         return Decision(**state | {k: float(state[k]) for k in numbers})
 
 

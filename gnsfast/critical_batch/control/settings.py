@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gnsfast.arguments import check_choice, finite_or_text, real_number, whole_number
-from gnsfast.critical_batch.branches import LR_FACTORS
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
+from gnsfast.critical_batch.rules import Rules
 from gnsfast.noise_scale import METRICS
 
 CHECKS = 400
@@ -17,7 +17,7 @@ CHECKS = 400
 OF_THE_MACHINE = ("data_parallel", "micro_batch")
 """May differ when a run is resumed."""
 
-FIXED = ("batch_size", "tokens_per_sample", "lr", "beta2")
+FIXED = ("batch_size", "tokens_per_sample", "lr", "betas", "weight_decay")
 """May not differ: learning rates already changed, and counted tokens, depend on them."""
 
 
@@ -34,7 +34,8 @@ class Settings:
     warm_up_until: float
     growth: int
     lr: str
-    beta2: str
+    betas: str
+    weight_decay: str
     patience: int
     check_every: int
     over: float
@@ -48,14 +49,18 @@ class Settings:
         real_number("calibrate", self.calibrate, 0.0, 1.0)
         real_number("warm_up_until", self.warm_up_until, self.calibrate, 1.0)
         real_number("over", self.over, 1.0)
-        check_choice("lr", self.lr, LR_FACTORS)
-        check_choice("beta2", self.beta2, ("keep", "tokens"))
+        self.rules  # noqa: B018 - raises for a name that no rule has
         self.check_batch(self.batch_size)
         if whole_number("max_batch_size", self.max_batch_size) < self.batch_size:
             raise ValueError(
                 f"max_batch_size={self.max_batch_size} is less than the batch size of "
                 f"{self.batch_size}, and a batch size never shrinks"
             )
+
+    @property
+    def rules(self) -> Rules:
+        """By which hyperparameters follow the batch size."""
+        return Rules(self.lr, self.betas, self.weight_decay)
 
     @property
     def samples_at_once(self) -> int:

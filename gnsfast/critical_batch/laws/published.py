@@ -141,8 +141,35 @@ KAPLAN = Law(
     note="L in nats a token, of their tokenizer and data",
 )
 
-LAWS = (ZHANG_TOKENS, ZHANG_PARAMS, STEP_LAW, DEEPSEEK, KAPLAN)
-"""The laws that ``predictions`` uses."""
+MINICPM = Law(
+    name="MiniCPM",
+    quantity=OPTIMAL,
+    argument=LOSS,
+    prefactor=1.21e9,
+    exponent=-6.24,
+    unit=1.0,
+    fitted=None,
+    source="Hu et al. 2024 (arXiv 2404.06395), section 3.2, C4, 9M to 170M parameters, cosine",
+    formula="1.21e9 / L^6.24 tokens",
+    note="L in nats a token, of their tokenizer, on C4; the fewest tokens to that loss",
+)
+
+LING_EXPERTS = Law(
+    name="Ling, experts",
+    quantity=OPTIMAL,
+    argument=FLOPS,
+    prefactor=0.0694,
+    exponent=0.3644,
+    unit=1.0,
+    fitted=(3e17, 3e20),
+    source="Tian et al. 2025 (arXiv 2507.17702), eq. 3: mixtures of experts, 4 of 64 and a shared "
+    "one, AdamW, warmup-stable-decay",
+    formula="0.0694 C^0.3644 tokens",
+    note="C of the parameters that a token uses, without embeddings",
+)
+
+LAWS = (ZHANG_TOKENS, ZHANG_PARAMS, STEP_LAW, DEEPSEEK, KAPLAN, MINICPM)
+"""The laws that ``predictions`` uses for a dense model."""
 
 POWER_LINES = "Bergsma et al. 2025 (arXiv 2505.13738), exponent; prefactor by your measurement"
 
@@ -223,6 +250,7 @@ def predictions(
     *,
     params: float | None = None,
     loss: float | None = None,
+    experts: bool = False,
     more: Iterable[Law] = (),
 ) -> list[Prediction]:
     """The prediction of every law whose argument is given; C is taken as 6 N D.
@@ -234,6 +262,8 @@ def predictions(
         tokens: D of the run.
         params: N, without embeddings.
         loss: at the point of interest, in nats per token.
+        experts: the model is a mixture of experts, and ``params`` are those that a token uses:
+            Ling's law in place of DeepSeek's, which is that of dense models.
         more: further laws, such as those through your own measurements.
 
     >>> from gnsfast.critical_batch.laws import predictions
@@ -247,7 +277,8 @@ def predictions(
     known = {TOKENS: tokens, PARAMS: params, LOSS: loss}
     known[FLOPS] = 6 * params * tokens if params is not None else None
     found = []
-    for law in (*LAWS, *more):
+    own = (LING_EXPERTS if experts and law is DEEPSEEK else law for law in LAWS)
+    for law in (*own, *more):
         value = known[law.argument]
         if law is ZHANG_PARAMS and params is not None and not 10 <= tokens / params <= 40:
             continue

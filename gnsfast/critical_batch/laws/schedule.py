@@ -10,6 +10,7 @@ from typing import Any
 from gnsfast.arguments import whole_number
 from gnsfast.critical_batch.counts import exact_count, parse_count
 from gnsfast.critical_batch.laws.json_lines import read_records
+from gnsfast.critical_batch.rules import Rules
 
 SAME_COMPUTE = "same tokens, same FLOPs: fewer steps, not less compute"
 
@@ -189,6 +190,16 @@ class BatchSizeSchedule:
         """
         at = whole_number("tokens", tokens, 0)
         return [s.batch_size for s in self.stages if s.steps and s.tokens <= at][-1]
+
+    def lr_factor_at(self, tokens: float, lr: str = "sqrt") -> float:
+        """The factor of the learning rate there, by a rule of ``Rules``; 1 at the first batch size.
+
+        >>> from gnsfast.critical_batch import BatchSizeSchedule
+        >>> schedule = BatchSizeSchedule([(0, 4), (80, 16)], total_tokens=500, tokens_per_sample=10)
+        >>> [schedule.lr_factor_at(tokens) for tokens in (0, 80)]
+        [1.0, 2.0]
+        """
+        return Rules(lr).lr_factor(self.batch_size_at(tokens) / self.thresholds[0][1])
 
     def steps_saved(self, against: int | None = None) -> Saved:
         """Steps of the schedule and of a fixed batch size ``against``, by default the first one.

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes ``docs/rules.md`` from the tables in the code: ``python docs/rules.py``."""
+
+from pathlib import Path
+
+from gnsfast.critical_batch import RULES, laws
+
+PAGE = Path(__file__).with_suffix(".md")
+
+TEXT = """# Rules and laws
+
+`python docs/rules.py` writes this page from `gnsfast/critical_batch/rules.py` and
+`gnsfast/critical_batch/laws/published.py`; a test compares them.
+
+## How hyperparameters follow a batch that grows by k
+
+η is the learning rate, λ the weight decay, β1, β2 and ε are Adam's. `BatchSizeController`,
+`TorchRun`, `TrainerRun`, `measure_critical_batch(lr=)`, `BatchSizeSchedule.lr_factor_at` and both
+`BatchSizeCallback`s take the names; `Rules(lr=..., betas=..., weight_decay=...).apply(optimizer,
+k)` is for your own loop. Each parameter group moves from its own values, and growing by 2 and then
+by 3 is growing by 6.
+
+{rules}
+
+What no rule says: where the rules hold, gradients are mostly noise. Beyond the critical batch size
+none of them does, and a larger learning rate may only be unstable. Marek et al. tune the learning
+rate: their sweeps are centred on one that grows as k^0.25 to k^0.3.
+
+## Published laws of batch sizes
+
+`gnsfast plan` prints those whose argument it knows. D is tokens, N parameters without embeddings, C
+= 6 N D FLOPs, L the loss. They disagree by multiples, and do not all predict the same quantity.
+
+{laws}
+
+Not in the table, because their coefficients could not be verified: the laws under
+warmup-stable-decay of arXiv 2601.05034, 2607.01487 and 2608.28308, those of continued pre-training
+of 2606.05610, and Moonlight's (2502.16982).
+"""
+
+FITTED = {
+    "tokens": lambda x: f"{x / 1e9:g}B tokens",
+    "parameters": lambda x: f"{x / 1e6:g}M parameters",
+    "FLOPs": lambda x: f"{x:g} FLOPs",
+    "loss": lambda x: f"a loss of {x:g}",
+}
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell or '-' for cell in line)} |" for line in lines)
+
+
+def rules() -> str:
+    head = ("argument", "with k times the batch", "paper", "range", "a test reproduces")
+    rows = [(f'`{r.moves}="{r.name}"`', r.formula, r.source, r.holds, r.tested) for r in RULES]
+    return table(head, rows)
+
+
+def law_rows() -> list[tuple[str, ...]]:
+    found = []
+    for law in (*laws.LAWS, laws.LING_EXPERTS, laws.ZHANG_FIXED_DATA):
+        known = law.fitted and " to ".join(FITTED[law.argument](x) for x in law.fitted)
+        found.append((law.name, law.quantity, law.formula, law.source, known or "", law.note))
+    for through in (laws.power_lines_optimal, laws.power_lines_critical):
+        law = through(1e9, 1e6)
+        formula = law.formula.replace("1.00M", "B0").replace("1M", "B0").replace("1B", "D0")
+        found.append((law.name, law.quantity, formula, law.source, "that of your measurement", ""))
+    timescale = "τ = B / (η λ D) = 1.084 (D / N)^-0.527"
+    paper = "Bergsma et al. 2025 (arXiv 2505.13738)"
+    found.append(("Power Lines, timescale", "AdamW's weight decay", timescale, paper, "", ""))
+    return found
+
+
+def page() -> str:
+    head = ("law", "predicts", "equation", "paper", "fitted", "note")
+    return TEXT.format(rules=rules(), laws=table(head, law_rows()))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rule against its paper's numbers or its formula, and what optimizers make of them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from gnsfast.critical_batch.rules import NAMES, RULES, Rules
+
+
+def parameter() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(2))]
+
+
+def adamw(**options: Any) -> torch.optim.AdamW:
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **options}
+    return torch.optim.AdamW(parameter(), **settings)
+
+
+def test_goyal() -> None:
+    """0.1 for 256 images is 3.2 for 8,192."""
+    assert 0.1 * Rules("linear").lr_factor(8192 / 256) == pytest.approx(3.2)
+
+
+def test_malladi() -> None:
+    optimizer = adamw()
+    Rules("sqrt", "sde").apply(optimizer, 4)
+    group = optimizer.param_groups[0]
+    assert group["lr"] == pytest.approx(2e-3) and group["eps"] == pytest.approx(5e-9)
+    assert group["betas"] == pytest.approx((0.6, 0.8)) and group["weight_decay"] == 0.1
+
+
+def test_marek() -> None:
+    """Their runs have 0.95 for 512 samples and 0.9999 for 1, of 1,024 tokens each."""
+    optimizer = adamw()
+    Rules("none", "half_life").apply(optimizer, 1 / 512)
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    assert beta1 == 0.9 and round(beta2, 4) == 0.9999
+    tokens = [math.log(0.5) / math.log(b) * n * 1024 for b, n in ((0.95, 512), (beta2, 1))]
+    assert tokens[0] == pytest.approx(tokens[1])
+
+
+@pytest.mark.parametrize("lr, factor", [("sqrt", 2.0), ("linear", 1.0), ("none", 4.0)])
+def test_timescale(lr: str, factor: float) -> None:
+    """B / (η λ D) stays as it was."""
+    optimizer = adamw()
+    Rules(lr, weight_decay="timescale").apply(optimizer, 4)
+    group = optimizer.param_groups[0]
+    assert group["weight_decay"] == pytest.approx(0.1 * factor)
+    assert 4 / (group["lr"] * group["weight_decay"]) == pytest.approx(1 / (1e-3 * 0.1))
+
+
+def test_timescale_holds_the_weights_in_tokens() -> None:
+    """Without gradients, two steps of a batch shrink weights as one step of twice the batch."""
+    left = []
+    for k, steps in ((1, 2), (2, 1)):
+        weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+        optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.1)
+        Rules("sqrt", weight_decay="timescale").apply(optimizer, k)
+        for _ in range(steps):
+            weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+        left.append(1 - weight.item())
+    assert left[0] == pytest.approx(left[1], rel=1e-3) and left[0] == pytest.approx(2e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("lr", NAMES["lr"])
+@pytest.mark.parametrize("betas", NAMES["betas"])
+@pytest.mark.parametrize("decay", NAMES["weight_decay"])
+def test_growth_in_two_steps_is_growth_in_one(lr: str, betas: str, decay: str) -> None:
+    rules, found = Rules(lr, betas, decay), []
+    for path in ((6,), (2, 3)):
+        optimizer = adamw(betas=(0.95, 0.99))
+        for k in path:
+            rules.apply(optimizer, k)
+        group = optimizer.param_groups[0]
+        found.append([group["lr"], *group["betas"], group["eps"], group["weight_decay"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_groups_keep_their_own_values() -> None:
+    rate = torch.tensor(0.5)
+    groups = [
+        {"params": parameter(), "lr": rate, "weight_decay": 0.0},
+        {"params": parameter(), "betas": (0.8, 0.99), "weight_decay": 0.3},
+        {"params": parameter(), "lr": 1e-2},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, foreach=False)
+    Rules("sqrt", "half_life", "timescale").apply(optimizer, 4)
+    first, second, third = optimizer.param_groups
+    assert first["lr"] is rate and rate.item() == 1.0 and first["weight_decay"] == 0.0
+    assert second["betas"] == (0.8, 0.99**4) and second["weight_decay"] == pytest.approx(0.6)
+    assert third["lr"] == pytest.approx(2e-2) and third["betas"] == (0.9, 0.999**4)
+
+
+def test_groups_without_betas() -> None:
+    """As Muon's beside AdamW's."""
+    optimizer = adamw()
+    optimizer.add_param_group({"params": parameter()})
+    del optimizer.param_groups[1]["betas"], optimizer.param_groups[1]["eps"]
+    Rules("none", "sde").apply(optimizer, 2)
+    assert optimizer.param_groups[0]["betas"] == pytest.approx((0.8, 0.9))
+    assert "betas" not in optimizer.param_groups[1]
+
+
+@pytest.mark.parametrize(
+    "rules, kind, options, said",
+    [
+        (Rules(betas="half_life"), torch.optim.SGD, {}, "SGD has no betas.*betas='keep'"),
+        (Rules(betas="sde"), torch.optim.AdamW, {}, "16 times as large.*half_life"),
+        (Rules(weight_decay="timescale"), torch.optim.Adam, {"weight_decay": 0.1}, "use AdamW"),
+        (Rules(weight_decay="timescale"), torch.optim.LBFGS, {}, "LBFGS has no weight decay"),
+    ],
+)
+def test_refused_before_anything_changes(rules: Any, kind: Any, options: Any, said: str) -> None:
+    optimizer = kind(parameter(), lr=1.0, **options)
+    with pytest.raises(ValueError, match=said):
+        rules.apply(optimizer, 16)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    with pytest.raises(ValueError, match=said), rules.moved(optimizer, 16, 3.0):
+        pass
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_moved_for_a_block() -> None:
+    optimizer = adamw()
+    rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    before = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    with pytest.raises(KeyError), Rules("none", "sde", "timescale").moved(optimizer, 2, 3.0):
+        group = optimizer.param_groups[0]
+        assert group["lr"].item() == 1.5 and group["weight_decay"] == pytest.approx(0.1 * 2 / 3)
+        assert group["betas"] == pytest.approx((0.8, 0.9)) and group["eps"] == 1e-8 / math.sqrt(2)
+        raise KeyError
+    group = optimizer.param_groups[0]
+    assert group["lr"] is rate and rate.item() == 0.5
+    assert {name: value for name, value in group.items() if name != "params"} == before
+
+
+def test_names() -> None:
+    for argument, name in (("lr", "log"), ("betas", "tokens"), ("weight_decay", 1)):
+        with pytest.raises(ValueError, match=f"{argument} must be '"):
+            Rules(**{argument: name})
+    assert all(rule.source and rule.holds for rule in RULES if rule.tested)
