@@ -238,9 +238,7 @@ class NoiseScale(ModuleNoiseScale):
         skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
         mean = "mean over the last " if self.updates else ""
         used = f"{mean}{self.updates} updates of {self.samples:,} samples"
-        now = (
-            "" if math.isnan(self.present.noise_scale) else f"\nat the end of these: {self.present}"
-        )
+        now = f"\nat the end of these: {self.present}" if self.present.lower > 0 else ""
         adam = "" if self.adam is None else f"\n{self.adam}"
         dual = "".join(f"\n{each}" for each in (self.sign, self.spectral) if each is not None)
         groups = "".join(f"\n{name}: {each}" for name, each in self.per_group.items())

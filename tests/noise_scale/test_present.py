@@ -135,3 +135,10 @@ def test_print_says_which_is_which() -> None:
     later = summarize(p, q, q[:, 0], scalars, False, ["layer"], None).present
     expected = present(trace[:-3], grad_sqnorm[:-3], ONES[:-3], AGES[:-3])
     assert (later.noise_scale, later.lower, later.upper) == pytest.approx(expected)
+
+
+def test_a_line_below_noise_is_drift() -> None:
+    """Neighbours that differ hide a line from each other, but not from a fit."""
+    zigzag = 0.3 * (-1.0) ** AGES
+    assert st.drifted(1 - 0.007 * AGES + zigzag, ONES, ONES)
+    assert not st.drifted(1 + zigzag, ONES, ONES)
