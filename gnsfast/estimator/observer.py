@@ -148,7 +148,6 @@ class Observer:
         first = not self._passes
         measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
         slab.open(documents, *measured, self.pass_over, self.dual.open(slab, len(self._passes)))
-        self.dual.opened()
         self.slab, self._end, self._split = slab, None, False
         self._audited = self.audit.next()
         try:
@@ -156,6 +155,7 @@ class Observer:
         except RuntimeError:
             self.discard()
             raise
+        self.dual.opened()  # after the watch, which leaves parameters with hooks alone
         watched = self._watch.watched  # the others are sharded
         named = zip(self.names, self.parameters)
         self._before = {name: checks.mark(p) for name, p in named if name not in watched}
