@@ -352,7 +352,7 @@ class Observer:
                 "If the optimizer runs inside backward, use source='local'."
             )
         if found != expected:
-            raise ObservationError(checks.REWRITTEN)
+            raise ObservationError(checks.explain_rewritten(self.settings.takes_norm))
 
     def _loss_scale(self) -> Tensor | None:
         """The gradient scaler's factor, which the next step may change."""
@@ -362,7 +362,7 @@ class Observer:
     def check(self, flags: Tensor, touched: list[int]) -> None:
         """Raise if the flags of all passes so far, on the host, say that a norm is wrong."""
         calls_2R = self.stages.own_rows(flags[:-FLAGS].view(2, -1), len(self.labels))
-        if wrong := checks.explain_flags(flags[-FLAGS:].tolist()):
+        if wrong := checks.explain_flags(flags[-FLAGS:].tolist(), self.settings.takes_norm):
             raise ObservationError(wrong)
         seen: dict[str, float] = {}
         counted: set[tuple[str, str]] = set()  # a parameter may have several rows

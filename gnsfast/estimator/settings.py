@@ -100,6 +100,11 @@ class Settings:
         return self.noise_from == "micro_batches"
 
     @property
+    def takes_norm(self) -> bool:
+        """Whether ``update(grad_norm=...)`` may take the place of the gradients."""
+        return self.optimizer is None and not self.dual
+
+    @property
     def local(self) -> bool:
         return self.source == "local"
 
