@@ -54,8 +54,14 @@ class Problem:
                 parts = before, after, new, square(whole) - new / n, whole, *halves
                 rows.append(numbers(dual_norms.Parts(*parts)))
             before = after
-        weights = torch.ones(len(rows), dtype=F64)
-        return dual_norms.dual_estimates(torch.stack(rows), weights)
+        return estimates(rows)
+
+
+def estimates(rows: list[torch.Tensor]) -> list[DualNormEstimate]:
+    """Of updates of equal size, as ``summarize_dual`` does it."""
+    found, weights = torch.stack(rows), torch.ones(len(rows), dtype=F64)
+    found[..., 0] = dual_norms.averaged_before_root(found[..., 0], weights)
+    return dual_norms.dual_estimates(found, weights)
 
 
 @pytest.mark.parametrize("n", [N, 4])
@@ -165,6 +171,25 @@ def test_zero_variance_and_zero_gradient() -> None:
     assert dual_norms.spectral_numbers(parts).tolist() == [2.0, *[0.0] * 6]
 
 
+def test_root_of_a_mean_of_squares() -> None:
+    """Of blocks of eight updates by their weights; a parameter without noise has none."""
+    noise = torch.rand(19, 2, dtype=F64) * torch.tensor([1.0, 0.0])
+    weights = torch.rand(19, dtype=F64)
+    found = dual_norms.averaged_before_root(noise, weights)
+    want = 0.0
+    for own, share in zip(noise[:, 0].split(8), weights.split(8)):
+        want += share.sum() * ((share * own.square()).sum() / share.sum()).sqrt()
+    torch.testing.assert_close((weights @ found)[0], want)
+    assert not found[:, 1].any()
+    # Its spread is that of the root, to first order.
+    step = torch.zeros_like(noise)
+    step[3, 0] = 1e-6
+    moved = dual_norms.averaged_before_root(noise + step, weights)
+    share, root = weights[3] / weights[:8].sum(), found[:8, 0] @ weights[:8] / weights[:8].sum()
+    slope = (moved[:8, 0] - found[:8, 0]) @ weights[:8] / weights[:8].sum() / 1e-6
+    torch.testing.assert_close(slope, share * noise[3, 0] / root, rtol=1e-4, atol=0.0)
+
+
 def test_ends_of_the_interval() -> None:
     """Each end is the 95 % limit of its bounds, and a bound that is not resolved is not used."""
     noise = torch.tensor([9.0, 10.0, 11.0, 10.0] * 8, dtype=F64)
@@ -228,6 +253,6 @@ def test_hard_problems(case: str) -> None:
             parts = before, after, new, square(whole) - new / n, whole, *halves
             rows.append(numbers(dual_norms.Parts(*parts)))
         before = after
-    found = dual_norms.dual_estimates(torch.stack(rows), torch.ones(len(rows), dtype=F64))
+    found = estimates(rows)
     hits = sum(e.lower <= truth <= e.upper for e in found)
     assert hits >= 0.9 * seeds
