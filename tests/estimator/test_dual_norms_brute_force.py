@@ -71,7 +71,7 @@ def check(samples: int, layers: int, updates: int) -> None:
             f"to {scale.grad_norm_upper:.5g}"
         )
         # A root of a mean of few samples with heavy tails is too small: 4 % after 60 updates of
-        # 16, 2 to 3 % after 256.
+        # 16, 2 % after 256.
         assert -0.06 < scale.noise / sigma - 1 < 0.01
         assert 0 < scale.grad_norm_lower < norm < scale.grad_norm_upper
         assert scale.lower < (sigma / norm) ** 2 < scale.upper

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import test_combinations
 import torch
 import torch.nn.functional as F
 from adam_cases import Tied
@@ -148,6 +149,43 @@ def test_all_parameters_against_units(scaled: bool) -> None:
     matrices = [{n: g for n, g in u.items() if g.ndim == 3 and n not in embeddings} for u in units]
     assert {"lstm.weight_hh_l0", "rare.weight"} < matrices[0].keys()
     check(found.spectral, matrices, "spectral", 1e-6)
+
+
+@pytest.mark.parametrize("route", test_combinations.MODELS)
+def test_every_layer(route: str) -> None:
+    """Of two passes of three samples each: three times half the square of their difference."""
+    torch.manual_seed(0)
+    cases = [test_combinations.draw(route, ()) for _ in range(2)]
+    model = test_combinations.converted(cases[0])
+    gns = gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches")
+    grads: list[list[Tensor]] = []
+    for case in cases:
+        loss = (model(case.x) * case.r).sum() / 3
+        grads.append(
+            [*torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+        )
+        with gns.microbatch(3, scale=0.5):
+            ((model(case.x) * case.r).sum() / 3 / 2).backward()
+    gns.update()
+    moments = gns._start().dual.state()["sign"]["moments"]
+    assert {*moments} == {n for n, p in model.named_parameters() if p.requires_grad}
+    for moment, one, two in zip(moments.values(), *grads):
+        want = 3 * (one - two).square() / 2
+        torch.testing.assert_close(moment, want, rtol=1e-4, atol=1e-5 * float(want.max() + 1e-9))
+
+
+def test_groups() -> None:
+    """With a noise scale of each group, which its samples show, beside that of all."""
+    model = gnsfast.convert(nn.Linear(6, 3))
+    gns = gnsfast.GradientNoiseScale(model, groups=["a", "b"], **BOTH)
+    for k in range(2 * K):
+        with gns.microbatch(4, groups=["a", "b", "b", "a"], scale=1 / K):
+            (model(torch.randn(4, 6)).square().sum(1).mean() / K).backward()
+        if k % K == K - 1:
+            gns.update()
+            model.zero_grad()
+    found = gns.compute()
+    assert found.sign is not None and found.sign.updates == 1 and {*found.per_group} == {"a", "b"}
 
 
 def test_matrices_of_an_optimizer() -> None:
