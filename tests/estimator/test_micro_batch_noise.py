@@ -64,8 +64,10 @@ def test_unbiased_over_all_draws(
     gns.compute()
     mean = g_M.mean(0)
     variance = square(g_M - mean).mean(0) * (counts.double().square().sum() / n)
-    found = [torch.stack(each).mean(0) for each in zip(*[(p.new, p.square) for p in parts])]
-    torch.testing.assert_close(found, [variance, square(mean)], rtol=1e-9, atol=1e-12)
+    rows = [(p.new, p.square, p.whole, p.first, p.second) for p in parts]
+    found = [torch.stack(each).mean(0) for each in zip(*rows)]
+    want = [variance, square(mean), mean, mean, mean]
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-12)
 
 
 class Everything(nn.Module):
