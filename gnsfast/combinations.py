@@ -12,20 +12,22 @@ DOCUMENTS = "documents of packed rows (cu_seqlens)"
 METRIC = "Adam's metric (metric='adam')"
 SIGN = "the sign noise scale (metric='sign')"
 SPECTRAL = "the spectral noise scale (metric='spectral')"
+MICRO_BATCHES = "noise from micro-batches (noise_from='micro_batches')"
 GROUPS = "groups of samples"
 TIED = "a weight that it shares"
 REPEATED = "several calls in one pass"
 TENSOR_PARALLEL = "tensor parallelism"
 PIPELINE = "pipeline stages"
+SHARDED = "sharded parameters (FSDP2)"
 COMPILED = "torch.compile"
 CUDA = "a GPU"
 
 FEATURES = (
-    *(REPEATED, DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED),
-    *(TENSOR_PARALLEL, PIPELINE, COMPILED, CUDA),
+    *(REPEATED, DOCUMENTS, METRIC, SIGN, SPECTRAL, MICRO_BATCHES, GROUPS, TIED),
+    *(TENSOR_PARALLEL, PIPELINE, SHARDED, COMPILED, CUDA),
 )
 
-ALWAYS = {PIPELINE, COMPILED, CUDA}
+ALWAYS = {PIPELINE, COMPILED, CUDA, MICRO_BATCHES}
 MEASURES = {DOCUMENTS, METRIC, GROUPS}
 LAYERS: dict[str, set[str]] = {
     "linear": {*MEASURES, SIGN, SPECTRAL, *ALWAYS, TIED, REPEATED, TENSOR_PARALLEL},
@@ -33,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "layer_norm": {*MEASURES, SIGN, *ALWAYS, REPEATED, TENSOR_PARALLEL},
     "rms_norm": {*MEASURES, SIGN, *ALWAYS, REPEATED, TENSOR_PARALLEL},
     "embedding_bag": {*ALWAYS},
-    "copies": {METRIC, GROUPS, PIPELINE, CUDA, REPEATED},
+    "copies": {METRIC, MICRO_BATCHES, GROUPS, PIPELINE, CUDA, REPEATED},
     "bilinear": {*MEASURES, *ALWAYS, REPEATED},
     "channel_norm": {METRIC, GROUPS, *ALWAYS},
     "linear_cross_entropy": {DOCUMENTS, *ALWAYS, TIED},
@@ -47,6 +49,7 @@ LAYERS: dict[str, set[str]] = {
 }
 """The features that each layer's norms support. Every layer measures its samples and their sum."""
 
+WHOLE = "a hook on the parameter must see the whole gradient of one process: use DDP"
 OUTSIDE = "its sums are outside of the graph: the estimator measures it in eager mode"
 
 APART: dict[frozenset[str], str] = {
@@ -70,6 +73,7 @@ APART: dict[frozenset[str], str] = {
     frozenset((SPECTRAL, TIED)): "",
     frozenset((SIGN, COMPILED)): OUTSIDE,
     frozenset((SPECTRAL, COMPILED)): OUTSIDE,
+    **{frozenset((MICRO_BATCHES, each)): WHOLE for each in (SHARDED, TENSOR_PARALLEL, PIPELINE)},
 }
 """Pairs that no layer supports together -> why; empty where there is nothing to explain."""
 

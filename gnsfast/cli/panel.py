@@ -62,6 +62,15 @@ def verdict(check: Check) -> list[tuple[str, str]]:
             f"{value(check.brute_force)}  {span(check.brute_force)}",
         ),
         ("estimate / brute force", f"{check.ratio:.2f}"),
+        *(
+            (
+                f"{OTHERS[metric]}, brute force",
+                f"{value(found)}  {found.lower:,.3g} to {found.upper:,.3g}: "
+                f"{'within' if check.agrees(metric) else 'NOT within'} the estimate's "
+                f"{value(check.estimate.under(metric))}  {span(check.estimate.under(metric))}",
+            )
+            for metric, found in check.single_samples.items()
+        ),
     ]
 
 

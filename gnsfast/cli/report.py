@@ -87,10 +87,13 @@ class Sections:
         )
         self.parts += [f'<div class="pair">{left}{right}</div>', self._batch(), self._factors()]
         for metric, words in OTHERS.items():
+            key = f"{SCALES[metric]}_from_micro_batches"
+            units = any(key in p.values for run in view.runs for p in run.points)
+            shown = " The noise is that of micro-batches, not of single samples." if units else ""
             self.parts.append(
                 self.figure(
                     f"Noise scale {words}, samples",
-                    f"{FORMULAS[metric]}. Band: 95 % interval; arrow: at least.",
+                    f"{FORMULAS[metric]}. Band: 95 % interval; arrow: at least.{shown}",
                     figures.noise_scale(view, SCALES[metric]),
                 )
             )

@@ -5,18 +5,20 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import gnsfast
-from gnsfast.arguments import check_choice
+from gnsfast.arguments import check_choice, finite_or_none
 from gnsfast.cli import optimizers, tiny_gpt
+from gnsfast.cli.single_samples import SingleSamples
 from gnsfast.estimator import optimizer_for
 from gnsfast.integrations.trackers import metrics
-from gnsfast.noise_scale import OTHERS, ModuleNoiseScale, NoiseScale
+from gnsfast.noise_scale import OTHERS, Estimate, ModuleNoiseScale, NoiseScale
 
 REPORT_EVERY = 10
 PLAIN_EVERY = 8
@@ -69,10 +71,17 @@ class Check:
 
     estimate: NoiseScale
     brute_force: ModuleNoiseScale
+    single_samples: Mapping[str, Estimate]
+    """The noise scales in other metrics by the same single samples."""
 
     @property
     def ratio(self) -> float:
         return self.estimate.noise_scale / self.brute_force.noise_scale
+
+    def agrees(self, metric: str) -> bool:
+        """Whether the estimate's interval reaches what single samples say."""
+        ours, theirs = self.estimate.under(metric), self.single_samples[metric]
+        return ours.lower <= theirs.upper and theirs.lower <= ours.upper
 
     def record(self) -> dict[str, Any]:
         return {
@@ -80,9 +89,21 @@ class Check:
             "estimate": numbers(self.estimate),
             "brute_force": numbers(self.brute_force),
             "ratio": self.ratio,
+            "others": {
+                metric: {
+                    "estimate": ends(self.estimate.under(metric)),
+                    "single_samples": ends(found),
+                    "agrees": self.agrees(metric),
+                }
+                for metric, found in self.single_samples.items()
+            },
             "batches": CHECK_BATCHES,
             "single_samples": CHECK_SAMPLES,
         }
+
+
+def ends(found: Estimate) -> dict[str, float | None]:
+    return {k: finite_or_none(getattr(found, k)) for k in ("noise_scale", "lower", "upper")}
 
 
 def numbers(scale: ModuleNoiseScale) -> dict[str, Any]:
@@ -99,10 +120,14 @@ class Run:
         self.text = tiny_gpt.read_text()
         self.model = gnsfast.convert(tiny_gpt.TinyGPT())
         self.optimizer = optimizers.make(settings.optimizer, self.model)
-        metric, own = settings.metrics, optimizer_for(settings.metrics, self.optimizer)
-        self.gns = gnsfast.GradientNoiseScale(self.model, metric=metric, optimizer=own)
+        self.gns = gnsfast.GradientNoiseScale(self.model, **self._others())
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.parameters = sum(p.numel() for p in self.model.parameters())
+
+    def _others(self) -> dict[str, Any]:
+        """Which other noise scales an estimator measures."""
+        asked = self.settings.metrics
+        return {"metric": asked, "optimizer": optimizer_for(asked, self.optimizer)}
 
     def header(self) -> dict[str, Any]:
         """What the first line of ``metrics.jsonl`` says."""
@@ -162,7 +187,7 @@ class Run:
 
     def check(self, tick: Callable[[float], None]) -> Check:
         """Measure the frozen model both ways; ``tick`` gets the share that is done."""
-        gns = gnsfast.GradientNoiseScale(self.model)
+        gns = gnsfast.GradientNoiseScale(self.model, **self._others())
         for _ in range(CHECK_BATCHES):
             batch = self.draw(self.settings.samples)
             with gns.microbatch(len(batch)):
@@ -182,5 +207,11 @@ class Run:
                 tick(done / CHECK_SAMPLES)
             return tiny_gpt.loss_of(model, sample)
 
-        truth = gnsfast.brute_force_noise_scale(self.model, loss_of, samples())
-        return Check(gns.compute(), truth)
+        found, singles = gns.compute(), SingleSamples(self.model)
+        with singles.watched() if found.others else nullcontext():
+            truth = gnsfast.brute_force_noise_scale(self.model, loss_of, samples())
+        others = {
+            metric: singles.estimate(metric, getattr(scale, "left_out", ()), self.optimizer)
+            for metric, scale in found.others.items()
+        }
+        return Check(found, truth, others)

@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.combinations import SIGN, SPECTRAL, TENSOR_PARALLEL, refuse
+from gnsfast.errors import ObservationError
+from gnsfast.estimator.dual_factors import Factors, factors
+from gnsfast.estimator.eager import EAGER
 from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
+from gnsfast.estimator.micro_batch_noise import Arrivals, trainable
 from gnsfast.estimator.numbers import Pass
 from gnsfast.estimator.settings import Settings
 from gnsfast.functional import Grams, Halves, Squares
@@ -23,54 +27,10 @@ from gnsfast.noise_scale import (
     DualNoiseScale,
     NoiseScale,
     dual_norms,
-    loss_factors,
     summarize_dual,
 )
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
-
-
-class Factors(NamedTuple):
-    """What turns the sums of an update into means over its samples, float64 scalars.
-
-    With p and q of a coordinate, C (times the square of the mean length) is ``p_new`` p - ``q_new``
-    ĝ² and G² is ``q_square`` ĝ² - ``p_square`` p, without bias. ĝ is ``mean`` times ``.grad``; it
-    is ``total`` / Σ u times the sum of which the first half of the samples has ``half`` / Σ u.
-    ``known``: there are two samples, and each half has one.
-    """
-
-    samples: Tensor
-    known: Tensor
-    p_new: Tensor
-    q_new: Tensor
-    p_square: Tensor
-    q_square: Tensor
-    mean: Tensor
-    scale: Tensor
-    half: Tensor
-    total: Tensor
-
-
-class Eager:
-    """The stance of ``torch.compiler`` while any estimator holds it; the last one restores it."""
-
-    def __init__(self) -> None:
-        self._holders = 0
-        self._stance: Any = None
-
-    def enter(self) -> None:
-        if not self._holders:
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
-        self._holders += 1
-
-    def leave(self) -> None:
-        self._holders -= 1
-        if not self._holders:
-            self._stance.__exit__(None, None, None)
-
-
-EAGER = Eager()
 
 
 class DualNorms:
@@ -85,14 +45,13 @@ class DualNorms:
         device: torch.device,
     ) -> None:
         self._settings, self._processes, self._device = settings, processes, device
-        names = {p: name for name, p in model.named_parameters()}
-        if processes.tensor > 1:
-            for metric in settings.dual:
-                refuse(None, [KINDS[metric].feature, TENSOR_PARALLEL])
+        if settings.dual and processes.tensor > 1:
+            refuse(None, [*settings.features(), TENSOR_PARALLEL])
         self.of: dict[str, DualNorm] = {
-            metric: KINDS[metric](names, slab, settings, processes) for metric in settings.dual
+            metric: KINDS[metric](model, slab, settings, processes) for metric in settings.dual
         }
-        self._eager = False
+        self._release: Callable[[], object] | None = None
+        self._compared = False  # whether an update had units to compare
         self._rank = dist.get_rank(settings.group) if processes.world > 1 else 0
 
     @property
@@ -113,25 +72,27 @@ class DualNorms:
         return (passes + self._rank) % 2
 
     def opened(self) -> None:
-        """Run a compiled model in eager mode until ``closed``: a graph would be compiled anew for
-        the sums of each update.
+        """Begin to watch a pass. A compiled model runs in eager mode until ``closed`` where its
+        modules add to sums: a graph would be compiled anew for those of each update.
         """
-        if self.of:
-            EAGER.enter()
-            self._eager = True
+        if self._settings.micro_batches:
+            for each in self.of.values():
+                each.arrivals.start()
+        elif self.of:
+            self._release = EAGER.hold(self)
 
     def closed(self) -> None:
         """The reverse of ``opened``."""
-        if self._eager:
-            EAGER.leave()
-            self._eager = False
+        for each in self.of.values():
+            each.arrivals.stop()
+        if self._release is not None:
+            self._release()
 
     def passed(self) -> None:
         """``closed``, and add up over processes what the pass left of sharded parameters."""
-        if self._eager:
-            self.closed()
-            for each in self.of.values():
-                each.keep(by_pass=True)
+        self.closed()
+        for each in self.of.values():
+            each.keep(by_pass=True)
 
     def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> list[Tensor]:
         """This process's share of the numbers, from what the passes of an update added and from
@@ -139,46 +100,24 @@ class DualNorms:
         """
         if not self.of:
             return []
-        factors = self._factors(passes, loss_scale)
-        return [each.finish(factors).to(self._device) for each in self.of.values()]
+        self._refuse_alone(len(passes))
+        where = self._settings, self._processes, self._device
+        of = factors(passes, self._first_sample, loss_scale, *where)
+        return [each.finish(of).to(self._device) for each in self.of.values()]
 
-    def _factors(self, passes: list[Pass], loss_scale: Tensor | None) -> Factors:
-        s, device = self._settings, self._device
-        scalars = []
-        for k, each in enumerate(passes):
-            tokens, first = each.tokens, self._first_sample(k)
-            own = loss_factors.block_scalars(
-                *(each.num_samples, each.passes, tokens, each.divided * each.scale),
-                *(s.loss_reduction, s.local, device),
+    def _refuse_alone(self, passes: int) -> None:
+        """Raise if micro-batches are to be compared and there is one. After an update that had
+        more, such as before the end of an epoch, that update does not count.
+        """
+        several = passes * self._processes.world > 1
+        if self._settings.micro_batches and not (several or self._compared):
+            raise ObservationError(
+                "noise_from='micro_batches' compares the gradients of the backward passes of an "
+                "update, and this update had 1 on 1 process: it takes 2 or more, better 4, by "
+                "gradient accumulation (a gns.microbatch block each) or more processes. "
+                "noise_from='samples' measures a single pass"
             )
-            if isinstance(tokens, Tensor):
-                lengths = tokens.to(device, torch.float64, non_blocking=True)
-                half = lengths[first::2].sum() / lengths.sum()
-            else:
-                half = own.new_tensor(len(range(first, each.num_samples, 2)) / each.num_samples)
-            scalars.append(torch.cat([own, (half * own[4])[None]]))
-        summed = torch.stack(scalars).sum(0)
-        if self._processes.world > 1:
-            dist.all_reduce(summed, group=s.group)
-        of = loss_factors.coefficients(summed[None, :-1], s.local)
-        total, half, rest = summed[4], summed[-1], (of.v - of.u2)[0]
-        v, u2, weight = of.v[0], of.u2[0], summed[5]  # of C times the mean length's square
-        added, left = (
-            total.new_ones(()) if scale is None else scale.to(device, torch.float64)
-            for scale in (passes[-1].loss_scale, loss_scale)
-        )
-        return Factors(
-            samples=of.samples[0],
-            known=(rest > 1e-9 * v) & (half > 1e-9 * total) & (total - half > 1e-9 * total),
-            p_new=(1 + u2 / rest) / weight / added.square(),
-            q_new=v * u2 / rest / weight,
-            p_square=1 / rest / added.square(),
-            q_square=v / rest,
-            mean=self._processes.data / total / left,  # DDP averages, the micro-batches add up
-            scale=1 / added,
-            half=half,
-            total=total,
-        )
+        self._compared |= several
 
     def added(
         self, result: NoiseScale, numbers: Tensor, scalars: Tensor, decay: float | None
@@ -189,7 +128,8 @@ class DualNorms:
         for (metric, each), own in zip(self.of.items(), numbers.split(widths, 1)):
             modules = [name.rpartition(".")[0] for name in each.parameters]
             own = own.unflatten(1, (-1, NUMBERS))
-            scales[metric] = summarize_dual(metric, own, scalars, modules, each.left_out, decay)
+            found = summarize_dual(metric, own, scalars, modules, each.left_out, decay)
+            scales[metric] = replace(found, noise_from=self._settings.noise_from)
         return replace(result, sign=scales.get("sign"), spectral=scales.get("spectral"))
 
     def refuse_norm(self) -> None:
@@ -208,6 +148,7 @@ class DualNorms:
         """The reverse of ``state``."""
         for metric, each in self.of.items():
             each.load(state[metric])
+            self._compared = bool(state[metric]["samples"] > 0)
 
 
 class DualNorm:
@@ -218,27 +159,34 @@ class DualNorm:
 
     def __init__(
         self,
-        names: dict[nn.Parameter, str],
+        model: nn.Module,
         slab: ProbeSlab,
         settings: Settings,
         processes: Processes,
     ) -> None:
         self._settings, self._several = settings, processes.world > 1
-        self.modules = {
-            path: [names[p] for p in slab.modules[path].probed_parameters().values()]
-            for path in slab.taking(self.feature)
-        }
-        taken = {name for own in self.modules.values() for name in own}
-        self.parameters = {
-            name: p
-            for name, p in slab.parameters.items()
-            if name in taken and self._takes(p, settings)
-        }
+        self.modules: dict[str, list[str]] = {}
+        if settings.micro_batches:
+            self.parameters = trainable(model, self.feature, settings)
+        else:
+            names = {p: name for name, p in model.named_parameters()}
+            self.modules = {
+                path: [names[p] for p in slab.modules[path].probed_parameters().values()]
+                for path in slab.taking(self.feature)
+            }
+            taken = {name for own in self.modules.values() for name in own}
+            self.parameters = {
+                name: p
+                for name, p in slab.parameters.items()
+                if name in taken and self._takes(p, settings)
+            }
         if not self.parameters:
             raise ValueError(f"no parameter has {self.feature}: {self.needs}")
         self.left_out = tuple(name for name in slab.rows if name not in self.parameters)
         shaped = {name: (p, self._shape(p)) for name, p in self.parameters.items()}
         self._holdings = self._hold(shaped, processes, settings.group)
+        arriving = self.parameters if settings.micro_batches else {}
+        self.arrivals = Arrivals(arriving, self._holdings, self._add)
         self._moments: dict[str, Tensor] = {}
         for name, holding in self._holdings.items():
             if (part := holding.part(holding.zeros(holding.shape))) is not None:
@@ -255,12 +203,19 @@ class DualNorm:
         return p.shape
 
     _sink: Callable[..., Any] = Squares
+
+    @staticmethod
+    def _add(moments: Tensor, grad: Tensor) -> None:
+        """Add the second moments of one gradient."""
+        moments.addcmul_(grad, grad)
+
     _square: Callable[[Tensor], Tensor] = staticmethod(torch.square)
     _numbers: Callable[..., Tensor] = staticmethod(dual_norms.sign_numbers)
     _hold: Callable[..., Held] = staticmethod(held)
 
     def open(self, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
         """Where each module adds its sums; ``first`` forgets those of the last update."""
+        self.arrivals.open(first_half=not first_sample)
         found = {}
         for holding in self._holdings.values() if first else ():
             holding.forget()
@@ -319,11 +274,11 @@ class DualNorm:
         whole = grad.to(half.dtype) * of.mean.to(half.dtype)
         square = self._square(whole)
         half *= of.scale
-        # Where the first half has all of a sum, as of a word that only it has seen, the rest is
-        # rounding, which has a sign.
-        rounding = max(torch.finfo(grad.dtype).eps, 16 * torch.finfo(half.dtype).eps)
         rest = whole * of.total - half
-        rest = torch.where(rest.abs() > rounding * half.abs(), rest, 0.0)
+        # Where no sample of the second half has a gradient, as of a word that only the first has,
+        # the rest is the rounding of ``.grad``, which has a sign.
+        eps = 2 * torch.finfo(grad.dtype).eps + 16 * torch.finfo(half.dtype).eps
+        rest = torch.where(rest.abs() > eps * half.abs(), rest, 0.0)
         return [
             p * of.p_new - square * of.q_new,
             square * of.q_square - p * of.p_square,
@@ -364,6 +319,10 @@ class SpectralNorm(DualNorm):
     @staticmethod
     def _numbers(of: dual_norms.Parts, total: Any) -> Tensor:
         return dual_norms.spectral_numbers(of)
+
+    @staticmethod
+    def _add(moments: Tensor, grad: Tensor) -> None:
+        moments += dual_norms.gram(grad)
 
     def _takes(self, p: nn.Parameter, settings: Settings) -> bool:
         return p.ndim == 2 and (settings.matrices is None or p in settings.matrices)

@@ -55,6 +55,9 @@ class GradientNoiseScale:
             norms of sign descent and of Muon (``compute().sign``, ``.spectral``).
         optimizer: the ``torch.optim.Adam`` or ``AdamW`` in use, for ``"adam"``; for ``"spectral"``
             the optimizer of the matrices, by default all matrices of linear layers.
+        noise_from: what shows the noise in ``"sign"`` and ``"spectral"``: ``"samples"``, or
+            ``"micro_batches"``, the backward passes of an update, which reach all trained
+            parameters (``DualNoiseScale``).
         groups: names of groups of samples (data domains), each with a noise scale of its own in
             ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
 
@@ -95,6 +98,7 @@ class GradientNoiseScale:
         stages: "dist.ProcessGroup | None" = None,
         metric: str | Sequence[str] | None = None,
         optimizer: Any = None,
+        noise_from: str = "samples",
         groups: Sequence[str] = (),
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
@@ -107,7 +111,7 @@ class GradientNoiseScale:
         self.window, self.every = integer("window", window), integer("every", every)
         self._settings = Settings(
             *(source, loss_reduction, grad_scaler, process_group, stages),
-            **measured(metric, optimizer),
+            **measured(metric, optimizer, noise_from),
             groups=ordered_names(groups),
             window=window,
         )
@@ -333,13 +337,9 @@ class GradientNoiseScale:
         batch size: P is frozen, there is no momentum, and v, itself smoothed noise, is small where
         gradients were rare (weights that never had one count 1 / eps).
 
-        With ``metric="sign"`` the field ``sign`` is (Σ_i σ_i / ‖G‖₁)², σ_i being the standard
-        deviation of coordinate i over samples; with ``"spectral"`` the field ``spectral`` is
-        (Σ tr C^½ / Σ ‖G‖_nuc)², summed over the matrices, C = E (g_b - G)(g_b - G)ᵀ on the smaller
-        side (arXiv 2602.03001). They keep a float32 mean of the parameters' size, or of each
-        smaller side squared. A measured update adds two sums over samples, and for each matrix two
-        eigendecompositions and three SVDs, which wait for the device: see ``every``. FSDP2 shares
-        all of it out, but the sums are whole until a pass ends, and Adam's v until ``update()``.
+        With ``metric="sign"`` and ``"spectral"`` the fields of these names are a ``DualNoiseScale``
+        each. A measured update then waits for the device where matrices are decomposed. FSDP2
+        shares the work out, but sums are whole until a pass ends, and Adam's v until ``update()``.
 
         Raises:
             ObservationError: with the module's name, where backward did not go through a module

@@ -81,7 +81,7 @@ class Whole:
         """What this process keeps of ``.grad``; zeros without one."""
         p = self._p
         grad: Tensor = torch.zeros_like(p) if p.grad is None else p.grad.detach()
-        return grad
+        return grad.to_dense() if grad.is_sparse else grad
 
     def total(self, sums: Tensor) -> Tensor:
         """Sums over all coordinates, from those over the coordinates that each process keeps."""

@@ -150,7 +150,6 @@ class Observer:
         first = not self._passes
         measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
         slab.open(documents, *measured, self.pass_over, self.dual.open(len(self._passes)))
-        self.dual.opened()
         self.slab, self._end, self._split = slab, None, False
         self._audited = self.audit.next()
         try:
@@ -158,6 +157,7 @@ class Observer:
         except RuntimeError:
             self.discard()
             raise
+        self.dual.opened()  # after the watch, which leaves parameters with hooks alone
         watched = self._watch.watched  # the others are sharded
         named = zip(self.names, self.parameters)
         self._before = {name: checks.mark(p) for name, p in named if name not in watched}
@@ -354,7 +354,7 @@ class Observer:
                 "If the optimizer runs inside backward, use source='local'."
             )
         if found != expected:
-            raise ObservationError(checks.REWRITTEN)
+            raise ObservationError(checks.explain_rewritten(self.settings.takes_norm))
 
     def _loss_scale(self) -> Tensor | None:
         """The gradient scaler's factor, which the next step may change."""
@@ -364,7 +364,7 @@ class Observer:
     def check(self, flags: Tensor, touched: list[int]) -> None:
         """Raise if the flags of all passes so far, on the host, say that a norm is wrong."""
         calls_2R = self.stages.own_rows(flags[:-FLAGS].view(2, -1), len(self.labels))
-        if wrong := checks.explain_flags(flags[-FLAGS:].tolist()):
+        if wrong := checks.explain_flags(flags[-FLAGS:].tolist(), self.settings.takes_norm):
             raise ObservationError(wrong)
         seen: dict[str, float] = {}
         counted: set[tuple[str, str]] = set()  # a parameter may have several rows

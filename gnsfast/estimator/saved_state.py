@@ -17,6 +17,7 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
         "loss_reduction": s.loss_reduction,
         "metric": None if s.optimizer is None else "adam",
         "dual": list(s.dual),
+        "noise_from": s.noise_from,
         "groups": list(s.groups),
         "window": window,
         "every": every,

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gnsfast.arguments import check_choice
-from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, PIPELINE, SIGN, SPECTRAL, refuse
+from gnsfast.combinations import (
+    DOCUMENTS,
+    GROUPS,
+    METRIC,
+    MICRO_BATCHES,
+    PIPELINE,
+    SIGN,
+    SPECTRAL,
+    refuse,
+)
 
 Mark = tuple[int, int] | None
 
@@ -29,10 +38,16 @@ class Settings:
     dual: tuple[str, ...] = ()  # the dual norms to measure, "sign" and "spectral"
     matrices: frozenset[nn.Parameter] | None = None  # the only ones in the spectral norm
     window: int = 64
+    noise_from: str = "samples"  # whose spread is the noise in dual norms
 
     def __post_init__(self) -> None:
         check_choice("source", self.source, ("auto", "local", "global"))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        check_choice("noise_from", self.noise_from, ("samples", "micro_batches"))
+        if self.micro_batches and not self.dual:
+            raise ValueError(
+                "noise_from='micro_batches' is for metric='sign' and metric='spectral': name one"
+            )
         if self.local and self.stages is not None:
             raise ValueError("source='local' has no use for pipeline stages: use source='global'")
         if self.local and self.dual:
@@ -46,8 +61,9 @@ class Settings:
         asked = {
             DOCUMENTS: documents,
             METRIC: self.optimizer is not None,
-            SIGN: "sign" in self.dual,
-            SPECTRAL: "spectral" in self.dual,
+            SIGN: "sign" in self.dual and not self.micro_batches,
+            SPECTRAL: "spectral" in self.dual and not self.micro_batches,
+            MICRO_BATCHES: self.micro_batches,
             GROUPS: bool(self.groups),
             PIPELINE: schedule or self.stages is not None,
         }
@@ -58,7 +74,8 @@ class Settings:
         if schedule is not None and self.local:
             raise ValueError("source='local' has no use for a schedule: use source='global'")
         refuse(None, self.features(cu_seqlens is not None, schedule is not None))
-        if self.dual and tokens is not None and not (isinstance(tokens, Tensor) and tokens.ndim):
+        each = isinstance(tokens, Tensor) and tokens.ndim
+        if self.dual and not self.micro_batches and tokens is not None and not each:
             raise ValueError(
                 f"metric={self.dual[0]!r} needs the tokens of each sample, not their total: "
                 "tokens=torch.tensor([...]) with one count per sample"
@@ -76,6 +93,16 @@ class Settings:
     def by_probe(self) -> bool:
         """Whether |G|² of an update of one micro-batch on one process comes from the probes."""
         return self.source == "auto" and not self.dual
+
+    @property
+    def micro_batches(self) -> bool:
+        """Whether dual norms compare micro-batches and processes, not single samples."""
+        return self.noise_from == "micro_batches"
+
+    @property
+    def takes_norm(self) -> bool:
+        """Whether ``update(grad_norm=...)`` may take the place of the gradients."""
+        return self.optimizer is None and not self.dual
 
     @property
     def local(self) -> bool:
@@ -97,7 +124,7 @@ def ordered_names(names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def measured(metric: str | Sequence[str] | None, optimizer: Any) -> dict[str, Any]:
+def measured(metric: str | Sequence[str] | None, optimizer: Any, noise_from: str) -> dict[str, Any]:
     """The fields of ``Settings`` that say which noise scales are measured beside the Euclidean."""
     metrics = () if metric is None else (metric,) if isinstance(metric, str) else tuple(metric)
     for each in metrics:
@@ -116,4 +143,5 @@ def measured(metric: str | Sequence[str] | None, optimizer: Any) -> dict[str, An
         "optimizer": optimizer if "adam" in metrics else None,
         "dual": tuple(each for each in ("sign", "spectral") if each in metrics),
         "matrices": matrices,
+        "noise_from": noise_from,
     }

@@ -57,6 +57,7 @@ class GNSMonitor(Callback):
         loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
         metric: as there; the module's optimizer is given for ``"adam"``, and for ``"spectral"`` if
             it is a ``torch.optim.Muon``.
+        noise_from: as there.
 
     Raises:
         ValueError: when training starts, for a model without gnsfast layers: convert it in the
@@ -82,11 +83,13 @@ class GNSMonitor(Callback):
         decay: float | None = None,
         every: int = 1,
         metric: str | Sequence[str] | None = None,
+        noise_from: str = "samples",
     ) -> None:
         self.batch_size, self.tokens = batch_size, tokens
         self.per_module, self.tracker, self.metric = per_module, tracker, metric
         self._options: dict[str, Any] = dict(
-            loss_reduction=loss_reduction, source=source, window=window, decay=decay, every=every
+            **dict(loss_reduction=loss_reduction, source=source, noise_from=noise_from),
+            **dict(window=window, decay=decay, every=every),
         )
         self.gns: GradientNoiseScale | None = None
         self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics

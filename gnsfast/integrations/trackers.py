@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from gnsfast.noise_scale import METRICS, OTHERS, Estimate, NoiseScale
+from gnsfast.noise_scale import METRICS, OTHERS, DualNoiseScale, Estimate, NoiseScale
 
 FORMAT = 1
 """The format of run logs, which their header names and ``gnsfast report`` checks."""
@@ -40,7 +40,8 @@ def metrics(
     a module with ``gns/layer_lo/<path>`` and ``gns/layer_hi/<path>`` (not suffixes: a path may
     end in ``_lo``), ``gns/adam`` that under Adam's metric, ``gns/sign`` and ``gns/spectral`` those
     in the norms of sign and spectral descent, ``gns/group/<name>`` that of a group, all with
-    ``_lo`` and ``_hi``. ``gns/covered`` is the share of the trainable elements that
+    ``_lo`` and ``_hi``. ``gns/sign_from_micro_batches`` is there, and 1, where micro-batches show
+    the noise, not samples. ``gns/covered`` is the share of the trainable elements that
     ``gns/b_simple`` is of. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say what the
     window holds, ``batch/size`` is the mean number of samples of an update. What is not measured is
     left out. Where the window only gives a lower bound, that is all there is: ``gns/b_simple_lo``
@@ -74,6 +75,8 @@ def metrics(
         found["batch/tokens"] = float(batch_tokens)
     for metric, scale in result.others.items():
         found |= _scale(SCALES[metric], scale)
+        if isinstance(scale, DualNoiseScale) and scale.noise_from != "samples":
+            found[f"{SCALES[metric]}_from_{scale.noise_from}"] = 1.0
     for name, group in result.per_group.items():
         found |= _scale(f"gns/group/{name}", group)
     if per_module:

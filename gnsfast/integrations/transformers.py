@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``GNSCallback``: the noise scale of a run of transformers' Trainer."""
 
-import base64
 import inspect
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +19,8 @@ from gnsfast.noise_scale import NoiseScale, loss_factors
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback
-    from transformers.trainer_callback import ExportableState
+
+    from gnsfast.integrations.transformers_state import SavedMeasurements, load_measurements
 except ImportError as e:
     raise ImportError(
         "gnsfast.integrations.transformers needs transformers and accelerate: "
@@ -39,8 +38,8 @@ class GNSCallback(TrainerCallback):
     forward and backward pass and a ``gns.update()`` before clipping. The result is added to
     Trainer's own logs every ``logging_steps``, under the names of ``trackers.metrics``, and so
     reaches its reporters and ``state.log_history``; ``compute()`` returns it at any time. The
-    measurements are saved in the checkpoint's ``trainer_state.json``, and a resumed run continues
-    bit for bit; any other ``train()`` starts afresh.
+    measurements are saved in the checkpoint, as ``gnsfast.pt``, and a resumed run continues bit for
+    bit; any other ``train()`` starts afresh.
 
     Trainer passes itself to no callback, so the one that calls ``on_train_begin`` is looked up on
     the stack. Until ``on_train_end`` its ``training_step``, ``compute_loss`` and ``log`` are
@@ -64,8 +63,9 @@ class GNSCallback(TrainerCallback):
         tracker: gets the same metrics, on the first process; the caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
         metric: as there; Trainer's optimizer is given for ``"adam"``, and for ``"spectral"`` if it
-            is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep two running means of the
-            parameters' size, which ``trainer_state.json`` then holds as text.
+            is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep running means of the
+            parameters' size, which checkpoints then hold.
+        noise_from: as there.
 
     Raises:
         ValueError: at the start of training, for a model without gnsfast layers; in a step, if
@@ -91,13 +91,15 @@ class GNSCallback(TrainerCallback):
         decay: float | None = None,
         every: int = 1,
         metric: str | Sequence[str] | None = None,
+        noise_from: str = "samples",
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
         self.loss, self.per_module, self.tracker = loss, per_module, tracker
         self.metric = metric
         self._options: dict[str, Any] = dict(
-            source=source, window=window, decay=decay, every=every, loss_reduction="sum"
+            **dict(source=source, window=window, decay=decay, every=every),
+            **dict(loss_reduction="sum", noise_from=noise_from),
         )
         self.gns: GradientNoiseScale | None = None
         self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
@@ -105,7 +107,7 @@ class GNSCallback(TrainerCallback):
         self._trainer: Any = None
         self._wrapped: dict[str, Callable[..., Any]] = {}
         self._before: dict[str, Any] = {}
-        self._saver: _GNSState | None = None
+        self._saver: SavedMeasurements | None = None
         self._rule: Rule | None = None
         self._search: RuleSearch | None = None
         self._look = True
@@ -118,14 +120,12 @@ class GNSCallback(TrainerCallback):
         return self.gns.compute()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = _calling_trainer()
+        caller, trainer = _calling_frame(), _calling_trainer()
         self._attach(trainer)
         assert self.gns is not None
-        saver = _GNSState(self.gns)
-        saved = state.stateful_callbacks.get(_GNSState.__name__)
-        if state.global_step > 0 and saved:
-            self.gns.load_state_dict(_decoded(saved["attributes"]["data"]))
-        state.stateful_callbacks[_GNSState.__name__] = {}  # Trainer's save expects the key
+        load_measurements(self.gns, state, caller.get("resume_from_checkpoint"))
+        saver = SavedMeasurements(self.gns, trainer)
+        state.stateful_callbacks[SavedMeasurements.__name__] = {}  # Trainer's save expects the key
         trainer.add_callback(saver)
         self._saver = saver
 
@@ -288,39 +288,19 @@ class _Pass:
     weighed: bool = False
 
 
-class _GNSState(TrainerCallback, ExportableState):
-    """Saves the measurements in ``trainer_state.json``: plain tensors, as text.
-
-    It is a callback of its own, because Trainer's ``restore_callback_states_from_checkpoint``
-    would make a new GNSCallback, without its tracker.
-    """
-
-    def __init__(self, gns: GradientNoiseScale) -> None:
-        self.gns, self.midway = gns, False
-
-    def state(self) -> dict[str, Any]:
-        if self.midway:  # left by a train() that raised
-            return {}
-        buffer = io.BytesIO()
-        torch.save(self.gns.state_dict(), buffer)
-        data = base64.b64encode(buffer.getvalue()).decode()
-        return {"args": {}, "attributes": {"data": data}}
-
-
-def _decoded(data: str) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(base64.b64decode(data)), weights_only=True)
-    return state
+def _calling_frame() -> dict[str, Any]:
+    """The variables of the Trainer's method that is calling a callback."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            return frame.f_locals
+        frame = frame.f_back
+    raise RuntimeError("GNSCallback: on_train_begin was not called by a transformers.Trainer")
 
 
 def _calling_trainer() -> Any:
     """The Trainer whose method is calling a callback."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Trainer):
-            return caller
-        frame = frame.f_back
-    raise RuntimeError("GNSCallback: on_train_begin was not called by a transformers.Trainer")
+    return _calling_frame()["self"]
 
 
 def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:

@@ -13,7 +13,7 @@ running mean of c over past updates and this one, and R = (V before this update)
 its mean eigenvalue. Let ĝ be the update's mean gradient, g¹ and g² those of the halves of its
 samples, and D(g) the step that g would take: its signs, or U Wᵀ of its singular vectors.
 
-    noise    (tr V^½ · tr c V^-½)^½              σ, or less: V is made of few samples
+    noise    (tr V^½ · tr c V^-½)^½              its square's mean is at most σ²
     aligned  (⟨D(g¹), g²⟩ + ⟨D(g²), g¹⟩) / 2     its mean is at most ‖G‖, as D has norm 1
     halves   (‖g¹‖ + ‖g²‖) / 2                   its mean is at least ‖G‖, by convexity
     whole    ‖ĝ‖                                 the same, and closer
@@ -21,6 +21,10 @@ samples, and D(g) the step that g would take: its signs, or U Wᵀ of its singul
     excess   tr R^-1 c                           σ² ≤ scale · E excess and
     weighted tr R^-1 Q                           ‖G‖² ≤ scale · E weighted, by Cauchy and Schwarz
 
+The square of noise has the mean E (tr V^½)² where the updates that V is made of are alike, which is
+at most σ², as (tr V^½)² is concave in V: σ is 1 / (4 d) too small for a V of d samples. A root of
+each square would lose more, 4 to 7 % where samples have heavy tails, so squares of ``AVERAGED``
+updates are averaged first. A root of the whole window's would not fit norms that fall meanwhile.
 So σ and ‖G‖ are bounded on both sides: the interval ends at the 95 % limits of the least and of the
 largest (σ / ‖G‖)² that the bounds allow. In between, the estimate of ‖G‖² is aligned · halves, but
 no more than the upper bound. Its limit is exact where the entries of G (or its singular values) are
@@ -49,6 +53,9 @@ NUMBERS = 7
 FLOOR = 0.1
 """The share of its mean that is added to R: a coordinate that few samples have moved would count
 without end in tr R^-1 c and tr R^-1 Q. The bounds hold for any R that is positive."""
+
+AVERAGED = 8
+"""So many updates' σ² are averaged before the root."""
 
 RESOLUTION = 1e-5
 """The least share of ‖ĝ‖² that scale · weighted can tell from float32's rounding."""
@@ -93,6 +100,8 @@ def summarize_dual(
         members[k, 1 + paths.index(path)] = 1.0
     found = [NO_ESTIMATE] * (1 + len(paths))
     if len(numbers):
+        noise = averaged_before_root(numbers[..., 0], weights)
+        numbers = torch.cat([noise[..., None], numbers[..., 1:]], 2)
         numbers = torch.einsum("upk,pm->umk", numbers, members)
         samples, length = scalars[usable, :2].sum(0).tolist()
         found = dual_estimates(numbers, weights, length / samples)
@@ -142,6 +151,17 @@ def dual_estimates(numbers: Tensor, weights: Tensor, length: float = 1.0) -> lis
             )
         )
     return found
+
+
+def averaged_before_root(noise: Tensor, weights: Tensor) -> Tensor:
+    """``noise`` of P parameters [K, P], made linear in its square around the root of the mean of
+    ``AVERAGED`` squares, so that the mean of these updates is that root.
+    """
+    found = []
+    for own, share in zip(noise.split(AVERAGED), weights.split(AVERAGED)):
+        root = ((share / share.sum()) @ own.square()).sqrt()
+        found.append(torch.where(root > 0, (own.square() / root + root) / 2, 0.0))
+    return torch.cat(found)
 
 
 def sign_numbers(of: Parts, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:

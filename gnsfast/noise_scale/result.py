@@ -118,9 +118,24 @@ class DualNormEstimate(Estimate):
 class DualNoiseScale(DualNormEstimate):
     """The noise scale in the dual norm of sign descent or of spectral descent.
 
-    ``metric`` is ``"sign"`` or ``"spectral"``. ``updates`` counts those that were used; the first
-    has no earlier gradient to be compared with. ``left_out`` names the parameters that are in the
-    Euclidean noise scale but not in this one. Source: Naganuma et al. 2026 (arXiv 2602.03001).
+    With ``metric`` ``"sign"`` it is (Σ_i σ_i / ‖G‖₁)², σ_i being the standard deviation of
+    coordinate i over samples; with ``"spectral"`` (Σ tr C^½ / Σ ‖G‖_nuc)², summed over matrices, C
+    = E (g_b - G)(g_b - G)ᵀ on the smaller side. The estimator keeps a float32 mean of the
+    parameters' size, or of each smaller side squared. A measured update adds two sums over samples,
+    and for each matrix two eigendecompositions and three SVDs: see ``every``.
+
+    With ``noise_from`` ``"micro_batches"`` g_b are not those of samples but of backward passes, of
+    all processes, and b times their variance is that of samples. This reaches all parameters that
+    are trained, also shared ones and those of layers without per-sample norms; in the spectral norm
+    all matrices but embeddings, or those of ``optimizer``. It costs no kernels, but two additions
+    to tensors of a parameter's size in each pass. Variances of K passes have K - 1 degrees of
+    freedom in an update: the interval is wider, as its width comes from the spread over updates.
+    An update needs two passes.
+
+    ``updates`` counts those that were used; the first has no earlier gradient to be compared with.
+    ``left_out`` names the parameters that are in the Euclidean noise scale but not in this one.
+    Source: Naganuma et al. 2026 (arXiv 2602.03001), whose own estimator, from data-parallel
+    processes, is that of ``"micro_batches"``.
 
     >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
     >>> gns = gnsfast.GradientNoiseScale(model, metric="sign")
@@ -137,10 +152,13 @@ class DualNoiseScale(DualNormEstimate):
     updates: int
     left_out: tuple[str, ...]
     per_module: Mapping[str, DualNormEstimate]
+    noise_from: str = "samples"
 
     def __str__(self) -> str:
         left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
-        return f"in the {self.metric} norm: {super().__str__()}, {self.updates} updates{left_out}"
+        units = "" if self.noise_from == "samples" else ", from micro-batches"
+        norm = f"in the {self.metric} norm{units}"
+        return f"{norm}: {super().__str__()}, {self.updates} updates{left_out}"
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,10 @@ def explain_sums(
     )
 
 
-def explain_flags(flags: list[float]) -> str | None:
-    """What is wrong by the flags of an update (``FLAGS`` in ``estimator/exchange.py``), or None."""
+def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
+    """What is wrong by the flags of an update (``FLAGS`` in ``estimator/exchange.py``), or None.
+    ``takes_norm``: a ``grad_norm`` is a remedy.
+    """
     written, stale, another, padded, empty, apart, norms, weights = flags
     if padded:
         return (
@@ -167,14 +169,21 @@ def explain_flags(flags: list[float]) -> str | None:
             "optimizer.zero_grad() between gns.update() and the next micro-batch, and after a pass "
             "that no update is to count, such as a dry run, gns.discard() too"
         )
-    return REWRITTEN if written else None
+    return explain_rewritten(takes_norm) if written else None
 
 
-REWRITTEN = (
-    "gradients were written to after backward (clipping, a manual division or all_reduce), so "
-    "their norm has another scale: call gns.update() before that, or give it the unclipped norm, "
-    "outside of the micro-batch: gns.update(grad_norm=clip_grad_norm_(...))"
-)
+def explain_rewritten(takes_norm: bool) -> str:
+    """That gradients are not those of the backward pass, and what to do."""
+    why = (
+        "gradients were written to after backward (clipping, a manual division or all_reduce), so "
+        "their norm has another scale: call gns.update() before that"
+    )
+    if not takes_norm:
+        return why
+    return (
+        f"{why}, or give it the unclipped norm, outside of the micro-batch: "
+        "gns.update(grad_norm=clip_grad_norm_(...))"
+    )
 
 
 NO_BACKWARD = (

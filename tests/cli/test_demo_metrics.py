@@ -37,6 +37,9 @@ def test_other_noise_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert said.output.count(words) == 1
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["optimizer"] == "muon" and "gns/adam_lo" not in lines[2]
+    assert said.output.count("norm, brute force") == 2
+    [check] = [line for line in lines if line.get("kind") == "check"]
+    assert list(check["others"]) == ["sign", "spectral"]
     assert lines[2]["gns/sign_lo"] >= 0 and lines[2]["gns/spectral_lo"] >= 0
     found = summary(read_runs([folder])[0])
     assert found["noise_scale_sign"]["lower"] == lines[2]["gns/sign_lo"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other noise scales than the Euclidean one, in runs of Trainer and of Lightning."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,54 @@ def test_trainer_gives_its_optimizer_where_it_is_a_muon(tmp_path: Path) -> None:
 
 
 def test_resumed_trainer_has_the_same_bits(tmp_path: Path) -> None:
-    """The running means too, which ``trainer_state.json`` holds."""
+    """The running means too, which a file of tensors holds; ``trainer_state.json`` stays small."""
     found = []
     for resume in (None, str(tmp_path / "checkpoint-7")):
         trainer, callback = trainer_with(tmp_path, BOTH, save_strategy="steps", save_steps=7)
         trained(trainer, resume_from_checkpoint=resume)
         found.append(callback.compute())
     assert found[0] == found[1] and found[0].sign.updates == 15
+    folder = tmp_path / "checkpoint-7"
+    elements = sum(p.numel() for p in trainer.model.parameters())
+    assert (folder / "gnsfast.pt").stat().st_size > 4 * elements
+    assert "gnsfast.pt" in (text := (folder / "trainer_state.json").read_text())
+    assert len(text) < 10_000 and not (folder / "gnsfast.half").exists()
+
+
+def test_a_moved_checkpoint_and_a_lost_file(tmp_path: Path) -> None:
+    """The file is found beside the checkpoint's others, wherever they are; without it the window
+    begins anew, and a warning says so.
+    """
+    trainer, callback = trainer_with(tmp_path, "sign", save_strategy="steps", save_steps=7)
+    trained(trainer)
+    whole = callback.compute()
+    moved = (tmp_path / "checkpoint-7").rename(tmp_path / "elsewhere")
+    trainer, callback = trainer_with(tmp_path, "sign")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="GNSCallback")
+        trained(trainer, resume_from_checkpoint=str(moved))
+    assert callback.compute() == whole
+    (moved / "gnsfast.pt").unlink()
+    trainer, callback = trainer_with(tmp_path, "sign")
+    with pytest.warns(UserWarning, match="elsewhere/gnsfast.pt, .* the window begins anew"):
+        trained(trainer, resume_from_checkpoint=str(moved))
+    assert 0 < callback.compute().updates < whole.updates
+    (moved / "gnsfast.pt").write_bytes(b"cut off")
+    trainer, _ = trainer_with(tmp_path, "sign")
+    with pytest.raises(ValueError, match="elsewhere/gnsfast.pt cannot be read"):
+        trained(trainer, resume_from_checkpoint=str(moved))
+
+
+def test_noise_from_micro_batches(tmp_path: Path) -> None:
+    """Of Trainer's accumulation and of Lightning's, by the callbacks' own argument."""
+    model = gnsfast.convert(Model(0.0))
+    callback = GNSCallback(metric="sign", noise_from="micro_batches")
+    trained(trainer_of(tmp_path, model=model, callbacks=[callback]))
+    found = callback.compute().sign
+    assert found.noise_from == "micro_batches" and found.left_out == () and found.updates > 5
+    monitor = GNSMonitor(metric="sign", noise_from="micro_batches")
+    fit(monitor, tmp_path, Tiny())
+    assert monitor.compute().sign.noise_from == "micro_batches"
 
 
 def test_run_of_a_trainer_measures_what_fits(tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ COVARIANCES = ("isotropic", "loud", "low_rank")
 
 
 class Problem:
-    """Samples g_b = G + noise of a noise scale ``ratio`` times ``N``, for ``SEEDS`` seeds.
+    """Samples g_b = G + noise of a noise scale ``ratio`` times ``n``, their number in an update,
+    ``SEEDS`` seeds. Four of them may be the micro-batches of an update.
 
     The noise of ``loud`` has one coordinate (or row of the matrix) 30 times as large as the others;
     that of ``low_rank`` spans few directions.
     """
 
-    def __init__(self, metric: str, covariance: str, ratio: float) -> None:
-        self.sign, self.truth = metric == "sign", ratio * N
+    def __init__(self, metric: str, covariance: str, ratio: float, n: int = N) -> None:
+        self.sign, self.truth, self.n = metric == "sign", ratio * n, n
         size = 40 if self.sign else 6
         self.root = torch.eye(size, dtype=F64)
         if covariance == "loud":
@@ -42,30 +43,37 @@ class Problem:
         """The estimate of a first window, for each seed."""
         numbers = torch.vmap(dual_norms.sign_numbers if self.sign else dual_norms.spectral_numbers)
         square = torch.square if self.sign else lambda g: g @ g.mT
-        shape = SEEDS, N, self.root.shape[1], self.grad.shape[1]
+        shape, n = (SEEDS, self.n, self.root.shape[1], self.grad.shape[1]), self.n
         before, rows = torch.zeros(()), []
         for update in range(1, WINDOW + 1):
             g_B = self.grad + self.root @ torch.randn(shape, dtype=F64)
             whole, halves = g_B.mean(1), (g_B[:, ::2].mean(1), g_B[:, 1::2].mean(1))
-            new = square(g_B - whole[:, None]).sum(1) / (N - 1)
+            new = square(g_B - whole[:, None]).sum(1) / (n - 1)
             after = before + (new - before) / update
             if update > 1:
-                parts = before, after, new, square(whole) - new / N, whole, *halves
+                parts = before, after, new, square(whole) - new / n, whole, *halves
                 rows.append(numbers(dual_norms.Parts(*parts)))
             before = after
-        weights = torch.ones(len(rows), dtype=F64)
-        return dual_norms.dual_estimates(torch.stack(rows), weights)
+        return estimates(rows)
 
 
+def estimates(rows: list[torch.Tensor]) -> list[DualNormEstimate]:
+    """Of updates of equal size, as ``summarize_dual`` does it."""
+    found, weights = torch.stack(rows), torch.ones(len(rows), dtype=F64)
+    found[..., 0] = dual_norms.averaged_before_root(found[..., 0], weights)
+    return dual_norms.dual_estimates(found, weights)
+
+
+@pytest.mark.parametrize("n", [N, 4])
 @pytest.mark.parametrize("metric", ["sign", "spectral"])
 @pytest.mark.parametrize("covariance", COVARIANCES)
-def test_interval_holds_the_truth(metric: str, covariance: str) -> None:
+def test_interval_holds_the_truth(metric: str, covariance: str, n: int) -> None:
     """At 1/8, 1, 4 and 16 times the batch. The interval reaches from one bound to the other, so it
     holds the truth more often than in 95 % of windows.
     """
     for ratio in (0.125, 1.0, 4.0, 16.0):
         torch.manual_seed(1)
-        problem = Problem(metric, covariance, ratio)
+        problem = Problem(metric, covariance, ratio, n)
         found = problem.window()
         hits = sum(e.lower <= problem.truth <= e.upper for e in found)
         assert hits >= 0.95 * SEEDS, ratio
@@ -163,6 +171,25 @@ def test_zero_variance_and_zero_gradient() -> None:
     assert dual_norms.spectral_numbers(parts).tolist() == [2.0, *[0.0] * 6]
 
 
+def test_root_of_a_mean_of_squares() -> None:
+    """Of blocks of eight updates by their weights; a parameter without noise has none."""
+    noise = torch.rand(19, 2, dtype=F64) * torch.tensor([1.0, 0.0])
+    weights = torch.rand(19, dtype=F64)
+    found = dual_norms.averaged_before_root(noise, weights)
+    want = 0.0
+    for own, share in zip(noise[:, 0].split(8), weights.split(8)):
+        want += share.sum() * ((share * own.square()).sum() / share.sum()).sqrt()
+    torch.testing.assert_close((weights @ found)[0], want)
+    assert not found[:, 1].any()
+    # Its spread is that of the root, to first order.
+    step = torch.zeros_like(noise)
+    step[3, 0] = 1e-6
+    moved = dual_norms.averaged_before_root(noise + step, weights)
+    share, root = weights[3] / weights[:8].sum(), found[:8, 0] @ weights[:8] / weights[:8].sum()
+    slope = (moved[:8, 0] - found[:8, 0]) @ weights[:8] / weights[:8].sum() / 1e-6
+    torch.testing.assert_close(slope, share * noise[3, 0] / root, rtol=1e-4, atol=0.0)
+
+
 def test_ends_of_the_interval() -> None:
     """Each end is the 95 % limit of its bounds, and a bound that is not resolved is not used."""
     noise = torch.tensor([9.0, 10.0, 11.0, 10.0] * 8, dtype=F64)
@@ -226,6 +253,6 @@ def test_hard_problems(case: str) -> None:
             parts = before, after, new, square(whole) - new / n, whole, *halves
             rows.append(numbers(dual_norms.Parts(*parts)))
         before = after
-    found = dual_norms.dual_estimates(torch.stack(rows), torch.ones(len(rows), dtype=F64))
+    found = estimates(rows)
     hits = sum(e.lower <= truth <= e.upper for e in found)
     assert hits >= 0.9 * seeds

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo's single samples say in other metrics than the Euclidean one."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnsfast.noise_scale import Estimate, dual_norms
+
+
+class SingleSamples:
+    """Sums over the gradients of single samples as they arrive at a model's parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._named = dict(model.named_parameters())
+        # Those of even and of odd samples, so that a bound of the norm has no noise of its own.
+        self._sums = {name: torch.zeros(2, *p.shape).double() for name, p in self._named.items()}
+        self._squares = {name: torch.zeros(p.shape).double() for name, p in self._named.items()}
+        self._grams = {
+            name: torch.zeros(min(p.shape), min(p.shape)).double()
+            for name, p in self._named.items()
+            if p.ndim == 2
+        }
+        self._seen = dict.fromkeys(self._named, 0)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Every backward pass in the block is that of one sample."""
+        handles = [p.register_hook(partial(self._arrived, n)) for n, p in self._named.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        g = grad.detach().double()
+        self._sums[name][self._seen[name] % 2] += g
+        self._squares[name] += g.square()
+        if name in self._grams:
+            self._grams[name] += dual_norms.gram(g)
+        self._seen[name] += 1
+
+    def estimate(self, metric: str, left_out: tuple[str, ...], optimizer: Any) -> Estimate:
+        """The noise scale without the parameters ``left_out``: its ends are the bounds of a dual
+        norm that n samples give, ‖ĝ‖ and ⟨D(g¹), g²⟩ of their halves.
+        """
+        if metric == "adam":
+            return self._under_adam(left_out, optimizer)
+        sigma = most = least = 0.0
+        for name, sums in self._sums.items():
+            if name in left_out or (metric == "spectral" and name not in self._grams):
+                continue
+            n, sum_ = self._seen[name], sums.sum(0)
+            first, second = sums[0] / (n - n // 2), sums[1] / (n // 2)
+            if metric == "sign":
+                variance = (self._squares[name] - sum_.square() / n) / (n - 1)
+                sigma += variance.clamp(min=0).sqrt().sum().item()
+                most += sum_.abs().sum().item() / n
+                least += (first.sign() * second + second.sign() * first).sum().item() / 2
+            else:
+                covariance = (self._grams[name] - dual_norms.gram(sum_) / n) / (n - 1)
+                sigma += torch.linalg.eigvalsh(covariance).clamp(min=0).sqrt().sum().item()
+                most += torch.linalg.svdvals(sum_).sum().item() / n
+                least += (_step(first) * second + _step(second) * first).sum().item() / 2
+        ends = [(sigma / norm) ** 2 if norm > 0 else math.inf for norm in (most, least)]
+        return Estimate(math.sqrt(ends[0] * ends[1]), *ends)
+
+    def _under_adam(self, left_out: tuple[str, ...], optimizer: Any) -> Estimate:
+        trace = norm = 0.0
+        for group in optimizer.param_groups:
+            for name, p in self._named.items():
+                if name in left_out or not any(p is own for own in group["params"]):
+                    continue
+                state, n = optimizer.state[p], self._seen[name]
+                unbiased = state["exp_avg_sq"] / (1 - group["betas"][1] ** state["step"].item())
+                P = 1 / (unbiased.double().sqrt() + group["eps"])
+                squared = self._sums[name].sum(0).square() / n
+                variance = (self._squares[name] - squared) / (n - 1)
+                trace += (P * variance).sum().item()
+                norm += (P * (squared - variance)).sum().item() / n
+        found = trace / norm if norm > 0 else math.inf
+        return Estimate(found, found, found)
+
+
+def _step(g: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(g, full_matrices=False)
+    return left @ right  # type: ignore[no-any-return]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled models in eager mode, for as long as any estimator asks for it."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Eager:
+    """The stance of ``torch.compiler`` while it has owners; the last one restores it."""
+
+    def __init__(self) -> None:
+        self._owners = 0
+        self._stance: Any = None
+
+    def hold(self, owner: object) -> Callable[[], object]:
+        """Run compiled models in eager mode until the result is called, once or more often, or
+        ``owner`` is no more.
+        """
+        if not self._owners:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        self._owners += 1
+        release = weakref.finalize(owner, self._leave)
+        release.atexit = False
+        return release
+
+    def _leave(self) -> None:
+        self._owners -= 1
+        if not self._owners:
+            self._stance.__exit__(None, None, None)
+
+
+EAGER = Eager()

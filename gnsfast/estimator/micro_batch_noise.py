@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second moments of gradients over micro-batches and processes, in place of single samples.
+
+The unit k is one backward pass of one process. Its gradient g_k = Σ u_b g_b, over its own samples,
+arrives at a parameter before it is added to ``.grad`` and averaged over processes. With U_k = Σ u_b
+over the samples of a unit, P = Σ g_k² (or Σ g_k g_kᵀ) and Q = (Σ g_k)² have the means
+
+    E P = W G² + S,    E Q = V G² + S,    S = Σ_b u_b² C_b,    W = Σ U_k²,    V = (Σ U_k)²
+
+so that G² = (Q - P) / (V - W) and S = P - W G² are unbiased, for units of any sizes: W takes the
+place of U₂ = Σ u_b² of single samples (``noise_scale.statistics``), and nothing else changes. For n
+units of b samples, S over the weight of C is b / (n - 1) · (Σ ḡ_k² - n ḡ²): the estimator of
+Naganuma et al. 2026 (arXiv 2602.03001), who take a unit of each data-parallel process. C has n - 1
+degrees of freedom in an update where single samples give n b - 1.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gnsfast.combinations import MICRO_BATCHES, SHARDED, SPECTRAL, refuse
+from gnsfast.errors import ObservationError
+from gnsfast.estimator.holdings import Held
+from gnsfast.estimator.settings import Settings
+from gnsfast.parallel import parameters_at_rest
+from gnsfast.tensors import is_dtensor
+
+
+class Arrivals:
+    """Adds what arrives at ``parameters`` in each pass to sums of the update: with ``add`` to that
+    of its second moments, and as it is to that of the first half of the units.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        holdings: Held,
+        add: Callable[[Tensor, Tensor], object],
+    ) -> None:
+        self._parameters, self._holdings, self._add = parameters, holdings, add
+        self._first_half = False
+        self._left: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+
+    def open(self, first_half: bool) -> None:
+        """Say to which half of the units the next pass belongs."""
+        self._first_half = first_half
+
+    def start(self) -> None:
+        """Watch a pass."""
+        self._left = {*self._parameters}
+        for name, p in self._parameters.items():
+            hook = partial(_passed_on, weakref.ref(self), name)
+            self._handles.append(p.register_hook(hook))
+
+    def stop(self) -> None:
+        """The reverse of ``start``."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _arriving(self, name: str, grad: Tensor | None) -> None:
+        if grad is None:  # of an output that the loss does not use
+            return
+        if name not in self._left:
+            raise ObservationError(
+                f"{name} got its gradient in several parts in one pass, so that no part is that of "
+                "the micro-batch: checkpoint with use_reentrant=False, and call backward once in a "
+                "gns.microbatch block"
+            )
+        self._left.remove(name)
+        moments = self._holdings[name].begun(0)
+        whole = grad.detach().to_dense().to(moments.dtype)
+        self._add(moments, whole)
+        if self._first_half:
+            self._holdings[name].begun(1).add_(whole)
+
+
+def _passed_on(to: "weakref.ref[Arrivals]", name: str, grad: Tensor | None) -> None:
+    """A hook that does nothing once the estimator is no more."""
+    if (arrivals := to()) is not None:
+        arrivals._arriving(name, grad)
+
+
+def trainable(model: nn.Module, feature: str, settings: Settings) -> dict[str, nn.Parameter]:
+    """The parameters that are measured: all that are trained; of them in the spectral norm those
+    of ``settings.matrices``, or all matrices but the weights of embeddings.
+    """
+    found = {name: p for name, p in parameters_at_rest(model).items() if p.requires_grad}
+    if any(map(is_dtensor, found.values())):
+        refuse(None, [MICRO_BATCHES, SHARDED])
+    if feature == SPECTRAL:
+        looked_up = (nn.Embedding, nn.EmbeddingBag)
+        rows = {id(m.weight) for m in model.modules() if isinstance(m, looked_up)}
+        found = {
+            name: p
+            for name, p in found.items()
+            if p.ndim == 2
+            and (id(p) not in rows if settings.matrices is None else p in settings.matrices)
+        }
+    return found

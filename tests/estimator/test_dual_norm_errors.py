@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What dual norms leave behind where something goes wrong, and the remedies that errors name."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from noise_cases import N, draw, make
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import gnsfast
+from gnsfast.estimator.dual_factors import Factors
+from gnsfast.estimator.dual_norms import DualNorm
+
+OPTIMIZER: Any = torch.optim.AdamW
+
+
+@pytest.mark.parametrize("metric", ["sign", "spectral", "adam", None])
+def test_clipping_before_update(metric: str | None) -> None:
+    """A given norm is no remedy where it would be refused."""
+    model, [(x, y)] = make(), draw(1)
+    own = OPTIMIZER(model.parameters()) if metric == "adam" else None
+    gns = gnsfast.GradientNoiseScale(model, metric=metric, optimizer=own, source="global")
+    for given in (False, True):
+        with gns.microbatch(N):
+            F.cross_entropy(model(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if given and metric is None:
+            gns.update(grad_norm=norm)
+            continue
+        with pytest.raises((gnsfast.ObservationError, ValueError)) as error:
+            gns.update(grad_norm=norm if given else None)
+        assert given or ("grad_norm=" in str(error.value)) == (metric is None)
+        assert given or "call gns.update() before that" in str(error.value)
+        model.zero_grad()
+
+
+def compiles() -> bool:
+    """Whether ``torch.compile`` compiles."""
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(make(), backend=counter)(draw(1)[0][0])
+    return counter.frame_count == 1
+
+
+def open_pass(model: nn.Module) -> tuple[Any, Any]:
+    """An attached estimator whose forward pass has no backward pass yet."""
+    gns = gnsfast.GradientNoiseScale(model, metric="sign")
+    hooks = gns.attach()
+    model(draw(1)[0][0])
+    assert not compiles()
+    return gns, hooks
+
+
+def test_an_estimator_that_is_deleted_in_a_pass() -> None:
+    model = make()
+    gns, hooks = open_pass(model)
+    model._forward_hooks.clear(), model._forward_pre_hooks.clear()
+    del gns, hooks
+    gc.collect()
+    assert compiles()
+
+
+def test_a_model_that_is_deleted_in_a_pass() -> None:
+    model = make()
+    gns, hooks = open_pass(model)
+    del gns, hooks, model
+    gc.collect()
+    assert compiles()
+
+
+@pytest.mark.parametrize("noise_from", ["samples", "micro_batches"])
+def test_a_pass_that_raises(noise_from: str) -> None:
+    """In the block, and where opening it fails."""
+    model, [(x, _)] = make(), draw(1)
+    gns = gnsfast.GradientNoiseScale(model, metric="sign", noise_from=noise_from)
+    with pytest.raises(ZeroDivisionError):
+        with gns.microbatch(N):
+            model(x).sum().backward()
+            raise ZeroDivisionError
+    assert compiles() and not any(p._backward_hooks for p in model.parameters())
+    with pytest.raises(gnsfast.ObservationError):
+        with gns.microbatch(N):
+            pass  # no backward pass
+    assert compiles() and not any(p._backward_hooks for p in model.parameters())
+
+
+def test_a_deleted_estimator_of_micro_batches_hears_nothing() -> None:
+    model, data = make(), draw(3)
+    gns = gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches")
+    hooks = gns.attach()
+    model(data[0][0])
+    model._forward_hooks.clear(), model._forward_pre_hooks.clear()
+    del gns, hooks
+    gc.collect()
+    for x, _ in data:  # the second would be an error: a gradient in several parts
+        model(x).sum().backward()
+
+
+def test_a_half_without_a_gradient() -> None:
+    """Rows of an embedding that only samples of one half have: the other half's share is zero, not
+    the rounding of a difference, whose sign would be taken for a step.
+    """
+    dual = DualNorm.__new__(DualNorm)
+    one = torch.ones(())
+    of = Factors(one, one > 0, *[one] * 6, half=one / 2, total=one)
+    half = torch.tensor([0.1, 0.1, 0.1])
+    grad = torch.tensor([0.1 * (1 + 3e-7), 0.1 * (1 - 3e-7), 0.3])
+    second = dual._parts(torch.zeros(3), half, grad, of)[-1]
+    assert second.tolist() == pytest.approx([0.0, 0.0, 0.4], abs=0.0, rel=1e-5)
