@@ -16,10 +16,8 @@ from gnsfast.noise_scale.result import (
     ModuleNoiseScale,
     NoiseScale,
     percent,
-    summarize,
-    summarize_adam,
-    summarize_group,
 )
+from gnsfast.noise_scale.summaries import summarize, summarize_adam, summarize_group
 
 __all__ = [
     "AdamNoiseScale",

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from gnsfast import reference
 from gnsfast.noise_scale import statistics
 from gnsfast.noise_scale.loss_factors import Coefficients
-from gnsfast.noise_scale.result import ModuleNoiseScale, estimates, from_moments
+from gnsfast.noise_scale.result import ModuleNoiseScale
+from gnsfast.noise_scale.summaries import estimates, from_moments
 
 
 def brute_force_noise_scale(

@@ -108,5 +108,5 @@ def test_a_half_without_a_gradient() -> None:
     of = Factors(one, one > 0, *[one] * 6, half=one / 2, total=one)
     half = torch.tensor([0.1, 0.1, 0.1])
     grad = torch.tensor([0.1 * (1 + 3e-7), 0.1 * (1 - 3e-7), 0.3])
-    second = dual._parts(torch.zeros(3), half, grad, of)[-1]
+    second = dual._parts(of, torch.zeros(3), half, grad)[-1]
     assert second.tolist() == pytest.approx([0.0, 0.0, 0.4], abs=0.0, rel=1e-5)

@@ -45,7 +45,9 @@ def test_unbiased_over_all_draws(
     square: Callable[[Tensor], Tensor] = torch.square if metric == "sign" else (lambda g: g @ g.mT)
     parts: list[dual_norms.Parts] = []
     for kind in (DualNorm, SpectralNorm):
-        monkeypatch.setattr(kind, "_numbers", lambda _, of: parts.append(of) or torch.zeros(7))
+        monkeypatch.setattr(
+            kind, "_numbers", lambda _, of, total: parts.append(of) or torch.zeros(7)
+        )
     model = gnsfast.convert(nn.Linear(3, 3, bias=False).double())
     gns = gnsfast.GradientNoiseScale(model, metric=metric, noise_from="micro_batches")
     counts = torch.ones(n) if lengths is None else torch.tensor(lengths)
