@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -284,7 +285,9 @@ def step_line(k: float, step: int, tokens: int, loss: float) -> str:
 
 def write(path: Path, *records: Mapping[str, Any]) -> None:
     """Write lines of JSON; a kill leaves the old file or the new one, never a part."""
-    partial = path.with_name(path.name + PARTIAL)
+    partial = path.with_name(
+        f"{path.name}.{uuid.uuid4().hex}{PARTIAL}"
+    )  # other processes write too
     with partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
         file.flush()

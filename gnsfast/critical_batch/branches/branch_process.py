@@ -2,7 +2,6 @@
 """Trains one branch, in whatever process it is called."""
 
 import math
-import threading
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,9 +14,6 @@ from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import smoothed, smoothed_std
 from gnsfast.critical_batch.branches.measurement import Branch
 from gnsfast.errors import BranchError
-
-ONE_AT_A_TIME = threading.Lock()
-"""Branches share the random numbers of their process, so its threads take turns."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +103,15 @@ def train_job(
     Args:
         after: the attempt of the branch that is known to be over.
     """
-    with ONE_AT_A_TIME:
-        try:
-            run = make_run()
-            if (attempt := folder.attempts(job.k).take(after)) is None:
-                return None
-            with attempt:
-                return train_branch(run, folder, job, attempt).record()
-        except Exception as error:
-            folder.fail(job.k, reason_of(error), traceback.format_exc())
-            raise
+    try:
+        run = make_run()
+        if (attempt := folder.attempts(job.k).take(after)) is None:
+            return None
+        with attempt:
+            return train_branch(run, folder, job, attempt).record()
+    except Exception as error:
+        folder.fail(job.k, reason_of(error), traceback.format_exc())
+        raise
 
 
 def reason_of(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_plan import Plan
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
-from gnsfast.critical_batch.branches.launcher import launch
+from gnsfast.critical_batch.branches.launcher import alone, launch
 from gnsfast.critical_batch.branches.local_processes import LocalProcesses
 from gnsfast.critical_batch.branches.measurement import SETTINGS, Branch, CriticalBatch
 from gnsfast.critical_batch.branches.noise_scale_records import (
@@ -125,7 +125,9 @@ def measure_critical_batch(
         make = (lambda: run) if here else make_run
 
         def submit(work: Callable[..., Any], *args: Any) -> Call:
-            starts = () if launcher is None else (launch, launcher, files)
+            starts: tuple[Any, ...] = () if here else (alone, files)
+            if launcher is not None:
+                starts = launch, launcher, files
             return pool.submit(told, *starts, work, make, files, *args)
 
         if run is None:
