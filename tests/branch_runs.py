@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import gnsfast
+from gnsfast.critical_batch import SampleStream
 from gnsfast.critical_batch.branches import BranchStep, TorchRun
 from gnsfast.noise_scale import AdamNoiseScale, DualNoiseScale, NoiseScale
 
@@ -126,14 +127,18 @@ def loss_fn(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-def small_run(seed: int = 0, **options: Any) -> TorchRun:
-    """With dropout, a buffer that moves, Adam's state, clipping and a schedule."""
+def small_model(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     random.seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 1)
     )
-    model = gnsfast.convert(model)
+    return gnsfast.convert(model)
+
+
+def small_run(seed: int = 0, **options: Any) -> TorchRun:
+    """With dropout, a buffer that moves, Adam's state, clipping and a schedule."""
+    model = small_model(seed)
     optimizer = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.01)
     settings = {
         "batch_size": 8,
@@ -166,3 +171,26 @@ class Logged(ScriptedRun):
                 file.write(f"{os.getpid()} {batch_size} {self.tokens}\n")
             time.sleep(0.004)
             yield step
+
+
+def sharded_run(wrap: str, **options: Any) -> TorchRun:
+    """The part of this process in a run of several, on samples whose order has a seed."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model, data = small_model(), torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(rank)  # of dropout
+    if wrap == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif wrap == "fsdp":
+        torch.distributed.fsdp.fully_shard(model)
+    stream = SampleStream(data, rank=rank, world_size=ranks)
+    settings = {"batch_size": 8, "tokens_per_sample": 10, "micro_batch": 3, "clip": 1.0}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return TorchRun(model, optimizer, loss_fn, stream, **{**settings, "lr": halving, **options})
+
+
+def launched_run() -> TorchRun:
+    """As torchrun and srun start it, after five steps."""
+    torch.distributed.init_process_group("gloo")
+    run = sharded_run("fsdp")
+    list(run.train(400))
+    return run

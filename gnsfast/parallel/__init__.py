@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which processes and pipeline stages share an update."""
 
-from gnsfast.parallel.first import first, is_first, meet, process_count
+from gnsfast.parallel.first import first, is_first, mean, meet, process_count
 from gnsfast.parallel.pipeline import PipelinePasses
 from gnsfast.parallel.processes import (
     Processes,
@@ -22,6 +22,7 @@ __all__ = [
     "gathered",
     "in_context_parallel",
     "is_first",
+    "mean",
     "meet",
     "parameter_groups",
     "process_count",

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that one of several processes does for all, such as writing a file that they share."""
+"""What one of several processes does for all, such as writing a file, and what all do together."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from gnsfast.parallel.processes import gathered
 
@@ -45,3 +46,11 @@ def meet() -> None:
     """Return once every process has called it."""
     if process_count() > 1:
         gathered(None, None)
+
+
+def mean(value: Tensor) -> float:
+    """The mean of a number over all processes; waits for the device."""
+    if process_count() == 1:
+        return float(value)
+    found = gathered(float(value), None)
+    return float(sum(found) / len(found))
