@@ -161,16 +161,38 @@ def trained() -> TorchRun:
     return run
 
 
+def note(run: Any, batch_size: int) -> int:
+    """Note a step of a branch, and the process that took it; how many are noted."""
+    with Path(os.environ["STEPS"]).open("a+") as file:
+        file.write(f"{os.getpid()} {batch_size} {run.tokens}\n")
+        file.seek(0)
+        return len(file.readlines())
+
+
 class Logged(ScriptedRun):
     """Notes each step that it takes, of which any may be the one before it is killed."""
 
     def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
-        steps = super().train(tokens, batch_size=batch_size, lr_factor=lr_factor)
-        for step in steps:
-            with Path(os.environ["STEPS"]).open("a") as file:
-                file.write(f"{os.getpid()} {batch_size} {self.tokens}\n")
+        for step in super().train(tokens, batch_size=batch_size, lr_factor=lr_factor):
+            note(self, batch_size)
             time.sleep(0.004)
             yield step
+
+
+def mortal() -> TorchRun:
+    """The small run after five steps. Its process is killed in the third step of batches of 16."""
+    run, died = trained(), Path(os.environ["STEPS"] + ".died")
+
+    def train(tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
+        for step in TorchRun.train(run, tokens, batch_size=batch_size, lr_factor=lr_factor):
+            note(run, batch_size)
+            if batch_size == 16 and run.tokens == 400 + 3 * 160 and not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield step
+
+    run.train = train
+    return run
 
 
 def sharded_run(wrap: str, **options: Any) -> TorchRun:
@@ -181,7 +203,9 @@ def sharded_run(wrap: str, **options: Any) -> TorchRun:
     if wrap == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     elif wrap == "fsdp":
-        torch.distributed.fsdp.fully_shard(model)
+        from torch.distributed.fsdp import fully_shard  # 1 s that most tests need not wait
+
+        fully_shard(model)
     stream = SampleStream(data, rank=rank, world_size=ranks)
     settings = {"batch_size": 8, "tokens_per_sample": 10, "micro_batch": 3, "clip": 1.0}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

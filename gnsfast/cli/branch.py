@@ -86,6 +86,12 @@ def _load(where: str) -> ModuleType:
     return module
 
 
+def absolute(entry_point: str) -> str:
+    """The entry point as processes with another working directory find its file."""
+    where, _, name = entry_point.rpartition(":")
+    return f"{Path(where).absolute()}:{name}" if where.endswith(".py") else entry_point
+
+
 def grid(text: str) -> tuple[float, ...]:
     """``"1/4,0.5,1,2"`` as numbers."""
     try:

@@ -9,14 +9,18 @@ from torch import nn
 
 from gnsfast.combinations import METRIC, SIGN, SPECTRAL
 from gnsfast.probing import ProbeSlab, unwrapped
+from gnsfast.tensors import is_dtensor
 
 
 def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:
     """The metrics to measure beside the Euclidean one where ``optimizer`` trains ``model``.
 
     ``"spectral"`` for ``torch.optim.Muon``, else ``"sign"``; also ``"adam"`` for Adam and AdamW
-    that have stepped. Those that no layer of the model has norms for are left out.
+    that have stepped. Those that no layer of the model has norms for are left out, and all where
+    parameters are sharded.
     """
+    if any(map(is_dtensor, model.parameters())):
+        return ()
     wanted = {"sign": SIGN}
     if isinstance(optimizer, torch.optim.Muon):
         wanted = {"spectral": SPECTRAL}

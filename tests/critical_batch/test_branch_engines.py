@@ -1,30 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches as jobs of submitit and of Dask: the bits of this process, also after a worker died."""
+"""Branches as jobs of submitit and Dask: the bits of this process, also after a job was killed."""
 
 import os
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import branch_runs
 import pytest
-from branch_runs import trained
+from branch_runs import mortal, trained
 
-from gnsfast.critical_batch.branches import CriticalBatch, measure_critical_batch
+from gnsfast.cli import executors
+from gnsfast.critical_batch.branches import measure_critical_batch
 
-submitit = pytest.importorskip("submitit")
-distributed = pytest.importorskip("distributed")
+GRID = {"k": (1, 2), "delta_tokens": 800, "tolerance": 0.3, "save_every_tokens": 80}
 
-GRID = {"k": (1, 2), "delta_tokens": 960}
-REAL = {"tolerance": 0.3, "delta_tokens": 800}
+OPTIONS = {
+    "submitit": ["cluster=local", "timeout_min=5"],
+    "dask": ["n_workers=2", "threads_per_worker=1", "dashboard_address=null"],
+}
 
-
-def measure(run: Any, folder: Path, **options: Any) -> CriticalBatch:
-    return measure_critical_batch(run, folder=folder / "cbs", **{**GRID, **options})
-
-
-def steps(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in (folder / "cbs").glob("branch-*.jsonl")}
+KILLED = {"submitit": "UncompletedJobError: Job", "dask": "python ended with code -9"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,33 +30,51 @@ def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> Any:
-    executor = submitit.AutoExecutor(tmp_path / "jobs", cluster="local")
-    executor.update_parameters(timeout_min=5)
-    return executor
+@pytest.mark.parametrize("engine", OPTIONS)
+def test_engines(engine: str, tmp_path: Path) -> None:
+    """A job that is killed is named. The same call trains that branch on, and no other."""
+    pytest.importorskip({"dask": "distributed"}.get(engine, engine))
+    here = measure_critical_batch(trained(), folder=tmp_path / "here", **GRID)
+    out = tmp_path / "cbs"
+    with executors.opened(engine, OPTIONS[engine], out) as executor:
+        how = {"executor": executor, "make_run": mortal, "folder": out, **GRID}
+        found = measure_critical_batch(trained(), **how)
+        assert [b.k for b in found.branches] == [1] and KILLED[engine] in found.missing[2.0]
+        assert measure_critical_batch(trained(), **how) == here
+    for name in ("branch-1.jsonl", "branch-2.jsonl"):
+        assert (out / name).read_text() == (tmp_path / "here" / name).read_text()
+    taken = [line.split() for line in (tmp_path / "steps").read_text().splitlines()]
+    twice = {step: n for step, n in Counter((b, t) for _, b, t in taken).items() if n > 1}
+    assert twice == {("16", "880"): 2} and len(taken) == 10 + 5 + 1
+    assert len({pid for pid, *_ in taken}) == 3  # a process for each branch, and the killed one
 
 
-@pytest.fixture(scope="module")
-def dask() -> Iterator[Any]:
-    """Two worker processes, that may start those of a DataLoader."""
-    import dask
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("slurm", [], "must be submitit or dask, not 'slurm'"),
+        (None, ["a=1"], "a=1 is for an --executor"),
+        ("submitit", ["timeout_min"], "'timeout_min' is not NAME=VALUE"),
+        ("submitit", ["cluster=local"], "timeout_min=MINUTES"),
+        ("submitit", ["cluster=local", "timeout_min=5", "partitoin=gpu"], "partitoin"),
+    ],
+)
+def test_engines_that_cannot_be(
+    name: str | None, options: list[str], said: str, tmp_path: Path
+) -> None:
+    if name == "submitit" and said != "'timeout_min' is not NAME=VALUE":
+        pytest.importorskip("submitit")
+    with pytest.raises(ValueError, match=said):
+        with executors.opened(name, options, tmp_path):
+            pass
 
-    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-    with dask.config.set({"distributed.worker.daemon": False}):
-        with distributed.Client(**options) as client:
-            client.run(os.environ.update, {"OMP_NUM_THREADS": "1"})
-            yield client
 
-
-def test_on_submitit(tmp_path: Path, jobs: Any) -> None:
-    """A job that is killed is named; the same call trains it further, and no other."""
-    here = measure(trained(), tmp_path / "here", **REAL)
-    found = measure(None, tmp_path, executor=jobs, make_run=trained, **REAL)
-    assert found == here and steps(tmp_path) == steps(tmp_path / "here")
-
-
-def test_on_dask(tmp_path: Path, dask: Any) -> None:
-    here = measure(trained(), tmp_path / "here", **REAL)
-    found = measure(None, tmp_path, executor=dask.get_executor(), make_run=trained, **REAL)
-    assert found == here and steps(tmp_path) == steps(tmp_path / "here")
+@pytest.mark.parametrize("engine", OPTIONS)
+def test_engines_that_are_missing(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("submitit", "distributed"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(ValueError, match=rf"not installed .*pip install 'gnsfast\[{engine}\]'"):
+        with executors.opened(engine, OPTIONS[engine], tmp_path):
+            pass

@@ -57,14 +57,14 @@ def steps(folder: Path) -> dict[str, list[str]]:
 
 def test_on_threads(tmp_path: Path) -> None:
     """They would share one generator of random numbers, so each branch has a process of its own."""
-    here = measure(ScriptedRun(), tmp_path / "here")
+    here = measure(ScriptedRun(), tmp_path / "here", k=(1, 2))
     told: list[Branch] = []
     with ThreadPoolExecutor(3) as pool:
         with pytest.raises(BranchError, match="make_run must be a function of a module"):
             measure(
                 ScriptedRun(), tmp_path / "other", executor=pool, make_run=lambda: ScriptedRun()
             )
-        options = {"executor": pool, "make_run": ScriptedRun, "on_branch": told.append}
+        options = {"executor": pool, "make_run": ScriptedRun, "on_branch": told.append, "k": (1, 2)}
         assert measure(ScriptedRun(), tmp_path, **options) == here
     assert sorted(told, key=lambda b: b.k) == list(here.branches)
     assert steps(tmp_path) == steps(tmp_path / "here")

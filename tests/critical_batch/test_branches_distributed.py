@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of several processes and its branches: bit for bit, one writer, every process takes part."""
+"""A run of several processes and its branches: bit for bit, one writer, all take part."""
 
 import json
 from pathlib import Path

@@ -2,8 +2,8 @@
 """Measures a critical batch size by training branches of a run."""
 
 from gnsfast.critical_batch.branches.averaging import averaged
-from gnsfast.critical_batch.branches.branch_folder import BranchFolder
-from gnsfast.critical_batch.branches.branch_process import Job
+from gnsfast.critical_batch.branches.branch_folder import LOGS, BranchFolder
+from gnsfast.critical_batch.branches.branch_process import Job, reason_of
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, BranchStep
 from gnsfast.critical_batch.branches.branch_rule import (
     LR_FACTORS,
@@ -29,6 +29,7 @@ __all__ = [
     "BranchStep",
     "CriticalBatch",
     "Job",
+    "LOGS",
     "LR_FACTORS",
     "RESULT",
     "TorchRun",
@@ -39,6 +40,7 @@ __all__ = [
     "other_buffers",
     "pooled_factor",
     "random_state",
+    "reason_of",
     "set_lr",
     "set_random_state",
     "smoothed",

@@ -8,15 +8,10 @@ from typing import Any, Protocol
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_process import Job, reason_of, train_job
 from gnsfast.critical_batch.branches.measurement import Branch
-from gnsfast.errors import BranchError
 from gnsfast.parallel import first, process_count
 
 POLL = 0.02, 2.0
 """Seconds between two looks at what runs: they grow from the first to the second."""
-
-
-STATED = BranchError, ValueError
-"""Exceptions of gnsfast, whose messages need no type before them."""
 
 
 class Call(Protocol):
@@ -65,7 +60,7 @@ def told(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
     except Exception as error:
         if process_count() > 1:  # the others wait for this process: it has to end
             raise
-        return {"error": str(error) if isinstance(error, STATED) else reason_of(error)}
+        return {"error": reason_of(error)}
 
 
 class Work:
@@ -100,7 +95,7 @@ class Work:
         try:
             said = call.result()
         except Exception as error:
-            said = {"error": str(error) if isinstance(error, STATED) else reason_of(error)}
+            said = {"error": reason_of(error)}
         if said.get("value") is not None:
             return Branch.from_record(said["value"])
         self.failure = said.get("error") or "another process had begun it, and was lost"

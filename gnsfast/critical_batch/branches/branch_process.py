@@ -115,6 +115,8 @@ def train_job(
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception in one line."""
-    said = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    """An exception in one line; its type too, unless it is one that gnsfast words itself."""
+    said, kind = str(error).partition("\n")[0], type(error).__name__
+    if isinstance(error, BranchError | ValueError):
+        return said or kind
+    return f"{kind}: {said}" if said else kind
