@@ -21,10 +21,13 @@ from gnsfast.critical_batch.branches import (
     Branch,
     BranchFolder,
     CriticalBatch,
+    Job,
     branch_attempt,
     branch_folder,
     measure_critical_batch,
 )
+from gnsfast.critical_batch.branches.branch_executors import told
+from gnsfast.critical_batch.branches.branch_process import train_job
 from gnsfast.critical_batch.branches.local_processes import LocalProcesses
 from gnsfast.errors import BranchError
 
@@ -84,6 +87,15 @@ def test_without_a_run_of_its_own(tmp_path: Path, forks: LocalProcesses) -> None
 
 def divide() -> ScriptedRun:
     raise ZeroDivisionError("division by zero")
+
+
+def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
+    folder, job = BranchFolder(tmp_path), Job(2.0, 16, 1.0, 960, 0.5, "train", None)
+    ScriptedRun().save(make(folder.checkpoint))
+    work = (train_job, branch_runs.out_of_memory, folder, job, 0)
+    assert told(*work) == {"error": "RuntimeError: no memory"}
+    assert folder.failure(2.0) == "RuntimeError: no memory" and folder.branch(2.0) is None
+    assert folder.attempts(2.0).over() == 1
 
 
 class OwnFuture:

@@ -15,14 +15,10 @@ from branch_runs import LEVELS, MeasuredRun, ScriptedRun
 
 from gnsfast.critical_batch.branches import (
     Branch,
-    BranchFolder,
     BranchStep,
     CriticalBatch,
-    Job,
     measure_critical_batch,
 )
-from gnsfast.critical_batch.branches.branch_executors import told
-from gnsfast.critical_batch.branches.branch_process import train_job
 from gnsfast.errors import BranchError
 
 GRID = {"k": (0.5, 1, 2, 4), "delta_tokens": 960}
@@ -284,20 +280,6 @@ def test_in_processes(tmp_path: Path) -> None:
     assert found.missing == {2.0: "its process ended with code -9"}
     assert found.branches == here.branches[:1]
     assert measure(run, tmp_path, k=(1, 2), workers=1, make_run=branch_runs.Loads) == here
-
-
-def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
-    folder, job = BranchFolder(tmp_path), Job(2.0, 16, 1.0, 960, 0.5, "train", None)
-    ScriptedRun().save(make(folder.checkpoint))
-    work = (train_job, branch_runs.out_of_memory, folder, job, 0)
-    assert told(*work) == {"error": "RuntimeError: no memory"}
-    assert folder.failure(2.0) == "RuntimeError: no memory" and folder.branch(2.0) is None
-    assert folder.attempts(2.0).over() == 1
-
-
-def make(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 def test_processes_end_with_a_parent_that_is_killed(

@@ -21,13 +21,6 @@ pytestmark = pytest.mark.dist
 GRID = {"k": (1, 2, 4), "delta_tokens": 960, "tolerance": 0.5}
 
 
-def shared(folder: Path) -> Path:
-    """The folder of the first process, for all."""
-    said = [str(folder)]
-    dist.broadcast_object_list(said, src=0)
-    return Path(said[0])
-
-
 def everything(run: TorchRun) -> dict[str, Any]:
     """What training on depends on: this process's part, as values that compare."""
     state = run.optimizer.state_dict()
@@ -48,7 +41,7 @@ def back_at_the_checkpoint(rank: int, path: str, wrap: str, steps: int) -> None:
     list(run.train(80 * steps))
     run.save(folder)
     at_checkpoint = everything(run)
-    unbranched, end = list(run.train(480)), None
+    unbranched = list(run.train(480))
     end = everything(run)
     list(run.train(320, batch_size=16, lr_factor=1.5))
     run.restore(folder)
@@ -104,6 +97,21 @@ def measured(rank: int, path: str) -> None:
     assert losses[0] == losses[1]
 
 
+def both_fail(rank: int, path: str) -> None:
+    """Then the measurement ends, on every process. The next call trains that branch."""
+    folder = Path(path) / "failed"
+    for _ in range(2):
+        run = sharded_run("ddp", lr=lambda tokens: 1 / (tokens < 480))
+        with pytest.raises(ZeroDivisionError):
+            measure_critical_batch(run, folder=folder, **GRID)
+        dist.barrier()
+        assert (folder / "branch-1.error").read_text().startswith("ZeroDivisionError: ")
+    run = sharded_run("ddp", lr=lambda tokens: 1.0)
+    assert not measure_critical_batch(run, folder=folder, **GRID).missing
+    attempts = [path.name for path in sorted(folder.glob("branch-1.attempt*"))]
+    assert attempts == [f"branch-1.attempt-{n}" for n in (1, 2, 3)]
+
+
 def refused(rank: int, path: str) -> None:
     """On every process, in the same words."""
     folder = BranchFolder(Path(path) / "taken")
@@ -135,7 +143,7 @@ def not_shared(rank: int) -> None:
 
 
 def test_measured(tmp_path: Path) -> None:
-    spawn(each, 2, ([measured, refused], (str(tmp_path),)))
+    spawn(each, 2, ([measured, both_fail, refused], (str(tmp_path),)))
 
 
 def test_runs() -> None:
