@@ -318,7 +318,8 @@ def shown(there: Callable[[], bool], path: Path) -> None:
     while not there():
         if time.monotonic() > deadline:
             raise BranchError(
-                f"{path} did not appear within {PATIENCE:g} s: do all machines see this folder?"
+                f"{path} did not appear within {PATIENCE:g} s: it was deleted, or not all machines "
+                "see this folder"
             )
         time.sleep(0.1)
 

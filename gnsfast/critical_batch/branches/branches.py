@@ -64,7 +64,8 @@ def measure_critical_batch(
     of another machine counts as dead after 120 s of silence.
 
     Where several processes train one run (DDP, FSDP2), each calls this with its part of the run;
-    the first one writes. An exception in a branch then ends the measurement.
+    the first one writes. An exception in a branch then ends the measurement, and leaves the run
+    where it is: with ``launcher`` it ends that branch alone.
 
     Args:
         run: a ``BranchRun``, such as ``TorchRun``. None: ``make_run`` makes it, also the one that
