@@ -48,7 +48,7 @@ def meet() -> None:
         gathered(None, None)
 
 
-def mean(value: Tensor) -> float:
+def mean(value: Tensor | float) -> float:
     """The mean of a number over all processes; waits for the device."""
     if process_count() == 1:
         return float(value)

@@ -285,9 +285,8 @@ def step_line(k: float, step: int, tokens: int, loss: float) -> str:
 
 def write(path: Path, *records: Mapping[str, Any]) -> None:
     """Write lines of JSON; a kill leaves the old file or the new one, never a part."""
-    partial = path.with_name(
-        f"{path.name}.{uuid.uuid4().hex}{PARTIAL}"
-    )  # other processes write too
+    # Another process may write the same file, so each has a partial one of its own.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     with partial.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
         file.flush()

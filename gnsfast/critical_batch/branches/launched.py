@@ -44,7 +44,8 @@ def main() -> None:
     try:
         value = work(make, *args)
     except Exception as error:
-        write(result, {"error": reason_of(error)})
+        if not result.exists():  # the others fail next, for the lost connection
+            write(result, {"error": reason_of(error)})
         raise
     if is_first():
         write(result, {"value": value})

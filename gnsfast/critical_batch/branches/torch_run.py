@@ -202,8 +202,9 @@ class TorchRun:
         """This process's share of the next ``n`` samples."""
         batch = self.stream.draw(n)
         if self.batch_multiple > 1:
-            sizes = {t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)}
-            if n in sizes:
+            tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim]
+            sizes = {len(t) for t in tensors}
+            if n in sizes and n // self.batch_multiple not in sizes:
                 raise ValueError(
                     f"the stream drew all {n} samples in each of {self.batch_multiple} processes: "
                     "draw(n) returns a share of n, as SampleStream(rank=..., world_size=...) does"
@@ -323,7 +324,7 @@ class TorchRun:
     def _evaluate(self, evaluate: Callable[[nn.Module], float]) -> float:
         with self._restored(), torch.no_grad():
             self.model.eval()
-            return mean(torch.tensor(float(evaluate(self.model))))
+            return mean(evaluate(self.model))
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
