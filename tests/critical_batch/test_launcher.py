@@ -110,7 +110,17 @@ def test_launches_that_fail(tmp_path: Path) -> None:
         launch("false", folder, divide, Late())
     with pytest.raises(FileNotFoundError, match="no-such-command"):
         launch("no-such-command", folder, divide, Late())
-    here = type("Here", (), {"__module__": "__main__"})
-    for make_run, said in ((lambda: 0, "function of a module"), (here, "function of a module")):
+
+
+def of_the_script() -> None:
+    raise AssertionError("never called")
+
+
+def test_what_other_processes_cannot_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_the_script, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "of_the_script", of_the_script, raising=False)
+    for make_run, said in ((lambda: 0, "function of a module"), (of_the_script, "the script that")):
         with pytest.raises(ValueError, match=said):
-            launch("false", folder, divide, make_run)
+            launch("false", BranchFolder(tmp_path), divide, make_run)
