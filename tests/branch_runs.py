@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import gnsfast
+from gnsfast.critical_batch import SampleStream
 from gnsfast.critical_batch.branches import BranchStep, TorchRun
 from gnsfast.noise_scale import AdamNoiseScale, DualNoiseScale, NoiseScale
 
@@ -126,14 +127,18 @@ def loss_fn(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-def small_run(seed: int = 0, **options: Any) -> TorchRun:
-    """With dropout, a buffer that moves, Adam's state, clipping and a schedule."""
+def small_model(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     random.seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 16), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(16, 1)
     )
-    model = gnsfast.convert(model)
+    return gnsfast.convert(model)
+
+
+def small_run(seed: int = 0, **options: Any) -> TorchRun:
+    """With dropout, a buffer that moves, Adam's state, clipping and a schedule."""
+    model = small_model(seed)
     optimizer = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=0.01)
     settings = {
         "batch_size": 8,
@@ -152,5 +157,64 @@ def halving(tokens: int) -> float:
 def trained() -> TorchRun:
     """The small run after five steps."""
     run = small_run()
+    list(run.train(400))
+    return run
+
+
+def note(run: Any, batch_size: int) -> int:
+    """Note a step of a branch, and the process that took it; how many are noted."""
+    with Path(os.environ["STEPS"]).open("a+") as file:
+        file.write(f"{os.getpid()} {batch_size} {run.tokens}\n")
+        file.seek(0)
+        return len(file.readlines())
+
+
+class Logged(ScriptedRun):
+    """Notes each step that it takes, of which any may be the one before it is killed."""
+
+    def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
+        for step in super().train(tokens, batch_size=batch_size, lr_factor=lr_factor):
+            note(self, batch_size)
+            time.sleep(0.004)
+            yield step
+
+
+def mortal() -> TorchRun:
+    """The small run after five steps. Its process is killed in the third step of batches of 16."""
+    run, died = trained(), Path(os.environ["STEPS"] + ".died")
+
+    def train(tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
+        for step in TorchRun.train(run, tokens, batch_size=batch_size, lr_factor=lr_factor):
+            note(run, batch_size)
+            if batch_size == 16 and run.tokens == 400 + 3 * 160 and not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield step
+
+    run.train = train
+    return run
+
+
+def sharded_run(wrap: str, **options: Any) -> TorchRun:
+    """The part of this process in a run of several, on samples whose order has a seed."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model, data = small_model(), torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(rank)  # of dropout
+    if wrap == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif wrap == "fsdp":
+        from torch.distributed.fsdp import fully_shard  # 1 s that most tests need not wait
+
+        fully_shard(model)
+    stream = SampleStream(data, rank=rank, world_size=ranks)
+    settings = {"batch_size": 8, "tokens_per_sample": 10, "micro_batch": 3, "clip": 1.0}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return TorchRun(model, optimizer, loss_fn, stream, **{**settings, "lr": halving, **options})
+
+
+def launched_run() -> TorchRun:
+    """As torchrun and srun start it, after five steps."""
+    torch.distributed.init_process_group("gloo")
+    run = sharded_run("fsdp")
     list(run.train(400))
     return run

@@ -3,6 +3,7 @@
 
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,8 @@ from rich.console import Console
 from gnsfast.arguments import check_choice
 from gnsfast.cli import branch as branch_
 from gnsfast.cli import doctor as doctor_
+from gnsfast.cli import executors, plan_tables
 from gnsfast.cli import plan as plan_
-from gnsfast.cli import plan_tables
 from gnsfast.cli import report as report_
 from gnsfast.cli import schedule as schedule_
 from gnsfast.cli.input_errors import input_errors
@@ -265,6 +266,17 @@ def branch(
     workers: Annotated[
         int, typer.Option(help="Processes that train branches at once; 0: this one.")
     ] = 0,
+    executor: Annotated[
+        str | None, typer.Option(help="Train branches as jobs of submitit (Slurm) or dask.")
+    ] = None,
+    executor_option: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE for it, such as slurm_partition=gpu. May be repeated."),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="Starts the processes of a branch: 'torchrun --nproc-per-node 8'."),
+    ] = None,
     noise_scale: Annotated[
         bool, typer.Option(help="Measure the noise scale at the checkpoint.")
     ] = True,
@@ -282,14 +294,21 @@ def branch(
     Ctrl-C stops it. The same command again continues where it stopped.
     """
     try:
-        with input_errors():
+        with input_errors(), ExitStack() as stack:
             every = None if save_every is None else parse_count(save_every, "--save-every")
-            make_run = branch_.Target(target, checkpoint)
+            make_run = branch_.Target(branch_.absolute(target), checkpoint)
             if factor is not None:
                 check_choice("--factor", factor, METRICS)
+            if launcher is not None and repeats > 1:
+                raise ValueError(
+                    "--repeats skips data in this process, and --launcher's processes draw their "
+                    "own: measure once, or without --launcher"
+                )
+            engine = stack.enter_context(executors.opened(executor, executor_option or [], out))
+            elsewhere = launcher or (executor and repeats == 1)
             result = branch_.measure(
                 repeats,
-                make_run(),
+                None if elsewhere else make_run(),
                 folder=out,
                 k=branch_.grid(k),
                 delta_tokens=parse_count(tokens, "--tokens"),
@@ -299,6 +318,8 @@ def branch(
                 loss=loss,
                 save_every_tokens=every,
                 workers=workers,
+                executor=engine,
+                launcher=launcher,
                 make_run=make_run,
                 noise_scale=noise_scale,
                 on_branch=None if as_json else lambda b: typer.echo(branch_.branch_line(b)),

@@ -92,11 +92,17 @@ def _load(where: str) -> ModuleType:
     return module
 
 
-def measure(repeats: int, run: BranchRun, **how: Any) -> CriticalBatch:
+def measure(repeats: int, run: BranchRun | None, **how: Any) -> CriticalBatch:
     """Once, or as often as ``--repeats`` says."""
-    if repeats == 1:
+    if repeats == 1 or run is None:
         return measure_critical_batch(run, **how)
     return measure_repeatedly(run, repeats=repeats, **how)
+
+
+def absolute(entry_point: str) -> str:
+    """The entry point as processes with another working directory find its file."""
+    where, _, name = entry_point.rpartition(":")
+    return f"{Path(where).absolute()}:{name}" if where.endswith(".py") else entry_point
 
 
 def grid(text: str) -> tuple[float, ...]:

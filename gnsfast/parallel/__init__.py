@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which processes and pipeline stages share an update."""
 
+from gnsfast.parallel.first import first, is_first, mean, meet, process_count
 from gnsfast.parallel.pipeline import PipelinePasses
 from gnsfast.parallel.processes import (
     Processes,
@@ -17,10 +18,15 @@ __all__ = [
     "PipelinePasses",
     "Processes",
     "find_processes",
+    "first",
     "fsdp_degrees",
     "gathered",
     "in_context_parallel",
+    "is_first",
+    "mean",
+    "meet",
     "parameter_groups",
     "parameters_at_rest",
+    "process_count",
     "refuse_context_parallel",
 ]

@@ -148,3 +148,26 @@ def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_grid() -> None:
     assert grid("1/16, 0.5,1") == (0.0625, 0.5, 1.0)
+
+
+def test_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command makes no run itself: it finds the file in each process, wherever that works."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("from branch_runs import MeasuredRun as make")
+    how = {"k": "1,2", "tokens": 480}
+    expected = json.loads(branch(tmp_path, "train.py:make", "--json", out="here", **how).stdout)
+    done = branch(tmp_path, "train.py:make", "--launcher", "env", "--json", out="cbs", **how)
+    assert done.exit_code == 0 and json.loads(done.stdout) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--executor", "slurm"], "--executor must be submitit or dask, not 'slurm'"),
+        (["--executor-option", "a=1"], "a=1 is for an --executor"),
+        (["--launcher", "no-such-command"], "no-such-command"),
+    ],
+)
+def test_engines_that_cannot_be(options: list[str], said: str, tmp_path: Path) -> None:
+    done = branch(tmp_path, "branch_runs:ScriptedRun", *options)
+    assert one_line(done) and said in done.stderr

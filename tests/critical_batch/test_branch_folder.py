@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of branches: one process at a time, and what was measured stays."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 from branch_runs import MeasuredRun, small_run
 
 from gnsfast.critical_batch.branches import BranchFolder, measure_critical_batch
+from gnsfast.critical_batch.branches.branch_folder import write
 from gnsfast.critical_batch.rules import Rules
 from gnsfast.errors import BranchError
 
@@ -39,3 +42,16 @@ def test_noise_scales_of_the_folder_stay(tmp_path: Path) -> None:
     first = measure_critical_batch(MeasuredRun(), folder=tmp_path, **GRID, noise_scale=True)
     again = measure_critical_batch(MeasuredRun(), folder=tmp_path, **GRID, noise_scale=False)
     assert first.noise_scale is not None and again == first
+
+
+def test_two_processes_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One while the other writes: the file is whole, and neither fails."""
+
+    def meanwhile(file: int) -> None:
+        monkeypatch.undo()
+        write(tmp_path / "file", {"by": "another"})
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    write(tmp_path / "file", {"by": "one"})
+    assert json.loads((tmp_path / "file").read_text()) == {"by": "one"}
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -15,11 +15,8 @@ from branch_runs import LEVELS, MeasuredRun, ScriptedRun
 
 from gnsfast.critical_batch.branches import (
     Branch,
-    BranchFolder,
     BranchStep,
     CriticalBatch,
-    Job,
-    branch_process,
     measure_critical_batch,
 )
 from gnsfast.errors import BranchError
@@ -283,17 +280,6 @@ def test_in_processes(tmp_path: Path) -> None:
     assert found.missing == {2.0: "its process ended with code -9"}
     assert found.branches == here.branches[:1]
     assert measure(run, tmp_path, k=(1, 2), workers=1, make_run=branch_runs.Loads) == here
-
-
-def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
-    folder, job = BranchFolder(tmp_path), Job(2.0, 16, 1.0, 960, 0.5, "train", None)
-    folder.save_checkpoint(ScriptedRun())
-    process = multiprocessing.get_context("fork").Process(  # a fresh one imports for seconds
-        target=branch_process._work, args=(branch_runs.out_of_memory, folder, job, 1)
-    )
-    process.start()
-    process.join()
-    assert folder.failure(2.0) == "RuntimeError: no memory" and folder.branch(2.0) is None
 
 
 def test_processes_end_with_a_parent_that_is_killed(

@@ -301,6 +301,11 @@ def test_evaluation_leaves_no_trace() -> None:
     assert everything(run) == before
 
 
+def test_evaluation_is_not_rounded() -> None:
+    run = small_run(evaluate=lambda model: 0.1)
+    assert run.evaluate is not None and run.evaluate() == 0.1
+
+
 def test_checkpoints_load_without_pickles(tmp_path: Path) -> None:
     """And only into a run that fits."""
     small_run().save(tmp_path)

@@ -2,8 +2,8 @@
 """Measures a critical batch size by training branches of a run."""
 
 from gnsfast.critical_batch.branches.averaging import averaged
-from gnsfast.critical_batch.branches.branch_folder import BranchFolder
-from gnsfast.critical_batch.branches.branch_process import Job
+from gnsfast.critical_batch.branches.branch_folder import LOGS, BranchFolder
+from gnsfast.critical_batch.branches.branch_process import Job, reason_of
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, BranchStep
 from gnsfast.critical_batch.branches.branch_rule import (
     check_grid,
@@ -28,6 +28,7 @@ __all__ = [
     "BranchStep",
     "CriticalBatch",
     "Job",
+    "LOGS",
     "RESULT",
     "TorchRun",
     "averaged",
@@ -38,6 +39,7 @@ __all__ = [
     "other_buffers",
     "pooled_factor",
     "random_state",
+    "reason_of",
     "set_random_state",
     "smoothed",
     "smoothed_std",

@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains branches: one after another in this process, or several at once in processes."""
+"""Trains one branch, in whatever process it is called."""
 
 import math
-import multiprocessing
-import os
-import signal
-import threading
 import traceback
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import connection
-from multiprocessing.process import BaseProcess as Process
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
-import torch
-
+from gnsfast.critical_batch.branches.branch_attempt import Attempt
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder, step_line
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import smoothed, smoothed_std
@@ -41,13 +33,16 @@ class Job:
         return Branch(*own, math.nan, math.nan, steps=0, tokens=0, state="failed", reason=reason)
 
 
-def train_branch(run: BranchRun, folder: BranchFolder, job: Job) -> Branch:
+def train_branch(run: BranchRun, folder: BranchFolder, job: Job, attempt: Attempt) -> Branch:
     """Train a branch from its newest save to its end, or until a loss is not finite.
 
     Raises:
-        BranchError: where ``run`` takes steps of another size than asked for, or ends early.
+        BranchError: where ``run`` takes steps of another size than asked for, or ends early; where
+            another process has taken the branch over.
     """
-    done, losses = folder.restore(run, job.k)
+    if (finished := folder.finished(job.k, attempt)) is not None:
+        return finished
+    done, losses = folder.restore(run, job.k, attempt)
     per_step, saved = job.batch_size * run.tokens_per_sample, done
     # A short step, such as the last of an epoch, is accepted after a full one.
     left, full = job.delta_tokens - done, True
@@ -63,23 +58,29 @@ def train_branch(run: BranchRun, folder: BranchFolder, job: Job) -> Branch:
                     f"tokens after {done}: it must make steps of {per_step} until "
                     f"{job.delta_tokens}"
                 )
+            attempt.check()
             done += step.tokens
             losses.append(step.loss)
             file.write(step_line(job.k, len(losses), done, step.loss))
             if not math.isfinite(step.loss):
-                return _finish(folder, job, losses, done, math.nan)
+                return _finish(folder, job, attempt, losses, done, math.nan)
             every = job.save_every_tokens
             if every and done - saved >= every and done < job.delta_tokens:
-                folder.save(run, job.k, done)
+                folder.save(run, job.k, done, attempt)
                 saved = done
     if done < job.delta_tokens:
         raise BranchError(f"train() ended after {done:,} of {job.delta_tokens:,} tokens")
     loss = smoothed(losses, job.alpha) if job.loss == "train" else cast(Any, run).evaluate()
-    return _finish(folder, job, losses, done, loss)
+    return _finish(folder, job, attempt, losses, done, loss)
 
 
 def _finish(
-    folder: BranchFolder, job: Job, losses: list[float], tokens: int, loss: float
+    folder: BranchFolder,
+    job: Job,
+    attempt: Attempt,
+    losses: list[float],
+    tokens: int,
+    loss: float,
 ) -> Branch:
     own = job.k, job.batch_size, job.lr_factor
     if not math.isfinite(loss):
@@ -87,84 +88,35 @@ def _finish(
     else:
         noise = smoothed_std(losses, job.alpha) if job.loss == "train" else math.nan
         branch = Branch(*own, loss, noise, len(losses), tokens)
-    folder.finish(branch)
+    folder.finish(branch, attempt)
     return branch
 
 
-def train_here(
-    run: BranchRun, folder: BranchFolder, jobs: Iterable[Job]
-) -> Generator[Branch, None, None]:
-    """Train one branch after another. A branch that raises has failed; the next is trained."""
-    for job in jobs:
-        folder.forget_failure(job.k)
-        try:
-            branch = train_branch(run, folder, job)
-        except Exception as error:
-            branch = _record_failure(folder, job, error)
-        yield branch
+def train_job(
+    make_run: Callable[[], BranchRun], folder: BranchFolder, job: Job, after: int
+) -> dict[str, Any] | None:
+    """Train a branch with a new run; its record, or None where another process has begun it.
 
+    Why it failed is also written into the folder. Where several processes train the branch, one
+    that raises has to end, and so ends the others, which wait for it.
 
-def train_in_processes(
-    make_run: Callable[[], BranchRun], folder: BranchFolder, jobs: Iterable[Job], workers: int
-) -> Generator[Branch, None, None]:
-    """Train up to ``workers`` branches at once, each in a new process; yield them as they end.
-
-    The processes divide torch's threads among them, and end with this process, whatever ends it.
-
-    Raises:
-        ValueError: for a ``make_run`` that cannot be pickled, so that no new process could call it.
+    Args:
+        after: the attempt of the branch that is known to be over.
     """
     try:
-        ForkingPickler.dumps(make_run)
+        run = make_run()
+        if (attempt := folder.attempts(job.k).take(after)) is None:
+            return None
+        with attempt:
+            return train_branch(run, folder, job, attempt).record()
     except Exception as error:
-        raise ValueError(
-            f"make_run is called in other processes and must be a function of a module: {error}"
-        ) from error
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, torch.get_num_threads() // workers)
-    waiting = list(jobs)
-    running: dict[int, tuple[Process, Job]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < workers:
-                job = waiting.pop(0)
-                folder.forget_failure(job.k)
-                work = (make_run, folder, job, threads)
-                # Not a daemon: a daemon may not start processes of a DataLoader.
-                process: Process = context.Process(target=_work, args=work)
-                process.start()
-                running[process.sentinel] = process, job
-            for sentinel in connection.wait(list(running)):
-                process, job = running.pop(cast(int, sentinel))
-                process.join()
-                reason = folder.failure(job.k) or f"its process ended with code {process.exitcode}"
-                yield folder.branch(job.k) or job.failed(reason)
-    finally:
-        for process, _ in running.values():
-            process.terminate()
-        for process, _ in running.values():
-            process.join()
+        folder.fail(job.k, reason_of(error), traceback.format_exc())
+        raise
 
 
-def _work(make_run: Callable[[], BranchRun], folder: BranchFolder, job: Job, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this one
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    try:
-        train_branch(make_run(), folder, job)
-    except Exception as error:
-        _record_failure(folder, job, error)
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent is killed, before another one writes the same branch."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _record_failure(folder: BranchFolder, job: Job, error: Exception) -> Branch:
-    said = str(error).partition("\n")[0]
-    reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    folder.fail(job.k, reason, traceback.format_exc())
-    return job.failed(reason)
+def reason_of(error: BaseException) -> str:
+    """An exception in one line; its type too, unless it is one that gnsfast words itself."""
+    said, kind = str(error).partition("\n")[0], type(error).__name__
+    if isinstance(error, BranchError | ValueError):
+        return said or kind
+    return f"{kind}: {said}" if said else kind

@@ -26,6 +26,10 @@ class BranchRun(Protocol):
     batch_size=run.batch_size, lr_factor=1.0)`` takes the same steps as the run that was never
     branched. ``TorchRun`` is a ``BranchRun`` for a plain torch loop.
 
+    Where several processes train one run, each has its part of it, and all of them call the methods
+    together. Batch sizes and tokens are over all processes, and every process returns the same
+    ``loss``. ``save`` and ``restore`` get one folder: each process has its own file names.
+
     A run may also have:
 
     - ``batch_multiple: int``: every batch size that the run can train with is a multiple of it.

@@ -2,29 +2,37 @@
 """``measure_critical_batch``: trains branches of a checkpoint for its critical batch size."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
-from gnsfast.arguments import check_choice, integer
+from gnsfast.arguments import integer
+from gnsfast.critical_batch.branches.branch_executors import (
+    Call,
+    Here,
+    Submits,
+    Work,
+    told,
+    train_branches,
+)
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
-from gnsfast.critical_batch.branches.branch_process import Job, train_here, train_in_processes
+from gnsfast.critical_batch.branches.branch_plan import Plan
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
-from gnsfast.critical_batch.branches.branch_rule import check_grid, matching, smoothed
-from gnsfast.critical_batch.branches.measurement import Branch, CriticalBatch
+from gnsfast.critical_batch.branches.branch_rule import matching
+from gnsfast.critical_batch.branches.launcher import alone, launch
+from gnsfast.critical_batch.branches.local_processes import LocalProcesses
+from gnsfast.critical_batch.branches.measurement import SETTINGS, Branch, CriticalBatch
 from gnsfast.critical_batch.branches.noise_scale_records import (
     noise_scale_records,
     noise_scales_from_record,
 )
-from gnsfast.critical_batch.rules import Rules
 from gnsfast.errors import BranchError
-
-LEAST_STEPS = 3
-"""Every branch needs them: the first loss is still the checkpoint's, and noise takes three."""
+from gnsfast.parallel import first, process_count
 
 
 def measure_critical_batch(
-    run: BranchRun,
+    run: BranchRun | None,
     *,
     folder: str | os.PathLike[str],
     k: Iterable[float] = (0.5, 1, 2, 4, 8),
@@ -35,6 +43,8 @@ def measure_critical_batch(
     loss: str = "train",
     save_every_tokens: int | None = None,
     workers: int = 0,
+    executor: Submits | None = None,
+    launcher: str | None = None,
     make_run: Callable[[], BranchRun] | None = None,
     noise_scale: bool = True,
     on_branch: Callable[[Branch], None] | None = None,
@@ -49,10 +59,17 @@ def measure_critical_batch(
     To continue an interrupted measurement, make the same call again, in this or another process: it
     trains the branches that are not finished. The run must have trained the same number of tokens;
     it is restored from the checkpoint in the folder. k may differ between calls: the result holds
-    all branches of the folder.
+    all branches of the folder. No branch is trained twice at once: a process that trains one says
+    so in the folder, every 10 s, and this call waits for a branch that another process trains. One
+    of another machine counts as dead after 120 s of silence.
+
+    Where several processes train one run (DDP, FSDP2), each calls this with its part of the run;
+    the first one writes. An exception in a branch then ends the measurement, and leaves the run
+    where it is: with ``launcher`` it ends that branch alone.
 
     Args:
-        run: a ``BranchRun``, such as ``TorchRun``.
+        run: a ``BranchRun``, such as ``TorchRun``. None: ``make_run`` makes it, also the one that
+            is measured, in the processes that train it; this one needs neither a GPU nor memory.
         folder: a new folder, or that of a measurement to continue.
         k: batch sizes as multiples of ``run.batch_size``. They include 1, and also one below it
             unless "at most" is answer enough. Every batch must be a multiple of
@@ -68,8 +85,17 @@ def measure_critical_batch(
         save_every_tokens: also save within a branch, so that a killed one continues from there.
         workers: train this many branches at once, each in its own process, which takes as many
             times the memory; 0 trains them in this process.
-        make_run: needed with workers: a picklable function without arguments that returns the run,
-            in any state. A script that passes it needs the guard ``if __name__ == "__main__"``.
+        executor: trains the branches instead: one of ``concurrent.futures``, of submitit, of Dask
+            (``client.get_executor()``), or anything with ``submit(function, *args)`` that returns a
+            future. Its machines share ``folder``. A branch whose call is lost has failed. To see it
+            trained further, call again.
+        launcher: a command that starts the processes which train one branch together, such as
+            ``"torchrun --standalone --nproc-per-node 8"`` or ``"srun"``; with ``run=None``. It is
+            run by the executor, or by ``workers`` processes of this machine, 1 without either.
+        make_run: needed with all of these: a picklable function without arguments that returns the
+            run; with ``run=None`` at the state to be measured, else in any. In launched processes
+            it calls ``torch.distributed.init_process_group``. A script that passes it needs the
+            guard ``if __name__ == "__main__"``.
         noise_scale: call ``run.noise_scale()``, where the run has it and the folder does not.
         on_branch: called with each branch: first those in the folder, then each as it ends.
 
@@ -81,67 +107,121 @@ def measure_critical_batch(
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
     """
-    size, length = run.batch_size, run.tokens_per_sample
-    ks = check_grid(k, size, getattr(run, "batch_multiple", 1))
-    integer("delta_tokens", delta_tokens)
-    matching({1: 0.0}, tolerance)  # raises for an invalid tolerance
-    smoothed([0.0], alpha)  # raises for an invalid alpha
-    if save_every_tokens is not None:
-        integer("save_every_tokens", save_every_tokens)
-    lr_factor = Rules(lr).lr_factor
-    check_choice("loss", loss, ("train", "evaluate"))
-    if loss == "evaluate" and not callable(getattr(run, "evaluate", None)):
-        raise ValueError("loss='evaluate' needs a run with evaluate()")
-    if integer("workers", workers, 0) and make_run is None:
-        raise ValueError("workers need make_run, a function that makes the run in their processes")
-    sizes = {each: round(each * size) for each in ks}
-    if (least := LEAST_STEPS * sizes[ks[-1]] * length) > delta_tokens:
-        raise ValueError(
-            f"delta_tokens={delta_tokens:,} is too few: k = {ks[-1]:g} needs {LEAST_STEPS} steps"
-            f" at least, {least:,} tokens"
-        )
-    settings: dict[str, Any] = {
-        "tokens": run.tokens,
-        "batch_size": size,
-        "tokens_per_sample": length,
-        "delta_tokens": delta_tokens,
-        "tolerance": tolerance,
-        "alpha": alpha,
-        "lr": lr,
-        "loss": loss,
-    }
-    files = BranchFolder(folder)
-    own: Callable[[], Mapping[str, Any]] | None = getattr(run, "branch_settings", None)
-    files.open(settings | {f"run.{name}": each for name, each in (own() if own else {}).items()})
-    shared = (delta_tokens, alpha, loss, save_every_tokens)
-    jobs = [Job(each, sizes[each], lr_factor(each), *shared) for each in ks]
-    with files.locked():
-        is_new = files.save_checkpoint(run)
-        try:
-            if not is_new:
-                run.restore(files.checkpoint)
-            measured = files.noise_scale() is not None
-            scales = _noise_scales(run, files) if noise_scale or measured else {}
-            branches, missing = _train(run, files, jobs, workers, make_run, on_branch)
-        finally:
-            run.restore(files.checkpoint)
+    plan = Plan(
+        *(tuple(k), delta_tokens, tolerance, alpha, lr, loss, save_every_tokens, noise_scale)
+    )
+    here = run is not None and not (integer("workers", workers, 0) or executor)
+    _check_processes(run, make_run, here, workers, executor, launcher)
+    if run is not None:
+        plan.settings(run)  # raises before anything is written
+    files = BranchFolder(Path(folder).absolute())
+    first(files.claim)
+    with ExitStack() as stack:
+        stack.enter_context(files.locked())
+        pool: Submits = Here()
+        if executor is not None:
+            pool = executor
+        elif not here:
+            pool = stack.enter_context(LocalProcesses(max(workers, 1)))
+        make = (lambda: run) if here else make_run
+
+        def submit(work: Callable[..., Any], *args: Any) -> Call:
+            starts: tuple[Any, ...] = () if here else (alone, files)
+            if launcher is not None:
+                starts = launch, launcher, files
+            return pool.submit(told, *starts, work, make, files, *args)
+
+        if run is None:
+            settings = _prepared(submit(_prepare_anew, plan))
+        else:
+            settings = _prepare(run, files, plan)
+            stack.enter_context(_restored(run, files))
+        works = [Work(submit, files, job) for job in plan.jobs(settings["batch_size"])]
+        branches, missing = _train(files, works, on_branch)
+        scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
     if 1.0 in missing:
         raise BranchError(
             f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it: "
             f"call again with the same folder to continue ({files.path})"
         )
-    result = CriticalBatch(branches=branches, missing=missing, **settings, **scales)
-    files.write_result(result.record())
+    own = {name: settings[name] for name in SETTINGS}
+    result = CriticalBatch(branches=branches, missing=missing, **own, **scales)
+    first(lambda: files.write_result(result.record()))
     return result
 
 
-def _train(
-    run: BranchRun,
-    files: BranchFolder,
-    jobs: list[Job],
-    workers: int,
+def _check_processes(
+    run: BranchRun | None,
     make_run: Callable[[], BranchRun] | None,
-    on_branch: Callable[[Branch], None] | None,
+    here: bool,
+    workers: int,
+    executor: Submits | None,
+    launcher: str | None,
+) -> None:
+    """Raise ValueError where it is not clear which processes make the run and train."""
+    if workers and executor is not None:
+        raise ValueError("workers and executor are two ways to train branches: take one")
+    if launcher is not None and run is not None:
+        raise ValueError("launched processes make their own run: launcher needs run=None")
+    if not here and make_run is None:
+        raise ValueError(
+            "workers, executor, launcher and run=None need make_run, a function that makes the run "
+            "in other processes"
+        )
+    if not here and process_count() > 1:
+        raise ValueError(
+            f"this run has {process_count()} processes, which train its branches themselves, "
+            "without workers, executor and launcher"
+        )
+
+
+def _prepare(run: BranchRun, files: BranchFolder, plan: Plan) -> dict[str, Any]:
+    """Save the checkpoint and measure the noise scale there; the settings of the branches."""
+    settings = plan.settings(run)
+    with files.prepared(settings, run, plan.noise_scale):
+        if plan.noise_scale and first(files.noise_scale) is None:
+            record = _measured(run)
+            first(lambda: files.write_noise_scale(record))
+    return settings
+
+
+def _prepare_anew(
+    make_run: Callable[[], BranchRun], files: BranchFolder, plan: Plan
+) -> dict[str, Any]:
+    return _prepare(make_run(), files, plan)
+
+
+def _prepared(call: Call) -> dict[str, Any]:
+    """The settings that another process returns once it has prepared the folder."""
+    try:
+        said = call.result()
+    except Exception as error:
+        raise BranchError(f"the process that saves the checkpoint was lost: {error}") from error
+    finally:
+        call.cancel()
+    if "error" in said:
+        raise BranchError(said["error"])
+    settings: dict[str, Any] = said["value"]
+    return settings
+
+
+@contextmanager
+def _restored(run: BranchRun, files: BranchFolder) -> Iterator[None]:
+    """Restore the run afterwards to the checkpoint.
+
+    Not after an exception among several processes: the others may be anywhere.
+    """
+    try:
+        yield
+    except BaseException:
+        if process_count() == 1:
+            run.restore(files.checkpoint)
+        raise
+    run.restore(files.checkpoint)
+
+
+def _train(
+    files: BranchFolder, works: list[Work], on_branch: Callable[[Branch], None] | None
 ) -> tuple[tuple[Branch, ...], dict[float, str]]:
     """All branches by ascending k, trained now or before, and why others failed."""
     found: list[Branch] = []
@@ -157,34 +237,31 @@ def _train(
         if branch.k <= 1:
             matching({1.0: 0.0, branch.k: branch.loss})  # raises where the branch diverged
 
-    for finished in files.branches():
+    for finished in first(files.branches):
         take(finished)
-    left = [job for job in jobs if job.k not in {branch.k for branch in found}]
-    if workers and make_run is not None:
-        training = train_in_processes(make_run, files, left, workers)
-    else:
-        training = train_here(run, files, left)
-    with closing(training):
+    left = [work for work in works if work.job.k not in {branch.k for branch in found}]
+    with closing(train_branches(left)) as training:
         for branch in training:
             take(branch)
     return tuple(sorted(found, key=lambda b: b.k)), dict(sorted(missing.items()))
 
 
-def _noise_scales(run: BranchRun, files: BranchFolder) -> dict[str, Any]:
-    """The noise scales at the checkpoint, as ``CriticalBatch`` takes them."""
-    if (record := files.noise_scale()) is None:
-        measure: Callable[[], Any] | None = getattr(run, "noise_scale", None)
-        scale = None if measure is None else measure()
-        record = noise_scale_records(scale)
-        reason = ""
-        if measure is None:
-            reason = "the run has no noise_scale()"
-        elif record["noise_scale"] is None:
-            reason = (
-                getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned none"
-            )
-        record["noise_scale_reason"] = reason
-        files.write_noise_scale(record)
+def _measured(run: BranchRun) -> dict[str, Any]:
+    """The record of the noise scales at the present weights."""
+    measure: Callable[[], Any] | None = getattr(run, "noise_scale", None)
+    record = noise_scale_records(None if measure is None else measure())
+    reason = ""
+    if measure is None:
+        reason = "the run has no noise_scale()"
+    elif record["noise_scale"] is None:
+        reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned none"
+    return record | {"noise_scale_reason": reason}
+
+
+def _noise_scales(record: dict[str, Any] | None) -> dict[str, Any]:
+    """The noise scales in a record, as ``CriticalBatch`` takes them."""
+    if record is None:
+        return {}
     return {
         **noise_scales_from_record(record),
         "noise_scale_reason": record["noise_scale_reason"],

@@ -12,6 +12,7 @@ from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branches import measure_critical_batch
 from gnsfast.critical_batch.branches.measurement import CriticalBatch
+from gnsfast.parallel import first
 
 
 def measure_repeatedly(
@@ -60,5 +61,5 @@ def measure_repeatedly(
     finally:
         run.restore(files.checkpoint)
     result = averaged(found)
-    files.write_result(result.record())
+    first(lambda: files.write_result(result.record()))
     return result

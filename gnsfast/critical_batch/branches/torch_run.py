@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gnsfast.arguments import integer
+from gnsfast.critical_batch.branches import sharded_state
 from gnsfast.critical_batch.branches.branch_protocol import BranchStep
 from gnsfast.critical_batch.branches.training_state import (
     other_buffers,
@@ -23,6 +24,7 @@ from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
 from gnsfast.kept import kept
 from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
+from gnsfast.parallel import find_processes, fsdp_degrees, mean, process_count
 
 FILE = "run.pt"
 
@@ -42,7 +44,11 @@ class Stream(Protocol):
 
 
 class TorchRun:
-    """A model, its optimizer and its data as a ``BranchRun`` in one process.
+    """A model, its optimizer and its data as a ``BranchRun``, in one process or several.
+
+    Several processes (DDP, FSDP2) make a run each, after ``init_process_group``, of the same model,
+    wrapped, and a stream that draws this process's share, such as ``SampleStream(rank=...)``. All
+    of them call its methods. Batch sizes are over all processes, and losses are their mean.
 
     Ordinary training calls ``step()`` too, so that a branch and the run that was never branched use
     the same code: after ``restore`` the same steps follow, bit for bit.
@@ -53,15 +59,15 @@ class TorchRun:
         stream: ``draw(n)``, ``state_dict()``, ``load_state_dict(state)``.
         batch_size: samples of an optimizer step; ``run.batch_size`` may be set between steps.
         tokens_per_sample: converts samples into tokens, in which progress is counted.
-        micro_batch: the most samples of one forward pass; a step accumulates as many passes as it
-            needs.
+        micro_batch: the most samples of one forward pass of a process; a step accumulates as many
+            passes as it needs.
         lr: a schedule: the tokens trained before a step -> factor of the initial learning rate
             (``group["initial_lr"]``, where a group has one, else its ``lr`` at the first step). It
             continues in branches. None leaves the groups' ``lr`` alone: your own scheduler may
             change it between steps, and it is constant in branches.
         clip: the largest 2-norm of a gradient.
         evaluate: ``evaluate(model)``, a mean loss on samples that are always the same; called in
-            evaluation mode, without gradients.
+            evaluation mode, without gradients. Of several processes the mean counts.
         betas, weight_decay: the rules (``Rules``) by which a branch moves them, from those of the
             run to those of k times its batch.
         gns: measures every step, also in branches; its window is saved with the run.
@@ -116,6 +122,7 @@ class TorchRun:
         self.tokens_per_sample = integer("tokens_per_sample", tokens_per_sample)
         self.micro_batch = None if micro_batch is None else integer("micro_batch", micro_batch)
         self.lr, self.clip, self.gns, self.device = lr, clip, gns, device
+        self.batch_multiple = _data_parallel(model)
         self.evaluate = None if evaluate is None else lambda: self._evaluate(evaluate)
         self.noise_scale_reason = ""
         self._tokens = integer("tokens", tokens, 0)
@@ -180,21 +187,33 @@ class TorchRun:
 
     def _backward(self, batch_size: int, gns: GradientNoiseScale | None) -> float:
         """Accumulate the gradient of a batch by micro-batches; returns its mean loss."""
+        processes = self.batch_multiple
+        if batch_size % processes:
+            raise ValueError(f"batch_size={batch_size} is no multiple of {processes} processes")
         largest = self.micro_batch or batch_size
         losses = []
-        for start in range(0, batch_size, largest):
-            n = min(largest, batch_size - start)
+        for start in range(0, batch_size, largest * processes):
+            n = min(largest * processes, batch_size - start)
             batch, share = self._draw(n), n / batch_size
-            with nullcontext() if gns is None else gns.microbatch(n, scale=share):
+            with nullcontext() if gns is None else gns.microbatch(n // processes, scale=share):
                 loss = self.loss_fn(self.model, batch) * share
                 loss.backward()
             losses.append(loss.detach())
         if gns is not None:
             gns.update()
-        return float(torch.stack(losses).sum())
+        return mean(torch.stack(losses).sum())
 
     def _draw(self, n: int) -> Any:
+        """This process's share of the next ``n`` samples."""
         batch = self.stream.draw(n)
+        if self.batch_multiple > 1:
+            tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.ndim]
+            sizes = {len(t) for t in tensors}
+            if n in sizes and n // self.batch_multiple not in sizes:
+                raise ValueError(
+                    f"the stream drew all {n} samples in each of {self.batch_multiple} processes: "
+                    "draw(n) returns a share of n, as SampleStream(rank=..., world_size=...) does"
+                )
         if self.device is None:
             return batch
         return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), batch)
@@ -209,21 +228,25 @@ class TorchRun:
         """Write model, optimizer, random number generators, data position and progress.
 
         The file holds only tensors and plain values, which ``torch.load(weights_only=True)`` reads.
+        Several processes write ``torch.distributed.checkpoint``'s files, and one each.
         """
-        torch.save(
-            {
-                "tokens": self._tokens,
-                "batch_size": self.batch_size,
-                "tokens_per_sample": self.tokens_per_sample,
-                "model": self.model.state_dict(),
-                "buffers": other_buffers(self.model),
-                "optimizer": self.optimizer.state_dict(),
-                "random": random_state(self._devices()),
-                "stream": self.stream.state_dict(),
-                "gns": None if self.gns is None else self.gns.state_dict(),
-            },
-            Path(folder) / FILE,
-        )
+        own = {
+            "tokens": self._tokens,
+            "batch_size": self.batch_size,
+            "tokens_per_sample": self.tokens_per_sample,
+            "random": random_state(self._devices()),
+            "stream": self.stream.state_dict(),
+            "gns": None if self.gns is None else self.gns.state_dict(),
+        }
+        if process_count() > 1:
+            sharded_state.save(Path(folder), self.model, self.optimizer, own)
+            return
+        together = {
+            "model": self.model.state_dict(),
+            "buffers": other_buffers(self.model),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        torch.save(own | together, Path(folder) / FILE)
 
     def restore(self, folder: Path) -> None:
         """Load what ``save`` wrote.
@@ -231,7 +254,10 @@ class TorchRun:
         Raises:
             ValueError: where it was saved with other settings.
         """
-        state = torch.load(Path(folder) / FILE, map_location="cpu", weights_only=True)
+        if process_count() > 1:
+            state = sharded_state.read_own(Path(folder))
+        else:
+            state = torch.load(Path(folder) / FILE, map_location="cpu", weights_only=True)
         if state["tokens_per_sample"] != self.tokens_per_sample:
             raise ValueError(
                 f"{folder} was saved with tokens_per_sample={state['tokens_per_sample']}, and this "
@@ -241,11 +267,15 @@ class TorchRun:
             raise ValueError(
                 f"{folder} was saved by a run {'with' if state['gns'] else 'without'} gns=..."
             )
-        self.model.load_state_dict(state["model"])
+        if process_count() > 1:
+            sharded_state.load(Path(folder), self.model, self.optimizer, state)
+        else:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
         with torch.no_grad():
-            for name, buffer in other_buffers(self.model).items():
-                buffer.copy_(state["buffers"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+            for name, buffer in self.model.named_buffers():
+                if name in state["buffers"]:
+                    buffer.copy_(state["buffers"][name])
         self._zero_grad()
         self.stream.load_state_dict(state["stream"])
         if self.gns is not None:
@@ -284,7 +314,7 @@ class TorchRun:
     def _evaluate(self, evaluate: Callable[[nn.Module], float]) -> float:
         with self._restored(), torch.no_grad():
             self.model.eval()
-            return float(evaluate(self.model))
+            return mean(evaluate(self.model))
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -296,3 +326,19 @@ class TorchRun:
         finally:
             self.stream.load_state_dict(stream)
             set_random_state(random, self._devices())
+
+
+def _data_parallel(model: nn.Module) -> int:
+    """The processes that train ``model`` on samples of their own.
+
+    Raises:
+        ValueError: where they train a model each, because it is not wrapped.
+    """
+    processes = find_processes(model, None, None).data
+    wrapped = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
+    if processes > 1 and not wrapped and not fsdp_degrees(model):
+        raise ValueError(
+            f"each of {processes} processes would train a model of its own: wrap it in "
+            "DistributedDataParallel or fully_shard before TorchRun"
+        )
+    return processes

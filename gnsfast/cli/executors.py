@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--executor``: the engine that runs branches as jobs."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from gnsfast.critical_batch.branches import LOGS, reason_of
+
+
+@contextmanager
+def opened(name: str | None, options: Sequence[str], folder: Path) -> Iterator[Any]:
+    """The executor of a name; None without one.
+
+    Args:
+        options: ``NAME=VALUE``, where VALUE is JSON or a text.
+        folder: of the branches; the engine's logs lie in it.
+
+    Raises:
+        ValueError: for an unknown engine or option, or one that is not installed.
+    """
+    if name is None:
+        if options:
+            raise ValueError(f"--executor-option {options[0]} is for an --executor")
+        yield None
+        return
+    if name not in ENGINES:
+        raise ValueError(f"--executor must be {' or '.join(ENGINES)}, not {name!r}")
+    values = dict(map(_option, options))
+    with ExitStack() as stack:
+        try:
+            engine = ENGINES[name](values, folder, stack)
+        except ImportError as error:
+            raise ValueError(
+                f"--executor {name} is not installed ({error}): pip install 'gnsfast[{name}]'"
+            ) from error
+        except Exception as error:  # whatever the engine says of its options
+            raise ValueError(f"--executor {name}: {reason_of(error)}") from error
+        yield engine
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, given, value = text.partition("=")
+    if not name or not given:
+        raise ValueError(f"--executor-option {text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _submitit(options: dict[str, Any], folder: Path, stack: ExitStack) -> Any:
+    import submitit
+
+    if not options.keys() & {"timeout_min", "slurm_time"}:
+        raise ValueError("a job ends after 5 minutes without --executor-option timeout_min=MINUTES")
+    executor = submitit.AutoExecutor(folder / LOGS, cluster=options.pop("cluster", None))
+    executor.update_parameters(**options)
+    return executor
+
+
+def _dask(options: dict[str, Any], folder: Path, stack: ExitStack) -> Any:
+    import distributed
+
+    return stack.enter_context(distributed.Client(**options)).get_executor(pure=False)
+
+
+ENGINES: dict[str, Callable[[dict[str, Any], Path, ExitStack], Any]] = {
+    "submitit": _submitit,
+    "dask": _dask,
+}

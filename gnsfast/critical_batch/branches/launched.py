@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each process of ``launcher.launch`` runs; its only argument is the work."""
+
+import base64
+import os
+import pickle
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from gnsfast.critical_batch.branches.branch_folder import write
+from gnsfast.critical_batch.branches.branch_process import reason_of
+from gnsfast.errors import BranchError
+from gnsfast.parallel import is_first, process_count
+
+SRUN = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+    "MASTER_ADDR": "SLURM_LAUNCH_NODE_IPADDR",
+}
+"""What ``init_process_group`` reads, and how ``srun`` names it."""
+
+
+def main() -> None:
+    """What each launched process does."""
+    if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
+        os.environ.update({name: os.environ[slurm] for name, slurm in SRUN.items()})
+        step = int(os.environ["SLURM_JOB_ID"]) * 31 + int(os.environ["SLURM_STEP_ID"])
+        os.environ.setdefault("MASTER_PORT", str(20_000 + step % 10_000))
+    sys.path, job = pickle.loads(base64.b64decode(sys.argv[1]))
+    work, (make_run, *args), result = pickle.loads(job)
+
+    def make() -> Any:
+        run, started = make_run(), int(os.environ.get("WORLD_SIZE", 1))
+        if process_count() != started:
+            raise BranchError(
+                f"{started} processes were launched, and make_run made a run of {process_count()}: "
+                "it must call torch.distributed.init_process_group()"
+            )
+        return run
+
+    try:
+        value = work(make, *args)
+    except Exception as error:
+        if not result.exists():  # the others fail next, for the lost connection
+            write(result, {"error": reason_of(error)})
+        raise
+    if is_first():
+        write(result, {"value": value})
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Branches on executors: as here, also after workers and machines are lost, and nothing twice."""
+
+import json
+import multiprocessing
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import branch_runs
+import pytest
+from branch_runs import Logged, ScriptedRun
+
+from gnsfast.critical_batch.branches import (
+    Branch,
+    BranchFolder,
+    CriticalBatch,
+    Job,
+    branch_attempt,
+    branch_folder,
+    measure_critical_batch,
+)
+from gnsfast.critical_batch.branches.branch_executors import told
+from gnsfast.critical_batch.branches.branch_process import train_job
+from gnsfast.critical_batch.branches.local_processes import LocalProcesses
+from gnsfast.errors import BranchError
+
+FORK = multiprocessing.get_context("fork")
+GRID = {"k": (0.5, 1, 2), "delta_tokens": 960}
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
+    return tmp_path / "steps"
+
+
+@pytest.fixture
+def forks() -> Iterator[LocalProcesses]:
+    """New processes that need not import torch again, for seconds each."""
+    with LocalProcesses(2) as pool:
+        pool._context = FORK
+        yield pool
+
+
+def measure(run: Any, folder: Path, **options: Any) -> CriticalBatch:
+    return measure_critical_batch(run, folder=folder / "cbs", **{**GRID, **options})
+
+
+def steps(folder: Path) -> dict[str, list[str]]:
+    found = (folder / "cbs").glob("branch-*.jsonl")
+    return {path.name: path.read_text().splitlines() for path in found}
+
+
+def test_on_threads(tmp_path: Path) -> None:
+    """They would share one generator of random numbers, so each branch has a process of its own."""
+    here = measure(ScriptedRun(), tmp_path / "here", k=(1, 2))
+    told: list[Branch] = []
+    with ThreadPoolExecutor(3) as pool:
+        with pytest.raises(BranchError, match="make_run must be a function of a module"):
+            measure(
+                ScriptedRun(), tmp_path / "other", executor=pool, make_run=lambda: ScriptedRun()
+            )
+        options = {"executor": pool, "make_run": ScriptedRun, "on_branch": told.append, "k": (1, 2)}
+        assert measure(ScriptedRun(), tmp_path, **options) == here
+    assert sorted(told, key=lambda b: b.k) == list(here.branches)
+    assert steps(tmp_path) == steps(tmp_path / "here")
+
+
+def test_without_a_run_of_its_own(tmp_path: Path, forks: LocalProcesses) -> None:
+    here = measure(branch_runs.MeasuredRun(), tmp_path / "here")
+    how = {"executor": forks, "make_run": branch_runs.MeasuredRun}
+    found = measure(None, tmp_path, **how)
+    assert found == here and found.noise_scale is not None
+    assert measure(None, tmp_path, **how) == here
+    with pytest.raises(BranchError, match="holds branches with .*tolerance=0.01, not 0.5"):
+        measure(None, tmp_path, tolerance=0.5, **how)
+    with pytest.raises(BranchError, match="^ZeroDivisionError: division by zero$"):
+        measure(None, tmp_path / "other", **how | {"make_run": divide})
+
+
+def divide() -> ScriptedRun:
+    raise ZeroDivisionError("division by zero")
+
+
+def test_a_process_says_why_it_failed(tmp_path: Path) -> None:
+    folder, job = BranchFolder(tmp_path), Job(2.0, 16, 1.0, 960, 0.5, "train", None)
+    ScriptedRun().save(make(folder.checkpoint))
+    work = (train_job, branch_runs.out_of_memory, folder, job, 0)
+    assert told(*work) == {"error": "RuntimeError: no memory"}
+    assert folder.failure(2.0) == "RuntimeError: no memory" and folder.branch(2.0) is None
+    assert folder.attempts(2.0).over() == 1
+
+
+class OwnFuture:
+    """No future of ``concurrent.futures``, as submitit's is none."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work, self.looks = work, 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+    def result(self) -> Any:
+        return self.work()
+
+    def cancel(self) -> None:
+        raise AssertionError("nothing is left to cancel")
+
+
+class Own:
+    def submit(self, fn: Callable[..., Any], *args: Any) -> OwnFuture:
+        return OwnFuture(lambda: fn(*args))
+
+
+def test_on_anything_that_submits(tmp_path: Path) -> None:
+    here = measure(ScriptedRun(), tmp_path / "here")
+    assert measure(ScriptedRun(), tmp_path, executor=Own(), make_run=ScriptedRun) == here
+
+
+def test_an_executor_that_fails(tmp_path: Path) -> None:
+    class Broken:
+        def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(OSError("no such node\nin detail"))
+            return future
+
+    run = ScriptedRun()
+    with pytest.raises(BranchError, match=r"k = 1 failed \(OSError: no such node\)"):
+        measure(run, tmp_path, executor=Broken(), make_run=ScriptedRun)
+    assert measure(run, tmp_path).lower == 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_workers_killed_at_random(
+    seed: int, tmp_path: Path, log: Path, forks: LocalProcesses
+) -> None:
+    """Three times; what was saved is never trained again, and the records are those of no kill."""
+    here = measure(ScriptedRun(), tmp_path / "here")
+    chance = random.Random(seed)
+    options = {"executor": forks, "make_run": Logged, "save_every_tokens": 40}
+
+    victims: list[Any] = []
+
+    def kill(steps: int) -> None:
+        while len(log.read_text().split("\n")) < steps:
+            time.sleep(0.001)
+        victims.append(chance.choice([*forks._running]))
+        victims[-1].kill()
+
+    log.touch()
+    for _ in range(3):
+        at = len(log.read_text().split("\n")) + chance.randint(1, 9)
+        killer = threading.Thread(target=kill, args=(at,))
+        killer.start()
+        try:
+            found = measure(ScriptedRun(), tmp_path, **options)
+            assert found.missing.keys() <= {0.5, 2.0}
+        except BranchError as error:
+            assert "k = 1 failed (its process ended with code -9)" in str(error)
+        killer.join()
+    assert len(victims) == 3 and measure(ScriptedRun(), tmp_path, **options) == here
+    assert steps(tmp_path) == steps(tmp_path / "here")
+    assert_trained(log, again=3)
+
+
+def assert_trained(log: Path, again: int) -> None:
+    """Every step once, but for the one that each kill took."""
+    taken = Counter(tuple(line.split()[1:]) for line in log.read_text().splitlines())
+    per_branch = {4: 24, 8: 12, 16: 6}
+    assert len(taken) == sum(per_branch.values())
+    assert sum(taken.values()) <= len(taken) + again, taken
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_two_machines(kill: bool, tmp_path: Path, log: Path, monkeypatch: Any) -> None:
+    """That see no lock of each other share the branches; one takes over from the other's death."""
+    here = measure(ScriptedRun(), tmp_path / "here")
+    monkeypatch.setattr(branch_attempt, "BEAT", 0.05)
+    monkeypatch.setattr(branch_attempt, "EXPIRY", 0.6)
+    for module in (branch_attempt, branch_folder):
+        monkeypatch.setattr(module, "fcntl", None)
+
+    def work() -> None:
+        assert measure(Logged(), tmp_path, save_every_tokens=40) == here
+
+    machines = [FORK.Process(target=work) for _ in range(2)]
+    for each in machines:
+        each.start()
+    if kill:
+        while not log.exists():
+            time.sleep(0.005)
+        pid = int(log.read_text().split()[0])
+        os.kill(pid, 9)
+    for each in machines:
+        each.join()
+    assert sorted(each.exitcode for each in machines) == ([-9, 0] if kill else [0, 0])
+    assert steps(tmp_path) == steps(tmp_path / "here")
+    assert_trained(log, again=int(kill))
+    if not kill:
+        assert len({line.split()[0] for line in log.read_text().splitlines()}) == 2
+
+
+def test_files_that_appear_late(tmp_path: Path, log: Path, monkeypatch: Any) -> None:
+    """Another machine finished a branch; its file is waited for, and nothing is trained again."""
+    here = measure(Logged(), tmp_path)
+    before = log.read_text()
+    finished = tmp_path / "cbs" / "branch-2.json"
+    hidden = finished.rename(tmp_path / "late")
+    timer = threading.Timer(0.5, lambda: hidden.rename(finished))
+    timer.start()
+    assert measure(Logged(), tmp_path) == here and log.read_text() == before
+    finished.rename(hidden)
+    monkeypatch.setattr(branch_folder, "PATIENCE", 0.2)
+    found = measure(Logged(), tmp_path)
+    assert "branch-2.json did not appear within 0.2 s" in found.missing[2.0]
+    assert log.read_text() == before
+
+
+def test_saves_that_appear_late(tmp_path: Path) -> None:
+    folder = BranchFolder(tmp_path)
+    ScriptedRun().save(make(folder.checkpoint))
+    run = ScriptedRun()
+    with folder.attempts(2).wait() as attempt:
+        folder.restore(run, 2, attempt)
+        with folder.steps(2) as file:
+            file.write(json.dumps({"k": 2, "tokens": 160, "loss": 1.5}) + "\n")
+        folder.save(run, 2, 160, attempt)
+    hidden = (tmp_path / "branch-2-at-160").rename(tmp_path / "late")
+    timer = threading.Timer(0.3, lambda: hidden.rename(tmp_path / "branch-2-at-160"))
+    timer.start()
+    with folder.attempts(2).wait() as attempt:
+        assert folder.restore(run, 2, attempt) == (160, [1.5])
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"executor": Own()}, "need make_run"),
+        ({"executor": Own(), "workers": 2, "make_run": ScriptedRun}, "take one"),
+        ({"launcher": "torchrun", "make_run": ScriptedRun}, "needs run=None"),
+        ({"run": None}, "need make_run"),
+    ],
+)
+def test_ways_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        measure(options.pop("run", ScriptedRun()), tmp_path, **options)
+    assert not (tmp_path / "cbs").exists()
