@@ -130,7 +130,8 @@ def sweep(study: Study, name: str) -> list[dict[str, Any]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--seeds", type=int, default=4, help="of the branches' data")
-    parser.add_argument("--controlled-width", type=int, default=32, help="0: no controlled runs")
+    parser.add_argument("--controlled", choices=[*OPTIMIZERS], nargs="*", default=[*OPTIMIZERS])
+    parser.add_argument("--controlled-width", type=int, default=32, help="of the controlled runs")
     parser.add_argument("--only", choices=[*OPTIMIZERS], nargs="+", default=[*OPTIMIZERS])
     parser.add_argument("--runs", type=Path, required=True, help="folder for the runs, to resume")
     parser.add_argument("--finished", action="store_true", help="only checkpoints in --runs")
@@ -152,15 +153,16 @@ def run(options: argparse.Namespace) -> None:
                 found.append(each)
                 print(geometry_tables.checkpoints([each]), flush=True)
     tables = geometry_tables.tables(found)
-    if width := options.controlled_width:
-        study = Study(width, options.runs)
-        tables |= geometry_controlled.tables(study, options.only, found)
+    if options.controlled:
+        study = Study(options.controlled_width, options.runs)
+        tables |= geometry_controlled.tables(study, options.controlled, found)
     tables["Learning rates: evaluation loss after 500 steps"] = swept
     for title, rows in tables.items():
         print(f"\n{title}\n\n" + "\n".join(record.markdown(rows)))
     if options.record:
         words = ["--width", *options.width, "--seeds", options.seeds]
-        words += ["--controlled-width", options.controlled_width]
+        words += ["--controlled", *options.controlled]
+        words += ["--controlled-width", options.controlled_width] if options.controlled else []
         words += ["--finished"] if options.finished else []
         words += [] if options.only == [*OPTIMIZERS] else ["--only", *options.only]
         command = " ".join(map(str, ["python -m benchmarks geometry", *words]))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 830, 330, 62, 66, 50, 12
+WIDTH, HEIGHT, TOP, BOTTOM, LEFT, RIGHT = 830, 340, 62, 76, 50, 12
 """Pixels; the last four are the margins of the panels."""
 MARKERS = "osD^v"
 TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -42,7 +42,7 @@ def draw(record: Record) -> "Figure":
     from matplotlib.figure import Figure
 
     rows = record.tables[RATIOS]
-    names = list(dict.fromkeys(row["optimizer"] for row in rows))
+    names = [name for name in NAMES if any(row["optimizer"] == name for row in rows)]
     widths = sorted({row["width"] for row in rows})
     metrics = [m for m in METRICS if any(row.get(m) is not None for row in rows)]
     has = {m: [n for n in names if _of(rows, m, n)] for m in metrics}
@@ -77,34 +77,34 @@ def _limits(rows: Rows, metrics: list[str]) -> tuple[float, float]:
 
 def _panel(ax: "Axes", rows: Rows, metric: str, names: list[str], widths: list[int]) -> None:
     """The checkpoints of each optimizer side by side, by width and then by step, with the geometric
-    mean of those that both ends of the critical batch size are known of.
+    mean of those whose ratio is known.
     """
     ax.set_yscale("log")
     ax.tick_params(which="both", length=0, labelcolor=FAINT, labelsize=7.5)
     ax.spines[:].set_visible(False)
     ax.grid(axis="y", color=GRID, linewidth=0.7)
     ax.axhline(1, color=FAINT, linewidth=1, zorder=2)
+    slots = sorted({(row["width"], row["step"]) for row in rows})
+    labels = []
     for x, name in enumerate(names):
-        own = sorted(_of(rows, metric, name), key=lambda row: (row["width"], row["step"]))
         known = []
-        for i, row in enumerate(own):
-            place = x + 0.84 * ((i + 0.5) / len(own) - 0.5)
+        for row in _of(rows, metric, name):
+            slot = slots.index((row["width"], row["step"]))
+            place = x + 0.86 * ((slot + 0.5) / len(slots) - 0.5)
             at = widths.index(row["width"])
-            look: dict[str, Any] = {"color": COLORS[at], "marker": MARKERS[at], "ms": 4}
+            look: dict[str, Any] = {"color": COLORS[at], "marker": MARKERS[at], "ms": 3.6}
             value, lower, upper = ends(row[metric])
             if math.isfinite(value):
                 known.append(math.log(value))
-                high = min(upper, 1e6)
+                high = min(upper, 1e6)  # beyond the axis
                 ax.plot([place, place], [lower, high], color=COLORS[at], lw=0.9, alpha=0.7)
                 ax.plot([place], [value], zorder=4, ls="", **look)
             elif lower > 0:
                 ax.plot([place], [lower], zorder=4, ls="", **look | {"marker": "^", "mfc": "none"})
-        if known:
-            mean = math.exp(math.fsum(known) / len(known))
-            ax.plot([x - 0.44, x + 0.44], [mean, mean], color=INK, lw=1.1, zorder=3)
-            style = {"color": INK, "fontsize": 7.2, "ha": "center"}
-            ax.annotate(f"{mean:.2g}", (x + 0.4, mean), (0, 3), textcoords="offset pixels", **style)
-    ax.set_xticks(range(len(names)), [NAMES.get(name, name) for name in names])
+        mean = math.exp(math.fsum(known) / len(known)) if known else math.nan
+        ax.plot([x - 0.44, x + 0.44], [mean, mean], color=INK, lw=1.1, zorder=3)
+        labels.append(f"{NAMES[name]}\n{mean:.2g}")
+    ax.set_xticks(range(len(names)), labels)
     ax.tick_params(axis="x", labelcolor=INK)
     ax.set_xlim(-0.5, len(names) - 0.5)
     ax.set_title(TITLES[metric], color=INK, fontsize=8.5, weight="bold", loc="left", pad=5)
@@ -125,7 +125,7 @@ def _words(figure: "Figure", record: Record, widths: list[int]) -> None:
     where = f"torch {about['torch']}, commit {about['commit']}"
     words = (
         "Each width's checkpoints from left to right. Lines: what the intervals of both allow; "
-        "hollow: a lower bound, no upper one. Bars: geometric means.",
+        "hollow: a lower bound, no upper one. Bars and numbers: geometric means.",
         f"Record {record.name}: {about['processor']}, {where}.",
     )
     for y, text in zip((22, 8), words):
