@@ -17,8 +17,12 @@ from benchmarks import geometry_controlled, geometry_figure, geometry_tables, re
 from benchmarks.geometry_runs import BATCH, OPTIMIZERS, Study, cached
 from benchmarks.geometry_tables import Point
 from gnsfast.cli import tiny_gpt
-from gnsfast.critical_batch.branches import CriticalBatch, TorchRun, averaged
-from gnsfast.critical_batch.branches import measure_critical_batch as measure
+from gnsfast.critical_batch.branches import (
+    CriticalBatch,
+    TorchRun,
+    averaged,
+    measure_critical_batch,
+)
 from gnsfast.critical_batch.branches.measurement import RESULT
 from gnsfast.critical_batch.branches.noise_scale_records import (
     noise_scale_records,
@@ -62,7 +66,7 @@ def points(study: Study, name: str, seeds: int, finished: bool = False) -> Itera
         for seed, folder in folders.items():
             run.stream = SampleStream(study.windows, seed=seed)
             measured.append(
-                measure(
+                measure_critical_batch(
                     run,
                     folder=folder,
                     k=GRID,

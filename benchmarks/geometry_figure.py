@@ -99,8 +99,10 @@ def _panel(ax: "Axes", rows: Rows, metric: str, names: list[str], widths: list[i
                 high = min(upper, 1e6)  # beyond the axis
                 ax.plot([place, place], [lower, high], color=COLORS[at], lw=0.9, alpha=0.7)
                 ax.plot([place], [value], zorder=4, ls="", **look)
-            elif lower > 0:
-                ax.plot([place], [lower], zorder=4, ls="", **look | {"marker": "^", "mfc": "none"})
+            elif lower > 0 or math.isfinite(upper):
+                bound, marker = (lower, "^") if lower > 0 else (upper, "v")
+                look |= {"marker": marker, "mfc": "none"}
+                ax.plot([place], [bound], zorder=4, ls="", **look)
         mean = math.exp(math.fsum(known) / len(known)) if known else math.nan
         ax.plot([x - 0.44, x + 0.44], [mean, mean], color=INK, lw=1.1, zorder=3)
         labels.append(f"{NAMES[name]}\n{mean:.2g}")
@@ -125,7 +127,7 @@ def _words(figure: "Figure", record: Record, widths: list[int]) -> None:
     where = f"torch {about['torch']}, commit {about['commit']}"
     words = (
         "Each width's checkpoints from left to right. Lines: what the intervals of both allow; "
-        "hollow: a lower bound, no upper one. Bars and numbers: geometric means.",
+        "hollow: a single bound. Bars and numbers: geometric means.",
         f"Record {record.name}: {about['processor']}, {where}.",
     )
     for y, text in zip((22, 8), words):

@@ -199,6 +199,7 @@ def test_the_figure_shows_every_ratio(tmp_path: Path) -> None:
     rows = [
         at | {"step": 200, "euclidean": "2 (1 to 3)", "sign": "0.5 (0.2 to inf)"},
         at | {"step": 800, "euclidean": "8 (4 to 16)", "sign": "nan (0.25 to inf)"},
+        at | {"step": 2000, "euclidean": "nan (0 to inf)", "sign": "nan (0 to 0.7)"},
     ]
     about = {"torch": "2", "commit": "c", "processor": "p"}
     path = tmp_path / "2026-11-23-cpu-geometry.json"
@@ -211,9 +212,9 @@ def test_the_figure_shows_every_ratio(tmp_path: Path) -> None:
         name: [line.get_ydata().tolist() for line in ax.lines if line.get_marker() != "None"]
         for name, ax in axes.items()
     }
-    assert drawn == {"euclidean": [[2], [8]], "sign": [[0.5], [0.25]]}
-    hollow = [line.get_markerfacecolor() == "none" for line in axes["sign"].lines]
-    assert sum(hollow) == 1  # a critical batch size beyond the grid
+    assert drawn == {"euclidean": [[2], [8]], "sign": [[0.5], [0.25], [0.7]]}
+    hollow = [x.get_marker() for x in axes["sign"].lines if x.get_markerfacecolor() == "none"]
+    assert hollow == ["^", "v"]  # critical batch sizes beyond either end of the grid
     below = {name: [t.get_text() for t in ax.get_xticklabels()] for name, ax in axes.items()}
     assert below == {"euclidean": ["Muon\n4"], "sign": ["Muon\n0.5"]}  # geometric means
     drawing = geometry_figure.write(read).read_text()
