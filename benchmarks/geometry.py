@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--controlled-width", type=int, default=32, help="of the controlled runs")
     parser.add_argument("--only", choices=[*OPTIMIZERS], nargs="+", default=[*OPTIMIZERS])
     parser.add_argument("--runs", type=Path, required=True, help="folder for the runs, to resume")
-    parser.add_argument("--finished", action="store_true", help="only checkpoints in --runs")
+    parser.add_argument("--finished", action="store_true", help="only what lies in --runs")
     parser.add_argument("--record", type=Path, help="folder for the record, else only printed")
 
 
@@ -152,7 +152,9 @@ def run(options: argparse.Namespace) -> None:
         study = Study(width, options.runs)
         for name in options.only:
             make: Callable[[], Any] = lambda study=study, name=name: sweep(study, name)
-            swept += cached(options.runs / f"sweep-{name}-{width}.json", make)
+            path = options.runs / f"sweep-{name}-{width}.json"
+            if path.is_file() or not options.finished:
+                swept += cached(path, make)
             for each in points(study, name, options.seeds, options.finished):
                 found.append(each)
                 print(geometry_tables.checkpoints([each]), flush=True)
