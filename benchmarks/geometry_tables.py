@@ -69,8 +69,8 @@ def checkpoints(points: list[Point]) -> Rows:
         row["seeds"] = p.seeds
         row["without one"] = f"{p.lower:g} to {p.upper:g}"
         for metric in METRICS:
-            if scale := p.scale(metric):
-                row[metric] = span(scale.noise_scale, scale.lower, scale.upper)
+            scale = p.scale(metric)
+            row[metric] = scale and span(scale.noise_scale, scale.lower, scale.upper)
         rows.append(row | {"doubts": "; ".join(p.critical.doubts)})
     return rows
 
@@ -78,7 +78,7 @@ def checkpoints(points: list[Point]) -> Rows:
 def ratios(points: list[Point]) -> Rows:
     found = ((p, m, p.ratio(m)) for p in points for m in METRICS)
     by_point = groupby(found, key=lambda each: each[0])
-    return [_at(p) | {m: span(*ratio) for _, m, ratio in each if ratio} for p, each in by_point]
+    return [_at(p) | {m: ratio and span(*ratio) for _, m, ratio in each} for p, each in by_point]
 
 
 def losses(points: list[Point]) -> Rows:
@@ -147,8 +147,8 @@ def means(points: list[Point]) -> Rows:
         for width in widths if len(widths) > 1 and name != "all" else []:
             row: dict[str, Any] = {"optimizer": name, "width": width}
             for metric in METRICS:
-                if pairs := logs((p for p in own if p.width == width), metric):
-                    row[metric] = f"{geometric_mean(pairs):.3g}, of {len(pairs)}"
+                pairs = logs((p for p in own if p.width == width), metric)
+                row[metric] = f"{geometric_mean(pairs):.3g}, of {len(pairs)}" if pairs else None
             rows.append(row)
         all_widths = {"optimizer": name, "width": "all"}
         rows.append(all_widths | {m: interval(geometric_mean, logs(own, m)) for m in METRICS})

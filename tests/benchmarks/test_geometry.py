@@ -48,7 +48,7 @@ def test_the_ratio_has_the_interval_of_both() -> None:
     assert point.ratio("euclidean") == (pytest.approx(math.sqrt(16 * 32) / 4), 8 / 8, 32 / 2)
     assert point.ratio("adam") is None
     [row] = tables.ratios([point])
-    assert row == {"optimizer": "sgd", "width": 16, "step": 200, "euclidean": "5.66 (1 to 16)"}
+    assert (row["step"], row["euclidean"], row["adam"]) == (200, "5.66 (1 to 16)", None)
     sign = DualNormEstimate(9, 3, math.inf, 1, 0, 1)
     least = point._replace(critical=replace(point.critical, sign=sign))
     value, lower, upper = least.ratio("sign") or (0, 0, 0)
