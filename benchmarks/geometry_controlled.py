@@ -18,8 +18,9 @@ from benchmarks.geometry_runs import BATCH, OPTIMIZERS, Study, cached
 from benchmarks.geometry_tables import Point, geometric_mean, logs
 from benchmarks.record import Rows
 from gnsfast.cli import tiny_gpt
-from gnsfast.critical_batch.branches import LR_FACTORS, TorchRun
+from gnsfast.critical_batch.branches import TorchRun
 from gnsfast.critical_batch.control import BatchSizeController, cosine
+from gnsfast.critical_batch.rules import Rules
 
 STEPS = 2400
 """Of the smallest batch."""
@@ -35,7 +36,7 @@ shape = cosine(TOKENS, warm_up=TOKENS // 50, final=0.1)
 
 
 def constant(study: Study, name: str, seed: int, batch_size: int) -> dict[str, Any]:
-    factor = LR_FACTORS[OPTIMIZERS[name].rule](batch_size / BATCH)
+    factor = Rules(OPTIMIZERS[name].rule).lr_factor(batch_size / BATCH)
     run = study.run(name, seed=seed, rate=lambda tokens: factor * shape(tokens))
     run.batch_size = batch_size
     return trained(run)
