@@ -8,7 +8,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,15 +305,19 @@ def _small_print(record: Record) -> list[str]:
 
 
 def svg(record: Record) -> str:
-    """The same text for the same record: no date, no random names. Dark on dark pages."""
+    """The same text for the same record."""
+    return rendered(lambda: draw(record), "Cost beside plain torch", signature(record))
+
+
+def rendered(draw: "Callable[[], Figure]", title: str, identifier: str) -> str:
+    """A figure as SVG: no date, no random names. Dark on dark pages."""
     import matplotlib
 
-    metadata = {"Date": None, "Creator": None, "Title": "Cost beside plain torch"}
-    metadata["Identifier"] = signature(record)
+    metadata = {"Date": None, "Creator": None, "Title": title, "Identifier": identifier}
     with matplotlib.rc_context(), io.StringIO() as file:
         matplotlib.rcdefaults()  # whatever the user's own settings are
         matplotlib.rcParams.update({"svg.hashsalt": OURS, "svg.fonttype": "none"})
-        draw(record).savefig(file, format="svg", metadata=metadata)
+        draw().savefig(file, format="svg", metadata=metadata)
         text = file.getvalue()
     dark = "".join(
         f"[style*='{kind}: {light}']{{{kind}:{shade}!important}}"
