@@ -5,7 +5,7 @@ import base64
 import inspect
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from gnsfast.estimator import GradientNoiseScale, optimizer_for
 from gnsfast.integrations.token_losses import LOSSES, Rule, RuleSearch
 from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.integrations.transformers_samples import batch_size, document_starts
+from gnsfast.integrations.trl_head import measured_head
 from gnsfast.noise_scale import NoiseScale, loss_factors
 
 try:
@@ -110,6 +111,7 @@ class GNSCallback(TrainerCallback):
         self._rule: Rule | None = None
         self._search: RuleSearch | None = None
         self._pass: _Pass | None = None
+        self._undo = ExitStack()
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window; waits for the device."""
@@ -142,6 +144,7 @@ class GNSCallback(TrainerCallback):
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
         self._trainer = trainer
+        self._undo.enter_context(measured_head(trainer.model))
         self._before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
         for name in WRAPPED:
             self._wrapped[name] = getattr(trainer, name)
@@ -165,6 +168,7 @@ class GNSCallback(TrainerCallback):
 
     def _detach(self) -> None:
         """Leave the Trainer as it was before."""
+        self._undo.close()
         if self._trainer is not None:
             for name in WRAPPED:
                 if name in self._before:
