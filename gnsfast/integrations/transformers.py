@@ -144,7 +144,8 @@ class GNSCallback(TrainerCallback):
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
         self._trainer = trainer
-        self._undo.enter_context(measured_head(trainer.model))
+        packed = lambda: self._pass is not None and self._pass.starts is not None
+        self._undo.enter_context(measured_head(trainer.model, packed))
         self._before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
         for name in WRAPPED:
             self._wrapped[name] = getattr(trainer, name)

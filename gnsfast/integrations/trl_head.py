@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gnsfast.conversion import project_of
@@ -16,22 +17,26 @@ from gnsfast.layers import Linear
 
 
 @contextmanager
-def measured_head(model: Any) -> Iterator[None]:
+def measured_head(model: Any, packed: Callable[[], bool]) -> Iterator[None]:
     """Route the log-probabilities of TRL's forward through the head's ``cross_entropy``.
 
     Equals TRL's own forward: values are TRL's to the bit, gradients those of gnsfast's operator.
     TRL still computes its metrics (entropy, accuracy) from the head's outputs, so the head takes
     five products a step instead of four. Does nothing where no forward of TRL's is bound, where the
     head is frozen (LoRA), and in passes without gradients.
+
+    Args:
+        packed: whether the pass under way is over packed documents. A head that shares its weight
+            then keeps its logits, as ``cross_entropy`` has no norms for these two together.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     theirs, head = vars(model).get("forward"), None
-    if isinstance(model, nn.Module) and theirs is not None and project_of(model) == "TRL":
+    if theirs is not None and project_of(model) == "TRL":
         head = model.get_output_embeddings()
     if not isinstance(head, Linear) or not head.weight.requires_grad:
         yield
         return
-    model.forward = _Forward(model, theirs)
+    model.forward = _Forward(model, theirs, packed)
     try:
         yield
     finally:
@@ -41,12 +46,11 @@ def measured_head(model: Any) -> Iterator[None]:
 class _Forward:
     """TRL's forward on detached hidden states, and the log-probabilities once more with ours."""
 
-    def __init__(self, model: Any, theirs: Callable[..., Any]) -> None:
-        self.model, self.theirs = model, theirs
+    def __init__(self, model: Any, theirs: Callable[..., Any], packed: Callable[[], bool]) -> None:
+        self.model, self.theirs, self.packed = model, theirs, packed
         self.__wrapped__ = theirs  # its signature, and whose forward it is
         self.compared = False
-        cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        self.options = {"reduction": "none", "softcap": cap}
+        self.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not (fused_lm_head and torch.is_grad_enabled()):
@@ -66,11 +70,19 @@ class _Forward:
         outputs.log_probs = log_probs + (outputs.log_probs - log_probs).detach()
         return outputs
 
-    def _log_probs(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-        head, shifted = self.model.get_output_embeddings(), kwargs.get("shift_labels")
-        labels = (kwargs["labels"] if shifted is None else shifted).to(hidden.device)
-        loss_BT: Tensor = head.cross_entropy(hidden, labels, shift=shifted is None, **self.options)
-        return -loss_BT if shifted is not None else -loss_BT[:, :-1]
+    def _log_probs(self, hidden_BTD: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        head, shift = self.model.get_output_embeddings(), kwargs.get("shift_labels") is None
+        labels_BT: Tensor = kwargs["labels" if shift else "shift_labels"].to(hidden_BTD.device)
+        shared = head.weight is getattr(self.model.get_input_embeddings(), "weight", None)
+        if shared and self.packed():
+            logits = head(hidden_BTD).float()
+            logits = logits if self.cap is None else self.cap * (logits / self.cap).tanh()
+            if shift:
+                logits, labels_BT = logits[:, :-1], labels_BT[:, 1:]
+            return -F.cross_entropy(logits.mT, labels_BT, reduction="none")
+        options = {"reduction": "none", "softcap": self.cap, "shift": shift}
+        loss_BT: Tensor = head.cross_entropy(hidden_BTD, labels_BT, **options)
+        return -loss_BT[:, :-1] if shift else -loss_BT
 
     def _compare(self, ours: Tensor, theirs: Tensor) -> None:
         """The first time, where waiting for the device costs little: temperature, scales and
@@ -82,9 +94,9 @@ class _Forward:
         off = float((ours - theirs).abs().mean())
         if not off <= (2e-2 if half else 1e-4) * (1.0 + float(theirs.abs().mean())):
             raise ObservationError(
-                f"the log-probabilities of TRL's fused head differ from those of lm_head by {off:.3g} "
-                f"in the mean: {type(self.model).__name__} changes its logits (a scale, a "
-                "temperature) in a way that is not known here. Leave the head out: "
+                "the log-probabilities of TRL's fused head differ from those of lm_head by "
+                f"{off:.3g} in the mean: {type(self.model).__name__} changes its logits (a scale, "
+                "a temperature) in a way that is not known here. Leave the head out: "
                 "convert(model, exclude=['lm_head'])"
             )
         self.compared = True

@@ -2,16 +2,20 @@
 """Runs the program of a recipe in ``docs/recipes`` as it stands, and without our lines.
 
 A recipe has one Python block, a whole program. Our lines end with ``# new``; without them it is the
-client's own program, whose ``with`` blocks of ours are ``if True:``. Every program sets ``losses``,
-and ``found``, its noise scale.
+client's own program, whose ``with`` blocks of ours are ``if True:``. Every program sets ``losses``
+and, by our lines, ``noise_scale``.
 """
 
 import importlib.metadata
+import json
 import math
+import os
 import re
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,10 @@ FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
 NEW = "# new"
 ROUNDS = 3
 """Of the two programs in turn, for the time of a step."""
+SENT = ("losses", "noise_scale")
+"""Names of a launched program that come back, where it has them."""
+Run = Callable[[bool], "Ran"]
+Edits = Sequence[tuple[str, str]]
 ROWS: list[dict[str, Any]] = []
 """The table: a row for each client."""
 
@@ -68,33 +76,60 @@ class Recipe:
     def added(self) -> int:
         return sum(line.endswith(NEW) for line in self.code.splitlines())
 
-    def program(self, ours: bool = True, **changed: Any) -> str:
-        """The text, with other values for constants that are set at the start of a line."""
+    def program(self, ours: bool = True, edits: Edits = (), **changed: Any) -> str:
+        """The text, with other values for constants that are set at the start of a line. ``edits``
+        replace one text by another.
+        """
         code = self.code if ours else self.plain
+        for old, new in edits:
+            assert old in code, f"{self.name}.md has no {old!r}"
+            code = code.replace(old, new)
         for name, value in changed.items():
             code, count = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value!r}", code)
             assert count == 1, f"{self.name}.md sets {name} {count} times"
         return code
 
-    def run(self, ours: bool = True, **changed: Any) -> Ran:
+    def run(self, ours: bool = True, edits: Edits = (), **changed: Any) -> Ran:
         """Run it in this process."""
-        names: dict[str, Any] = {"__name__": "__main__"}
-        ends: list[float] = []
-        hook = register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
-        try:
-            exec(compile(self.program(ours, **changed), f"{self.name}.md", "exec"), names)
-        finally:
-            hook.remove()
-        return Ran(names, [after - before for before, after in zip(ends, ends[1:])])
+        return execute(self.program(ours, edits, **changed), f"{self.name}.md")
+
+    def launch(self, folder: Path, ranks: int, ours: bool = True, **options: Any) -> Ran:
+        """Run it by torchrun in a new process for each rank; names are what ``SENT`` lists."""
+        program, out = folder / "program.py", folder / "ran.json"
+        program.write_text(self.program(ours, **options), encoding="utf-8")
+        out.unlink(missing_ok=True)
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        done = subprocess.run(
+            [sys.executable, *command, "-m", "clients.recipes", str(program), str(out)],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return Ran(**json.loads(out.read_text(encoding="utf-8")))
 
 
-def compare(recipe: Recipe, package: str, **changed: Any) -> dict[str, Any]:
+def execute(code: str, name: str) -> Ran:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    ends: list[float] = []
+    hook = register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+    try:
+        exec(compile(code, name, "exec"), names)
+    finally:
+        hook.remove()
+    return Ran(names, [after - before for before, after in zip(ends, ends[1:])])
+
+
+def compare(recipe: Recipe, package: str, run: Run | None = None) -> dict[str, Any]:
     """Run both programs in turn: are losses the same, and what does a step take?
 
     The first loss, of the same weights, is the same to the bit; later ones follow the rounding of
     weight gradients, which gnsfast's kernels add up in another order.
     """
-    pairs = [(recipe.run(False, **changed), recipe.run(**changed)) for _ in range(ROUNDS)]
+    run = recipe.run if run is None else run
+    pairs = [(run(False), run(True)) for _ in range(ROUNDS)]
     plain, ours = pairs[0]
     assert len(plain.losses) == len(ours.losses) > 2
     assert plain.losses[0] == ours.losses[0]
@@ -131,3 +166,10 @@ def squared_variation(lengths: Iterable[int]) -> float:
     """
     values = torch.tensor(list(lengths), dtype=torch.float64)
     return float(values.var() / values.mean().square())
+
+
+if __name__ == "__main__":
+    ran = execute(Path(sys.argv[1]).read_text(encoding="utf-8"), sys.argv[1])
+    if os.environ["RANK"] == "0":
+        names = {key: value for key, value in ran.names.items() if key in SENT}
+        Path(sys.argv[2]).write_text(json.dumps({"names": names, "steps": ran.steps}))
