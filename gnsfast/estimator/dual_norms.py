@@ -174,7 +174,7 @@ class DualNorms:
             q_new=v * u2 / rest / weight,
             p_square=1 / rest / added.square(),
             q_square=v / rest,
-            mean=self._processes.data / total / left,  # DDP averages, the micro-batches add up
+            mean=self._processes.divisor / total / left,  # DDP averages, the micro-batches add up
             scale=1 / added,
             half=half,
             total=total,
