@@ -14,6 +14,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -64,11 +65,11 @@ class Recipe:
     @property
     def plain(self) -> str:
         """The client's own program."""
-        lines = []
-        for line in self.code.splitlines():
+        lines, given = [], self.code.splitlines()
+        for line, after in zip(given, [*given[1:], NEW]):
             if not line.endswith(NEW):
                 lines.append(line)
-            elif (bare := line.lstrip()).startswith("with "):
+            elif (bare := line.lstrip()).startswith("with ") and not after.endswith(NEW):
                 lines.append(" " * (len(line) - len(bare)) + "if True:")
         return "\n".join(lines) + "\n"
 
@@ -94,10 +95,12 @@ class Recipe:
         return execute(self.program(ours, edits, **changed), f"{self.name}.md")
 
     def launch(self, folder: Path, ranks: int, ours: bool = True, **options: Any) -> Ran:
-        """Run it by torchrun in a new process for each rank; names are what ``SENT`` lists."""
+        """Run it by torchrun in a new process for each rank, in a new folder below; names are
+        what ``SENT`` lists.
+        """
+        folder = Path(tempfile.mkdtemp(dir=folder))
         program, out = folder / "program.py", folder / "ran.json"
         program.write_text(self.program(ours, **options), encoding="utf-8")
-        out.unlink(missing_ok=True)
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         done = subprocess.run(
@@ -107,7 +110,8 @@ class Recipe:
             cwd=folder,
             env=environment,
         )
-        assert done.returncode == 0, done.stderr[-4000:]
+        said = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+        assert done.returncode == 0, "\n".join(said or done.stderr.splitlines()[:60])
         return Ran(**json.loads(out.read_text(encoding="utf-8")))
 
 
@@ -122,14 +126,16 @@ def execute(code: str, name: str) -> Ran:
     return Ran(names, [after - before for before, after in zip(ends, ends[1:])])
 
 
-def compare(recipe: Recipe, package: str, run: Run | None = None) -> dict[str, Any]:
+def compare(
+    recipe: Recipe, package: str, run: Run | None = None, rounds: int = ROUNDS
+) -> dict[str, Any]:
     """Run both programs in turn: are losses the same, and what does a step take?
 
     The first loss, of the same weights, is the same to the bit; later ones follow the rounding of
     weight gradients, which gnsfast's kernels add up in another order.
     """
     run = recipe.run if run is None else run
-    pairs = [(run(False), run(True)) for _ in range(ROUNDS)]
+    pairs = [(run(False), run(True)) for _ in range(rounds)]
     plain, ours = pairs[0]
     assert len(plain.losses) == len(ours.losses) > 2
     assert plain.losses[0] == ours.losses[0]
