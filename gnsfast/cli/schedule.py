@@ -124,12 +124,15 @@ def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
     last = schedule.stages[-1]
     end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
     notes = [f"--train-samples {end}  (with --lr-decay-samples and --lr-warmup-samples)"]
-    released = "megatron-core 0.16.1 does not know --step-batch-size-schedule; Megatron-LM's main "
     try:
-        ramp = f"the same steps: {exports.megatron_ramp(schedule)}"
+        ramp = f"its ramp has the same steps: {exports.megatron_ramp(schedule)}"
     except ValueError as error:
-        ramp = f"which has no ramp with these steps: {error}"
-    return [*notes, f"{released}branch does. It knows --rampup-batch-size, {ramp}"]
+        ramp = f"its ramp does not have these steps: {error}"
+    return [
+        *notes,
+        "--step-batch-size-schedule is in Megatron-LM's main branch, and not in megatron-core "
+        f"0.16.1; {ramp}",
+    ]
 
 
 def _required(text: str | None, name: str, options: Options) -> str:

@@ -108,8 +108,8 @@ def megatron_ramp(schedule: BatchSizeSchedule) -> MegatronRamp:
     increments = {new - old for old, new in zip(sizes, sizes[1:])}
     if len(increments) != 1 or min(increments) <= 0 or not all(stage.steps for stage in stages):
         raise ValueError(
-            f"Megatron's ramp grows by one increment, and this schedule's batch sizes are {sizes}, "
-            "or it does not reach all of them"
+            f"it grows by one increment, and this schedule's batch sizes are {sizes}, or it does "
+            "not reach all of them"
         )
     last = len(stages) - 1
     changes = [stage.tokens // length for stage in stages[1:]]
@@ -120,7 +120,7 @@ def megatron_ramp(schedule: BatchSizeSchedule) -> MegatronRamp:
         ends = (change - old.batch_size, old.batch_size), (change, new.batch_size)
         if any(ramp.batch_size_at(at) != size for at, size in ends):
             raise ValueError(
-                "Megatron's ramp grows after equal numbers of samples, and this schedule after "
+                "it grows after equal numbers of samples, and this schedule after "
                 f"{', '.join(f'{c:,}' for c in changes)}"
             )
     return ramp
