@@ -54,3 +54,4 @@ def test_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [torch.randint(0, 40, shape, generator=g) for g in generators for shape in batches]
     truth = gnsfast.brute_force_noise_scale(model, loss, torch.cat(words), blocks=8)
     against(row, ran.names["noise_scale"], truth.noise_scale)
+    assert "gns/b_simple" in ran.names["logged"]

@@ -28,7 +28,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
 NEW = "# new"
 ROUNDS = 3
 """Of the two programs in turn, for the time of a step."""
-SENT = ("losses", "noise_scale")
+SENT = ("losses", "noise_scale", "logged")
 """Names of a launched program that come back, where it has them."""
 Run = Callable[[bool], "Ran"]
 Edits = Sequence[tuple[str, str]]

@@ -115,6 +115,8 @@ def test_document_starts() -> None:
     assert starts is not None and starts.tolist() == [0, 3, 5, 6, 10]
     assert Rule("tokens", True).counts({"labels": labels}, starts).tolist() == [2, 1, 1, 1]
     assert Rule("causal", True).counts({"labels": labels}, starts).tolist() == [2, 1, 0, 1]
+    every = {"labels": torch.ones(1, 5).long()}  # the last position of a document predicts too
+    assert Rule("causal", True).counts(every, torch.tensor([0, 3, 5])).tolist() == [3, 1]
     given = {
         "position_ids": torch.zeros(1, 3, dtype=torch.long),
         "labels": labels[:1, :3] * 0 - 100,
