@@ -3,6 +3,7 @@ BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
 PEERS := .venv/.peers
+CLIENTS := .venv/clients/site-packages
 LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py \
 	transformer_layers.py) tests/conversion/test_models.py tests/functional/test_attention.py
 # What packaging can break: every module and its examples, the kernels' folder with a launch of one, the command.
@@ -73,6 +74,10 @@ wheel-test: $(DEV)  ## what packaging can break, against the wheel in a clean en
 		--rootdir ../.. -c ../../pyproject.toml -o pythonpath=tests -p no:cacheprovider -n 2 --dist worksteal \
 		-m "not dist and not source" $(WHEEL_TESTS)
 
+clients: $(CLIENTS)  ## real training programs, with our lines and without: TRL, Accelerate, torchtitan, ...; ten minutes
+	PYTHONPATH=$(CLIENTS) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -p no:warnings \
+		tests/clients/client_*.py $(if $(RECORD),--record $(RECORD))
+
 lint: $(DEV)  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -111,4 +116,9 @@ $(PEERS): $(DEV)
 	$(INSTALL) --no-deps backpack-for-pytorch  # only its examples need the torchvision that it asks for
 	touch $(PEERS)
 
-.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test proof kernels lint format bench gpu-wheels gpu clean
+# A folder of its own: nothing in it reaches the other tests. Its name tells dill what is not worth pickling.
+$(CLIENTS): $(DEV) tests/clients/requirements.txt
+	rm -rf $(CLIENTS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(CLIENTS) --requirement tests/clients/requirements.txt
+
+.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test proof kernels clients lint format bench gpu-wheels gpu clean

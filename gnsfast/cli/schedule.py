@@ -51,7 +51,12 @@ def examine(options: Options) -> dict[str, Any]:
     if options.step_seconds is not None:
         found["seconds"] = _saved(schedule.seconds_saved(_times(options.step_seconds), against))
     if options.export is not None:
-        found["export"] = {"for": options.export, "value": _export(schedule, options)}
+        value = _export(schedule, options)
+        found["export"] = {
+            "for": options.export,
+            "value": value,
+            "notes": _notes(schedule, options),
+        }
     return found
 
 
@@ -107,6 +112,29 @@ def _export(schedule: BatchSizeSchedule, options: Options) -> Any:
     )
 
 
+def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
+    """What a framework needs besides, and where it does not follow the schedule."""
+    if options.export == "olmo-core" and any(late := exports.olmo_core_late(schedule)):
+        return [
+            f"OLMo-core makes its changes {', '.join(map(str, late))} steps later: a batch grows "
+            "where the number of batches so far is a multiple of new / old"
+        ]
+    if options.export != "megatron":
+        return []
+    last = schedule.stages[-1]
+    end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
+    notes = [f"--train-samples {end}  (with --lr-decay-samples and --lr-warmup-samples)"]
+    try:
+        ramp = f"its ramp has the same steps: {exports.megatron_ramp(schedule)}"
+    except ValueError as error:
+        ramp = f"its ramp does not have these steps: {error}"
+    return [
+        *notes,
+        "--step-batch-size-schedule is in Megatron-LM's main branch, and not in megatron-core "
+        f"0.16.1; {ramp}",
+    ]
+
+
 def _required(text: str | None, name: str, options: Options) -> str:
     if text is None:
         raise ValueError(f"--export {options.export} needs {name}")
@@ -139,7 +167,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         if found["export"]["for"] == "megatron":
             value = f'--step-batch-size-schedule "{value}"'
         text = value if isinstance(value, str) else json.dumps(value)
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
+        for line in [text, *found["export"]["notes"]]:
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _time(seconds: dict[str, float]) -> Text:

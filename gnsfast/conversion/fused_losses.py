@@ -8,8 +8,12 @@ from typing import Any
 
 from torch import nn
 
-PROJECTS = {"liger_kernel": "Liger-Kernel", "cut_cross_entropy": "Cut Cross-Entropy"}
-"""Top-level package -> project. Both replace the forward of a causal model's class, or of one
+PROJECTS = {
+    "liger_kernel": "Liger-Kernel",
+    "cut_cross_entropy": "Cut Cross-Entropy",
+    "trl": "TRL",
+}
+"""Top-level package -> project. All replace the forward of a causal model's class, or of one
 model. In training theirs hands ``lm_head.weight`` to the loss."""
 
 HEAD = "lm_head"
@@ -18,7 +22,9 @@ HEAD = "lm_head"
 def project_of(module: nn.Module) -> str:
     """The project whose forward the module has; empty if it has none of theirs."""
     for forward in _unwrapped(module.forward):
-        package = (getattr(forward, "__module__", None) or "").partition(".")[0]
+        defined = getattr(forward, "__globals__", {})  # functools.wraps copies __module__
+        where = defined.get("__name__") or getattr(forward, "__module__", None) or ""
+        package = where.partition(".")[0]
         if package in PROJECTS:
             return PROJECTS[package]
     return ""

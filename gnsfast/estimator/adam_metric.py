@@ -161,7 +161,7 @@ class AdamMetric(NoMetric):
             return [metric_2]
         q = loss_factors.without_scale(q.to(metric_2.device), loss_scale)
         p = metric_2[0] + 0.0 * q  # NaN where a v is missing
-        return [torch.stack([p, q * self._processes.data**2])]
+        return [torch.stack([p, q * self._processes.divisor**2])]
 
     def refuse_norm(self) -> None:
         raise ValueError(

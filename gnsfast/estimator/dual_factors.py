@@ -80,7 +80,7 @@ def factors(
         q_new=v * u2 / rest / weight,
         p_square=1 / rest / added.square(),
         q_square=v / rest,
-        mean=processes.data / total / left,  # DDP averages, the micro-batches add up
+        mean=processes.divisor / total / left,  # DDP averages, the micro-batches add up
         scale=1 / added,
         half=half,
         total=total,

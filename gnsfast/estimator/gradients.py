@@ -98,15 +98,27 @@ def given_sqnorm(grad_norm: float | Tensor, device: torch.device) -> Tensor:
     return norm.to(device, torch.float64, non_blocking=True).square()
 
 
-def refuse_divide_factor(model: nn.Module) -> None:
-    """Raise if FSDP2's ``set_gradient_divide_factor`` gives ``.grad`` another factor than 1/R."""
+def divide_factor(model: nn.Module) -> float | None:
+    """What FSDP2's ``set_gradient_divide_factor`` divides all gradients by; None for their mean.
+
+    Raises:
+        NotImplementedError: where gradients have different factors.
+    """
+    factors: dict[float | None, str] = {}
+    inside: set[int] = set()
     for path, group in parameter_groups(model):
-        if getattr(group, "gradient_divide_factor", None) is not None:
-            raise NotImplementedError(
-                f"{path or 'the model'}: set_gradient_divide_factor gives gradients another "
-                "scale than their mean over processes: use source='local', which does not "
-                "read them"
-            )
+        factors.setdefault(getattr(group, "gradient_divide_factor", None), path or "the model")
+        inside |= {id(p.sharded_param) for p in group.fsdp_params}
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in inside:
+            factors.setdefault(None, name)
+    if len(factors) > 1:
+        parts = " and ".join(f"{factor or 'the mean'} ({of})" for factor, of in factors.items())
+        raise NotImplementedError(
+            f"set_gradient_divide_factor gives parts of the model different scales, {parts}: give "
+            "all of them one, or use source='local', which does not read gradients"
+        )
+    return next(iter(factors), None)
 
 
 def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None:

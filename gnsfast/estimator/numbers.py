@@ -100,17 +100,17 @@ class Numbers:
             if update.leftover is not None:
                 stale = (update.leftover.sum() != 0).double()
             if norm is not None:
-                handed, whole = norm, norm * self._processes.data**2 / self._processes.world
+                handed, whole = norm, norm * self._processes.divisor**2 / self._processes.world
                 # Noise alone makes it about p. A gradient scaler's factor, 512 or more, is squared.
                 another = (whole < 1e-5 * p.sum()).double()
                 q = torch.full_like(q, torch.nan)
             elif update.sqnorms is not None:
-                data = self._processes.data**2  # DDP and FSDP2 average
+                divided = self._processes.divisor**2  # DDP and FSDP2 average
                 q = (
                     loss_factors.without_scale(
                         update.sqnorms.shares(self.device), update.loss_scale
                     )
-                    * data
+                    * divided
                 )
                 whole, replica = q.sum(), (q * self._replicas).sum()
                 written = self._written(update)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects what probes and gradients say of one update, micro-batch by micro-batch."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ class Observer:
     def _bind(self, slab: ProbeSlab) -> None:
         s = self.settings
         self.processes = find_processes(self._wrapped, s.group, s.stages)
+        if self.processes.world > 1 and not s.local:
+            factor = gradients.divide_factor(self._wrapped)
+            self.processes = replace(self.processes, factor=factor)
         self.stages = Stages(self.model, slab, s.stages)
         self.units = self.stages.units
         if not self.units:
@@ -88,8 +92,6 @@ class Observer:
         self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
         spread = fsdp_degrees(self.model)
         replicas = [id(p) not in spread for p, _ in self._blocks]
-        if self.processes.world > 1 and not self.settings.local:
-            gradients.refuse_divide_factor(self.model)
         self._owners = [
             (module._parameters, key, p)
             for module in self.model.modules()

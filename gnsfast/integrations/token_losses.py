@@ -27,10 +27,17 @@ class Rule:
     loss: str
     items: bool
 
-    def counts(self, inputs: Mapping[str, Any]) -> Tensor:
-        """How many labels count, for each sample [B]."""
-        targets = targets_of(self.loss, inputs)
-        return (targets != IGNORED).reshape(len(targets), -1).sum(1)
+    def counts(self, inputs: Mapping[str, Any], starts: Tensor | None = None) -> Tensor:
+        """How many labels count, for each sample [B]: a row, or with ``starts``, the ``cu_seqlens``
+        of packed rows, a document.
+        """
+        counted = targets_of(self.loss, inputs) != IGNORED
+        if starts is None:
+            return counted.reshape(len(counted), -1).sum(1)
+        T = int(starts[-1]) // len(counted)  # the last position of a row may predict nothing
+        listed = F.pad(counted, (0, T - counted.shape[1])).flatten()
+        before = F.pad(listed.cumsum(0), (1, 0))
+        return before[starts.to(before.device).long()].diff()
 
 
 def targets_of(loss: str, inputs: Mapping[str, Any]) -> Tensor:

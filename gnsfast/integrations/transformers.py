@@ -2,8 +2,8 @@
 """``GNSCallback``: the noise scale of a run of transformers' Trainer."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator import GradientNoiseScale, optimizer_for
 from gnsfast.integrations.token_losses import LOSSES, Rule, RuleSearch
 from gnsfast.integrations.trackers import Tracker, metrics
+from gnsfast.integrations.transformers_samples import batch_size, document_starts
+from gnsfast.integrations.trl_head import measured_head
 from gnsfast.noise_scale import NoiseScale, loss_factors
 
 try:
@@ -73,7 +75,7 @@ class GNSCallback(TrainerCallback):
             ``compute_loss`` that returns no outputs.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
             parallelism, a second GNSCallback, ``"sign"`` and ``"spectral"`` under FSDP 2 with
-            checkpoints; in a step, for rows of packed documents.
+            checkpoints; in a step, for packed rows without ``position_ids``.
 
     >>> from gnsfast.integrations.transformers import GNSCallback
     >>> GNSCallback(loss="causal", window=128).loss
@@ -110,8 +112,8 @@ class GNSCallback(TrainerCallback):
         self._saver: SavedMeasurements | None = None
         self._rule: Rule | None = None
         self._search: RuleSearch | None = None
-        self._look = True
         self._pass: _Pass | None = None
+        self._undo = ExitStack()
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window; waits for the device."""
@@ -141,8 +143,9 @@ class GNSCallback(TrainerCallback):
         )
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
-        self._look = True
         self._trainer = trainer
+        packed = lambda: self._pass is not None and self._pass.starts is not None
+        self._undo.enter_context(measured_head(trainer.model, packed))
         self._before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
         for name in WRAPPED:
             self._wrapped[name] = getattr(trainer, name)
@@ -166,6 +169,7 @@ class GNSCallback(TrainerCallback):
 
     def _detach(self) -> None:
         """Leave the Trainer as it was before."""
+        self._undo.close()
         if self._trainer is not None:
             for name in WRAPPED:
                 if name in self._before:
@@ -179,18 +183,17 @@ class GNSCallback(TrainerCallback):
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's forward and backward pass; clipping comes after it."""
         assert self.gns is not None
-        if self._look:  # where waiting for the device costs little
-            _refuse_packed(inputs)
-            self._look = False
         if self.first is not None:
             self.first(inputs, args[0] if args else kwargs.get("num_items_in_batch"))
             self.first = None
-        n, device = _batch_size(inputs), self._trainer.args.device
+        starts, device = document_starts(inputs), self._trainer.args.device
+        n = batch_size(inputs) if starts is None else len(starts) - 1
         unknown = torch.full((n + 1,), torch.nan, dtype=torch.float64, device=device)
         samples = self._rule is not None and self._rule.loss == "samples"
-        this = self._pass = _Pass(n, unknown[:n], unknown[n])
+        this = self._pass = _Pass(n, unknown[:n], unknown[n], starts)
         self._midway(True)
-        with self.gns.microbatch(n, tokens=None if samples else this.counts_B, scale=this.scale):
+        told = dict(tokens=None if samples else this.counts_B, scale=this.scale)
+        with self.gns.microbatch(n, cu_seqlens=starts, **told):
             try:
                 loss = self._wrapped["training_step"](model, inputs, *args, **kwargs)
             finally:
@@ -237,7 +240,7 @@ class GNSCallback(TrainerCallback):
         assert self._rule is not None
         each: Tensor | float = 1.0 / this.num_samples
         if self._rule.loss != "samples":
-            this.counts_B.copy_(self._rule.counts(kept))
+            this.counts_B.copy_(self._rule.counts(kept, this.starts))
             items = num_items_in_batch if self._rule.items else None
             total = this.counts_B.sum() if items is None else items
             each = 1.0 / torch.as_tensor(total, dtype=torch.float64, device=this.scale.device)
@@ -271,7 +274,6 @@ class GNSCallback(TrainerCallback):
             if self.tracker is not None and trainer.is_world_process_zero():
                 self.tracker.log({"loss": logs["loss"], **found}, int(trainer.state.global_step))
             logs.update(found)
-            self._look = True
             if self._search is not None:
                 self._search.again()
         return self._wrapped["log"](logs, *args, **kwargs)
@@ -284,6 +286,7 @@ class _Pass:
     num_samples: int
     counts_B: Tensor
     scale: Tensor
+    starts: Tensor | None
     losses: int = 0
     weighed: bool = False
 
@@ -332,26 +335,6 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
         raise NotImplementedError(f"GNSCallback does not support {reason}")
 
 
-def _refuse_packed(inputs: Mapping[str, Any]) -> None:
-    """Raise for rows that hold several documents, each of which is a sample."""
-    packed = [key for key in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx") if key in inputs]
-    position_ids = inputs.get("position_ids")
-    if isinstance(position_ids, Tensor) and position_ids.ndim == 2:
-        restarts = position_ids.diff(dim=1) <= 0
-        mask = inputs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.shape == position_ids.shape:
-            real = mask != 0  # positions in padding are arbitrary
-            restarts = restarts & real[:, 1:] & real[:, :-1]
-        if bool(restarts.any()):
-            packed.append("position_ids that restart within a row")
-    if packed:
-        raise NotImplementedError(
-            f"GNSCallback does not support packed rows yet. This batch has {', '.join(packed)}: "
-            "a row would be counted as one sample. Use a collator that pads, or a loop of your own "
-            "with gns.microbatch(n, cu_seqlens=gnsfast.cu_seqlens(position_ids), tokens=...)"
-        )
-
-
 def _with_outputs(
     trainer: Any, compute_loss: Callable[..., Any], model: Any, inputs: Any, given: dict[str, Any]
 ) -> tuple[Tensor, Any]:
@@ -368,13 +351,3 @@ def _with_outputs(
         "return them, or pass GNSCallback(loss='samples') for a mean over samples, loss='tokens'"
         " or loss='causal' for a sum over labels divided by num_items_in_batch"
     )
-
-
-def _batch_size(inputs: Mapping[str, Any]) -> int:
-    tensors = [inputs.get("labels"), *inputs.values()]
-    first = next((t for t in tensors if isinstance(t, Tensor) and t.ndim), None)
-    if first is None:
-        raise ObservationError(
-            "GNSCallback: the batch holds no tensor to read the number of samples off"
-        )
-    return int(first.shape[0])

@@ -12,6 +12,7 @@ mean loss over N tokens               L_b/N                    L_b/N
 sum loss                              1 (L_b per token)        same
 ``scale=s`` (s = 1/A, 1/num_items)    s                        s, summed over micro-batches
 DDP, FSDP2 on R processes             1                        1/R: they average
+FSDP2 with a divide factor f          1                        1/f
 DDP under ``no_sync``, FSDP2 without  1                        1/R at the last micro-batch
 gradient sync
 tensor parallel processes             1: each has the whole    1: their shards add

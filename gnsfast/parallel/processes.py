@@ -24,17 +24,23 @@ class Processes:
 
     ``tensor`` of them share every layer, and so measure the same norms; ``stages`` of them have
     different layers for the same samples. ``coordinate`` is this process's place among those that
-    share a layer.
+    share a layer. The sum of their gradients is divided by ``factor`` where FSDP2's
+    ``set_gradient_divide_factor`` says so, else by ``data``.
     """
 
     world: int = 1
     tensor: int = 1
     stages: int = 1
     coordinate: int = 0
+    factor: float | None = None
 
     @property
     def data(self) -> int:
         return self.world // (self.tensor * self.stages)
+
+    @property
+    def divisor(self) -> float:
+        return self.data if self.factor is None else self.factor
 
     def copies(self, grad: Any) -> int:
         """The number of processes that hold the same part of a gradient."""

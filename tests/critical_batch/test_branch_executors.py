@@ -149,26 +149,30 @@ def test_workers_killed_at_random(
 
     victims: list[Any] = []
 
-    def kill(steps: int) -> None:
+    def kill(steps: int, over: threading.Event) -> None:
         while len(log.read_text().split("\n")) < steps:
-            time.sleep(0.001)
-        victims.append(chance.choice([*forks._running]))
-        victims[-1].kill()
+            if over.wait(0.001):
+                return  # a busy machine trained on before the last kill came
+        if running := [*forks._running]:
+            victims.append(chance.choice(running))
+            victims[-1].kill()
 
     log.touch()
     for _ in range(3):
         at = len(log.read_text().split("\n")) + chance.randint(1, 9)
-        killer = threading.Thread(target=kill, args=(at,))
+        over = threading.Event()
+        killer = threading.Thread(target=kill, args=(at, over))
         killer.start()
         try:
             found = measure(ScriptedRun(), tmp_path, **options)
             assert found.missing.keys() <= {0.5, 2.0}
         except BranchError as error:
             assert "k = 1 failed (its process ended with code -9)" in str(error)
+        over.set()
         killer.join()
-    assert len(victims) == 3 and measure(ScriptedRun(), tmp_path, **options) == here
+    assert victims and measure(ScriptedRun(), tmp_path, **options) == here
     assert steps(tmp_path) == steps(tmp_path / "here")
-    assert_trained(log, again=3)
+    assert_trained(log, again=len(victims))
 
 
 def assert_trained(log: Path, again: int) -> None:

@@ -213,6 +213,20 @@ def test_megatron_rounds_nothing() -> None:
         exports.megatron(schedule(210), unit="steps")
 
 
+def test_megatron_ramp() -> None:
+    schedule = BatchSizeSchedule([(0, 8), (800, 12), (1600, 16)], 4000, tokens_per_sample=10)
+    ramp = exports.megatron_ramp(schedule)
+    assert ramp.train_samples == 10 * 8 + 7 * 12 + 15 * 16
+    for pairs, said in (
+        ([(0, 8), (800, 16), (1600, 32)], "one increment"),
+        ([(0, 16), (800, 12), (1600, 8)], "one increment"),
+        ([(0, 8), (801, 12), (802, 16)], "does not reach all"),
+        ([(0, 8), (800, 12), (3000, 16)], "after 80, 308"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            exports.megatron_ramp(BatchSizeSchedule(pairs, 4000, tokens_per_sample=10))
+
+
 def test_olmo_core() -> None:
     fields = exports.olmo_core(olmo())
     assert fields["batch_sizes"] == [4_194_304, 8_388_608, 16_777_216]
@@ -272,6 +286,13 @@ def test_command(tmp_path: Path) -> None:
     said = invoke(text, *run, "--export", "megatron", "--step-seconds", "1024:2 2048:3 4096:5")
     assert "43.1 % fewer" in said and "same FLOPs" in said
     assert '--step-batch-size-schedule "0:1024 168B:2048 503B:4096"' in said
+    assert "--train-samples 160646144" in said and "not in megatron-core 0.16.1" in said
+    assert "its ramp does not have these steps" in said
+    even = ("0:8 800:12 1600:16", "--total-tokens", "4000", "--tokens-per-sample", "10")
+    ramp = "--rampup-batch-size 8 4 160 --global-batch-size 16"
+    assert ramp in invoke(*even, "--export", "megatron")
+    late = ("0:4 90:16", "--total-tokens", "2000", "--tokens-per-sample", "10")
+    assert "makes its changes 1 steps later" in invoke(*late, "--export", "olmo-core")
     found = json.loads(invoke(text, *run, "--json", "--export", "olmo-core"))
     assert found["steps"]["scheduled"] == 89_229
     assert found["export"]["value"]["batch_sizes"][0] == 4_194_304

@@ -157,19 +157,6 @@ def test_compute_loss_of_fewer_arguments(tmp_path: Path, kind: type[hf.Trainer])
     assert callback.compute() == plain.compute() and plain.compute().updates == 2
 
 
-@pytest.mark.parametrize("keys", [False, True])
-def test_packed_rows(tmp_path: Path, keys: bool) -> None:
-    data = [{"input_ids": s["input_ids"]} for s in samples(4 * N)]
-    collate = hf.DataCollatorWithFlattening(
-        return_flash_attn_kwargs=keys, return_position_ids=not keys
-    )
-    trainer = trainer_of(gnsfast.convert(Plain()), data, tmp_path, GNSCallback(loss="tokens"))
-    trainer.data_collator, trainer.args.remove_unused_columns = collate, False
-    name = "cu_seq_lens_q" if keys else "position_ids that restart"
-    with pytest.raises(NotImplementedError, match=rf"packed rows .*{name}.*cu_seqlens=gnsfast"):
-        trainer.train()
-
-
 class Placed(Plain):
     def forward(
         self, input_ids: Tensor, labels: Tensor, position_ids: Tensor, attention_mask: Tensor
@@ -187,10 +174,6 @@ def test_positions_of_padded_rows(tmp_path: Path) -> None:
     found = train(Placed(), data, tmp_path).compute()
     truth = by_hand(gnsfast.convert(Plain()), data, causal=False, divided="window")
     assert found.noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
-    for s in data[4 * N :]:  # packed from the third update on, after the log of the second
-        s |= {"attention_mask": torch.ones_like(s["labels"]), "position_ids": torch.arange(T) % 4}
-    with pytest.raises(NotImplementedError, match="packed rows"):
-        train(Placed(), data, tmp_path, logging_steps=2)
 
 
 def test_refusals_by_name(tmp_path: Path) -> None:

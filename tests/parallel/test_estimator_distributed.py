@@ -86,11 +86,14 @@ def measure(
     else:
         fully_shard(model[0])
         fully_shard(model)
+        for module in [model[0], model] if wrap in FACTORS else []:
+            module.set_gradient_divide_factor(FACTORS[wrap])
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
     gns = gnsfast.GradientNoiseScale(model, source=source)
     for update in updates:
         for k, (x, y) in enumerate(update[rank]):
             silent = not synced and k < microbatches - 1
-            if wrap == "fsdp":
+            if wrap != "ddp":
                 model.set_requires_gradient_sync(not silent)
             with model.no_sync() if silent and wrap == "ddp" else contextlib.nullcontext():
                 with gns.microbatch(n, scale=1 / microbatches):
@@ -138,7 +141,12 @@ CASES = [  # ranks, wrap, microbatches, synced, source, n
     (2, "fsdp", 3, True, "auto", 1),
     (4, "ddp", 2, False, "auto", N),
     (4, "fsdp", 2, True, "auto", N),
+    (2, "fsdp, sum", 1, True, "auto", N),
+    (2, "fsdp, a fifth", 3, False, "auto", N),
+    (2, "fsdp, a fifth", 3, True, "local", N),
 ]
+FACTORS = {"fsdp, sum": 1.0, "fsdp, a fifth": 5.0}
+"""FSDP2's ``set_gradient_divide_factor``: torchtitan's 1 has gradients added up."""
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -202,12 +210,15 @@ def averaged_by_hand(rank: int) -> None:
     assert gns.compute().grad_sqnorm == pytest.approx(one_norm(update), rel=1e-5)
 
 
-def divide_factor(rank: int) -> None:
-    """Another factor than 1/R is refused, with the remedy."""
+def divide_factors(rank: int) -> None:
+    """Two factors in one model are refused, with the remedy."""
     model = make()
+    fully_shard(model[0])
     fully_shard(model)
-    model.set_gradient_divide_factor(1.0)
-    with pytest.raises(NotImplementedError, match="source='local'"):
+    model[0].set_gradient_divide_factor(1.0)
+    with pytest.raises(
+        NotImplementedError, match=r"the mean \(the model\) and 1.0 \(0\): .*source='local'"
+    ):
         with gnsfast.GradientNoiseScale(model).microbatch(N):
             pass
 
@@ -240,7 +251,7 @@ def test_two_processes() -> None:
     works = (
         attached_and_clipped,
         clip_before_update,
-        divide_factor,
+        divide_factors,
         not_wrapped,
         averaged_by_hand,
         unused_on_one_rank,

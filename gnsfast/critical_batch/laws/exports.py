@@ -60,6 +60,72 @@ def _check_rounding(schedule: BatchSizeSchedule, rounded: list[int]) -> None:
     )
 
 
+@dataclass(frozen=True)
+class MegatronRamp:
+    """Megatron-LM's ``--rampup-batch-size`` (start, increment, samples of the ramp),
+    ``--global-batch-size`` and ``--train-samples``.
+    """
+
+    start: int
+    increment: int
+    ramp_samples: int
+    global_batch_size: int
+    train_samples: int
+
+    def __str__(self) -> str:
+        ramp = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
+        return f"{ramp} --global-batch-size {self.global_batch_size}"
+
+    def batch_size_at(self, samples: int) -> int:
+        """Of the step that begins after ``samples``, as Megatron computes it."""
+        if samples > self.ramp_samples:
+            return self.global_batch_size
+        increments = (self.global_batch_size - self.start) // self.increment
+        return self.start + int(samples / (self.ramp_samples / increments)) * self.increment
+
+
+def megatron_ramp(schedule: BatchSizeSchedule) -> MegatronRamp:
+    """The ramp that Megatron-LM knows in every version: equal increments after equal numbers of
+    samples.
+
+    Each step has the batch size that ``schedule`` gives it. ``train_samples`` is the end of the
+    schedule's last step: of a part of a step Megatron trains nothing.
+
+    Raises:
+        ValueError: where no such ramp has the schedule's steps.
+
+    Source: NVIDIA/Megatron-LM, ``megatron/core/num_microbatches_calculator.py``,
+    ``RampupBatchsizeNumMicroBatchesCalculator``.
+
+    >>> from gnsfast.critical_batch import exports
+    >>> from gnsfast.critical_batch import BatchSizeSchedule
+    >>> schedule = BatchSizeSchedule([(0, 8), (800, 12), (1600, 16)], 4000, tokens_per_sample=10)
+    >>> print(exports.megatron_ramp(schedule))
+    --rampup-batch-size 8 4 160 --global-batch-size 16
+    """
+    length, stages = schedule.tokens_per_sample, schedule.stages
+    sizes = [stage.batch_size for stage in stages]
+    increments = {new - old for old, new in zip(sizes, sizes[1:])}
+    if len(increments) != 1 or min(increments) <= 0 or not all(stage.steps for stage in stages):
+        raise ValueError(
+            f"it grows by one increment, and this schedule's batch sizes are {sizes}, or it does "
+            "not reach all of them"
+        )
+    last = len(stages) - 1
+    changes = [stage.tokens // length for stage in stages[1:]]
+    end = (stages[-1].tokens // length) + stages[-1].steps * sizes[-1]
+    samples = min(change * last // k for k, change in enumerate(changes, 1))
+    ramp = MegatronRamp(sizes[0], min(increments), samples, sizes[-1], end)
+    for old, new, change in zip(stages, stages[1:], changes):
+        ends = (change - old.batch_size, old.batch_size), (change, new.batch_size)
+        if any(ramp.batch_size_at(at) != size for at, size in ends):
+            raise ValueError(
+                "it grows after equal numbers of samples, and this schedule after "
+                f"{', '.join(f'{c:,}' for c in changes)}"
+            )
+    return ramp
+
+
 def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
     """Fields of OLMo-core's ``BatchSizeSchedulerCallback``.
 
@@ -91,6 +157,26 @@ def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
         "batch_sizes": [size * schedule.tokens_per_sample for size in sizes],
         "schedule": [{"value": t, "unit": "tokens"} for t, _ in schedule.thresholds],
     }
+
+
+def olmo_core_late(schedule: BatchSizeSchedule) -> list[int]:
+    """How many steps after ``schedule`` OLMo-core makes each change: a growth waits until the
+    batches so far, of this epoch, are a multiple of new / old.
+
+    >>> from gnsfast.critical_batch import exports
+    >>> from gnsfast.critical_batch import BatchSizeSchedule
+    >>> schedule = BatchSizeSchedule([(0, 4), (90, 16)], 2000, tokens_per_sample=10)
+    >>> exports.olmo_core_late(schedule)  # due after 3 batches, and made after 4
+    [1]
+    """
+    late, samples = [], 0
+    for (_, old), (threshold, new) in zip(schedule.thresholds, schedule.thresholds[1:]):
+        left = int(threshold) - samples * schedule.tokens_per_sample
+        due = max(0, -(-left // (old * schedule.tokens_per_sample)))
+        waits = -(samples // old + due) % max(1, new // old)
+        late.append(waits)
+        samples += (due + waits) * old
+    return late
 
 
 @dataclass(frozen=True)

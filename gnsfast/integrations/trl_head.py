@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's fused head, measured: its trainers give the model a forward whose loss takes the weight of
+``lm_head`` as a tensor, so the head's module is never called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gnsfast.conversion import project_of
+from gnsfast.errors import ObservationError
+from gnsfast.layers import Linear
+
+
+@contextmanager
+def measured_head(model: Any, packed: Callable[[], bool]) -> Iterator[None]:
+    """Route the log-probabilities of TRL's forward through the head's ``cross_entropy``.
+
+    Equals TRL's own forward: values are TRL's to the bit, gradients those of gnsfast's operator.
+    TRL still computes its metrics (entropy, accuracy) from the head's outputs, so the head takes
+    five products a step instead of four. Does nothing where no forward of TRL's is bound, where the
+    head is frozen (LoRA), and in passes without gradients.
+
+    Args:
+        packed: whether the pass under way is over packed documents. A head that shares its weight
+            then keeps its logits, as ``cross_entropy`` has no norms for these two together.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    theirs, head = vars(model).get("forward"), None
+    if theirs is not None and project_of(model) == "TRL":
+        head = model.get_output_embeddings()
+    if not isinstance(head, Linear) or not head.weight.requires_grad:
+        yield
+        return
+    model.forward = _Forward(model, theirs, packed)
+    try:
+        yield
+    finally:
+        model.forward = theirs
+
+
+class _Forward:
+    """TRL's forward on detached hidden states, and the log-probabilities once more with ours."""
+
+    def __init__(self, model: Any, theirs: Callable[..., Any], packed: Callable[[], bool]) -> None:
+        self.model, self.theirs, self.packed = model, theirs, packed
+        self.__wrapped__ = theirs  # its signature, and whose forward it is
+        self.compared = False
+        self.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not (fused_lm_head and torch.is_grad_enabled()):
+            return self.theirs(*args, fused_lm_head=fused_lm_head, **kwargs)
+        ours: list[Tensor] = []
+
+        def detach(module: nn.Module, args: Any, output: Any) -> Any:  # within TRL's autocast
+            ours.append(self._log_probs(output.last_hidden_state, kwargs))
+            output.last_hidden_state = output.last_hidden_state.detach()
+            return output
+
+        with self.model.base_model.register_forward_hook(detach):
+            outputs = self.theirs(*args, fused_lm_head=True, **kwargs)
+        [log_probs] = ours
+        self._compare(log_probs.detach(), outputs.log_probs.detach())
+        outputs.loss = None  # its gradient is TRL's; the trainers take log_probs
+        outputs.log_probs = log_probs + (outputs.log_probs - log_probs).detach()
+        return outputs
+
+    def _log_probs(self, hidden_BTD: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        head, shift = self.model.get_output_embeddings(), kwargs.get("shift_labels") is None
+        labels_BT: Tensor = kwargs["labels" if shift else "shift_labels"].to(hidden_BTD.device)
+        shared = head.weight is getattr(self.model.get_input_embeddings(), "weight", None)
+        if shared and self.packed():
+            logits = head(hidden_BTD).float()
+            logits = logits if self.cap is None else self.cap * (logits / self.cap).tanh()
+            if shift:
+                logits, labels_BT = logits[:, :-1], labels_BT[:, 1:]
+            return -F.cross_entropy(logits.mT, labels_BT, reduction="none")
+        options = {"reduction": "none", "softcap": self.cap, "shift": shift}
+        loss_BT: Tensor = head.cross_entropy(hidden_BTD, labels_BT, **options)
+        return -loss_BT[:, :-1] if shift else -loss_BT
+
+    def _compare(self, ours: Tensor, theirs: Tensor) -> None:
+        """The first time, where waiting for the device costs little: temperature, scales and
+        whatever else TRL may do to logits show in their log-probabilities.
+        """
+        if self.compared:
+            return
+        half = self.model.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled()
+        off = float((ours - theirs).abs().mean())
+        if not off <= (2e-2 if half else 1e-4) * (1.0 + float(theirs.abs().mean())):
+            raise ObservationError(
+                "the log-probabilities of TRL's fused head differ from those of lm_head by "
+                f"{off:.3g} in the mean: {type(self.model).__name__} changes its logits (a scale, "
+                "a temperature) in a way that is not known here. Leave the head out: "
+                "convert(model, exclude=['lm_head'])"
+            )
+        self.compared = True

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchtitan's Trainer: its Llama 3 debug model, FSDP2 on two processes, its own logger."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from clients.recipes import Recipe, against, compare
+from torch import Tensor, nn
+
+import gnsfast
+
+pytestmark = pytest.mark.dist
+RECIPE = Recipe("torchtitan")
+STEPS, RANKS, LOCAL, T = 8, 2, 4, 64
+KEEP = (
+    "trainer = make(config)\n",
+    "trainer = make(config)\n"
+    "parameters = trainer.model_parts[0].named_parameters()\n"
+    "inside = '_checkpoint_wrapped_module.'\n"
+    "whole = {name.replace(inside, ''): p.detach().full_tensor() for name, p in parameters}\n"
+    "torch.save(whole, f'{os.environ[\"KEPT\"]}/{torch.distributed.get_rank()}.pt')\n",
+)
+
+
+def loss(model: nn.Module, words: Tensor) -> Tensor:
+    return F.cross_entropy(model(words[None, :-1])[0], words[1:])
+
+
+def plain_model() -> nn.Module:
+    import clients.torchtitan_cpu
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    assert clients.torchtitan_cpu  # before torchtitan
+    config = llama3_debugmodel().model_spec.model
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return config.build()
+
+
+def test_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = compare(RECIPE, "torchtitan", lambda ours: RECIPE.launch(tmp_path, RANKS, ours), 1)
+    monkeypatch.setenv("KEPT", str(tmp_path))
+    edits = [("import torch\n", "import os, torch\n"), KEEP]
+    ran = RECIPE.launch(tmp_path, RANKS, edits=edits, LEARNING_RATE=0.0, STEPS=STEPS)
+    model = plain_model()
+    kept = torch.load(tmp_path / "0.pt")
+    assert kept.keys() == dict(model.named_parameters()).keys()
+    model.load_state_dict(kept, strict=False)  # its own hooks rename parts of fused projections
+    generators = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
+    batches = [(LOCAL, T + 1)] * 2 * STEPS  # of two micro-batches a step
+    words = [torch.randint(0, 40, shape, generator=g) for g in generators for shape in batches]
+    truth = gnsfast.brute_force_noise_scale(model, loss, torch.cat(words), blocks=8)
+    against(row, ran.names["noise_scale"], truth.noise_scale)
+    assert "gns/b_simple" in ran.names["logged"]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's SFTTrainer with packing: its fused head is measured, a document is a sample."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from clients.recipes import Ran, Recipe, against, compare, squared_variation
+from torch import Tensor, nn
+
+import gnsfast
+
+RECIPE = Recipe("trl")
+
+
+def document_loss(mean_tokens: float) -> Any:
+    def loss(model: nn.Module, document: Tensor) -> Tensor:
+        logits = model(input_ids=document[None], use_cache=False).logits
+        return F.cross_entropy(logits[0, :-1], document[1:], reduction="sum") / mean_tokens
+
+    return loss
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def ratio(ran: Ran) -> tuple[float, float]:
+    """The noise scale that a run at a learning rate of 0 found, and that of brute force."""
+    documents = [torch.tensor(d) for d in ran.names["documents"]]
+    predicted = [len(d) - 1 for d in documents]
+    loss = document_loss(sum(predicted) / len(predicted))
+    truth = gnsfast.brute_force_noise_scale(ran.names["trainer"].model, loss, documents)
+    return ran.names["noise_scale"], truth.noise_scale - squared_variation(predicted)
+
+
+def test_recipe() -> None:
+    row = compare(RECIPE, "trl")
+    against(row, *ratio(RECIPE.run(LEARNING_RATE=0.0, STEPS=16)))
+
+
+TIED = ("    eos_token_id=1,\n)", "    eos_token_id=1,\n    tie_word_embeddings=True,\n)")
+FREE = ("packing=True,\n        max_length=64", "padding_free=True, max_length=None")
+ROWS = ("packing=True", "packing=False")
+
+
+@pytest.mark.parametrize("edits", [[TIED], [FREE], [ROWS], [TIED, ROWS]])
+def test_other_ways_to_train(edits: list[tuple[str, str]]) -> None:
+    """A head that shares its weight, rows without padding, rows with it."""
+    steps = 16 if not {FREE, ROWS} & set(edits) else 100  # as many documents
+    found, truth = ratio(RECIPE.run(edits=edits, LEARNING_RATE=0.0, STEPS=steps))
+    assert abs(found / truth - 1) < 0.1, (found, truth)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = RECIPE.run(STEPS=2).names["trainer"].model
+    assert model.forward.__func__.__globals__["__name__"] == "trl.trainer.utils"
+
+
+def test_a_scale_that_is_not_known() -> None:
+    edits = [(f"Llama{end}", f"Granite{end}") for end in ("Config", "ForCausalLM")]
+    edits += [("    eos_token_id=1,\n)", "    eos_token_id=1,\n    logits_scaling=8.0,\n)")]
+    with pytest.raises(gnsfast.ObservationError, match="GraniteForCausalLM changes its logits"):
+        RECIPE.run(edits=edits, STEPS=2)
+
+
+def test_a_frozen_head() -> None:
+    """LoRA trains no head: TRL's own forward stays."""
+    edits = [
+        ("model = gnsfast.convert(model)  # new\n", ""),
+        (
+            "trainer = SFTTrainer(",
+            "import peft\ntrainer = SFTTrainer(\n"
+            "    peft_config=peft.LoraConfig(target_modules=['q_proj']),",
+        ),
+        ("callback = GNS", "gnsfast.convert(trainer.model)  # new\ncallback = GNS"),
+    ]
+    assert RECIPE.run(edits=edits, STEPS=2).names["callback"].compute().updates == 2
