@@ -3,6 +3,7 @@ BIN := .venv/bin
 RUN := .venv/.run
 DEV := .venv/.dev
 PEERS := .venv/.peers
+SITE := .venv/docs
 LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py \
 	transformer_layers.py) tests/conversion/test_models.py tests/functional/test_attention.py
 # What packaging can break: every module and its examples, the kernels' folder with a launch of one, the command.
@@ -82,6 +83,12 @@ format: $(DEV)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: $(SITE)/.done  ## the documentation as pages in build/site; a broken link or an unknown name is an error
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+
+docs-serve: $(SITE)/.done  ## the same on http://127.0.0.1:8000, renewed when a file changes
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs serve
+
 bench: $(PEERS)  ## gnsfast beside plain torch and its peers on this CPU; half an hour on two quiet cores
 	$(BIN)/python -m benchmarks cpu
 
@@ -111,4 +118,10 @@ $(PEERS): $(DEV)
 	$(INSTALL) --no-deps backpack-for-pytorch  # only its examples need the torchvision that it asks for
 	touch $(PEERS)
 
-.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test proof kernels lint format bench gpu-wheels gpu clean
+# An environment of its own: the pages are made from the sources alone, without torch.
+$(SITE)/.done: docs/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt --requirement docs/requirements.txt
+	touch $(SITE)/.done
+
+.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test proof kernels lint format docs docs-serve bench gpu-wheels gpu clean
