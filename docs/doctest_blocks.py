@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``>>>`` examples of docstrings as blocks of code: Markdown reads them as quotations."""
+"""Docstrings' ``>>>`` examples as code; Markdown takes them for quotations."""
 
 import re
 from typing import Any
@@ -15,5 +15,6 @@ class DoctestBlocks(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
             obj.docstring.value = EXAMPLE.sub(
-                lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", obj.docstring.value
+                lambda found: f"```pycon\n{found[0].rstrip()}\n```\n",
+                obj.docstring.value,
             )

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(DOCS.rglob("*.md"))
 NAMES = [str(page.relative_to(DOCS)) for page in PAGES]
 BLOCK = re.compile(
@@ -68,6 +69,15 @@ def test_links(name: str) -> None:
             assert anchor in anchors(to), target
     for included in re.findall(r'--8<-- "([^":]+)', page.read_text(encoding="utf-8")):
         assert (ROOT / included).exists(), included
+
+
+def test_ratios_are_those_of_the_records() -> None:
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"record `([\w-]+)`", text))
+    records = "".join((RESULTS / f"{name}.md").read_text(encoding="utf-8") for name in names)
+    ratios = re.findall(r"[\d.]+ \([\d.]+ to [\d.]+\)", text)
+    assert len(ratios) > 10
+    assert not [ratio for ratio in ratios if ratio not in records]
 
 
 def test_every_page_is_in_the_navigation() -> None:
