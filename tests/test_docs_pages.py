@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import gnsfast
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -105,3 +107,7 @@ def test_commands_and_their_options_exist() -> None:
         used = set(re.findall(r"(?<= )--[a-z-]+", (match[2] or "").partition("#")[0]))
         assert used <= {*options, "--help"}, match[0]
     assert {match[1].strip() for match in found if match[1]} == set(commands)
+
+
+def test_citation_is_of_this_version() -> None:
+    assert f"\nversion: {gnsfast.__version__}\n" in (ROOT / "CITATION.cff").read_text()
