@@ -152,13 +152,7 @@ def intervals(scheme: str) -> Figure:
     figure = Figure(figsize=(6.4, 3.3), layout="constrained")
     ax = figure.subplots()
     ax.axhline(truth, color=FAINT[scheme], lw=1, ls="--")
-    ax.annotate(
-        "true noise scale",
-        (620, truth),
-        (0, -12),
-        textcoords="offset points",
-        ha="right",
-    )
+    ax.annotate("truth", (640, truth), (4, -3), textcoords="offset points")
     for update, one in found.items():
         if one.resolved:
             ax.plot(
