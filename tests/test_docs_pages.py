@@ -104,7 +104,8 @@ def test_commands_and_their_options_exist() -> None:
         if match[1] is None:
             continue
         options = {o for each in commands[match[1].strip()].params for o in each.opts}
-        used = set(re.findall(r"(?<= )--[a-z-]+", (match[2] or "").partition("#")[0]))
+        arguments = re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", match[2] or "")
+        used = set(re.findall(r"(?<= )--[a-z-]+", arguments))
         assert used <= {*options, "--help"}, match[0]
     assert {match[1].strip() for match in found if match[1]} == set(commands)
 
