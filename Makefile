@@ -84,7 +84,7 @@ format: $(DEV)  ## let ruff rewrite what it can
 	$(BIN)/ruff format
 
 docs: $(SITE)/.done  ## the documentation as pages in build/site; a broken link or an unknown name is an error
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
 docs-serve: $(SITE)/.done  ## the same on http://127.0.0.1:8000, renewed when a file changes
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs serve
