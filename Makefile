@@ -4,6 +4,7 @@ RUN := .venv/.run
 DEV := .venv/.dev
 PEERS := .venv/.peers
 CLIENTS := .venv/clients/site-packages
+SITE := .venv/docs
 LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py \
 	transformer_layers.py) tests/conversion/test_models.py tests/functional/test_attention.py
 # What packaging can break: every module and its examples, the kernels' folder with a launch of one, the command.
@@ -87,6 +88,12 @@ format: $(DEV)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: $(SITE)/.done  ## the documentation as pages in build/site; a broken link or an unknown name is an error
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+
+docs-serve: $(SITE)/.done  ## the same on http://127.0.0.1:8000, renewed when a file changes
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs serve
+
 bench: $(PEERS)  ## gnsfast beside plain torch and its peers on this CPU; half an hour on two quiet cores
 	$(BIN)/python -m benchmarks cpu
 
@@ -121,4 +128,10 @@ $(CLIENTS): $(DEV) tests/clients/requirements.txt
 	rm -rf $(CLIENTS)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(CLIENTS) --requirement tests/clients/requirements.txt
 
-.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test proof kernels clients lint format bench gpu-wheels gpu clean
+# An environment of its own: the pages are made from the sources alone, without torch.
+$(SITE)/.done: docs/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt --requirement docs/requirements.txt
+	touch $(SITE)/.done
+
+.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test proof kernels clients lint format docs docs-serve bench gpu-wheels gpu clean

@@ -64,7 +64,7 @@ def _submitit(options: dict[str, Any], folder: Path, stack: ExitStack) -> Any:
 def _dask(options: dict[str, Any], folder: Path, stack: ExitStack) -> Any:
     import distributed
 
-    return stack.enter_context(distributed.Client(**options)).get_executor(pure=False)
+    return stack.enter_context(distributed.Client(**options)).get_executor(pure=False)  # type: ignore[no-untyped-call]
 
 
 ENGINES: dict[str, Callable[[dict[str, Any], Path, ExitStack], Any]] = {
