@@ -27,7 +27,7 @@ def run(
 
 
 def test_plain_loop(run: Callable[..., str], tmp_path: Path) -> None:
-    assert "12 updates of 384 samples" in run("plain_loop.py", "--steps", 12)
+    assert "12 updates (384 samples)" in run("plain_loop.py", "--steps", 12)
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 12]
     assert lines[1]["gns/b_simple"] > 0 and lines[1]["tokens"] == 12 * 2 * 16 * 63
@@ -66,7 +66,7 @@ def test_trainer(run: Callable[..., str], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     said = run("trainer.py", "--steps", 10, "--out", tmp_path, "--report-to", "tensorboard")
-    assert "10 updates of 320 samples" in said
+    assert "10 updates (320 samples)" in said
     [file] = tmp_path.glob("**/events.out.*")
     events = EventAccumulator(str(file)).Reload()
     [names] = [n for n in events.Tags()["scalars"] if n.endswith("gns/b_simple")]
@@ -77,6 +77,6 @@ def test_trainer(run: Callable[..., str], tmp_path: Path) -> None:
 
 def test_lightning_module(run: Callable[..., str], tmp_path: Path) -> None:
     said = run("lightning_module.py", "--steps", 10, "--out", tmp_path)
-    assert "10 updates of 1,280 samples" in said
+    assert "10 updates (1,280 samples)" in said
     [table] = tmp_path.glob("**/metrics.csv")
     assert "gns/b_simple" in table.read_text()

@@ -211,7 +211,8 @@ def branches(scheme: str) -> Figure:
 
 def geometries(scheme: str) -> Figure:
     """Noise scales in three norms beside the measured critical batch size."""
-    rows = next(iter(_tables("2026-11-23-cpu-geometry").values()))
+    found = next(iter(_tables("2026-11-23-cpu-geometry").values()))
+    rows = [row for row in found if row["width"] == 32]
     optimizers = list(dict.fromkeys(row["optimizer"] for row in rows))
     looks = {
         "euclidean": (BLUE, "o"),
@@ -224,7 +225,7 @@ def geometries(scheme: str) -> Figure:
     ):
         for x, row in enumerate(row for row in rows if row["optimizer"] == name):
             low, high = (
-                float(v) for v in row["critical batch size"].split(" to ")
+                float(v) for v in row["CBS"].split(" to ")
             )
             ax.bar(
                 x, min(high, 2e3) - low, 0.9, low, color=FAINT[scheme], alpha=0.3

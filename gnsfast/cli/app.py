@@ -299,6 +299,8 @@ def branch(
             make_run = branch_.Target(branch_.absolute(target), checkpoint)
             if factor is not None:
                 check_choice("--factor", factor, METRICS)
+                if not noise_scale:
+                    raise ValueError("--factor divides by the noise scale: drop --no-noise-scale")
             if launcher is not None and repeats > 1:
                 raise ValueError(
                     "--repeats skips data in this process, and --launcher's processes draw their "

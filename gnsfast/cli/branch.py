@@ -94,6 +94,11 @@ def _load(where: str) -> ModuleType:
 
 def measure(repeats: int, run: BranchRun | None, **how: Any) -> CriticalBatch:
     """Once, or as often as ``--repeats`` says."""
+    if repeats == 1 and (how["folder"] / "repeat-1").exists():
+        raise ValueError(
+            f"{how['folder']} holds repeated measurements, and one alone would replace their mean: "
+            "give --repeats again, or another folder"
+        )
     if repeats == 1 or run is None:
         return measure_critical_batch(run, **how)
     return measure_repeatedly(run, repeats=repeats, **how)

@@ -85,19 +85,31 @@ def _collected(path: str, rows: Iterable[Mapping[str, Any]]) -> Measurements:
             continue
         try:
             tokens, value = (_number(row[name], name) for name in ("tokens", "value"))
-            bounds = [_number(row.get(name), name) for name in ("lower", "upper")]
+            lower, upper = _end(row, "lower", value, 0.0), _end(row, "upper", value, math.inf)
             length = _number(row.get("tokens_per_sample"), "tokens_per_sample")
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        if row.get("doubts"):
+        if str(row.get("doubts") or "").strip().lower() not in ("", "0", "false"):
             found = found._replace(doubtful=found.doubtful + 1)
         elif not math.isfinite(value):
             found = found._replace(left_out=found.left_out + 1)
         else:
-            lower, upper = (value if math.isnan(b) else b for b in bounds)
+            if not 0 <= tokens < math.inf or value <= 0:
+                raise ValueError(
+                    f"{path}: tokens is {row['tokens']!r}, value {row['value']!r}, but both must "
+                    "be numbers, and value positive"
+                )
             known = None if math.isnan(length) else length
             found.points.append(Measured(tokens, value, lower, upper, known))
     return found
+
+
+def _end(row: Mapping[str, Any], name: str, missing: float, unbounded: float) -> float:
+    """An end of the interval; null and inf say that there is none on this side."""
+    if str(row.get(name, "")).strip() == "":
+        return missing
+    end = _number(row[name], name)
+    return end if math.isfinite(end) else unbounded
 
 
 def _number(field: Any, name: str) -> float:

@@ -161,9 +161,10 @@ def _warn_of_gaps(model: nn.Module) -> None:
     """Warn once that much of the model has no norms, beyond what ``exclude`` asked for."""
     rows = [r for r in coverage(model).rows if r.route != "frozen" and r.reason != EXCLUDED]
     covered = sum(r.elements for r in rows if r.static) / max(1, sum(r.elements for r in rows))
-    if covered >= LEAST_COVERED:
+    without = [r for r in rows if not r.static]
+    if not without or covered >= LEAST_COVERED:
         return
-    largest = max((r for r in rows if not r.static), key=lambda r: r.elements)
+    largest = max(without, key=lambda r: r.elements)
     warnings.warn(
         f"only {percent(covered)} of the trainable elements have per-sample norms, and a noise "
         f"scale will be of these alone. The largest without is {largest.parameter}: "

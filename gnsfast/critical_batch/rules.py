@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -138,6 +139,8 @@ class Rules:
 
     def check(self, optimizer: Optimizer, k: float) -> None:
         """Raise ValueError where an optimizer cannot follow a batch that grows by ``k``."""
+        if not 0 < k < math.inf:
+            raise ValueError(f"a batch grows by a positive, finite factor, not by {k!r}")
         kind = type(optimizer).__name__
         if self.betas != "keep" and not any("betas" in g for g in optimizer.param_groups):
             raise ValueError(f"{kind} has no betas to move: pass betas='keep'")
@@ -150,7 +153,7 @@ class Rules:
                 )
             if self.weight_decay != "keep" and "weight_decay" not in group:
                 raise ValueError(f"{kind} has no weight decay to move: pass weight_decay='keep'")
-            if self.weight_decay != "keep" and group.get("decoupled_weight_decay") is False:
+            if self.weight_decay != "keep" and group["weight_decay"] and _coupled(optimizer, group):
                 raise ValueError(
                     f"weight_decay={self.weight_decay!r} is a rule for decoupled weight decay, and "
                     f"{kind} adds it to the gradient: use AdamW, or pass weight_decay='keep'"
@@ -171,9 +174,11 @@ class Rules:
         """
         self.check(optimizer, k)
         factor = self.lr_factor(k) if lr_factor is None else lr_factor
+        if lr:
+            rates = [group["lr"] * factor for group in optimizer.param_groups]
+            for group, rate in zip(optimizer.param_groups, rates):  # groups may share a tensor
+                set_lr(group, rate)
         for group in optimizer.param_groups:
-            if lr:
-                set_lr(group, group["lr"] * factor)
             if self.betas != "keep" and "betas" in group:
                 beta1, beta2, eps = self._betas(group, k)
                 group["betas"] = (beta1, beta2)
@@ -204,6 +209,19 @@ class Rules:
             *group["betas"], group.get("eps", 0.0), k
         )
         return found
+
+
+def _coupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether an optimizer adds the weight decay to the gradient, and then scales or averages it.
+    Those of other libraries are taken at their word.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        return bool(group["momentum"])
+    if isinstance(optimizer, (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)):
+        return True
+    if isinstance(optimizer, (torch.optim.Adamax, torch.optim.ASGD, torch.optim.Rprop)):
+        return True
+    return group.get("decoupled_weight_decay") is False
 
 
 def set_lr(group: dict[str, Any], lr: Any) -> None:

@@ -41,7 +41,7 @@ class GradientNoiseScale:
             takes it from the probes and reads no gradient. ``"local"``: from each micro-batch by
             itself; noisier, needs two samples in each, never reads ``.grad``.
         window: the number of newest measured updates that ``compute()`` averages.
-        decay: the weight of an update relative to the next newer one, within the window.
+        decay: the weight of an update relative to the next newer one; no interval below 0.82.
         every: measure one update in so many; the others are plain torch.
         loss_reduction: ``"mean"`` over the micro-batch's samples (or tokens), or ``"sum"``.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss.

@@ -173,6 +173,8 @@ def sign_numbers(of: Parts, total: Callable[[Tensor], Tensor] = lambda sums: sum
     past_sum = past.sum(dtype=torch.float64)
     sum_count = total(torch.stack([past_sum, torch.full_like(past_sum, past.numel())]))
     past = past + (FLOOR * sum_count[0] / sum_count[1]).to(past.dtype)
+    # Without any variance so far, R is the gradient's own size: R = 0 would leave it out.
+    past = torch.where(sum_count[0] > 0, past, of.whole.abs())
     parts = (
         root,
         torch.where(root > 0, of.new / root, 0.0),
@@ -189,7 +191,8 @@ def sign_numbers(of: Parts, total: Callable[[Tensor], Tensor] = lambda sums: sum
 def spectral_numbers(of: Parts) -> Tensor:
     """float64 [NUMBERS] of a matrix [R, C], whose V, C and G Gᵀ are on its smaller side."""
     root_S, along_S = _roots(of.after, 0.0, of.new)
-    past_S, excess_S, weighted_S = _roots(of.before, FLOOR, of.new, of.square)
+    before = torch.where(of.before.any(), of.before, gram(of.whole))  # as for ``sign_numbers``
+    past_S, excess_S, weighted_S = _roots(before, FLOOR, of.new, of.square)
     step_1, norm_1 = _steepest(of.first)
     step_2, norm_2 = _steepest(of.second)
     aligned = (step_1 * of.second + step_2 * of.first).sum() / 2

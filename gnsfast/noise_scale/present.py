@@ -19,7 +19,7 @@ import math
 from torch import Tensor
 
 from gnsfast.noise_scale.selection import student_quantile
-from gnsfast.noise_scale.statistics import Moments, fieller_interval
+from gnsfast.noise_scale.statistics import MINIMUM_MEASUREMENTS, Moments, fieller_interval
 
 MINIMUM_UPDATES = 16
 """Fewer give no estimate, because two lines and a correlation need more."""
@@ -49,6 +49,8 @@ def present(
     var_s, cov, var_g = ((squares @ d).item() for d in (ds * ds, ds * dg, dg * dg))
     freedom = (squares.sum().square() / squares.square().sum()).item() - 2
     trace_end, grad_sqnorm_end = (take @ trace).item(), (take @ grad_sqnorm).item()
+    if freedom < MINIMUM_MEASUREMENTS - 1 or trace_end <= 0:  # few of them weigh much, or noise
+        return math.nan, 0.0, math.inf
     m = Moments(trace_end, grad_sqnorm_end, var_s, cov, var_g, freedom)
     lower, upper = fieller_interval(m)
     if lower <= 0:

@@ -22,9 +22,11 @@ class Estimate:
     """A noise scale in samples with its 95 % interval; NaN before the first measurement.
 
     ``upper`` is infinite where the window only says "at least ``lower``"; ``resolved`` is whether
-    ``upper`` is finite. The interval holds the truth in 95 % of the windows that are resolved, and
-    in 95 % of the others. Close to the border ``upper`` is tens of times ``lower``, and
-    ``noise_scale`` then rather too small: more updates or samples resolve it.
+    ``upper`` is finite. The interval holds the truth in 95 % of the windows that are resolved, if
+    these are more than 1.25 % of all, and in 95 % of the others. Close to the border ``upper`` is
+    tens of times ``lower``, and ``noise_scale`` then rather too small: more updates or samples
+    resolve it. Samples with heavy tails make the interval miss more often: where one in a hundred
+    is 10 times as large, it holds in 65 % of windows of 80 samples, and in 88 % of those of 320.
     """
 
     noise_scale: float
@@ -180,7 +182,7 @@ class GroupNoiseScale(ModuleNoiseScale):
 
     def __str__(self) -> str:
         left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
-        return f"{super().__str__()}, {self.updates} updates of {self.samples:,} samples{left_out}"
+        return f"{super().__str__()}, {self.updates} updates ({self.samples:,} samples){left_out}"
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,8 @@ class NoiseScale(ModuleNoiseScale):
     def __str__(self) -> str:
         drift = ", drifting" if self.drift else ""
         skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
-        mean = "mean over the last " if self.updates else ""
-        used = f"{mean}{self.updates} updates of {self.samples:,} samples"
+        mean = f"{'mean ' if self.resolved else ''}over the last " if self.updates else ""
+        used = f"{mean}{self.updates} updates ({self.samples:,} samples)"
         now = f"\nat the end of these: {self.present}" if self.present.lower > 0 else ""
         adam = "" if self.adam is None else f"\n{self.adam}"
         dual = "".join(f"\n{each}" for each in (self.sign, self.spectral) if each is not None)

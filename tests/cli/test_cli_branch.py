@@ -67,6 +67,9 @@ def test_repeats(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == CriticalBatch.load(tmp_path / "cbs").record()
     assert (tmp_path / "cbs" / "repeat-1" / "checkpoint").is_dir()
+    once = branch(tmp_path, "branch_runs:small_run", *options[2:], tokens=960, k="1,2")
+    assert one_line(once) and "give --repeats again" in once.stderr
+    assert json.loads(done.stdout) == CriticalBatch.load(tmp_path / "cbs").record()
     cannot = branch(tmp_path, "branch_runs:ScriptedRun", "--repeats", 2, out=tmp_path / "other")
     assert one_line(cannot) and "ScriptedRun has no skip(tokens)" in cannot.stderr
 

@@ -2,6 +2,7 @@
 """``gnsfast plan``: what it prints, its JSON, and one line for bad input."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,21 @@ def test_csv_of_a_spreadsheet(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("\ufefftokens, value\n1e9, 100\n2e9,\n", encoding="utf-8")
     assert read_measurements(str(path)) == ([(1e9, 100, 100, 100, None)], None, 1, 0)
+
+
+def test_ends_that_are_not_there(tmp_path: Path) -> None:
+    """null and inf are no bound; a column that is missing, or empty, is the value itself."""
+    path = tmp_path / "mine.csv"
+    path.write_text(
+        "tokens,value,lower,upper,tokens_per_sample,doubts\n"
+        "1e9,500,100,inf,63,False\n2e9,500,,,63,\n4e9,500,100,null,63,0\n"
+    )
+    spans = [(p.lower, p.upper) for p in read_measurements(str(path)).points]
+    assert spans == [(100, math.inf), (500, 500), (100, math.inf)]
+    for row in ("nan,500", ",500", "1e9,0", "1e9,-5", "inf,500"):
+        path.write_text(f"tokens,value\n{row}\n")
+        said = invoke("--tokens", "20B", "--context", "63", "--measured", str(path), code=2)
+        assert "mine.csv: tokens is" in said or "-5" in said
 
 
 def test_mean_over_a_run(csv: str) -> None:

@@ -143,3 +143,31 @@ def test_names() -> None:
         with pytest.raises(ValueError, match=f"{argument} must be '"):
             Rules(**{argument: name})
     assert all(rule.source and rule.holds for rule in RULES if rule.tested)
+
+
+def test_groups_that_share_a_tensor_move_once() -> None:
+    """torch gives all groups the one tensor that the optimizer was made with."""
+    groups = [{"params": parameter()}, {"params": parameter()}]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-3), foreach=False)
+    assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
+    Rules().apply(optimizer, 4)
+    assert [group["lr"].item() for group in optimizer.param_groups] == pytest.approx([2e-3] * 2)
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [("RMSprop", {}), ("Adagrad", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("Adamax", {})],
+)
+def test_decay_in_the_gradient_has_no_timescale(kind: str, options: dict[str, Any]) -> None:
+    make: Any = getattr(torch.optim, kind)
+    optimizer = make(parameter(), lr=1e-3, weight_decay=0.1, **options)
+    with pytest.raises(ValueError, match=f"{kind} adds it to the gradient"):
+        Rules(weight_decay="timescale").apply(optimizer, 4)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    Rules(weight_decay="timescale").apply(make(parameter(), lr=1e-3, **options), 4)  # has none
+
+
+@pytest.mark.parametrize("k", [0, -1, math.nan, math.inf])
+def test_factors_that_no_batch_grows_by(k: float) -> None:
+    with pytest.raises(ValueError, match="positive, finite factor"):
+        Rules().apply(adamw(), k)

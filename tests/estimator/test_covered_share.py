@@ -90,4 +90,13 @@ def test_a_group_says_what_it_leaves_out() -> None:
     result = measured(gnsfast.convert(Mixed()), groups=["a", "b"])
     assert result.covered == 1.0
     [line] = [each for each in str(result).splitlines() if each.startswith("a: ")]
-    assert line.endswith("3 updates of 12 samples, 2 parameters left out")
+    assert line.endswith("3 updates (12 samples), 2 parameters left out")
+
+
+def test_nothing_to_cover_is_no_gap() -> None:
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model in (frozen, nn.ReLU(), nn.Sequential(nn.ReLU())):
+            assert gnsfast.convert(model) is model
+        gnsfast.convert(nn.Linear(2, 2), exclude=["*"])

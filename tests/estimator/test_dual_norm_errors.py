@@ -110,3 +110,20 @@ def test_a_half_without_a_gradient() -> None:
     grad = torch.tensor([0.1 * (1 + 3e-7), 0.1 * (1 - 3e-7), 0.3])
     second = dual._parts(of, torch.zeros(3), half, grad)[-1]
     assert second.tolist() == pytest.approx([0.0, 0.0, 0.4], abs=0.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_parameter_without_variance(seed: int) -> None:
+    """The bias of this loss has one gradient in all samples: it is in both bounds of ‖G‖."""
+    torch.manual_seed(seed)
+    model = gnsfast.convert(nn.Linear(5, 2))
+    gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"])
+    for x in torch.randn(30, 8, 5) + 1:
+        with gns.microbatch(8):
+            model(x).sum(1).mean().backward()
+        gns.update()
+        model.zero_grad()
+    sign, spectral = gns.compute().sign, gns.compute().spectral
+    for found in (sign, spectral):
+        assert found.lower <= found.noise_scale <= found.upper
+    assert sign.grad_norm_lower <= 12.5 and sign.grad_norm_upper >= 11.5  # ‖G‖ is 12

@@ -127,7 +127,7 @@ def test_print_says_which_is_which() -> None:
     found = summarize(p, q, q[:, 0], scalars, False, ["layer"], None)
     assert found.present.lower < found.present.noise_scale < found.present.upper
     first, second = str(found).splitlines()
-    assert "mean over the last 64 updates of 2,048 samples" in first
+    assert "over the last 64 updates (2,048 samples)" in first
     assert second == f"at the end of these: {found.present}"
     few = summarize(p[:9], q[:9], q[:9, 0], scalars[:9], False, ["layer"], None)
     assert math.isnan(few.present.noise_scale) and len(str(few).splitlines()) == 1
