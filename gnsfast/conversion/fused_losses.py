@@ -22,11 +22,10 @@ HEAD = "lm_head"
 def project_of(module: nn.Module) -> str:
     """The project whose forward the module has; empty if it has none of theirs."""
     for forward in _unwrapped(module.forward):
-        defined = getattr(forward, "__globals__", {})  # functools.wraps copies __module__
-        where = defined.get("__name__") or getattr(forward, "__module__", None) or ""
-        package = where.partition(".")[0]
-        if package in PROJECTS:
-            return PROJECTS[package]
+        own = getattr(forward, "__globals__", {}).get("__name__")  # functools.wraps leaves it alone
+        for where in (own, getattr(forward, "__module__", None)):
+            if (package := (where or "").partition(".")[0]) in PROJECTS:
+                return PROJECTS[package]
     return ""
 
 
