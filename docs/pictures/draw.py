@@ -224,9 +224,7 @@ def geometries(scheme: str) -> Figure:
         figure.subplots(1, len(optimizers), sharey=True), optimizers
     ):
         for x, row in enumerate(row for row in rows if row["optimizer"] == name):
-            low, high = (
-                float(v) for v in row["CBS"].split(" to ")
-            )
+            low, high = (float(v) for v in row["CBS"].split(" to "))
             ax.bar(
                 x, min(high, 2e3) - low, 0.9, low, color=FAINT[scheme], alpha=0.3
             )

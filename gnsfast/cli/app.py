@@ -296,7 +296,8 @@ def branch(
     try:
         with input_errors(), ExitStack() as stack:
             every = None if save_every is None else parse_count(save_every, "--save-every")
-            make_run = branch_.Target(branch_.absolute(target), checkpoint)
+            where = None if checkpoint is None else checkpoint.absolute()
+            make_run = branch_.Target(branch_.absolute(target), where)
             if factor is not None:
                 check_choice("--factor", factor, METRICS)
                 if not noise_scale:

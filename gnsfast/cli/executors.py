@@ -56,7 +56,14 @@ def _submitit(options: dict[str, Any], folder: Path, stack: ExitStack) -> Any:
 
     if not options.keys() & {"timeout_min", "slurm_time"}:
         raise ValueError("a job ends after 5 minutes without --executor-option timeout_min=MINUTES")
-    executor = submitit.AutoExecutor(folder / LOGS, cluster=options.pop("cluster", None))
+    cluster = options.pop("cluster", None)
+    executor = submitit.AutoExecutor(folder / LOGS, cluster=cluster)
+    if slurm := [name for name in options if name.startswith("slurm_")]:
+        if cluster is None and executor.cluster != "slurm":
+            raise ValueError(
+                f"{slurm[0]} is for Slurm, and there is none here: submit where srun is, or say "
+                "--executor-option cluster=local for processes of this machine, all at once"
+            )
     executor.update_parameters(**options)
     return executor
 

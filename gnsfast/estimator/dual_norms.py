@@ -32,6 +32,9 @@ from gnsfast.noise_scale import (
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
 
+MOST_ALONE = 2
+"""Updates of one pass in a row that do not count, such as those before the end of an epoch."""
+
 
 class DualNorms:
     """All dual norms that the settings name; none does nothing and adds no numbers."""
@@ -52,6 +55,7 @@ class DualNorms:
         }
         self._release: Callable[[], object] | None = None
         self._compared = False  # whether an update had units to compare
+        self._alone = 0  # updates in a row that had none
         self._rank = dist.get_rank(settings.group) if processes.world > 1 else 0
 
     @property
@@ -110,7 +114,9 @@ class DualNorms:
         more, such as before the end of an epoch, that update does not count.
         """
         several = passes * self._processes.world > 1
-        if self._settings.micro_batches and not (several or self._compared):
+        self._alone = 0 if several else self._alone + 1
+        few = self._alone > (MOST_ALONE if self._compared else 0)
+        if self._settings.micro_batches and few:
             raise ObservationError(
                 "noise_from='micro_batches' compares the gradients of the backward passes of an "
                 "update, and this update had 1 on 1 process: it takes 2 or more, better 4, by "

@@ -121,6 +121,15 @@ def divide_factor(model: nn.Module) -> float | None:
     return next(iter(factors), None)
 
 
+def refuse_new_factor(model: nn.Module, factor: float | None) -> None:
+    """Raise if ``set_gradient_divide_factor`` was called since ``factor`` was read."""
+    if divide_factor(model) != factor:
+        raise ObservationError(
+            "set_gradient_divide_factor was called since the first micro-batch, so old and new "
+            "gradients have different scales: call gns.reset()"
+        )
+
+
 def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None:
     """The norms of a few gradients, those of the first of ``smallest`` that have one; None without
     any. They change when gradients are scaled or clipped, and are cheap to read.

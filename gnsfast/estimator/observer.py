@@ -143,6 +143,8 @@ class Observer:
             self._refuse_changes()
             self._changed = False
         refuse_context_parallel()
+        if not self._passes and self.processes.world > 1 and not self.settings.local:
+            gradients.refuse_new_factor(self._wrapped, self.processes.factor)
         self._check_marks()
         slots, documents = num_samples, None
         if cu_seqlens is not None:

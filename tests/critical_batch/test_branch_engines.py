@@ -57,6 +57,7 @@ def test_engines(engine: str, tmp_path: Path) -> None:
         ("submitit", ["timeout_min"], "'timeout_min' is not NAME=VALUE"),
         ("submitit", ["cluster=local"], "timeout_min=MINUTES"),
         ("submitit", ["cluster=local", "timeout_min=5", "partitoin=gpu"], "partitoin"),
+        ("submitit", ["timeout_min=5", "slurm_partition=gpu"], "there is none here"),
     ],
 )
 def test_engines_that_cannot_be(

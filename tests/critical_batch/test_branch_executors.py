@@ -22,6 +22,7 @@ from gnsfast.critical_batch.branches import (
     BranchFolder,
     CriticalBatch,
     Job,
+    TorchRun,
     branch_attempt,
     branch_folder,
     measure_critical_batch,
@@ -262,3 +263,17 @@ def test_ways_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path)
     with pytest.raises(ValueError, match=said):
         measure(options.pop("run", ScriptedRun()), tmp_path, **options)
     assert not (tmp_path / "cbs").exists()
+
+
+def clipped_run() -> TorchRun:
+    run = branch_runs.small_run()
+    run.clip = 0.05
+    return run
+
+
+def test_a_run_made_with_other_settings(tmp_path: Path) -> None:
+    """Branches of another run than the one that is measured would be compared in silence."""
+    how = {"executor": Own(), "make_run": clipped_run, "k": (1, 2)}
+    with pytest.raises(BranchError, match=r"run\.clip=1\.0, not 0\.05"):
+        measure(branch_runs.small_run(), tmp_path, **how)
+    assert measure(clipped_run(), tmp_path / "same", **how).branches

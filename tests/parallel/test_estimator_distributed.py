@@ -223,6 +223,21 @@ def divide_factors(rank: int) -> None:
             pass
 
 
+def new_divide_factor(rank: int) -> None:
+    """A factor that is set after the first update would give later ones another scale."""
+    model = make()
+    fully_shard(model)
+    gns = gnsfast.GradientNoiseScale(model)
+    with gns.microbatch(N):
+        F.cross_entropy(model(torch.randn(N, I)), torch.zeros(N).long()).backward()
+    gns.update()
+    model.zero_grad()
+    model.set_gradient_divide_factor(1.0)
+    with pytest.raises(gnsfast.ObservationError, match="was called since the first micro-batch"):
+        with gns.microbatch(N):
+            pass
+
+
 def unused_on_one_rank(rank: int) -> None:
     """A layer that only one rank calls gets a gradient on both, and is no error."""
     torch.manual_seed(1)
@@ -252,6 +267,7 @@ def test_two_processes() -> None:
         attached_and_clipped,
         clip_before_update,
         divide_factors,
+        new_divide_factor,
         not_wrapped,
         averaged_by_hand,
         unused_on_one_rank,

@@ -79,6 +79,14 @@ class BranchFolder:
         else:
             write(saved, {"kind": KIND, "format": FORMAT, **settings})
 
+    def refuse_other(self, run: Any) -> None:
+        """Raise ValueError for a run whose own settings are not those of the folder."""
+        own = getattr(run, "branch_settings", None)
+        if settings := {f"run.{name}": each for name, each in (own() if own else {}).items()}:
+            saved = self.path / SETTINGS
+            shown(saved.is_file, saved)
+            self._check_settings(saved, settings)
+
     def _check_settings(self, saved: Path, settings: Mapping[str, Any]) -> None:
         there = _read_object(saved)
         if there.get("kind") != KIND or there.get("format") != FORMAT:

@@ -105,6 +105,7 @@ def train_job(
     """
     try:
         run = make_run()
+        folder.refuse_other(run)
         if (attempt := folder.attempts(job.k).take(after)) is None:
             return None
         with attempt:

@@ -135,7 +135,7 @@ def measure_critical_batch(
             settings = _prepared(submit(_prepare_anew, plan))
         else:
             settings = _prepare(run, files, plan)
-            stack.enter_context(_restored(run, files))
+            stack.enter_context(restored(run, files))
         works = [Work(submit, files, job) for job in plan.jobs(settings["batch_size"])]
         branches, missing = _train(files, works, on_branch)
         scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
@@ -206,7 +206,7 @@ def _prepared(call: Call) -> dict[str, Any]:
 
 
 @contextmanager
-def _restored(run: BranchRun, files: BranchFolder) -> Iterator[None]:
+def restored(run: BranchRun, files: BranchFolder) -> Iterator[None]:
     """Restore the run afterwards to the checkpoint.
 
     Not after an exception among several processes: the others may be anywhere.

@@ -3,7 +3,9 @@
 
 import base64
 import json
+import os
 import pickle
+import re
 import shlex
 import subprocess
 import sys
@@ -19,8 +21,11 @@ from gnsfast.errors import BranchError
 LAUNCHED = "gnsfast.critical_batch.branches.launched"
 """The module that each process runs."""
 
-MODULE_STARTERS = ("torchrun", "torch.distributed.run", "accelerate", "python")
-"""After a word that begins so ``-m`` names a module; any other command starts a program."""
+MODULE_STARTERS = re.compile(r"torchrun|torch\.distributed\.run|accelerate|python[\d.]*")
+"""After such a word ``-m`` names a module; any other command starts a program."""
+
+SHARED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""What tells a process that it is one of several."""
 
 
 def alone(folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
@@ -30,7 +35,8 @@ def alone(folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
     """
     if threading.current_thread() is threading.main_thread():
         return work(*args)
-    return launch(shlex.quote(sys.executable), folder, work, *args)
+    own = {name: value for name, value in os.environ.items() if name not in SHARED}
+    return _launch([sys.executable], own, folder, work, args)
 
 
 def launch(command: str, folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
@@ -46,11 +52,22 @@ def launch(command: str, folder: BranchFolder, work: Callable[..., Any], *args: 
         BranchError: where the command fails.
     """
     words = shlex.split(command)
-    result = folder.path / f"launched-{uuid.uuid4().hex}.json"
-    if not any(Path(word).name.startswith(MODULE_STARTERS) for word in words):
+    if not any(MODULE_STARTERS.fullmatch(Path(word).name) for word in words):
         words.append(sys.executable)
+    return _launch(words, None, folder, work, args)
+
+
+def _launch(
+    words: list[str],
+    environment: dict[str, str] | None,
+    folder: BranchFolder,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    result = folder.path / f"launched-{uuid.uuid4().hex}.json"
     # Their output goes to stderr: stdout is that of the command that measures.
-    ended = subprocess.run([*words, "-m", LAUNCHED, _packed(work, args, result)], stdout=2)
+    command = [*words, "-m", LAUNCHED, _packed(work, args, result)]
+    ended = subprocess.run(command, stdout=2, env=environment)
     if ended.returncode and not result.is_file():
         raise BranchError(f"{words[0]} ended with code {ended.returncode}")
     shown(result.is_file, result)

@@ -10,7 +10,7 @@ from gnsfast.arguments import integer
 from gnsfast.critical_batch.branches.averaging import averaged
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
-from gnsfast.critical_batch.branches.branches import measure_critical_batch
+from gnsfast.critical_batch.branches.branches import measure_critical_batch, restored
 from gnsfast.critical_batch.branches.measurement import CriticalBatch
 from gnsfast.parallel import first
 
@@ -53,13 +53,11 @@ def measure_repeatedly(
     longest = delta_tokens + round(max(ks, default=1) * run.batch_size) * run.tokens_per_sample
     found = [measure_critical_batch(run, folder=path, noise_scale=noise_scale, **how)]
     files = BranchFolder(path)
-    try:
+    with restored(run, files):
         for number in range(1, repeats):
             skip(longest)
             below = path / f"repeat-{number}"
             found.append(measure_critical_batch(run, folder=below, noise_scale=False, **how))
-    finally:
-        run.restore(files.checkpoint)
     result = averaged(found)
     first(lambda: files.write_result(result.record()))
     return result
