@@ -75,7 +75,7 @@ wheel-test: $(DEV)  ## what packaging can break, against the wheel in a clean en
 		--rootdir ../.. -c ../../pyproject.toml -o pythonpath=tests -p no:cacheprovider -n 2 --dist worksteal \
 		-m "not dist and not source" $(WHEEL_TESTS)
 
-clients: $(CLIENTS)  ## real training programs, with our lines and without: TRL, Accelerate, torchtitan, ...; ten minutes
+clients: $(CLIENTS)  ## real training programs, with our lines and without: TRL, Accelerate, torchtitan, ...; five minutes
 	PYTHONPATH=$(CLIENTS) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -p no:warnings \
 		tests/clients/client_*.py $(if $(RECORD),--record $(RECORD))
 

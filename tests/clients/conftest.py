@@ -4,11 +4,19 @@
 from pathlib import Path
 
 import pytest
+import torch
 from clients.recipes import ROWS
 
 from benchmarks import record
 
 COMMAND = "make clients"
+
+if torch.version.cuda is None:
+    # The registry's torchvision is built for torch with CUDA. Beside a CPU build its operators do
+    # not load, and its import, which timm and transformers try, asks for these.
+    LIBRARY = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,4 +31,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write("\n".join(record.markdown(rows)) + "\n")
         folder = terminalreporter.config.getoption("--record")
         if folder is not None:
-            record.write("clients", f"{COMMAND} RECORD={folder}", {"clients": rows}, folder)
+            record.write("clients", COMMAND, {"clients": rows}, folder)
