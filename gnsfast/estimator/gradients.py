@@ -123,7 +123,8 @@ def divide_factor(model: nn.Module) -> float | None:
 
 def refuse_new_factor(model: nn.Module, factor: float | None) -> None:
     """Raise if ``set_gradient_divide_factor`` was called since ``factor`` was read."""
-    if divide_factor(model) != factor:
+    groups = (group for _, group in parameter_groups(model))
+    if any(getattr(group, "gradient_divide_factor", None) != factor for group in groups):
         raise ObservationError(
             "set_gradient_divide_factor was called since the first micro-batch, so old and new "
             "gradients have different scales: call gns.reset()"
