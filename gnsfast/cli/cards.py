@@ -17,7 +17,7 @@ from gnsfast.cli.summary import (
     ratio_at,
     scale_in,
 )
-from gnsfast.integrations.trackers import SCALES
+from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.noise_scale import OTHERS, percent
 
 
@@ -70,6 +70,8 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
         if (scale := last_scale(run, key)) is not None:
             name = f"noise scale {OTHERS[metric]}" if metric in OTHERS else "noise scale"
             facts.append((name, *_interval(scale)))
+    if (scale := last_scale(run, PRESENT)) is not None:
+        facts.append(("noise scale at the newest weights", *_interval(scale)))
     if (covered := last(run, "gns/covered")) is not None and covered < 1:
         facts.append(("covered", f"{percent(covered)} of the trainable elements", ""))
     if (size := batch_size(run)) is not None:

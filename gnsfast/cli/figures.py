@@ -17,6 +17,7 @@ from gnsfast.cli.summary import (
     scale_at,
     scale_in,
 )
+from gnsfast.integrations.trackers import PRESENT, SCALES
 
 COLORS = ("#1a80bb", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1")
 """Okabe and Ito's, safe for colour-blind readers; the blue is lighter, for dark pages."""
@@ -53,6 +54,7 @@ class Figure:
         top = 12 * self.high or math.inf
         self.cover(min(s.upper or 0.0, top) for s in drawn)
         self.cover(s.lower for s in scales)
+        self.cover(s.at_most for s in scales)
 
     def spec(self) -> dict[str, Any]:
         return {"data": self.traces, "layout": self.layout, "height": self.height}
@@ -178,15 +180,21 @@ def loss(view: View) -> Figure | None:
     return figure
 
 
-def noise_scale(view: View, name: str = "gns/b_simple") -> Figure | None:
-    """A noise scale of each run, with its interval."""
+def noise_scale(view: View, name: str = SCALES["euclidean"]) -> Figure | None:
+    """A noise scale of each run, with its interval; the Euclidean one also at the newest weights."""
     figure = view.figure()
     runs = [run for run in view.runs if last_scale(run, name) is not None]
+    several = len(view.runs) > 1
+    now = name == SCALES["euclidean"] and any(last_scale(run, PRESENT) for run in runs)
     for run in runs:
-        label = run.name if len(view.runs) > 1 else "noise scale"
+        if now:
+            label = f"{run.name}, newest weights" if several else "newest weights"
+            color = view.color(run) if several else COLORS[1]
+            add_scale(figure, view, run, PRESENT, label, color, "dot")
+        label = run.name if several else "mean of the window" if now else "noise scale"
         add_scale(figure, view, run, name, label, view.color(run), view.dash(run))
         check = scale_in((run.check or {}).get("brute_force", {}), "noise_scale")
-        if name == "gns/b_simple" and check.drawn and run.points:
+        if name == SCALES["euclidean"] and check.drawn and run.points:
             text = f"single samples, last checkpoint: {check}"
             x = view.x(run.points[-1])
             color = view.color(run)
@@ -195,6 +203,9 @@ def noise_scale(view: View, name: str = "gns/b_simple") -> Figure | None:
         return None
     samples_axis(figure)
     figure.legend = view.legend(runs)
+    if now:
+        mean, newest = (GREY, GREY) if several else (COLORS[0], COLORS[1])
+        figure.legend += [("mean of the window", mean, "solid"), ("newest weights", newest, "dot")]
     return figure
 
 
@@ -248,12 +259,12 @@ def marker(
 def add_scale(
     figure: Figure, view: View, run: Run, key: str, label: str, color: str, dash: str
 ) -> None:
-    """Line, band and "at least" arrows of one noise scale or estimate."""
+    """Line, band, and arrows for "at least" and "at most", of one noise scale or estimate."""
     value_at: Callable[[Point], float | None] = lambda p: p.values.get(key)
     known = [p for p in run.points if scale_at(p, key) is not None]
     found = [(view.x(p), scale_at(p, key)) for p in thinned(known, value_at)]
     scales = [(x, s) for x, s in found if s is not None]
-    if not any(s.drawn or s.at_least for _, s in scales):
+    if not any(s.drawn or s.bound for _, s in scales):
         return
     name = html.escape(label)
     if band := _band(scales):
@@ -272,11 +283,14 @@ def add_scale(
         "text": [html.escape(str(s)) for _, s in scales],
         "hovertemplate": "%{text}",
     })  # fmt: skip
-    if arrows := [(x, s) for x, s in scales if s.at_least]:
+    if arrows := [(x, s) for x, s in scales if s.bound]:
         figure.traces.append({
             "type": "scatter", "name": name, "x": [x for x, _ in arrows],
-            "y": [rounded(s.at_least) for _, s in arrows], "mode": "markers",
-            "marker": {"symbol": "arrow-up", "color": color, "size": 9, "opacity": 0.65},
+            "y": [rounded(s.bound) for _, s in arrows], "mode": "markers",
+            "marker": {
+                "symbol": [f"arrow-{'up' if s.at_least else 'down'}" for _, s in arrows],
+                "color": color, "size": 9, "opacity": 0.65,
+            },
             "text": [html.escape(str(s)) for _, s in arrows], "hovertemplate": "%{text}",
         })  # fmt: skip
 

@@ -25,7 +25,7 @@ def last_window(view: View) -> Figure | None:
     for run in runs:
         layers = {path: Interval(*found) for path, found in run.last_layers.items()}
         shown = {path: s for path, s in layers.items() if s.drawn}
-        bounds = {path: s for path, s in layers.items() if s.at_least}
+        bounds = {path: s for path, s in layers.items() if s.bound}
         figure.cover_intervals(list(layers.values()))
         figure.traces += [
             _dots(view, run, shown, figure, len(paths)),
@@ -55,9 +55,10 @@ def _dots(
 
 def _arrows(view: View, run: Run, bounds: dict[str, Interval], rows: int) -> dict[str, Any]:
     size = 10 if rows <= LABELS else 6
-    values = [s.at_least or 0.0 for s in bounds.values()]
+    values = [s.bound or 0.0 for s in bounds.values()]
+    symbols = [f"arrow-{'right' if s.at_least else 'left'}-open" for s in bounds.values()]
     return _row_marks(view, run, bounds, values) | {
-        "marker": {"color": view.color(run), "symbol": "arrow-right-open", "size": size},
+        "marker": {"color": view.color(run), "symbol": symbols, "size": size},
     }
 
 

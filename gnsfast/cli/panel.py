@@ -24,6 +24,8 @@ def span(scale: Estimate) -> str:
     """The interval in words."""
     if scale.resolved:
         return f"95 %: {scale.lower:,.3g} to {scale.upper:,.3g}"
+    if math.isfinite(scale.upper):
+        return f"95 %: at most {scale.upper:,.3g}"
     return f"95 %: at least {scale.lower:,.3g}" if scale.lower > 0 else "not resolved yet"
 
 

@@ -30,9 +30,10 @@ the norm that bounds its steps: a sum over coordinates, or over singular values.
 <p><b>Critical batch size</b>: beyond it a larger batch saves few steps. Its <b>estimate</b> is a
 noise scale times a factor that was set or measured; <b>branches</b> measure it: they continue the
 run with several batch sizes, and their losses are compared. A noise scale alone is not one.</p>
-<p>A band or bar is the 95 % interval of the mean over the window of the last updates: while the
-noise scale moves, that mean lags behind. An arrow says "at least": the interval has no upper end.
-A gap: nothing was resolved, or the loss was NaN. Dotted vertical line: the batch size changed.</p>
+<p>A band or bar is a 95 % interval. The noise scale is the mean over the window of the last
+updates: while it moves, that mean lags behind. <b>Newest weights</b> is the end of the window's
+trend, and its band holds the noise scale of the last update. An arrow up says "at least": the
+interval has no upper end; an arrow down "at most". A gap: nothing was resolved, or the loss was NaN. Dotted vertical line: the batch size changed.</p>
 </details>"""
 
 FORMULAS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.cli.records import Point, Run
-from gnsfast.integrations.trackers import SCALES
+from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.noise_scale import METRICS, OTHERS
 
 OVER = 1.2
@@ -34,9 +34,21 @@ class Interval:
         """The lower end, if there is no upper one."""
         return self.lower if not self.drawn and self.upper is None and self.lower else None
 
+    @property
+    def at_most(self) -> float | None:
+        """The upper end, if the lower one is 0."""
+        return self.upper if self.lower == 0 and self.upper else None
+
+    @property
+    def bound(self) -> float | None:
+        """The only end that is known."""
+        return self.at_least or self.at_most
+
     def __str__(self) -> str:
         if self.at_least is not None:
             return f"at least {number(self.at_least)} (95 %)"
+        if self.at_most is not None:
+            return f"at most {number(self.at_most)} (95 %)"
         if not self.drawn or self.value is None:
             return "not resolved"
         if self.lower is None or self.upper is None:
@@ -214,7 +226,7 @@ def summary(run: Run) -> dict[str, Any]:
     """A run as one JSON object."""
     end = run.points[-1] if run.points else None
     losses = [p.values["loss"] for p in run.points if "loss" in p.values]
-    scales = {"noise_scale": SCALES["euclidean"]}
+    scales = {"noise_scale": SCALES["euclidean"], "noise_scale_present": PRESENT}
     scales |= {f"noise_scale_{metric}": SCALES[metric] for metric in OTHERS}
     scales |= {"critical_batch_estimate": "cbs/estimate"}
     found = {name: last_scale(run, key) for name, key in scales.items()}

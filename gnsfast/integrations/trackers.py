@@ -16,6 +16,9 @@ FORMAT = 1
 SCALES = dict(zip(METRICS, ("gns/b_simple", *(f"gns/{metric}" for metric in OTHERS))))
 """The name of the noise scale in each metric."""
 
+PRESENT = "gns/present"
+"""The name of the noise scale at the weights of the newest update."""
+
 
 @runtime_checkable
 class Tracker(Protocol):
@@ -38,14 +41,16 @@ def metrics(
     ``gns/b_simple`` is the noise scale in samples, ``gns/b_simple_lo`` and ``gns/b_simple_hi`` its
     95 % interval, ``gns/trace`` tr Σ, ``gns/grad_sq`` |G|², ``gns/layer/<path>`` the noise scale of
     a module with ``gns/layer_lo/<path>`` and ``gns/layer_hi/<path>`` (not suffixes: a path may
-    end in ``_lo``), ``gns/adam`` that under Adam's metric, ``gns/sign`` and ``gns/spectral`` those
-    in the norms of sign and spectral descent, ``gns/group/<name>`` that of a group, all with
-    ``_lo`` and ``_hi``. ``gns/sign_from_micro_batches`` is there, and 1, where micro-batches show
+    end in ``_lo``), ``gns/present`` that at the weights of the newest update, by the window's trend
+    (the others are means over the window, and lag behind), ``gns/adam`` that under Adam's metric,
+    ``gns/sign`` and ``gns/spectral`` those in the norms of sign and spectral descent,
+    ``gns/group/<name>`` that of a group, all with ``_lo`` and ``_hi``. ``gns/sign_from_micro_batches`` is there, and 1, where micro-batches show
     the noise, not samples. ``gns/covered`` is the share of the trainable elements that
     ``gns/b_simple`` is of. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say what the
     window holds, ``batch/size`` is the mean number of samples of an update. What is not measured is
-    left out. Where the window only gives a lower bound, that is all there is: ``gns/b_simple_lo``
-    without ``gns/b_simple`` says that the noise scale is at least so large.
+    left out. Where the window only gives one bound, that is all there is: ``gns/b_simple_lo`` without
+    ``gns/b_simple`` says that the noise scale is at least so large; with ``gns/b_simple_hi`` and a
+    ``gns/b_simple_lo`` of 0, at most so large.
 
     Args:
         tokens: the tokens that training has seen so far: ``tokens``, an x-axis.
@@ -60,6 +65,7 @@ def metrics(
     found = _scale(SCALES["euclidean"], result)
     if found:
         found |= {"gns/trace": result.trace, "gns/grad_sq": result.grad_sqnorm}
+    found |= _scale(PRESENT, result.present)
     found |= {
         "gns/updates": float(result.updates),
         "gns/skipped": float(result.skipped),
@@ -212,15 +218,14 @@ def _scale(name: str, found: Estimate) -> dict[str, float]:
 
 
 def _interval(names: tuple[str, str, str], found: Estimate) -> dict[str, float]:
-    """A noise scale, its lower and its upper end, under these names: only the lower end where it is
-    not resolved, nothing where it was not measured.
+    """A noise scale, its lower and its upper end, under these names: no value where it is not
+    resolved, nothing where it was not measured.
     """
     value, lower, upper = names
     if math.isnan(found.noise_scale):
         return {}
-    if not found.resolved:
-        return {lower: found.lower}
-    return {value: found.noise_scale, lower: found.lower, upper: found.upper}
+    resolved = {value: found.noise_scale} if found.resolved else {}
+    return _finite({**resolved, lower: found.lower, upper: found.upper})
 
 
 def _nulls(value: Any) -> Any:

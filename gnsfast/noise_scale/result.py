@@ -21,12 +21,14 @@ METRICS = ("euclidean", *OTHERS)
 class Estimate:
     """A noise scale in samples with its 95 % interval; NaN before the first measurement.
 
-    ``upper`` is infinite where the window only says "at least ``lower``"; ``resolved`` is whether
-    ``upper`` is finite. The interval holds the truth in 95 % of the windows that are resolved, if
-    these are more than 1.25 % of all, and in 95 % of the others. Close to the border ``upper`` is
-    tens of times ``lower``, and ``noise_scale`` then rather too small: more updates or samples
-    resolve it. Samples with heavy tails make the interval miss more often: where one in a hundred
-    is 10 times as large, it holds in 65 % of windows of 80 samples, and in 88 % of those of 320.
+    ``upper`` is infinite where the window only says "at least ``lower``", and ``lower`` is 0 where
+    it only says "at most ``upper``": one update holds most of the noise, or the samples are alike.
+    ``resolved`` is whether both ends are known. The interval holds the truth in 95 % of the windows
+    with a finite ``upper``, if these are more than 1.25 % of all, and in 95 % of the others. Close
+    to the border ``upper`` is tens of times ``lower``, and ``noise_scale`` then rather too small:
+    more updates or samples resolve it. Samples with heavy tails make the interval miss more often:
+    where one in a hundred is 10 times as large, it holds in 65 % of windows of 80 samples, and in
+    88 % of those of 320.
     """
 
     noise_scale: float
@@ -35,7 +37,7 @@ class Estimate:
 
     @property
     def resolved(self) -> bool:
-        return math.isfinite(self.upper)
+        return self.lower > 0 and math.isfinite(self.upper)
 
     def __str__(self) -> str:
         if math.isnan(self.noise_scale):
@@ -45,6 +47,8 @@ class Estimate:
             return f"noise scale {self.noise_scale:,.4g} samples ({span})"
         if self.lower > 0:
             return f"noise scale at least {self.lower:,.4g} samples (95 %)"
+        if math.isfinite(self.upper):
+            return f"noise scale at most {self.upper:,.4g} samples (95 %)"
         return "noise scale not resolved: any is possible"
 
 

@@ -32,7 +32,8 @@ NEIGHBOURS = 4
 """Updates so far apart are compared in a test for drift."""
 
 RESOLUTION = 1e-5
-"""The least share of p that q - p can tell from the rounding of float32 sums."""
+"""The least share of p that q - p can tell from the rounding of float32 sums. So it is also the
+least noise scale, in samples, that can be told from that of samples which are all alike."""
 
 
 def grad_sqnorm_estimate(p: Tensor, q: Tensor, v: Tensor, u2: Tensor) -> Tensor:
@@ -125,14 +126,16 @@ def fieller_interval(m: Moments) -> tuple[float, float]:
     tails (t with 3 degrees of freedom, lognormal), in many dimensions, it is 82 to 92 %: most
     windows lack the largest samples, and their tr Σ is too small.
 
-    Where float32 cannot tell |G|² from zero, any noise scale is possible.
+    Where float32 cannot tell |G|² from zero, any noise scale is possible. Where it cannot tell tr Σ
+    from zero, any up to ``RESOLUTION`` is.
     """
     too_small = m.grad_sqnorm**2 + m.var_grad_sqnorm <= m.rounding**2
     if m.freedom < MINIMUM_MEASUREMENTS - 1 - 1e-9 or too_small:
         return 0.0, math.inf
     z = m.grad_sqnorm / (math.sqrt(m.var_grad_sqnorm) or abs(m.grad_sqnorm) / 1e3)
     below, above = deviations(z, m.freedom)
-    return fieller_end(m, above, -1), fieller_end(m, below, 1) if below < z else math.inf
+    upper = fieller_end(m, below, 1) if below < z else math.inf
+    return (0.0, RESOLUTION) if upper < RESOLUTION else (fieller_end(m, above, -1), upper)
 
 
 def fieller_end(m: Moments, t: float, side: int) -> float:
@@ -155,11 +158,11 @@ def drifted(trace: Tensor, grad_sqnorm: Tensor, weights: Tensor) -> bool:
     Two tests of S - r G, float64 [K], with r of the whole window, whose sum is zero: does it follow
     a line, and are updates up to ``NEIGHBOURS`` apart alike? Measurements of different samples are
     not. A falling loss may multiply tr Σ and |G|² by a common factor, which does not change their
-    ratio and is no drift.
+    ratio and is no drift; neither is the rounding of samples that are all alike.
     """
     [whole] = moments(trace[:, None], grad_sqnorm[:, None], weights)
     few = len(trace) < MINIMUM_FOR_DRIFT or whole.freedom < MINIMUM_MEASUREMENTS - 1
-    if few or not math.isfinite(whole.ratio):
+    if few or not RESOLUTION < whole.ratio < math.inf:
         return False
     w = weights / weights.sum()
     d = w * (trace - whole.ratio * grad_sqnorm)

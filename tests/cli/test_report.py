@@ -333,3 +333,26 @@ def test_live_without_news_shows_that_it_lives(tmp_path: Path) -> None:
     training.watch(every=40.0)
     written = [found["written"] for _, found in training.pages]
     assert written[0] == written[1] < written[2]
+
+
+def test_noise_scale_at_the_newest_weights(tmp_path: Path) -> None:
+    """A dotted line of its own, a card, and a legend that says which is which; "at most" as an
+    arrow down.
+    """
+    records = [
+        line(1, **scale("gns/b_simple", 10.0, 8.0, 13.0)),
+        line(2, **scale("gns/b_simple", 11.0, 9.0, 14.0), **scale("gns/present", 20.0, 6.0, 50.0)),
+        line(3, **scale("gns/b_simple", None, 0.0, 90.0), **scale("gns/present", None, 5.0, None)),
+    ]
+    text, specs = page(tmp_path, *records)
+    newest, mean = (trace(specs[1], name) for name in ("newest weights", "mean of the window"))
+    assert newest["line"]["dash"] == "dot" and newest["y"] == [20.0, None]
+    assert mean["y"] == [10.0, 11.0, None]
+    arrows = {tuple(t["marker"]["symbol"]): t for t in specs[1]["data"] if "marker" in t}
+    assert arrows["arrow-up",]["y"] == [5.0] and arrows["arrow-down",]["y"] == [90.0]
+    assert arrows["arrow-down",]["text"] == ["at most 90 (95 %)"]
+    assert "<dt>noise scale at the newest weights</dt><dd>at least 5 samples" in text
+    assert "<dt>noise scale</dt><dd>at most 90 samples" in text
+    [run] = read_runs([tmp_path / "a.jsonl"])
+    found = summary(run)
+    assert found["noise_scale_present"] == {"value": None, "lower": 5.0, "upper": None}
