@@ -181,7 +181,7 @@ def loss(view: View) -> Figure | None:
 
 
 def noise_scale(view: View, name: str = SCALES["euclidean"]) -> Figure | None:
-    """A noise scale of each run, with its interval; the Euclidean one also at the newest weights."""
+    """A noise scale of each run with its interval; the Euclidean one also at the newest weights."""
     figure = view.figure()
     runs = [run for run in view.runs if last_scale(run, name) is not None]
     several = len(view.runs) > 1

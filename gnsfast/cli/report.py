@@ -33,7 +33,8 @@ run with several batch sizes, and their losses are compared. A noise scale alone
 <p>A band or bar is a 95 % interval. The noise scale is the mean over the window of the last
 updates: while it moves, that mean lags behind. <b>Newest weights</b> is the end of the window's
 trend, and its band holds the noise scale of the last update. An arrow up says "at least": the
-interval has no upper end; an arrow down "at most". A gap: nothing was resolved, or the loss was NaN. Dotted vertical line: the batch size changed.</p>
+interval has no upper end; an arrow down "at most". A gap: nothing was resolved, or the loss was
+NaN. Dotted vertical line: the batch size changed.</p>
 </details>"""
 
 FORMULAS = {

@@ -44,13 +44,14 @@ def metrics(
     end in ``_lo``), ``gns/present`` that at the weights of the newest update, by the window's trend
     (the others are means over the window, and lag behind), ``gns/adam`` that under Adam's metric,
     ``gns/sign`` and ``gns/spectral`` those in the norms of sign and spectral descent,
-    ``gns/group/<name>`` that of a group, all with ``_lo`` and ``_hi``. ``gns/sign_from_micro_batches`` is there, and 1, where micro-batches show
-    the noise, not samples. ``gns/covered`` is the share of the trainable elements that
-    ``gns/b_simple`` is of. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say what the
-    window holds, ``batch/size`` is the mean number of samples of an update. What is not measured is
-    left out. Where the window only gives one bound, that is all there is: ``gns/b_simple_lo`` without
-    ``gns/b_simple`` says that the noise scale is at least so large; with ``gns/b_simple_hi`` and a
-    ``gns/b_simple_lo`` of 0, at most so large.
+    ``gns/group/<name>`` that of a group, all with ``_lo`` and ``_hi``.
+    ``gns/b_simple_from_micro_batches`` and ``gns/sign_from_micro_batches`` are there, and 1, where
+    micro-batches show the noise, not samples. ``gns/covered`` is the share of the trainable
+    elements that ``gns/b_simple`` is of. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or
+    1) say what the window holds, ``batch/size`` is the mean number of samples of an update. What is
+    not measured is left out. Where the window only gives one bound, that is all there is:
+    ``gns/b_simple_lo`` without ``gns/b_simple`` says that the noise scale is at least so large;
+    with ``gns/b_simple_hi`` and a ``gns/b_simple_lo`` of 0, at most so large.
 
     Args:
         tokens: the tokens that training has seen so far: ``tokens``, an x-axis.
