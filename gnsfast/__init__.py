@@ -4,7 +4,7 @@
 from gnsfast import functional
 from gnsfast.conversion import Coverage, CoverageRow, convert, coverage
 from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.estimator import GradientNoiseScale
+from gnsfast.estimator import GradientNoiseScale, TwoBatchNoiseScale
 from gnsfast.functional import cu_seqlens
 from gnsfast.layers import (
     BatchNorm1d,
@@ -72,6 +72,7 @@ __all__ = [
     "SampleNorms",
     "SampleShapeError",
     "SyncBatchNorm",
+    "TwoBatchNoiseScale",
     "Verification",
     "VerifiedParameter",
     "__version__",

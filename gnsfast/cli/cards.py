@@ -69,7 +69,8 @@ def _facts(run: Run) -> list[tuple[str, str, str]]:
     for metric, key in SCALES.items():
         if (scale := last_scale(run, key)) is not None:
             name = f"noise scale {OTHERS[metric]}" if metric in OTHERS else "noise scale"
-            facts.append((name, *_interval(scale)))
+            units = last(run, f"{key}_from_micro_batches")
+            facts.append((name + (", from micro-batches" if units else ""), *_interval(scale)))
     if (scale := last_scale(run, PRESENT)) is not None:
         facts.append(("noise scale at the newest weights", *_interval(scale)))
     if (covered := last(run, "gns/covered")) is not None and covered < 1:

@@ -84,18 +84,16 @@ class Sections:
         left = self.figure("Loss", html.escape(", ".join(unit)), figures.loss(view))
         right = self.figure(
             "Noise scale, samples",
-            "Band: 95 % interval; arrow: at least." + self._check(),
+            "Band: 95 % interval; arrow: at least." + self._origin("euclidean") + self._check(),
             figures.noise_scale(view),
         )
         self.parts += [f'<div class="pair">{left}{right}</div>', self._batch(), self._factors()]
         for metric, words in OTHERS.items():
-            key = f"{SCALES[metric]}_from_micro_batches"
-            units = any(key in p.values for run in view.runs for p in run.points)
-            shown = " The noise is that of micro-batches, not of single samples." if units else ""
+            note = f"{FORMULAS[metric]}. Band: 95 % interval; arrow: at least."
             self.parts.append(
                 self.figure(
                     f"Noise scale {words}, samples",
-                    f"{FORMULAS[metric]}. Band: 95 % interval; arrow: at least.{shown}",
+                    note + self._origin(metric),
                     figures.noise_scale(view, SCALES[metric]),
                 )
             )
@@ -108,6 +106,11 @@ class Sections:
         )
         self._layers()
         self.parts += [self._decisions(run) for run in view.runs if run.decisions]
+
+    def _origin(self, metric: str) -> str:
+        key = f"{SCALES[metric]}_from_micro_batches"
+        units = any(key in p.values for run in self.view.runs for p in run.points)
+        return " The noise is that of micro-batches, not of single samples." if units else ""
 
     def _check(self) -> str:
         checked = any(run.check for run in self.view.runs)

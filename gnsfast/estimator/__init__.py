@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GradientNoiseScale``: from the probes and gradients of each update to a noise scale."""
+"""From each update to a noise scale: ``GradientNoiseScale``, by probes and gradients, and without
+probes ``TwoBatchNoiseScale``.
+"""
 
 from gnsfast.estimator.estimator import GradientNoiseScale
 from gnsfast.estimator.fitting import fitting_metrics, optimizer_for
+from gnsfast.estimator.two_batches import TwoBatchNoiseScale
 
-__all__ = ["GradientNoiseScale", "fitting_metrics", "optimizer_for"]
+__all__ = ["GradientNoiseScale", "TwoBatchNoiseScale", "fitting_metrics", "optimizer_for"]

@@ -192,7 +192,7 @@ class DualNorm:
         shaped = {name: (p, self._shape(p)) for name, p in self.parameters.items()}
         self._holdings = self._hold(shaped, processes, settings.group)
         arriving = self.parameters if settings.micro_batches else {}
-        self.arrivals = Arrivals(arriving, self._holdings, self._add)
+        self.arrivals, self._first_half = Arrivals(arriving, self._arrived), False
         self._moments: dict[str, Tensor] = {}
         for name, holding in self._holdings.items():
             if (part := holding.part(holding.zeros(holding.shape))) is not None:
@@ -221,7 +221,7 @@ class DualNorm:
 
     def open(self, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
         """Where each module adds its sums; ``first`` forgets those of the last update."""
-        self.arrivals.open(first_half=not first_sample)
+        self._first_half = not first_sample
         found = {}
         for holding in self._holdings.values() if first else ():
             holding.forget()
@@ -231,6 +231,15 @@ class DualNorm:
                 halves = Halves(partial(begun, of, 1), first_sample, self.feature)
                 found[path] = self._sink(partial(begun, own, 0)), halves
         return found
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        """Add the gradient of a micro-batch to the sums of the update."""
+        holding = self._holdings[name]
+        moments = holding.begun(0)
+        whole = grad.to(moments.dtype)
+        self._add(moments, whole)
+        if self._first_half:
+            holding.begun(1).add_(whole)
 
     def keep(self, by_pass: bool) -> None:
         """Add up over processes what backward has left, of those parameters for which this is done

@@ -10,7 +10,10 @@ from torch.amp.grad_scaler import GradScaler
 from gnsfast import reference
 from gnsfast.conversion import coverage
 from gnsfast.errors import ObservationError
+from gnsfast.estimator.settings import Mark
+from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes, parameter_groups
+from gnsfast.probing import checks
 from gnsfast.tensors import accumulate_dtype, is_dtensor, local_part
 
 WITNESSES = 8
@@ -153,6 +156,37 @@ def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None
         wide = max((accumulate_dtype(g.dtype) for g in grads), key=lambda dtype: dtype.itemsize)
         norms.append(torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).to(device))
     return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+
+def rewritten(
+    before: Tensor, after: Tensor, scale_before: Tensor | None, scale_after: Tensor | None
+) -> Tensor:
+    """1.0 if the gradients were written to between two ``witness``, else 0.0. Not every write
+    changes a version: ``unscale_`` on the CPU does not, nor clipping shards.
+    """
+    then = loss_factors.without_scale(before.double().sum().square(), scale_before)
+    now = loss_factors.without_scale(after.double().sum().square(), scale_after)
+    return ((now / then - 1).abs() > 1e-3).double()
+
+
+def refuse_rewritten(
+    before: list[Mark],
+    now: list[Mark],
+    scaler: GradScaler | None,
+    device: torch.device,
+    takes_norm: bool,
+) -> None:
+    """Raise if the gradients are not those of the last backward pass, whose marks are ``before``.
+    ``takes_norm``: a ``grad_norm`` is a remedy.
+    """
+    writes = loss_factors.unscale_writes(device) if loss_factors.unscaled(scaler) else 0
+    if all(m is None for m in now):
+        raise ObservationError(
+            "no parameter has a gradient: call gns.update() before optimizer.zero_grad(). "
+            "If the optimizer runs inside backward, use source='local'."
+        )
+    if now != [m and (m[0], m[1] + writes) for m in before]:
+        raise ObservationError(checks.explain_rewritten(takes_norm))
 
 
 def _within(local: Tensor, grad: Any, block: tuple[slice, ...]) -> Tensor:

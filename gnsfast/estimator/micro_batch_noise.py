@@ -23,31 +23,20 @@ from torch.utils.hooks import RemovableHandle
 
 from gnsfast.combinations import MICRO_BATCHES, SHARDED, SPECTRAL, refuse
 from gnsfast.errors import ObservationError
-from gnsfast.estimator.holdings import Held
 from gnsfast.estimator.settings import Settings
 from gnsfast.parallel import parameters_at_rest
 from gnsfast.tensors import is_dtensor
 
 
 class Arrivals:
-    """Adds what arrives at ``parameters`` in each pass to sums of the update: with ``add`` to that
-    of its second moments, and as it is to that of the first half of the units.
-    """
+    """Hands what arrives at ``parameters`` in each pass to ``take``, by the parameter's name."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        holdings: Held,
-        add: Callable[[Tensor, Tensor], object],
+        self, parameters: Mapping[str, nn.Parameter], take: Callable[[str, Tensor], object]
     ) -> None:
-        self._parameters, self._holdings, self._add = parameters, holdings, add
-        self._first_half = False
+        self._parameters, self._take = parameters, take
         self._left: set[str] = set()
         self._handles: list[RemovableHandle] = []
-
-    def open(self, first_half: bool) -> None:
-        """Say to which half of the units the next pass belongs."""
-        self._first_half = first_half
 
     def start(self) -> None:
         """Watch a pass."""
@@ -72,11 +61,7 @@ class Arrivals:
                 "gns.microbatch block"
             )
         self._left.remove(name)
-        moments = self._holdings[name].begun(0)
-        whole = grad.detach().to_dense().to(moments.dtype)
-        self._add(moments, whole)
-        if self._first_half:
-            self._holdings[name].begun(1).add_(whole)
+        self._take(name, grad.detach().to_dense())
 
 
 def _passed_on(to: "weakref.ref[Arrivals]", name: str, grad: Tensor | None) -> None:
@@ -85,13 +70,19 @@ def _passed_on(to: "weakref.ref[Arrivals]", name: str, grad: Tensor | None) -> N
         arrivals._arriving(name, grad)
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters that are trained; none of them may be sharded."""
+    found = {name: p for name, p in parameters_at_rest(model).items() if p.requires_grad}
+    if any(map(is_dtensor, found.values())):
+        refuse(None, [MICRO_BATCHES, SHARDED])
+    return found
+
+
 def trainable(model: nn.Module, feature: str, settings: Settings) -> dict[str, nn.Parameter]:
     """The parameters that are measured: all that are trained; of them in the spectral norm those
     of ``settings.matrices``, or all matrices but the weights of embeddings.
     """
-    found = {name: p for name, p in parameters_at_rest(model).items() if p.requires_grad}
-    if any(map(is_dtensor, found.values())):
-        refuse(None, [MICRO_BATCHES, SHARDED])
+    found = trained(model)
     if feature == SPECTRAL:
         looked_up = (nn.Embedding, nn.EmbeddingBag)
         rows = {id(m.weight) for m in model.modules() if isinstance(m, looked_up)}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gnsfast.estimator.adam_metric import NoMetric
 from gnsfast.estimator.exchange import Exchange
-from gnsfast.estimator.gradients import Sqnorms
+from gnsfast.estimator.gradients import Sqnorms, rewritten
 from gnsfast.estimator.sample_groups import GroupMeasure, GroupRows
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import loss_factors
@@ -156,14 +156,8 @@ class Numbers:
         )
 
     def _written(self, update: Update) -> Tensor:
-        """1.0 if the gradients were written to after backward, else 0.0. Not every write changes a
-        version: ``unscale_`` on the CPU does not, nor clipping shards.
-        """
+        """``gradients.rewritten``; 0.0 where there is nothing to compare."""
         before, after = update.witnesses
         if before is None or after is None:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        then = loss_factors.without_scale(
-            before.double().sum().square(), update.passes[-1].loss_scale
-        )
-        now = loss_factors.without_scale(after.double().sum().square(), update.loss_scale)
-        return ((now / then - 1).abs() > 1e-3).double()
+        return rewritten(before, after, update.passes[-1].loss_scale, update.loss_scale)

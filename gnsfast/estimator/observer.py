@@ -348,17 +348,10 @@ class Observer:
                     f"{name} has a gradient hook, so .grad is not the sum of its samples' "
                     "gradients: use source='local', which does not read it"
                 )
-        unscaled = loss_factors.unscaled(self.settings.grad_scaler)
-        writes = loss_factors.unscale_writes(self.device) if unscaled else 0
-        expected = [m and (m[0], m[1] + writes) for m in self._last.marks]
-        found = self._marks()
-        if all(m is None for m in found):
-            raise ObservationError(
-                "no parameter has a gradient: call gns.update() before optimizer.zero_grad(). "
-                "If the optimizer runs inside backward, use source='local'."
-            )
-        if found != expected:
-            raise ObservationError(checks.explain_rewritten(self.settings.takes_norm))
+        gradients.refuse_rewritten(
+            *(self._last.marks, self._marks(), self.settings.grad_scaler, self.device),
+            self.settings.takes_norm,
+        )
 
     def _loss_scale(self) -> Tensor | None:
         """The gradient scaler's factor, which the next step may change."""

@@ -66,6 +66,7 @@ def metrics(
     found = _scale(SCALES["euclidean"], result)
     if found:
         found |= {"gns/trace": result.trace, "gns/grad_sq": result.grad_sqnorm}
+        found |= _origin(SCALES["euclidean"], result.noise_from)
     found |= _scale(PRESENT, result.present)
     found |= {
         "gns/updates": float(result.updates),
@@ -82,8 +83,8 @@ def metrics(
         found["batch/tokens"] = float(batch_tokens)
     for metric, scale in result.others.items():
         found |= _scale(SCALES[metric], scale)
-        if isinstance(scale, DualNoiseScale) and scale.noise_from != "samples":
-            found[f"{SCALES[metric]}_from_{scale.noise_from}"] = 1.0
+        if isinstance(scale, DualNoiseScale):
+            found |= _origin(SCALES[metric], scale.noise_from)
     for name, group in result.per_group.items():
         found |= _scale(f"gns/group/{name}", group)
     if per_module:
@@ -216,6 +217,10 @@ class WandbTracker:
 
 def _scale(name: str, found: Estimate) -> dict[str, float]:
     return _interval((name, f"{name}_lo", f"{name}_hi"), found)
+
+
+def _origin(name: str, noise_from: str) -> dict[str, float]:
+    return {} if noise_from == "samples" else {f"{name}_from_{noise_from}": 1.0}
 
 
 def _interval(names: tuple[str, str, str], found: Estimate) -> dict[str, float]:

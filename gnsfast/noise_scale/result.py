@@ -212,6 +212,9 @@ class NoiseScale(ModuleNoiseScale):
         present: the noise scale at the weights of the newest update, by the window's trend; its
             interval also holds how far it leaves the trend from update to update. All other
             fields are means over the window, which lag behind.
+        noise_from: ``"micro_batches"`` where mean gradients of micro-batches show the noise, not
+            single samples (``TwoBatchNoiseScale``).
+        passes: how many such gradients, over all updates and processes.
     """
 
     drift: bool
@@ -226,6 +229,19 @@ class NoiseScale(ModuleNoiseScale):
     covered: float = math.nan
     left_out: tuple[str, ...] = ()
     present: Estimate = NO_ESTIMATE
+    noise_from: str = "samples"
+    passes: int = 0
+
+    @property
+    def excess(self) -> tuple[float, float]:
+        """How many times as large the errors of tr Σ and |G|² may be as from single samples: with K
+        equal micro-batches of n samples in all √((n - 1) / (K - 1)) and √((n - 1) / (n - n / K)),
+        for samples of Gaussian noise far below the noise scale. Else they are smaller.
+        """
+        if self.noise_from == "samples" or not self.updates:
+            return 1.0, 1.0
+        n, K = self.samples / self.updates, self.passes / self.updates
+        return math.sqrt((n - 1) / (K - 1)), math.sqrt((n - 1) / (n - n / K))
 
     @property
     def others(self) -> dict[str, Estimate]:
@@ -263,7 +279,14 @@ class NoiseScale(ModuleNoiseScale):
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
             of = f"\nof {percent(self.covered)} of the trainable elements, without {some}"
-        return f"{super().__str__()}, {used}{skipped}{drift}{of}{now}{adam}{dual}{groups}"
+        units = ""
+        if self.noise_from != "samples":
+            trace, grad_sqnorm = self.excess
+            units = (
+                f"\nfrom {self.passes:,} gradients of micro-batches, not from single samples: tr Σ "
+                f"has up to {trace:.3g} times and |G|² {grad_sqnorm:.3g} times the error"
+            )
+        return f"{super().__str__()}, {used}{skipped}{drift}{units}{of}{now}{adam}{dual}{groups}"
 
 
 def percent(share: float) -> str:

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``TwoBatchNoiseScale`` refuses, by name and with a remedy, and what it carries on from."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gnsfast import ObservationError, TwoBatchNoiseScale
+
+
+def make() -> tuple[nn.Module, TwoBatchNoiseScale]:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    return model, TwoBatchNoiseScale(model)
+
+
+def loss(model: nn.Module) -> Tensor:
+    value: Tensor = model(torch.randn(3, 4)).square().sum(1).mean() / 2
+    return value
+
+
+def passes(model: nn.Module, gns: Any, count: int = 2) -> None:
+    for _ in range(count):
+        with gns.microbatch(3, scale=0.5):
+            loss(model).backward()
+
+
+def update(model: nn.Module, gns: Any, count: int = 2) -> None:
+    passes(model, gns, count)
+    gns.update()
+    model.zero_grad()
+
+
+def test_one_micro_batch() -> None:
+    model, gns = make()
+    with pytest.raises(ObservationError, match="this update had 1 on 1 process: it takes 2 or m"):
+        update(model, gns, 1)
+    model.zero_grad()
+    update(model, gns)
+    assert gns.compute().updates == 1
+
+
+def test_gradients_that_are_not_those_of_the_passes() -> None:
+    model, gns = make()
+    passes(model, gns)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(ObservationError, match="written to after backward .clipping"):
+        gns.update()
+    gns.reset()
+    model.zero_grad()
+    loss(model).backward()
+    update(model, gns)
+    with pytest.raises(ObservationError, match="not zero before the first micro-batch"):
+        gns.compute()
+    gns.reset()
+    passes(model, gns)
+    gns.update()
+    with pytest.raises(ObservationError, match="0.weight still has the gradient of the last"):
+        passes(model, gns)
+    gns.reset()
+    model.zero_grad()
+    passes(model, gns, 1)
+    loss(model).backward()
+    with pytest.raises(ObservationError, match="between two micro-batches of an update"):
+        passes(model, gns, 1)
+    model.zero_grad()
+    passes(model, gns)
+    model.zero_grad()
+    with pytest.raises(ObservationError, match="update.. before optimizer.zero_grad"):
+        gns.update()
+    gns.discard()
+    update(model, gns)
+    assert gns.compute().updates == 1
+
+
+def test_a_grad_norm_or_a_scaler_that_is_another() -> None:
+    model, gns = make()
+    for norm in (1e-9, 1e9):
+        passes(model, gns)
+        gns.update(norm)
+        model.zero_grad()
+        with pytest.raises(ObservationError, match="grad_norm"):
+            gns.compute()
+        gns.reset()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        with gns.microbatch(3, scale=0.5):
+            scaler.scale(loss(model)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(ObservationError, match="written to"):
+        gns.update()
+        gns.compute()
+
+
+def test_passes() -> None:
+    model, gns = make()
+    with pytest.raises(ObservationError, match="no backward pass went through the model"):
+        with gns.microbatch(3):
+            loss(model)
+    with pytest.raises(ObservationError, match="got its gradient in several parts"):
+        with gns.microbatch(3):
+            loss(model).backward()
+            loss(model).backward()
+    model.zero_grad()
+    with pytest.raises(ObservationError, match="without a micro-batch"):
+        gns.update()
+    with pytest.raises(ObservationError, match="open already"):
+        with gns.microbatch(3), gns.microbatch(3):
+            pass
+    with pytest.raises(ObservationError, match="inside a gns.microbatch block"):
+        with gns.microbatch(3):
+            gns.update()
+    with pytest.raises(KeyError):
+        with gns.microbatch(3):
+            raise KeyError
+    assert not any(p._backward_hooks for p in model.parameters())
+    model.zero_grad()
+    update(model, gns)
+    assert gns.compute().updates == 1
+
+
+def test_a_gradient_that_autograd_did_not_bring() -> None:
+    """As of kernels that add to ``.grad`` themselves."""
+    model, gns = make()
+    outside = nn.Parameter(torch.zeros(3))
+    model.register_parameter("outside", outside)
+    gns.reset()
+    with pytest.raises(ObservationError, match="outside.grad was written to in a pass"):
+        with gns.microbatch(3):
+            loss(model).backward()
+            outside.grad = torch.ones(3)
+
+
+def test_frozen_later() -> None:
+    model, gns = make()
+    update(model, gns)
+    model[0].requires_grad_(False)
+    with pytest.raises(ObservationError, match="frozen, unfrozen or replaced .* gns.reset"):
+        passes(model, gns)
+    gns.reset()
+    update(model, gns)
+    assert {*gns.compute().per_module} == {"2"}
+    with pytest.raises(ValueError, match="Linear has no trainable parameter"):
+        TwoBatchNoiseScale(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_arguments() -> None:
+    model, gns = make()
+    for options, match in (
+        ({"window": 0}, "window"),
+        ({"decay": 2.0}, "decay must lie in"),
+        ({"loss_reduction": "max"}, "loss_reduction must be"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            TwoBatchNoiseScale(model, **options)
+    with pytest.raises(ValueError, match="num_samples"):
+        with gns.microbatch(0):
+            pass
+    assert str(gns.compute()).startswith("noise scale not measured yet")
+
+
+def test_every_window_and_state() -> None:
+    """Half of the updates, and the same bits after a save; another model's state is refused."""
+    model = nn.Linear(4, 2)
+    one, two = (TwoBatchNoiseScale(model, window=5, every=2) for _ in range(2))
+    for _ in range(14):
+        update(model, one)
+    two.load_state_dict(torch.load(_saved(one), weights_only=True))
+    assert two.compute() == one.compute() and one.compute().updates == 5
+    for gns in (one, two):
+        torch.manual_seed(1)
+        for _ in range(4):
+            update(model, gns)
+    assert two.compute() == one.compute()
+    with pytest.raises(ValueError, match="another model: parameters differ in"):
+        make()[1].load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match="the state has window=5"):
+        TwoBatchNoiseScale(model, every=2).load_state_dict(one.state_dict())
+    passes(model, two, 1)
+    with pytest.raises(ObservationError, match="in the middle of an update"):
+        two.state_dict()
+
+
+def _saved(gns: TwoBatchNoiseScale) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(gns.state_dict(), file)
+    file.seek(0)
+    return file
+
+
+def test_an_overflow_is_skipped() -> None:
+    model, gns = make()
+    update(model, gns)
+    with gns.microbatch(3, scale=0.5):
+        (loss(model) * math.inf).backward()
+    passes(model, gns, 1)
+    gns.update()
+    model.zero_grad()
+    update(model, gns)
+    found = gns.compute()
+    assert (found.updates, found.skipped, found.passes) == (2, 1, 4)
