@@ -334,3 +334,5 @@ def branch(
     if factor is not None:
         with input_errors():
             result.factor(factor).save(out / "factor.json")
+        if not as_json:
+            typer.echo(f"factor.json is of this run: {result.run}")

@@ -38,6 +38,7 @@ from gnsfast.critical_batch.laws import (
     trade_off,
 )
 from gnsfast.critical_batch.rules import RULES, Rule, Rules
+from gnsfast.critical_batch.run_identity import RunIdentity
 
 __all__ = [
     "BatchSizeController",
@@ -54,6 +55,7 @@ __all__ = [
     "ResizableBatchSampler",
     "Rule",
     "Rules",
+    "RunIdentity",
     "SampleStream",
     "TorchRun",
     "averaged",

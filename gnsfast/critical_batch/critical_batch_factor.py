@@ -4,11 +4,13 @@
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+import warnings
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gnsfast.arguments import check_choice
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.noise_scale import METRICS
 
 KIND, FORMAT = "critical batch factor", 1
@@ -23,6 +25,9 @@ class CriticalBatchFactor:
         metric: of the noise scale: ``"euclidean"``, ``"adam"``, ``"sign"`` or ``"spectral"``
             (``NoiseScale.under``). A factor never multiplies a noise scale of another metric.
         source: one line that says where it was measured.
+        run: the run that it was measured in, as far as that is known. A run that differs refuses
+            it: ``for_other_run()`` lifts that.
+        tokens: trained before each checkpoint that it was measured at.
 
     Raises:
         ValueError: for a value that is not positive and finite, or lies outside its interval.
@@ -37,6 +42,8 @@ class CriticalBatchFactor:
     upper: float
     metric: str
     source: str
+    run: RunIdentity = RunIdentity()
+    tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("metric", self.metric, METRICS)
@@ -47,6 +54,21 @@ class CriticalBatchFactor:
                 "is invalid: it must be positive, finite and inside its interval"
             )
 
+    def check_run(self, run: RunIdentity) -> None:
+        """Raise ValueError where ``run`` differs from the run that this was measured in. What is
+        unknown of one of them is not compared.
+        """
+        if other := self.run.differences(run):
+            raise ValueError(
+                f"the factor was measured in another run, with {', '.join(other)} ({self.source}): "
+                "measure it in this run (gnsfast branch --factor), or say that it is meant: "
+                "factor=CriticalBatchFactor.load(...).for_other_run()"
+            )
+
+    def for_other_run(self) -> "CriticalBatchFactor":
+        """The same factor for a run that differs; ``source`` says which run it is of."""
+        return replace(self, run=RunIdentity(), source=f"{self.source}; of another run: {self.run}")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, with null for an infinite ``upper``."""
         fields = {k: None if v == math.inf else v for k, v in asdict(self).items()}
@@ -55,7 +77,7 @@ class CriticalBatchFactor:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "CriticalBatchFactor":
-        """Read what ``save`` wrote.
+        """Read what ``save`` wrote. Where a file does not say which run it is of, a warning does.
 
         Raises:
             ValueError: for a file of another kind or format.
@@ -70,9 +92,18 @@ class CriticalBatchFactor:
             raise ValueError(
                 f"{path} has format {found.get('format')!r}; this version of gnsfast reads {FORMAT}"
             )
+        if "run" not in found:
+            warnings.warn(
+                f"{path} does not say which run its factor was measured in (older versions did not "
+                "note it), so a run that differs is not refused",
+                stacklevel=2,
+            )
         try:
             value, lower, upper = (found[k] for k in ("value", "lower", "upper"))
             ends = float(value), float(lower), math.inf if upper is None else float(upper)
-            return CriticalBatchFactor(*ends, str(found["metric"]), str(found["source"]))
+            run = RunIdentity.from_record(found.get("run"))
+            tokens = tuple(int(t) for t in found.get("tokens", ()))
+            text = str(found["metric"]), str(found["source"])
+            return CriticalBatchFactor(*ends, *text, run, tokens)
         except (KeyError, TypeError, ValueError) as e:
             raise ValueError(f"{path} is damaged: {e}") from e

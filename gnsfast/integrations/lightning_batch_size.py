@@ -7,6 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gnsfast.critical_batch.control import BatchSizeController, Decision
 from gnsfast.critical_batch.rules import set_lr
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.integrations.lightning import STRATEGIES, Callback, GNSMonitor
 
 CHANGES_ACCUMULATION = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
@@ -77,6 +78,7 @@ class BatchSizeCallback(Callback):
                 "new one, or resume from a checkpoint of this one"
             )
         self.controller.check_optimizer(trainer.optimizers[0])
+        self.controller.check_run(RunIdentity.of(pl_module, trainer.optimizers[0]))
         self._first, self._look = trainer.accumulate_grad_batches, True
         self.gns.also = self.controller.metrics
         trainer.accumulate_grad_batches = self.controller.accumulation

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from gnsfast.critical_batch.control import BatchSizeController, Decision
 from gnsfast.critical_batch.rules import set_lr
 from gnsfast.integrations.transformers import GNSCallback, _calling_trainer
+from gnsfast.integrations.transformers_data import identity
 from gnsfast.integrations.transformers_start import refuse_undivided
 
 try:
@@ -100,6 +101,7 @@ class BatchSizeCallback(TrainerCallback):
             )
         self._start(state)
         self.controller.check_optimizer(trainer.optimizer)
+        self.controller.check_run(identity(trainer))
         self._lag = state.global_step - trainer.lr_scheduler.last_epoch
         self._trainer, self._saver = trainer, _ControllerState(self)
         state.stateful_callbacks[_ControllerState.__name__] = {}  # Trainer's save expects the key

@@ -20,9 +20,10 @@ from gnsfast.critical_batch.branches import (
     set_random_state,
 )
 from gnsfast.critical_batch.rules import Rules, set_lr
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import fitting_metrics
 from gnsfast.integrations.transformers import GNSCallback
-from gnsfast.integrations.transformers_data import TrainerBatches
+from gnsfast.integrations.transformers_data import TrainerBatches, identity
 from gnsfast.integrations.transformers_start import begin, refuse_undivided
 from gnsfast.kept import kept_buffers
 from gnsfast.layers import DropIn
@@ -115,6 +116,10 @@ class TrainerRun:
     def tokens(self) -> int:
         """Tokens trained so far."""
         return self._batches.samples * self.tokens_per_sample
+
+    def identity(self) -> RunIdentity:
+        """Model, optimizer, and the name of the training data where it is one of ``datasets``."""
+        return identity(self.trainer)
 
     def branch_settings(self) -> dict[str, str]:
         """Settings that must be the same whenever a folder of branches is continued."""

@@ -13,6 +13,7 @@ from accelerate.data_loader import (  # type: ignore[import-untyped]
 from torch.utils.data import BatchSampler, IterableDataset
 
 from gnsfast.critical_batch.branches import random_state, set_random_state
+from gnsfast.critical_batch.run_identity import RunIdentity
 
 
 class TrainerBatches:
@@ -155,3 +156,11 @@ def _refuse(loader: Any) -> None:
             "TrainerRun: dataloader_drop_last leaves no micro-batch of a dataset of "
             f"{len(loader.dataset)} samples"
         )
+
+
+def identity(trainer: Any) -> RunIdentity:
+    """Of a Trainer's run; the data is known where it is a dataset of ``datasets`` with a name."""
+    info = getattr(trainer.train_dataset, "info", None)
+    parts = [getattr(info, name, None) for name in ("dataset_name", "config_name")]
+    data = "/".join(part for part in parts if part) or None
+    return RunIdentity.of(trainer.model, trainer.optimizer, data=data)

@@ -38,6 +38,7 @@ class BranchRun(Protocol):
     - ``noise_scale() -> NoiseScale | None``: the noise scale at the present weights; the state of
       the run stays the same. None means no estimate; ``noise_scale_reason`` may say why, in one
       line.
+    - ``identity() -> RunIdentity``: model, optimizer and data, which a factor file then holds.
     - ``evaluate() -> float``: the mean loss on held-out samples, the same ones at each call; the
       state of the run stays the same. It has less noise than the loss of a training batch.
     - ``skip(tokens: int) -> None``: go on with the data that would come after these tokens; weights

@@ -4,6 +4,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from gnsfast.critical_batch.branches.noise_scale_records import (
     noise_scale_records,
     noise_scales_from_record,
 )
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.errors import BranchError
 from gnsfast.parallel import first, process_count
 
@@ -247,7 +249,7 @@ def _train(
 
 
 def _measured(run: BranchRun) -> dict[str, Any]:
-    """The record of the noise scales at the present weights."""
+    """The record of the noise scales at the present weights, and of what identifies the run."""
     measure: Callable[[], Any] | None = getattr(run, "noise_scale", None)
     record = noise_scale_records(None if measure is None else measure())
     reason = ""
@@ -255,14 +257,18 @@ def _measured(run: BranchRun) -> dict[str, Any]:
         reason = "the run has no noise_scale()"
     elif record["noise_scale"] is None:
         reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned none"
-    return record | {"noise_scale_reason": reason}
+    identity: Callable[[], RunIdentity] | None = getattr(run, "identity", None)
+    known = RunIdentity() if identity is None else identity()
+    own = replace(known, tokens_per_sample=run.tokens_per_sample)
+    return record | {"noise_scale_reason": reason, "run": asdict(own)}
 
 
 def _noise_scales(record: dict[str, Any] | None) -> dict[str, Any]:
-    """The noise scales in a record, as ``CriticalBatch`` takes them."""
+    """The noise scales and the run in a record, as ``CriticalBatch`` takes them."""
     if record is None:
         return {}
     return {
         **noise_scales_from_record(record),
         "noise_scale_reason": record["noise_scale_reason"],
+        "run": RunIdentity.from_record(record.get("run")),
     }

@@ -16,6 +16,7 @@ from gnsfast.critical_batch.branches.noise_scale_records import (
     noise_scales_from_record,
 )
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.noise_scale import METRICS, OTHERS, DualNormEstimate, ModuleNoiseScale
 
 KIND, FORMAT = "critical batch", 1
@@ -87,6 +88,7 @@ class CriticalBatch:
             ``noise_scale_reason`` says why.
         adam, sign, spectral: those in other metrics, where they were measured.
         missing: why each failed branch failed, by its k.
+        run: what identifies the run, as far as it was known where the noise scale was measured.
 
     Source: Merrill et al. 2025 (arXiv 2505.23971), section 3.
     """
@@ -106,6 +108,7 @@ class CriticalBatch:
     missing: Mapping[float, str] = field(default_factory=dict)
     sign: DualNormEstimate | None = None
     spectral: DualNormEstimate | None = None
+    run: RunIdentity = RunIdentity()
 
     def __post_init__(self) -> None:
         self._matching  # noqa: B018 - raises where the branch k = 1 is missing or diverged
@@ -205,6 +208,7 @@ class CriticalBatch:
             "missing": [{"k": k, "reason": reason} for k, reason in self.missing.items()],
             **{name: noise_scale_record(getattr(self, name)) for name in ("noise_scale", *OTHERS)},
             "noise_scale_reason": self.noise_scale_reason,
+            "run": asdict(self.run),
         }
 
     @staticmethod
@@ -221,6 +225,7 @@ class CriticalBatch:
             branches=tuple(map(Branch.from_record, record["branches"])),
             **noise_scales_from_record(record),
             missing={each["k"]: each["reason"] for each in record["missing"]},
+            run=RunIdentity.from_record(record.get("run")),
         )
 
     @staticmethod
@@ -307,13 +312,19 @@ def pooled_factor(
 
     Raises:
         ValueError: where no measurement has a known ratio, or one has no noise scale under
-            ``metric``; where one has ``doubts``, unless ``despite_doubts``.
+            ``metric``; where one has ``doubts``, unless ``despite_doubts``; where they are of
+            different runs.
     """
     for m in measurements:
         if m.doubts and not despite_doubts:
             raise ValueError(
                 f"the measurement at {m.tokens:,} tokens is not to be trusted: {m.doubts[0]}. To "
                 "use it anyway, pass despite_doubts=True"
+            )
+        if other := measurements[0].run.differences(m.run):
+            raise ValueError(
+                f"the measurements are of different runs, one with {', '.join(other)}: a factor "
+                "holds for one run"
             )
     ratios = [m.ratio(metric) for m in measurements]
     logs = [math.log(value) for value, _, _ in ratios if math.isfinite(value)]
@@ -332,6 +343,8 @@ def pooled_factor(
         max(upper for _, _, upper in ratios),
         metric,
         f"branches: {each}",
+        measurements[0].run,
+        tuple(m.tokens for m in measurements),
     )
 
 

@@ -20,6 +20,7 @@ from gnsfast.critical_batch.branches.training_state import (
     set_random_state,
 )
 from gnsfast.critical_batch.rules import Rules, set_lr
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
 from gnsfast.kept import kept
 from gnsfast.layers import DropIn
@@ -132,6 +133,10 @@ class TorchRun:
     def tokens(self) -> int:
         """Tokens trained so far."""
         return self._tokens
+
+    def identity(self) -> RunIdentity:
+        """Model, optimizer, and as ``data`` the stream's ``name``, where it has one."""
+        return RunIdentity.of(self.model, self.optimizer, data=getattr(self.stream, "name", None))
 
     def step(self) -> BranchStep:
         """Take an optimizer step of the unbranched run."""

@@ -12,6 +12,7 @@ from gnsfast.critical_batch.control.decision import Decision, Estimate, estimate
 from gnsfast.critical_batch.control.settings import make_settings
 from gnsfast.critical_batch.control.token_schedules import Shape, by_tokens
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.noise_scale import NoiseScale
 
 KIND, FORMAT = "batch size controller", 2
@@ -256,6 +257,10 @@ class BatchSizeController:
         )
         self.decisions.append(decision)
         return decision
+
+    def check_run(self, run: RunIdentity) -> None:
+        """Raise ValueError where the factor was measured in a run that differs."""
+        self.settings.factor.check_run(run)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError where an optimizer could not follow the growth that is left."""

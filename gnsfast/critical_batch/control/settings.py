@@ -9,6 +9,7 @@ from typing import Any
 from gnsfast.arguments import check_choice, finite_or_text, real_number, whole_number
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.critical_batch.rules import Rules
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.noise_scale import METRICS
 
 CHECKS = 400
@@ -77,7 +78,8 @@ class Settings:
 
     def state(self) -> dict[str, Any]:
         """All settings for JSON; the factor without its source."""
-        factor = {k: finite_or_text(v) for k, v in asdict(self.factor).items() if k != "source"}
+        numbers = ("value", "lower", "upper", "metric")
+        factor = {k: finite_or_text(getattr(self.factor, k)) for k in numbers}
         return asdict(self) | {"factor": factor}
 
     def check_saved(self, saved: dict[str, Any], change: Collection[str]) -> None:
@@ -119,7 +121,7 @@ def make_settings(
     total_tokens = whole_number("total_tokens", total_tokens)
     return Settings(
         batch_size=batch_size,
-        factor=_factor(factor, metric),
+        factor=_factor(factor, metric, others["tokens_per_sample"]),
         total_tokens=total_tokens,
         check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
         data_parallel=data_parallel,
@@ -128,7 +130,9 @@ def make_settings(
     )
 
 
-def _factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFactor:
+def _factor(
+    factor: float | CriticalBatchFactor, metric: str, tokens_per_sample: int
+) -> CriticalBatchFactor:
     check_choice("metric", metric, METRICS)
     if isinstance(factor, (str, os.PathLike)):
         raise ValueError(
@@ -148,4 +152,5 @@ def _factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFa
             f"the factor's interval begins at 0 ({factor.source}), so that no noise scale could "
             "ever grow the batch size: measure it again, or pass factor=measured.value"
         )
+    factor.check_run(RunIdentity(tokens_per_sample=tokens_per_sample))
     return factor
