@@ -325,9 +325,9 @@ class BatchSizeController:
             return found
         found["cbs/estimate_lo"] = e.lower
         if math.isfinite(e.upper):
-            found |= {"cbs/estimate": e.value, "cbs/estimate_hi": e.upper}
-            if e.value > 0:
-                found["cbs/ratio"] = self.batch_size / e.value
+            found["cbs/estimate_hi"] = e.upper
+            if e.lower > 0:
+                found |= {"cbs/estimate": e.value, "cbs/ratio": self.batch_size / e.value}
         return found
 
     def state_dict(self) -> dict[str, Any]:

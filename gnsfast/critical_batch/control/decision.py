@@ -93,5 +93,5 @@ def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) ->
         factor.lower * scale.lower,
         factor.upper * scale.upper,
         may_grow=not found.drift or value >= previous,
-        may_warn=scale.resolved and (not found.drift or value <= previous),
+        may_warn=math.isfinite(scale.upper) and (not found.drift or value <= previous),
     )
