@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A factor of another run, in runs of Trainer and of Lightning."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_integrations_batch_size import growing
+from test_integrations_lightning_batch_size import Scheduled, controller_of, fit
+from torch import nn
+from trainer_cases import T, trained
+
+from gnsfast.critical_batch import CriticalBatchFactor, RunIdentity
+from gnsfast.integrations.transformers_data import identity
+
+pytestmark = pytest.mark.usefixtures("frozen")
+
+
+def measured(model: nn.Module, tokens_per_sample: int) -> CriticalBatchFactor:
+    run = RunIdentity.of(
+        model, torch.optim.AdamW(model.parameters()), tokens_per_sample=tokens_per_sample
+    )
+    return CriticalBatchFactor(1.0, 0.5, 2.0, "euclidean", "branches", run)
+
+
+def test_trainer(tmp_path: Path) -> None:
+    ours = measured(growing(tmp_path, [])[0].model, T)
+    for run, said in (
+        (replace(ours.run, model="of 7 elements"), "model of 7 elements and not of "),
+        (replace(ours.run, optimizer="Muon"), "optimizer Muon and not AdamW"),
+    ):
+        other = replace(ours, run=run)
+        trainer, _ = growing(tmp_path, [], controller={"factor": other})
+        with pytest.raises(ValueError, match=f"another run, with {said}"):
+            trained(trainer)
+        assert trainer.seen == []
+    trained(growing(tmp_path, [], controller={"factor": ours})[0])
+    trained(growing(tmp_path, [], controller={"factor": other.for_other_run()})[0])
+
+
+def test_lightning(tmp_path: Path) -> None:
+    ours = measured(module := Scheduled(), 1)
+    other = replace(ours, run=replace(ours.run, model="of 7 elements"))
+    with pytest.raises(ValueError, match="another run, with model of 7 elements and not of "):
+        fit(tmp_path, module, [], controller=controller_of(factor=other))
+    assert module.losses == []
+    fit(tmp_path, module, [], controller=controller_of(factor=ours))
+    assert module.losses
+
+
+def test_the_data_of_a_trainer() -> None:
+    """Known where it is a dataset of ``datasets`` that was loaded by name."""
+    model = nn.Linear(2, 2)
+    trainer: Any = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    for info, name in (
+        (SimpleNamespace(dataset_name="wikitext", config_name="raw"), "wikitext/raw"),
+        (SimpleNamespace(dataset_name="c4", config_name=None), "c4"),
+        (SimpleNamespace(dataset_name=None, config_name=None), None),
+    ):
+        trainer.train_dataset = SimpleNamespace(info=info)
+        assert identity(trainer).data == name
+    trainer.train_dataset = [1, 2]
+    assert identity(trainer) == RunIdentity.of(model, trainer.optimizer)
