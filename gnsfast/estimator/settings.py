@@ -46,7 +46,8 @@ class Settings:
         check_choice("noise_from", self.noise_from, ("samples", "micro_batches"))
         if self.micro_batches and not self.dual:
             raise ValueError(
-                "noise_from='micro_batches' is for metric='sign' and metric='spectral': name one"
+                "noise_from='micro_batches' is for metric='sign' and metric='spectral': name one. "
+                "gnsfast.TwoBatchNoiseScale(model) gives the Euclidean noise scale of micro-batches"
             )
         if self.local and self.stages is not None:
             raise ValueError("source='local' has no use for pipeline stages: use source='global'")

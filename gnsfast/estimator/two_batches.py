@@ -103,21 +103,28 @@ class TwoBatchNoiseScale:
 
     def reset(self) -> None:
         """Forget all measurements, and look at the model's parameters again."""
-        self._parameters = trained(unwrapped(self.model))
-        if not self._parameters:
+        if not trained(unwrapped(self.model)):
             raise ValueError(f"{type(self.model).__name__} has no trainable parameter")
         self._ring: deque[Tensor] = deque(maxlen=self.window)
-        self._all = list(self._parameters.values())
-        self._smallest = sorted(self._all, key=Tensor.numel)
-        self._device = self._all[0].device
-        self._processes = find_processes(self.model, self._group, None)
-        if self._processes.tensor > 1:
-            refuse(None, [MICRO_BATCHES, TENSOR_PARALLEL])
-        self._arrivals = Arrivals(self._parameters, self._arrived)
-        self._seen = 0
-        self._after_update: list[Any] = [None] * len(self._all)
-        self._inside = False
+        self._seen, self._inside = 0, False
+        self._take({})
         self._forget()
+
+    def _take(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Measure these: those of the first micro-batch, when the model is wrapped and moved."""
+        self._parameters, self._all = parameters, list(parameters.values())
+        self._smallest = sorted(self._all, key=Tensor.numel)
+        self._arrivals = Arrivals(parameters, self._arrived)
+        self._after_update: list[Any] = [None] * len(self._all)
+        if parameters:
+            self._device = self._all[0].device
+            self._processes = find_processes(self.model, self._group, None)
+            if self._processes.tensor > 1:
+                refuse(None, [MICRO_BATCHES, TENSOR_PARALLEL])
+
+    def _look(self) -> None:
+        if not self._parameters:
+            self._take(trained(unwrapped(self.model)))
 
     def discard(self) -> None:
         """Forget the update under way. The caller has to call ``optimizer.zero_grad()``."""
@@ -175,6 +182,7 @@ class TwoBatchNoiseScale:
             yield
             return
         refuse_context_parallel()
+        self._look()
         before = self._marks()
         if self._passes:
             if before != self._ends:
@@ -361,10 +369,12 @@ class TwoBatchNoiseScale:
         """
         refuse_other(state, self._identity())
         self.reset()
+        self._look()
         self._seen = state["seen"]
         self._ring.extend(t.to(self._device) for t in state["ring"])
 
     def _identity(self) -> dict[str, Any]:
+        self._look()
         return {
             "two_batches": True,
             "parameters": list(self._parameters),
