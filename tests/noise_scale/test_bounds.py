@@ -11,7 +11,7 @@ import gnsfast
 from gnsfast.cli.panel import span
 from gnsfast.integrations.trackers import metrics
 from gnsfast.noise_scale import Estimate, NoiseScale
-from gnsfast.noise_scale.statistics import RESOLUTION
+from gnsfast.noise_scale.statistics import RESOLUTION, drifted
 
 PRESENT = Estimate(40.0, 25.0, 70.0)
 
@@ -63,6 +63,13 @@ def test_samples_that_are_all_alike() -> None:
     assert (found.lower, found.upper) == (0.0, RESOLUTION) and not found.drift
     assert str(found).startswith("noise scale at most 1e-05 samples (95 %), over the last 64")
     assert not found.resolved and math.isnan(found.present.noise_scale)
+
+
+def test_rounding_that_follows_a_line_is_no_drift() -> None:
+    """As that of a norm which grows: 1e-7 of |G|², and larger from update to update."""
+    rising, ones = torch.linspace(1, 2, 64, dtype=torch.float64), torch.ones(64).double()
+    assert drifted(rising, ones, ones)
+    assert not drifted(1e-7 * rising, ones, ones)
 
 
 def test_one_update_that_holds_most_of_the_noise() -> None:
