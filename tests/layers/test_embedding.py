@@ -102,7 +102,7 @@ def test_a_bare_index_is_refused_unless_named() -> None:
 def test_uncoverable_options_are_named(option: str) -> None:
     model = gnsfast.convert(nn.Embedding(6, 5, **{option: True}))
     (row,) = gnsfast.coverage(model).rows
-    assert not row.static and "sparse or frequency-scaled" in row.reason
+    assert not row.static and "sparse or scaled by frequency" in row.reason
 
 
 class Tied(nn.Module):

@@ -361,9 +361,11 @@ def test_convert_refuses() -> None:
         gnsfast.convert(attention, repeated=["*"])
     assert type(attention.linear1) is nn.Linear  # nothing was changed
     gnsfast.convert(attention, repeated=["*"], exclude=["self_attn"])
-    with pytest.raises(ValueError, match="repeated: no module's name matches 'tower'"):
+    with pytest.raises(ValueError, match="repeated: no module has a name that matches 'tower'"):
         gnsfast.convert(Again(), repeated=["tower"])
-    with pytest.raises(ValueError, match="repeated: what 'dropout' matches has no parameters"):
+    with pytest.raises(
+        ValueError, match="repeated: the modules that match 'dropout' have no parameters"
+    ):
         gnsfast.convert(attention, repeated=["dropout"])
 
 
