@@ -95,7 +95,7 @@ def test_one_checkpoint_around_all_calls(x: Tensor) -> None:
 
 def test_reentrant_checkpoints_are_refused(x: Tensor) -> None:
     model = converted("reentrant")
-    with pytest.raises(ObservationError, match="3 times.*say use_reentrant=False"):
+    with pytest.raises(ObservationError, match="3 times.*set use_reentrant=False"):
         run(model, x.clone().requires_grad_())
 
 
@@ -223,7 +223,7 @@ def test_estimator(x: Tensor) -> None:
 @pytest.mark.parametrize("twice", ["backward", "pass"])
 def test_two_backward_passes_in_one_block(twice: str, x: Tensor) -> None:
     model = converted()
-    with pytest.raises(ObservationError, match="2 times in one block, though"):
+    with pytest.raises(ObservationError, match="2 times in one block, where all calls"):
         with gnsfast.per_sample_sqnorms(model, B):
             value = square(model, x)
             value.backward(retain_graph=twice == "backward")
