@@ -49,21 +49,27 @@ LAYERS: dict[str, set[str]] = {
 }
 """The features that each layer's norms support. Every layer measures its samples and their sum."""
 
-WHOLE = "a hook on the parameter must see the whole gradient of one process: use DDP"
-OUTSIDE = "its sums are outside of the graph: the estimator measures it in eager mode"
+WHOLE = "a hook must see the whole gradient of one process, as under DistributedDataParallel"
+OUTSIDE = "its sums are outside of the graph, so the estimator measures it in eager mode"
 
 APART: dict[frozenset[str], str] = {
     frozenset((DOCUMENTS, METRIC)): "",
     frozenset((DOCUMENTS, GROUPS)): "",
     frozenset((METRIC, GROUPS)): "",
-    frozenset((GROUPS, TIED)): "the links between the uses of the weight are not those of groups",
-    frozenset((GROUPS, COMPILED)): "their sizes change with each batch: measure them in eager mode",
+    frozenset(
+        (GROUPS, TIED)
+    ): "the terms that link the uses of a shared weight are not known for groups",
+    frozenset(
+        (GROUPS, COMPILED)
+    ): "their sizes change with each batch, so measure them in eager mode",
     frozenset((DOCUMENTS, TENSOR_PARALLEL)): "",
     frozenset((METRIC, TENSOR_PARALLEL)): "",
     frozenset((GROUPS, TENSOR_PARALLEL)): "",
     frozenset((TIED, TENSOR_PARALLEL)): "",
     frozenset((REPEATED, TENSOR_PARALLEL)): "",
-    frozenset((REPEATED, COMPILED)): "a graph cannot know its last call: leave the layer eager",
+    frozenset(
+        (REPEATED, COMPILED)
+    ): "a graph cannot know which call is the last, so leave the layer out of torch.compile",
     frozenset((DOCUMENTS, PIPELINE)): "",
     frozenset((METRIC, PIPELINE)): "",
     frozenset((GROUPS, PIPELINE)): "",
@@ -110,10 +116,10 @@ def refuse(layer: str | None, features: Iterable[str], module: str | None = None
     """Raise NotImplementedError with the ``reason``, if there is one, and the module's name."""
     if why := reason(layer, features):
         if module is None:
-            raise NotImplementedError(why)
+            raise NotImplementedError(f"{why}. Measure the one without the other.")
         remedy = REMEDIES.get(layer or "", "")
         if not remedy and layer is not None and REPEATED in {*features} - LAYERS[layer]:
-            remedy = f"Replay it too: convert(model, replay=[{module!r}], repeated=...)"
+            remedy = f"Replay it as well: convert(model, replay=[{module!r}], repeated=...)"
         remedy = remedy or f"Leave the module out: convert(model, exclude=[{module!r}])"
         raise NotImplementedError(f"{module or 'the model'}: {why}. {remedy}.")
 

@@ -270,7 +270,7 @@ class TestErrors:
 
     def test_tokens_are_needed(self) -> None:
         gns = gnsfast.GradientNoiseScale(gnsfast.convert(Packed(tied=False)))
-        with pytest.raises(ValueError, match="say tokens="):
+        with pytest.raises(ValueError, match="pass tokens="):
             with gns.microbatch(5, cu_seqlens=gnsfast.cu_seqlens(draw()[1])):
                 pass
 

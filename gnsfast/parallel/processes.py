@@ -53,8 +53,8 @@ class Processes:
                 copies *= size
             elif placement.is_partial():
                 raise NotImplementedError(
-                    f"a gradient of shape {list(grad.shape)} with placement {placement}, not yet "
-                    "summed over processes, has no norm"
+                    f"A gradient of shape {list(grad.shape)} with placement {placement} is not "
+                    "summed over processes yet, so it has no norm."
                 )
         return copies
 
@@ -117,7 +117,7 @@ def _find(
             mesh: Any = p.device_mesh
             if any("cp" in dim.split("_") for dim in mesh.mesh_dim_names or ()):
                 raise NotImplementedError(
-                    f"{name} is on a mesh with a dimension 'cp': {CONTEXT_PARALLEL}"
+                    f"{name} is on a mesh with a dimension 'cp'. {CONTEXT_PARALLEL}"
                 )
             _refuse_outside(name, set(mesh.mesh.flatten().tolist()), members)
             degrees.setdefault(mesh.size() // sharded_over.get(id(p), 1), name)
@@ -127,25 +127,26 @@ def _find(
     if len(several) > 1:
         raise NotImplementedError(
             f"{degrees[several[0]]} is shared by {several[0]} processes and {degrees[several[1]]} "
-            f"by {several[1]}: {SEVERAL_DEGREES}"
+            f"by {several[1]}. {SEVERAL_DEGREES}"
         )
     on = Processes(len(members), several[0] if several else 1, depth, coordinate)
     if on.world % (on.tensor * on.stages):
         raise ValueError(
-            f"{on.world} processes do not divide into models of {on.tensor} tensor parallel times "
+            f"{on.world} processes do not divide into models of {on.tensor} tensor-parallel times "
             f"{on.stages} pipeline processes"
         )
     for name, p in parameters.items():
         if sharded_over.get(id(p), on.data) != on.data:
             raise NotImplementedError(
-                f"{name} is spread by FSDP over {sharded_over[id(p)]} data-parallel processes, of "
-                f"{on.data} in all: {SEVERAL_DEGREES}"
+                f"FSDP spreads {name} over {sharded_over[id(p)]} of the {on.data} data-parallel "
+                f"processes. {SEVERAL_DEGREES}"
             )
     return on
 
 
 SEVERAL_DEGREES = (
-    "a model with several degrees of model parallelism (expert parallelism) has no noise scale yet"
+    "gnsfast cannot measure a model whose layers have different degrees of model parallelism yet, "
+    "such as expert parallelism."
 )
 
 
@@ -153,8 +154,8 @@ def _refuse_outside(what: str, ranks: set[int], members: set[int]) -> None:
     if not ranks <= members:
         raise ValueError(
             f"{what} is on processes {sorted(ranks)}, but the noise scale is measured over "
-            f"{sorted(members)}: give GradientNoiseScale the process_group of all processes that "
-            "train the model (data and model parallel ones together)"
+            f"{sorted(members)}. Give GradientNoiseScale the process_group of all processes that "
+            "train the model, data and model parallel ones together."
         )
 
 
@@ -197,10 +198,11 @@ def in_context_parallel() -> bool:
 def refuse_context_parallel(always: bool = False) -> None:
     """Raise where context parallelism is active: the norms of a sample's parts do not add up."""
     if always or in_context_parallel():
-        raise ObservationError(f"the pass ran inside context_parallel: {CONTEXT_PARALLEL}")
+        raise ObservationError(f"The pass ran inside context_parallel. {CONTEXT_PARALLEL}")
 
 
 CONTEXT_PARALLEL = (
-    "context parallelism splits each sample over processes, and squared norms of a sample's parts "
-    "do not add up to the sample's. Measure in a run without it, or on a batch outside it."
+    "Context parallelism splits each sample over processes, and the squared norms of a sample's "
+    "parts do not add up to the sample's. Measure in a run without it, or on a batch outside of "
+    "it."
 )

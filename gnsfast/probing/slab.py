@@ -127,7 +127,7 @@ class ProbeSlab:
             if len(paths) > 1 and (len(ties) > 1 or None in ties):
                 users = ", ".join(map(repr, paths))
                 raise ValueError(
-                    f"{name} is shared by {users}: call gnsfast.convert(model), which ties them"
+                    f"{name} is shared by {users}. Call gnsfast.convert(model), which links them."
                 )
         tied: dict[Tie, tuple[str, object]] = {}
         for path, module in self.modules.items():
@@ -135,8 +135,9 @@ class ProbeSlab:
                 first, weight = tied.setdefault(module.gnsfast.tie, (path, module.weight))
                 if module.weight is not weight:
                     raise ValueError(
-                        f"{first!r} and {path!r} shared one weight at gnsfast.convert(model) and "
-                        "have two now: tie them again, or call convert again"
+                        f"{first!r} and {path!r} shared one weight when gnsfast.convert(model) was "
+                        "called, and have two different weights at this point. Share the weight "
+                        "again, or call gnsfast.convert(model) again."
                     )
 
     def taking(self, feature: str) -> frozenset[str]:
@@ -247,8 +248,8 @@ class ProbeSlab:
         for (path, _), probe in self._probes.items():
             if probe.grad is not None and probe.grad.requires_grad:
                 raise ObservationError(
-                    f"{path or 'the model'}: backward(create_graph=True) has no per-sample norms: "
-                    "run the pass to measure without it"
+                    f"{path or 'the model'}: a pass with backward(create_graph=True) has no "
+                    "per-sample norms. Run the pass that you measure without it."
                 )
 
     def open(
@@ -273,7 +274,7 @@ class ProbeSlab:
         if taken := [path for path, m in self.modules.items() if m.is_open]:
             raise ObservationError(
                 f"{taken[0] or 'the model'}: a probe is open on it already. End the other "
-                "per_sample_sqnorms block of this model first."
+                "per_sample_sqnorms or gns.microbatch block of this model first."
             )
         self.__dict__.pop("grad", None)
         alone = documents is None and not members and not moments and not second
