@@ -56,8 +56,6 @@ APART: dict[frozenset[str], str] = {
     frozenset((DOCUMENTS, METRIC)): "",
     frozenset((DOCUMENTS, GROUPS)): "",
     frozenset((METRIC, GROUPS)): "",
-    frozenset((GROUPS, TIED)): "the links between the uses of the weight are not those of groups",
-    frozenset((GROUPS, COMPILED)): "their sizes change with each batch: measure them in eager mode",
     frozenset((DOCUMENTS, TENSOR_PARALLEL)): "",
     frozenset((METRIC, TENSOR_PARALLEL)): "",
     frozenset((GROUPS, TENSOR_PARALLEL)): "",

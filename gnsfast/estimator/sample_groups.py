@@ -52,7 +52,7 @@ class GroupMeasure:
         if names and not self.modules:
             raise ValueError(
                 "no layer of the model has norms of groups (Linear, Embedding, LayerNorm, RMSNorm "
-                "and their like do, where no weight is tied): leave groups out"
+                "and their like do): leave groups out"
             )
         self._members: list[Tensor] = []
         self._loss_reduction = settings.loss_reduction

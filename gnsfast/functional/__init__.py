@@ -35,8 +35,10 @@ from gnsfast.functional.plan import Plan
 from gnsfast.functional.second_moments import Grams as Grams
 from gnsfast.functional.second_moments import Halves as Halves
 from gnsfast.functional.second_moments import Squares as Squares
+from gnsfast.ops import Groups
 
 __all__ = [
+    "Groups",
     "Plan",
     "attach_parameters",
     "attention",
