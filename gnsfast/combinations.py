@@ -40,11 +40,11 @@ LAYERS: dict[str, set[str]] = {
     "channel_norm": {METRIC, GROUPS, *ALWAYS},
     "linear_cross_entropy": {DOCUMENTS, *ALWAYS, TIED},
     "conv": {*ALWAYS, REPEATED},
-    "in_projection": {*ALWAYS},
-    "out_projection": {*ALWAYS},
+    "in_projection": {DOCUMENTS, *ALWAYS},
+    "out_projection": {DOCUMENTS, *ALWAYS},
     "attention": {*ALWAYS},
-    "experts": {*ALWAYS},
-    "router": {*ALWAYS},
+    "experts": {DOCUMENTS, *ALWAYS},
+    "router": {DOCUMENTS, *ALWAYS},
     "replay": {*ALWAYS, REPEATED},
 }
 """The features that each layer's norms support. Every layer measures its samples and their sum."""
@@ -82,7 +82,10 @@ APART_IN: dict[str, set[frozenset[str]]] = {
 }
 """Layer -> the combinations that it does not support, beside those of ``APART``."""
 
-REMEDIES = {"linear_cross_entropy": "Compute the loss from the head's output"}
+REMEDIES = {
+    "linear_cross_entropy": "Compute the loss from the head's output",
+    "attention": "Leave the sinks out: convert(model, exclude=['*.sinks'])",
+}
 """Layer -> the remedy, where there is a better one than to leave the module out."""
 
 

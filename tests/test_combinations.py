@@ -77,7 +77,9 @@ def row_losses(head: Any, h: Tensor, cross_entropy: bool) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Attention of torch's; its output projection alone is trained where ``frozen``."""
+    """Attention of torch's within the documents of each row; its output projection alone is
+    trained where ``frozen``.
+    """
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()
@@ -87,7 +89,9 @@ class Attention(nn.Module):
         self.attention.out_proj.requires_grad_(frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
+        document = torch.bucketize(torch.arange(B * T), STARTS[1:-1], right=True).view(B, T)
+        hidden = document[:, :, None] != document[:, None, :]
+        return self.attention(x, x, x, attn_mask=hidden.repeat_interleave(2, dim=0))[0]
 
 
 class Twice(nn.Module):

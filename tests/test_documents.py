@@ -257,14 +257,17 @@ class TestErrors:
         with pytest.raises(NotImplementedError, match="^0: conv has no norms for documents"):
             norms_of(model, packed_loss, draw(), torch.tensor([0, 1, 2, 3, 4, 5]))
 
-    def test_attention_whose_output_alone_is_trained(self) -> None:
-        """Its output projection is a linear layer, but attention has mixed the documents before."""
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("trained", ["all", "out_proj"])
+    def test_attention_without_a_mask(self, trained: str, causal: bool) -> None:
+        """It mixes the documents of a row, also before an output projection trained alone."""
         model = nn.MultiheadAttention(8, 2, batch_first=True)
-        model.in_proj_weight.requires_grad_(False)
-        model.in_proj_bias.requires_grad_(False)
-        loss_of = lambda m, x: m(x, x, x)[0].square().sum()
+        for p in (model.in_proj_weight, model.in_proj_bias):
+            p.requires_grad_(trained == "all")
+        given = dict(is_causal=True, attn_mask=torch.ones(4, 4).triu(1).bool()) if causal else {}
+        loss_of = lambda m, x: m(x, x, x, **given)[0].square().sum()
         starts = torch.tensor([0, 3, 8])
-        with pytest.raises(NotImplementedError, match="^out_proj: .* no norms for documents"):
+        with pytest.raises(gnsfast.ObservationError, match="without a mask, .* attn_mask"):
             with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 2, cu_seqlens=starts):
                 loss_of(model, torch.randn(2, 4, 8)).backward()
 
