@@ -233,6 +233,24 @@ class TestErrors:
         with pytest.raises(gnsfast.SampleShapeError, match=r"tokens.*ends at token 23.*\[1, 24\]"):
             norms_of(Packed(tied=False), packed_loss, batch, short)
 
+    @pytest.mark.parametrize("shape", [(1, 12), (12,)])
+    def test_positions_that_rows_share(self, shape: tuple[int, ...]) -> None:
+        model, places = gnsfast.convert(Packed(tied=False)), torch.arange(12).view(shape)
+        said = r"places \(Embedding\): all 2 .*\[(1, )?12\].* position_ids of shape \[2, 12\] that"
+        with pytest.raises(gnsfast.SampleShapeError, match=said):
+            with gnsfast.per_sample_sqnorms(model, 3, cu_seqlens=torch.tensor([0, 5, 12, 24])):
+                model(draw()[0].view(2, 12), places)
+
+    def test_positions_that_models_make(self) -> None:
+        """GPT-2 counts to [1, T] where it is given no positions."""
+        sizes = dict(n_embd=8, n_layer=1, n_head=2, n_positions=32)
+        model = gnsfast.convert(hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=V, **sizes)))
+        with pytest.raises(
+            gnsfast.SampleShapeError, match=r"wpe .*position_ids of shape \[2, 12\]"
+        ):
+            with gnsfast.per_sample_sqnorms(model, 3, cu_seqlens=torch.tensor([0, 5, 12, 24])):
+                model(draw()[0].view(2, 12))
+
     @pytest.mark.parametrize(
         "starts, message",
         [

@@ -183,6 +183,14 @@ class DropIn(nn.Module):
         for k in range(1, len(leading) + 1):
             if leading[:k].numel() == tokens:
                 return starts * leading[k:].numel()
+        rows, rest = divmod(tokens, max(x.numel(), 1))
+        if isinstance(self, nn.Embedding) and rows > 1 and not rest and x.numel() == x.shape[-1]:
+            raise SampleShapeError(
+                f"{opened.name} ({type(self).__name__}): all {rows} packed rows share one index of "
+                f"shape {list(x.shape)}, but each has documents of its own. If these are "
+                f"position_ids, give the model position_ids of shape {[rows, x.numel()]} that "
+                "begin again at 0 with every document."
+            )
         raise SampleShapeError(
             f"{opened.name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but "
             f"an input of shape {list(x.shape)} has no leading dimensions of that size. If "
