@@ -40,11 +40,11 @@ LAYERS: dict[str, set[str]] = {
     "channel_norm": {METRIC, GROUPS, *ALWAYS},
     "linear_cross_entropy": {DOCUMENTS, *ALWAYS, TIED},
     "conv": {*ALWAYS, REPEATED},
-    "in_projection": {*ALWAYS},
-    "out_projection": {*ALWAYS},
+    "in_projection": {DOCUMENTS, *ALWAYS},
+    "out_projection": {DOCUMENTS, *ALWAYS},
     "attention": {*ALWAYS},
-    "experts": {*ALWAYS},
-    "router": {*ALWAYS},
+    "experts": {DOCUMENTS, *ALWAYS},
+    "router": {DOCUMENTS, *ALWAYS},
     "replay": {*ALWAYS, REPEATED},
 }
 """The features that each layer's norms support. Every layer measures its samples and their sum."""
@@ -56,12 +56,6 @@ APART: dict[frozenset[str], str] = {
     frozenset((DOCUMENTS, METRIC)): "",
     frozenset((DOCUMENTS, GROUPS)): "",
     frozenset((METRIC, GROUPS)): "",
-    frozenset(
-        (GROUPS, TIED)
-    ): "the terms that link the uses of a shared weight are not known for groups",
-    frozenset(
-        (GROUPS, COMPILED)
-    ): "their sizes change with each batch, so measure them in eager mode",
     frozenset((DOCUMENTS, TENSOR_PARALLEL)): "",
     frozenset((METRIC, TENSOR_PARALLEL)): "",
     frozenset((GROUPS, TENSOR_PARALLEL)): "",
@@ -90,7 +84,10 @@ APART_IN: dict[str, set[frozenset[str]]] = {
 }
 """Layer -> the combinations that it does not support, beside those of ``APART``."""
 
-REMEDIES = {"linear_cross_entropy": "Compute the loss from the head's output"}
+REMEDIES = {
+    "linear_cross_entropy": "Compute the loss from the head's output",
+    "attention": "Leave the sinks out: convert(model, exclude=['*.sinks'])",
+}
 """Layer -> the remedy, where there is a better one than to leave the module out."""
 
 

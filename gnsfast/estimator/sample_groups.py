@@ -52,7 +52,7 @@ class GroupMeasure:
         if names and not self.modules:
             raise ValueError(
                 "No layer of the model has norms of groups. Linear, Embedding, LayerNorm, RMSNorm "
-                "and similar layers have them, where no weight is shared. Leave groups out."
+                "and similar layers have them. Leave groups out."
             )
         self._members: list[Tensor] = []
         self._loss_reduction = settings.loss_reduction

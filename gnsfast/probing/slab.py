@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gnsfast.combinations import CUDA, DOCUMENTS, reason, refuse
 from gnsfast.errors import ObservationError
-from gnsfast.functional import Calls, Documents, Plan
+from gnsfast.functional import Calls, Documents, Groups, Plan
 from gnsfast.layers import (
     BATCH_NORM,
     DropIn,
@@ -301,20 +301,21 @@ class ProbeSlab:
     ) -> dict[str, Opened]:
         """What each module is told to measure."""
         placed = {d: documents and documents.to(d) for d in self.devices}
-        groups = {d: tuple(m.to(d, non_blocking=True) for m in members) for d in self.devices}
+        sets = Groups.of(*members) if members else None
+        groups = {d: sets and sets.to(d) for d in self.devices}
         openings = {}
         for path, module in self.modules.items():
             device, first, count = self._spans[path]
             v, constants = tuple(moments.get(path, ())), None
             if v:
                 constants = self.constants[device][first : first + count]
-            own_groups = groups[device] if path in self.sides.groups else ()
+            own_groups = groups[device] if path in self.sides.groups else None
             measures = self._measures[path] = 1 + bool(v)
             # The model itself has no name; that of a bare parameter says what to leave out.
             bare = module.gnsfast.route in ("copies", "replay")
             name = path or (module.gnsfast.claims[0] if bare else type(module).__name__)
             probe = self._probe(path, measures)
-            facts: Any = dict(members=own_groups, moments=v, constants_P2=constants, module=name)
+            facts: Any = dict(groups=own_groups, moments=v, constants_P2=constants, module=name)
             plan = Plan(**facts, second=second.get(path, ()))
             openings[path] = Opened(probe, name, self.num_samples, plan, placed[device])
         return openings
