@@ -33,7 +33,7 @@ def in_context_parallel() -> bool:
     replaced.
     """
     name = "torch.distributed.tensor.experimental._context_parallel._attention"
-    replaced = getattr(sys.modules.get(name), "_replaced_functions", None)
+    replaced: Any = getattr(sys.modules.get(name), "_replaced_functions", None)
     return bool(replaced) and F.scaled_dot_product_attention in replaced
 
 

@@ -92,7 +92,7 @@ EXPECTED = {
         *("right", "^$"),
     ),
     ("image and text", "clip", "CLIPModel"): (
-        *("right, with replay", "^1 elements left out: the model uses it by itself"),
+        *("right, with replay", "^1 elements left out: the model itself uses this parameter"),
         *("right", "^$"),
     ),
     ("audio", "wav2vec2", "Wav2Vec2ForCTC"): (*("right, with replay", MASKED) * 2,),
