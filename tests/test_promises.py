@@ -58,6 +58,8 @@ def test_folder_of_kernels_keeps_its_bare_name_free(tmp_path: Path) -> None:
 
 def test_version() -> None:
     assert importlib.metadata.version("gnsfast") == gnsfast.__version__
+    assert f"\nversion: {gnsfast.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {gnsfast.__version__} " in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_wheel_is_what_is_tested_there() -> None:

@@ -49,7 +49,7 @@ def demo(
         list[str] | None,
         typer.Option(help="Another noise scale: adam, sign, spectral. May be repeated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder [runs/demo-DATE-TIME].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder (runs/demo-DATE-TIME).")] = None,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT on real text with its noise scale on the screen, then check the number.
@@ -71,10 +71,10 @@ def demo(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of .jsonl files, or files."),
+        typer.Argument(metavar="RUN...", help="Run folders with .jsonl files, or such files."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="The page [RUN/report.html; for several runs report.html].")
+        Path | None, typer.Option(help="The page (RUN/report.html, or report.html for many runs).")
     ] = None,
     live: Annotated[bool, typer.Option("--live", help="Rewrite it until all runs end.")] = False,
     every: Annotated[float, typer.Option(min=0.5, help="Seconds between two reads.")] = 5.0,
@@ -82,7 +82,7 @@ def report(
 ) -> None:
     """Draw one or more runs into one HTML page: loss, noise scale, batch size.
 
-    Ctrl-C ends --live; the page stays.
+    Ctrl-C ends --live and keeps the page.
     """
     paths = list(dict.fromkeys(runs))
     page = out or report_.default_page(paths)
@@ -103,7 +103,7 @@ def report(
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """Show versions, devices and back-ends, and why one is missing."""
+    """Show versions, devices and back-ends, and say why a back-end is missing."""
     found = doctor_.examine()
     if as_json:
         typer.echo(json.dumps(found))
@@ -115,46 +115,67 @@ def doctor(as_json: Json = False) -> None:
 def plan(
     tokens: Annotated[str | None, typer.Option(help="Tokens of the run: 20B, 1.5e9.")] = None,
     params: Annotated[
-        str | None, typer.Option(help="Parameters; without --tokens, 20 tokens for each.")
+        str | None,
+        typer.Option(help="Parameters of the model. Without --tokens, 20 tokens for each."),
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Tokens in a sample [those of --measured, or 4096].")
+        str | None, typer.Option(help="Tokens in a sample (as --measured says, or 4096).")
     ] = None,
     batch: Annotated[str | None, typer.Option(help="Planned batch size, in samples.")] = None,
     b_crit: Annotated[
-        str | None, typer.Option(help="Critical batch size b/a in samples: VALUE[:LOWER:UPPER].")
+        str | None,
+        typer.Option(
+            help="Critical batch size in samples, VALUE[:LOWER:UPPER]: b/a of steps = a + b/batch."
+        ),
     ] = None,
     b_twenty_percent: Annotated[
         str | None,
-        typer.Option(help="Instead: by Zhang's 20 % rule, in samples: VALUE[:LOWER:UPPER]."),
+        typer.Option(help="The same by Zhang's 20 % rule, instead of --b-crit."),
     ] = None,
-    loss: Annotated[str | None, typer.Option(help="Nats per token, for the laws in it.")] = None,
-    gpus: Annotated[str | None, typer.Option(help="GPUs that run the planned batch.")] = None,
-    tokens_per_second: Annotated[str | None, typer.Option(help="Measured on one GPU.")] = None,
-    gpu_hour_price: Annotated[str | None, typer.Option(help="In any currency.")] = None,
-    gpu_watts: Annotated[str | None, typer.Option(help="Drawn by one GPU, for energy.")] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="Loss in nats per token, for the laws that use it.")
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs that train the planned batch.")] = None,
+    tokens_per_second: Annotated[
+        str | None, typer.Option(help="Tokens per second that you measured on one GPU.")
+    ] = None,
+    gpu_hour_price: Annotated[
+        str | None, typer.Option(help="Price of one GPU for an hour, in any currency.")
+    ] = None,
+    gpu_watts: Annotated[
+        str | None, typer.Option(help="Power that one GPU draws, for the energy.")
+    ] = None,
     measured: Annotated[
         str | None,
         typer.Option(
-            help="Your critical batch sizes: CSV (tokens,value,tokens_per_sample), JSONL or a run "
-            "folder."
+            help="Critical batch sizes that you measured: a CSV file with the columns "
+            "tokens,value,tokens_per_sample, a JSONL file, or a run folder."
         ),
     ] = None,
     whole_runs: Annotated[
-        bool, typer.Option("--whole-runs", help="They are those of whole runs of these tokens.")
+        bool,
+        typer.Option("--whole-runs", help="Each value in --measured is that of a whole run."),
     ] = False,
     optimal_at: Annotated[
-        str | None, typer.Option(help="Your optimal batch size, TOKENS:SAMPLES, for Power Lines.")
+        str | None,
+        typer.Option(help="Optimal batch size that you measured, TOKENS:SAMPLES, for Power Lines."),
     ] = None,
     critical_at: Annotated[
-        str | None, typer.Option(help="Your critical batch size, TOKENS:SAMPLES, for Power Lines.")
+        str | None,
+        typer.Option(
+            help="Critical batch size that you measured, TOKENS:SAMPLES, for Power Lines."
+        ),
     ] = None,
     experts: Annotated[
-        bool, typer.Option("--experts", help="--params are those that a token uses, of experts.")
+        bool,
+        typer.Option(
+            "--experts",
+            help="The model is a mixture of experts, and --params counts what one token uses.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """What published laws and your own measurements say about a batch size, and its costs."""
+    """Show what published laws and your measurements say about a batch size, and what it costs."""
     with input_errors():
         found = plan_.examine(
             plan_.Options(
@@ -190,7 +211,7 @@ def schedule(
     total_tokens: Annotated[str, typer.Option(help="Tokens of the run: 658B.")],
     tokens_per_sample: Annotated[str, typer.Option(help="The sequence length.")],
     against: Annotated[
-        str | None, typer.Option(help="Fixed batch size to compare with [the first stage's].")
+        str | None, typer.Option(help="Fixed batch size to compare with (the first stage's).")
     ] = None,
     step_seconds: Annotated[
         str | None,
@@ -200,24 +221,24 @@ def schedule(
         str | None, typer.Option(help="megatron, olmo-core, lightning or huggingface.")
     ] = None,
     per_device_batch: Annotated[
-        str | None, typer.Option(help="Samples of a forward pass, for lightning and huggingface.")
+        str | None, typer.Option(help="Samples in a forward pass, for lightning and huggingface.")
     ] = None,
     processes: Annotated[
         str, typer.Option(help="Data-parallel processes, for lightning and huggingface.")
     ] = "1",
     samples_per_epoch: Annotated[
-        str | None, typer.Option(help="Samples of an epoch, for lightning.")
+        str | None, typer.Option(help="Samples in an epoch, for lightning.")
     ] = None,
     round_to_epochs: Annotated[
         bool,
         typer.Option(
             "--round-to-epochs",
-            help="For lightning: move each change to the next epoch, and say so.",
+            help="For lightning: move each change to the start of the next epoch, and list it.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """A batch-size schedule: its steps, what it saves, and its form in other frameworks."""
+    """Show the steps of a batch-size schedule, what it saves, and its form in other frameworks."""
     with input_errors():
         found = schedule_.examine(
             schedule_.Options(
@@ -244,54 +265,59 @@ def branch(
     target: Annotated[
         str, typer.Argument(help="file.py:function or module:function that makes the run.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the branches; those in it are kept.")],
+    out: Annotated[Path, typer.Option(help="Folder for branches; finished ones are kept.")],
     tokens: Annotated[str, typer.Option(help="Tokens that each branch trains: 2B, 500K.")],
-    k: Annotated[str, typer.Option(help="Batch sizes, as multiples of the run's.")] = "0.5,1,2,4,8",
+    k: Annotated[str, typer.Option(help="Batch sizes, in multiples of the run's.")] = "0.5,1,2,4,8",
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder that the run is first restored from.")
+        Path | None, typer.Option(help="Folder to restore the run from before it is measured.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="How far a loss may lie above those of smaller batches.")
+        float, typer.Option(help="How far a matching loss may lie above that of smaller batches.")
     ] = 0.01,
     alpha: Annotated[
         float, typer.Option(help="Weight of the newest step in a branch's smoothed loss.")
     ] = 0.5,
     lr: Annotated[
-        str, typer.Option(help="Learning rates grow with k by: sqrt, linear, none.")
+        str, typer.Option(help="How the learning rate grows with k: sqrt, linear, none.")
     ] = "sqrt",
-    loss: Annotated[str, typer.Option(help="train, or evaluate: the run's own.")] = "train",
+    loss: Annotated[
+        str, typer.Option(help="Loss to compare: train, or evaluate (what the run evaluates).")
+    ] = "train",
     save_every: Annotated[
-        str | None, typer.Option(help="Also save within a branch, every so many tokens.")
+        str | None, typer.Option(help="Tokens between two saves within a branch (no saves).")
     ] = None,
     workers: Annotated[
-        int, typer.Option(help="Processes that train branches at once; 0: this one.")
+        int, typer.Option(help="Processes that train branches at once; 0 uses this process.")
     ] = 0,
     executor: Annotated[
         str | None, typer.Option(help="Train branches as jobs of submitit (Slurm) or dask.")
     ] = None,
     executor_option: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=VALUE for it, such as slurm_partition=gpu. May be repeated."),
+        typer.Option(help="NAME=VALUE for --executor: slurm_partition=gpu. May be repeated."),
     ] = None,
     launcher: Annotated[
         str | None,
-        typer.Option(help="Starts the processes of a branch: 'torchrun --nproc-per-node 8'."),
+        typer.Option(help="Command that starts a branch: 'torchrun --nproc-per-node 8'."),
     ] = None,
     noise_scale: Annotated[
         bool, typer.Option(help="Measure the noise scale at the checkpoint.")
     ] = True,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Measurements with other data each time, averaged.")
+        int, typer.Option(min=1, help="Measurements to average, each on other data.")
     ] = 1,
     factor: Annotated[
         str | None,
-        typer.Option(help="Write OUT/factor.json, CBS / noise scale: euclidean, adam, ..."),
+        typer.Option(
+            help="Write OUT/factor.json: critical batch size / this noise scale (euclidean, adam, "
+            "sign or spectral)."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the critical batch size of a run: train branches of it with other batch sizes.
+    """Measure the critical batch size of a run by training branches of it with other batch sizes.
 
-    Ctrl-C stops it. The same command again continues where it stopped.
+    Ctrl-C stops it. Run the same command again to continue.
     """
     try:
         with input_errors(), ExitStack() as stack:
@@ -301,11 +327,14 @@ def branch(
             if factor is not None:
                 check_choice("--factor", factor, METRICS)
                 if not noise_scale:
-                    raise ValueError("--factor divides by the noise scale: drop --no-noise-scale")
+                    raise ValueError(
+                        "--factor needs the noise scale, which --no-noise-scale leaves out: drop "
+                        "--no-noise-scale"
+                    )
             if launcher is not None and repeats > 1:
                 raise ValueError(
-                    "--repeats skips data in this process, and --launcher's processes draw their "
-                    "own: measure once, or without --launcher"
+                    "--repeats does not work with --launcher: this process skips data between "
+                    "repeats, and the launched processes draw their own. Drop one of the two"
                 )
             engine = stack.enter_context(executors.opened(executor, executor_option or [], out))
             elsewhere = launcher or (executor and repeats == 1)
@@ -328,7 +357,7 @@ def branch(
                 on_branch=None if as_json else lambda b: typer.echo(branch_.branch_line(b)),
             )
     except KeyboardInterrupt:
-        typer.echo(f"gnsfast: stopped; the same command continues in {out}", err=True)
+        typer.echo(f"gnsfast: stopped. Run the same command again to continue in {out}", err=True)
         raise typer.Exit(130) from None
     typer.echo(json.dumps(result.record()) if as_json else f"\n{result}")
     if factor is not None:

@@ -24,7 +24,7 @@ REQUIRED = ("batch_size", "tokens_per_sample", "tokens", "save", "restore", "tra
 
 
 class TargetError(ValueError):
-    """The target does not make a run."""
+    """The target that the user named does not make a run."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class Target:
     def __call__(self) -> BranchRun:
         where, _, name = self.entry_point.rpartition(":")
         if not where or not name:
-            raise TargetError(f"{self.entry_point!r} is not file.py:function or module:function")
+            raise TargetError(
+                f"{self.entry_point!r} names no function: write file.py:function or module:function"
+            )
         module = self._guarded(f"importing {where}", lambda: _load(where))
         make = getattr(module, name, None)
         if not callable(make):
@@ -53,8 +55,9 @@ class Target:
         run = self._guarded(f"{self.entry_point}()", make)
         if lacking := [name for name in REQUIRED if not hasattr(run, name)]:
             raise TargetError(
-                f"{self.entry_point}() made a {type(run).__name__} without {', '.join(lacking)}, "
-                "which a run needs (gnsfast.critical_batch.BranchRun)"
+                f"{self.entry_point}() returned a {type(run).__name__}, which lacks "
+                f"{', '.join(lacking)}. It must return a gnsfast.critical_batch.BranchRun, such as "
+                "a TorchRun"
             )
         if (checkpoint := self.checkpoint) is not None:
             if not checkpoint.is_dir():
@@ -82,7 +85,7 @@ def _load(where: str) -> ModuleType:
         return importlib.import_module(where)
     path = Path(where).resolve()
     if not path.is_file():
-        raise TargetError(f"{where} is not a file")
+        raise TargetError(f"there is no file {where}")
     sys.path.insert(0, str(path.parent))
     name = f"gnsfast_target_{path.stem}"  # the file may share its name with another module
     spec = importlib.util.spec_from_file_location(name, path)
@@ -93,11 +96,11 @@ def _load(where: str) -> ModuleType:
 
 
 def measure(repeats: int, run: BranchRun | None, **how: Any) -> CriticalBatch:
-    """Once, or as often as ``--repeats`` says."""
+    """Measure once, or as often as ``--repeats`` says."""
     if repeats == 1 and (how["folder"] / "repeat-1").exists():
         raise ValueError(
-            f"{how['folder']} holds repeated measurements, and one alone would replace their mean: "
-            "give --repeats again, or another folder"
+            f"{how['folder']} holds repeated measurements, and a single one would replace their "
+            "mean: pass --repeats again, or another --out"
         )
     if repeats == 1 or run is None:
         return measure_critical_batch(run, **how)
@@ -105,7 +108,7 @@ def measure(repeats: int, run: BranchRun | None, **how: Any) -> CriticalBatch:
 
 
 def absolute(entry_point: str) -> str:
-    """The entry point as processes with another working directory find its file."""
+    """The entry point with an absolute path, for processes with another working directory."""
     where, _, name = entry_point.rpartition(":")
     return f"{Path(where).absolute()}:{name}" if where.endswith(".py") else entry_point
 

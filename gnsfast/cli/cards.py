@@ -112,8 +112,8 @@ def _alerts(run: Run) -> list[str]:
     now = ratio_at(run.points[-1]) if run.points else None
     if now is not None and now > OVER:
         return [
-            f"The batch is {number(now)} times the estimate of the critical batch size: more than "
-            "20 % above it, and a larger batch saves few steps."
+            f"The batch is {number(now)} times the estimated critical batch size, more than 20 % "
+            "above it. So large a batch saves few steps."
         ]
     if stretches:
         most = max(stretch.ratio for stretch in stretches)

@@ -12,18 +12,21 @@ from gnsfast.critical_batch.branches import LOGS, reason_of
 
 @contextmanager
 def opened(name: str | None, options: Sequence[str], folder: Path) -> Iterator[Any]:
-    """The executor of a name; None without one.
+    """Open the executor with this name; without a name, yield None.
 
     Args:
-        options: ``NAME=VALUE``, where VALUE is JSON or a text.
-        folder: of the branches; the engine's logs lie in it.
+        options: ``NAME=VALUE``, where VALUE is JSON or plain text.
+        folder: the folder of the branches, in which the engine writes its logs.
 
     Raises:
-        ValueError: for an unknown engine or option, or one that is not installed.
+        ValueError: for an engine that is unknown or not installed, or an unknown option.
     """
     if name is None:
         if options:
-            raise ValueError(f"--executor-option {options[0]} is for an --executor")
+            raise ValueError(
+                f"--executor-option {options[0]} needs an executor: add --executor "
+                f"{' or --executor '.join(ENGINES)}"
+            )
         yield None
         return
     if name not in ENGINES:
@@ -36,7 +39,7 @@ def opened(name: str | None, options: Sequence[str], folder: Path) -> Iterator[A
             raise ValueError(
                 f"--executor {name} is not installed ({error}): pip install 'gnsfast[{name}]'"
             ) from error
-        except Exception as error:  # whatever the engine says of its options
+        except Exception as error:  # an engine raises what it likes for a bad option
             raise ValueError(f"--executor {name}: {reason_of(error)}") from error
         yield engine
 
@@ -55,14 +58,18 @@ def _submitit(options: dict[str, Any], folder: Path, stack: ExitStack) -> Any:
     import submitit
 
     if not options.keys() & {"timeout_min", "slurm_time"}:
-        raise ValueError("a job ends after 5 minutes without --executor-option timeout_min=MINUTES")
+        raise ValueError(
+            "submitit ends a job after 5 minutes by default: add --executor-option "
+            "timeout_min=MINUTES"
+        )
     cluster = options.pop("cluster", None)
     executor = submitit.AutoExecutor(folder / LOGS, cluster=cluster)
     if slurm := [name for name in options if name.startswith("slurm_")]:
         if cluster is None and executor.cluster != "slurm":
             raise ValueError(
-                f"{slurm[0]} is for Slurm, and there is none here: submit where srun is, or say "
-                "--executor-option cluster=local for processes of this machine, all at once"
+                f"{slurm[0]} is an option of Slurm, and this machine has no srun: run the command "
+                "on a machine with srun, or add --executor-option cluster=local, which starts all "
+                "branches at once on this machine"
             )
     executor.update_parameters(**options)
     return executor

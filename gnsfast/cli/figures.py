@@ -25,7 +25,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 GREY = "#8a8f94"
 GRID = "rgba(128, 128, 128, 0.22)"
 MOST_POINTS = 1500
-"""Of a curve, about; longer ones keep the extremes of each stretch."""
+"""About how many points of a curve are drawn. Longer curves keep the extremes of each stretch."""
 
 
 @dataclass
@@ -42,13 +42,13 @@ class Figure:
     high: float = 0.0
 
     def cover(self, values: Iterable[float | None]) -> None:
-        """Have a logarithmic axis reach the positive ones."""
+        """Extend the logarithmic axis to the positive values."""
         for value in values:
             if value is not None and value > 0:
                 self.low, self.high = min(self.low, value), max(self.high, value)
 
     def cover_intervals(self, scales: Sequence[Interval]) -> None:
-        """Have it reach values and ends, but no upper end over 12 times the largest value."""
+        """Extend it to values and ends, but to no upper end above 12 times the largest value."""
         drawn = [s for s in scales if s.drawn]
         self.cover(s.value for s in drawn)
         top = 12 * self.high or math.inf
@@ -134,7 +134,7 @@ def thinned(points: Sequence[Point], key: Callable[[Point], float | None]) -> li
 
 
 def rounded(x: float | None) -> float | None:
-    """Five significant digits keep a page of curves small."""
+    """``x`` with five significant digits, which keep a page of curves small."""
     return None if x is None else float(f"{x:.5g}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figure of the batch sizes that were trained with and of critical batch sizes."""
+"""The figure of the batch sizes of a run and of its critical batch sizes."""
 
 import html
 import math
@@ -34,7 +34,7 @@ FACTORS = {"euclidean": "times the noise scale"} | {
     metric: f"times the one {words}" for metric, words in OTHERS.items()
 }
 APART = 0.01
-"""Of the axis, between the factors of one place: their intervals would cover each other."""
+"""The share of the axis between factors of one checkpoint, whose intervals would overlap."""
 SIZE, ESTIMATE, BRANCHES, OVER = COLORS[0], COLORS[2], COLORS[3], COLORS[1]
 
 

@@ -10,9 +10,9 @@ from gnsfast.cli.records import Run
 from gnsfast.cli.summary import Interval, count
 
 LABELS = 60
-"""Most layers that are all named on the axis; of more, every n-th is."""
+"""Up to this many layers, the axis names all of them. Of more it names every n-th."""
 NAME = 22
-"""Most characters of a name on the axis: a phone is 390 pixels wide."""
+"""The longest name on the axis, in characters: a phone is 390 pixels wide."""
 
 
 def last_window(view: View) -> Figure | None:

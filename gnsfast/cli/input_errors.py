@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input is one line on stderr and exit status 2, without a traceback."""
+"""Turns bad input into one line on stderr and exit status 2, without a traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from gnsfast.errors import BranchError
 
 @contextmanager
 def input_errors() -> Iterator[None]:
-    """Wrap what reads and checks the user's input: its errors become that one line."""
+    """Wrap code that reads and checks the user's input, so that its errors become that line."""
     try:
         yield
     except (ValueError, OSError, BranchError) as error:

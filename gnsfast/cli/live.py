@@ -21,12 +21,12 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Run]:
-    """Read ``paths`` every ``every`` seconds and rewrite ``out`` on news, until all runs have ended
-    or Ctrl-C. The last page does not reload itself.
+    """Read ``paths`` every ``every`` seconds and rewrite ``out`` where there are new lines, until
+    all runs have ended or the user presses Ctrl-C. The last page does not reload itself.
 
     Raises:
-        RecordsError: for a broken line; the page keeps what was read before it.
-        NothingYet: if stopped before the first line.
+        RecordsError: for a broken line. The page keeps what was read before it.
+        NothingYet: if the user stopped it before the first line was logged.
     """
     readers = [Reader(path) for path in paths]
     runs: list[Run] = []
@@ -42,7 +42,7 @@ def watch(
                     runs = named([reader.run() for reader in readers])
                 except NothingYet as error:
                     if waiting is None:
-                        say(f"{error}: waiting")
+                        say(f"{error}. Waiting for the first line.")
                     waiting = error
             if runs and all(run.state != "open" for run in runs):
                 break

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own critical batch sizes: a CSV file, JSON lines, folders of runs or of branches."""
+"""Reads a user's critical batch sizes from CSV, JSON lines, run folders or branch folders."""
 
 import csv
 import math
@@ -15,7 +15,7 @@ from gnsfast.critical_batch.laws import read_records
 class Measured(NamedTuple):
     """A critical batch size in samples with its interval, measured after ``tokens`` tokens.
 
-    A sample has ``tokens_per_sample`` tokens, None where the measurement does not say it.
+    ``tokens_per_sample`` is None where the measurement does not say how long its samples are.
     """
 
     tokens: float
@@ -26,9 +26,10 @@ class Measured(NamedTuple):
 
 
 class Measurements(NamedTuple):
-    """``left_out`` counts measurements without a value, ``doubtful`` those with doubts.
+    """The usable measurements, and how many were left out.
 
-    A sample has ``tokens_per_sample`` tokens in all of them; None where none says it.
+    ``left_out`` counts measurements without a value, ``doubtful`` those with doubts.
+    ``tokens_per_sample`` is the same in all points, None where no point says it.
     """
 
     points: list[Measured]
@@ -44,25 +45,26 @@ def read_measurements(path: str) -> Measurements:
     out.
 
     Raises:
-        ValueError: if there is no measurement, a field is not a number, or samples differ in their
-            tokens, so that one batch size means several.
+        ValueError: if there is no measurement, if a field is not a number, or if the measurements
+            differ in their tokens per sample, so that their batch sizes cannot be compared.
     """
     found = _collected(path, _rows(Path(path)))
     if not found.points:
-        parts = {"without a value": found.left_out, "not to be trusted": found.doubtful}
+        parts = {"without a value": found.left_out, "with doubts": found.doubtful}
         why = ", ".join(f"{n} {what}" for what, n in parts.items() if n)
         raise ValueError(
-            f"{path} holds no measurements: tokens and value{f' ({why})' if why else ''}"
+            f"{path} holds no usable measurement, which needs tokens and value"
+            + (f" ({why} left out)" if why else "")
         )
     lengths = {p.tokens_per_sample for p in found.points}
     if len(lengths) > 1:
         named = [
-            f"{n:,.0f} tokens" if n else "unknown length"
+            f"{n:,.0f} tokens" if n else "an unknown number of tokens"
             for n in sorted(lengths, key=lambda n: n or 0)
         ]
         raise ValueError(
-            f"{path} holds measurements with samples of {' and of '.join(named)}: plan with those "
-            "of one length"
+            f"{path} mixes samples of {' and of '.join(named)}: keep only the measurements of one "
+            "sample length"
         )
     return found._replace(tokens_per_sample=lengths.pop())
 
@@ -96,8 +98,9 @@ def _collected(path: str, rows: Iterable[Mapping[str, Any]]) -> Measurements:
         else:
             if not 0 <= tokens < math.inf or value <= 0:
                 raise ValueError(
-                    f"{path}: tokens is {row['tokens']!r}, value {row['value']!r}, but both must "
-                    "be numbers, and value positive"
+                    f"{path} holds a measurement with tokens={row['tokens']!r} and "
+                    f"value={row['value']!r}: tokens must be a number from 0 on, and value a "
+                    "positive number"
                 )
             known = None if math.isnan(length) else length
             found.points.append(Measured(tokens, value, lower, upper, known))
@@ -105,7 +108,7 @@ def _collected(path: str, rows: Iterable[Mapping[str, Any]]) -> Measurements:
 
 
 def _end(row: Mapping[str, Any], name: str, missing: float, unbounded: float) -> float:
-    """An end of the interval; null and inf say that there is none on this side."""
+    """An end of the interval; null and inf mean that the interval is open on this side."""
     if str(row.get(name, "")).strip() == "":
         return missing
     end = _number(row[name], name)

@@ -187,8 +187,8 @@ class Panel:
             "noise scale", f"[bold]{value(scale)}[/]", f"[green]{sparkline(self.scales)}[/]"
         )
         table.add_row("", "", f"{span(scale)}, in samples, mean of {scale.updates} updates{drift}")
-        table.add_row("at their end", value(scale.present), span(scale.present))
-        table.add_row("statistics", percent(self.now.share), "of the time of a step")
+        table.add_row("at the newest", value(scale.present), span(scale.present))
+        table.add_row("statistics", percent(self.now.share), "of a step's time")
         return table
 
     def _others(self) -> list[RenderableType]:
@@ -205,4 +205,4 @@ class Panel:
         table = Table.grid(padding=(0, 2))
         for name, result in verdict(self.check):
             table.add_row(name, f"[bold]{result}[/]")
-        return [Text(), Text("At the frozen last checkpoint, noise scale in samples:"), table]
+        return [Text(), Text("Noise scale of the frozen last checkpoint, in samples:"), table]

@@ -23,12 +23,13 @@ DOUBLINGS = range(-3, 4)
 ZHANG_OPTIMAL = 256 * 512
 """Tokens of B_opt in Zhang et al.'s rule (``laws.costs.twenty_percent``)."""
 LEAST_POINTS = 3
-"""That a fit with an interval needs."""
+"""The fewest measurements from which a fit has an interval."""
 CONTEXT = 4096
-"""Tokens of a sample where nobody says them, and where no measurement is counted in samples."""
+"""Tokens in a sample where neither ``--context`` nor a measurement says it."""
 SHARES = 0.1, 2.0
-"""The shares of a run at which one measurement stands for the whole run: its critical batch size,
-which grows about as the root of the tokens, is then within a factor of 2.2 of the run's mean."""
+"""One measurement stands for the whole run if it was taken between these shares of the run. The
+critical batch size grows about as the root of the tokens, so such a measurement is within a factor
+of 2.2 of the run's mean."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,14 @@ def examine(options: Options) -> dict[str, Any]:
     chinchilla = tokens is None and params is not None
     if tokens is None:
         if params is None:
-            raise ValueError("plan needs --tokens, or --params for 20 tokens a parameter")
+            raise ValueError(
+                "plan needs --tokens, or --params, from which it assumes 20 tokens per parameter"
+            )
         tokens = laws.chinchilla_tokens(params)
     if options.experts and params is None:
-        raise ValueError("--experts says whose parameters --params are: give both")
+        raise ValueError("--experts says what --params counts: pass --params too")
     if options.whole_runs and options.measured is None:
-        raise ValueError("--whole-runs describes the measurements of --measured: give both")
+        raise ValueError("--whole-runs describes the values in --measured: pass --measured too")
     own = None if options.measured is None else read_measurements(options.measured)
     context = _context(options, own)
     batch = None
@@ -117,7 +120,7 @@ def _law(p: laws.Prediction, context: int, batch: int | None) -> dict[str, Any]:
 
 
 def _context(options: Options, measured: Measurements | None) -> int:
-    """The tokens of a sample, by ``--context`` and by the measurements, which must agree."""
+    """The tokens in a sample. ``--context`` and the measurements must agree on it."""
     given = None
     if options.context is not None:
         given = whole_number("--context", parse_count(options.context, "--context"))
@@ -126,25 +129,25 @@ def _context(options: Options, measured: Measurements | None) -> int:
     if measured.tokens_per_sample is None:
         if given is None:
             raise ValueError(
-                f"{options.measured} does not say how many tokens its samples have: say it with "
-                "--context, or in a column tokens_per_sample"
+                f"{options.measured} does not say how many tokens its samples have: pass "
+                "--context, or add a column tokens_per_sample"
             )
         return given
     own = whole_number("tokens_per_sample", measured.tokens_per_sample)
     if given is not None and given != own:
         raise ValueError(
-            f"--context is {given}, but the samples of {options.measured} have {own} tokens: leave "
-            "--context out"
+            f"--context is {given}, but the samples of {options.measured} have {own} tokens: drop "
+            "--context"
         )
     return own
 
 
 def _fitted(options: Options, own: Measurements, tokens: float) -> dict[str, Any]:
     """The power law through the user's measurements, and its value at ``tokens``. With fewer than
-    ``LEAST_POINTS``, the measurement that is nearest in tokens.
+    ``LEAST_POINTS`` measurements, the one that is nearest in tokens.
 
-    ``whole_run`` is the critical batch size of a run of ``tokens``, None where the measurements do
-    not tell it. Measurements within a run give it by the law's mean over the run.
+    ``whole_run`` is the critical batch size of a run of ``tokens``, or None where the measurements
+    do not say it. For measurements within a run it is the mean of the law over the run.
     """
     points, whole = own.points, options.whole_runs
     found: dict[str, Any] = {"path": options.measured, "points": len(points)}
@@ -179,9 +182,11 @@ def _trade_off(
     batch: int | None,
     measured: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
-    """What batch sizes around the planned one cost, or without one around B_crit."""
+    """The costs of batch sizes around the planned one, or around B_crit if none is planned."""
     if options.b_crit is not None and options.b_twenty_percent is not None:
-        raise ValueError("--b-crit and --b-twenty-percent are two measures of one thing: give one")
+        raise ValueError(
+            "--b-crit and --b-twenty-percent both state the critical batch size: pass one of them"
+        )
     if options.b_crit is not None:
         critical, origin = _interval(options.b_crit, "--b-crit"), "--b-crit"
     elif options.b_twenty_percent is not None:
@@ -194,11 +199,12 @@ def _trade_off(
     else:
         timed = options.gpus, options.tokens_per_second, options.gpu_hour_price, options.gpu_watts
         if any(text is not None for text in timed):
-            remedy = "--b-crit or --measured"
+            remedy = "pass --b-crit or --measured"
             if measured is not None:
                 share = measured["at"] / tokens
                 remedy = (
-                    f"--b-crit. The one measured at {share:.2g} of the tokens is no whole run's"
+                    f"pass --b-crit. The one that you measured after {share:.2g} of the run's "
+                    "tokens does not hold for the whole run"
                 )
             raise ValueError(f"costs need a critical batch size: {remedy}")
         return None
@@ -236,8 +242,8 @@ def _trade_off(
 def _waste(
     critical: Interval, batch: int | None, costs: list[Cost], watts: float | None
 ) -> dict[str, Any] | None:
-    """What the planned batch trains beyond the tokens that a small one needs: E - E_min, which is
-    B / (B + B_crit) of E.
+    """The tokens that the planned batch trains beyond those that a small batch needs. They are
+    E - E_min, which is the share B / (B + B_crit) of E.
     """
     if batch is None:
         return None
@@ -259,7 +265,7 @@ def _waste(
 
 
 def _batch_sizes(batch: int | None, critical: Interval, gpus: int | None) -> list[int]:
-    """Doublings around ``batch``, else around B_crit, of whole samples on whole GPUs."""
+    """Doublings around ``batch``, or else around B_crit, that need whole samples and whole GPUs."""
     middle = batch or 2 ** max(0, round(math.log2(critical.value)))
     sizes = [middle * 2**k if k >= 0 else middle / 2**-k for k in DOUBLINGS]
     whole_gpus = [b for b in sizes if not gpus or not batch or gpus * b % batch == 0]
@@ -294,5 +300,5 @@ def _positive(text: str, name: str) -> float:
 
 
 def _finite(interval: Interval) -> dict[str, float | None]:
-    """For JSON, which has no number for what is infinite."""
+    """The interval for JSON, which has no number for infinity."""
     return {k: finite_or_none(v) for k, v in interval._asdict().items()}

@@ -12,7 +12,7 @@ from rich.text import Text
 from gnsfast.critical_batch.counts import short_count
 
 CHINCHILLA = 20
-"""Tokens a parameter of the best loss for a training budget."""
+"""Tokens per parameter that give the lowest loss for a training budget."""
 DEFINITIONS = {
     "critical batch size (b/a)": "twice the least steps, twice the least tokens",
     "critical batch size (20 % rule)": "20 % more steps than perfect scaling",
@@ -33,8 +33,9 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print(_costs(found))
     else:
         console.print(
-            "Measure it on your own run: [bold]gnsfast branch[/]. With --b-crit or --measured, "
-            "plan shows steps against tokens, and with --gpus time and money.",
+            "Measure the critical batch size of your own run with [bold]gnsfast branch[/]. With "
+            "--b-crit or --measured, plan also shows steps against tokens, and with --gpus time "
+            "and money.",
             highlight=False,
         )
 
@@ -46,20 +47,20 @@ def _title(found: dict[str, Any]) -> Text:
         title.append(f", {short_count(found['params'])} parameters")
     title.append(f", samples of {found['context']:,} tokens")
     if found["chinchilla"]:
-        title.append("\n20 tokens a parameter (Hoffmann et al. 2022, arXiv 2203.15556)", "dim")
+        title.append("\n20 tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556)", "dim")
     elif found["params"] is not None:
         each = found["tokens"] / found["params"]
         title.append(
-            f"\n{_number(each)} tokens a parameter. {CHINCHILLA} give the lowest loss for "
+            f"\n{_number(each)} tokens per parameter. {CHINCHILLA} give the lowest loss for "
         )
         title.append(
-            "one training budget (Hoffmann et al. 2022); more make a model that is smaller, "
+            "a given training budget (Hoffmann et al. 2022). More of them suit a smaller model, "
         )
-        title.append("and cheaper to serve.")
+        title.append("which is cheaper to serve.")
     if found["params"] is not None:
         served = short_count(3 * found["tokens"])
         title.append(f"\nServing {served} tokens takes as much compute as this training ", "dim")
-        title.append("(2 N a token against 6 N)", "dim")
+        title.append("(2 N per token instead of 6 N)", "dim")
     return title
 
 
@@ -91,14 +92,14 @@ def _range(found: dict[str, Any]) -> Text:
         text.append(span + (", " if unit == "tokens" else ""), "green")
     apart = largest["tokens"] / least["tokens"]
     text.append(
-        f"\n{apart:.1f} times apart: the laws differ, and so do the quantities they predict",
+        f"\n{apart:.1f} times apart: the laws differ, and they predict different quantities",
         "dim not bold",
     )
     if found["batch"] is not None:
         times = [row["planned_over_it"] for row in (largest, least)]
         text.append(
             f"\nyour batch of {found['batch']:,} samples is {_number(times[0])} to "
-            f"{_number(times[1])} times what the laws give",
+            f"{_number(times[1])} times what the laws predict",
             "default not bold",
         )
     return text
@@ -125,15 +126,16 @@ def _sources(found: dict[str, Any]) -> Padding:
 
 def _measured(found: dict[str, Any]) -> Padding:
     fit, tokens = found["measured"], short_count(found["tokens"])
-    left_out = f", {fit['left_out']} without a value left out" if fit["left_out"] else ""
-    left_out += f", {fit['doubtful']} not to be trusted left out" if fit["doubtful"] else ""
+    parts = {"without a value": fit["left_out"], "with doubts": fit["doubtful"]}
+    unused = ", ".join(f"{n} {what}" for what, n in parts.items() if n)
+    left_out = f" (left out: {unused})" if unused else ""
     if fit["said"] is None:
         text = Text(f"Your critical batch size after {short_count(fit['at'])} tokens", "bold")
         text.append(f"{left_out}\n")
         text.append(f"{_span(fit['samples'])} samples", "green")
         text.append(
-            f", as measured at {_number(fit['at'] / found['tokens'])} of {tokens}; a law needs "
-            "measurements at 3 points",
+            f", measured after {_number(fit['at'] / found['tokens'])} of {tokens} tokens. A power "
+            "law needs measurements at 3 points.",
             "default not bold",
         )
         text.append_text(_whole_run(fit, tokens))
@@ -146,28 +148,31 @@ def _measured(found: dict[str, Any]) -> Padding:
     text.append(f"{_span(fit['samples'])} samples", "green")
     text.append(" for a new measurement (95 %), ", "default not bold")
     text.append_text(_beyond(fit["extrapolated"]))
-    text.append("; the spacing of your measured batch sizes is not in it", "default not bold")
+    text.append(
+        ". The interval does not include the spacing of your grid of batch sizes.",
+        "default not bold",
+    )
     text.append_text(_whole_run(fit, tokens))
     return Padding(text, (0, 0, 1, 0))
 
 
 def _whole_run(fit: dict[str, Any], tokens: str) -> Text:
-    """What measurements within a run say of the whole run; nothing where they are of whole runs."""
+    """What measurements within a run say about the whole run; empty if they are of whole runs."""
     if fit["of_whole_runs"]:
         return Text()
     if fit["whole_run"] is None:
         return Text(
-            "\nThis is not the critical batch size of a whole run, so no costs follow: measure "
-            "between a tenth and the end of it, or say --b-crit",
+            "\nThis does not hold for the whole run, so plan shows no costs: measure later than "
+            "after a tenth of the run, or pass --b-crit",
             "yellow",
         )
     if fit["said"] is None:
         return Text(
-            "\nThe costs take it for the whole run; the critical batch size grows within a run, so "
-            "it may be off by a factor of about 2",
+            "\nThe costs use it for the whole run. The critical batch size grows within a run, so "
+            "it may be off by a factor of about 2.",
             "yellow",
         )
-    text = Text(f"\nmean over a run of {tokens}, which the costs take: ", "default")
+    text = Text(f"\nmean over a run of {tokens} tokens, which the costs use: ", "default")
     return text.append(f"{_span(fit['whole_run'])} samples", "bold green")
 
 
@@ -187,27 +192,27 @@ def _costs(found: dict[str, Any]) -> Group:
         table.add_row(size, *cells, style="bold cyan" if planned else "")
     title = Text("Steps against tokens", "bold")
     title.append(
-        f" to one loss, at a critical batch size (b/a) of {_span(trade['b_crit'])} samples, by "
-        f"{trade['from']}",
+        " to reach one loss, with a critical batch size (b/a) of "
+        f"{_span(trade['b_crit'])} samples from {trade['from']}",
         "default not bold",
     )
     plan = f"{short_count(found['tokens'])} tokens at "
     plan += f"{found['batch']:,} samples" if found["batch"] else "a small batch size"
-    note = f"The loss is that of {plan}; "
-    note += "(S/S_min - 1)(E/E_min - 1) = 1, McCandlish et al. 2018 (arXiv 1812.06162)."
+    note = f"All rows reach the loss of {plan}. They follow "
+    note += "(S/S_min - 1)(E/E_min - 1) = 1 (McCandlish et al. 2018, arXiv 1812.06162)."
     if trade["from"] == "your measurements":
-        note += " Your measurements are taken as b/a; branches measure another definition."
+        note += " Your measurements are used as b/a, although branches measure another definition."
     if "gpus" in shown:
-        note += " A GPU's samples and speed stay the same."
+        note += " Samples per GPU and its speed stay the same."
     waste = [_waste(trade["waste"], found["batch"])] if trade["waste"] else []
     return Group(title, Text(), table, Text(), *waste, Text(note, "dim"))
 
 
 def _waste(waste: dict[str, Any], batch: int) -> Text:
-    """What the planned batch size costs beyond the fewest tokens, in words."""
+    """What the planned batch size costs beyond what the fewest tokens would cost, in words."""
     share = {name: None if v is None else 100 * v for name, v in waste["share"].items()}
     text = Text(f"{_span(share)} % of the planned tokens buy fewer steps, not a lower loss", "bold")
-    units = {"gpu_hours": "GPU-hours", "money": "of the cost", "kwh": "kWh"}
+    units = {"gpu_hours": "GPU-hours", "money": "in cost", "kwh": "kWh"}
     parts = [f"{_span(waste[k])} {unit}" for k, unit in units.items() if waste[k] is not None]
     said = f": {', '.join(parts)}" if parts else ""
     text.append(f"{said}. A much smaller batch than {batch:,} would save them.\n", "not bold")

@@ -17,15 +17,15 @@ PREFIXES = ("gns/", "batch/", "cbs/")
 NAMES = ("loss", "tokens", "seconds", "share")
 DECIDED = ("tokens", "phase", "old", "new", "warning")
 LAYER_LINES = 256
-"""Most lines with layers that are kept, evenly spread: enough columns for a screen."""
+"""How many lines with layers are kept at most, evenly spread: enough columns for a screen."""
 
 
 class RecordsError(ValueError):
-    """A log that cannot be read: one line with the file and the line's number."""
+    """A log cannot be read. The message is one line with the file and the line's number."""
 
 
 class NothingYet(RecordsError):
-    """Nothing was logged there yet; a run may still begin."""
+    """Nothing was logged there yet, but a run may still begin."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class LogFile:
                 found = json.loads(line) if line.strip() else None
             except ValueError:
                 if whole:
-                    raise self._error("is not JSON", 1) from None
+                    raise self._error("this line is not JSON", 1) from None
                 return k > 0  # half a line: the rest will follow
             self._line += whole
             if found is not None:
@@ -115,10 +115,11 @@ class LogFile:
 
     def _take(self, found: Any, ahead: int) -> None:
         if not isinstance(found, dict):
-            raise self._error("is no JSON object", ahead)
+            raise self._error("this line is not a JSON object", ahead)
         if found.get("format", FORMAT) != FORMAT:
             raise self._error(
-                f"is of format {found['format']!r}, and this version of gnsfast reads {FORMAT}",
+                f"this line has format {found['format']!r}, but this version of gnsfast reads "
+                f"format {FORMAT}",
                 ahead,
             )
         try:
@@ -154,14 +155,14 @@ class LogFile:
         elif kind == "end":
             log.state = "interrupted" if log.state == "interrupted" else "ended"
         elif kind != "branch step":  # a measurement says how its branches ended
-            log.notes[f"{self.path.name}: lines of kind {kind!r} are not drawn"] = None
+            log.notes[f"{self.path.name}: the report does not show lines of kind {kind!r}"] = None
 
     def _take_point(self, line: dict[str, Any]) -> None:
         if "step" not in line:
-            raise KeyError("has neither a step nor a kind")
+            raise KeyError("this line has neither a step nor a kind")
         step = _number(line, "step", least=0)
         if step != int(step):
-            raise TypeError(f"step is {step!r}, not a whole number")
+            raise TypeError(f"step must be a whole number, not {step!r}")
         values = {
             sys.intern(name): _finite(line, name)
             for name in line
@@ -206,7 +207,7 @@ class LogFile:
         first = bisect.bisect_left([p.step for p in log.points], step)
         log.notes[
             f"{self.path.name}: steps {log.points[first].step:,} to {log.points[-1].step:,} were "
-            "logged again after a restart; the later lines count"
+            "logged twice because of a restart; the report shows the later lines"
         ] = None
         del log.points[first:]
         log.layers = [line for line in log.layers if line.step < step]
@@ -215,7 +216,7 @@ class LogFile:
 
 
 class Reader:
-    """A run's files: ``poll`` reads what is new, ``run`` puts them together."""
+    """The files of a run: ``poll`` reads new lines, ``run`` puts the files together."""
 
     def __init__(self, path: Path) -> None:
         if path.is_file() and path.suffix != ".jsonl":
@@ -232,14 +233,14 @@ class Reader:
         return any([file.poll() for file in self.files.values()])
 
     def run(self) -> Run:
-        """All that was read.
+        """Everything that was read so far.
 
         Raises:
-            NothingYet: if that is nothing.
-            RecordsError: if two files contradict each other, as those of two runs do.
+            NothingYet: if nothing was read.
+            RecordsError: if two files contradict each other, because they belong to two runs.
         """
         if not self.files:
-            raise NothingYet(f"{self.path}: no .jsonl file in this folder")
+            raise NothingYet(f"{self.path}: this folder holds no .jsonl file")
         logs = [file.log for file in self.files.values()]
         name = self.path.resolve().stem if self.path.is_file() else self.path.resolve().name
         run = Run(name=name, path=self.path)
@@ -253,7 +254,7 @@ class Reader:
             run.state = log.state if log.state != "open" else run.state
             run.notes |= log.notes
         if not (run.header or run.decisions or run.critical or any(log.points for log in logs)):
-            raise NothingYet(f"{self.path}: empty: no line was logged")
+            raise NothingYet(f"{self.path}: no line was logged yet")
         run.name = str(run.header.get("name") or name)
         run.points = self._merged()
         run.decisions.sort(key=lambda d: d["tokens"])
@@ -275,8 +276,9 @@ class Reader:
                 for key in old.values.keys() & point.values.keys():
                     if old.values[key] != point.values[key]:
                         raise RecordsError(
-                            f"{self.path}: two runs in one folder: {origin[point.step].name} and "
-                            f"{path.name} both say {key} at step {point.step:,}: name the files"
+                            f"{self.path} holds two runs: {origin[point.step].name} and "
+                            f"{path.name} both log {key} at step {point.step:,}. Pass the files "
+                            "instead of the folder"
                         )
                 old.values |= point.values
                 origin[point.step] = path
@@ -287,7 +289,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
     """The runs as they are now, each under its own name.
 
     Raises:
-        RecordsError: what is missing, empty or broken, and where.
+        RecordsError: for a file that is missing, empty or broken; the message says where.
     """
     readers = [Reader(path) for path in paths]
     for reader in readers:
@@ -296,7 +298,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
 
 def named(runs: list[Run]) -> list[Run]:
-    """The same runs; those that share a name are named by their paths."""
+    """The same runs, where those that share a name get their paths as names."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -308,25 +310,26 @@ def _add_notes(run: Run) -> None:
     losses = [p.values["loss"] for p in run.points if "loss" in p.values]
     if missing := sum(loss is None for loss in losses):
         run.notes[
-            f"{missing:,} of {len(losses):,} losses are NaN or infinite: gaps in the curve"
+            f"{missing:,} of {len(losses):,} losses are NaN or infinite and missing from the curve"
         ] = None
     tokens = [p.tokens for p in run.points]
     known = [t for t in tokens if t is not None]
     if known and len(known) < len(tokens):
         run.notes[
-            f"{len(tokens) - len(known):,} of {len(tokens):,} lines have no tokens: drawn over "
-            "steps"
+            f"{len(tokens) - len(known):,} of {len(tokens):,} lines have no tokens, so the x-axis "
+            "shows steps"
         ] = None
     elif any(b < a for a, b in zip(known, known[1:])):
-        run.notes["the tokens fall while steps rise: drawn over steps"] = None
+        run.notes["tokens fall while steps rise, so the x-axis shows steps"] = None
 
 
 def _number(record: Mapping[str, Any], name: str, least: float = -math.inf) -> float:
     if name not in record:
-        raise KeyError(f"has no {name!r}")
+        raise KeyError(f"this line has no {name!r}")
     value = _finite(record, name)
     if value is None or value < least:
-        raise TypeError(f"{name} is {record[name]!r}")
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise TypeError(f"{name} must be a number{bound}, not {record[name]!r}")
     return value
 
 
@@ -336,5 +339,5 @@ def _finite(record: Mapping[str, Any], name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}, not a number")
+        raise TypeError(f"{name} must be a number, not {value!r}")
     return value if math.isfinite(value) else None

@@ -23,18 +23,19 @@ from gnsfast.integrations.trackers import SCALES
 from gnsfast.noise_scale import OTHERS
 
 READING = """<details><summary>How to read this</summary>
-<p><b>Noise scale</b>: tr Σ / |G|², the batch size at which the noise of a gradient is as large as
-the gradient. Euclidean, in samples. <b>Under Adam's metric</b> both are measured in the lengths
-that Adam measures steps with; <b>in the norm of sign or spectral descent</b> (Muon) in the dual of
-the norm that bounds its steps: a sum over coordinates, or over singular values.</p>
-<p><b>Critical batch size</b>: beyond it a larger batch saves few steps. Its <b>estimate</b> is a
-noise scale times a factor that was set or measured; <b>branches</b> measure it: they continue the
-run with several batch sizes, and their losses are compared. A noise scale alone is not one.</p>
-<p>A band or bar is a 95 % interval. The noise scale is the mean over the window of the last
-updates: while it moves, that mean lags behind. <b>Newest weights</b> is the end of the window's
-trend, and its band holds the noise scale of the last update. An arrow up says "at least": the
-interval has no upper end; an arrow down "at most". A gap: nothing was resolved, or the loss was
-NaN. Dotted vertical line: the batch size changed.</p>
+<p><b>Noise scale</b>: tr Σ / |G|², the batch size in samples at which the noise of a gradient is as
+large as the gradient itself. The plain noise scale uses Euclidean lengths. <b>Under Adam's
+metric</b>, Adam's second moments weight each coordinate. <b>In the norm of sign descent or of
+spectral descent</b> (Muon), the length is a sum over coordinates or over singular values.</p>
+<p><b>Critical batch size</b>: a batch beyond it saves few steps. The <b>estimate</b> is the noise
+scale times a factor, which somebody set or measured. The noise scale alone is not the critical
+batch size. <b>Branches</b> measure it: they continue the run with several batch sizes, and their
+losses are compared.</p>
+<p>A band or bar is a 95 % interval. The noise scale is the mean over the last updates (the
+window). While it moves, this mean lags behind. <b>Newest weights</b> is the end of the window's
+trend, and its band holds the noise scale of the last update. An arrow up means "at least": the
+interval has no upper end. An arrow down means "at most". At a gap, the window showed nothing, or
+the loss was NaN. At a dotted vertical line the batch size changed.</p>
 </details>"""
 
 FORMULAS = {
@@ -64,7 +65,7 @@ class Sections:
         self.parts: list[str] = []
 
     def figure(self, title: str, note: str, figure: Figure | None, below: str = "") -> str:
-        """A section; empty without both a figure and HTML below it."""
+        """A section, or an empty text where there is neither a figure nor HTML below it."""
         if figure is None and not below:
             return ""
         box = ""
@@ -84,12 +85,14 @@ class Sections:
         left = self.figure("Loss", html.escape(", ".join(unit)), figures.loss(view))
         right = self.figure(
             "Noise scale, samples",
-            "Band: 95 % interval; arrow: at least." + self._origin("euclidean") + self._check(),
+            "Band: 95 % interval. Arrow: at least this."
+            + self._origin("euclidean")
+            + self._check(),
             figures.noise_scale(view),
         )
         self.parts += [f'<div class="pair">{left}{right}</div>', self._batch(), self._factors()]
         for metric, words in OTHERS.items():
-            note = f"{FORMULAS[metric]}. Band: 95 % interval; arrow: at least."
+            note = f"{FORMULAS[metric]}. Band: 95 % interval. Arrow: at least this."
             self.parts.append(
                 self.figure(
                     f"Noise scale {words}, samples",
@@ -100,7 +103,7 @@ class Sections:
         self.parts.append(
             self.figure(
                 "Noise scale of groups of samples",
-                "In samples of the group. Band: 95 % interval; arrow: at least.",
+                "In samples of the group. Band: 95 % interval. Arrow: at least this.",
                 figures.groups(view, [groups_of(run) for run in view.runs]),
             )
         )
@@ -110,7 +113,7 @@ class Sections:
     def _origin(self, metric: str) -> str:
         key = f"{SCALES[metric]}_from_micro_batches"
         units = any(key in p.values for run in self.view.runs for p in run.points)
-        return " The noise is that of micro-batches, not of single samples." if units else ""
+        return " Measured from micro-batches instead of single samples." if units else ""
 
     def _check(self) -> str:
         checked = any(run.check for run in self.view.runs)
@@ -120,9 +123,9 @@ class Sections:
         view = self.view
         note = ""
         if any("cbs/estimate" in p.values for run in view.runs for p in run.points):
-            note += "The estimate is a noise scale times a factor; band: 95 % interval. "
+            note += "The estimate is a noise scale times a factor. Band: 95 % interval. "
         if any(run.critical for run in view.runs):
-            note += "A bar of branches goes from the largest batch that matched to the next. "
+            note += "Bar: from the largest batch whose branch matched to the next larger one. "
         over = [(run, stretch) for run in view.runs for stretch in over_stretches(run)]
         if over:
             note += "Shaded: the batch is more than 20 % above the estimate."
@@ -150,8 +153,9 @@ class Sections:
     def _factors(self) -> str:
         return self.figure(
             "Critical batch size / noise scale",
-            "By branches: the factor for a controller, of its own metric. Bar: by the intervals of "
-            "both. Measurements of one place lie side by side.",
+            "Branches measured this factor, which a controller multiplies the noise scale of the "
+            "same metric by. Bar: the interval that follows from both. Measurements of one "
+            "checkpoint stand side by side.",
             figures_batch.factors(self.view),
             factors_table(self.view.runs),
         )
@@ -167,7 +171,7 @@ class Sections:
         self.parts.append(
             self.figure(
                 "Noise scale by layer, samples, last window",
-                f"Resolved: {resolved}. Bar: 95 % interval; arrow: at least.",
+                f"Layers with a value: {resolved}. Bar: 95 % interval. Arrow: at least this.",
                 figures_layers.last_window(view),
             )
         )
@@ -175,7 +179,7 @@ class Sections:
             self.parts.append(
                 self.figure(
                     f"{self._of(run)}Noise scale by layer, samples, over {view.axis}",
-                    "Blank where a window resolves nothing.",
+                    "Blank where a window gives no value.",
                     figures_layers.over_time(view, run),
                 )
             )

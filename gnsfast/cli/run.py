@@ -22,7 +22,7 @@ from gnsfast.noise_scale import OTHERS, Estimate, ModuleNoiseScale, NoiseScale
 
 REPORT_EVERY = 10
 PLAIN_EVERY = 8
-"""Every eighth step runs without statistics; the difference of the medians is their cost."""
+"""Every eighth step runs without statistics. The difference of the medians is their cost."""
 WARM_UP = 5
 CHECK_BATCHES, CHECK_SAMPLES = 40, 2048
 
@@ -41,7 +41,7 @@ class Settings:
             check_choice("--metric", metric, OTHERS)
         if "adam" in self.metrics and self.optimizer != "adamw":
             raise ValueError(
-                f"--metric adam is that of --optimizer adamw, not of {self.optimizer}: take sign, "
+                f"--metric adam needs --optimizer adamw, not {self.optimizer}: use --metric sign, "
                 "its close relative"
             )
 

@@ -69,7 +69,10 @@ def read_schedule(source: str, total_tokens: str, tokens_per_sample: str) -> Bat
             source, total_tokens=total, tokens_per_sample=sample_tokens
         )
     if ":" not in source:
-        raise ValueError(f"{source!r} is neither a log nor thresholds such as '0:1024 168B:2048'")
+        raise ValueError(
+            f"{source!r} is neither a log file, a run folder, nor thresholds such as "
+            "'0:1024 168B:2048'"
+        )
     return BatchSizeSchedule.parse(source, total_tokens=total, tokens_per_sample=sample_tokens)
 
 
@@ -83,7 +86,9 @@ def _times(text: str) -> dict[int, float]:
     for entry in text.split():
         size, colon, seconds = entry.partition(":")
         if not colon:
-            raise ValueError(f"--step-seconds holds {entry!r}, which is not SAMPLES:SECONDS")
+            raise ValueError(
+                f"--step-seconds holds {entry!r}: write SAMPLES:SECONDS, such as 1024:2.1"
+            )
         times[parse_count(size, "--step-seconds")] = float(parse_number(seconds, "--step-seconds"))
     return times
 
@@ -113,11 +118,11 @@ def _export(schedule: BatchSizeSchedule, options: Options) -> Any:
 
 
 def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
-    """What a framework needs besides, and where it does not follow the schedule."""
+    """What else a framework needs, and where it departs from the schedule."""
     if options.export == "olmo-core" and any(late := exports.olmo_core_late(schedule)):
         return [
-            f"OLMo-core makes its changes {', '.join(map(str, late))} steps later: a batch grows "
-            "where the number of batches so far is a multiple of new / old"
+            f"OLMo-core makes its changes {', '.join(map(str, late))} steps later, because it "
+            "grows a batch only after a number of batches that is a multiple of new / old."
         ]
     if options.export != "megatron":
         return []
@@ -125,13 +130,13 @@ def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
     end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
     notes = [f"--train-samples {end}  (with --lr-decay-samples and --lr-warmup-samples)"]
     try:
-        ramp = f"its ramp has the same steps: {exports.megatron_ramp(schedule)}"
+        ramp = f"The older ramp gives the same steps: {exports.megatron_ramp(schedule)}"
     except ValueError as error:
-        ramp = f"its ramp does not have these steps: {error}"
+        ramp = f"The older ramp cannot give these steps: {error}"
     return [
         *notes,
-        "--step-batch-size-schedule is in Megatron-LM's main branch, and not in megatron-core "
-        f"0.16.1; {ramp}",
+        "Megatron-LM's main branch has --step-batch-size-schedule; megatron-core 0.16.1 does not. "
+        f"{ramp}",
     ]
 
 
@@ -175,5 +180,5 @@ def _time(seconds: dict[str, float]) -> Text:
     hours = [short_count(seconds[k] / 3600) for k in ("scheduled", "fixed")]
     much = f"{seconds['share']:.1%}".replace("%", " %")
     return Text(
-        f"{hours[0]} hours instead of {hours[1]}, {much} less, by the measured times of a step\n"
+        f"{hours[0]} hours instead of {hours[1]}, {much} less, by the step times that you gave\n"
     )

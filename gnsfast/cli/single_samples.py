@@ -18,7 +18,7 @@ class SingleSamples:
 
     def __init__(self, model: nn.Module) -> None:
         self._named = dict(model.named_parameters())
-        # Those of even and of odd samples, so that a bound of the norm has no noise of its own.
+        # Even and odd samples have sums of their own: the bound of the norm needs two halves.
         self._sums = {name: torch.zeros(2, *p.shape).double() for name, p in self._named.items()}
         self._squares = {name: torch.zeros(p.shape).double() for name, p in self._named.items()}
         self._grams = {

@@ -12,12 +12,12 @@ from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.noise_scale import METRICS, OTHERS
 
 OVER = 1.2
-"""Times the estimate of the critical batch size: a larger batch is flagged."""
+"""A batch larger than this many times the estimated critical batch size is flagged."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number of samples with its 95 % interval; None is unknown, or no bound."""
+    """A number of samples with its 95 % interval. None means unknown, or an open end."""
 
     value: float | None
     lower: float | None
@@ -91,7 +91,7 @@ def scale_at(point: Point, name: str) -> Interval | None:
 
 
 def scale_in(record: dict[str, Any], name: str) -> Interval:
-    """The same in a record, such as a measurement's, whose value has this name."""
+    """The same from a record, such as a measurement, whose value has this name."""
     return Interval(record.get(name), record.get("lower"), record.get("upper"))
 
 
@@ -121,7 +121,7 @@ def factors_in(measured: dict[str, Any]) -> dict[str, Interval]:
 
 
 def _divided(size: Interval, scale: Interval) -> Interval:
-    """None where an end is unknown: a bound is one of both."""
+    """The ratio of two intervals. An end is None where one of its two parts is unknown."""
     lower = size.lower / scale.upper if size.lower and scale.upper else None
     upper = size.upper / scale.lower if size.upper and scale.lower else None
     known = size.value and scale.value and scale.value > 0
@@ -129,7 +129,7 @@ def _divided(size: Interval, scale: Interval) -> Interval:
 
 
 def bounds(found: Interval) -> str:
-    """A factor in words: its ends come from two intervals, of which one has no confidence."""
+    """A factor in words, without "95 %": one of its two intervals is no confidence interval."""
     low, high = (None if x is None else number(x) for x in (found.lower, found.upper))
     span = f"{low} to {high}" if low and high else f"at least {low}" if low else ""
     span = span or (f"at most {high}" if high else "")
@@ -169,7 +169,7 @@ def ratio_at(point: Point) -> float | None:
 
 
 def over_stretches(run: Run) -> list[Over]:
-    """Stretches above ``OVER`` times the estimate: from the first such point to the next other."""
+    """Stretches above ``OVER`` times the estimate, each up to the first point below it."""
     found: list[Over] = []
     start: Point | None = None
     most = 0.0
@@ -199,7 +199,7 @@ def last_scale(run: Run, name: str) -> Interval | None:
 
 
 def batch_size(run: Run) -> float | None:
-    """That of the last decision, or without any of the last line: a mean over updates."""
+    """The batch size of the last decision, or else that of the last line, a mean over updates."""
     if run.decisions:
         return float(run.decisions[-1]["new"])
     return last(run, "batch/size")

@@ -35,7 +35,7 @@ def measurement_table(measured: dict[str, Any], of: str, opened: bool) -> str:
     beside += [
         f"k = {each['k']:g} failed: {each['reason']}" for each in measured.get("missing", ())
     ]
-    beside += [f"not to be trusted: {doubt}" for doubt in measured.get("doubts", ())]
+    beside += [f"doubtful: {doubt}" for doubt in measured.get("doubts", ())]
     note = f'<p class="note">{html.escape("; ".join(beside))}</p>' if beside else ""
     state = " open" if opened else ""
     return f"<details{state}><summary>{title}</summary>{note}{table}</details>"

@@ -35,20 +35,20 @@ from gnsfast.layers import (
 from gnsfast.noise_scale import percent
 
 WRAPPERS = {
-    "FSDPModule": "convert the model before fully_shard",
-    "FullyShardedDataParallel": "FSDP1 flattens parameters; use fully_shard, and convert before it",
-    "DataParallel": "its replicas are copies; use DistributedDataParallel",
+    "FSDPModule": "call gnsfast.convert(model) before fully_shard(model)",
+    "FullyShardedDataParallel": "use fully_shard, and call gnsfast.convert(model) before it",
+    "DataParallel": "it runs copies of the model. Use DistributedDataParallel instead",
 }
 EXCLUDED = "excluded by convert"
 LEAST_COVERED = 0.9
 """The share of the elements below which ``convert`` warns: a noise scale is of that part alone."""
 WHOLE_MODEL = (
-    "the model uses it by itself, and a replay would run all of it for each sample: "
-    "convert(model, example=batch) looks for a route"
+    "the model itself uses this parameter, outside of every layer, and a replay would run the "
+    "whole model for each sample. convert(model, example=batch) looks for a faster route"
 )
 SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 # Submodules whose output has no batch dimension: their norms would be those of rows, not samples.
-NO_BATCH = {"relative_attention_bias": "its output does not carry the batch dimension"}
+NO_BATCH = {"relative_attention_bias": "its output has no batch dimension"}
 
 
 def convert(
@@ -106,7 +106,7 @@ def convert(
     'gnsfast.layers.linear'
     """
     if batch_dim not in (None, 0, 1):
-        raise ValueError(f"batch_dim is 0 or 1, not {batch_dim!r}")
+        raise ValueError(f"batch_dim must be 0 or 1, not {batch_dim!r}")
     named = dict(model.named_modules())
     _refuse(named)
     if example is None:
@@ -166,9 +166,9 @@ def _warn_of_gaps(model: nn.Module) -> None:
         return
     largest = max(without, key=lambda r: r.elements)
     warnings.warn(
-        f"only {percent(covered)} of the trainable elements have per-sample norms, and a noise "
-        f"scale will be of these alone. The largest without is {largest.parameter}: "
-        f"{largest.reason}. gnsfast.coverage(model) lists all.",
+        f"Only {percent(covered)} of the trainable elements have per-sample norms, and the noise "
+        "scale will describe these alone. The largest parameter without norms is "
+        f"{largest.parameter}: {largest.reason}. print(gnsfast.coverage(model)) lists them all.",
         stacklevel=3,
     )
 
@@ -186,16 +186,16 @@ def _warn_of_replays(
     if not slow:
         return
     costs = (
-        "That is slow; convert(model, example=batch) looks for faster routes and says what it costs"
+        "This is slow. convert(model, example=batch) looks for faster routes and names their cost"
         if cost is None
-        else f"That adds about {cost:.0%} of a forward and backward pass"
+        else f"This adds about {cost:.0%} to the time of a forward and backward pass"
     )
     few = ", ".join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in slow[:3])
-    more = ", ..." if len(slow) > 3 else ""
+    more = f" and {len(slow) - 3} more" if len(slow) > 3 else ""
     warnings.warn(
-        f"{'A module has' if len(slow) == 1 else f'{len(slow)} modules have'} no kernel, so "
-        f"backward runs the forward again for each sample: {few}{more}. {costs}. "
-        "gnsfast.coverage(model) lists all routes.",
+        f"{'One module has' if len(slow) == 1 else f'{len(slow)} modules have'} no kernel: {few}"
+        f"{more}. The backward pass therefore runs the forward again for each sample. {costs}. "
+        "print(gnsfast.coverage(model)) shows the route of each parameter.",
         stacklevel=3,
     )
 
@@ -225,8 +225,9 @@ def _facts(
         )
     if odd := [n for n in sorted(asked.fold & routes.keys()) if issubclass(routes[n], Replayed)]:
         raise ValueError(
-            f"fold: {odd[0]!r} has no kernel, and a replay sample by sample cannot fold rows: "
-            "replay a module around it, or exclude it"
+            f"fold: {odd[0]!r} has no kernel, so it is replayed sample by sample, and a replay "
+            "cannot fold rows. Replay a module around it, convert(model, replay=[...]), or leave "
+            f"it out, convert(model, exclude=[{odd[0]!r}])."
         )
     left_out = _within(routes, asked.exclude)
     joined = (_within(routes, asked.repeated) | learned.repeated) & routes.keys() - left_out
@@ -308,8 +309,8 @@ def _refuse_empty(
             reached |= any(fnmatchcase(n, pattern) for n in parameters)
         if not reached:
             raise ValueError(
-                f"{option}: what {pattern!r} matches has no parameters of its own (a container, or "
-                "a part of a replayed module): name the layers themselves"
+                f"{option}: the modules that match {pattern!r} have no parameters of their own "
+                "(containers, or parts of a replayed module). Name the layers that hold them."
             )
 
 
@@ -357,34 +358,37 @@ def _refuse(named: dict[str, nn.Module]) -> None:
         for cls in type(module).__mro__:
             if cls.__name__ in WRAPPERS and cls.__module__.startswith("torch."):
                 raise ValueError(
-                    f"{name or 'the model'} is a {cls.__name__}: {WRAPPERS[cls.__name__]}"
+                    f"{name or 'The model'} is wrapped by {cls.__name__}: {WRAPPERS[cls.__name__]}."
                 )
         forward = vars(module).get("forward")
         if getattr(forward, "__module__", "").startswith("transformers.distributed."):
             raise ValueError(
-                f"{name or 'the model'} has a forward of transformers' own model parallelism, "
-                "which bypasses gnsfast's: convert, then use torch's parallelize_module"
+                f"{name or 'The model'} runs a forward of transformers' own model parallelism, "
+                "which does not call gnsfast's layers. Load the model without it, call "
+                "gnsfast.convert(model), then torch's parallelize_module."
             )
 
 
 def _refuse_sequence_first(named: dict[str, nn.Module], batch_dim: int) -> None:
     for name, module in named.items():
         if isinstance(module, SEQUENCE_FIRST) and module.self_attn.batch_first == bool(batch_dim):
-            first, say = ("batch", 0) if batch_dim else ("sequence", 1)
+            first, dim = ("batch", 0) if batch_dim else ("sequence", 1)
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) is {first}-first: say "
-                f"convert(model, batch_dim={say}), or convert(model, example=batch), which finds it"
+                f"{name or 'The model'} ({type(module).__name__}) is {first}-first: call "
+                f"convert(model, batch_dim={dim}), or convert(model, example=batch) to find it."
             )
 
 
 def _matching(option: str, patterns: Iterable[str] | None, named: Collection[str]) -> set[str]:
     if isinstance(patterns, str):
-        raise ValueError(f"{option} takes a list of patterns, not the string {patterns!r}")
+        raise ValueError(
+            f"{option} takes a list of patterns, not a string: write {option}=[{patterns!r}]"
+        )
     found = set()
     for pattern in patterns or ():
         names = {n for n in named if fnmatchcase(n, pattern)}
         if not names:
-            kind = "module's or parameter's" if option == "exclude" else "module's"
-            raise ValueError(f"{option}: no {kind} name matches {pattern!r}")
+            kind = "module or parameter" if option == "exclude" else "module"
+            raise ValueError(f"{option}: no {kind} has a name that matches {pattern!r}")
         found |= names
     return found

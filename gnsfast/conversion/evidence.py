@@ -142,14 +142,18 @@ class Evidence:
             for each in trials:
                 self._look_copying(each)
         except Exception as error:  # a user's model, which may ask for a real parameter
-            why = f"the model takes no copies of it ({type(error).__name__}: {error})"
+            why = (
+                "the model does not run with a copy of it for each sample "
+                f"({type(error).__name__}: {error})"
+            )
             return {}, {path: dict.fromkeys(names, why) for path, names in wanted.items()}
         failed = failures(wanted, trials)
         left = {p: [n for n in names if n not in failed[p]] for p, names in wanted.items()}
         left = {path: names for path, names in left.items() if names}
         if left and not self._tells_apart(left):
             for path in [p for p in left if not self._tells_apart({p: left[p]})]:
-                failed[path] |= dict.fromkeys(left.pop(path), "its samples cannot be told apart")
+                why = "the samples could not be told apart when each had a copy of it"
+                failed[path] |= dict.fromkeys(left.pop(path), why)
         return {path: tuple(trials[0].uses[path].seen.items()) for path in left}, failed
 
     def _tells_apart(self, wanted: Wanted) -> bool:
@@ -227,20 +231,21 @@ class Evidence:
                 first = next((rows for rows in found if rows is not None), None)
                 if isinstance(first, Lost) and (first.mixed or first.pooled):
                     around = self.calls(path)[0].caller
-                    raise self._meeting(around, f"of one sample {path!r} gets what others change")
+                    how = f"what {path!r} gets for one sample depends on the others"
+                    raise self._meeting(around, how)
 
     def _meeting(self, path: str, how: str) -> SamplesMeet:
         name = f"{path or 'the model'} ({type(self._named[path]).__name__})"
         other = ""
         if self._example.batch_dim == 0:
             other = (
-                " If the samples lie along dimension 1, say convert(model, example=..., "
+                " If the samples lie along dimension 1, call convert(model, example=..., "
                 "batch_dim=1)."
             )
         return SamplesMeet(
-            f"{name} ties the samples of a batch together: {how}, so no sample has a gradient of "
-            "its own, in no layer that the gradient passes. Leave that out of the pass to measure."
-            + other
+            f"{name} ties the samples of a batch together: {how}. So no sample has a gradient of "
+            "its own, neither in this module nor in the layers before it. Leave this part out of "
+            f"the pass that you measure.{other}"
         )
 
     def _see(self) -> None:
@@ -262,9 +267,9 @@ class Evidence:
                 return self._see()
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(
-                    f"gnsfast.convert called the model with {B} samples of the example, and fewer. "
-                    "An example is what the model itself is called with, without labels that it "
-                    "does not take."
+                    f"gnsfast.convert ran the model on {B} samples of the example, and on fewer. "
+                    "The example must be what the model itself is called with: leave labels out "
+                    "if its forward takes none."
                 )
             raise
         self._looks, self._samples = looks, Samples(whole, turned, part, other)
@@ -313,7 +318,7 @@ class Evidence:
 
     def _rows(self, sides: list[Prints]) -> list[Rows | Lost | None]:
         if len({len(side) for side in sides}) > 1:
-            return [Lost("the number of its tensors depends on the batch")]
+            return [Lost("the number of tensors in it depends on the batch")]
         found: list[Rows | Lost | None] = []
         for prints in zip(*sides):
             key = tuple(map(id, prints))

@@ -62,23 +62,30 @@ def example_of(model: nn.Module, example: Any, batch_dim: int) -> Example:
     call = _call_of(model, example)
     tensors = [t for t in tensors_of((call.args, call.kwargs)) if t.ndim]
     if not tensors:
-        raise ValueError("example: the model is called without a tensor that could hold samples")
+        raise ValueError(
+            "example: no argument of the model is a tensor with samples. Pass what the model is "
+            "called with, such as convert(model, example=inputs)."
+        )
     B = tensors[0].shape[batch_dim if tensors[0].ndim > 1 else 0]
     if B < 2:
         raise ValueError(
             f"example: its first tensor, of shape {list(tensors[0].shape)}, has size {B} along "
-            f"dimension {batch_dim}. One sample cannot show what belongs to which: give two or more"
+            f"dimension {batch_dim}. Fewer than two samples do not show which rows belong "
+            "together: pass two or more."
         )
     if masks := [list(t.shape) for t in tensors[1:] if t.shape == (B, B)]:
         raise ValueError(
-            f"example: a tensor of shape {masks[0]} may hold the {B} samples, or be a mask that "
-            f"they share: give another number of samples than {B}"
+            f"example: a tensor of shape {masks[0]} could hold the {B} samples, or be a mask that "
+            "they share. Pass an example with another number of samples."
         )
     call = call._replace(batch_dim=batch_dim, num_samples=B)
     few = call.cut()
     first, *others = (tensors_of(few.of([b])) for b in range(few.num_samples))
     if all(all(map(torch.equal, first, other)) for other in others):
-        raise ValueError("example: its samples are alike, so nothing tells them apart")
+        raise ValueError(
+            "example: all samples are equal, so nothing tells them apart. Pass samples that "
+            "differ, such as a batch of your data."
+        )
     return call
 
 
@@ -100,8 +107,8 @@ def _call_of(model: nn.Module, example: Any) -> Example:
     if callable(example) and not isinstance(example, nn.Module):
         return _caught(model, example)
     raise TypeError(
-        "example is what the model is called with: a tensor, a tuple of arguments, a dict of "
-        f"keyword arguments, or a function that calls the model; not a {type(example).__name__}"
+        "example must be what the model is called with: a tensor, a tuple of arguments, a dict of "
+        f"keyword arguments, or a function that calls the model, not a {type(example).__name__}"
     )
 
 
@@ -131,4 +138,7 @@ def _caught(model: nn.Module, run: Callable[[], Any]) -> Example:
         return calls[0]
     finally:
         hook.remove()
-    raise ValueError("example: the function returned without a call of the model")
+    raise ValueError(
+        "example: the function returned without calling the model. It must call the model that "
+        "convert is given."
+    )

@@ -55,7 +55,7 @@ def notes(model: nn.Module) -> dict[int, str]:
         weight = module._parameters.get("weight")
         if weight is not None and (project := fused_loss_of(model, path)):
             found[id(weight)] = (
-                f"in training {project}'s forward hands it to a fused loss without calling "
-                f"{path!r}: use {path}.cross_entropy instead"
+                f"in training, {project}'s forward passes this weight to a fused loss and does not "
+                f"call {path!r}: use {path}.cross_entropy instead"
             )
     return found

@@ -18,7 +18,7 @@ def laid(cls: type[DropIn], prints: Prints, found: list[Rows | Lost | None]) -> 
     for print_, rows in zip(prints, found):
         if print_ is not None and rows is not None:
             return rows if isinstance(rows, Lost) else _layout(cls, rows, print_.shape)
-    return Lost("it is called without a tensor of plain numbers (torch.func.vmap hides them)")
+    return Lost("it is called without an ordinary tensor (torch.func.vmap hides them)")
 
 
 def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Lost:
@@ -27,16 +27,16 @@ def _layout(cls: type[DropIn], rows: Rows, shape: tuple[int, ...]) -> Laid | Los
     if rows == SHARED:
         row = len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)
         if not (row and issubclass(cls, Embedding)):
-            return Lost("all samples share its input, so no row of it is one sample's")
+            return Lost("all samples share its input, so no row belongs to one sample")
         return SampleLayout(broadcast=len(shape) == 1), SHARES
     if interleaved:
         flat = len(shape) == (1 if issubclass(cls, Embedding) else 2)
         if dim or not flat or cls.gnsfast.route not in ALTERNATING:
-            return Lost(f"in dimension {dim} the samples' rows alternate")
-        return SampleLayout(1, flattened=True), "the samples' rows alternate"
+            return Lost(f"the rows of the samples alternate in dimension {dim}")
+        return SampleLayout(1, flattened=True), "the rows of the samples alternate"
     if dim and each > 1:
         return Lost(f"dimension {dim} holds {each} rows of each sample")
-    note = f"{each} consecutive rows are a sample" if each > 1 else ""
+    note = f"{each} consecutive rows are one sample" if each > 1 else ""
     return SampleLayout(dim, fold=each > 1), note or (
-        "" if dim == 0 else f"samples along dimension {dim}"
+        "" if dim == 0 else f"the samples lie along dimension {dim}"
     )

@@ -62,9 +62,9 @@ def learn(
             samples depend on each other.
     """
     if meta := [n for n, p in model.named_parameters() if p.is_meta]:
-        raise ValueError(f"example: {meta[0]} is on the meta device: load the weights first")
+        raise ValueError(f"example: {meta[0]} is on the meta device. Load the weights first.")
     if lazy := [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
-        raise ValueError(f"example: {lazy[0]} has no shape yet: run a forward pass first")
+        raise ValueError(f"example: {lazy[0]} has no shape yet. Run a forward pass first.")
     try:
         return _Learner(model, example, batch_dim or 0, routes, claims_of, asked).learned()
     except SamplesMeet as first:
@@ -140,7 +140,7 @@ class _Learner:
         if self.tables and not self.evidence.takes_tables(self.tables):
             for path in self.tables:
                 self.layouts.pop(path, None)
-                why = "all samples share its table, and the model takes no table for each sample"
+                why = "all samples share its output, and the model takes no copy for each sample"
                 self.requests[path] = Request(why, self._around(path))
             self.tables.clear()
         learned = self._replays()
@@ -164,7 +164,7 @@ class _Learner:
                     wanted[path] = trained
         if wanted:
             self.copies, self.uncopied = self.evidence.copied(wanted)
-            self.notes |= dict.fromkeys(self.copies, "each sample has copies of it")
+            self.notes |= dict.fromkeys(self.copies, "each sample uses a copy of it")
 
     def _learn(self, path: str, cls: type[DropIn]) -> None:
         """Find a module's layout, or request a replay of it or of one around it."""
@@ -197,7 +197,8 @@ class _Learner:
         if not any(counts):
             if issubclass(cls, OutProjection) or not self._is_passed_over(path):
                 return None
-            return Request("the example calls others of its list, but not it", _parent(path))
+            why = "the example calls other modules of its list, but not this one"
+            return Request(why, _parent(path))
         if len({*counts}) > 1:
             why = "how often the model calls it depends on the batch"
             return Request(why, self._around(path))
@@ -245,7 +246,7 @@ class _Learner:
         lost = [each for each in calls if isinstance(each, Lost)]
         found = [each for each in calls if not isinstance(each, Lost)]
         if len({layout for layout, _ in found}) > 1:
-            lost.append(Lost("its calls hold their samples in different places"))
+            lost.append(Lost("its calls have their samples in different places"))
         if lost:
             return Request(lost[0].reason, self._around(path))
         layout, note = found[0]
@@ -254,7 +255,7 @@ class _Learner:
             self.tables.add(path)
         if len(calls) > 1 and not self._may_repeat(path, cls):
             self.repeated.add(path)
-            note = f"{len(calls)} calls are joined" + (f"; {note}" if note else "")
+            note = f"its {len(calls)} calls are joined" + (f"; {note}" if note else "")
         self.notes[path] = note
         return None
 
@@ -275,12 +276,12 @@ class _Learner:
             return "it is not called exactly once"
         call = calls[0]
         if not call.plain:
-            return "it takes or gives objects that a second call may change"
+            return "it takes or returns an object that a second call may change"
         if not issubclass(self.routes.get(path, DropIn), Replayed):
             if why := replayed(module).reason:
                 return why
         if self.evidence.draws(path):
-            return "dropout inside: a replay would draw other masks"
+            return "it contains dropout, and a replay would draw other masks"
         for side, found in (
             (call.inputs, self.evidence.inputs(path)),
             (call.outputs, self.evidence.outputs(path)),
@@ -293,10 +294,8 @@ class _Learner:
                 if rows == SHARED and seen is None and (side is call.inputs or path in self.tables):
                     continue
                 if rows != Rows(seen if seen is not None else -1):
-                    why = rows.reason if isinstance(rows, Lost) else "its rows are folded"
-                    return (
-                        f"in a tensor of shape {list(print_.shape)} that it takes or gives: {why}"
-                    )
+                    why = rows.reason if isinstance(rows, Lost) else "each sample has several rows"
+                    return f"it takes or returns a tensor of shape {list(print_.shape)}, and {why}"
         return ""
 
     def _replays(self) -> Learned:
@@ -312,7 +311,8 @@ class _Learner:
         worth = {place for place, paths in around.items() if self._is_worth(place, paths)}
         failed = self.evidence.failed_replays(worth)
         for place, paths in around.items():
-            cost = f"adds about {self.evidence.cost(place):.0%} of a forward and backward pass"
+            time = self.evidence.cost(place)
+            cost = f"adds about {time:.0%} to the time of a forward and backward pass"
             if place in worth and place not in failed:
                 self.notes[place] = f"replayed sample by sample, which {cost}"
                 continue
@@ -320,7 +320,7 @@ class _Learner:
                 self.layouts.pop(path, None)
                 why = self.requests[path].why
                 reasons[path] = (
-                    f"{why}; a replay does not work: {failed[place]}"
+                    f"{why}; a replay of it failed: {failed[place]}"
                     if place in failed
                     else f"{why}. convert(model, example=..., replay=[{place!r}]) covers it, and "
                     f"{cost}"
@@ -360,10 +360,10 @@ WORTH, WORTH_OF_FEW, FEW = 0.5, 0.05, 0.02
 twentieth of at most a fiftieth of the model's. Times would give other routes in each process."""
 
 TIED = (
-    "the model's loss of two samples is neither the sum of theirs nor in between: a contrastive or "
-    "balance loss leaves samples no gradient of their own (gnsfast.verify)"
+    "the loss of two samples is neither the sum of their losses nor between them, as with a "
+    "contrastive or load-balancing loss: check the norms with gnsfast.verify"
 )
-EVALUATED = "seen in evaluation mode alone: numbers drawn in training hide or mix its samples"
+EVALUATED = "found in evaluation mode, because random numbers in training hide or mix the samples"
 
 
 def _elements(parameters: Any) -> int:

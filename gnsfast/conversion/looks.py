@@ -214,13 +214,17 @@ class Look(TorchDispatchMode):
         wanted = self._prints(one(output))
         for a, b in zip(wanted, self._prints(again)):
             if a is not None and b is not None and not a.same(b):
-                self.failed[name] = "of a single sample it gives something else"
+                self.failed[name] = "for a single sample it returns something else"
 
     def _odd(self, t: Tensor) -> str:
         if self._marks.picked(t):
-            return "the data pick or order the rows that it meets"
+            return "it is combined with rows that the data select or sort"
         flat = len(t) == self._samples or self._marks.flat(t)
-        return "" if flat else "the rows that it meets are not those of a tensor [B, ...] made flat"
+        return (
+            ""
+            if flat
+            else "it is combined with rows that are not those of a flattened tensor [B, ...]"
+        )
 
     def _expand_row(self, t: Tensor) -> Tensor:
         return t.expand(self._samples, t.shape[-1]) if t.ndim == 1 or len(t) == 1 else t

@@ -106,12 +106,12 @@ def rows_of(prints: Sequence[Print | None], samples: Samples) -> Rows | Lost:
     """Where the samples lie in a tensor of which ``prints`` are those of the four passes."""
     whole, *others = (each for each in prints if each is not None)
     if len(others) < 3:
-        return Lost("it has no numbers in memory to be compared")
+        return Lost("it has no numbers in memory to compare")
     turned, part, other = others
     if len({each.shape for each in (whole, *others)}) == 1:
         if all(whole.like(each.values) for each in others):
             return SHARED
-        return Lost("all samples together make it", pooled=True)
+        return Lost("it is computed from all samples together", pooled=True)
     alike = whole.shape == turned.shape and part.shape == other.shape
     shapes = [rows for rows in _candidates(whole, part, samples) if alike]
     found = [
@@ -120,33 +120,36 @@ def rows_of(prints: Sequence[Print | None], samples: Samples) -> Rows | Lost:
         if all(each.like(taken(whole.values, rows, own)) for each, own in zip(others, samples[1:]))
     ]
     if shapes and not (found or all(_among(p, whole, shapes[0].dim) for p in (part, other))):
-        return Lost("what belongs to one sample depends on the others", mixed=True)
+        return Lost("its values for one sample depend on the others", mixed=True)
     if any(each.picked for each in (whole, *others)):
         return Lost(
-            "the data pick or order its rows, so another batch may hold others: if each sample "
-            "always has as many, in its place, name the module in fold"
+            "the data select or sort its rows, so another batch may have other rows. If each "
+            "sample always has the same number of rows, in the order of the samples, name the "
+            "module in convert(model, fold=[...])"
         )
     if alike and _merged(whole, part, samples):
         return Lost(
-            f"{len(samples.whole)} rows of the example become {list(whole.shape)} (if k rows, one "
-            "after the other, are one sample, say fold=['*'] instead of an example)",
+            f"{len(samples.whole)} rows of the example become {list(whole.shape)} (if k "
+            "consecutive rows are one sample, call convert(model, fold=['*']) without an example)",
             mixed=True,
         )
     if not shapes:
         return Lost(
-            f"its shape {list(whole.shape)} for {len(samples.whole)} samples is "
-            f"{list(part.shape)} for {len(samples.part)}: no dimension holds a fixed number of "
-            "rows for each sample (a mask picks them, or they are gathered by expert)"
+            f"its shape is {list(whole.shape)} for {len(samples.whole)} samples and "
+            f"{list(part.shape)} for {len(samples.part)}, so no dimension holds a fixed number of "
+            "rows for each sample (a mask selects them, or they are gathered by expert)"
         )
     if not found:
-        return Lost("its rows are not in the order of the samples (sorted, or picked by a mask)")
+        return Lost(
+            "its rows are not in the order of the samples (they are sorted, or selected by a mask)"
+        )
     if len(found) > 1:
-        return Lost("its rows are so alike that their samples cannot be told")
+        return Lost("its rows are too similar to tell to which samples they belong")
     if found[0].each > 1 and not all(each.flat for each in (whole, *others)):
         return Lost(
-            "its rows do not come from a tensor [B, ...] made flat alone, so another batch may "
-            "hold others: if each sample always has as many, one after the other, name the module "
-            "in fold"
+            "its rows do not all come from a flattened tensor [B, ...], so another batch may have "
+            "other rows. If each sample always has the same number of consecutive rows, name the "
+            "module in convert(model, fold=[...])"
         )
     return found[0]
 

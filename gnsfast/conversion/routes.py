@@ -139,9 +139,15 @@ def route_of(module: nn.Module) -> Route:
         return Route(type(module))
     own = module._parameters
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        return Route(None, "a lazy module without a shape yet: run a forward pass before convert")
+        return Route(
+            None,
+            (
+                "it is a lazy module without a shape: run a forward pass before "
+                "gnsfast.convert(model)"
+            ),
+        )
     if any(p is not None and p.is_complex() for p in own.values()):
-        return Route(None, "complex parameters")
+        return Route(None, "its parameters are complex numbers")
     if _computed(module):
         return replayed(module)
     if is_float8(module):
@@ -201,7 +207,9 @@ def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) ->
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (
         module.sparse or module.scale_grad_by_freq
     ):
-        return Route(None, "an embedding with sparse or frequency-scaled gradients")
+        return Route(
+            None, "its gradients are sparse or scaled by frequency (sparse, scale_grad_by_freq)"
+        )
     if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
         return replayed(module)
     if not own <= {"weight", "bias"} or "weight" not in own:
@@ -241,24 +249,26 @@ def _draws(module: nn.Module) -> bool:
 def replayed(module: nn.Module) -> Route:
     """The route without a kernel: a replay, unless that would give other outputs."""
     if isinstance(module, CONTAINERS):
-        return Route(None, "a bare container of parameters that no module holds")
+        return Route(None, "it is a container of parameters that no module uses as its own")
     if isinstance(module, torch.jit.ScriptModule):
-        return Route(None, "a scripted module, whose forward cannot be replayed")
+        return Route(None, "it is a TorchScript module, whose forward cannot be replayed")
     if isinstance(module, nn.EmbeddingBag):
-        return Route(None, "an embedding bag of mode 'max', or with a forward of its own")
+        return Route(None, "it is an embedding bag with mode='max', or with a forward of its own")
     parts = list(module.modules())
     if any(map(_computed_in_a_hook, parts)):
-        return Route(None, "a hook computes its weight from other parameters, outside of it")
+        return Route(None, "a hook outside of the module computes its weight from other parameters")
     if any(map(moves_in_a_call, parts)):
-        return Route(None, "its spectral norm moves several times in each call")
+        return Route(None, "its spectral norm is updated several times in each call")
     if isinstance(module, nn.MultiheadAttention) and weight_hooks(module.out_proj):
-        return Route(None, "attention does not run the hook that computes its output projection")
+        return Route(
+            None, "the attention does not run the hook that computes its output projection"
+        )
     if _rebuilt_by_peft(module):
         return Route(None, "peft puts other weights into this attention in every forward pass")
     if any(map(_draws, parts)) or (
         isinstance(module, nn.MultiheadAttention) and module.dropout > 0
     ):
-        return Route(None, "dropout inside: a replay would draw other masks")
+        return Route(None, "it contains dropout, and a replay would draw other masks")
     cls = type(module)
     if is_parametrized_class(cls):
         (base,) = cls.__bases__

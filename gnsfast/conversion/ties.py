@@ -31,5 +31,5 @@ def link_ties(named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]]
         else:
             paths = ", ".join(repr(path) for path, _, _ in sharers)
             for m, name in probed:
-                reason = reasons[0] if reasons else f"a weight shared by {paths}"
+                reason = reasons[0] if reasons else f"its weight is shared by {paths}"
                 m.know(uncovered={**m.gnsfast.uncovered, name: reason})

@@ -58,7 +58,7 @@ def failures(wanted: Wanted, passes: Collection[Copying]) -> dict[str, dict[str,
         for name in names:
             why = next(filter(None, ((use.failed or {}).get(name) for use in uses)), "")
             if not all(name in use.used for use in uses):
-                why = why or "its module does not use it by name"
+                why = why or "its module does not read it by its name"
             elif any(kind != kinds[0] for kind in kinds):
                 why = why or "its use depends on the number of samples"
             if why:

@@ -60,8 +60,8 @@ class CriticalBatchFactor:
         """
         if other := self.run.differences(run):
             raise ValueError(
-                f"the factor was measured in another run, with {', '.join(other)} ({self.source}): "
-                "measure it in this run (gnsfast branch --factor), or say that it is meant: "
+                f"The factor was measured in another run, with {', '.join(other)} ({self.source}). "
+                "Measure it in this run (gnsfast branch --factor), or say that you want it: "
                 "factor=CriticalBatchFactor.load(...).for_other_run()"
             )
 
@@ -94,8 +94,8 @@ class CriticalBatchFactor:
             )
         if "run" not in found:
             warnings.warn(
-                f"{path} does not say which run its factor was measured in (older versions did not "
-                "note it), so a run that differs is not refused",
+                f"{path} does not say which run its factor was measured in, because an older "
+                "version wrote it. So nothing refuses it in a run that differs.",
                 stacklevel=2,
             )
         try:

@@ -82,8 +82,9 @@ class AdamMetric(NoMetric):
         self.left_out = slab.left_out(self.modules)
         if not self.modules:
             raise ValueError(
-                f"no layer of {type(model).__name__} has norms under a metric (Linear, Embedding, "
-                "LayerNorm, RMSNorm and their like do): leave metric='adam' out"
+                f"No layer of {type(model).__name__} has norms under Adam's metric. Linear, "
+                "Embedding, LayerNorm, RMSNorm and similar layers have them. Leave metric='adam' "
+                "out."
             )
         parameters = parameters_at_rest(model)
         at_rest = dict(zip(model.parameters(), parameters.values()))
@@ -165,8 +166,8 @@ class AdamMetric(NoMetric):
 
     def refuse_norm(self) -> None:
         raise ValueError(
-            "metric='adam' needs the gradients, not their norm: call gns.update() without it, "
-            "before clipping"
+            "metric='adam' needs the gradients, not their norm. Call gns.update() without "
+            "grad_norm, before clipping."
         )
 
     def added(
@@ -184,17 +185,18 @@ class AdamMetric(NoMetric):
         v = state.get(key)
         if not isinstance(v, Tensor) or "step" not in state:
             raise ValueError(
-                f"the optimizer's state of {name} has no {key} and step, but {sorted(state)}: "
-                "metric='adam' reads the state of torch.optim.Adam and AdamW"
+                f"The optimizer's state of {name} has no {key} and step, but {sorted(state)}. "
+                "metric='adam' reads the state of torch.optim.Adam and AdamW."
             )
         plain = type(v) is Tensor
         if p in self._sharded:
             plain = is_dtensor(v) and _placed(v) == _placed(p) and type(local_part(v)) is Tensor
         if not plain or v.dtype not in FLOATS or v.shape != p.shape or v.device != p.device:
             raise ValueError(
-                f"the optimizer's {key} of {name} is a {type(v).__name__} of {v.dtype} "
-                f"{list(v.shape)} on {v.device}: metric='adam' takes plain floating-point tensors "
-                "of the parameter's shape, device and sharding (no 8-bit or offloaded ones)"
+                f"The optimizer's {key} of {name} is a {type(v).__name__} of {v.dtype} "
+                f"{list(v.shape)} on {v.device}. metric='adam' needs a plain floating-point tensor "
+                "of the parameter's shape, device and sharding, so 8-bit and offloaded optimizers "
+                "do not work."
             )
         return v
 
@@ -231,8 +233,9 @@ class AdamMetric(NoMetric):
         """
         if not self._local and self._mark(moments) != self._marks:
             raise ObservationError(
-                "the optimizer has stepped since the first micro-batch of the update, so its v is "
-                "no longer that of the measured norms: call gns.update() before optimizer.step()"
+                "The optimizer has stepped since the first micro-batch of the update, so its "
+                "second moments are no longer those of the measured norms. Call gns.update() "
+                "before optimizer.step()."
             )
 
 
@@ -241,20 +244,20 @@ def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict
     kind = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ValueError(
-            f"{kind} spreads the second moments over processes: metric='adam' needs each process' "
-            "own, as with torch.optim.AdamW under DistributedDataParallel or fully_shard"
+            f"{kind} spreads the second moments over processes, but metric='adam' needs each "
+            "process's own. Use torch.optim.AdamW under DistributedDataParallel or fully_shard."
         )
     held = {p: group for group in optimizer.param_groups for p in group["params"]}
     for p, name in names.items():
         if p not in held:
             raise ValueError(
-                f"{name} is not among the optimizer's parameters: give GradientNoiseScale the "
-                "optimizer that trains the model, or freeze the parameter"
+                f"{name} is not among the optimizer's parameters. Give GradientNoiseScale the "
+                "optimizer that trains the model, or freeze the parameter."
             )
         if not {"betas", "eps", "amsgrad"} <= held[p].keys():
             raise ValueError(
-                "metric='adam' is that of torch.optim.Adam and AdamW (betas, eps, amsgrad), and "
-                f"{name} is trained by {kind}"
+                f"metric='adam' needs torch.optim.Adam or AdamW (betas, eps, amsgrad), but {name} "
+                f"is trained by {kind}"
             )
     return {p: held[p] for p in names}
 

@@ -118,10 +118,10 @@ class DualNorms:
         few = self._alone > (MOST_ALONE if self._compared else 0)
         if self._settings.micro_batches and few:
             raise ObservationError(
-                "noise_from='micro_batches' compares the gradients of the backward passes of an "
-                "update, and this update had 1 on 1 process: it takes 2 or more, better 4, by "
-                "gradient accumulation (a gns.microbatch block each) or more processes. "
-                "noise_from='samples' measures a single pass"
+                "noise_from='micro_batches' compares the gradients of an update's backward "
+                "passes. This update had 1 pass on 1 process, and it takes 2 or more, better 4. "
+                "Accumulate gradients, with a gns.microbatch block for each pass, or use more "
+                "processes. noise_from='samples' measures a single pass."
             )
         self._compared |= several
 
@@ -142,8 +142,8 @@ class DualNorms:
         """Raise if ``grad_norm`` does not suffice."""
         for metric in self.of:
             raise ValueError(
-                f"metric={metric!r} needs the gradients, not their norm: call gns.update() without "
-                "it, before clipping"
+                f"metric={metric!r} needs the gradients, not their norm. Call gns.update() without "
+                "grad_norm, before clipping."
             )
 
     def state(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class DualNorm:
     """The measurement in one dual norm, and V, the running mean of C."""
 
     feature = SIGN
-    needs = "Linear, Embedding, LayerNorm and RMSNorm layers have one. Leave metric='sign' out"
+    needs = "Linear, Embedding, LayerNorm and RMSNorm layers have it. Leave metric='sign' out."
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class DualNorm:
                 if name in taken and self._takes(p, settings)
             }
         if not self.parameters:
-            raise ValueError(f"no parameter has {self.feature}: {self.needs}")
+            raise ValueError(f"No parameter has {self.feature}. {self.needs}")
         self.left_out = tuple(name for name in slab.rows if name not in self.parameters)
         shaped = {name: (p, self._shape(p)) for name, p in self.parameters.items()}
         self._holdings = self._hold(shaped, processes, settings.group)
@@ -324,8 +324,8 @@ class SpectralNorm(DualNorm):
 
     feature = SPECTRAL
     needs = (
-        "matrices of Linear layers do, unless they are shared, and with optimizer=... those that "
-        "it trains. Leave metric='spectral' out"
+        "Matrices of Linear layers have it, unless they are shared; with optimizer=... only those "
+        "that it trains. Leave metric='spectral' out."
     )
     _sink = Grams
     _square = staticmethod(dual_norms.gram)

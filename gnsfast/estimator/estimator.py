@@ -102,10 +102,10 @@ class GradientNoiseScale:
         groups: Sequence[str] = (),
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
-            raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
+            raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
         if stages is None and not any(isinstance(m, DropIn) for m in model.modules()):
             raise ValueError(
-                f"{type(model).__name__} has no gnsfast layer: call gnsfast.convert(model) first"
+                f"{type(model).__name__} has no gnsfast layer. Call gnsfast.convert(model) first."
             )
         self.model, self.decay = model, decay
         self.window, self.every = integer("window", window), integer("every", every)
@@ -188,8 +188,8 @@ class GradientNoiseScale:
         self._settings.check_block(tokens, cu_seqlens, groups, schedule)
         if self._inside or self._attached is not None:
             raise ObservationError(
-                "a micro-batch is open already (an outer gns.microbatch block, or gns.attach()): "
-                "one forward and one backward pass belong to one micro-batch"
+                "A micro-batch is already open, by another gns.microbatch block or by "
+                "gns.attach(). Each micro-batch takes one forward and one backward pass."
             )
         if not self._due:
             yield
@@ -216,8 +216,8 @@ class GradientNoiseScale:
     def _open(self, num_samples: int, *details: Any) -> Observer:
         if self._settings.local and num_samples < 2:
             raise ValueError(
-                "source='local' measures each micro-batch by itself and needs two samples in it: "
-                "with one sample per micro-batch use source='global'"
+                "source='local' needs two samples in each micro-batch, because it measures each "
+                "one by itself. With one sample in a micro-batch use source='global'."
             )
         observer = self._start()
         observer.open(num_samples, *details)
@@ -237,9 +237,9 @@ class GradientNoiseScale:
         the compiled or wrapped one. ``remove()`` on the result ends it.
         """
         if self._attachment is not None:
-            raise ObservationError("gns.attach() was called before: remove() the first attachment")
+            raise ObservationError("gns.attach() was called before: call remove() on its result")
         if self._settings.groups:
-            raise ValueError("gns.attach() knows no groups: use gns.microbatch(n, groups=...)")
+            raise ValueError("gns.attach() cannot know groups: use gns.microbatch(n, groups=...)")
         hooks = self._before_forward, self._after_forward, self._after_removal
         self._attachment = Attachment(self.model, *hooks)
         return self._attachment
@@ -263,8 +263,8 @@ class GradientNoiseScale:
         x = next((t for t in leaves if isinstance(t, Tensor) and t.ndim), None)
         if x is None:
             raise ObservationError(
-                "gns.attach() found no tensor among the model's arguments to read the batch size "
-                "off: use gns.microbatch(num_samples)"
+                "gns.attach() reads the batch size off a tensor among the model's arguments, and "
+                "there is none. Use gns.microbatch(num_samples)."
             )
         layout = next(m.gnsfast.layout for m in self.model.modules() if isinstance(m, DropIn))
         num_samples = x.shape[layout.batch_dim if x.ndim > layout.batch_dim else 0]
@@ -287,9 +287,9 @@ class GradientNoiseScale:
         if not observer.reached():
             observer.discard()
             raise ObservationError(
-                "a forward pass of the attached model had no backward pass before the next one or "
-                "before gns.update(): run evaluation under torch.no_grad(), or use "
-                "gns.microbatch(num_samples) around the passes to measure"
+                "A forward pass of the attached model had no backward pass before the next one or "
+                "before gns.update(). Run evaluation under torch.no_grad(), or put "
+                "gns.microbatch(num_samples) around the passes that you measure."
             )
         observer.close(num_samples, None, None)
 
@@ -311,7 +311,7 @@ class GradientNoiseScale:
         """
         if self._inside:
             raise ObservationError(
-                "gns.update() inside a gns.microbatch block: call it after the last block"
+                "gns.update() was called inside a gns.microbatch block: call it after the block"
             )
         due, self._seen = self._due, self._seen + 1
         if not due:
@@ -370,7 +370,7 @@ class GradientNoiseScale:
         observer = self._start()
         if observer.midway:
             raise ObservationError(
-                "state_dict in the middle of an update: call it after gns.update()"
+                "gns.state_dict() was called in the middle of an update: call gns.update() first"
             )
         self._ledger.settle()
         return {

@@ -73,9 +73,9 @@ def refuse_unscaled_stage(scaler: GradScaler | None) -> None:
     """Raise if this pipeline stage's scaler has no scale: only the last stage scales the loss."""
     if scaler is not None and scaler.is_enabled() and scaler._scale is None:
         raise ObservationError(
-            "the grad_scaler has scaled nothing on this pipeline stage, so its scale is not "
-            "known here: scale something on every stage, scaler.scale(torch.zeros(())), and "
-            "call scaler.update() on all of them"
+            "The grad_scaler has scaled nothing on this pipeline stage, so its scale is unknown "
+            "here. On every stage call scaler.scale(torch.zeros(())) before the pass, and "
+            "scaler.update() after the step."
         )
 
 
@@ -84,8 +84,8 @@ def refuse_partial_norm(model: nn.Module) -> None:
     rows = coverage(model).rows
     if open_rows := [r.parameter for r in rows if not r.static and r.route != "frozen"]:
         raise ValueError(
-            f"grad_norm holds {', '.join(open_rows[:5])}, which no per-sample norm covers "
-            "(gnsfast.coverage(model)): call gns.update() without it"
+            "grad_norm is the norm of all parameters, but these have no per-sample norms: "
+            f"{', '.join(open_rows[:5])}. Call gns.update() without grad_norm."
         )
 
 
@@ -95,8 +95,8 @@ def given_sqnorm(grad_norm: float | Tensor, device: torch.device) -> Tensor:
     norm = torch.as_tensor(grad_norm if full is None else full())
     if norm.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
-            f"grad_norm is a {norm.dtype}, too coarse for a difference of squares: call "
-            "gns.update() without it, before clipping"
+            f"grad_norm is a {norm.dtype}, which is too coarse for a difference of squares. Call "
+            "gns.update() without it, before clipping."
         )
     return norm.to(device, torch.float64, non_blocking=True).square()
 
@@ -118,8 +118,8 @@ def divide_factor(model: nn.Module) -> float | None:
     if len(factors) > 1:
         parts = " and ".join(f"{factor or 'the mean'} ({of})" for factor, of in factors.items())
         raise NotImplementedError(
-            f"set_gradient_divide_factor gives parts of the model different scales, {parts}: give "
-            "all of them one, or use source='local', which does not read gradients"
+            f"set_gradient_divide_factor gives parts of the model different scales: {parts}. Give "
+            "all parts the same factor, or use source='local', which does not read gradients."
         )
     return next(iter(factors), None)
 
@@ -130,7 +130,7 @@ def refuse_new_factor(model: nn.Module, factor: float | None) -> None:
     if any(getattr(group, "gradient_divide_factor", None) != factor for group in groups):
         raise ObservationError(
             "set_gradient_divide_factor was called since the first micro-batch, so old and new "
-            "gradients have different scales: call gns.reset()"
+            "gradients have different scales. Call gns.reset()."
         )
 
 
@@ -182,8 +182,8 @@ def refuse_rewritten(
     writes = loss_factors.unscale_writes(device) if loss_factors.unscaled(scaler) else 0
     if all(m is None for m in now):
         raise ObservationError(
-            "no parameter has a gradient: call gns.update() before optimizer.zero_grad(). "
-            "If the optimizer runs inside backward, use source='local'."
+            "No parameter has a gradient. Call gns.update() before optimizer.zero_grad(). If the "
+            "optimizer runs inside the backward pass, use source='local'."
         )
     if now != [m and (m[0], m[1] + writes) for m in before]:
         raise ObservationError(checks.explain_rewritten(takes_norm))

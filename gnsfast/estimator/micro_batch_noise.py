@@ -56,9 +56,9 @@ class Arrivals:
             return
         if name not in self._left:
             raise ObservationError(
-                f"{name} got its gradient in several parts in one pass, so that no part is that of "
-                "the micro-batch: checkpoint with use_reentrant=False, and call backward once in a "
-                "gns.microbatch block"
+                f"{name} got its gradient in several parts in one pass, and no part is that of the "
+                "whole micro-batch. Checkpoint with use_reentrant=False, and call backward once "
+                "in each gns.microbatch block."
             )
         self._left.remove(name)
         self._take(name, grad.detach().to_dense())

@@ -70,8 +70,8 @@ class Observer:
         self.units = self.stages.units
         if not self.units:
             raise ValueError(
-                f"{type(self.model).__name__} has no trainable parameter under a gnsfast module: "
-                "call gnsfast.convert(model) first"
+                f"{type(self.model).__name__} has no trainable parameter in a gnsfast module: call "
+                "gnsfast.convert(model) first"
             )
         parameters = parameters_at_rest(self.model)
         at_rest = dict(zip(map(id, self.model.parameters()), parameters.values()))
@@ -135,8 +135,8 @@ class Observer:
         """Let the next forward and backward pass fill the probes."""
         if self.slab is not None:
             raise ObservationError(
-                "a micro-batch is open already: one forward and one backward pass belong to one "
-                "gns.microbatch(...) block"
+                "A micro-batch is already open. Each gns.microbatch(...) block takes one forward "
+                "and one backward pass."
             )
         self._changed |= self._slabs.refresh(self.model)
         if self._changed:
@@ -172,8 +172,8 @@ class Observer:
         replaced = any(owner.get(key) is not p for owner, key, p in self._owners)
         if replaced or self._signature() != self._trainable:
             raise ObservationError(
-                "parameters were frozen, unfrozen, moved or replaced since the first micro-batch, "
-                "so old and new measurements cannot be averaged: call gns.reset()"
+                "Parameters were frozen, unfrozen, moved or replaced since the first micro-batch, "
+                "so old and new measurements cannot be averaged. Call gns.reset()."
             )
 
     def pass_over(self) -> None:
@@ -193,16 +193,16 @@ class Observer:
             if self._marks() != self._last.marks:
                 self._drop()
                 raise ObservationError(
-                    "gradients were written to between two micro-batches of an update (another "
-                    "backward pass, clipping, zero_grad without gns.update()): each backward pass "
-                    "of an update needs its own gns.microbatch(...) block"
+                    "Gradients were changed between two micro-batches of an update, by another "
+                    "backward pass, clipping, or zero_grad without gns.update(). Put each "
+                    "backward pass of an update into its own gns.microbatch(...) block."
                 )
         elif self.after_update is not None:
             for name, p, old in zip(self.names, self.parameters, self.after_update):
                 if old is not None and checks.mark(p) == old:
                     raise ObservationError(
-                        f"{name} still has the gradient of the last update: call "
-                        "optimizer.zero_grad() between gns.update() and the next micro-batch"
+                        f"{name} still has the gradient of the last update. Call "
+                        "optimizer.zero_grad() between gns.update() and the next micro-batch."
                     )
 
     def _marks(self) -> list[Mark]:
@@ -290,8 +290,8 @@ class Observer:
         if divided != 1.0:
             self.discard()
             raise ObservationError(
-                "the schedule divides all gradients after its step, those of earlier steps once "
-                "more: for several steps in an update make it with scale_grads=False"
+                "The schedule divides all gradients after its step, and so those of earlier steps "
+                "again. For several steps in an update create it with scale_grads=False."
             )
         if lengths != (self._passes[-1].tokens is not None):
             self.discard()
@@ -304,8 +304,8 @@ class Observer:
         passes, s = self._passes, self.settings
         if not passes:
             raise ObservationError(
-                "gns.update() without a micro-batch: run forward and backward inside "
-                "gns.microbatch(num_samples), or call gns.attach() once"
+                "gns.update() was called without a micro-batch. Run forward and backward inside "
+                "gns.microbatch(num_samples), or call gns.attach() once."
             )
         self._passes, self.after_update = [], self._marks()
         norm = None if grad_norm is None else gradients.given_sqnorm(grad_norm, self.device)
@@ -335,7 +335,7 @@ class Observer:
     def refuse_norm(self) -> None:
         """Raise if the norm of the whole gradient does not suffice."""
         if self.settings.local:
-            raise ValueError("update(grad_norm=...) has no use where source='local'")
+            raise ValueError("source='local' does not use grad_norm: call gns.update()")
         self.metric.refuse_norm()
         self.dual.refuse_norm()
         gradients.refuse_partial_norm(self._wrapped)
@@ -345,8 +345,8 @@ class Observer:
         for name, parameter in zip(self.names, self.parameters):
             if parameter._backward_hooks and not is_dtensor(parameter):
                 raise ObservationError(
-                    f"{name} has a gradient hook, so .grad is not the sum of its samples' "
-                    "gradients: use source='local', which does not read it"
+                    f"{name} has a gradient hook, so .grad may not be the sum of its samples' "
+                    "gradients. Use source='local', which does not read it."
                 )
         gradients.refuse_rewritten(
             *(self._last.marks, self._marks(), self.settings.grad_scaler, self.device),

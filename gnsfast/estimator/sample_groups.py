@@ -43,16 +43,16 @@ class GroupMeasure:
         together = gathered(names, settings.group) if names and processes.world > 1 else []
         if len(set(together)) > 1:
             raise ValueError(
-                "processes name different groups, or the same in another order: give "
-                "GradientNoiseScale(groups=[...]) the same list on each"
+                "The processes name different groups, or name them in another order. Give "
+                "GradientNoiseScale(groups=[...]) the same list on each."
             )
         self._index = {name: k for k, name in enumerate(names)}
         self.modules = slab.taking(GROUPS) if names else frozenset()
         self.left_out = slab.left_out(self.modules)
         if names and not self.modules:
             raise ValueError(
-                "no layer of the model has norms of groups (Linear, Embedding, LayerNorm, RMSNorm "
-                "and their like do, where no weight is tied): leave groups out"
+                "No layer of the model has norms of groups. Linear, Embedding, LayerNorm, RMSNorm "
+                "and similar layers have them. Leave groups out."
             )
         self._members: list[Tensor] = []
         self._loss_reduction = settings.loss_reduction
@@ -70,21 +70,25 @@ class GroupMeasure:
         """
         if (of_samples is None) != (not self.names):
             raise ValueError(
-                "groups need two arguments, GradientNoiseScale(groups=[...]), their names, and "
-                "gns.microbatch(n, groups=...), one for each sample: give both or neither"
+                "Groups need two arguments: GradientNoiseScale(groups=[...]) names them, and "
+                "gns.microbatch(n, groups=...) gives one for each sample. Give both or neither."
             )
         self._members = []
         if of_samples is None:
             return []
         if isinstance(of_samples, Tensor) and of_samples.ndim != 1:
             raise ValueError(
-                f"groups must be one for each sample, not of shape {list(of_samples.shape)}"
+                "groups must hold one group for each sample, but has shape "
+                f"{list(of_samples.shape)}"
             )
         groups = of_samples.tolist() if isinstance(of_samples, Tensor) else list(of_samples)
         if len(groups) != num_samples:
-            raise ValueError(f"groups names {len(groups)} samples, num_samples is {num_samples}")
+            raise ValueError(f"groups holds {len(groups)} names, but num_samples is {num_samples}")
         if odd := [g for g in groups if g not in self._index]:
-            raise ValueError(f"group {odd[0]!r} is none of {', '.join(map(repr, self.names))}")
+            raise ValueError(
+                f"group {odd[0]!r} is not one of {', '.join(map(repr, self.names))}, which "
+                "GradientNoiseScale(groups=[...]) named"
+            )
         group_B = torch.tensor([self._index[g] for g in groups])
         self._members = [(group_B == k).nonzero()[:, 0] for k in range(len(self.names))]
         return self._members

@@ -32,6 +32,9 @@ def refuse_other(state: dict[str, Any], identity: dict[str, Any]) -> None:
             continue
         if isinstance(ours, list) and isinstance(theirs, list):
             differ = sorted(map(str, set(ours) ^ set(theirs)))[:5]
-            how = f"differ in {differ}" if differ else "are in another order"
-            raise ValueError(f"the state is of another model: {key} {how}")
-        raise ValueError(f"the state has {key}={theirs!r}, this estimator {key}={ours!r}")
+            how = f"differs in {differ}" if differ else "is in another order"
+            raise ValueError(f"The saved state belongs to another model: its list of {key} {how}.")
+        raise ValueError(
+            f"The saved state was made with {key}={theirs!r}, but this estimator has "
+            f"{key}={ours!r}."
+        )

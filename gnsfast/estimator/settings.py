@@ -46,14 +46,17 @@ class Settings:
         check_choice("noise_from", self.noise_from, ("samples", "micro_batches"))
         if self.micro_batches and not self.dual:
             raise ValueError(
-                "noise_from='micro_batches' is for metric='sign' and metric='spectral': name one. "
-                "gnsfast.TwoBatchNoiseScale(model) gives the Euclidean noise scale of micro-batches"
+                "noise_from='micro_batches' needs metric='sign' or metric='spectral'. For the "
+                "Euclidean noise scale of micro-batches use gnsfast.TwoBatchNoiseScale(model)."
             )
         if self.local and self.stages is not None:
-            raise ValueError("source='local' has no use for pipeline stages: use source='global'")
+            raise ValueError(
+                "source='local' does not work with pipeline stages: use source='global'"
+            )
         if self.local and self.dual:
             raise ValueError(
-                f"metric={self.dual[0]!r} reads the whole gradient: use source='global'"
+                f"metric={self.dual[0]!r} needs the gradient of the whole update: use "
+                "source='global'"
             )
         refuse(None, self.features())
 
@@ -73,21 +76,21 @@ class Settings:
     def check_block(self, tokens: Any, cu_seqlens: Any, groups: Any, schedule: Any) -> None:
         """Raise for arguments of a micro-batch that do not go together."""
         if schedule is not None and self.local:
-            raise ValueError("source='local' has no use for a schedule: use source='global'")
+            raise ValueError("source='local' does not work with a schedule: use source='global'")
         refuse(None, self.features(cu_seqlens is not None, schedule is not None))
         each = isinstance(tokens, Tensor) and tokens.ndim
         if self.dual and not self.micro_batches and tokens is not None and not each:
             raise ValueError(
-                f"metric={self.dual[0]!r} needs the tokens of each sample, not their total: "
-                "tokens=torch.tensor([...]) with one count per sample"
+                f"metric={self.dual[0]!r} needs the tokens of each sample, not their total: pass "
+                "tokens=torch.tensor([...]) with one count for each sample"
             )
         if groups is not None and tokens is not None and getattr(tokens, "ndim", 0) != 1:
-            raise ValueError("with groups tokens must be one count for each sample")
+            raise ValueError("With groups, tokens must be a tensor with one count for each sample.")
         if cu_seqlens is not None and tokens is None:
             raise ValueError(
-                "with cu_seqlens say tokens=..., the tokens of each document that the loss "
-                "counts (cu_seqlens.diff() - 1 for next-token losses, 0 for padding), or 1 for "
-                "each if the loss is a mean over documents"
+                "With cu_seqlens pass tokens=..., the tokens of each document that the loss "
+                "counts: cu_seqlens.diff() - 1 for next-token losses, 0 for padding. If the loss "
+                "is a mean over documents, pass 1 for each."
             )
 
     @property
@@ -121,7 +124,9 @@ class EndOfPass:
 def ordered_names(names: Any) -> tuple[str, ...]:
     """The names of groups as a tuple. A set is refused: all processes need the same order."""
     if isinstance(names, (str, set, frozenset)) or len(set(names)) < len(tuple(names)):
-        raise ValueError(f"groups must be a list of different names, in one order, not {names!r}")
+        raise ValueError(
+            f"groups must be a list of different names in a fixed order, not {names!r}"
+        )
     return tuple(names)
 
 
@@ -131,11 +136,14 @@ def measured(metric: str | Sequence[str] | None, optimizer: Any, noise_from: str
     for each in metrics:
         check_choice("metric", each, ("adam", "sign", "spectral"))
     if "adam" in metrics and optimizer is None:
-        raise ValueError("metric='adam' and optimizer=... go together: give both or neither")
+        raise ValueError(
+            "metric='adam' needs the optimizer: GradientNoiseScale(model, metric='adam', "
+            "optimizer=optimizer)"
+        )
     if optimizer is not None and not {"adam", "spectral"} & {*metrics}:
         raise ValueError(
-            "optimizer=... is for metric='adam' and metric='spectral': name the metric too, or "
-            "leave the optimizer out"
+            "optimizer=... is used only with metric='adam' and metric='spectral'. Name the metric "
+            "too, or leave the optimizer out."
         )
     matrices = None
     if optimizer is not None and "spectral" in metrics:

@@ -93,7 +93,7 @@ class TwoBatchNoiseScale:
         process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
-            raise ValueError(f"decay must lie in (0, 1], not {decay!r}")
+            raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         self.model, self.decay = model, decay
         self.window, self.every = integer("window", window), integer("every", every)
@@ -177,7 +177,9 @@ class TwoBatchNoiseScale:
         num_samples = integer("num_samples", num_samples)
         loss_factors.check_factors(num_samples, tokens, scale)
         if self._inside:
-            raise ObservationError("a gns.microbatch block is open already: one pass belongs to it")
+            raise ObservationError(
+                "A gns.microbatch block is already open. It takes one forward and one backward pass."
+            )
         if not self._due:
             yield
             return
@@ -188,8 +190,8 @@ class TwoBatchNoiseScale:
             if before != self._ends:
                 self.discard()
                 raise ObservationError(
-                    "gradients were written to between two micro-batches of an update: each "
-                    "backward pass of an update needs its own gns.microbatch(...) block"
+                    "Gradients changed between two micro-batches of an update. Each backward pass "
+                    "of an update needs its own gns.microbatch(...) block."
                 )
         else:
             self._begin(before)
@@ -208,14 +210,14 @@ class TwoBatchNoiseScale:
         now = trained(unwrapped(self.model))
         if [*map(id, now.values())] != [*map(id, self._all)]:
             raise ObservationError(
-                "parameters were frozen, unfrozen or replaced since the first micro-batch, so old "
-                "and new measurements cannot be averaged: call gns.reset()"
+                "Parameters were frozen, unfrozen or replaced since the first micro-batch, so old "
+                "and new measurements cannot be averaged. Call gns.reset()."
             )
         for name, mark, old in zip(self._parameters, before, self._after_update):
             if old is not None and mark == old:
                 raise ObservationError(
-                    f"{name} still has the gradient of the last update: call "
-                    "optimizer.zero_grad() between gns.update() and the next micro-batch"
+                    f"{name} still has the gradient of the last update. Call "
+                    "optimizer.zero_grad() between gns.update() and the next micro-batch."
                 )
         self._leftover = self._witness()
 
@@ -235,9 +237,9 @@ class TwoBatchNoiseScale:
         for name, old, new in zip(self._parameters, before, self._ends):
             if self._processes.world == 1 and name not in own and old != new:
                 raise ObservationError(
-                    f"{name}.grad was written to in a pass in which autograd brought it no "
-                    "gradient (a fused kernel that adds to it?), so that of the micro-batch is "
-                    "not known: gnsfast.GradientNoiseScale with exclude=[...] leaves it out"
+                    f"{name}.grad changed in a pass in which autograd brought it no gradient, as "
+                    "by a fused kernel that adds to it. The gradient of the micro-batch is then "
+                    "not known. Freeze the parameter, or switch that kernel off."
                 )
         factor = loss_factors.loss_scale(self._scaler)
         self._loss_scale = None if factor is None else factor.clone()
@@ -264,24 +266,26 @@ class TwoBatchNoiseScale:
                 where gradients are gone or were written to.
         """
         if self._inside:
-            raise ObservationError("gns.update() inside a gns.microbatch block: call it after it")
+            raise ObservationError(
+                "gns.update() was called inside a gns.microbatch block: call it after the block"
+            )
         due, self._seen = self._due, self._seen + 1
         if not due:
             return
         passes = self._passes
         if not passes:
             raise ObservationError(
-                "gns.update() without a micro-batch: run forward and backward inside "
-                "gns.microbatch(num_samples)"
+                "gns.update() was called without a micro-batch. Run forward and backward inside "
+                "gns.microbatch(num_samples)."
             )
         on = self._processes
         if len(passes) * on.world < 2:
             self.discard()
             raise ObservationError(
                 "TwoBatchNoiseScale compares the gradients of the backward passes of an update, "
-                "and this update had 1 on 1 process: it takes 2 or more, better 4, by gradient "
-                "accumulation (a gns.microbatch block each) or more processes. "
-                "gnsfast.GradientNoiseScale measures a single pass of a converted model"
+                "and this update had 1 on 1 process. Use 2 or more, better 4: accumulate gradients, "
+                "with a gns.microbatch block for each pass, or train with more processes. "
+                "GradientNoiseScale measures a single pass of a converted model."
             )
         p_P, scalars = (torch.stack(each).sum(0) for each in zip(*passes))
         still = None if loss_factors.unscaled(self._scaler) else self._loss_scale
@@ -311,7 +315,7 @@ class TwoBatchNoiseScale:
         now = self._marks()
         if not any(now):
             raise ObservationError(
-                "no parameter has a gradient: call gns.update() before optimizer.zero_grad()"
+                "No parameter has a gradient. Call gns.update() before optimizer.zero_grad()."
             )
         gradients.refuse_rewritten(self._ends, now, self._scaler, self._device, True)
         blocks: list[gradients.Block] = [(p, ()) for p in self._all]
@@ -348,16 +352,16 @@ class TwoBatchNoiseScale:
             raise ObservationError(wrong)
         if bool((q > (1 + 1e-3) * scalars[:, 2] * p).any()):  # by Cauchy-Schwarz
             raise ObservationError(
-                "the gradient of an update is larger than those of its micro-batches allow: a "
-                "backward pass ran outside of gns.microbatch, or the grad_norm or a scale is not "
-                "that of these gradients (such as a gradient scaler that this was not given)"
+                "The gradient of an update is larger than those of its micro-batches allow. A "
+                "backward pass ran outside of gns.microbatch, or grad_norm or scale is not that of "
+                "these gradients. With a gradient scaler pass grad_scaler=scaler."
             )
 
     def state_dict(self) -> dict[str, Any]:
         """All measurements, on the CPU, between updates; the same on every process."""
         if self._inside or self._passes:
             raise ObservationError(
-                "state_dict in the middle of an update: call it after gns.update()"
+                "gns.state_dict() was called in the middle of an update: call gns.update() first"
             )
         return {**self._identity(), "seen": self._seen, "ring": [t.cpu() for t in self._ring]}
 

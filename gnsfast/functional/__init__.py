@@ -31,12 +31,15 @@ from gnsfast.functional.calls import Calls as Calls
 from gnsfast.functional.documents import Documents as Documents
 from gnsfast.functional.documents import cu_seqlens as cu_seqlens
 from gnsfast.functional.documents import document_slots as document_slots
+from gnsfast.functional.documents import documents_of_rows as documents_of_rows
 from gnsfast.functional.plan import Plan
 from gnsfast.functional.second_moments import Grams as Grams
 from gnsfast.functional.second_moments import Halves as Halves
 from gnsfast.functional.second_moments import Squares as Squares
+from gnsfast.ops import Groups
 
 __all__ = [
+    "Groups",
     "Plan",
     "attach_parameters",
     "attention",

@@ -47,7 +47,8 @@ class _Embedding(torch.autograd.Function):
             return (y,)
         B, T, D = samples_first(y, ctx.samples, plan.batch_dim).shape
         zero = w.new_zeros((), dtype=accumulate_dtype(w.dtype))
-        return y, zero.expand(B, T, D), zero.clone().expand(B, T, D)
+        sums = (B, T, D) if plan.groups is None else (2, B, T, D)
+        return y, zero.expand(B, T, D), zero.clone().expand(sums)
 
     @staticmethod
     @once_differentiable
@@ -62,7 +63,8 @@ class _Embedding(torch.autograd.Function):
             ids_BT = samples_first(ids[..., None], ctx.samples, plan.batch_dim)[..., 0]
             table = ctx.num_embeddings, ctx.padding_idx, ctx.parameter_dtype
             a = EmbeddingWgrad(dy_BTD, ids_BT, *table, plan.starts, *plan.metric)
-            dw, rows = plan.run(ctx.wgrad, a, [True])
+            at_BS = torch.cat(link_ids, dim=1) if link_ids else None
+            dw, rows, *of_groups = plan.run(ctx.wgrad, a, [True], at_BS)
             of_samples, of_sum = dlinks or (None, None)
             if link_ids or of_samples is not None or of_sum is not None:
                 taught_BTD = dy_BTD.to(accumulate_dtype(dy.dtype))
@@ -73,7 +75,7 @@ class _Embedding(torch.autograd.Function):
                     add_cross_terms(rows, taught_BTD, ids_BT, plan, of_samples, of_sum)
                 if link_ids:
                     linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
-                    to_links = link_grads(link_ids, linked, dw)
+                    to_links = link_grads(link_ids, linked, dw, *of_groups)
             if trusted is not None:
                 calls = plan.samples(rows) + 1
                 trusted = trusted & ~(_summed(dy_BTD) & ctx.shared)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
 from gnsfast.functional._autocast import cast_like, without_autocast
-from gnsfast.functional.plan import PLAIN, Plan, samples_first
+from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.signatures import InProjectionWgrad
 
 
@@ -35,9 +35,10 @@ class _InProjection(torch.autograd.Function):
         ctx.parameter_dtype = tensors[0].dtype
         b, *tensors = cast_like(tensors[n], b, *tensors)  # type: ignore[assignment]
         weights, xs = tensors[:n], tensors[n:]
-        ctx.save_for_backward(*weights, *(xs if any(need_w) else ()))
-        ctx.num_weights, ctx.sources = n, sources
-        ctx.samples, ctx.batch_dim = plan.samples(probe), plan.batch_dim
+        saved = xs if any(need_w) else ()
+        ctx.save_for_backward(*weights, *saved, *plan.tensors())
+        ctx.num_weights, ctx.num_inputs, ctx.sources = n, len(saved), sources
+        ctx.samples, ctx.plan = plan.samples(probe), plan.without_tensors()
         if n == 3:
             biases = (None, None, None) if b is None else b.chunk(3)
             return tuple(F.linear(xs[s], w, c) for s, w, c in zip(sources, weights, biases))
@@ -55,7 +56,8 @@ class _InProjection(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         n, dtype = ctx.num_weights, ctx.parameter_dtype
         saved = ctx.saved_tensors  # under checkpointing they can be read only once
-        weights, xs = saved[:n], saved[n:]
+        weights, xs, tensors = saved[:n], saved[n:][: ctx.num_inputs], saved[n + ctx.num_inputs :]
+        plan = ctx.plan.restored(tensors)
         need_b, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[4 : 4 + n]
         need_x = ctx.needs_input_grad[4 + n :]
         with without_autocast(dys[0]):
@@ -65,17 +67,11 @@ class _InProjection(torch.autograd.Function):
                 _input_grad([dys[i] for i in use], [each[i] for i in use]) if need else None
                 for use, need in zip(uses, need_x)
             ]
-            dy_BTO = [samples_first(dy, ctx.samples, ctx.batch_dim) for dy in dys]
-            x_BTI = dy_BTO
-            if xs:
-                x_BTI = [samples_first(xs[s], ctx.samples, ctx.batch_dim) for s in ctx.sources]
+            dy_BTO = [plan.rows(dy, ctx.samples) for dy in dys]
+            x_BTI = [plan.rows(xs[s], ctx.samples) for s in ctx.sources] if xs else dy_BTO
             size = 3 // n
             parts = [
-                ops.in_projection_wgrad(
-                    InProjectionWgrad(
-                        x_BTI[i : i + size], dy_BTO[i : i + size], need, need_b, dtype
-                    )
-                )
+                _wgrad(plan, x_BTI[i : i + size], dy_BTO[i : i + size], need, need_b, dtype)
                 for i, need in zip(range(0, 3, size), need_w)
             ]
             dws, dbs, rows = zip(*parts)
@@ -87,6 +83,25 @@ class _InProjection(torch.autograd.Function):
             *(dw if need else None for dw, need in zip(dws, need_w)),
             *dxs,
         )
+
+
+def _wgrad(
+    plan: Plan,
+    xs: list[Tensor],
+    dys: list[Tensor],
+    weight: bool,
+    bias: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """The results of ``in_projection_wgrad``; for documents by the operator of linear layers."""
+    if plan.starts is None:
+        found: tuple[Tensor, ...]
+        found = ops.in_projection_wgrad(InProjectionWgrad(xs, dys, weight, bias, dtype))
+        return found
+    wanted = weight, bias
+    each = [ops.linear_wgrad(plan.linear_wgrad(*t, wanted, dtype)) for t in zip(xs, dys)]
+    dws, dbs, rows, _ = zip(*each)
+    return torch.cat(dws), torch.cat(dbs), torch.stack(rows, 1).flatten(0, 1)
 
 
 def _input_grad(dys: list[Tensor], weights: list[Tensor]) -> Tensor:
@@ -118,7 +133,7 @@ def in_projection(
         bias: [3 E] or None.
         probe: float32 zeros [P, B + 2]: rows for the weight of the query, the key and the value,
             then for the three biases; a frozen parameter has none.
-        plan: says which dimension holds the samples.
+        plan: says which dimension holds the samples, or where documents begin.
 
     The squared norms carry the scale of the loss, as in ``linear``; that of a packed weight is the
     sum of its three rows. Raises ValueError for a probe of another shape.

@@ -45,8 +45,8 @@ class _Linear(torch.autograd.Function):
             x = dy if x is None else plan.rows(x, ctx.samples)
             ids = torch.cat(link_ids, dim=1) if link_ids else None
             a = plan.linear_wgrad(x, dy, need, ctx.parameter_dtype, ids)
-            dw, db, rows, linked = plan.run(ops.linear_wgrad, a, need)
-            to_links = link_grads(link_ids, linked, dw)
+            dw, db, rows, *linked = plan.run(ops.linear_wgrad, a, need, ids)
+            to_links = link_grads(link_ids, linked[0], dw, *linked[1:])
         return dx, dw if need[0] else None, db if need[1] else None, rows, None, *to_links
 
 

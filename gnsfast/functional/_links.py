@@ -5,6 +5,7 @@
 embedding also adds the cross terms 2 a·b with all later uses. For that it has two more outputs, the
 link, which later uses take as inputs. As the gradient of the link a later use hands back the rows
 of its own gradient at the embedding's ids: those of every sample's gradient, and those of the sum.
+With groups of samples the link of the sum is two: those of the sum, and of each sample's own group.
 
 Legend: B samples, T tokens, S ids of links, V vocabulary, D width.
 """
@@ -19,17 +20,25 @@ from gnsfast.functional.second_moments import Squares
 from gnsfast.reference import root_metric
 
 Link = tuple[Tensor, Tensor, Tensor]
-"""An earlier use of a shared weight: its ids [B, S] and its two link outputs, both [B, S, D]."""
+"""An earlier use of a shared weight: its ids [B, S] and its two link outputs, both [B, S, D]; with
+groups the second is [2, B, S, D]."""
 
 
-def link_grads(link_ids: list[Tensor], linked_BSD: Tensor, dw_VD: Tensor) -> list[Tensor | None]:
+def link_grads(
+    link_ids: list[Tensor], linked_BSD: Tensor, dw_VD: Tensor, of_groups_BSD: Tensor | None = None
+) -> list[Tensor | None]:
     """The gradients of each link's three tensors, from ``linked_BSD``, the rows of every sample's
-    gradient at the ids of all links, and the whole gradient ``dw_VD``.
+    gradient at the ids of all links, the whole gradient ``dw_VD``, and the rows of the gradients of
+    the samples' groups.
     """
     grads: list[Tensor | None] = []
-    if link_ids:
-        for ids_BS, rows_BSD in zip(link_ids, linked_BSD.split([i.shape[1] for i in link_ids], 1)):
-            grads += [None, rows_BSD, dw_VD[ids_BS].to(rows_BSD.dtype)]
+    if not link_ids:
+        return grads
+    sizes = [ids_BS.shape[1] for ids_BS in link_ids]
+    own = () if of_groups_BSD is None else of_groups_BSD.split(sizes, 1)
+    for k, (ids_BS, rows_BSD) in enumerate(zip(link_ids, linked_BSD.split(sizes, 1))):
+        of_sum = dw_VD[ids_BS].to(rows_BSD.dtype)
+        grads += [None, rows_BSD, torch.stack([of_sum, own[k]]) if own else of_sum]
     return grads
 
 
@@ -52,9 +61,13 @@ def add_cross_terms(
     of_samples: Tensor,
     of_sum: Tensor,
 ) -> None:
-    """Add 2 a·b to an embedding's probe row, in place, for each sample and for the sum; also to the
-    row under a metric, if there is one.
+    """Add 2 a·b to an embedding's probe row, in place, for each sample, for the sum and for groups;
+    also to the row under a metric, if there is one.
     """
+    if plan.groups is not None:
+        of_sum, of_groups = of_sum.unbind()
+        own_B = (dy_BTD * of_groups).sum((1, 2), dtype=torch.float64)
+        rows_MB[0, len(own_B) + 2 :].add_(plan.groups.sums(own_B), alpha=2.0)
     weighed = [dy_BTD]
     if plan.constants_P2 is not None:
         v_BTD = F.embedding(ids_BT, plan.moments[0])
@@ -65,10 +78,10 @@ def add_cross_terms(
             own_B = (dy_BTD * of_samples).sum((1, 2), dtype=torch.float64)
         else:
             own_1N = (dy_BTD * of_samples).sum(2, dtype=torch.float64)
-            own_B = own_1N.new_zeros(len(row) - 2)
+            own_B = own_1N.new_zeros(plan.samples(rows_MB))
             own_B.index_add_(0, documents_of_rows(plan.starts, own_1N.shape[1]), own_1N[0])
         own_1 = (dy_BTD * of_sum).sum(dtype=torch.float64)[None]
-        row[:-1].add_(torch.cat([own_B, own_1]), alpha=2.0)
+        row[: len(own_B) + 1].add_(torch.cat([own_B, own_1]), alpha=2.0)
     for sums in plan.second:
         if isinstance(sums, Squares):
             sums.add_cross_terms(ids_BT, weighed[0] * of_samples)

@@ -185,12 +185,13 @@ class _Kept:
                 "backward of all calls had ended",
             )
         a = self._joined()
-        if link_ids:
-            a = a._replace(ids_BS=torch.cat(link_ids, dim=1))
-        with without_autocast(a[0]):
-            found = self._plan.run(self._operator, a, self._wanted)
-            to_links = link_grads(link_ids, found[-1], found[0])
+        ids_BS = torch.cat(link_ids, dim=1) if link_ids else None
+        if ids_BS is not None:
+            a = a._replace(ids_BS=ids_BS)
         kinds = JOINED[self._kind][1]
+        with without_autocast(a[0]):
+            found = self._plan.run(self._operator, a, self._wanted, ids_BS)
+            to_links = link_grads(link_ids, found[len(kinds) - 1], found[0], *found[len(kinds) :])
         sums = [t for t, kind in zip(found, kinds) if kind == "sum"]
         return [found[kinds.index("rows")], *compress(sums, self._wanted)], to_links
 

@@ -2,16 +2,15 @@
 """Which rows of a layer's input belong to which sample, and what is measured."""
 
 from collections.abc import Callable, Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gnsfast import combinations
-from gnsfast.reference import sqnorm
-from gnsfast.signatures import BY_SAMPLE, LinearWgrad
-from gnsfast.tensors import accumulate_dtype, is_dtensor
+from gnsfast.ops import Groups, by_group
+from gnsfast.signatures import LinearWgrad
+from gnsfast.tensors import is_dtensor
 
 Operator = Callable[[Any], tuple[Tensor, ...]]
 
@@ -33,7 +32,7 @@ class Plan(NamedTuple):
             to a document.
         experts: the number of experts; ``starts`` is then [experts · B + 1], the rows of each
             expert, sample by sample.
-        members: G index tensors, the samples of each group; each sample is in one group.
+        groups: the samples of each of G groups; each sample is in one group.
         moments: v of each trainable parameter, for norms under the metric 1 / (√v s + eps).
         constants_P2: s and eps of each; for Adam's v after t steps s is 1 / √(1 - beta2^t).
         module: the layer's name in messages.
@@ -55,7 +54,7 @@ class Plan(NamedTuple):
     transposed: bool = False
     starts: Tensor | None = None
     experts: int = 0
-    members: tuple[Tensor, ...] = ()
+    groups: Groups | None = None
     moments: tuple[Tensor, ...] = ()
     constants_P2: Tensor | None = None
     module: str | None = None
@@ -64,7 +63,7 @@ class Plan(NamedTuple):
 
     def samples(self, probe: Tensor) -> int:
         """B, from a probe. A plan that held B would make torch.compile build a graph for each B."""
-        return probe.shape[1] - 2 - len(self.members)
+        return probe.shape[1] - 2 - (0 if self.groups is None else len(self.groups.sizes_G))
 
     def check(
         self,
@@ -103,10 +102,10 @@ class Plan(NamedTuple):
             raise ValueError("documents (starts) lie one after the other: batch_dim must be 0")
         if (self.experts and layer != "experts") or (self.transposed and layer not in FLAT):
             raise ValueError(f"{layer} takes no experts, and no transposed weight")
-        if self.members and sum(map(len, self.members)) != self.samples(probe):
+        if self.groups is not None and len(self.groups.order_B) != self.samples(probe):
             raise ValueError(
                 f"groups must hold each of the {self.samples(probe)} samples of the probe once, "
-                f"not {sum(map(len, self.members))} samples"
+                f"not {len(self.groups.order_B)} samples"
             )
 
     def features(self, layer: str, tensor_parallel: bool, tied: bool, cuda: bool) -> list[str]:
@@ -115,7 +114,7 @@ class Plan(NamedTuple):
             combinations.DOCUMENTS: self.starts is not None and layer != "experts",
             combinations.METRIC: self.constants_P2 is not None,
             **{sums.feature: True for sums in self.second},
-            combinations.GROUPS: bool(self.members),
+            combinations.GROUPS: self.groups is not None,
             combinations.TIED: tied,
             combinations.REPEATED: self.calls is not None,
             combinations.TENSOR_PARALLEL: tensor_parallel,
@@ -127,13 +126,13 @@ class Plan(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether the plan holds no tensors."""
-        return self.starts is None and self.constants_P2 is None and len(self.members) == 0
+        return self.starts is None and self.constants_P2 is None and self.groups is None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors, for ``save_for_backward``: autograd then notices a write to them."""
         if self.is_plain:
             return ()
-        return self.starts, self.constants_P2, *self.moments, *self.members
+        return self.starts, self.constants_P2, *self.moments, *(self.groups or ())
 
     def without_tensors(self) -> "Plan":
         """The plan without its tensors, which ``ctx`` may keep; ``restored`` puts them back."""
@@ -146,8 +145,8 @@ class Plan(NamedTuple):
         if not saved:
             return self
         starts, constants_P2, *rest = saved
-        moments, members = rest[: len(self.moments)], rest[len(self.moments) :]
-        own: Any = dict(members=tuple(members), moments=tuple(moments))
+        moments, groups = rest[: len(self.moments)], rest[len(self.moments) :]
+        own: Any = dict(groups=Groups._make(groups) if groups else None, moments=tuple(moments))
         return self._replace(starts=starts, constants_P2=constants_P2, **own)
 
     def rows(self, t: Tensor, B: int) -> Tensor:
@@ -182,9 +181,16 @@ class Plan(NamedTuple):
         flags = weight, bias, self.transposed, dtype
         return LinearWgrad(x, dy, *flags, self.starts, self.experts, ids_BS, *self.metric)
 
-    def run(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    def run(
+        self,
+        operator: Operator,
+        a: Any,
+        wanted: Sequence[bool],
+        at_BS: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """``operator(a)``, at once or group by group; ``wanted`` says which gradients it needs. Of
-        repeated calls the sums are None: ``calls`` computes them after the last.
+        repeated calls the sums are None: ``calls`` computes them after the last. With groups one
+        more result holds rows ``at_BS`` of the weight gradient of each sample's group.
         """
         if self.calls is not None:
             kept: tuple[Tensor, ...] = self.calls.keep(
@@ -193,58 +199,10 @@ class Plan(NamedTuple):
             return kept
         for sums in self.second:
             sums.add(operator, a, wanted)
-        return self._by_group(operator, a, wanted) if self.members else operator(a)
-
-    def _by_group(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Call the operator once for each group, on its samples, and add up the groups' gradients
-        in the accumulation dtype. No product is computed twice.
-        """
-        like, inputs, kinds = a[0], *BY_SAMPLE[type(a)]
-        acc = accumulate_dtype(like.dtype)
-        dtype = getattr(a, "dtype", None)
-        if dtype is not None:
-            a = a._replace(dtype=acc)
-        parts: list[list[Tensor]] = []
-        for index in self.members:
-            own = (t if t is None else t[index] for t in a[:inputs])
-            found = operator(type(a)(*own, *a[inputs:]))
-            if not parts:
-                dtypes = [dtype or t.dtype for t in found]
-                parts = [[t.to(acc) if kind == "sum" else t] for t, kind in zip(found, kinds)]
-                continue
-            for t, of_result, kind in zip(found, parts, kinds):
-                if kind == "sum":  # one at a time: a weight's gradient may be large
-                    of_result[0] += t
-                else:
-                    of_result.append(t)
-        sums = [of_result[0] for of_result, kind in zip(parts, kinds) if kind == "sum"]
-        totals = [sqnorm(t) for t in compress(sums, wanted)]
-        whole: list[Tensor] = []
-        for of_result, kind, kept in zip(parts, kinds, dtypes):
-            if kind == "sum":
-                whole.append(of_result[0].to(kept))
-            elif kind == "rows":
-                whole.append(self._rows_of_groups(of_result, len(like), totals))
-            else:
-                whole.append(self._in_order(of_result, len(like)))
-        return tuple(whole)
-
-    def _in_order(self, parts: list[Tensor], B: int) -> Tensor:
-        """The groups' samples in the order of the batch; an unwanted result stays empty."""
-        if parts[0].ndim == 1:
-            return parts[0]
-        whole = parts[0].new_empty(B, *parts[0].shape[1:])
-        for index, part in zip(self.members, parts):
-            whole[index] = part
-        return whole
-
-    def _rows_of_groups(self, parts: list[Tensor], B: int, totals: list[Tensor]) -> Tensor:
-        """The probe rows of the whole batch, with a column for the sum of each group."""
-        rows = parts[0].new_ones(len(parts[0]), B + 2 + len(parts))
-        for g, (index, part) in enumerate(zip(self.members, parts)):
-            rows[:, index], rows[:, B + 2 + g] = part[:, :-2], part[:, -2]
-        rows[:, B] = torch.stack(totals)
-        return rows
+        if self.groups is None:
+            return operator(a)
+        found = by_group(a, self.groups, wanted, at_BS)
+        return found[:-1] if at_BS is None else found
 
 
 FLAT = ("linear", "experts")

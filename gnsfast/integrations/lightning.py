@@ -236,6 +236,7 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
     known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}  # of either package
     if not known or strategy.handles_gradient_accumulation:
         raise NotImplementedError(
-            f"GNSMonitor does not support {type(strategy).__name__}: use one device, DDP, or FSDP2 "
-            "(ModelParallelStrategy)"
+            f"GNSMonitor does not support {type(strategy).__name__}. Use one device, "
+            "strategy='ddp', or FSDP 2: strategy=ModelParallelStrategy(data_parallel_size=..., "
+            "tensor_parallel_size=1), with convert and fully_shard in configure_model"
         )

@@ -323,7 +323,10 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
         reason = f"a sample or a layer spread over processes ({sizes})"
     elif kind == DistributedType.FSDP:
         if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
-            reason = "FSDP 1, which flattens parameters: set fsdp_version to 2"
+            reason = (
+                "FSDP 1, which flattens parameters: use FSDP 2, by "
+                "TrainingArguments(fsdp=True, fsdp_config={'version': 2, ...})"
+            )
         elif {"sign", "spectral"} & asked and trainer.args.save_strategy != "no":
             reason = (
                 "the sign and spectral noise scales under FSDP with checkpoints, since Trainer has "

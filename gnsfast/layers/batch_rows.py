@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.errors import ObservationError
+from gnsfast.functional import documents_of_rows
 from gnsfast.layers.drop_in import DropIn
 
 
@@ -13,8 +14,11 @@ class BatchRows(DropIn):
 
     def _sample_of(self, x_NH: Tensor) -> Tensor:
         """[N]: the sample of each row."""
-        B, N, layout = self._measured.samples, len(x_NH), self.gnsfast.layout
+        opened, layout = self._measured, self.gnsfast.layout
+        B, N, packed = opened.samples, len(x_NH), opened.documents is not None
         known, T = layout.flattened or layout.fold or B == 1, N // B if B else 0
+        if packed and known:
+            return documents_of_rows(self._starts(x_NH, features=1), N)
         if T * B != N or not known:
             hint = (
                 " It is not known whether the block around it keeps the rows of the batch in their "

@@ -164,15 +164,17 @@ class DropIn(nn.Module):
             return plan
         return plan._replace(batch_dim=dim, transposed=transposed, starts=starts)
 
-    def _starts(self, x: Tensor, features: int) -> Tensor:
-        """Where documents begin in the rows of ``x``. With dimensions after those of the tokens
-        (heads) a token has several rows.
+    def _starts(self, x: Tensor, features: int, batch_dim: int | None = None) -> Tensor:
+        """Where documents begin in the rows of ``x``, whose samples lie along ``batch_dim``; that
+        of the layout if None. With dimensions after those of the tokens (heads) a token has several
+        rows.
         """
         opened = self._measured
         assert opened.documents is not None
         starts, tokens = opened.documents
         leading = x.shape[: x.ndim - features]
-        if self.gnsfast.layout.batch_dim == 1 and len(leading) > 1 and leading[1] != 1:
+        dim = self.gnsfast.layout.batch_dim if batch_dim is None else batch_dim
+        if dim == 1 and len(leading) > 1 and leading[1] != 1:
             raise SampleShapeError(
                 f"{opened.name} ({type(self).__name__}): the sequence-first input of shape "
                 f"{list(x.shape)} interleaves the tokens of its rows: documents (cu_seqlens) need "
@@ -181,6 +183,14 @@ class DropIn(nn.Module):
         for k in range(1, len(leading) + 1):
             if leading[:k].numel() == tokens:
                 return starts * leading[k:].numel()
+        rows, rest = divmod(tokens, max(x.numel(), 1))
+        if isinstance(self, nn.Embedding) and rows > 1 and not rest and x.numel() == x.shape[-1]:
+            raise SampleShapeError(
+                f"{opened.name} ({type(self).__name__}): all {rows} packed rows share one index of "
+                f"shape {list(x.shape)}, but each has documents of its own. If these are "
+                f"position_ids, give the model position_ids of shape {[rows, x.numel()]} that "
+                "begin again at 0 with every document."
+            )
         raise SampleShapeError(
             f"{opened.name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but "
             f"an input of shape {list(x.shape)} has no leading dimensions of that size. If "

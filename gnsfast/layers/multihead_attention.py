@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gnsfast import functional
-from gnsfast.combinations import DOCUMENTS, refuse, tensor_parallel
+from gnsfast.combinations import refuse, tensor_parallel
+from gnsfast.errors import ObservationError
 from gnsfast.layers.drop_in import Converted, DropIn, ProbeRow, combine
 from gnsfast.layers.linear import OutProjection
 
@@ -81,7 +82,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
         self._check_shapes(query, key, value, module)
-        self._check_samples(query, batched, module)
+        separate = key_padding_mask is not None or (attn_mask is not None and not is_causal)
+        self._check_samples(query, batched, module, separate)
         batch_dim = 0 if self.batch_first else 1
         if not batched:
             added = {id(t): t.unsqueeze(batch_dim) for t in (query, key, value)}
@@ -126,14 +128,22 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
                 f"{self.kdim}, vdim {self.vdim}, batch_first={self.batch_first}"
             )
 
-    def _check_samples(self, query: Tensor, batched: bool, module: DropIn) -> None:
-        """Raise if the dimension that ``batch_first`` names does not hold the samples."""
+    def _check_samples(self, query: Tensor, batched: bool, module: DropIn, separate: bool) -> None:
+        """Raise if the dimension that ``batch_first`` names does not hold the samples, or for
+        documents that no mask can ``separate``.
+        """
         opened = module._measured
         name, B = opened.name, opened.samples
-        asked = [*tensor_parallel(query, self.out_proj.weight)]
+        refuse(module.gnsfast.route, tensor_parallel(query, self.out_proj.weight), name)
         if opened.documents is not None:
-            asked.append(DOCUMENTS)
-        refuse(module.gnsfast.route, asked, name)
+            if not separate:
+                raise ObservationError(
+                    f"{name}: without a mask, or with is_causal=True, the documents of a row "
+                    "(cu_seqlens) attend to each other, so they have no norms of their own. Give "
+                    "the attention an attn_mask that separates them, and is_causal=False. Where "
+                    "each row is one document, leave out cu_seqlens."
+                )
+            return
         if not batched:
             if B != 1:
                 raise module._shape_error(query, "it has no batch dimension.")
@@ -197,7 +207,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             q, k, v = functional.in_projection(
                 *(query, key, value, weights if packed is None else packed, bias),
                 self._opened.probe[: len(own)],
-                functional.Plan(batch_dim=batch_dim),
+                self._plan(query, key, batch_dim),
             )
         if self.bias_k is not None:
             rows = query.shape[batch_dim]
@@ -208,6 +218,19 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         order = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         heads = (self.num_heads, self.head_dim)
         return tuple(t.unflatten(-1, heads).permute(order) for t in (q, k, v))
+
+    def _plan(self, query: Tensor, key: Tensor, batch_dim: int) -> functional.Plan:
+        if self._measured.documents is None:
+            return functional.Plan(batch_dim=batch_dim)
+        name = self._measured.name
+        if not {"bias_k", "bias_v"}.isdisjoint(self.probed_parameters()):
+            raise NotImplementedError(
+                f"{name}: all documents of a row see its one bias_k and bias_v, which have no "
+                "norms for documents of packed rows (cu_seqlens). Leave the module out: "
+                f"convert(model, exclude=[{name!r}])."
+            )
+        self._starts(key, 1, batch_dim)  # keys are the same documents
+        return functional.Plan(starts=self._starts(query, 1, batch_dim))
 
     def _appended(self, name: str, named: list[str], rows: int, batch_dim: int) -> Tensor:
         """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch; ``named`` holds the
@@ -227,7 +250,12 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         opened = getattr(self.out_proj, "_opened", None)
         if opened is None:
             return F.linear(o_LNE, weight, bias)
-        return functional.linear(o_LNE, weight, bias, opened.probe, functional.Plan(batch_dim=1))
+        plan, o = functional.Plan(batch_dim=1), o_LNE
+        if packed := opened.documents is not None:  # whose rows are one list, row by row
+            o = o_LNE.transpose(0, 1)
+            plan = functional.Plan(starts=self.out_proj._starts(o, 1, 0))
+        y = functional.linear(o, weight, bias, opened.probe, plan)
+        return y.transpose(0, 1) if packed else y
 
 
 def _weighted(

@@ -42,6 +42,9 @@ class Router(BatchRows):
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, interleaved: bool) -> Tensor:
         """``F.linear`` that fills the probe; ``x`` has the shape that the router's code gave it."""
         probe = self._measured.probe
+        if self._measured.documents is not None:
+            plan = functional.Plan(starts=self._starts(x, features=1))
+            return functional.linear(x, weight, bias, probe, plan)
         if not interleaved:
             return functional.linear(x, weight, bias, probe)
         x_TBH = x.reshape(-1, self._measured.samples, x.shape[-1])

@@ -2,6 +2,7 @@
 """The operators, also on DTensors, and which implementation a device runs."""
 
 from gnsfast.ops import backends, cpu, extension
+from gnsfast.ops.by_group import Groups, by_group
 from gnsfast.ops.dtensor import embedding_wgrad as sharded_embedding_wgrad
 from gnsfast.ops.dtensor import linear_wgrad, norm_backward
 from gnsfast.ops.operators import (
@@ -15,9 +16,11 @@ from gnsfast.ops.operators import (
 )
 
 __all__ = [
+    "Groups",
     "attention_backward",
     "attention_forward",
     "backends",
+    "by_group",
     "conv_wgrad",
     "cpu",
     "embedding_wgrad",

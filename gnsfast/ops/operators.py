@@ -16,20 +16,20 @@ from gnsfast.signatures import OPERATORS, NormBackward, schema
 is_compiling = torch.compiler.is_compiling
 _modes = torch._C._len_torch_dispatch_stack
 _profiled = torch._C._autograd._profiler_enabled
-_library = torch.library.Library("gnsfast", "DEF")
+library = torch.library.Library("gnsfast", "DEF")
 Operator = Callable[[Any], Any]
 
 
 def _registered(name: str) -> Operator:
     # Library.define + impl costs 5 µs a call, torch.library.custom_op 12 µs.
-    _library.define(schema(name), tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(schema(name), tags=(torch.Tag.pt2_compliant_tag,))
     signature: Any = OPERATORS[name]
     on = {device: backends.implementation(name, device) for device in ("cpu", "cuda")}
     for device, run in on.items():
         dispatched = lambda *fields, run=run: run(signature._make(fields))
-        _library.impl(name, dispatched, device.upper())
+        library.impl(name, dispatched, device.upper())
     fake = lambda *fields: signature(*fields).results()
-    torch.library.register_fake(f"gnsfast::{name}", fake, lib=_library)
+    torch.library.register_fake(f"gnsfast::{name}", fake, lib=library)
     overload = getattr(torch.ops.gnsfast, name).default
 
     def operator(a: Any) -> Any:

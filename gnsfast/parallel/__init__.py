@@ -8,10 +8,13 @@ from gnsfast.parallel.processes import (
     find_processes,
     fsdp_degrees,
     gathered,
-    in_context_parallel,
     parameter_groups,
     parameters_at_rest,
+)
+from gnsfast.parallel.split_samples import (
+    in_context_parallel,
     refuse_context_parallel,
+    refuse_parts,
 )
 
 __all__ = [
@@ -29,4 +32,5 @@ __all__ = [
     "parameters_at_rest",
     "process_count",
     "refuse_context_parallel",
+    "refuse_parts",
 ]

@@ -25,14 +25,14 @@ class PipelinePasses:
         if num_samples % self.passes:
             raise ValueError(
                 f"{num_samples} samples do not divide into the schedule's {self.passes} "
-                "micro-batches: passes must have equal sizes"
+                "micro-batches. All micro-batches must have the same size."
             )
         self._schedule = schedule
         self._stages = getattr(schedule, "_stages", None) or [schedule._stage]
         if alone and any(stage.group_size > 1 for stage in self._stages):
             raise ValueError(
-                "the schedule's stages are on several processes: say GradientNoiseScale(model, "
-                "stages=group), with the process group of the pipeline"
+                "The schedule's stages are on several processes. Call GradientNoiseScale(model, "
+                "stages=group) with the process group of the pipeline."
             )
         for stage in self._stages:
             for path, module in stage.submod.named_modules():
@@ -67,7 +67,8 @@ class PipelinePasses:
             yield
         if steps != 1:
             raise ObservationError(
-                f"schedule.step ran {steps} times in a block: a block holds one step"
+                f"schedule.step ran {steps} times in one gns.microbatch block. A block takes one "
+                "step."
             )
 
 

@@ -6,7 +6,6 @@ to FSDP2, or is larger than the part that FSDP2 shards. Pipeline stages have dif
 so the caller names their process group.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from gnsfast.errors import ObservationError
+from gnsfast.parallel.split_samples import refuse_split_samples
 from gnsfast.tensors import is_dtensor
 
 
@@ -53,8 +52,8 @@ class Processes:
                 copies *= size
             elif placement.is_partial():
                 raise NotImplementedError(
-                    f"a gradient of shape {list(grad.shape)} with placement {placement}, not yet "
-                    "summed over processes, has no norm"
+                    f"A gradient of shape {list(grad.shape)} with placement {placement} is not "
+                    "summed over processes yet, so it has no norm."
                 )
         return copies
 
@@ -67,8 +66,8 @@ def find_processes(
     With ``stages``, every process of that group must call it.
 
     Raises:
-        NotImplementedError: for context parallelism, and for layers that are sharded over different
-            numbers of processes (expert parallelism).
+        NotImplementedError: for FSDP 1, for samples split over processes (context parallelism), and
+            for layers that are sharded over different numbers of processes (expert parallelism).
         ValueError: for a group that does not hold all processes of the model.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -106,19 +105,22 @@ def _find(
     if stages is not None:
         _refuse_outside("the pipeline's stages", set(dist.get_process_group_ranks(stages)), members)
     for path, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise NotImplementedError(
+                f"{path or 'the model'} is wrapped by FullyShardedDataParallel (FSDP 1), which "
+                "leaves no gradient of a single parameter: use torch.distributed.fsdp.fully_shard "
+                "(FSDP 2), after gnsfast.convert(model)"
+            )
         if isinstance(module, nn.parallel.DistributedDataParallel):
             ranks = set(dist.get_process_group_ranks(module.process_group))
             _refuse_outside(f"{path or 'the model'}, a DistributedDataParallel,", ranks, members)
     sharded_over, coordinate = fsdp_degrees(model), 0
     degrees: dict[int, str] = dict.fromkeys(elsewhere, "a layer of another stage")
     parameters = parameters_at_rest(model)
+    refuse_split_samples(model, parameters.values(), members)
     for name, p in parameters.items():
         if is_dtensor(p):
             mesh: Any = p.device_mesh
-            if any("cp" in dim.split("_") for dim in mesh.mesh_dim_names or ()):
-                raise NotImplementedError(
-                    f"{name} is on a mesh with a dimension 'cp': {CONTEXT_PARALLEL}"
-                )
             _refuse_outside(name, set(mesh.mesh.flatten().tolist()), members)
             degrees.setdefault(mesh.size() // sharded_over.get(id(p), 1), name)
             if id(p) not in sharded_over:
@@ -127,25 +129,26 @@ def _find(
     if len(several) > 1:
         raise NotImplementedError(
             f"{degrees[several[0]]} is shared by {several[0]} processes and {degrees[several[1]]} "
-            f"by {several[1]}: {SEVERAL_DEGREES}"
+            f"by {several[1]}. {SEVERAL_DEGREES}"
         )
     on = Processes(len(members), several[0] if several else 1, depth, coordinate)
     if on.world % (on.tensor * on.stages):
         raise ValueError(
-            f"{on.world} processes do not divide into models of {on.tensor} tensor parallel times "
+            f"{on.world} processes do not divide into models of {on.tensor} tensor-parallel times "
             f"{on.stages} pipeline processes"
         )
     for name, p in parameters.items():
         if sharded_over.get(id(p), on.data) != on.data:
             raise NotImplementedError(
-                f"{name} is spread by FSDP over {sharded_over[id(p)]} data-parallel processes, of "
-                f"{on.data} in all: {SEVERAL_DEGREES}"
+                f"FSDP spreads {name} over {sharded_over[id(p)]} of the {on.data} data-parallel "
+                f"processes. {SEVERAL_DEGREES}"
             )
     return on
 
 
 SEVERAL_DEGREES = (
-    "a model with several degrees of model parallelism (expert parallelism) has no noise scale yet"
+    "gnsfast cannot measure a model whose layers have different degrees of model parallelism yet, "
+    "such as expert parallelism."
 )
 
 
@@ -153,8 +156,8 @@ def _refuse_outside(what: str, ranks: set[int], members: set[int]) -> None:
     if not ranks <= members:
         raise ValueError(
             f"{what} is on processes {sorted(ranks)}, but the noise scale is measured over "
-            f"{sorted(members)}: give GradientNoiseScale the process_group of all processes that "
-            "train the model (data and model parallel ones together)"
+            f"{sorted(members)}. Give GradientNoiseScale the process_group of all processes that "
+            "train the model, data and model parallel ones together."
         )
 
 
@@ -186,21 +189,3 @@ def fsdp_degrees(model: nn.Module) -> dict[int, int]:
         size = getattr(info, "shard_mesh_size", 1) * getattr(info, "replicate_mesh_size", 1)
         found |= {id(p.sharded_param): size for p in group.fsdp_params}
     return found
-
-
-def in_context_parallel() -> bool:
-    """Whether torch's ``context_parallel`` has replaced attention."""
-    name = "torch.distributed.tensor.experimental._context_parallel._attention"
-    return bool(getattr(sys.modules.get(name), "_replaced_functions", None))
-
-
-def refuse_context_parallel(always: bool = False) -> None:
-    """Raise where context parallelism is active: the norms of a sample's parts do not add up."""
-    if always or in_context_parallel():
-        raise ObservationError(f"the pass ran inside context_parallel: {CONTEXT_PARALLEL}")
-
-
-CONTEXT_PARALLEL = (
-    "context parallelism splits each sample over processes, and squared norms of a sample's parts "
-    "do not add up to the sample's. Measure in a run without it, or on a batch outside it."
-)

@@ -34,61 +34,63 @@ def explain_calls(path: str, module: DropIn, calls: float) -> str:
     where = f"{path or 'the model'} ({type(module).__name__})"
     if calls != calls and module.gnsfast.route == "embedding":
         return (
-            f"{where}: its index has no batch dimension. A row [1, T] is taken for positions that "
-            "all samples share, a bare [B] for one index a sample. Here that is not clear: an "
-            "irregular index [1, T], consecutive numbers [B], only the first sample's rows were "
-            "used, or all samples' rows got one gradient (a sum over dimension 0). Check "
-            "num_samples; say convert(model, broadcast=[...]) for an index that samples share. "
-            f"{leave_out(path)}"
+            f"{where}: its index has no batch dimension. An index [1, T] counts as positions that "
+            "all samples share, an index [B] as one entry for each sample. Here that is not clear, "
+            "for one of these reasons: an irregular index [1, T], consecutive numbers [B], a pass "
+            "that used only the first sample's rows, or one gradient for all samples' rows (a sum "
+            "over dimension 0). Check num_samples. If all samples share the index, call "
+            f"convert(model, broadcast=[{path!r}]). {leave_out(path)}"
         )
     if calls != calls:
         return (
-            f"{where}: replaying it sample by sample gave other outputs than its forward pass "
-            f"(dropout, state, an argument whose samples were not found). {leave_out(path)}"
+            f"{where}: replaying it sample by sample gave other outputs than its forward pass. It "
+            "has dropout or a state, or the samples were not found in one of its arguments. "
+            f"{leave_out(path)}"
         )
     many = f"{where}: backward went through it {int(calls)} times in one block"
-    once = "One block takes one forward and one backward pass."
+    once = "A block takes one forward and one backward pass."
     if module.gnsfast.repeated:
         return (
-            f"{many}, though the calls of a backward pass count as one. {once} Checkpointing with "
-            "use_reentrant=True runs a backward pass for each part: say use_reentrant=False. "
-            f"{leave_out(path)}"
+            f"{many}, where all calls of one backward pass count as one. {once} Activation "
+            "checkpointing with use_reentrant=True runs several backward passes: set "
+            f"use_reentrant=False. {leave_out(path)}"
         )
     apart = reason(module.gnsfast.route, module.gnsfast.features(REPEATED))
     replay = f"replay=[{path!r}], " if apart else ""
     return (
-        f"{many}, and norms of several calls do not add. {once} If the model calls this module "
-        f"more than once in a pass, say convert(model, {replay}repeated=[{path!r}]), which joins "
-        "its calls; convert(model, example=batch) finds all such modules. "
-        f"{leave_out(path)}"
+        f"{many}, and the norms of several calls do not add up. {once} If the model calls this "
+        f"module several times in one pass, call convert(model, {replay}repeated=[{path!r}]), "
+        f"which joins the calls. {leave_out(path)}"
     )
 
 
 def leave_out(path: str) -> str:
     """The last remedies for a module."""
-    or_exclude = f", or leave it out: convert(model, exclude=[{path!r}])" if path else ""
-    return f"convert(model, example=batch) looks for its route{or_exclude}."
+    or_exclude = f", and convert(model, exclude=[{path!r}]) leaves the module out" if path else ""
+    return f"convert(model, example=batch) looks for a route{or_exclude}."
 
 
 def explain_unseen(name: str, path: str, model: nn.Module) -> str:
     """Why a parameter that got a gradient without a call of its module has no norms."""
     if project := project_of(model.get_submodule(path)):
         return (
-            f"{name} got a gradient, but {path!r} was not called: {project} bound a forward of its "
-            f"own to it. Its norms would be missing. Switch that kernel off. {leave_out(path)}"
+            f"{name} got a gradient, but gnsfast's {path!r} was not called, so its norms would be "
+            f"missing. {project} bound a forward of its own to the module: switch that kernel off. "
+            f"{leave_out(path)}"
         )
     if project := fused_loss_of(model, path):
         return (
-            f"{name} got a gradient, but its module {path!r} was not called: the model's forward "
-            f"is that of {project}, whose fused loss takes a weight as a tensor. Its norms would "
-            f"be missing. Compute the loss with {path}.cross_entropy(hidden, labels), which "
-            f"keeps no logits either, or switch off the fused loss of {project}. {leave_out(path)}"
+            f"{name} got a gradient, but its module {path!r} was not called, so its norms would be "
+            f"missing. The model's forward is that of {project}, whose fused loss takes the weight "
+            f"as a tensor. Compute the loss with {path}.cross_entropy(hidden, labels), which keeps "
+            f"no logits in memory either, or switch off the fused loss of {project}. "
+            f"{leave_out(path)}"
         )
     return (
-        f"{name} got a gradient, but its module {path!r} was not called (or its forward ran before "
-        "the block, or backward(inputs=...) left it out). Its norms would be missing. The weight "
-        "is used as a tensor somewhere, as kernels and fused losses do; instead of a fused loss "
-        f"use the head's own cross_entropy. {leave_out(path)}"
+        f"{name} got a gradient, but its module {path!r} was not called, so its norms would be "
+        "missing. Either the weight is used as a tensor, as fused kernels and losses do, or its "
+        "forward ran before the block, or backward(inputs=...) left it out. In place of a fused "
+        f"loss use the head's own cross_entropy. {leave_out(path)}"
     )
 
 
@@ -117,10 +119,10 @@ def explain_sums(
         return None
     where = " and ".join(repr(path) if path else "the model" for path in modules)
     return (
-        f"{name}: the squared norm of its gradient is {real:.6g}, but that of what passed through "
-        f"{where} is {ours:.6g}. The weight is also used outside of its "
-        "module (F.linear(x, module.weight), a fused loss, a penalty on the weights), so its norms "
-        f"would be wrong. {leave_out(next(iter(modules)))}"
+        f"{name}: the squared norm of its gradient is {real:.6g}, but the part that passed through "
+        f"{where} has {ours:.6g}. The weight is also used outside of its module, as in F.linear(x, "
+        "module.weight), a fused loss or a penalty on the weights, so its norms would be wrong. "
+        f"{leave_out(next(iter(modules)))}"
     )
 
 
@@ -131,43 +133,44 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
     written, stale, another, padded, empty, apart, norms, weights = flags
     if padded:
         return (
-            "samples without tokens (those beyond num_samples, or with 0 in tokens) have a "
-            "gradient, so tokens are not what the loss counts. If several rows end in padding, it "
-            "lies between other documents: count it among num_samples, with 0 tokens"
+            "Samples without tokens (those beyond num_samples, or with 0 in tokens) have a "
+            "gradient, so tokens is not what the loss counts. If several rows end in padding, it "
+            "lies between documents: count it in num_samples, with 0 in tokens."
         )
     if empty:
         return (
-            "samples with tokens have no gradient at all: padding was counted. tokens are what the "
-            "loss counts of each sample, 0 for padding"
+            "Samples with tokens have no gradient at all, so padding was counted. For each sample "
+            "tokens is what the loss counts, which is 0 for padding."
         )
     if another:
         return (
-            "the grad_norm given to gns.update() is not the 2-norm of the gradient that passed "
-            "through the model: another norm_type, a norm after clipping, or one of gradients "
-            "that a GradScaler has unscaled, where the estimator needs grad_scaler=scaler"
+            "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
+            "backward passes. It has another norm_type, or was taken after clipping, or after a "
+            "GradScaler unscaled the gradients. In the last case pass grad_scaler=scaler to "
+            "GradientNoiseScale."
         )
     if norms:
         return (
-            "processes gave different grad_norms to gns.update(): each must give the norm of the "
-            "whole gradient, in a pipeline that over all stages"
+            "The processes gave different values of grad_norm to gns.update(). Each must give the "
+            "norm of the whole gradient, in a pipeline the norm over all stages."
         )
     if weights:
         return (
-            "the pipeline's stages got different tokens or scale, though they see the same "
-            "samples: give gns.microbatch the same on each"
+            "The pipeline's stages got different tokens or scale, though they see the same "
+            "samples. Give gns.microbatch the same values on each stage."
         )
     if apart:
         return (
-            "processes have different gradients at gns.update(), so nobody has averaged them: wrap "
-            "the model in DistributedDataParallel or fully_shard, or pass a process_group of this "
-            "process alone. To average them by hand, do so before gns.update(grad_norm=...) with "
-            "the norm of the average"
+            "The processes have different gradients at gns.update(), so nobody has averaged them. "
+            "Wrap the model in DistributedDataParallel or fully_shard, or pass a process_group "
+            "that holds this process alone. If you average gradients by hand, do it before "
+            "gns.update(grad_norm=...), and give the norm of the average."
         )
     if stale:
         return (
-            "gradients were not zero before the first micro-batch of an update: call "
-            "optimizer.zero_grad() between gns.update() and the next micro-batch, and after a pass "
-            "that no update is to count, such as a dry run, gns.discard() too"
+            "Gradients were not zero before the first micro-batch of an update. Call "
+            "optimizer.zero_grad() between gns.update() and the next micro-batch. After a pass "
+            "that no update should count, such as a dry run, call gns.discard() too."
         )
     return explain_rewritten(takes_norm) if written else None
 
@@ -175,11 +178,11 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
 def explain_rewritten(takes_norm: bool) -> str:
     """That gradients are not those of the backward pass, and what to do."""
     why = (
-        "gradients were written to after backward (clipping, a manual division or all_reduce), so "
-        "their norm has another scale: call gns.update() before that"
+        "Gradients were changed after the backward pass (by clipping, a division or an "
+        "all_reduce), so their norm has another scale. Call gns.update() before that"
     )
     if not takes_norm:
-        return why
+        return f"{why}."
     return (
         f"{why}, or give it the unclipped norm, outside of the micro-batch: "
         "gns.update(grad_norm=clip_grad_norm_(...))"
@@ -187,6 +190,7 @@ def explain_rewritten(takes_norm: bool) -> str:
 
 
 NO_BACKWARD = (
-    "no backward pass went through the model inside the block: run forward and backward in it "
-    "(loss.backward(), not autograd.grad, backward(inputs=...) or create_graph=True)"
+    "No backward pass went through the model inside the block. Run forward and backward in it, "
+    "with loss.backward(): autograd.grad, backward(inputs=...) and create_graph=True are not "
+    "measured."
 )

@@ -28,8 +28,8 @@ class SampleNorms(Mapping[str, Tensor]):
     def _done(self) -> dict[str, Tensor]:
         if self._norms is None:
             raise ObservationError(
-                "the norms are complete when the per_sample_sqnorms block has ended: read them "
-                "after it"
+                "The norms are complete when the per_sample_sqnorms block has ended. Read them "
+                "after it."
             )
         return self._norms
 
@@ -110,7 +110,7 @@ class per_sample_sqnorms:
         audit: str = "first",
     ) -> None:
         if audit not in ("first", "always"):
-            raise ValueError(f"audit is 'first' or 'always', not {audit!r}")
+            raise ValueError(f"audit must be 'first' or 'always', not {audit!r}")
         self._num_samples = slots = integer("num_samples", num_samples, 0)
         self._documents = None
         if cu_seqlens is not None:
@@ -121,8 +121,8 @@ class per_sample_sqnorms:
         self._slab = slabs.slab(model, slots)
         if not self._slab.rows:
             raise ValueError(
-                f"{type(model).__name__} has no trainable parameter under a gnsfast module: "
-                "call gnsfast.convert(model) first"
+                f"{type(model).__name__} has no trainable parameter in a gnsfast module: call "
+                "gnsfast.convert(model) first"
             )
         self._model, self._parameters = model, self._slab.parameters
         self._always = audit == "always"

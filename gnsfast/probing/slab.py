@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gnsfast.combinations import CUDA, DOCUMENTS, reason, refuse
 from gnsfast.errors import ObservationError
-from gnsfast.functional import Calls, Documents, Plan
+from gnsfast.functional import Calls, Documents, Groups, Plan
 from gnsfast.layers import (
     BATCH_NORM,
     DropIn,
@@ -127,7 +127,7 @@ class ProbeSlab:
             if len(paths) > 1 and (len(ties) > 1 or None in ties):
                 users = ", ".join(map(repr, paths))
                 raise ValueError(
-                    f"{name} is shared by {users}: call gnsfast.convert(model), which ties them"
+                    f"{name} is shared by {users}. Call gnsfast.convert(model), which links them."
                 )
         tied: dict[Tie, tuple[str, object]] = {}
         for path, module in self.modules.items():
@@ -135,8 +135,9 @@ class ProbeSlab:
                 first, weight = tied.setdefault(module.gnsfast.tie, (path, module.weight))
                 if module.weight is not weight:
                     raise ValueError(
-                        f"{first!r} and {path!r} shared one weight at gnsfast.convert(model) and "
-                        "have two now: tie them again, or call convert again"
+                        f"{first!r} and {path!r} shared one weight when gnsfast.convert(model) was "
+                        "called, and have two different weights at this point. Share the weight "
+                        "again, or call gnsfast.convert(model) again."
                     )
 
     def taking(self, feature: str) -> frozenset[str]:
@@ -247,8 +248,8 @@ class ProbeSlab:
         for (path, _), probe in self._probes.items():
             if probe.grad is not None and probe.grad.requires_grad:
                 raise ObservationError(
-                    f"{path or 'the model'}: backward(create_graph=True) has no per-sample norms: "
-                    "run the pass to measure without it"
+                    f"{path or 'the model'}: a pass with backward(create_graph=True) has no "
+                    "per-sample norms. Run the pass that you measure without it."
                 )
 
     def open(
@@ -273,7 +274,7 @@ class ProbeSlab:
         if taken := [path for path, m in self.modules.items() if m.is_open]:
             raise ObservationError(
                 f"{taken[0] or 'the model'}: a probe is open on it already. End the other "
-                "per_sample_sqnorms block of this model first."
+                "per_sample_sqnorms or gns.microbatch block of this model first."
             )
         self.__dict__.pop("grad", None)
         alone = documents is None and not members and not moments and not second
@@ -300,20 +301,21 @@ class ProbeSlab:
     ) -> dict[str, Opened]:
         """What each module is told to measure."""
         placed = {d: documents and documents.to(d) for d in self.devices}
-        groups = {d: tuple(m.to(d, non_blocking=True) for m in members) for d in self.devices}
+        sets = Groups.of(*members) if members else None
+        groups = {d: sets and sets.to(d) for d in self.devices}
         openings = {}
         for path, module in self.modules.items():
             device, first, count = self._spans[path]
             v, constants = tuple(moments.get(path, ())), None
             if v:
                 constants = self.constants[device][first : first + count]
-            own_groups = groups[device] if path in self.sides.groups else ()
+            own_groups = groups[device] if path in self.sides.groups else None
             measures = self._measures[path] = 1 + bool(v)
             # The model itself has no name; that of a bare parameter says what to leave out.
             bare = module.gnsfast.route in ("copies", "replay")
             name = path or (module.gnsfast.claims[0] if bare else type(module).__name__)
             probe = self._probe(path, measures)
-            facts: Any = dict(members=own_groups, moments=v, constants_P2=constants, module=name)
+            facts: Any = dict(groups=own_groups, moments=v, constants_P2=constants, module=name)
             plan = Plan(**facts, second=second.get(path, ()))
             openings[path] = Opened(probe, name, self.num_samples, plan, placed[device])
         return openings

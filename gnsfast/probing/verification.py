@@ -52,8 +52,9 @@ class Verification:
             )
         if not self.loss_splits:
             lines.append(
-                "The batch's gradient is not the weighted sum of the single samples' gradients: "
-                "the loss (or a layer) ties samples together, or loss_reduction is another one."
+                "The batch's gradient is not the weighted sum of the single samples' gradients. "
+                "The loss or a layer ties samples together, or loss_reduction (or weights) is not "
+                "that of the loss."
             )
         lines.append("per-sample norms verified" if self.ok else "per-sample norms NOT verified")
         return "\n".join(lines)
@@ -94,14 +95,17 @@ def verify(
     """
     tensors = [t for t in tensors_of(batch) if t.ndim]
     if not tensors:
-        raise ValueError("verify needs a batch with at least one tensor to cut into samples")
+        raise ValueError(
+            "verify needs a batch with at least one tensor, which it can split into samples"
+        )
     B = tensors[0].shape[_dim(tensors[0], batch_dim)]
     if B == 0:
         raise ValueError("verify needs at least one sample")
     if weights is None:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(
-                f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}; else pass weights"
+                f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}. For any other "
+                "reduction pass weights."
             )
         weights = torch.full((B,), 1.0 / B if loss_reduction == "mean" else 1.0)
     with _left_as_found(model), torch.enable_grad():
@@ -139,7 +143,10 @@ def verify(
         error = (difference_B / loop_B.clamp_min(1e-300)).max().item()
         verdict, reason = "ok", ""
         if error > rtol and bool((difference_B <= noise_B).all()):
-            verdict, reason = "too small", "its norm is within the rounding of the whole gradient"
+            verdict, reason = (
+                "too small",
+                "its norm is no larger than the rounding error of the whole gradient",
+            )
         elif error > rtol:
             verdict = "wrong"
         rows.append(VerifiedParameter(row.parameter, verdict, error, reason))

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
+from rich.text import Text
 from typer.testing import CliRunner
 
 import gnsfast
@@ -124,3 +126,11 @@ def test_without_the_extra() -> None:
 def test_sparkline() -> None:
     assert panel.sparkline([1.0, float("inf"), 2.0, 8.0]) == "▁▂█"
     assert panel.sparkline([]) == ""
+
+
+def test_help_shows_all_of_its_text() -> None:
+    """Rich takes [words] in a help text for markup and drops them."""
+    for command in typer.main.get_command(app).commands.values():
+        for option in command.params:
+            text = getattr(option, "help", None) or ""
+            assert Text.from_markup(text).plain == text, (command.name, option.name)

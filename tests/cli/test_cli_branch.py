@@ -68,7 +68,7 @@ def test_repeats(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == CriticalBatch.load(tmp_path / "cbs").record()
     assert (tmp_path / "cbs" / "repeat-1" / "checkpoint").is_dir()
     once = branch(tmp_path, "branch_runs:small_run", *options[2:], tokens=960, k="1,2")
-    assert one_line(once) and "give --repeats again" in once.stderr
+    assert one_line(once) and "pass --repeats again" in once.stderr
     assert json.loads(done.stdout) == CriticalBatch.load(tmp_path / "cbs").record()
     cannot = branch(tmp_path, "branch_runs:ScriptedRun", "--repeats", 2, out=tmp_path / "other")
     assert one_line(cannot) and "ScriptedRun has no skip(tokens)" in cannot.stderr
@@ -100,11 +100,11 @@ def one_line(done: Result) -> bool:
     ("target", "said"),
     [
         ("nothing", "file.py:function or module:function"),
-        ("no/such/file.py:make", "no/such/file.py is not a file"),
+        ("no/such/file.py:make", "gnsfast: there is no file "),
         ("no_such_module:make", "ModuleNotFoundError"),
         ("branch_runs:nothing", "has no function 'nothing'"),
         ("branch_runs:LEVELS", "has no function 'LEVELS'"),
-        ("branch_runs:Stream", "made a Stream without batch_size"),
+        ("branch_runs:Stream", "returned a Stream, which lacks batch_size"),
         ("branch_runs:halving", r"halving(): TypeError: halving() missing 1 required"),
     ],
 )
@@ -146,7 +146,7 @@ def test_nan_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(branch_runs.LEVELS, 16, KeyboardInterrupt())
     done = branch(tmp_path, "branch_runs:ScriptedRun")
-    assert done.exit_code == 130 and "the same command continues in" in done.stderr
+    assert done.exit_code == 130 and "the same command again to continue in" in done.stderr
 
 
 def test_grid() -> None:
@@ -167,7 +167,7 @@ def test_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "said"),
     [
         (["--executor", "slurm"], "--executor must be submitit or dask, not 'slurm'"),
-        (["--executor-option", "a=1"], "a=1 is for an --executor"),
+        (["--executor-option", "a=1"], "a=1 needs an executor: add --executor submitit"),
         (["--launcher", "no-such-command"], "no-such-command"),
     ],
 )

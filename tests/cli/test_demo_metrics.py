@@ -51,7 +51,7 @@ def test_other_noise_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["--optimizer", "lion"], "--optimizer must be 'adamw', 'sgd', 'signum' or 'muon'"),
         (["--metric", "euclidean"], "--metric must be 'adam', 'sign' or 'spectral'"),
-        (["--optimizer", "sgd", "--metric", "adam"], "--metric adam is that of --optimizer adamw"),
+        (["--optimizer", "sgd", "--metric", "adam"], "--metric adam needs --optimizer adamw"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, options: list[str], message: str) -> None:

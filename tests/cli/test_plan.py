@@ -41,7 +41,7 @@ def test_what_a_user_sees(csv: str, columns: int) -> None:
     everything = ("--params", "1B", "--loss", "2.8", "--batch", "512", "--measured", csv)
     said = invoke(*everything, *COSTS, "--critical-at", "1B:100", columns=columns)
     for text in (
-        "20 tokens a parameter",
+        "20 tokens per parameter",
         "critical batch size (20 % rule)",
         "critical batch size (b/a)",
         "optimal batch size",
@@ -49,10 +49,10 @@ def test_what_a_user_sees(csv: str, columns: int) -> None:
         "range not published",
         "range over laws: 442K to 1.96M tokens",
         "4 points",
-        "1 without a value left out",
+        "tokens (left out: 1 without a value)",
         "GPU-hours",
         "planned",
-        "The loss is that of 20B tokens at 512 samples",
+        "All rows reach the loss of 20B tokens at 512 samples",
         "410K (D_min / 1B)^0.462 tokens",
         "31.1-38.1K 8.14-9.98B",
     ):
@@ -133,7 +133,7 @@ def test_a_critical_batch_size_by_the_twenty_percent_rule() -> None:
 
 def test_tokens_for_each_parameter_and_what_serving_costs() -> None:
     said = " ".join(invoke("--tokens", "100B", "--params", "1B").split())
-    assert "100 tokens a parameter. 20 give the lowest loss" in said
+    assert "100 tokens per parameter. 20 give the lowest loss" in said
     assert "Serving 300B tokens takes as much compute as this training" in said
 
 
@@ -174,7 +174,7 @@ def test_one_measurement(tmp_path: Path) -> None:
     costs = {row["batch_size"]: row for row in found["trade_off"]["costs"]}
     assert costs[512]["steps"]["value"] == pytest.approx(20e9 / (512 * 63))
     said = " ".join(invoke(*run).split())
-    assert "after 2B tokens, 1 not to be trusted left out 300 (200 to 450) samples" in said
+    assert "after 2B tokens (left out: 1 with doubts) 300 (200 to 450) samples" in said
 
 
 def test_csv_of_a_spreadsheet(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_ends_that_are_not_there(tmp_path: Path) -> None:
     for row in ("nan,500", ",500", "1e9,0", "1e9,-5", "inf,500"):
         path.write_text(f"tokens,value\n{row}\n")
         said = invoke("--tokens", "20B", "--context", "63", "--measured", str(path), code=2)
-        assert "mine.csv: tokens is" in said or "-5" in said
+        assert "mine.csv holds a measurement with tokens=" in said or "value is '-5'" in said
 
 
 def test_mean_over_a_run(csv: str) -> None:
@@ -210,7 +210,7 @@ def test_mean_over_a_run(csv: str) -> None:
     assert law["whole_run"]["lower"] < law["whole_run"]["value"] < law["whole_run"]["upper"]
     assert law["whole_run"]["value"] < law["samples"]["value"]
     said = " ".join(invoke("--tokens", "128B", "--measured", csv).split())
-    assert "mean over a run of 128B, which the costs take: " in said
+    assert "mean over a run of 128B tokens, which the costs use: " in said
 
 
 def test_a_measurement_at_the_start_of_a_run_prices_nothing(tmp_path: Path) -> None:
@@ -220,11 +220,11 @@ def test_a_measurement_at_the_start_of_a_run_prices_nothing(tmp_path: Path) -> N
     run = ("--tokens", "20B", "--batch", "512", "--measured", str(path))
     found = planned(*run)
     assert found["measured"]["whole_run"] is None and found["trade_off"] is None
-    assert "not the critical batch size of a whole run, so no costs" in " ".join(
+    assert "does not hold for the whole run, so plan shows no costs" in " ".join(
         invoke(*run).split()
     )
     said = invoke(*run, *COSTS, code=2)
-    assert "The one measured at 0 of the tokens is no whole run's" in said
+    assert "The one that you measured after 0 of the run's tokens does not hold" in said
 
 
 def test_measured_units_that_differ_are_an_error(tmp_path: Path, csv: str) -> None:
@@ -234,9 +234,9 @@ def test_measured_units_that_differ_are_an_error(tmp_path: Path, csv: str) -> No
     bare.write_text("tokens,value\n1e9,100\n")
     tokens = ("--tokens", "20B", "--measured")
     for arguments, said in (
-        ((*tokens, csv, "--context", "63"), "have 4096 tokens: leave --context out"),
-        ((*tokens, str(path)), "samples of unknown length and of 63 tokens and of 512 tokens"),
-        ((*tokens, str(bare)), "say it with --context, or in a column tokens_per_sample"),
+        ((*tokens, csv, "--context", "63"), "have 4096 tokens: drop --context"),
+        ((*tokens, str(path)), "unknown number of tokens and of 63 tokens and of 512 tokens"),
+        ((*tokens, str(bare)), "pass --context, or add a column tokens_per_sample"),
         (("--tokens", "20B", "--whole-runs"), "--whole-runs describes"),
     ):
         assert said in invoke(*arguments, code=2), arguments
@@ -263,19 +263,22 @@ def test_bad_input_is_one_line(tmp_path: Path, csv: str) -> None:
         ((*tokens, "--batch", "1.5"), "--batch"),
         ((*tokens, "--b-crit", "1:2"), "VALUE:LOWER:UPPER"),
         ((*tokens, "--b-crit", "0"), "--b-crit is 0"),
-        ((*tokens, "--b-crit", "9", "--b-twenty-percent", "9"), "two measures of one thing"),
+        (
+            (*tokens, "--b-crit", "9", "--b-twenty-percent", "9"),
+            "both state the critical batch size",
+        ),
         ((*tokens, "--b-twenty-percent", "20"), "must be above 1.2 B_opt = 38.4"),
         ((*tokens, "--b-twenty-percent", "99:1"), "--b-twenty-percent is '99:1'"),
         ((*tokens, "--b-crit", "9", "--gpu-watts", "700"), "energy also need --gpus"),
         ((*tokens, "--b-crit", "5:6:7"), "outside of its interval"),
-        ((*tokens, "--gpus", "8"), "--b-crit or --measured"),
+        ((*tokens, "--gpus", "8"), "pass --b-crit or --measured"),
         ((*tokens, "--b-crit", "500", "--gpus", "8"), "also need --tokens-per-second, --batch"),
         ((*tokens, "--b-crit", "500", "--gpu-hour-price", "2"), "also need --gpus, --tokens-per"),
         ((*tokens, "--critical-at", "3B"), "TOKENS:SAMPLES"),
         ((*tokens, "--loss", "0"), "--loss is 0"),
-        ((*tokens, "--experts"), "--experts says whose parameters --params are"),
-        ((*tokens, "--measured", str(doubt)), "no measurements: tokens and value (1 not to be"),
-        ((*tokens, "--measured", str(other)), "no measurements"),
+        ((*tokens, "--experts"), "--experts says what --params counts"),
+        ((*tokens, "--measured", str(doubt)), "needs tokens and value (1 with doubts left out)"),
+        ((*tokens, "--measured", str(other)), "no usable measurement"),
         ((*tokens, "--measured", str(text)), "'many'"),
         ((*tokens, "--measured", str(empty)), "no records"),
         ((*tokens, "--measured", str(tmp_path / "none.csv")), "none.csv"),

@@ -37,7 +37,7 @@ def test_a_tracker_is_read_back(tmp_path: Path) -> None:
     assert run.last_layers == {"0_lo": (4.0, 2.0, None)}
     assert [each.values for each in run.layers] == [{"0_lo": 3.0}, {"0_lo": 4.0}]
     assert run.decisions == [decision(100, 8, 16, upper=None)]
-    assert list(run.notes) == ["1 of 2 losses are NaN or infinite: gaps in the curve"]
+    assert list(run.notes) == ["1 of 2 losses are NaN or infinite and missing from the curve"]
     tracker.close()
     assert read_runs([tmp_path])[0].state == "ended"
 
@@ -50,19 +50,22 @@ def test_python_writes_nan_as_nan(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "records, said",
     [
-        ([line(1), '{"step": 2, "lo', line(3)], ":2: is not JSON"),
-        ([line(1), "[1]"], ":2: is no JSON object"),
-        ([line(1), "", '{"loss": 2.0}'], ":3: has neither a step nor a kind"),
-        ([line(1), '{"step": null}'], ":2: step is None"),
-        ([line(1), '{"step": 2.5}'], ":2: step is 2.5, not a whole number"),
-        ([line(-1)], ":1: step is -1"),
-        ([line(1), line(2, tokens=-5)], ":2: tokens is -5"),
-        ([line(1), line(2, loss="low")], ":2: loss is 'low', not a number"),
-        ([line(1, **{"gns/layer/0": True})], ":1: gns/layer/0 is True, not a number"),
-        ([{"kind": "run", "format": 2}], ":1: is of format 2, and this version of gnsfast reads 1"),
-        ([line(1), {"kind": "decision", "old": 1, "new": 2}], ":2: has no 'tokens'"),
-        ([decision(5, 0, 2)], ":1: old is 0"),
-        ([{"kind": "critical batch", "tokens": 5}], ":1: has no 'batch_size'"),
+        ([line(1), '{"step": 2, "lo', line(3)], ":2: this line is not JSON"),
+        ([line(1), "[1]"], ":2: this line is not a JSON object"),
+        ([line(1), "", '{"loss": 2.0}'], ":3: this line has neither a step nor a kind"),
+        ([line(1), '{"step": null}'], ":2: step must be a number of at least 0, not None"),
+        ([line(1), '{"step": 2.5}'], ":2: step must be a whole number, not 2.5"),
+        ([line(-1)], ":1: step must be a number of at least 0, not -1"),
+        ([line(1), line(2, tokens=-5)], ":2: tokens must be a number of at least 0, not -5"),
+        ([line(1), line(2, loss="low")], ":2: loss must be a number, not 'low'"),
+        ([line(1, **{"gns/layer/0": True})], ":1: gns/layer/0 must be a number, not True"),
+        (
+            [{"kind": "run", "format": 2}],
+            ":1: this line has format 2, but this version of gnsfast reads format 1",
+        ),
+        ([line(1), {"kind": "decision", "old": 1, "new": 2}], ":2: this line has no 'tokens'"),
+        ([decision(5, 0, 2)], ":1: old must be a number of at least 1, not 0"),
+        ([{"kind": "critical batch", "tokens": 5}], ":1: this line has no 'batch_size'"),
     ],
 )
 def test_broken_lines_are_named(tmp_path: Path, records: list[Any], said: str) -> None:
@@ -75,9 +78,9 @@ def test_broken_lines_are_named(tmp_path: Path, records: list[Any], said: str) -
 def test_missing_runs_are_named(tmp_path: Path) -> None:
     with pytest.raises(RecordsError, match="none: no such file or folder"):
         read_runs([tmp_path / "none"])
-    with pytest.raises(NothingYet, match="no .jsonl file in this folder"):
+    with pytest.raises(NothingYet, match="this folder holds no .jsonl file"):
         read_runs([tmp_path])
-    with pytest.raises(NothingYet, match="empty: no line was logged"):
+    with pytest.raises(NothingYet, match="no line was logged yet"):
         read_runs([write(tmp_path / "a.jsonl")])
     with pytest.raises(RecordsError, match="not a .jsonl file"):
         read_runs([write(tmp_path / "a.txt", line(1))])
@@ -97,11 +100,11 @@ def test_half_a_line_is_waited_for(tmp_path: Path) -> None:
         path.write_bytes(whole)
         assert file.poll()
         assert [p.step for p in file.log.points] == [1, 2]
-        assert list(file.log.notes) == ["a.jsonl: lines of kind 'later é' are not drawn"]
+        assert list(file.log.notes) == ["a.jsonl: the report does not show lines of kind 'later é'"]
         assert not file.poll()
     with open(path, "a") as more:
         more.write("\nbroken\n")
-    with pytest.raises(RecordsError, match=r"a.jsonl:5: is not JSON"):
+    with pytest.raises(RecordsError, match=r"a.jsonl:5: this line is not JSON"):
         file.poll()
 
 
@@ -128,7 +131,8 @@ def test_after_a_restart_the_later_lines_count(tmp_path: Path) -> None:
     assert run.decisions == [decision(2500, 8, 16, reason="again"), decision(3000, 16, 16)]
     assert run.name == "new" and run.state == "open"
     assert list(run.notes) == [
-        "a.jsonl: steps 35 to 35 were logged again after a restart; the later lines count"
+        "a.jsonl: steps 35 to 35 were logged twice because of a restart; the report shows the "
+        "later lines"
     ]
 
 
@@ -165,13 +169,13 @@ def test_numbers_of_one_step_are_put_together(tmp_path: Path) -> None:
         (2, ["cbs/ratio"]),
         (3, ["cbs/ratio", "loss", "tokens"]),
     ]
-    assert list(run.notes) == ["1 of 3 lines have no tokens: drawn over steps"]
+    assert list(run.notes) == ["1 of 3 lines have no tokens, so the x-axis shows steps"]
 
 
 def test_two_runs_in_a_folder_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", line(1), line(2))
     write(tmp_path / "b.jsonl", line(2, loss=1.0))
-    said = "two runs in one folder: a.jsonl and b.jsonl both say loss at step 2: name the files"
+    said = "holds two runs: a.jsonl and b.jsonl both log loss at step 2. Pass the files"
     with pytest.raises(RecordsError, match=said):
         read_runs([tmp_path])
     assert [run.name for run in read_runs([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])] == [*"ab"]

@@ -113,7 +113,7 @@ def test_batch_over_the_estimate(tmp_path: Path) -> None:
     shaded = [(s["x0"], s["x1"]) for s in spec["layout"]["shapes"] if s["type"] == "rect"]
     assert shaded == [(200, 400), (600, 600)]
     assert "<li>tokens 200 to 400: up to 3 times the estimate</li>" in text
-    assert "The batch is 2 times the estimate of the critical batch size" in text
+    assert "The batch is 2 times the estimated critical batch size" in text
     over = summary(read_runs([tmp_path / "a.jsonl"])[0])["over_critical_batch"]
     assert over[0] == {"steps": [2, 4], "tokens": [200.0, 400.0], "ratio": 3.0}
 
@@ -140,8 +140,8 @@ def test_branches(tmp_path: Path) -> None:
     assert re.findall(r"<td>([^<]*)</td></tr>", text) == ["-", "yes", "yes", "no", "diverged"]
     more = {"missing": [{"k": 8, "reason": "<killed>"}], "doubts": ["k = 4 <?>"]}
     text, [spec] = page(tmp_path, {"kind": "branch step"}, measurement(tolerance=0.01, **more))
-    assert "k = 8 failed: &lt;killed&gt;; not to be trusted: k = 4 &lt;?&gt;" in text
-    assert "no measurement yet" not in text and "not drawn" not in text
+    assert "k = 8 failed: &lt;killed&gt;; doubtful: k = 4 &lt;?&gt;" in text
+    assert "no measurement yet" not in text and "does not show" not in text
     sign = {"noise_scale": 7.0, "lower": 5.0, "upper": 9.0}
     text, _ = page(tmp_path, measurement(sign=sign, spectral=None))
     said = "noise scale there: 1 samples; in sign descent's norm there: 7 (95 %: 5 to 9) samples<"
@@ -202,7 +202,7 @@ def test_groups_other_scales_and_layers(tmp_path: Path) -> None:
     assert (arrows["x"], arrows["y"]) == ([3], ["y.&lt;i&gt;"])
     [heat] = by_title["Noise scale by layer, samples, over tokens"]["data"]
     assert heat["y"] == ["x", "y.&lt;i&gt;"] and heat["customdata"] == [[1, 2], [None, None]]
-    assert heat["z"][0] == [0, 0.301] and "Resolved: 1 of 2" in text
+    assert heat["z"][0] == [0, 0.301] and "Layers with a value: 1 of 2" in text
 
 
 def test_runs_over_each_other(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_command_refuses_in_one_line(tmp_path: Path, options: list[str]) -> None
     path = write(tmp_path / "a.jsonl", line(1), "broken")
     result = CliRunner().invoke(app, ["report", str(tmp_path), *options])
     assert result.exit_code == 2
-    assert result.stderr == f"gnsfast: {path}:2: is not JSON\n"
+    assert result.stderr == f"gnsfast: {path}:2: this line is not JSON\n"
     assert CliRunner().invoke(app, ["report", str(path), "--out", str(path)]).exit_code == 2
 
 
@@ -301,7 +301,7 @@ def test_live_until_the_end(tmp_path: Path) -> None:
     lines = ["", line(1), half[:9], half[9:] + "\n", {"kind": "end"}]
     training = Training(tmp_path / "a.jsonl", tmp_path / "a.html", lines)
     runs, said = training.watch()
-    assert said == [f"{tmp_path}: no .jsonl file in this folder: waiting"]
+    assert said == [f"{tmp_path}: this folder holds no .jsonl file. Waiting for the first line."]
     assert [n for n, _ in training.pages] == [1, 1, 2]
     assert all(found["stale"] > found["refresh"] >= 5 for _, found in training.pages)
     assert runs[0].state == "ended"
@@ -314,7 +314,7 @@ def test_live_leaves_a_page_that_stands(tmp_path: Path, stop: Any, error: Any) -
     write(tmp_path / "a.jsonl", line(1))
     training = Training(tmp_path / "a.jsonl", tmp_path / "a.html", [line(2), stop])
     if error:
-        with pytest.raises(error, match="a.jsonl:3: is not JSON"):
+        with pytest.raises(error, match="a.jsonl:3: this line is not JSON"):
             training.watch()
     else:
         assert [run.state for run in training.watch()[0]] == ["open"]

@@ -198,7 +198,7 @@ def test_dropout_of_dora_is_named() -> None:
     config = LoraConfig(target_modules=["q"], lora_dropout=0.1, use_dora=True)
     model = gnsfast.convert(get_peft_model(Block(BASES["plain"]), config))
     reasons = {r.reason for r in gnsfast.coverage(model).rows if r.route != "frozen"}
-    assert reasons == {"dropout inside: a replay would draw other masks"}
+    assert reasons == {"it contains dropout, and a replay would draw other masks"}
 
 
 @pytest.mark.parametrize(

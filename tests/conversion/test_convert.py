@@ -199,9 +199,12 @@ def test_coverage_reads_well() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "batch_dim": (dict(batch_dim=2), "batch_dim is 0 or 1"),
-    "no such module": (dict(exclude=["nope"]), "no module's or parameter's name matches 'nope'"),
-    "a string": (dict(fold="up"), "a list of patterns, not the string"),
+    "batch_dim": (dict(batch_dim=2), "batch_dim must be 0 or 1"),
+    "no such module": (
+        dict(exclude=["nope"]),
+        "no module or parameter has a name that matches 'nope'",
+    ),
+    "a string": (dict(fold="up"), r"a list of patterns, not a string: write fold=\['up'\]"),
     "broadcast of a linear": (dict(broadcast=["up"]), "not an embedding"),
 }
 
@@ -214,9 +217,9 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 def test_sequence_first_transformer_is_refused() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
-    with pytest.raises(ValueError, match=r"sequence-first: say convert\(model, batch_dim=1\)"):
+    with pytest.raises(ValueError, match=r"sequence-first: call convert\(model, batch_dim=1\)"):
         gnsfast.convert(nn.Sequential(layer))
-    with pytest.raises(ValueError, match=r"batch-first: say convert\(model, batch_dim=0\)"):
+    with pytest.raises(ValueError, match=r"batch-first: call convert\(model, batch_dim=0\)"):
         gnsfast.convert(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), batch_dim=1)
 
 
@@ -241,9 +244,13 @@ def test_exclude_and_fold_on_a_container() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 5))
     rows = gnsfast.coverage(gnsfast.convert(model, exclude=["0"])).rows
     assert [r.static for r in rows] == [False] * 4 + [True] * 2
-    with pytest.raises(ValueError, match="fold: what '0' matches has no parameters of its own"):
+    with pytest.raises(
+        ValueError, match="fold: the modules that match '0' have no parameters of their own"
+    ):
         gnsfast.convert(model, fold=["0"])
-    with pytest.raises(ValueError, match=r"exclude: what '0\.0' matches has no parameters"):
+    with pytest.raises(
+        ValueError, match=r"exclude: the modules that match '0\.0' have no parameters"
+    ):
         gnsfast.convert(model, replay=["0"], exclude=["0.0"])
 
 

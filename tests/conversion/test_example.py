@@ -64,13 +64,13 @@ def test_an_irregular_bare_index_without_an_example_raises() -> None:
 def test_rows_that_are_flattened() -> None:
     model, x = Flattened(), ids()
     assert_right(gnsfast.convert(model, example=x), x)
-    assert said(model, "fc.weight").reason == f"{T} consecutive rows are a sample"
+    assert said(model, "fc.weight").reason == f"{T} consecutive rows are one sample"
 
 
 def test_rows_that_are_flattened_and_alternate() -> None:
     model, x = Flattened(interleaved=True), ids()
     assert_right(gnsfast.convert(model, example=x), x)
-    assert said(model, "fc.weight").reason == "the samples' rows alternate"
+    assert said(model, "fc.weight").reason == "the rows of the samples alternate"
 
 
 @pytest.mark.parametrize("length", [T, B])
@@ -79,7 +79,7 @@ def test_sequence_first(length: int) -> None:
     with pytest.raises(ValueError, match=r"ties the samples.*convert\(.*batch_dim=1\)"):
         gnsfast.convert(model, example=x)
     gnsfast.convert(model, example=x, batch_dim=1)
-    assert said(model, "up.weight").reason == "samples along dimension 1"
+    assert said(model, "up.weight").reason == "the samples lie along dimension 1"
     assert_right(model, x, by_token, batch_dim=1)
 
 
@@ -162,7 +162,7 @@ def test_models_of_transformers(name: str) -> None:
 def test_calls_that_are_joined() -> None:
     model, x = Shared(), ids()
     gnsfast.convert(model, example=x)
-    assert said(model, "block.weight").reason == "3 calls are joined"
+    assert said(model, "block.weight").reason == "its 3 calls are joined"
     assert_right(model, x)
 
 

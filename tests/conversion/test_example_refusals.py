@@ -39,7 +39,7 @@ def test_rows_that_are_not_samples_are_refused_by_name(how: str) -> None:
     model = Picked(how)
     gnsfast.convert(model, example=torch.randn(B, T, D))
     row = said(model, "head.weight")
-    assert not row.static and row.reason.startswith("the data pick or order its rows")
+    assert not row.static and row.reason.startswith("the data select or sort its rows")
     assert said(model, "up.weight").static
 
 
@@ -111,10 +111,10 @@ def test_everything_is_put_back() -> None:
 @pytest.mark.parametrize(
     "example, match",
     [
-        (torch.zeros(B, T, dtype=torch.int64), "its samples are alike"),
+        (torch.zeros(B, T, dtype=torch.int64), "all samples are equal"),
         (torch.randint(0, 11, (1, T)), "has size 1 along"),
-        ({}, "without a tensor"),
-        (lambda: None, "without a call of the model"),
+        ({}, "is a tensor with samples"),
+        (lambda: None, "without calling the model"),
     ],
 )
 def test_examples_that_show_nothing(example: Any, match: str) -> None:

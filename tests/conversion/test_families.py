@@ -73,8 +73,8 @@ def test_nanogpt() -> None:
 ROWS = r"shape \[21, 32\].* every 7 consecutive rows"
 CALLS = "backward went through it 2 times"
 WINDOWS = r"shape \[12, 16, 32\].* every 4 consecutive rows"
-DROPOUT = "^128 elements left out: dropout inside: a replay would draw other masks$"
-MASKED = "^32 elements left out: dropout inside: a replay would draw other masks$"
+DROPOUT = "^128 elements left out: it contains dropout, and a replay would draw other masks$"
+MASKED = "^32 elements left out: it contains dropout, and a replay would draw other masks$"
 
 # Without an example and with one: a verdict, and what there is to say about it.
 EXPECTED = {
@@ -92,7 +92,7 @@ EXPECTED = {
         *("right", "^$"),
     ),
     ("image and text", "clip", "CLIPModel"): (
-        *("right, with replay", "^1 elements left out: the model uses it by itself"),
+        *("right, with replay", "^1 elements left out: the model itself uses this parameter"),
         *("right", "^$"),
     ),
     ("audio", "wav2vec2", "Wav2Vec2ForCTC"): (*("right, with replay", MASKED) * 2,),

@@ -53,11 +53,11 @@ def test_engines(engine: str, tmp_path: Path) -> None:
     ("name", "options", "said"),
     [
         ("slurm", [], "must be submitit or dask, not 'slurm'"),
-        (None, ["a=1"], "a=1 is for an --executor"),
+        (None, ["a=1"], "a=1 needs an executor"),
         ("submitit", ["timeout_min"], "'timeout_min' is not NAME=VALUE"),
         ("submitit", ["cluster=local"], "timeout_min=MINUTES"),
         ("submitit", ["cluster=local", "timeout_min=5", "partitoin=gpu"], "partitoin"),
-        ("submitit", ["timeout_min=5", "slurm_partition=gpu"], "there is none here"),
+        ("submitit", ["timeout_min=5", "slurm_partition=gpu"], "this machine has no srun"),
     ],
 )
 def test_engines_that_cannot_be(

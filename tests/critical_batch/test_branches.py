@@ -344,6 +344,11 @@ def test_settings_of_another_measurement(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"holds branches with .*{name}="):
             measure(run, tmp_path, k=(0.5, 1, 2))
         assert run.trained == []
+    saved = tmp_path / "cbs" / "settings.json"
+    older = {name: value for name, value in json.loads(saved.read_text()).items() if name != "lr"}
+    saved.write_text(json.dumps(older))
+    with pytest.raises(ValueError, match="holds branches with no lr noted: use the same"):
+        measure(ScriptedRun(), tmp_path)
 
 
 def test_folders_that_are_something_else(tmp_path: Path) -> None:

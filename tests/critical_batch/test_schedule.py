@@ -286,8 +286,8 @@ def test_command(tmp_path: Path) -> None:
     said = invoke(text, *run, "--export", "megatron", "--step-seconds", "1024:2 2048:3 4096:5")
     assert "43.1 % fewer" in said and "same FLOPs" in said
     assert '--step-batch-size-schedule "0:1024 168B:2048 503B:4096"' in said
-    assert "--train-samples 160646144" in said and "not in megatron-core 0.16.1" in said
-    assert "its ramp does not have these steps" in said
+    assert "--train-samples 160646144" in said and "megatron-core 0.16.1 does not" in said
+    assert "The older ramp cannot give these steps" in said
     even = ("0:8 800:12 1600:16", "--total-tokens", "4000", "--tokens-per-sample", "10")
     ramp = "--rampup-batch-size 8 4 160 --global-batch-size 16"
     assert ramp in invoke(*even, "--export", "megatron")

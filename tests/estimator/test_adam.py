@@ -235,7 +235,7 @@ def test_killed_and_resumed() -> None:
         results.append(gns)
     assert results[0].compute() == results[1].compute()
     assert torch.equal(results[0].state_dict()["ring"], results[1].state_dict()["ring"])
-    with pytest.raises(ValueError, match="metric='adam', this estimator metric=None"):
+    with pytest.raises(ValueError, match="metric='adam', but this estimator has metric=None"):
         gnsfast.GradientNoiseScale(make(), window=4).load_state_dict(results[0].state_dict())
 
 

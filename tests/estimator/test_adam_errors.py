@@ -38,8 +38,8 @@ def test_settings() -> None:
     with pytest.raises(ValueError, match="metric must be 'adam', 'sign' or 'spectral', not 'sgd'"):
         gnsfast.GradientNoiseScale(model, metric="sgd", optimizer=optimizer)
     for options, why in (
-        ({"metric": "adam"}, "go together"),
-        ({"optimizer": optimizer}, "name the metric too"),
+        ({"metric": "adam"}, "needs the optimizer"),
+        ({"optimizer": optimizer}, "Name the metric too"),
     ):
         with pytest.raises(ValueError, match=why):
             gnsfast.GradientNoiseScale(model, **options)
@@ -108,12 +108,12 @@ def test_step_before_update(fused: bool) -> None:
     gns = measured(model, optimizer, source="global")
     passes(model, gns)
     optimizer.step()
-    with pytest.raises(gnsfast.ObservationError, match="call gns.update"):
+    with pytest.raises(gnsfast.ObservationError, match="Call gns.update"):
         gns.update()
     model.zero_grad()
     passes(model, gns)
     optimizer.step()
-    with pytest.raises(gnsfast.ObservationError, match="call gns.update"):
+    with pytest.raises(gnsfast.ObservationError, match="Call gns.update"):
         passes(model, gns)
 
 
@@ -127,7 +127,7 @@ def test_norm_handed_over() -> None:
 
 def test_no_layer_takes_it() -> None:
     model = gnsfast.convert(nn.Conv1d(2, 4, 3))
-    with pytest.raises(ValueError, match="no layer of Conv1d has norms under a metric"):
+    with pytest.raises(ValueError, match="No layer of Conv1d has norms under Adam's metric"):
         with measured(model, torch.optim.AdamW(model.parameters())).microbatch(3):
             pass
 

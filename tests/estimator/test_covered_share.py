@@ -41,7 +41,9 @@ def measured(model: nn.Module, updates: int = 3, **settings: Any) -> gnsfast.Noi
 
 def test_a_result_says_what_it_is_of() -> None:
     torch.manual_seed(0)
-    with pytest.warns(UserWarning, match=r"only 16 % of the .* largest without is mix: .* lists"):
+    with pytest.warns(
+        UserWarning, match=r"Only 16 % of the .* largest .* without norms is mix: .* lists"
+    ):
         model = gnsfast.convert(Partly())
     result = measured(model)
     assert result.covered == pytest.approx(12 / 75)

@@ -34,7 +34,7 @@ def test_clipping_before_update(metric: str | None) -> None:
         with pytest.raises((gnsfast.ObservationError, ValueError)) as error:
             gns.update(grad_norm=norm if given else None)
         assert given or ("grad_norm=" in str(error.value)) == (metric is None)
-        assert given or "call gns.update() before that" in str(error.value)
+        assert given or "Call gns.update() before that" in str(error.value)
         model.zero_grad()
 
 

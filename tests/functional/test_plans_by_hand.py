@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gnsfast import functional, ops
+from gnsfast import functional
 from gnsfast.functional import Plan
+from gnsfast.ops import operators
 
 B, D = 3, 4
 STARTS = torch.tensor([0, 2, 3, 5])
@@ -50,9 +51,9 @@ def test_groups_hold_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         most = max(most, sum(each() is not None for each in alive))
         return found
 
-    linear_wgrad = ops.linear_wgrad
-    monkeypatch.setattr(ops, "linear_wgrad", counted)
+    linear_wgrad = operators.linear_wgrad
+    monkeypatch.setattr(operators, "linear_wgrad", counted)
     w, probe = torch.randn(2, D, requires_grad=True), torch.zeros(1, 8 + 2 + 8, requires_grad=True)
-    plan = Plan(members=tuple(torch.tensor([b]) for b in range(8)))
+    plan = Plan(groups=functional.Groups.of(*torch.arange(8).split(1)))
     functional.linear(torch.randn(8, D), w, None, probe, plan).sum().backward()
     assert len(alive) == 8 and most <= 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GNSCallback says to a Trainer under FSDP 2."""
+"""What GNSCallback says to a Trainer under FSDP."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,8 @@ from accelerate.utils import DistributedType
 from gnsfast.integrations.transformers import GNSCallback, _refuse
 
 
-def trainer_of(save_strategy: str) -> Any:
-    plugin = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=2))
+def trainer_of(save_strategy: str, version: int = 2) -> Any:
+    plugin = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
     return SimpleNamespace(
         accelerator=SimpleNamespace(distributed_type=DistributedType.FSDP, state=plugin),
         callback_handler=SimpleNamespace(callbacks=[GNSCallback()]),
@@ -32,3 +32,8 @@ def test_checkpoints_of_what_is_spread(metric: Any) -> None:
 @pytest.mark.parametrize("metric", [None, "adam"])
 def test_what_every_process_has(metric: Any) -> None:
     _refuse(trainer_of("steps"), metric)
+
+
+def test_first_version() -> None:
+    with pytest.raises(NotImplementedError, match=r"FSDP 1.*fsdp_config=\{'version': 2"):
+        _refuse(trainer_of("no", version=1), None)

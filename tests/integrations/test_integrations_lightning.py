@@ -109,11 +109,15 @@ def lengths(batch: list[Tensor]) -> Tensor:
 
 
 def by_hand(
-    batches: list[list[Tensor]], accumulated: int = 2, tokens: Any = None, metric: Any = None
+    batches: list[list[Tensor]],
+    accumulated: int = 2,
+    tokens: Any = None,
+    metric: Any = None,
+    window: int = 64,
 ) -> gnsfast.NoiseScale:
     module = Tiny()
     optimizer = module.configure_optimizers()
-    gns = gnsfast.GradientNoiseScale(module, metric=metric)
+    gns = gnsfast.GradientNoiseScale(module, metric=metric, window=window)
     for k, batch in enumerate(batches, 1):
         counts = None if tokens is None else tokens(batch)
         with gns.microbatch(len(batch[0]), tokens=counts, scale=1 / accumulated):

@@ -263,7 +263,7 @@ def test_one_parametrization_of_two_layers() -> None:
         parametrize.register_parametrization(layer, "weight", shared)
     gnsfast.convert(model)
     row = said(model, "0.parametrizations.weight.0.weight")
-    assert row.reason == "a weight shared by '0', '1'"
+    assert row.reason == "its weight is shared by '0', '1'"
     excluded = said(gnsfast.convert(model, exclude=["1"]), "1.parametrizations.weight.original")
     assert excluded.reason == "excluded by convert"
 
@@ -297,4 +297,6 @@ def test_inside_recurrent_layers_and_attention(norm: str) -> None:
 def test_spectral_norm_inside_them_is_named() -> None:
     """They look at a weight several times in each call, and each look moves it."""
     rows = gnsfast.coverage(gnsfast.convert(Rows(parametrizations.spectral_norm))).rows
-    assert {row.reason for row in rows} == {"its spectral norm moves several times in each call"}
+    assert {row.reason for row in rows} == {
+        "its spectral norm is updated several times in each call"
+    }

@@ -273,7 +273,7 @@ def hooked(width: int) -> nn.Module:
 
 REASONS = {
     "batch norm": (nn.BatchNorm1d(4), "batch statistics"),
-    "recurrent": (nn.LSTM(4, 4, num_layers=2, dropout=0.1), "dropout inside"),
+    "recurrent": (nn.LSTM(4, 4, num_layers=2, dropout=0.1), "it contains dropout"),
     "embedding bag": (nn.EmbeddingBag(4, 4, mode="max"), "embedding bag"),
     "parameter list": (nn.ParameterList([torch.zeros(2)]), "container"),
     "dropout inside attention": (OwnAttention(4, 2, dropout=0.1), "dropout"),

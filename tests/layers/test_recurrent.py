@@ -107,4 +107,4 @@ def test_a_packed_sequence_is_refused() -> None:
 
 def test_dropout_between_its_layers_is_named() -> None:
     model = gnsfast.convert(nn.Sequential(nn.LSTM(I, H, num_layers=2, dropout=0.1)))
-    assert "dropout inside" in gnsfast.coverage(model).rows[0].reason
+    assert "it contains dropout" in gnsfast.coverage(model).rows[0].reason

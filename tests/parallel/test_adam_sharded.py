@@ -112,7 +112,7 @@ def step_in_between(rank: int) -> None:
     with gns.microbatch(4):
         loss_of(model, batch).backward()
     given["optimizer"].step()
-    with pytest.raises(gnsfast.ObservationError, match="the optimizer has stepped"):
+    with pytest.raises(gnsfast.ObservationError, match="The optimizer has stepped"):
         with gns.microbatch(4):
             loss_of(model, other).backward()
 

@@ -95,9 +95,9 @@ class BranchFolder:
                 f"{FORMAT}: name a new folder"
             )
         other = [
-            f"{name}={there.get(name)!r}, not {value!r}"
+            f"{name}={there[name]!r}, not {value!r}" if name in there else f"no {name} noted"
             for name, value in settings.items()
-            if there.get(name) != value
+            if name not in there or there[name] != value
         ]
         if other:
             raise ValueError(

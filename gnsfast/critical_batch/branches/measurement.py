@@ -323,8 +323,8 @@ def pooled_factor(
             )
         if other := measurements[0].run.differences(m.run):
             raise ValueError(
-                f"the measurements are of different runs, one with {', '.join(other)}: a factor "
-                "holds for one run"
+                f"The measurements are of different runs, one with {', '.join(other)}. A factor "
+                "holds for one run."
             )
     ratios = [m.ratio(metric) for m in measurements]
     logs = [math.log(value) for value, _, _ in ratios if math.isfinite(value)]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that run on one group of samples (data domain) after the other.
+
+Each is an operator of its own, with shapes that do not tell how many samples a group has. So one
+graph of ``torch.compile`` serves every batch.
+
+Legend: B samples, G groups, S ids of links, P parameters of a module.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnsfast.ops import operators
+from gnsfast.reference import sqnorm
+from gnsfast.signatures import BY_SAMPLE, OPERATORS, RESULTS, empty_rows, schema
+from gnsfast.tensors import accumulate_dtype
+
+
+class Groups(NamedTuple):
+    """The samples of G groups; each sample is in one of them.
+
+    ``order_B`` holds the first group's samples, then the second's, and so on, on the device of the
+    layer. ``sizes_G`` says how many each has, on the CPU.
+
+    >>> gnsfast.functional.Groups.of(torch.tensor([2, 0]), torch.tensor([1])).sizes_G
+    tensor([2, 1])
+    """
+
+    order_B: Tensor
+    sizes_G: Tensor
+
+    @classmethod
+    def of(cls, *members: Tensor) -> "Groups":
+        """From the samples of each group."""
+        return cls(torch.cat(members), torch.tensor([len(index) for index in members]))
+
+    def members(self) -> tuple[Tensor, ...]:
+        """The samples of each group."""
+        found: tuple[Tensor, ...] = self.order_B.split(self.sizes_G.tolist())
+        return found
+
+    def to(self, device: torch.device) -> "Groups":
+        return self._replace(order_B=self.order_B.to(device, non_blocking=True))
+
+    def sums(self, t_B: Tensor) -> Tensor:
+        """[G]: the sum of each group's samples; always in one order, and as a graph of static
+        shapes.
+        """
+        device, G = t_B.device, len(self.sizes_G)
+        ends_G = self.sizes_G.to(device, non_blocking=True).cumsum(0)
+        group_B = torch.bucketize(torch.arange(len(t_B), device=device), ends_G, right=True)
+        own_GB = group_B == torch.arange(G, device=device)[:, None]
+        return torch.where(own_GB, t_B[self.order_B], 0.0).sum(1)
+
+
+def by_group(
+    a: Any, groups: Groups, wanted: Sequence[bool], at_BS: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The results of an operator in ``BY_SAMPLE``, with columns for the groups' sums in the probe
+    rows [P, B + 2 + G], and at the end rows ``at_BS`` of the weight gradient of each sample's own
+    group, [B, S, features]; empty without ``at_BS``.
+    """
+    found: tuple[Tensor, ...] = _GROUPED[type(a)](*groups, at_BS, list(wanted), *a)
+    return found
+
+
+def _registered(name: str) -> Callable[..., tuple[Tensor, ...]]:
+    signature: Any = OPERATORS[name]
+    own = "Tensor order_B, Tensor sizes_G, Tensor? at_BS, bool[] wanted, "
+    whole = schema(name).replace(f"{name}(", f"{name}_by_group({own}", 1)[:-1] + ", Tensor)"
+    operators.library.define(whole, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def fake(
+        order_B: Tensor, sizes_G: Tensor, at_BS: Tensor | None, wanted: list[bool], *fields: Any
+    ) -> tuple[Tensor, ...]:
+        a = signature(*fields)
+        found, B = list(a.results()), len(order_B)
+        k, width = RESULTS[name].index("rows"), found[0].shape[-1]
+        found[k] = empty_rows(a[0], len(found[k]), B + len(sizes_G))
+        shape = (0,) if at_BS is None else (*at_BS.shape, width)
+        return *found, a[0].new_empty(shape, dtype=accumulate_dtype(a[0].dtype))
+
+    def run(
+        order_B: Tensor, sizes_G: Tensor, at_BS: Tensor | None, wanted: list[bool], *fields: Any
+    ) -> tuple[Tensor, ...]:
+        members = Groups(order_B, sizes_G).members()
+        return _by_group(getattr(operators, name), signature(*fields), members, wanted, at_BS)
+
+    operators.library.impl(f"{name}_by_group", run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gnsfast::{name}_by_group", fake, lib=operators.library)
+    return getattr(torch.ops.gnsfast, f"{name}_by_group").default  # type: ignore[no-any-return]
+
+
+def _by_group(
+    operator: Callable[[Any], tuple[Tensor, ...]],
+    a: Any,
+    members: tuple[Tensor, ...],
+    wanted: list[bool],
+    at_BS: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Call the operator once for each group, on its samples, and add up the groups' gradients in
+    the accumulation dtype. No product is computed twice.
+    """
+    like, inputs, kinds = a[0], *BY_SAMPLE[type(a)]
+    acc, linked = accumulate_dtype(like.dtype), getattr(a, "ids_BS", None) is not None
+    dtype = getattr(a, "dtype", None)
+    if dtype is not None:
+        a = a._replace(dtype=acc)
+    parts: list[list[Tensor]] = []
+    at_own: list[Tensor] = []
+    for index in members:
+        own = type(a)(*(t if t is None else t[index] for t in a[:inputs]), *a[inputs:])
+        if linked:
+            own = own._replace(ids_BS=a.ids_BS[index])
+        found = operator(own)
+        if at_BS is not None:
+            at_own.append(found[0][at_BS[index]])
+        if not parts:
+            dtypes = [dtype or t.dtype for t in found]
+            parts = [[t.to(acc) if kind == "sum" else t] for t, kind in zip(found, kinds)]
+            continue
+        for t, of_result, kind in zip(found, parts, kinds):
+            if kind == "sum":  # one at a time: a weight's gradient may be large
+                of_result[0] += t
+            else:
+                of_result.append(t)
+    sums = [of_result[0] for of_result, kind in zip(parts, kinds) if kind == "sum"]
+    totals = [sqnorm(t) for t in compress(sums, wanted)]
+    whole: list[Tensor] = []
+    for of_result, kind, kept in zip(parts, kinds, dtypes):
+        if kind == "sum":
+            whole.append(of_result[0].to(kept))
+        elif kind == "rows":
+            whole.append(_rows(of_result, members, totals))
+        else:
+            whole.append(_in_order(of_result, members))
+    return *whole, _in_order(at_own or [like.new_empty(0, dtype=acc)], members)
+
+
+def _in_order(parts: list[Tensor], members: tuple[Tensor, ...]) -> Tensor:
+    """The groups' samples in the order of the batch; an unwanted result stays empty."""
+    if parts[0].ndim == 1:
+        return parts[0]
+    whole = parts[0].new_empty(sum(map(len, members)), *parts[0].shape[1:])
+    for index, part in zip(members, parts):
+        whole[index] = part
+    return whole
+
+
+def _rows(parts: list[Tensor], members: tuple[Tensor, ...], totals: list[Tensor]) -> Tensor:
+    """The probe rows of the whole batch, with a column for the sum of each group."""
+    B = sum(map(len, members))
+    rows = parts[0].new_ones(len(parts[0]), B + 2 + len(parts))
+    for g, (index, part) in enumerate(zip(members, parts)):
+        rows[:, index], rows[:, B + 2 + g] = part[:, :-2], part[:, -2]
+    rows[:, B] = torch.stack(totals)
+    return rows
+
+
+_GROUPED = {
+    OPERATORS[name]: _registered(name) for name in OPERATORS if OPERATORS[name] in BY_SAMPLE
+}

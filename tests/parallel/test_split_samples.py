@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples that are split over processes are refused wherever that can be seen."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import each, spawn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import _ContextParallel
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import gnsfast
+from gnsfast.parallel import refuse_parts
+
+N, T, D = 4, 8, 6
+
+
+def layers() -> nn.Module:
+    return gnsfast.convert(nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)))
+
+
+def run(gns: gnsfast.GradientNoiseScale, x_NTD: Tensor | None = None) -> None:
+    x_NTD = torch.randn(N, T, D) if x_NTD is None else x_NTD
+    with gns.microbatch(N):
+        gns.model(x_NTD).square().mean().backward()
+
+
+def groups(rank: int) -> None:
+    """What torch calls the groups of a mesh of several dimensions, and Megatron its own."""
+    for name in ("mesh_cp", "mesh_context", "CONTEXT_PARALLEL_GROUP"):
+        group = dist.new_group([0, 1], group_desc=name)
+        model = layers()
+        with pytest.raises(NotImplementedError, match=f"'{name}'.*splits each sample"):
+            run(gnsfast.GradientNoiseScale(DistributedDataParallel(model)))
+        alone = [dist.new_group([k]) for k in range(2)][rank]
+        run(gnsfast.GradientNoiseScale(model, process_group=alone))
+        dist.destroy_process_group(group)
+    single = [dist.new_group([k], group_desc="mesh_cp") for k in range(2)]
+    run(gnsfast.GradientNoiseScale(DistributedDataParallel(layers())))
+    dist.destroy_process_group(single[rank])
+
+
+def meshes(rank: int) -> None:
+    """Accelerate calls a flattened mesh ``dp_shard_cp``, whatever its dimensions are."""
+    for name, flat in (("dp_shard", "dp_shard_cp"), ("cp", "dp_cp"), ("context_parallel", "all")):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+        for used in (mesh, mesh._flatten(flat)):
+            gns = gnsfast.GradientNoiseScale(fully_shard(layers(), mesh=used))
+            if name == "dp_shard":
+                run(gns)
+                continue
+            with pytest.raises(NotImplementedError, match=f"'{name}'.*splits each sample"):
+                run(gns)
+
+
+def attention(rank: int) -> None:
+    """torchtitan's way: no context manager, but hooks on the attention of each block."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
+    model = layers()
+    plan = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.SDPA)
+    parallelize_module(model[1], mesh, plan)  # type: ignore[index]
+    with pytest.raises(NotImplementedError, match="attention '1'.*splits each sample"):
+        run(gnsfast.GradientNoiseScale(model))
+
+
+def context(rank: int) -> None:
+    """torch's ``context_parallel``, wherever it begins; batches outside of it are measured."""
+    mesh, x_NTD = init_device_mesh("cpu", (2,)), torch.randn(N, T, D)
+    gns = gnsfast.GradientNoiseScale(layers())
+    with context_parallel(mesh, buffers=[x_NTD], buffer_seq_dims=[1]):
+        with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
+            run(gns, x_NTD)
+    with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
+        with gns.microbatch(N):
+            with context_parallel(mesh, buffers=[x_NTD], buffer_seq_dims=[1]):
+                gns.model(x_NTD).square().mean().backward()
+    gns.model.zero_grad()
+    run(gns)
+
+
+def flattened(rank: int) -> None:
+    """FSDP 1 has no sums that can be read: not in ``.grad``, whatever is asked of it."""
+    for options in ({"source": "local"}, {}):
+        model = FullyShardedDataParallel(layers(), device_id=torch.device("cpu"))
+        with pytest.raises(NotImplementedError, match=r"the model is wrapped.*fully_shard"):
+            run(gnsfast.GradientNoiseScale(model, **options))
+        inner = layers()
+        inner[0] = FullyShardedDataParallel(  # type: ignore[operator]
+            inner[0],  # type: ignore[index]
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        with pytest.raises(NotImplementedError, match=r"0 is wrapped.*fully_shard"):
+            run(gnsfast.GradientNoiseScale(inner, **options))
+
+
+@pytest.mark.dist
+def test_two_processes() -> None:
+    spawn(each, args=((groups, meshes, attention, flattened, context),))
+
+
+def positions(*begins: int) -> Tensor:
+    return torch.tensor(begins)[:, None] + torch.arange(T)
+
+
+@pytest.mark.parametrize("begin", [T, 3 * T, T // 2, 3 * T // 2])
+def test_rows_that_begin_elsewhere(begin: int) -> None:
+    """In one piece a process, or in two: of four pieces the second process has the inner ones."""
+    ids = positions(begin, begin)
+    if begin % T:
+        ids[:, T // 2 :] += T // 2
+    with pytest.raises(gnsfast.ObservationError, match=f"position {begin},.*splits each sample"):
+        refuse_parts(ids, 2)
+    refuse_parts(ids, 1)
+
+
+@pytest.mark.parametrize("begins", [(0, 0), (T, 0), (1, 1), (3, 3), (T, 2 * T)])
+def test_rows_of_their_own(begins: tuple[int, ...]) -> None:
+    """Padding in front is at position 1; positions drawn at random begin at different ones."""
+    refuse_parts(positions(*begins), 2)
+    refuse_parts(None, 2)
+    refuse_parts(positions(*begins)[0], 2)
+    refuse_parts(positions(*begins)[:, :1], 2)
