@@ -178,7 +178,7 @@ class TwoBatchNoiseScale:
         loss_factors.check_factors(num_samples, tokens, scale)
         if self._inside:
             raise ObservationError(
-                "A gns.microbatch block is already open. It takes one forward and one backward pass."
+                "A gns.microbatch block is already open. It takes one forward and backward pass."
             )
         if not self._due:
             yield
@@ -283,7 +283,7 @@ class TwoBatchNoiseScale:
             self.discard()
             raise ObservationError(
                 "TwoBatchNoiseScale compares the gradients of the backward passes of an update, "
-                "and this update had 1 on 1 process. Use 2 or more, better 4: accumulate gradients, "
+                "and this update had 1 on 1 process. Use 2 or more, better 4: accumulate gradients "
                 "with a gns.microbatch block for each pass, or train with more processes. "
                 "GradientNoiseScale measures a single pass of a converted model."
             )
