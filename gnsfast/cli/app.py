@@ -278,7 +278,7 @@ def branch(
         float, typer.Option(help="Weight of the newest step in a branch's smoothed loss.")
     ] = 0.5,
     lr: Annotated[
-        str, typer.Option(help="How the learning rate grows with k: sqrt, linear, none.")
+        str, typer.Option(help="How the learning rate grows with k: sqrt, linear, keep.")
     ] = "sqrt",
     loss: Annotated[
         str, typer.Option(help="Loss to compare: train, or evaluate (what the run evaluates).")

@@ -56,6 +56,8 @@ class Plan:
                 f"delta_tokens={self.delta_tokens:,} is too few: k = {ks[-1]:g} needs "
                 f"{LEAST_STEPS} steps at least, {least:,} tokens"
             )
+        for k in ks if hasattr(run, "check_branch") else ():
+            run.check_branch(k)
         own: Callable[[], Mapping[str, Any]] | None = getattr(run, "branch_settings", None)
         return {
             "tokens": run.tokens,
