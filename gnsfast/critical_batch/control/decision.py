@@ -16,7 +16,8 @@ class Decision:
 
     Args:
         tokens: trained so far, at the end of an optimizer step.
-        phase: from now on: ``"calibrate"``, ``"warm up"`` or ``"monitor"``.
+        phase: from now on: ``"calibrate"``, ``"warm up"`` or ``"monitor"``; ``"schedule"`` where
+            thresholds decide.
         old, new: batch sizes in samples, equal for a change of phase and for a warning.
         lr_factor: multiplies the learning rate.
         estimate: the critical batch size in samples (noise scale times factor), with the interval
@@ -65,6 +66,21 @@ class Estimate:
     may_grow: bool = False
     may_warn: bool = False
 
+    def excess(self, batch_size: float) -> float:
+        """How many times the estimate a batch size is."""
+        return batch_size / self.value if self.value > 0 else math.inf
+
+    def metrics(self, batch_size: float) -> dict[str, float]:
+        """``cbs/estimate`` with its ends and ``cbs/ratio``, as far as they are known."""
+        if math.isnan(self.value):
+            return {}
+        found = {"cbs/estimate_lo": self.lower}
+        if math.isfinite(self.upper):
+            found |= {"cbs/estimate": self.value, "cbs/estimate_hi": self.upper}
+            if self.value > 0:
+                found["cbs/ratio"] = batch_size / self.value
+        return found
+
 
 def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) -> Estimate:
     """The critical batch size that a window's noise scale gives.
@@ -95,3 +111,8 @@ def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) ->
         may_grow=not found.drift or value >= previous,
         may_warn=scale.resolved and (not found.drift or value <= previous),
     )
+
+
+def samples(number: float) -> str:
+    """A batch size in words: four digits, or all of its digits from 1,000 on."""
+    return f"{number:.4g}" if number < 1000 else f"{number:,.0f}"
