@@ -145,7 +145,9 @@ class BatchSizeCallback(TrainerCallback):
         trainer.args.gradient_accumulation_steps = self.controller.accumulation
         if trainer.is_world_process_zero():
             say(decision, self.gns.tracker)
+        due = trainer.control.should_log  # an extra log would take its place
         trainer.log({"batch/size": float(decision.new), "batch/decision": decision.reason})
+        trainer.control.should_log = due
 
     def _samples(self, epoch: int, taken: int) -> int:
         """Samples before a position; the last micro-batch of an epoch may be short."""

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from gnsfast.arguments import finite_or_text
 from gnsfast.critical_batch.control.changing import ChangingBatchSize
-from gnsfast.critical_batch.control.decision import Decision, Estimate, estimate, samples
+from gnsfast.critical_batch.control.decision import Decision, Estimate, estimate
 from gnsfast.critical_batch.control.settings import Settings, make_settings
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
-from gnsfast.noise_scale import NoiseScale
+from gnsfast.noise_scale import NoiseScale, in_samples
 
 PHASES = ("calibrate", "warm up", "monitor")
 
@@ -218,8 +218,8 @@ class BatchSizeController(ChangingBatchSize):
             self._forget()
             self._capped = False
             return self._note(
-                f"the critical batch size is at most {samples(e.upper)} at {s.patience} checks in "
-                f"a row, less than the batch size of {B:,}: it shrinks to {smaller:,}",
+                f"the critical batch size is at most {in_samples(e.upper)} at {s.patience} checks "
+                f"in a row, less than the batch size of {B:,}: it shrinks to {smaller:,}",
                 new=smaller,
             )
         if "over" not in long:
@@ -227,15 +227,15 @@ class BatchSizeController(ChangingBatchSize):
         limit, self._limit, self._rows["over"] = self._limit, 2 * excess, 0
         return self._note(
             f"the batch size of {B:,} is more than {limit:.3g} times the estimated critical batch "
-            f"size of {samples(e.value)}",
+            f"size of {in_samples(e.value)}",
             warning=True,
         )
 
     def _grow(self, new: int) -> Decision:
         s = self.settings
         allows = (
-            f"the critical batch size is at least {samples(self._estimate.lower)} at {s.patience} "
-            f"checks in a row, which allows {new:,}"
+            f"the critical batch size is at least {in_samples(self._estimate.lower)} at "
+            f"{s.patience} checks in a row, which allows {new:,}"
         )
         self._forget()
         if new <= s.max_batch_size:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gnsfast.arguments import finite_or_none, finite_or_text
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
-from gnsfast.noise_scale import NoiseScale
+from gnsfast.noise_scale import NoiseScale, critical_batch_metrics, excess
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,11 @@ class Estimate:
 
     def excess(self, batch_size: float) -> float:
         """How many times the estimate a batch size is."""
-        return batch_size / self.value if self.value > 0 else math.inf
+        return excess(batch_size, self.value)
 
     def metrics(self, batch_size: float) -> dict[str, float]:
         """``cbs/estimate`` with its ends and ``cbs/ratio``, as far as they are known."""
-        if math.isnan(self.value):
-            return {}
-        found = {"cbs/estimate_lo": self.lower}
-        if math.isfinite(self.upper):
-            found |= {"cbs/estimate": self.value, "cbs/estimate_hi": self.upper}
-            if self.value > 0:
-                found["cbs/ratio"] = batch_size / self.value
-        return found
+        return critical_batch_metrics(batch_size, self.value, self.lower, self.upper)
 
 
 def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) -> Estimate:
@@ -111,8 +104,3 @@ def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) ->
         may_grow=not found.drift or value >= previous,
         may_warn=scale.resolved and (not found.drift or value <= previous),
     )
-
-
-def samples(number: float) -> str:
-    """A batch size in words: four digits, or all of its digits from 1,000 on."""
-    return f"{number:.4g}" if number < 1000 else f"{number:,.0f}"
