@@ -164,7 +164,7 @@ WHERE = {
     "lightning": "add these lines at the end of configure_optimizers; where it has a schedule of "
     "its own, multiply that by FACTORS",
     "huggingface": "these lines train the schedule, learning rates too",
-    "nanogpt": "in train.py; the last three lines replace lr = get_lr(iter_num) ...; "
+    "nanogpt": "in train.py; the last four lines replace lr = get_lr(iter_num) ...; "
     "gradient_accumulation_steps is that of a process",
 }
 
