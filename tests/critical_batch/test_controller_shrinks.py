@@ -178,6 +178,13 @@ def test_warns_again_when_the_excess_doubles() -> None:
     assert [d.warning for d in feed(controller, [noise(4.0, 8 / 1.3)] * 3)] == [True]
 
 
+def test_the_count_begins_anew_after_a_warning() -> None:
+    controller = warm()
+    [warned] = feed(controller, [noise(4.0, 8 / 1.3)] * 3)
+    assert warned.warning and feed(controller, [noise(1.0, 8 / 14)] * 2) == []
+    assert len(feed(controller, [noise(1.0, 8 / 14)])) == 1
+
+
 def test_a_size_without_an_estimate_warns_once() -> None:
     """A tr Σ below zero: the excess is infinite, and cannot double."""
     controller = warm()
