@@ -239,7 +239,9 @@ def schedule(
     ] = False,
     lr: Annotated[
         str | None,
-        typer.Option(help="How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt)."),
+        typer.Option(
+            help="How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt)."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
