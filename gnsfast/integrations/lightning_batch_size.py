@@ -5,19 +5,20 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from gnsfast.critical_batch.control import BatchSizeController, Decision
-from gnsfast.critical_batch.rules import set_lr
+from gnsfast.critical_batch.control import ChangingBatchSize, Decision
 from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.integrations.batch_sizes import check, say, set_learning_rates, start
 from gnsfast.integrations.lightning import STRATEGIES, Callback, GNSMonitor
 
 CHANGES_ACCUMULATION = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
 
 
 class BatchSizeCallback(Callback):
-    """Let a ``BatchSizeController`` change ``accumulate_grad_batches`` while Lightning trains.
+    """Let a ``BatchSizeController`` or a ``ScheduledBatchSize`` change ``accumulate_grad_batches``
+    while Lightning trains.
 
     Lightning steps where the number of an epoch's batches is a multiple of the accumulation. So the
-    controller is asked only after steps that end at a multiple of the grown accumulation, and at
+    controller is asked only after steps that end at a multiple of the accumulation to come, and at
     the ends of epochs: there no batch is counted twice, left out, or divided by the accumulation
     of another step. As ever in Lightning, an epoch's last step may be of fewer batches, each
     divided by the whole accumulation.
@@ -28,12 +29,16 @@ class BatchSizeCallback(Callback):
     by ``controller.lr_factor``. Without a scheduler the growth itself multiplies the learning rate.
     Betas and weight decay move by the controller's rules.
 
+    Each decision is a line of the logger ``gnsfast``: INFO, or WARNING for a batch that is too
+    large.
+
     The controller's state is part of Lightning's checkpoint. Start a resumed run with the
     ``accumulate_grad_batches`` of the first batch size again.
 
     Args:
         controller: its ``micro_batch`` is the data loader's batch size, its ``batch_size`` that
             times ``accumulate_grad_batches`` and the processes, its ``data_parallel`` their number.
+            All other batch sizes are multiples of the first.
         gns: among the Trainer's callbacks too. Its logs and its tracker also get
             ``controller.metrics()``; a tracker with a ``record`` method, such as ``JSONLTracker``,
             the decisions.
@@ -56,7 +61,7 @@ class BatchSizeCallback(Callback):
     >>> callbacks = [gns, BatchSizeCallback(controller, gns)]  # Trainer(callbacks=callbacks)
     """
 
-    def __init__(self, controller: BatchSizeController, gns: GNSMonitor) -> None:
+    def __init__(self, controller: ChangingBatchSize, gns: GNSMonitor) -> None:
         self.controller, self.gns = controller, gns
         self._saved: dict[str, Any] | None = None
         self._first = 0  # accumulate_grad_batches of the first batch size, while it trains
@@ -70,13 +75,7 @@ class BatchSizeCallback(Callback):
         _refuse(trainer, pl_module)
         self._check(trainer)
         saved, self._saved = self._saved, None
-        if saved is not None:
-            self.controller.load_state_dict(saved)
-        elif self.controller.tokens:
-            raise ValueError(
-                f"the controller is at {self.controller.tokens:,} tokens of another run: make a "
-                "new one, or resume from a checkpoint of this one"
-            )
+        start(self.controller, saved)
         self.controller.check_optimizer(trainer.optimizers[0])
         self.controller.check_run(RunIdentity.of(pl_module, trainer.optimizers[0]))
         self._first, self._look = trainer.accumulate_grad_batches, True
@@ -101,9 +100,9 @@ class BatchSizeCallback(Callback):
         if taken % controller.accumulation and not ends:
             return  # no step
         s = controller.settings
-        if ends or taken % (s.growth * controller.accumulation) == 0:
-            batches = trainer.current_epoch * trainer.num_training_batches + taken
-            tokens = batches * s.samples_at_once * s.tokens_per_sample
+        batches = trainer.current_epoch * trainer.num_training_batches + taken
+        tokens = batches * s.samples_at_once * s.tokens_per_sample
+        if ends or taken % controller.stride(tokens) == 0:
             decision = controller.update(tokens, self.gns.compute)
             if decision is not None:
                 self._decided(trainer, decision)
@@ -113,9 +112,8 @@ class BatchSizeCallback(Callback):
         scheduled = bool(trainer.lr_scheduler_configs)
         self.controller.apply(decision, trainer.optimizers[0], lr=not scheduled)
         trainer.accumulate_grad_batches = self.controller.accumulation
-        record = getattr(self.gns.tracker, "record", None)
-        if record is not None and trainer.is_global_zero:
-            record(decision.record())
+        if trainer.is_global_zero:
+            say(decision, self.gns.tracker)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._first:
@@ -143,15 +141,11 @@ class BatchSizeCallback(Callback):
                 steps = -(-per_epoch // self._first)
                 done = steps if taken == per_epoch else taken // self._first
                 scheduler.last_epoch = trainer.current_epoch * steps + done
-            groups = scheduler.optimizer.param_groups
-            for group, scale in zip(groups, scheduler.lr_lambdas):
-                rate = group["initial_lr"] * scale(scheduler.last_epoch)
-                set_lr(group, rate * self.controller.lr_factor)
-            scheduler._last_lr = [group["lr"] for group in groups]
+            set_learning_rates(scheduler, self.controller.lr_factor)
 
     def _check(self, trainer: Any) -> None:
         """Raise where the controller's settings differ from the Trainer's."""
-        s, per_epoch = self.controller.settings, trainer.num_training_batches
+        s = self.controller.settings
         if self.gns not in trainer.callbacks:
             raise ValueError("the GNSMonitor that measures must be among the Trainer's callbacks")
         if self.controller.scheduled:
@@ -159,25 +153,11 @@ class BatchSizeCallback(Callback):
                 "controller.lr_lambda has the growth's factor already: give LambdaLR a function of "
                 "the step, which is that of the first batch size"
             )
-        settings = {
-            "data_parallel": (s.data_parallel, trainer.world_size),
-            "batch_size": (s.batch_size, s.samples_at_once * trainer.accumulate_grad_batches),
+        trainers = {
+            "data_parallel": trainer.world_size,
+            "batch_size": s.samples_at_once * trainer.accumulate_grad_batches,
         }
-        for name, (own, trainers) in settings.items():
-            if own != trainers:
-                raise ValueError(f"the controller's {name} is {own}, and the Trainer's {trainers}")
-        if s.max_batch_size // s.samples_at_once > per_epoch:
-            raise ValueError(
-                f"max_batch_size={s.max_batch_size} is more than an epoch's "
-                f"{per_epoch * s.samples_at_once} samples: use at most that"
-            )
-        planned = trainer.max_epochs * per_epoch * s.samples_at_once * s.tokens_per_sample
-        if trainer.max_epochs > 0 and not planned / 2 <= s.total_tokens <= 2 * planned:
-            raise ValueError(
-                f"the controller's total_tokens={s.total_tokens:,} are not those of this training: "
-                f"{trainer.max_epochs} epochs of {per_epoch * s.samples_at_once:,} samples of "
-                f"{s.tokens_per_sample:,} tokens are {planned:,}"
-            )
+        check(self.controller, trainers, trainer.num_training_batches, trainer.max_epochs)
 
 
 def _refuse(trainer: Any, pl_module: Any) -> None:

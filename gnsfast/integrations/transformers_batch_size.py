@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from gnsfast.critical_batch.control import BatchSizeController, Decision
-from gnsfast.critical_batch.rules import set_lr
+from gnsfast.critical_batch.control import ChangingBatchSize, Decision
+from gnsfast.integrations.batch_sizes import check, say, set_learning_rates, start
 from gnsfast.integrations.transformers import GNSCallback, _calling_trainer
 from gnsfast.integrations.transformers_data import identity
 from gnsfast.integrations.transformers_start import refuse_undivided
@@ -26,10 +26,11 @@ except ImportError as e:
 
 
 class BatchSizeCallback(TrainerCallback):
-    """Let a ``BatchSizeController`` change ``gradient_accumulation_steps`` while Trainer trains.
+    """Let a ``BatchSizeController`` or a ``ScheduledBatchSize`` change
+    ``gradient_accumulation_steps`` while Trainer trains.
 
     Trainer finds its place in an epoch by multiples of the accumulation. So the controller is asked
-    only after steps that end at a multiple of the grown accumulation, and at the ends of epochs.
+    only after steps that end at a multiple of the accumulation to come, and at the ends of epochs.
     Every sample is used once an epoch. Each step's loss is divided by its own
     ``num_items_in_batch``.
 
@@ -42,12 +43,16 @@ class BatchSizeCallback(TrainerCallback):
     by the controller's rules, each parameter group's from its own values; the optimizer's state
     holds them.
 
+    Each decision is an entry of Trainer's log, ``batch/decision``, and a line of the logger
+    ``gnsfast``: INFO, or WARNING for a batch that is too large.
+
     The controller's state is saved in the checkpoint's ``trainer_state.json``. Start a resumed run
     with the ``gradient_accumulation_steps`` of the first batch size again.
 
     Args:
         controller: its ``micro_batch`` is ``per_device_train_batch_size``, its ``batch_size`` that
-            of the Trainer's arguments, and ``data_parallel`` its processes.
+            of the Trainer's arguments, and ``data_parallel`` its processes. All other batch sizes
+            are multiples of the first.
         gns: among the Trainer's callbacks too. Its logs and its tracker also get
             ``controller.metrics()``; a tracker with a ``record`` method, such as ``JSONLTracker``,
             the decisions.
@@ -72,7 +77,7 @@ class BatchSizeCallback(TrainerCallback):
     >>> callbacks = [gns, BatchSizeCallback(controller, gns)]  # Trainer(callbacks=callbacks)
     """
 
-    def __init__(self, controller: BatchSizeController, gns: GNSCallback) -> None:
+    def __init__(self, controller: ChangingBatchSize, gns: GNSCallback) -> None:
         self.controller, self.gns = controller, gns
         self._trainer: Any = None
         self._accumulation = 0
@@ -87,18 +92,10 @@ class BatchSizeCallback(TrainerCallback):
             )
         _refuse(trainer, loader)
         self._accumulation = args.gradient_accumulation_steps
-        self._check(trainer, len(loader))
         self._per_epoch = len(loader)
         self._steps_of_an_epoch = -(-self._per_epoch // self._accumulation)
         self._dropped = bool(args.dataloader_drop_last)
-        epochs, s = state.max_steps / self._steps_of_an_epoch, self.controller.settings
-        planned = round(epochs * self._per_epoch * s.samples_at_once * s.tokens_per_sample)
-        if not planned / 2 <= s.total_tokens <= 2 * planned:
-            raise ValueError(
-                f"the controller's total_tokens={s.total_tokens:,} are not those of this training: "
-                f"{epochs:g} epochs of {self._per_epoch * s.samples_at_once:,} samples of "
-                f"{s.tokens_per_sample:,} tokens are {planned:,}"
-            )
+        self._check(trainer, state.max_steps / self._steps_of_an_epoch)
         self._start(state)
         self.controller.check_optimizer(trainer.optimizer)
         self.controller.check_run(identity(trainer))
@@ -136,9 +133,8 @@ class BatchSizeCallback(TrainerCallback):
         trainer._tr_loss += (now - before - 1) * (trainer._tr_loss - self._before)
         if trainer.accelerator.optimizer_step_was_skipped:
             self._lag += now - before
-        growth = controller.settings.growth
-        if taken % (growth * controller.accumulation) == 0:
-            tokens = self._samples(epoch, taken) * controller.settings.tokens_per_sample
+        tokens = self._samples(epoch, taken) * controller.settings.tokens_per_sample
+        if taken % controller.stride(tokens) == 0:
             decision = controller.update(tokens, self.gns.compute)
             if decision is not None:
                 self._decided(decision)
@@ -149,9 +145,11 @@ class BatchSizeCallback(TrainerCallback):
         trainer = self._trainer
         self.controller.apply(decision, trainer.optimizer, lr=False)
         trainer.args.gradient_accumulation_steps = self.controller.accumulation
-        record = getattr(self.gns.tracker, "record", None)
-        if record is not None and trainer.is_world_process_zero():
-            record(decision.record())
+        if trainer.is_world_process_zero():
+            say(decision, self.gns.tracker)
+        due = trainer.control.should_log  # an extra log would take its place
+        trainer.log({"batch/size": float(decision.new), "batch/decision": decision.reason})
+        trainer.control.should_log = due
 
     def _samples(self, epoch: int, taken: int) -> int:
         """Samples before a position; the last micro-batch of an epoch may be short."""
@@ -163,46 +161,33 @@ class BatchSizeCallback(TrainerCallback):
 
     def _set_learning_rates(self, step: int) -> None:
         """Set those of the next step: the schedule's, at a step of the first batch size."""
-        scheduler, factor = self._trainer.lr_scheduler, self.controller.lr_factor
+        scheduler = self._trainer.lr_scheduler
         scheduler.last_epoch = step - self._lag
-        for group, scale in zip(self._trainer.optimizer.param_groups, scheduler.lr_lambdas):
-            set_lr(group, group["initial_lr"] * scale(scheduler.last_epoch) * factor)
-        scheduler._last_lr = [group["lr"] for group in self._trainer.optimizer.param_groups]
+        set_learning_rates(scheduler, self.controller.lr_factor)
 
     def _start(self, state: Any) -> None:
         """Restore the controller from a checkpoint, or check that it is new."""
         saved = state.stateful_callbacks.get(_ControllerState.__name__)
-        if state.global_step > 0 and saved:
-            first = saved["attributes"]["accumulation"]
-            if first != self._accumulation:
-                raise ValueError(
-                    f"the run began with gradient_accumulation_steps={first}, which its steps are "
-                    f"counted in, and not {self._accumulation}: resume with that; the controller "
-                    "knows what the batch size has grown to"
-                )
-            self.controller.load_state_dict(saved["attributes"]["controller"])
-        elif self.controller.tokens:
+        if not state.global_step or not saved:
+            return start(self.controller, None)
+        first = saved["attributes"]["accumulation"]
+        if first != self._accumulation:
             raise ValueError(
-                f"the controller is at {self.controller.tokens:,} tokens of another run: make a "
-                "new one, or resume from a checkpoint of this one"
+                f"the run began with gradient_accumulation_steps={first}, which its steps are "
+                f"counted in, and not {self._accumulation}: resume with that; the controller "
+                "knows what the batch size has grown to"
             )
+        start(self.controller, saved["attributes"]["controller"])
 
-    def _check(self, trainer: Any, per_epoch: int) -> None:
+    def _check(self, trainer: Any, epochs: float) -> None:
         """Raise where the controller's settings differ from the Trainer's."""
-        s, args = self.controller.settings, trainer.args
-        settings = {
-            "micro_batch": (s.micro_batch, args.per_device_train_batch_size),
-            "data_parallel": (s.data_parallel, trainer.accelerator.num_processes),
-            "batch_size": (s.batch_size, trainer.get_total_train_batch_size(args)),
+        args = trainer.args
+        trainers = {
+            "micro_batch": args.per_device_train_batch_size,
+            "data_parallel": trainer.accelerator.num_processes,
+            "batch_size": trainer.get_total_train_batch_size(args),
         }
-        for name, (own, trainers) in settings.items():
-            if own != trainers:
-                raise ValueError(f"the controller's {name} is {own}, and the Trainer's {trainers}")
-        if s.max_batch_size // s.samples_at_once > per_epoch:
-            raise ValueError(
-                f"max_batch_size={s.max_batch_size} is more than an epoch's "
-                f"{per_epoch * s.samples_at_once} samples: use at most that"
-            )
+        check(self.controller, trainers, self._per_epoch, epochs)
         if self.gns not in trainer.callback_handler.callbacks:
             raise ValueError("the GNSCallback that measures must be among the Trainer's callbacks")
 

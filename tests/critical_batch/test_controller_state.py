@@ -71,9 +71,10 @@ def test_resumed_between_two_checks() -> None:
     [
         ({"factor": 3.0}, "factor"),
         ({"max_batch_size": 128}, "max_batch_size"),
+        ({"min_batch_size": 8}, "min_batch_size"),
         ({"total_tokens": 50_000}, "total_tokens"),
         ({"calibrate": 0.005}, "calibrate"),
-        ({"warm_up_until": 0.9}, "warm_up_until"),
+        ({"warm_up_until": 0.8}, "warm_up_until"),
         ({"growth": 4}, "growth"),
         ({"patience": 2}, "patience"),
         ({"check_every": 500}, "check_every"),
@@ -157,9 +158,9 @@ def test_another_machine() -> None:
         alone.load_state_dict(state)
 
 
-@pytest.mark.parametrize("change", [{"format": 1}, {"kind": "schedule"}])
+@pytest.mark.parametrize("change", [{"format": 1}, {"format": 2}, {"kind": "schedule"}])
 def test_another_format_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="reads a 'batch size controller' of format 2"):
+    with pytest.raises(ValueError, match="reads a 'batch size controller' of format 3"):
         make().load_state_dict(make().state_dict() | change)
 
 

@@ -249,7 +249,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"micro_batch": 1}, "micro_batch is 1, and the Trainer's 2"),
         ({"batch_size": 8}, "batch_size is 8, and the Trainer's 4"),
         ({"data_parallel": 2}, "data_parallel is 2, and the Trainer's 1"),
-        ({"max_batch_size": 32}, "max_batch_size=32 is more than an epoch's 26 samples"),
+        ({"max_batch_size": 32}, "a batch size of 32 is more than an epoch's 26 samples"),
     ):
         with pytest.raises(ValueError, match=match):
             growing(tmp_path, [1], controller=changes)[0].train()

@@ -293,7 +293,7 @@ def test_refusals(tmp_path: Path) -> None:
         ({"micro_batch": 4}, "batch_size is 16, and the Trainer's 8"),
         ({"micro_batch": 4, "batch_size": 8, "max_batch_size": 32}, "4, and a batch has 8"),
         ({"data_parallel": 2}, "data_parallel is 2, and the Trainer's 1"),
-        ({"max_batch_size": 128}, "max_batch_size=128 is more than an epoch's 104 samples"),
+        ({"max_batch_size": 128}, "a batch size of 128 is more than an epoch's 104 samples"),
     ):
         with pytest.raises(ValueError, match=match):
             fit(tmp_path, Scheduled(), [1], controller=controller_of(**changes))

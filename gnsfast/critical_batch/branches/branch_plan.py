@@ -56,6 +56,10 @@ class Plan:
                 f"delta_tokens={self.delta_tokens:,} is too few: k = {ks[-1]:g} needs "
                 f"{LEAST_STEPS} steps at least, {least:,} tokens"
             )
+        check: Callable[[float], None] | None = getattr(run, "check_branch", None)
+        if check is not None:
+            for k in ks:
+                check(k)
         own: Callable[[], Mapping[str, Any]] | None = getattr(run, "branch_settings", None)
         return {
             "tokens": run.tokens,

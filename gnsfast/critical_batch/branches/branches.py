@@ -80,7 +80,7 @@ def measure_critical_batch(
             critical batch size.
         tolerance: ε, in the units of the loss.
         alpha: the weight of the newest step in the moving average L_k.
-        lr: f(k): ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"none"``.
+        lr: f(k): ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"keep"``: 1.
         loss: ``"train"``, as in the paper, or ``"evaluate"``: L_k is ``run.evaluate()`` after the
             branch, which has less noise. To find the remaining noise, measure the same checkpoint
             with other data, each time into a new folder, and take ``averaged``.

@@ -22,41 +22,30 @@ FIXED = ("batch_size", "tokens_per_sample", "lr", "betas", "weight_decay")
 """May not differ: learning rates already changed, and counted tokens, depend on them."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of ``BatchSizeController`` with all defaults filled in."""
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """The settings of every batch size that changes, with all defaults filled in."""
 
     batch_size: int
-    factor: CriticalBatchFactor
     tokens_per_sample: int
     total_tokens: int
-    max_batch_size: int
-    calibrate: float
-    warm_up_until: float
-    growth: int
     lr: str
     betas: str
     weight_decay: str
-    patience: int
-    check_every: int
-    over: float
     data_parallel: int
     micro_batch: int
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_sample", "total_tokens", "patience", "check_every"):
+        for name in ("tokens_per_sample", "total_tokens"):
             whole_number(name, getattr(self, name))
-        whole_number("growth", self.growth, 2)
-        real_number("calibrate", self.calibrate, 0.0, 1.0)
-        real_number("warm_up_until", self.warm_up_until, self.calibrate, 1.0)
-        real_number("over", self.over, 1.0)
         self.rules  # noqa: B018 - raises for a name that no rule has
-        self.check_batch(self.batch_size)
-        if whole_number("max_batch_size", self.max_batch_size) < self.batch_size:
-            raise ValueError(
-                f"max_batch_size={self.max_batch_size} is less than the batch size of "
-                f"{self.batch_size}, and a batch size never shrinks"
-            )
+        for size in (self.batch_size, *self.sizes):
+            self.check_batch(size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every batch size that the run may take."""
+        return (self.batch_size,)
 
     @property
     def rules(self) -> Rules:
@@ -76,11 +65,13 @@ class Settings:
                 f"a multiple of {self.samples_at_once}"
             )
 
+    def check_size(self, batch_size: int) -> None:
+        """Raise ValueError where a resumed run could not have this batch size."""
+        self.check_batch(batch_size)
+
     def state(self) -> dict[str, Any]:
-        """All settings for JSON; the factor without its source."""
-        numbers = ("value", "lower", "upper", "metric")
-        factor = {k: finite_or_text(getattr(self.factor, k)) for k in numbers}
-        return asdict(self) | {"factor": factor}
+        """All settings for JSON."""
+        return asdict(self)
 
     def check_saved(self, saved: dict[str, Any], change: Collection[str]) -> None:
         """Raise ValueError where a saved setting differs that ``change`` does not name."""
@@ -98,12 +89,94 @@ class Settings:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings(Shared):
+    """The settings of ``ScheduledBatchSize``."""
+
+    thresholds: tuple[tuple[int, int], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({size for _, size in self.thresholds}))
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self) | {"thresholds": [list(entry) for entry in self.thresholds]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Shared):
+    """The arguments of ``BatchSizeController`` with all defaults filled in."""
+
+    factor: CriticalBatchFactor
+    max_batch_size: int
+    min_batch_size: int | None
+    calibrate: float
+    warm_up_until: float
+    growth: int
+    patience: int
+    check_every: int
+    over: float
+
+    def __post_init__(self) -> None:
+        for name in ("patience", "check_every"):
+            whole_number(name, getattr(self, name))
+        whole_number("growth", self.growth, 2)
+        real_number("calibrate", self.calibrate, 0.0, 1.0)
+        real_number("warm_up_until", self.warm_up_until, self.calibrate, 1.0)
+        real_number("over", self.over, 1.0)
+        if whole_number("max_batch_size", self.max_batch_size) < self.batch_size:
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} is less than the batch size of "
+                f"{self.batch_size}"
+            )
+        if (least := self.min_batch_size) is not None:
+            whole_number("min_batch_size", least)
+            if self.sizes[0] != least:
+                raise ValueError(
+                    f"min_batch_size={least} is not what the batch size of {self.batch_size} comes "
+                    f"to by dividing by growth={self.growth} again and again"
+                )
+        super().__post_init__()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        down, up = [self.batch_size], [self.batch_size]
+        least = self.batch_size if self.min_batch_size is None else self.min_batch_size
+        while down[-1] % self.growth == 0 and down[-1] // self.growth >= least:
+            down.append(down[-1] // self.growth)
+        while up[-1] * self.growth <= self.max_batch_size:
+            up.append(up[-1] * self.growth)
+        return (*down[:0:-1], *up)
+
+    def smaller(self, batch_size: int) -> int | None:
+        """The batch size that one of ``batch_size`` may shrink to, if any."""
+        if self.min_batch_size is None or batch_size % (self.growth * self.samples_at_once):
+            return None
+        size = batch_size // self.growth
+        return size if size >= self.min_batch_size else None
+
+    def check_size(self, batch_size: int) -> None:
+        super().check_size(batch_size)
+        if batch_size > self.max_batch_size:
+            raise ValueError(
+                f"the state's batch size of {batch_size} is beyond "
+                f"max_batch_size={self.max_batch_size}"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """All settings for JSON; the factor without its source and its run."""
+        numbers = ("value", "lower", "upper", "metric")
+        factor = {k: finite_or_text(getattr(self.factor, k)) for k in numbers}
+        return asdict(self) | {"factor": factor}
+
+
 def make_settings(
     *,
     batch_size: int,
     factor: float | CriticalBatchFactor,
     metric: str,
     total_tokens: int,
+    max_batch_size: int | None,
     check_every: int | None,
     data_parallel: int,
     micro_batch: int | None,
@@ -111,28 +184,35 @@ def make_settings(
 ) -> Settings:
     """``Settings`` with the defaults that depend on other arguments filled in."""
     batch_size = whole_number("batch_size", batch_size)
-    data_parallel = whole_number("data_parallel", data_parallel)
-    if micro_batch is None:
-        if batch_size % data_parallel:
-            raise ValueError(
-                f"batch_size={batch_size} does not divide into data_parallel={data_parallel} parts"
-            )
-        micro_batch = batch_size // data_parallel
     total_tokens = whole_number("total_tokens", total_tokens)
+    known = checked_factor(factor, metric)
+    known.check_run(RunIdentity(tokens_per_sample=others["tokens_per_sample"]))
     return Settings(
         batch_size=batch_size,
-        factor=_factor(factor, metric, others["tokens_per_sample"]),
+        factor=known,
         total_tokens=total_tokens,
+        max_batch_size=batch_size if max_batch_size is None else max_batch_size,
         check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
         data_parallel=data_parallel,
-        micro_batch=whole_number("micro_batch", micro_batch),
+        micro_batch=micro_batch_of(batch_size, data_parallel, micro_batch),
         **others,
     )
 
 
-def _factor(
-    factor: float | CriticalBatchFactor, metric: str, tokens_per_sample: int
-) -> CriticalBatchFactor:
+def micro_batch_of(batch_size: int, data_parallel: int, micro_batch: int | None) -> int:
+    """The samples of a micro-batch on each process, by default the first batch in one piece."""
+    data_parallel = whole_number("data_parallel", data_parallel)
+    if micro_batch is not None:
+        return whole_number("micro_batch", micro_batch)
+    if batch_size % data_parallel:
+        raise ValueError(
+            f"batch_size={batch_size} does not divide into data_parallel={data_parallel} parts"
+        )
+    return batch_size // data_parallel
+
+
+def checked_factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFactor:
+    """A number as a factor of ``metric``, or a measured factor that is one of it."""
     check_choice("metric", metric, METRICS)
     if isinstance(factor, (str, os.PathLike)):
         raise ValueError(
@@ -152,5 +232,4 @@ def _factor(
             f"the factor's interval begins at 0 ({factor.source}), so that no noise scale could "
             "ever grow the batch size: measure it again, or pass factor=measured.value"
         )
-    factor.check_run(RunIdentity(tokens_per_sample=tokens_per_sample))
     return factor
