@@ -256,7 +256,7 @@ def make(folder: Path) -> Path:
     ("options", "said"),
     [
         ({"executor": Own()}, "need make_run"),
-        ({"executor": Own(), "workers": 2, "make_run": ScriptedRun}, "take one"),
+        ({"executor": Own(), "workers": 2, "make_run": ScriptedRun}, "pass one of them"),
         ({"launcher": "torchrun", "make_run": ScriptedRun}, "needs run=None"),
         ({"run": None}, "need make_run"),
     ],
