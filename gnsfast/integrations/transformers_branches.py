@@ -169,8 +169,8 @@ class TrainerRun:
         for key, ours in self._identity().items():
             if (theirs := state.get(key)) != ours:
                 raise ValueError(
-                    f"{folder} was saved by another run ({key}: {theirs} there, {ours} here). Make the "
-                    "Trainer with the arguments and the data of that run"
+                    f"{folder} was saved by another run ({key}: {theirs} there, {ours} here). Make "
+                    "the Trainer with the arguments and the data of that run"
                 )
         trainer = self.trainer
         trainer.model.load_state_dict(state["model"])

@@ -122,9 +122,9 @@ def test_restore_refuses_another_run(tmp_path: Path) -> None:
     run_of(tmp_path).save(tmp_path)
     for options, match in (
         ({"data": samples(24)}, "samples of an epoch: 25 there, 24 here"),
-        ({"gradient_accumulation_steps": 4}, "batch size is 4, here it is 8"),
-        ({"max_steps": 20}, "max_steps is 18, here it is 20"),
-        ({"data_seed": 7}, "data seed is 42, here it is 7"),
+        ({"gradient_accumulation_steps": 4}, "batch size: 4 there, 8 here"),
+        ({"max_steps": 20}, "max_steps: 18 there, 20 here"),
+        ({"data_seed": 7}, "data seed: 42 there, 7 here"),
     ):
         with pytest.raises(ValueError, match=match):
             run_of(tmp_path, **options).restore(tmp_path)
