@@ -16,11 +16,11 @@ class BatchSizeCallback(Callback):
     """Let a ``BatchSizeController`` or a ``ScheduledBatchSize`` change ``accumulate_grad_batches``
     while Lightning trains.
 
-    Lightning steps where the number of an epoch's batches is a multiple of the accumulation. So the
-    controller is asked only after steps that end at a multiple of the accumulation to come, and at
-    the ends of epochs: there no batch is counted twice, left out, or divided by the accumulation
-    of another step. As ever in Lightning, an epoch's last step may be of fewer batches, each
-    divided by the whole accumulation.
+    Lightning takes a step after each batch of an epoch whose number is a multiple of the
+    accumulation. So the callback asks the controller only after steps that end at a multiple of the
+    accumulation to come, and at the ends of epochs. There no batch is counted twice, left out, or
+    divided by the accumulation of another step. As always in Lightning, the last step of an epoch
+    may have fewer batches, each divided by the whole accumulation.
 
     ``global_step`` counts optimizer steps, of which there are fewer as the batch grows. So do
     ``log_every_n_steps`` and a checkpoint's ``every_n_train_steps``. A ``LambdaLR`` with
@@ -36,12 +36,12 @@ class BatchSizeCallback(Callback):
     ``accumulate_grad_batches`` of the first batch size again.
 
     Args:
-        controller: its ``micro_batch`` is the data loader's batch size, its ``batch_size`` that
-            times ``accumulate_grad_batches`` and the processes, its ``data_parallel`` their number.
-            All other batch sizes are multiples of the first.
-        gns: among the Trainer's callbacks too. Its logs and its tracker also get
-            ``controller.metrics()``; a tracker with a ``record`` method, such as ``JSONLTracker``,
-            the decisions.
+        controller: with the data loader's batch size as ``micro_batch``, the number of processes as
+            ``data_parallel``, and the product of both and ``accumulate_grad_batches`` as
+            ``batch_size``. All other batch sizes are multiples of that.
+        gns: the monitor, which must be among the Trainer's callbacks too. Its logs and its tracker
+            also get ``controller.metrics()``. A tracker with a method ``record``, such as
+            ``JSONLTracker``, also gets the decisions.
 
     Raises:
         ValueError: when training starts, for settings that are not the Trainer's, and for an

@@ -28,9 +28,9 @@ class BatchSizeCallback(TrainerCallback):
     """Let a ``BatchSizeController`` or a ``ScheduledBatchSize`` change
     ``gradient_accumulation_steps`` while Trainer trains.
 
-    Trainer finds its place in an epoch by multiples of the accumulation. So the controller is asked
-    only after steps that end at a multiple of the accumulation to come, and at the ends of epochs.
-    Every sample is used once an epoch. Each step's loss is divided by its own
+    Trainer finds its place in an epoch by multiples of the accumulation. So the callback asks the
+    controller only after steps that end at a multiple of the accumulation to come, and at the ends
+    of epochs. Each epoch uses every sample once, and each step's loss is divided by its own
     ``num_items_in_batch``.
 
     ``state.global_step`` still counts steps of the first batch size, so a grown step counts as
@@ -49,12 +49,12 @@ class BatchSizeCallback(TrainerCallback):
     with the ``gradient_accumulation_steps`` of the first batch size again.
 
     Args:
-        controller: its ``micro_batch`` is ``per_device_train_batch_size``, its ``batch_size`` that
-            of the Trainer's arguments, and ``data_parallel`` its processes. All other batch sizes
-            are multiples of the first.
-        gns: among the Trainer's callbacks too. Its logs and its tracker also get
-            ``controller.metrics()``; a tracker with a ``record`` method, such as ``JSONLTracker``,
-            the decisions.
+        controller: with ``per_device_train_batch_size`` as ``micro_batch``, the number of processes
+            as ``data_parallel``, and the product of both and ``gradient_accumulation_steps`` as
+            ``batch_size``. All other batch sizes are multiples of that.
+        gns: the callback that measures, which must be among the Trainer's callbacks too. Its logs
+            and its tracker also get ``controller.metrics()``. A tracker with a method ``record``,
+            such as ``JSONLTracker``, also gets the decisions.
 
     Raises:
         ValueError: at the start of training, for settings that are not the Trainer's and for an
@@ -172,9 +172,9 @@ class BatchSizeCallback(TrainerCallback):
         first = saved["attributes"]["accumulation"]
         if first != self._accumulation:
             raise ValueError(
-                f"the run began with gradient_accumulation_steps={first}, which its steps are "
-                f"counted in, and not {self._accumulation}: resume with that; the controller "
-                "knows what the batch size has grown to"
+                f"the run began with gradient_accumulation_steps={first} and counts its steps by "
+                f"that, but the Trainer has {self._accumulation}: resume with {first}. The "
+                "controller restores the batch size that the run had come to"
             )
         start(self.controller, saved["attributes"]["controller"])
 

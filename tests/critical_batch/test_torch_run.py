@@ -159,7 +159,7 @@ def test_beta2_in_tokens() -> None:
 
 def test_a_rule_that_cannot_be_is_refused_before_a_branch_starts(tmp_path: Path) -> None:
     """1 - 16 (1 - 0.9) is negative: neither a checkpoint nor a branch is made."""
-    with pytest.raises(ValueError, match="betas='sde' cannot make a batch 16 times as large"):
+    with pytest.raises(ValueError, match="betas='sde' does not allow a batch 16 times as large"):
         measure_critical_batch(
             small_run(betas="sde"), folder=tmp_path / "cbs", k=(0.5, 1, 16), delta_tokens=10_000
         )

@@ -245,11 +245,11 @@ def test_tracker_gets_decisions(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     for changes, match in (
-        ({"total_tokens": 10**6}, "5 epochs of 26 samples of 5 tokens are 650"),
-        ({"micro_batch": 1}, "micro_batch is 1, and the Trainer's 2"),
-        ({"batch_size": 8}, "batch_size is 8, and the Trainer's 4"),
-        ({"data_parallel": 2}, "data_parallel is 2, and the Trainer's 1"),
-        ({"max_batch_size": 32}, "a batch size of 32 is more than an epoch's 26 samples"),
+        ({"total_tokens": 10**6}, "has 650: 5 epochs of 26 samples with tokens_per_sample=5"),
+        ({"micro_batch": 1}, "micro_batch=1, but the Trainer has 2"),
+        ({"batch_size": 8}, "batch_size=8, but the Trainer has 4"),
+        ({"data_parallel": 2}, "data_parallel=2, but the Trainer has 1"),
+        ({"max_batch_size": 32}, "a batch size of 32 is more than the 26 samples of an epoch"),
     ):
         with pytest.raises(ValueError, match=match):
             growing(tmp_path, [1], controller=changes)[0].train()

@@ -291,9 +291,12 @@ def test_refusals(tmp_path: Path) -> None:
     for changes, match in (
         ({"total_tokens": 10**6}, "has 416: 4 epochs of 104 samples with tokens_per_sample=1"),
         ({"micro_batch": 4}, "batch_size=16, but the Trainer has 8"),
-        ({"micro_batch": 4, "batch_size": 8, "max_batch_size": 32}, "4, and a batch has 8"),
-        ({"data_parallel": 2}, "data_parallel is 2, and the Trainer's 1"),
-        ({"max_batch_size": 128}, "a batch size of 128 is more than an epoch's 104 samples"),
+        (
+            {"micro_batch": 4, "batch_size": 8, "max_batch_size": 32},
+            "has 8 samples, but the controller has micro_batch=4",
+        ),
+        ({"data_parallel": 2}, "data_parallel=2, but the Trainer has 1"),
+        ({"max_batch_size": 128}, "a batch size of 128 is more than the 104 samples of an epoch"),
     ):
         with pytest.raises(ValueError, match=match):
             fit(tmp_path, Scheduled(), [1], controller=controller_of(**changes))

@@ -126,7 +126,7 @@ class Settings(Shared):
         real_number("over", self.over, 1.0)
         if whole_number("max_batch_size", self.max_batch_size) < self.batch_size:
             raise ValueError(
-                f"max_batch_size={self.max_batch_size} is less than the batch size of "
+                f"max_batch_size={self.max_batch_size} must be at least the batch size of "
                 f"{self.batch_size}"
             )
         if (least := self.min_batch_size) is not None:
@@ -159,8 +159,8 @@ class Settings(Shared):
         super().check_size(batch_size)
         if batch_size > self.max_batch_size:
             raise ValueError(
-                f"the state's batch size of {batch_size} is beyond "
-                f"max_batch_size={self.max_batch_size}"
+                f"the saved batch size of {batch_size} is above "
+                f"max_batch_size={self.max_batch_size}: pass a larger max_batch_size"
             )
 
     def state(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def micro_batch_of(batch_size: int, data_parallel: int, micro_batch: int | None)
         return whole_number("micro_batch", micro_batch)
     if batch_size % data_parallel:
         raise ValueError(
-            f"batch_size={batch_size} does not divide into data_parallel={data_parallel} parts"
+            f"batch_size={batch_size} must be a multiple of data_parallel={data_parallel}"
         )
     return batch_size // data_parallel
 
