@@ -29,7 +29,7 @@ def same(shown: str, line: str) -> bool:
 def test_python_prints_what_the_page_shows() -> None:
     scope: dict[str, object] = {"__name__": "page"}
     blocks = [(code, shown) for language, code, shown in PAIRS if language == "python"]
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for code, shown in blocks:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):

@@ -27,7 +27,10 @@ def check(
     s = controller.settings
     for name, value in trainers.items():
         if (own := getattr(s, name)) != value:
-            raise ValueError(f"the controller's {name} is {own}, and the Trainer's {value}")
+            raise ValueError(
+                f"the controller has {name}={own}, but the Trainer has {value}: make the "
+                f"controller with {name}={value}"
+            )
     for size in s.sizes:
         if size % s.batch_size:
             raise ValueError(
@@ -37,15 +40,15 @@ def check(
     samples = per_epoch * s.samples_at_once
     if s.sizes[-1] > samples:
         raise ValueError(
-            f"a batch size of {s.sizes[-1]} is more than an epoch's {samples} samples: use at most "
-            "that"
+            f"a batch size of {s.sizes[-1]} is more than the {samples} samples of an epoch: use at "
+            "most that"
         )
     planned = round(epochs * samples * s.tokens_per_sample)
     if epochs > 0 and not planned / 2 <= s.total_tokens <= 2 * planned:
         raise ValueError(
-            f"the controller's total_tokens={s.total_tokens:,} are not those of this training: "
-            f"{epochs:g} epochs of {samples:,} samples of {s.tokens_per_sample:,} tokens are "
-            f"{planned:,}"
+            f"the controller has total_tokens={s.total_tokens:,}, but this training has "
+            f"{planned:,}: {epochs:g} epochs of {samples:,} samples with "
+            f"tokens_per_sample={s.tokens_per_sample:,}"
         )
 
 
@@ -55,8 +58,8 @@ def start(controller: ChangingBatchSize, saved: dict[str, Any] | None) -> None:
         controller.load_state_dict(saved)
     elif controller.tokens:
         raise ValueError(
-            f"the controller is at {controller.tokens:,} tokens of another run: make a new one, or "
-            "resume from a checkpoint of this one"
+            f"the controller is at {controller.tokens:,} tokens, so it has controlled another run: "
+            f"make a new {type(controller).__name__}, or resume this run from a checkpoint"
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where numbers go: a protocol of two methods, and JSON lines, TensorBoard, Weights & Biases."""
+"""Trackers write metrics to JSON lines, TensorBoard or Weights & Biases."""
 
 import json
 import math
@@ -22,7 +22,7 @@ PRESENT = "gns/present"
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes named numbers of an optimizer step."""
+    """Receives the named numbers of an optimizer step."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
@@ -38,25 +38,29 @@ def metrics(
 ) -> dict[str, float]:
     """The numbers of ``gns.compute()`` under flat names.
 
-    ``gns/b_simple`` is the noise scale in samples, ``gns/b_simple_lo`` and ``gns/b_simple_hi`` its
-    95 % interval, ``gns/trace`` tr Σ, ``gns/grad_sq`` |G|², ``gns/layer/<path>`` the noise scale of
-    a module with ``gns/layer_lo/<path>`` and ``gns/layer_hi/<path>`` (not suffixes: a path may
-    end in ``_lo``), ``gns/present`` that at the weights of the newest update, by the window's trend
-    (the others are means over the window, and lag behind), ``gns/adam`` that under Adam's metric,
-    ``gns/sign`` and ``gns/spectral`` those in the norms of sign and spectral descent,
-    ``gns/group/<name>`` that of a group, all with ``_lo`` and ``_hi``.
-    ``gns/b_simple_from_micro_batches`` and ``gns/sign_from_micro_batches`` are there, and 1, where
-    micro-batches show the noise, not samples. ``gns/covered`` is the share of the trainable
-    elements that ``gns/b_simple`` is of. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or
-    1) say what the window holds, ``batch/size`` is the mean number of samples of an update. What is
-    not measured is left out. Where the window only gives one bound, that is all there is:
-    ``gns/b_simple_lo`` without ``gns/b_simple`` says that the noise scale is at least so large;
-    with ``gns/b_simple_hi`` and a ``gns/b_simple_lo`` of 0, at most so large.
+    - ``gns/b_simple`` is the noise scale in samples; ``gns/b_simple_lo`` and ``gns/b_simple_hi``
+      are the ends of its 95 % interval. If the window only gives a lower bound, there is only
+      ``gns/b_simple_lo``: the noise scale is at least that large. If it only gives an upper bound,
+      ``gns/b_simple_lo`` is 0, and there is no ``gns/b_simple``.
+    - ``gns/present`` is the noise scale at the weights of the newest update, by the window's trend,
+      with ``_lo`` and ``_hi``. The others are means over the window, which lag behind.
+    - ``gns/adam``, ``gns/sign``, ``gns/spectral`` and ``gns/group/<name>`` are the noise scales in
+      other metrics and of groups, also with ``_lo`` and ``_hi``. ``gns/sign_from_micro_batches``
+      and ``gns/b_simple_from_micro_batches`` are 1 where micro-batches show the noise instead of
+      samples, and absent elsewhere.
+    - ``gns/layer/<path>`` is the noise scale of a module, with ``gns/layer_lo/<path>`` and
+      ``gns/layer_hi/<path>`` (no suffixes, because a path may end in ``_lo``).
+    - ``gns/trace`` is tr Σ, ``gns/grad_sq`` is |G|², and ``gns/covered`` is the share of the
+      trainable elements that ``gns/b_simple`` measures.
+    - ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) describe the window, and
+      ``batch/size`` is the mean number of samples in an update.
+
+    What is not measured is left out.
 
     Args:
-        tokens: the tokens that training has seen so far: ``tokens``, an x-axis.
-        batch_tokens: tokens of an update: ``batch/tokens``.
-        per_module: also the noise scale of every module, with its interval.
+        tokens: the tokens that training has seen so far, logged as ``tokens``.
+        batch_tokens: the tokens of an update, logged as ``batch/tokens``.
+        per_module: also log the noise scale of every module, with its interval.
 
     >>> from gnsfast.integrations.trackers import metrics
     >>> gns = gnsfast.GradientNoiseScale(gnsfast.convert(torch.nn.Linear(5, 2)))
@@ -97,11 +101,11 @@ def metrics(
 class JSONLTracker:
     """Appends lines to ``path``, each a JSON object with ``step`` and the metrics.
 
-    NaN and infinities, which JSON lacks, become ``null``. Half a line that a crash left at the end
-    of ``path`` is cut off. ``gnsfast report`` draws the file.
+    NaN and infinities, which JSON lacks, become ``null``. If a crash left half a line at the end of
+    ``path``, the tracker removes it. ``gnsfast report`` draws the file.
 
     Args:
-        path: the file; its folder is made.
+        path: the file. The tracker makes its folder.
         run: facts about the run, such as ``{"name": "small", "steps": 1000}``, for a first line of
             kind ``"run"``. ``close()`` then writes a last line of kind ``"end"``.
 
@@ -137,7 +141,7 @@ class JSONLTracker:
             ValueError: if it has no ``"kind"``.
         """
         if not isinstance(record.get("kind"), str):
-            raise ValueError(f"a record needs a kind, a string: {dict(record)!r} has none")
+            raise ValueError(f"a record needs a 'kind', which must be a string: {dict(record)!r}")
         self._write(record)
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -151,7 +155,7 @@ class JSONLTracker:
 
 
 class TensorBoardTracker:
-    """Scalars in a TensorBoard event file in ``folder``; NaN and infinities are left out."""
+    """Writes scalars to a TensorBoard event file in ``folder``, without NaN and infinities."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
@@ -171,7 +175,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of Weights & Biases; NaN and infinities are left out.
+    """Logs to a run of Weights & Biases, without NaN and infinities.
 
     The x-axis of ``gns/*`` and ``batch/*`` is ``tokens`` if the first metrics hold it, else
     ``step``. Both are logged as metrics and not as W&B's own step, so that other code can log to
@@ -190,7 +194,8 @@ class WandbTracker:
     def __init__(self, run: Any = None, *, project: str | None = None, **options: Any) -> None:
         if (run is None) == (project is None) or (run is not None and options):
             raise TypeError(
-                "WandbTracker takes an open run, or a project and options of wandb.init"
+                "WandbTracker takes either an open run, WandbTracker(wandb.init(...)), or a "
+                "project with options of wandb.init, WandbTracker(project=...)"
             )
         self._own = run is None
         if run is None:
@@ -258,7 +263,9 @@ def _end_last_line(path: Path) -> None:
         if not tail:
             return
         if not tail.startswith(b"{"):
-            raise ValueError(f"{path} does not end in a line of JSON: not a log to append to")
+            raise ValueError(
+                f"{path} does not end in a line of JSON, so it is no log: name another file"
+            )
         end = file.seek(0, os.SEEK_END)
         try:
             json.loads(tail)

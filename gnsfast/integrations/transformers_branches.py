@@ -136,17 +136,17 @@ class TrainerRun:
         )
         if rest:
             raise ValueError(
-                f"batch_size={batch_size} is no multiple of the micro-batch of {micro} samples: "
-                f"use per_device_train_batch_size={math.gcd(micro, batch_size)}, with more "
-                "gradient_accumulation_steps for the same batch"
+                f"batch_size={batch_size} must be a multiple of the micro-batch of {micro} "
+                f"samples: use per_device_train_batch_size={math.gcd(micro, batch_size)}, with "
+                "more gradient_accumulation_steps for the same batch"
             )
         if not (math.isfinite(lr_factor) and lr_factor > 0):
             raise ValueError(f"lr_factor must be a positive number, not {lr_factor!r}")
         end, last = self.tokens + integer("tokens", tokens), self._tokens_at_the_end()
         if end > last:
             raise ValueError(
-                f"the run ends at {last} tokens (max_steps={self.trainer.state.max_steps}), and "
-                f"{tokens} more from {self.tokens} lie beyond it: branch earlier, or give the "
+                f"the run ends at {last} tokens (max_steps={self.trainer.state.max_steps}), so it "
+                f"cannot train {tokens} more after {self.tokens}: branch earlier, or give the "
                 "Trainer more max_steps or num_train_epochs"
             )
         return self._steps(end, micro_batches, lr_factor)
@@ -178,8 +178,8 @@ class TrainerRun:
         for key, ours in self._identity().items():
             if (theirs := state.get(key)) != ours:
                 raise ValueError(
-                    f"{folder} was saved by another run: its {key} is {theirs}, here it is {ours}. "
-                    "Make the Trainer with the arguments and the data of that run"
+                    f"{folder} was saved by another run ({key}: {theirs} there, {ours} here). Make "
+                    "the Trainer with the arguments and the data of that run"
                 )
         trainer = self.trainer
         trainer.model.load_state_dict(state["model"])
@@ -233,8 +233,8 @@ class TrainerRun:
             set_random_state(random, {self._device})
         if "eval_loss" not in found:
             raise ValueError(
-                f"trainer.evaluate() gave {', '.join(found)} and no eval_loss: give the Trainer an "
-                "eval_dataset with labels"
+                f"trainer.evaluate() returned {', '.join(found) or 'nothing'}, but no eval_loss: "
+                "give the Trainer an eval_dataset with labels"
             )
         return float(found["eval_loss"])
 
@@ -303,9 +303,9 @@ class TrainerRun:
         here, there = epoch + taken / data.per_epoch, trainer.state.epoch or 0.0
         if abs(here - there) > 0.5 / data.per_epoch:
             raise ValueError(
-                f"{checkpoint} was written {there:.4f} epochs into the data, and "
-                f"{trainer.state.global_step} steps of {self.batch_size} samples are {here:.4f}: "
-                "give the Trainer the dataset, per_device_train_batch_size and "
+                f"{checkpoint} was written {there:.4f} epochs into the data, but with this Trainer "
+                f"its {trainer.state.global_step} steps of {self.batch_size} samples are "
+                f"{here:.4f} epochs: give the Trainer the dataset, per_device_train_batch_size and "
                 "gradient_accumulation_steps of that run"
             )
         data.seek(epoch, taken)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of a noise scale: statistics, loss factors, the result, what it says of a batch
-size, brute force.
+"""The mathematics of a noise scale: statistics, factors of the loss, the result, what it says of a
+batch size, brute force.
 """
 
 from gnsfast.noise_scale import dual_norms, loss_factors, statistics

@@ -23,17 +23,17 @@ from torch import Tensor
 from gnsfast.noise_scale.selection import deviations, student_quantile
 
 MINIMUM_MEASUREMENTS = 5
-"""Fewer give no interval, because their variance is too uncertain."""
+"""Fewer measurements give no interval, because their variance is too uncertain."""
 
 MINIMUM_FOR_DRIFT = 16
-"""Fewer are not tested for drift."""
+"""A window with fewer measurements is not tested for drift."""
 
 NEIGHBOURS = 4
-"""Updates so far apart are compared in a test for drift."""
+"""A test for drift compares updates that are up to this far apart."""
 
 RESOLUTION = 1e-5
-"""The least share of p that q - p can tell from the rounding of float32 sums. So it is also the
-least noise scale, in samples, that can be told from that of samples which are all alike."""
+"""The smallest share of p that q - p can tell from the rounding of float32 sums. So it is also the
+smallest noise scale, in samples, that is not taken for that of samples which are all alike."""
 
 
 def grad_sqnorm_estimate(p: Tensor, q: Tensor, v: Tensor, u2: Tensor) -> Tensor:
@@ -155,10 +155,10 @@ def fieller_end(m: Moments, t: float, side: int) -> float:
 def drifted(trace: Tensor, grad_sqnorm: Tensor, weights: Tensor) -> bool:
     """Whether the noise scale moves within a window, at the 1 % level.
 
-    Two tests of S - r G, float64 [K], with r of the whole window, whose sum is zero: does it follow
-    a line, and are updates up to ``NEIGHBOURS`` apart alike? Measurements of different samples are
-    not. A falling loss may multiply tr Σ and |G|² by a common factor, which does not change their
-    ratio and is no drift; neither is the rounding of samples that are all alike.
+    Two tests look at S - r G, float64 [K], with r of the whole window, whose sum is zero. Does it
+    follow a line? Are updates up to ``NEIGHBOURS`` apart alike, although they measure different
+    samples? A falling loss may multiply tr Σ and |G|² by a common factor. That does not change
+    their ratio and is no drift. Neither is the rounding of samples that are all alike.
     """
     [whole] = moments(trace[:, None], grad_sqnorm[:, None], weights)
     few = len(trace) < MINIMUM_FOR_DRIFT or whole.freedom < MINIMUM_MEASUREMENTS - 1

@@ -134,7 +134,7 @@ def test_a_log_of_it_is_a_schedule() -> None:
     "change, message",
     [
         ({"min_batch_size": 0}, "min_batch_size must be a whole number of at least 1"),
-        ({"min_batch_size": 4}, "4 does not divide into micro-batches of 4"),
+        ({"min_batch_size": 4}, "4 cannot be split into micro-batches of 4"),
         ({"min_batch_size": 12}, "min_batch_size=12 is not what the batch size of 16 comes to"),
         ({"min_batch_size": 32}, "min_batch_size=32 is not what"),
         ({"min_batch_size": 8, "growth": 3}, "by dividing by growth=3"),

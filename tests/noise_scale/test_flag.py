@@ -83,7 +83,7 @@ def test_measured_factors() -> None:
     assert found.verdict == "too small"
     with pytest.raises(ValueError, match="measured for metric='adam', and not for 'sign'"):
         gnsfast.flag(24, result, factor, metric="sign")
-    with pytest.raises(ValueError, match="needs the noise scale under Adam's metric"):
+    with pytest.raises(ValueError, match="noise scale under Adam's metric: make it with"):
         gnsfast.flag(24, noise(1.0), factor)
 
 

@@ -149,14 +149,17 @@ class CriticalBatch:
         found = []
         if self.noisy:
             ks = ", ".join(f"{k:g}" for k in self.noisy)
-            remedy = "take loss='evaluate' (a run with evaluate()), or a smaller alpha"
+            remedy = "pass loss='evaluate', which needs a run with evaluate(), or a smaller alpha"
             if self.loss == "evaluate":
                 remedy = "average more measurements"
-            found.append(f"the noise of the loss exceeds {self.tolerance:g} for k = {ks}: {remedy}")
+            found.append(
+                f"the noise of the loss exceeds the tolerance of {self.tolerance:g} for k = {ks}: "
+                f"{remedy}"
+            )
         if uneven := self._matching.uneven:
             found.append(
-                f"k = {uneven[0]:g} does not match, but {self._matching.largest:g} does: average "
-                "measurements with several seeds of the data (averaged)"
+                f"k = {uneven[0]:g} does not match, but the larger k = {self._matching.largest:g} "
+                "does: average measurements on other data (measure_repeatedly, --repeats)"
             )
         return tuple(found)
 
@@ -176,7 +179,7 @@ class CriticalBatch:
         scale = self.noise_scale if metric == "euclidean" else getattr(self, metric)
         if scale is None or math.isnan(scale.noise_scale):
             why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
-            raise ValueError(f"no {metric} noise scale was measured at this checkpoint{why}")
+            raise ValueError(f"the {metric} noise scale was not measured at this checkpoint{why}")
         return (
             self.value / scale.noise_scale if math.isfinite(scale.noise_scale) else math.nan,
             self.lower / scale.upper,
@@ -237,11 +240,13 @@ class CriticalBatch:
         """
         path = Path(folder) / RESULT
         if not path.is_file():
-            raise ValueError(f"{folder} holds no finished measurement ({RESULT})")
+            raise ValueError(f"{folder} holds no finished measurement: {RESULT} is missing")
         try:
             return CriticalBatch.from_record(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{path} is damaged or of another version: {e!r}") from e
+            raise ValueError(
+                f"{path} is damaged, or another version of gnsfast wrote it ({e!r})"
+            ) from e
 
     def __str__(self) -> str:
         rows = [["k", "batch", "lr x", "steps", "loss", "noise", "above least", ""]]
@@ -266,23 +271,23 @@ class CriticalBatch:
             size = f"{self.lower:,.0f} to {self.upper:,.0f} samples (about {value})"
         elif self.lower > 0:
             size = (
-                f"at least {self.lower:,.0f} samples: an upper bound needs a larger k in the grid"
+                f"at least {self.lower:,.0f} samples (for an upper bound, measure a larger k too)"
             )
         elif math.isfinite(self.upper):
-            size = f"at most {self.upper:,.0f} samples: a lower bound needs a smaller k in the grid"
+            size = f"at most {self.upper:,.0f} samples (for a lower bound, measure a smaller k too)"
         else:
-            size = "unknown: one branch alone has nothing to be compared with"
+            size = "unknown, because a single branch has nothing to be compared with"
         what = "evaluation loss" if self.loss == "evaluate" else "training loss"
         lines = [
             f"critical batch size {size}",
             f"at {self.tokens:,} tokens, by branches of {self.delta_tokens:,} tokens, "
             f"{what} within {self.tolerance:g}, learning rate {self.lr}",
         ]
-        lines += [f"not to be trusted: {doubt}" for doubt in self.doubts]
+        lines += [f"doubtful: {doubt}" for doubt in self.doubts]
         if self.loss == "evaluate" and all(math.isnan(b.loss_std) for b in self.branches):
             lines.append(
-                "the noise of the losses is unknown: measure again with other seeds of the data, "
-                "and average (averaged)"
+                "the noise of the losses is unknown: average measurements on other data "
+                "(measure_repeatedly, --repeats)"
             )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         if self.noise_scale is not None:
@@ -294,7 +299,7 @@ class CriticalBatch:
                 times = _times_noise_scale(self.ratio(metric))
                 lines.append(f"{words}: {scale}: the critical batch size is {times}")
         if self.noise_scale_reason:
-            lines.append(f"no noise scale: {self.noise_scale_reason}")
+            lines.append(f"the noise scale was not measured: {self.noise_scale_reason}")
         return "\n".join(lines)
 
 
@@ -318,8 +323,8 @@ def pooled_factor(
     for m in measurements:
         if m.doubts and not despite_doubts:
             raise ValueError(
-                f"the measurement at {m.tokens:,} tokens is not to be trusted: {m.doubts[0]}. To "
-                "use it anyway, pass despite_doubts=True"
+                f"the measurement at {m.tokens:,} tokens is doubtful: {m.doubts[0]}. To use it "
+                "anyway, pass despite_doubts=True"
             )
         if other := measurements[0].run.differences(m.run):
             raise ValueError(
@@ -332,7 +337,10 @@ def pooled_factor(
         at = ", ".join(
             f"{_times_noise_scale(r)} at {m.tokens:,} tokens" for r, m in zip(ratios, measurements)
         )
-        raise ValueError(f"the factor is not known from branches: {at or 'no measurement'}")
+        raise ValueError(
+            f"the branches do not give a factor: {at or 'there is no measurement'}. A factor needs "
+            "a measurement with both bounds: extend the grid of k"
+        )
     each = ", ".join(
         f"{f'{r[0]:.3g}' if math.isfinite(r[0]) else 'a bound'} at {m.tokens:,} tokens"
         for r, m in zip(ratios, measurements)

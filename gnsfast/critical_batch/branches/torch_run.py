@@ -117,7 +117,7 @@ class TorchRun:
         self.rules = Rules("keep", betas, weight_decay)  # train() is told the learning rate's
         self.rules.check(optimizer, 1.0)
         if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be positive, not {clip!r}")
+            raise ValueError(f"clip must be a positive norm, not {clip!r}")
         self.model, self.optimizer, self.loss_fn, self.stream = model, optimizer, loss_fn, stream
         self.batch_size = integer("batch_size", batch_size)
         self.tokens_per_sample = integer("tokens_per_sample", tokens_per_sample)
@@ -182,8 +182,8 @@ class TorchRun:
         groups = self.optimizer.param_groups
         if self._rates not in ([], [float(g["lr"]) for g in groups]):
             raise ValueError(
-                "a learning rate was set from outside, and TorchRun(lr=...) would set it back: put "
-                "the factor into lr, or pass lr=None"
+                "the learning rate of a parameter group has changed, but TorchRun(lr=...) sets it "
+                "in every step: put the change into lr, or pass lr=None and set the rates yourself"
             )
         factor = self.lr(self._tokens)
         for group in groups:
@@ -194,7 +194,9 @@ class TorchRun:
         """Accumulate the gradient of a batch by micro-batches; returns its mean loss."""
         processes = self.batch_multiple
         if batch_size % processes:
-            raise ValueError(f"batch_size={batch_size} is no multiple of {processes} processes")
+            raise ValueError(
+                f"batch_size={batch_size} must be a multiple of the {processes} processes"
+            )
         largest = self.micro_batch or batch_size
         losses = []
         for start in range(0, batch_size, largest * processes):
@@ -216,8 +218,9 @@ class TorchRun:
             sizes = {len(t) for t in tensors}
             if n in sizes and n // self.batch_multiple not in sizes:
                 raise ValueError(
-                    f"the stream drew all {n} samples in each of {self.batch_multiple} processes: "
-                    "draw(n) returns a share of n, as SampleStream(rank=..., world_size=...) does"
+                    f"the stream's draw({n}) returned all {n} samples in each of "
+                    f"{self.batch_multiple} processes. It must return this process's share, as "
+                    "SampleStream(rank=..., world_size=...) does"
                 )
         if self.device is None:
             return batch
@@ -269,12 +272,13 @@ class TorchRun:
             state = torch.load(Path(folder) / FILE, map_location="cpu", weights_only=True)
         if state["tokens_per_sample"] != self.tokens_per_sample:
             raise ValueError(
-                f"{folder} was saved with tokens_per_sample={state['tokens_per_sample']}, and this "
-                f"run has {self.tokens_per_sample}"
+                f"{folder} was saved with tokens_per_sample={state['tokens_per_sample']}, but this "
+                f"run has tokens_per_sample={self.tokens_per_sample}: make both the same"
             )
         if (state["gns"] is None) != (self.gns is None):
             raise ValueError(
-                f"{folder} was saved by a run {'with' if state['gns'] else 'without'} gns=..."
+                f"{folder} was saved by a run {'with' if state['gns'] else 'without'} gns=...: "
+                f"make this TorchRun {'with' if state['gns'] else 'without'} it too"
             )
         if process_count() > 1:
             sharded_state.load(Path(folder), self.model, self.optimizer, state)
@@ -347,7 +351,7 @@ def _data_parallel(model: nn.Module) -> int:
     wrapped = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
     if processes > 1 and not wrapped and not fsdp_degrees(model):
         raise ValueError(
-            f"each of {processes} processes would train a model of its own: wrap it in "
-            "DistributedDataParallel or fully_shard before TorchRun"
+            f"each of the {processes} processes would train a model of its own: wrap the model in "
+            "DistributedDataParallel or fully_shard before you make the TorchRun"
         )
     return processes

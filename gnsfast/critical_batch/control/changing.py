@@ -93,8 +93,8 @@ class ChangingBatchSize(ABC):
         if lr and any("initial_lr" in group for group in optimizer.param_groups):
             raise ValueError(
                 "a scheduler sets the learning rates (its initial_lr is in the parameter groups) "
-                "and would undo this change: give LambdaLR controller.lr_lambda(shape), or pass "
-                "lr='none'"
+                "and would undo this change: use LambdaLR(optimizer, controller.lr_lambda(shape)), "
+                "or make the controller with lr='none'"
             )
         self.settings.rules.apply(optimizer, decision.new / decision.old, lr=lr)
 
@@ -142,7 +142,7 @@ class ChangingBatchSize(ABC):
         """
         if state.get("kind") != self.KIND or state.get("format") != self.FORMAT:
             raise ValueError(
-                f"the state is a {state.get('kind')!r} of format {state.get('format')!r}; this "
+                f"the state is a {state.get('kind')!r} of format {state.get('format')!r}, but this "
                 f"version of gnsfast reads a {self.KIND!r} of format {self.FORMAT}"
             )
         self.settings.check_saved(state["settings"], change)
@@ -161,12 +161,13 @@ class ChangingBatchSize(ABC):
         if 0 < risen < length and 10 * risen < self.batch_tokens:
             raise ValueError(
                 f"tokens rose by {risen:,} to {tokens:,}, but a step has about "
-                f"{self.batch_tokens:,}: progress is counted in tokens, not in steps or samples"
+                f"{self.batch_tokens:,} tokens: pass the tokens trained so far to update(), not "
+                "steps or samples"
             )
         if risen < 0:
             raise ValueError(
-                f"tokens went back from {self.tokens:,} to {tokens:,}: a run that resumes from a "
-                "checkpoint must load the controller's state too"
+                f"tokens went back from {self.tokens:,} to {tokens:,}: where a run resumes from a "
+                "checkpoint, call controller.load_state_dict(state) too"
             )
         return tokens
 

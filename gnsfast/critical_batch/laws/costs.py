@@ -58,7 +58,10 @@ def from_twenty_percent(twenty: float, optimal: float) -> float:
     """
     check_positive(twenty=twenty, optimal=optimal)
     if twenty <= 1.2 * optimal:
-        raise ValueError(f"B* is {twenty:g}, but must be above 1.2 B_opt = {1.2 * optimal:g}")
+        raise ValueError(
+            f"the critical batch size by the 20 % rule is {twenty:g}, but must be above 1.2 B_opt "
+            f"= {1.2 * optimal:g}"
+        )
     return 5 * (twenty - 1.2 * optimal)
 
 
@@ -118,14 +121,17 @@ def trade_off(
     whole_number("tokens_per_sample", tokens_per_sample)
     check_positive(tokens=tokens, lower=critical.lower, critical=critical.value)
     if not critical.lower <= critical.value <= critical.upper:
-        raise ValueError(f"the critical batch size {critical} is outside of its interval")
+        raise ValueError(
+            f"the critical batch size {critical.value:g} is outside of its interval, "
+            f"{critical.lower:g} to {critical.upper:g}"
+        )
     timed = {"gpus": gpus, "tokens_per_second": tokens_per_second, "batch_size": batch_size}
     if gpus is not None or tokens_per_second is not None:
         missing = [name for name, value in timed.items() if value is None]
         if missing:
-            raise ValueError(f"a time needs {' and '.join(missing)} too")
+            raise ValueError(f"days and GPU-hours also need {' and '.join(missing)}")
     elif gpu_hour_price is not None:
-        raise ValueError("a price needs gpus and tokens_per_second")
+        raise ValueError("gpu_hour_price also needs gpus and tokens_per_second")
     given = {**timed, "gpu_hour_price": gpu_hour_price}
     check_positive(**{name: value for name, value in given.items() if value is not None})
     costs = []
