@@ -15,29 +15,27 @@ CHANGES_ACCUMULATION = {"GradientAccumulationScheduler", "StochasticWeightAverag
 class BatchSizeCallback(Callback):
     """Let a ``BatchSizeController`` change ``accumulate_grad_batches`` while Lightning trains.
 
-    Lightning takes a step after each batch of an epoch whose number is a multiple of the
-    accumulation. So the callback asks the controller only after steps that end at a multiple of the
-    grown accumulation, and at the ends of epochs. There no batch is counted twice, left out, or
-    divided by the accumulation of another step. As always in Lightning, the last step of an epoch
-    may have fewer batches, each divided by the whole accumulation.
+    Lightning steps where the number of an epoch's batches is a multiple of the accumulation. So the
+    controller is asked only after steps that end at a multiple of the grown accumulation, and at
+    the ends of epochs: there no batch is counted twice, left out, or divided by the accumulation
+    of another step. As ever in Lightning, an epoch's last step may be of fewer batches, each
+    divided by the whole accumulation.
 
-    ``global_step`` counts optimizer steps, of which there are fewer as the batch grows. So do
-    ``log_every_n_steps`` and a checkpoint's ``every_n_train_steps``. A ``LambdaLR`` with
-    ``interval="step"`` keeps its meaning in data: it counts steps of the first batch size, and the
-    callback multiplies its learning rate by ``controller.lr_factor``. Without a scheduler, each
-    growth multiplies the learning rate itself. Betas and weight decay follow the controller's
-    rules.
+    ``global_step`` counts optimizer steps, which become fewer, and with it ``log_every_n_steps``
+    and a checkpoint's ``every_n_train_steps``. A ``LambdaLR`` with ``interval="step"`` keeps its
+    meaning in data: its step is that of the first batch size, and its learning rate is multiplied
+    by ``controller.lr_factor``. Without a scheduler the growth itself multiplies the learning rate.
+    Betas and weight decay move by the controller's rules.
 
     The controller's state is part of Lightning's checkpoint. Start a resumed run with the
     ``accumulate_grad_batches`` of the first batch size again.
 
     Args:
-        controller: with the data loader's batch size as ``micro_batch``, the number of processes as
-            ``data_parallel``, and the product of both and ``accumulate_grad_batches`` as
-            ``batch_size``.
-        gns: the monitor, which must be among the Trainer's callbacks too. Its logs and its tracker
-            also get ``controller.metrics()``. A tracker with a method ``record``, such as
-            ``JSONLTracker``, also gets the decisions.
+        controller: its ``micro_batch`` is the data loader's batch size, its ``batch_size`` that
+            times ``accumulate_grad_batches`` and the processes, its ``data_parallel`` their number.
+        gns: among the Trainer's callbacks too. Its logs and its tracker also get
+            ``controller.metrics()``; a tracker with a ``record`` method, such as ``JSONLTracker``,
+            the decisions.
 
     Raises:
         ValueError: when training starts, for settings that are not the Trainer's, and for an
@@ -75,8 +73,8 @@ class BatchSizeCallback(Callback):
             self.controller.load_state_dict(saved)
         elif self.controller.tokens:
             raise ValueError(
-                f"the controller is at {self.controller.tokens:,} tokens, so it has controlled "
-                "another run: make a new BatchSizeController, or resume this run from a checkpoint"
+                f"the controller is at {self.controller.tokens:,} tokens of another run: make a "
+                "new one, or resume from a checkpoint of this one"
             )
         self.controller.check_optimizer(trainer.optimizers[0])
         self._first, self._look = trainer.accumulate_grad_batches, True
@@ -90,10 +88,7 @@ class BatchSizeCallback(Callback):
         if self._look and batch_idx + 1 < trainer.num_training_batches:  # the last may be short
             own, found = self.controller.settings.micro_batch, self.gns.samples(batch)
             if found != own:
-                raise ValueError(
-                    f"a batch of the data loader has {found} samples, but the controller has "
-                    f"micro_batch={own}: make it with micro_batch={found}"
-                )
+                raise ValueError(f"the controller's micro_batch is {own}, and a batch has {found}")
             self._look = False
 
     def on_train_batch_end(
@@ -156,15 +151,11 @@ class BatchSizeCallback(Callback):
         """Raise where the controller's settings differ from the Trainer's."""
         s, per_epoch = self.controller.settings, trainer.num_training_batches
         if self.gns not in trainer.callbacks:
-            raise ValueError(
-                "the GNSMonitor is not among the Trainer's callbacks: pass "
-                "Trainer(callbacks=[gns, BatchSizeCallback(controller, gns)])"
-            )
+            raise ValueError("the GNSMonitor that measures must be among the Trainer's callbacks")
         if self.controller.scheduled:
             raise ValueError(
-                "BatchSizeCallback multiplies the learning rate by the growth, and "
-                "controller.lr_lambda does so too: give LambdaLR a plain function of the step, "
-                "counted in steps of the first batch size"
+                "controller.lr_lambda has the growth's factor already: give LambdaLR a function of "
+                "the step, which is that of the first batch size"
             )
         settings = {
             "data_parallel": (s.data_parallel, trainer.world_size),
@@ -172,21 +163,18 @@ class BatchSizeCallback(Callback):
         }
         for name, (own, trainers) in settings.items():
             if own != trainers:
-                raise ValueError(
-                    f"the controller has {name}={own}, but the Trainer has {trainers}: make the "
-                    f"controller with {name}={trainers}"
-                )
+                raise ValueError(f"the controller's {name} is {own}, and the Trainer's {trainers}")
         if s.max_batch_size // s.samples_at_once > per_epoch:
             raise ValueError(
-                f"max_batch_size={s.max_batch_size} is more than the "
-                f"{per_epoch * s.samples_at_once} samples of an epoch: use at most that"
+                f"max_batch_size={s.max_batch_size} is more than an epoch's "
+                f"{per_epoch * s.samples_at_once} samples: use at most that"
             )
         planned = trainer.max_epochs * per_epoch * s.samples_at_once * s.tokens_per_sample
         if trainer.max_epochs > 0 and not planned / 2 <= s.total_tokens <= 2 * planned:
             raise ValueError(
-                f"the controller has total_tokens={s.total_tokens:,}, but this training has "
-                f"{planned:,}: {trainer.max_epochs} epochs of {per_epoch * s.samples_at_once:,} "
-                f"samples with tokens_per_sample={s.tokens_per_sample:,}"
+                f"the controller's total_tokens={s.total_tokens:,} are not those of this training: "
+                f"{trainer.max_epochs} epochs of {per_epoch * s.samples_at_once:,} samples of "
+                f"{s.tokens_per_sample:,} tokens are {planned:,}"
             )
 
 
@@ -197,18 +185,18 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
     others = {c.__name__ for each in trainer.callbacks for c in type(each).__mro__}
     configs = trainer.lr_scheduler_configs
     if not pl_module.automatic_optimization:
-        reason = "manual optimization: call controller.update and controller.apply yourself"
+        reason = "manual optimization: there your own loop calls controller.update and apply"
     elif not known or strategy.handles_gradient_accumulation:
-        reason = f"{type(strategy).__name__}, which accumulates by itself: use one device or DDP"
+        reason = f"{type(strategy).__name__}, whose accumulation is not Lightning's to change"
     elif found := sorted(CHANGES_ACCUMULATION & others):
-        reason = f"{found[0]}, which sets accumulate_grad_batches too: remove it"
+        reason = f"{found[0]}, which sets accumulate_grad_batches too"
     elif trainer.num_training_batches == float("inf"):
-        reason = "data without a length, because it must know where an epoch ends"
+        reason = "data without a length: the end of an epoch is not known in advance"
     elif trainer.max_steps != -1:
-        reason = "max_steps, which counts steps of any size: set max_epochs or limit_train_batches"
+        reason = "max_steps, which counts steps of any size: use max_epochs, limit_train_batches"
     elif wrong := [c for c in configs if type(c.scheduler) is not LambdaLR]:
         reason = f"the schedule {type(wrong[0].scheduler).__name__}: use a LambdaLR"
     elif any(c.frequency != 1 for c in configs):
-        reason = "a learning-rate schedule with a frequency other than 1: set frequency=1"
+        reason = "a schedule's frequency other than 1"
     if reason is not None:
         raise NotImplementedError(f"BatchSizeCallback does not support {reason}")

@@ -319,9 +319,9 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
     if sum(isinstance(c, GNSCallback) for c in trainer.callback_handler.callbacks) > 1:
         reason = "a second GNSCallback in one Trainer: remove one of them"
     elif trainer.args.n_gpu > 1:
-        reason = "torch.nn.DataParallel (several GPUs in one process): start with torchrun"
+        reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
     elif any(size > 1 for size in sizes.values()):
-        reason = f"parallelism that splits a sample or a layer ({sizes}): use DDP or FSDP 2"
+        reason = f"a sample or a layer spread over processes ({sizes})"
     elif kind == DistributedType.FSDP:
         if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             reason = (

@@ -27,30 +27,29 @@ except ImportError as e:
 class BatchSizeCallback(TrainerCallback):
     """Let a ``BatchSizeController`` change ``gradient_accumulation_steps`` while Trainer trains.
 
-    Trainer finds its place in an epoch by multiples of the accumulation. So the callback asks the
-    controller only after steps that end at a multiple of the grown accumulation, and at the ends of
-    epochs. Each epoch uses every sample once, and each step's loss is divided by its own
+    Trainer finds its place in an epoch by multiples of the accumulation. So the controller is asked
+    only after steps that end at a multiple of the grown accumulation, and at the ends of epochs.
+    Every sample is used once an epoch. Each step's loss is divided by its own
     ``num_items_in_batch``.
 
     ``state.global_step`` still counts steps of the first batch size, so a grown step counts as
     several. ``max_steps``, ``num_train_epochs``, ``logging_steps``, ``eval_steps``, ``save_steps``
     and the learning-rate schedule thus keep their meaning in tokens, a resumed run finds its place
-    in the data, and the logged loss is the mean over the data between two logs. A log, or the end
-    at ``max_steps``, that is due within a grown step happens at the end of that step.
-    The learning rate is the schedule's times ``controller.lr_factor``. Betas and weight decay
-    follow the controller's rules, in each parameter group from its own values. The optimizer's
-    state holds them.
+    in the data, and the logged loss is the mean over the data between two logs. What falls due
+    within a grown step, such as a log or the end at ``max_steps``, happens at its end.
+    The learning rate is the schedule's times ``controller.lr_factor``. Betas and weight decay move
+    by the controller's rules, each parameter group's from its own values; the optimizer's state
+    holds them.
 
     The controller's state is saved in the checkpoint's ``trainer_state.json``. Start a resumed run
     with the ``gradient_accumulation_steps`` of the first batch size again.
 
     Args:
-        controller: with ``per_device_train_batch_size`` as ``micro_batch``, the number of processes
-            as ``data_parallel``, and the product of both and ``gradient_accumulation_steps`` as
-            ``batch_size``.
-        gns: the callback that measures, which must be among the Trainer's callbacks too. Its logs
-            and its tracker also get ``controller.metrics()``. A tracker with a method ``record``,
-            such as ``JSONLTracker``, also gets the decisions.
+        controller: its ``micro_batch`` is ``per_device_train_batch_size``, its ``batch_size`` that
+            of the Trainer's arguments, and ``data_parallel`` its processes.
+        gns: among the Trainer's callbacks too. Its logs and its tracker also get
+            ``controller.metrics()``; a tracker with a ``record`` method, such as ``JSONLTracker``,
+            the decisions.
 
     Raises:
         ValueError: at the start of training, for settings that are not the Trainer's and for an
@@ -82,9 +81,8 @@ class BatchSizeCallback(TrainerCallback):
         if self._trainer is not None:
             raise ValueError(
                 "BatchSizeCallback: the last train() raised an error and left "
-                f"gradient_accumulation_steps={args.gradient_accumulation_steps}. Make the Trainer "
-                "and its callbacks anew with gradient_accumulation_steps="
-                f"{self._accumulation}, and resume from a checkpoint"
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps}: make the Trainer "
+                f"and its callbacks again, with {self._accumulation}, and resume from a checkpoint"
             )
         _refuse(trainer, loader)
         self._accumulation = args.gradient_accumulation_steps
@@ -96,9 +94,9 @@ class BatchSizeCallback(TrainerCallback):
         planned = round(epochs * self._per_epoch * s.samples_at_once * s.tokens_per_sample)
         if not planned / 2 <= s.total_tokens <= 2 * planned:
             raise ValueError(
-                f"the controller has total_tokens={s.total_tokens:,}, but this training has "
-                f"{planned:,}: {epochs:g} epochs of {self._per_epoch * s.samples_at_once:,} "
-                f"samples with tokens_per_sample={s.tokens_per_sample:,}"
+                f"the controller's total_tokens={s.total_tokens:,} are not those of this training: "
+                f"{epochs:g} epochs of {self._per_epoch * s.samples_at_once:,} samples of "
+                f"{s.tokens_per_sample:,} tokens are {planned:,}"
             )
         self._start(state)
         self.controller.check_optimizer(trainer.optimizer)
@@ -176,15 +174,15 @@ class BatchSizeCallback(TrainerCallback):
             first = saved["attributes"]["accumulation"]
             if first != self._accumulation:
                 raise ValueError(
-                    f"the run began with gradient_accumulation_steps={first} and counts its steps "
-                    f"by that, but the Trainer has {self._accumulation}: resume with {first}. The "
-                    "controller restores the batch size that the run had grown to"
+                    f"the run began with gradient_accumulation_steps={first}, which its steps are "
+                    f"counted in, and not {self._accumulation}: resume with that; the controller "
+                    "knows what the batch size has grown to"
                 )
             self.controller.load_state_dict(saved["attributes"]["controller"])
         elif self.controller.tokens:
             raise ValueError(
-                f"the controller is at {self.controller.tokens:,} tokens, so it has controlled "
-                "another run: make a new BatchSizeController, or resume this run from a checkpoint"
+                f"the controller is at {self.controller.tokens:,} tokens of another run: make a "
+                "new one, or resume from a checkpoint of this one"
             )
 
     def _check(self, trainer: Any, per_epoch: int) -> None:
@@ -197,20 +195,14 @@ class BatchSizeCallback(TrainerCallback):
         }
         for name, (own, trainers) in settings.items():
             if own != trainers:
-                raise ValueError(
-                    f"the controller has {name}={own}, but the Trainer has {trainers}: make the "
-                    f"controller with {name}={trainers}"
-                )
+                raise ValueError(f"the controller's {name} is {own}, and the Trainer's {trainers}")
         if s.max_batch_size // s.samples_at_once > per_epoch:
             raise ValueError(
-                f"max_batch_size={s.max_batch_size} is more than the "
-                f"{per_epoch * s.samples_at_once} samples of an epoch: use at most that"
+                f"max_batch_size={s.max_batch_size} is more than an epoch's "
+                f"{per_epoch * s.samples_at_once} samples: use at most that"
             )
         if self.gns not in trainer.callback_handler.callbacks:
-            raise ValueError(
-                "the GNSCallback is not among the Trainer's callbacks: pass "
-                "Trainer(callbacks=[gns, BatchSizeCallback(controller, gns)])"
-            )
+            raise ValueError("the GNSCallback that measures must be among the Trainer's callbacks")
 
 
 class _ControllerState(TrainerCallback, ExportableState):
@@ -237,23 +229,23 @@ def _refuse(trainer: Any, loader: Any) -> None:
     kind = trainer.accelerator.distributed_type
     batches = type(getattr(loader, "batch_sampler", None)).__name__
     if kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
-        reason = f"{kind.name}, which accumulates by itself: use one device or DDP"
+        reason = f"{kind.name}, whose accumulation is not Trainer's to change"
     elif args.n_gpu > 1:
-        reason = "torch.nn.DataParallel (several GPUs in one process): start with torchrun"
+        reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
     elif not has_length(loader) or not has_length(trainer.train_dataset):
-        reason = "data without a length, because it must know where an epoch ends"
+        reason = "data without a length: the end of an epoch is not known in advance"
     elif batches not in {"BatchSampler", "BatchSamplerShard", "SkipBatchSampler"}:
-        reason = f"a {batches} in the data loader, because its batches may differ in size"
+        reason = f"a {batches} in the data loader, whose batches may be of unequal sizes"
     elif args.auto_find_batch_size:
         reason = "auto_find_batch_size: pass the per_device_train_batch_size that it found"
     elif args.ignore_data_skip:
-        reason = "ignore_data_skip, because the count of steps must give the place in the data"
+        reason = "ignore_data_skip: the count of steps would not be the place in the data"
     elif type(trainer.lr_scheduler) is not LambdaLR:
         reason = (
             f"the schedule {type(trainer.lr_scheduler).__name__}: use one of transformers' "
             "(lr_scheduler_type) or a LambdaLR"
         )
     elif not isinstance(getattr(trainer, "_tr_loss", None), Tensor):
-        reason = "this version of transformers, whose Trainer adds up its loss in another place"
+        reason = "this version of transformers, whose Trainer adds up its loss elsewhere"
     if reason is not None:
         raise NotImplementedError(f"BatchSizeCallback does not support {reason}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of a noise scale: statistics, factors of the loss, the result, brute force."""
+"""The mathematics of a noise scale: statistics, loss factors, the result, brute force."""
 
 from gnsfast.noise_scale import dual_norms, loss_factors, statistics
 from gnsfast.noise_scale.brute_force import brute_force_noise_scale

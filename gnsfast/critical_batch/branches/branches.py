@@ -256,7 +256,7 @@ def _measured(run: BranchRun) -> dict[str, Any]:
     if measure is None:
         reason = "the run has no method noise_scale()"
     elif record["noise_scale"] is None:
-        reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned None"
+        reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned none"
     return record | {"noise_scale_reason": reason}
 
 

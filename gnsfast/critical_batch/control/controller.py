@@ -169,13 +169,12 @@ class BatchSizeController:
         if 0 < risen < length and 10 * risen < self.batch_tokens:
             raise ValueError(
                 f"tokens rose by {risen:,} to {tokens:,}, but a step has about "
-                f"{self.batch_tokens:,} tokens: pass the tokens trained so far to update(), not "
-                "steps or samples"
+                f"{self.batch_tokens:,}: progress is counted in tokens, not in steps or samples"
             )
         if tokens < self.tokens:
             raise ValueError(
-                f"tokens went back from {self.tokens:,} to {tokens:,}: where a run resumes from a "
-                "checkpoint, call controller.load_state_dict(state) too"
+                f"tokens went back from {self.tokens:,} to {tokens:,}: a run that resumes from a "
+                "checkpoint must load the controller's state too"
             )
         every = self.settings.check_every
         if due := tokens // every > self.tokens // every:
@@ -282,8 +281,8 @@ class BatchSizeController:
         if lr and any("initial_lr" in group for group in optimizer.param_groups):
             raise ValueError(
                 "a scheduler sets the learning rates (its initial_lr is in the parameter groups) "
-                "and would undo this change: use LambdaLR(optimizer, controller.lr_lambda(shape)), "
-                "or make the controller with lr='none'"
+                "and would undo this change: give LambdaLR controller.lr_lambda(shape), or pass "
+                "lr='none'"
             )
         self.settings.rules.apply(optimizer, decision.new / decision.old, lr=lr)
 
@@ -357,16 +356,15 @@ class BatchSizeController:
         """
         if state.get("kind") != KIND or state.get("format") != FORMAT:
             raise ValueError(
-                f"the state is a {state.get('kind')!r} of format {state.get('format')!r}, but this "
+                f"the state is a {state.get('kind')!r} of format {state.get('format')!r}; this "
                 f"version of gnsfast reads a {KIND!r} of format {FORMAT}"
             )
         self.settings.check_saved(state["settings"], change)
         self.settings.check_batch(state["batch_size"])
         if state["batch_size"] > self.settings.max_batch_size:
             raise ValueError(
-                f"the saved batch size of {state['batch_size']} is above "
-                f"max_batch_size={self.settings.max_batch_size}, and a batch size never shrinks: "
-                "pass a larger max_batch_size"
+                f"the state's batch size of {state['batch_size']} is beyond "
+                f"max_batch_size={self.settings.max_batch_size}, and a batch size never shrinks"
             )
         self.batch_size, self.tokens = state["batch_size"], state["tokens"]
         self.phase, self._warned, self._rows = state["phase"], state["warned"], dict(state["rows"])

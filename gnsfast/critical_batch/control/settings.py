@@ -15,10 +15,10 @@ CHECKS = 400
 """The default number of checks in a run: three in a row are 0.75 % of its tokens."""
 
 OF_THE_MACHINE = ("data_parallel", "micro_batch")
-"""Settings that may differ when a run is resumed."""
+"""May differ when a run is resumed."""
 
 FIXED = ("batch_size", "tokens_per_sample", "lr", "betas", "weight_decay")
-"""Settings that may not differ: past changes of learning rates and token counts depend on them."""
+"""May not differ: learning rates already changed, and counted tokens, depend on them."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Settings:
         self.check_batch(self.batch_size)
         if whole_number("max_batch_size", self.max_batch_size) < self.batch_size:
             raise ValueError(
-                f"max_batch_size={self.max_batch_size} must be at least the batch size of "
-                f"{self.batch_size}, because a batch size never shrinks"
+                f"max_batch_size={self.max_batch_size} is less than the batch size of "
+                f"{self.batch_size}, and a batch size never shrinks"
             )
 
     @property
@@ -70,9 +70,9 @@ class Settings:
     def check_batch(self, batch_size: int) -> None:
         if batch_size % self.samples_at_once:
             raise ValueError(
-                f"a batch size of {batch_size} cannot be split into micro-batches of "
-                f"{self.micro_batch} samples on {self.data_parallel} processes: it must be a "
-                f"multiple of {self.samples_at_once}"
+                f"a batch size of {batch_size} does not divide into micro-batches of "
+                f"{self.micro_batch} samples on each of {self.data_parallel} processes: it must be "
+                f"a multiple of {self.samples_at_once}"
             )
 
     def state(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Settings:
         """Raise ValueError where a saved setting differs that ``change`` does not name."""
         ours = self.state()
         if unknown := sorted(set(change) - set(ours)):
-            raise ValueError(f"change names unknown settings: {', '.join(unknown)}")
+            raise ValueError(f"change names no setting: {', '.join(unknown)}")
         if fixed := sorted(set(change) & set(FIXED)):
             raise ValueError(f"a resumed run cannot change {', '.join(fixed)}")
         for name, value in ours.items():
@@ -92,8 +92,7 @@ class Settings:
                 continue
             remedy = "" if name in FIXED else f" (to change it, pass change=[{name!r}])"
             raise ValueError(
-                f"the state was saved with {name}={saved.get(name)!r}, but this controller has "
-                f"{name}={value!r}{remedy}"
+                f"the state has {name}={saved.get(name)!r}, this controller {value!r}{remedy}"
             )
 
 
@@ -114,7 +113,7 @@ def make_settings(
     if micro_batch is None:
         if batch_size % data_parallel:
             raise ValueError(
-                f"batch_size={batch_size} must be a multiple of data_parallel={data_parallel}"
+                f"batch_size={batch_size} does not divide into data_parallel={data_parallel} parts"
             )
         micro_batch = batch_size // data_parallel
     total_tokens = whole_number("total_tokens", total_tokens)
@@ -133,24 +132,20 @@ def _factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFa
     check_choice("metric", metric, METRICS)
     if isinstance(factor, (str, os.PathLike)):
         raise ValueError(
-            f"factor={str(factor)!r} is a path: pass "
-            f"factor=CriticalBatchFactor.load({str(factor)!r})"
+            f"factor={str(factor)!r} is a path: factor=CriticalBatchFactor.load({str(factor)!r})"
         )
     if not isinstance(factor, CriticalBatchFactor):
         if not (value := real_number("factor", factor, 0.0)):
-            raise ValueError(
-                "factor=0 would never grow the batch size: pass the critical batch size divided by "
-                "the noise scale"
-            )
+            raise ValueError("factor=0 would never grow the batch size: it is CBS / noise scale")
         return CriticalBatchFactor(value, value, value, metric, "set by hand")
     if factor.metric != metric:
         raise ValueError(
-            f"the factor was measured with metric={factor.metric!r} ({factor.source}) and holds "
-            f"for this metric only, but the controller has metric={metric!r}: make them the same"
+            f"the factor was measured for metric={factor.metric!r} ({factor.source}), the "
+            f"controller has metric={metric!r}: a factor holds for its own metric only"
         )
     if factor.lower == 0:
         raise ValueError(
-            f"the factor's interval begins at 0 ({factor.source}), so no noise scale could ever "
-            "grow the batch size: measure the factor again, or pass factor=measured.value"
+            f"the factor's interval begins at 0 ({factor.source}), so that no noise scale could "
+            "ever grow the batch size: measure it again, or pass factor=measured.value"
         )
     return factor
