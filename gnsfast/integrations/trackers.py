@@ -35,20 +35,17 @@ def metrics(
 ) -> dict[str, float]:
     """The numbers of ``gns.compute()`` under flat names.
 
-    - ``gns/b_simple`` is the noise scale in samples; ``gns/b_simple_lo`` and ``gns/b_simple_hi``
-      are the ends of its 95 % interval. If the window only gives a lower bound, there is only
-      ``gns/b_simple_lo``: the noise scale is at least that large.
-    - ``gns/adam``, ``gns/sign``, ``gns/spectral`` and ``gns/group/<name>`` are the noise scales in
-      other metrics and of groups, also with ``_lo`` and ``_hi``. ``gns/sign_from_micro_batches`` is
-      1 where micro-batches show the noise instead of samples, and absent elsewhere.
-    - ``gns/layer/<path>`` is the noise scale of a module, with ``gns/layer_lo/<path>`` and
-      ``gns/layer_hi/<path>`` (no suffixes, because a path may end in ``_lo``).
-    - ``gns/trace`` is tr Σ, ``gns/grad_sq`` is |G|², and ``gns/covered`` is the share of the
-      trainable elements that ``gns/b_simple`` measures.
-    - ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) describe the window, and
-      ``batch/size`` is the mean number of samples in an update.
-
-    What is not measured is left out.
+    ``gns/b_simple`` is the noise scale in samples, ``gns/b_simple_lo`` and ``gns/b_simple_hi`` its
+    95 % interval, ``gns/trace`` tr Σ, ``gns/grad_sq`` |G|², ``gns/layer/<path>`` the noise scale of
+    a module with ``gns/layer_lo/<path>`` and ``gns/layer_hi/<path>`` (not suffixes: a path may
+    end in ``_lo``), ``gns/adam`` that under Adam's metric, ``gns/sign`` and ``gns/spectral`` those
+    in the norms of sign and spectral descent, ``gns/group/<name>`` that of a group, all with
+    ``_lo`` and ``_hi``. ``gns/sign_from_micro_batches`` is there, and 1, where micro-batches show
+    the noise, not samples. ``gns/covered`` is the share of the trainable elements that
+    ``gns/b_simple`` is of. ``gns/updates``, ``gns/skipped`` and ``gns/drift`` (0 or 1) say what the
+    window holds, ``batch/size`` is the mean number of samples of an update. What is not measured is
+    left out. Where the window only gives a lower bound, that is all there is: ``gns/b_simple_lo``
+    without ``gns/b_simple`` says that the noise scale is at least so large.
 
     Args:
         tokens: the tokens that training has seen so far, logged as ``tokens``.

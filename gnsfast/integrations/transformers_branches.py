@@ -53,21 +53,21 @@ class TrainerRun:
     To restore, make a TrainerRun of a Trainer with the same arguments and data.
 
     Args:
-        trainer: not trained yet; the run owns it from now on.
-        checkpoint: a folder that a Trainer of the same arguments wrote: the run starts there.
-        tokens_per_sample: what a sample counts in ``tokens``.
-        loss: of ``noise_scale()``: as for ``GNSCallback``.
-        betas, weight_decay: the rules (``Rules``) by which a branch moves them.
-        updates: of ``noise_scale()``: steps of ``batch_size`` samples that it measures, at the
-            present weights.
+        trainer: a Trainer that has not trained yet. The run owns it from now on.
+        checkpoint: a folder that a Trainer with the same arguments wrote. The run starts there.
+        tokens_per_sample: the tokens that a sample counts for.
+        loss: what the loss is a mean over, for ``noise_scale()``, as for ``GNSCallback``.
+        betas, weight_decay: the rules (``Rules``) by which a branch changes them.
+        updates: how many steps of ``batch_size`` samples ``noise_scale()`` measures, at the present
+            weights.
 
     Raises:
         NotImplementedError: for several processes or GPUs, DeepSpeed, FSDP, datasets and loaders
             without a position that can be found again, schedules that are not functions of the
             step (``LambdaLR``), optimizers that step elsewhere than in ``step()``.
-        ValueError: for a checkpoint that lacks a file or is of other arguments; in the first step,
-            for a loss that ignores ``num_items_in_batch``; for a batch that is no whole number of
-            micro-batches; for training past the end of the schedule.
+        ValueError: for a checkpoint that lacks a file or comes from other arguments, for a batch
+            that is not a whole number of micro-batches, and for training past the end of the
+            schedule. In the first step, for a loss that ignores ``num_items_in_batch``.
 
     >>> import tempfile
     >>> from transformers import Trainer, TrainingArguments

@@ -21,13 +21,12 @@ METRICS = ("euclidean", *OTHERS)
 class Estimate:
     """A noise scale in samples with its 95 % interval; NaN before the first measurement.
 
-    ``upper`` is infinite where the window only says "at least ``lower``". ``resolved`` says whether
+    ``upper`` is infinite where the window only says "at least ``lower``"; ``resolved`` is whether
     ``upper`` is finite. The interval holds the truth in 95 % of the windows that are resolved, if
-    these are more than 1.25 % of all, and in 95 % of the others. Close to the border between both,
-    ``upper`` is tens of times ``lower``, and ``noise_scale`` is then rather too small. More updates
-    or samples give a narrower interval. If samples have heavy tails, the interval misses the truth
-    more often: where one sample in a hundred is 10 times as large, it holds the truth in 65 % of
-    the windows of 80 samples, and in 88 % of those of 320.
+    these are more than 1.25 % of all, and in 95 % of the others. Close to the border ``upper`` is
+    tens of times ``lower``, and ``noise_scale`` then rather too small: more updates or samples
+    resolve it. Samples with heavy tails make the interval miss more often: where one in a hundred
+    is 10 times as large, it holds in 65 % of windows of 80 samples, and in 88 % of those of 320.
     """
 
     noise_scale: float
@@ -46,7 +45,7 @@ class Estimate:
             return f"noise scale {self.noise_scale:,.4g} samples ({span})"
         if self.lower > 0:
             return f"noise scale at least {self.lower:,.4g} samples (95 %)"
-        return "noise scale not resolved: it may have any size"
+        return "noise scale not resolved: any is possible"
 
 
 NO_ESTIMATE = Estimate(math.nan, 0.0, math.inf)
@@ -265,7 +264,7 @@ class NoiseScale(ModuleNoiseScale):
         of = ""
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
-            of = f"\nmeasured on {percent(self.covered)} of the trainable elements, without {some}"
+            of = f"\nof {percent(self.covered)} of the trainable elements, without {some}"
         return f"{super().__str__()}, {used}{skipped}{drift}{of}{now}{adam}{dual}{groups}"
 
 

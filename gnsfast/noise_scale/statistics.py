@@ -32,7 +32,7 @@ NEIGHBOURS = 4
 """A test for drift compares updates that are up to this far apart."""
 
 RESOLUTION = 1e-5
-"""The smallest share of p that q - p can tell from the rounding of float32 sums."""
+"""The least share of p that q - p can tell from the rounding of float32 sums."""
 
 
 def grad_sqnorm_estimate(p: Tensor, q: Tensor, v: Tensor, u2: Tensor) -> Tensor:
@@ -152,10 +152,10 @@ def fieller_end(m: Moments, t: float, side: int) -> float:
 def drifted(trace: Tensor, grad_sqnorm: Tensor, weights: Tensor) -> bool:
     """Whether the noise scale moves within a window, at the 1 % level.
 
-    Two tests look at S - r G, float64 [K], with r of the whole window, whose sum is zero. Does it
-    follow a line? Are updates up to ``NEIGHBOURS`` apart alike, although they measure different
-    samples? A falling loss may multiply tr Σ and |G|² by a common factor. That does not change
-    their ratio and is no drift.
+    Two tests of S - r G, float64 [K], with r of the whole window, whose sum is zero: does it follow
+    a line, and are updates up to ``NEIGHBOURS`` apart alike? Measurements of different samples are
+    not. A falling loss may multiply tr Σ and |G|² by a common factor, which does not change their
+    ratio and is no drift.
     """
     [whole] = moments(trace[:, None], grad_sqnorm[:, None], weights)
     few = len(trace) < MINIMUM_FOR_DRIFT or whole.freedom < MINIMUM_MEASUREMENTS - 1
