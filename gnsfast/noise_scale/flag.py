@@ -134,8 +134,11 @@ def _judged(batch_size: float, e: Estimate) -> tuple[str, str]:
         times = "" if math.isinf(over) else f", which is {over:.3g} times the estimate"
         return "too large", f"at most {in_samples(most)}, less than {batch}{times}"
     span = f"at least {in_samples(least)}"
-    if e.resolved:
-        span = f"{in_samples(e.noise_scale)} ({in_samples(least)} to {in_samples(most)})"
+    if math.isfinite(most):
+        ends = f"{in_samples(least)} to {in_samples(most)}"
+        span = (
+            f"{in_samples(e.noise_scale)} ({ends})" if least > 0 else f"at most {in_samples(most)}"
+        )
     if least < batch_size and most >= 2 * batch_size:
         return "unresolved", f"{span}, which does not tell whether {batch} fits"
     return "fair", f"{span}, which {batch} fits"
@@ -154,9 +157,9 @@ def critical_batch_metrics(
         return {}
     found = {"cbs/estimate_lo": lower}
     if math.isfinite(upper):
-        found |= {"cbs/estimate": value, "cbs/estimate_hi": upper}
-        if value > 0:
-            found["cbs/ratio"] = batch_size / value
+        found["cbs/estimate_hi"] = upper
+        if lower > 0:
+            found |= {"cbs/estimate": value, "cbs/ratio": batch_size / value}
     return found
 
 
