@@ -17,6 +17,7 @@ from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.integrations.transformers_samples import batch_size, document_starts
 from gnsfast.integrations.trl_head import measured_head
 from gnsfast.noise_scale import NoiseScale, loss_factors
+from gnsfast.parallel import refuse_parts
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -73,6 +74,7 @@ class GNSCallback(TrainerCallback):
         ValueError: at the start of training, for a model without gnsfast layers; in a step, if
             ``loss="auto"`` finds another loss (a router's balance, class weights) or a
             ``compute_loss`` that returns no outputs.
+        ObservationError: in the first step, where ``position_ids`` begin in the middle of samples.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
             parallelism, a second GNSCallback, ``"sign"`` and ``"spectral"`` under FSDP 2 with
             checkpoints; in a step, for packed rows without ``position_ids``.
@@ -113,6 +115,7 @@ class GNSCallback(TrainerCallback):
         self._rule: Rule | None = None
         self._search: RuleSearch | None = None
         self._pass: _Pass | None = None
+        self._unseen = True  # the first batch
         self._undo = ExitStack()
 
     def compute(self) -> NoiseScale:
@@ -143,7 +146,7 @@ class GNSCallback(TrainerCallback):
         )
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
-        self._trainer = trainer
+        self._trainer, self._unseen = trainer, True
         packed = lambda: self._pass is not None and self._pass.starts is not None
         self._undo.enter_context(measured_head(trainer.model, packed))
         self._before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
@@ -218,6 +221,9 @@ class GNSCallback(TrainerCallback):
         if this is None:  # evaluation
             return original(model, inputs, *args, **kwargs)
         this.losses += 1
+        if self._unseen:
+            refuse_parts(inputs, int(trainer.accelerator.num_processes))
+            self._unseen = False
         kept = dict(inputs)  # Trainer removes the labels if it computes the loss itself
         given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
         num_items_in_batch = given.get("num_items_in_batch")

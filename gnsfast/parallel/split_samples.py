@@ -7,7 +7,7 @@ split by hand between processes with nothing but the default group are not seen.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -63,12 +63,13 @@ def refuse_split_samples(model: nn.Module, parameters: Iterable[Any], processes:
             )
 
 
-def refuse_parts(position_ids: Any, processes: int) -> None:
-    """Raise where position ids [rows, T] say that rows begin in the middle of their samples.
+def refuse_parts(batch: Any, processes: int) -> None:
+    """Raise where the ``position_ids`` [rows, T] of a batch begin in the middle of its samples.
 
     Each process then has T positions, in one piece or, balanced over processes, in two: all its
     rows begin at one multiple of T / 2. It waits for the device.
     """
+    position_ids = batch.get("position_ids") if isinstance(batch, Mapping) else None
     if processes == 1 or not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
         return
     T, begins = position_ids.shape[1], position_ids[:, 0].unique().tolist()

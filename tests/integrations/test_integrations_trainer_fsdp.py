@@ -17,6 +17,7 @@ from test_integrations_transformers import (
     STEPS,
     N,
     Sample,
+    T,
     by_hand,
     check,
     logged,
@@ -27,6 +28,7 @@ from test_integrations_transformers import (
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+import gnsfast
 from gnsfast.integrations.transformers import GNSCallback
 
 pytestmark = [
@@ -96,8 +98,16 @@ def resumed(rank: int, folder: str) -> None:
     assert torch.equal(states[0]["ring"], states[1]["ring"])
 
 
+def split_by_hand(rank: int, folder: str) -> None:
+    """As the second and third of four processes would have the samples."""
+    positions = torch.arange(T) + (1 + rank) * T
+    data = [{**sample, "position_ids": positions} for sample in samples(4 * N)]
+    with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
+        sharded_trainer(Path(folder), data, GNSCallback()).train()
+
+
 def test_two_processes(tmp_path: Path) -> None:
-    works = whole_run, single_samples, resumed
+    works = whole_run, single_samples, resumed, split_by_hand
     spawn(each, args=(works, (str(tmp_path),)), method="fork")
     data = samples(4 * STEPS * N)
     truth = by_hand(tiny_gpt(), data, causal=True, divided="items", accumulated=4)
