@@ -104,7 +104,7 @@ def test_repeats(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     base(run, STEP)
     found = measure_repeatedly(run, folder=tmp_path / "a", repeats=2, **how)
-    assert run.tokens == STEP
+    assert run.tokens == STEP and base(run, STEP) == base(run_of(tmp_path), 2 * STEP)[1:]
     truth = run_of(tmp_path)
     base(truth, STEP)
     first = measure_critical_batch(truth, folder=tmp_path / "b", **how)
@@ -112,4 +112,3 @@ def test_repeats(tmp_path: Path) -> None:
     second = measure_critical_batch(truth, folder=tmp_path / "c", noise_scale=False, **how)
     assert found == averaged([first, second])
     assert first.branches != second.branches
-    assert base(run, STEP) == base(run_of(tmp_path), 2 * STEP)[1:]
