@@ -61,8 +61,8 @@ class GradientNoiseScale:
         groups: names of groups of samples (data domains), each with a noise scale of its own in
             ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
 
-    Several processes must average their gradients, as DDP and FSDP2 do, and all must call
-    ``update()``: it sums one small vector over them. Tensor parallel layers
+    Several processes must have whole samples each, and average their gradients, as DDP and FSDP2
+    do. All must call ``update()``: it sums one small vector over them. Tensor parallel layers
     (``parallelize_module``) need no setting, also under FSDP2. Where |G|² is read from ``.grad``,
     no hook may rewrite a gradient as it arrives; a hook after accumulation is not noticed.
 
