@@ -55,6 +55,8 @@ def meshes(rank: int) -> None:
                 continue
             with pytest.raises(NotImplementedError, match=f"'{name}'.*splits each sample"):
                 run(gns)
+    single = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
+    run(gnsfast.GradientNoiseScale(fully_shard(layers(), mesh=single._flatten("dp_and_cp"))))
 
 
 def attention(rank: int) -> None:
