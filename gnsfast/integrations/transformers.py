@@ -325,8 +325,14 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
         reason = "a second GNSCallback in one Trainer: leave one out"
     elif trainer.args.n_gpu > 1:
         reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
-    elif any(size > 1 for size in sizes.values()):
-        reason = f"a sample or a layer spread over processes ({sizes})"
+    elif max(sizes["cp"], sizes["sp"]) > 1:
+        reason = (
+            f"samples split over processes ({sizes}), since squared norms of a sample's parts do "
+            "not add up to the sample's: measure from a checkpoint, in a run with "
+            "ParallelismConfig(cp_size=1, sp_size=1) and FSDP 2 where memory is short"
+        )
+    elif sizes["tp"] > 1:
+        reason = f"a layer spread over processes ({sizes}): use DDP or FSDP 2"
     elif kind == DistributedType.FSDP:
         if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             reason = (
