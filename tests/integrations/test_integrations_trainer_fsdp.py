@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.dist,
     pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive"),
 ]
-BLOCK = {"transformer_layer_cls_to_wrap": "GPT2Block"}
+BLOCK = {"transformer_layer_cls_to_wrap": "GPT2Block", "activation_checkpointing": True}
 
 
 def sharded_trainer(
@@ -58,7 +58,7 @@ def sharded_trainer(
 
 
 def whole_run(rank: int, folder: str) -> None:
-    """Tied embeddings, accumulation, clipping."""
+    """Tied embeddings, recomputed activations, accumulation, clipping."""
     callback, data = GNSCallback(), samples(4 * STEPS * N)
     trainer = sharded_trainer(Path(folder), data, callback)
     trainer.train()
