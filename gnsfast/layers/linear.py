@@ -41,8 +41,8 @@ class Linear(DropIn, nn.Linear):
         if tie.ended(opened.probe):  # else torch would say only that the graph is gone
             raise ObservationError(
                 f"{opened.name}: it is called again after a backward pass in one block, and one "
-                f"block takes one forward and one backward pass. {in_parts(opened.name, self)}Or "
-                f"leave it out: convert(model, exclude=[{opened.name!r}])."
+                f"block takes one forward and one backward pass. {in_parts(opened.name, self)}You "
+                f"can also leave it out: convert(model, exclude=[{opened.name!r}])."
             )
         return tie.take(opened.name, self.gnsfast.repeated)
 
