@@ -184,7 +184,8 @@ class DropIn(nn.Module):
             if leading[:k].numel() == tokens:
                 return starts * leading[k:].numel()
         rows, rest = divmod(tokens, max(x.numel(), 1))
-        if isinstance(self, nn.Embedding) and rows > 1 and not rest and x.numel() == x.shape[-1]:
+        one_row = isinstance(self, nn.Embedding) and x.shape[-1:].numel() == x.numel()
+        if one_row and rows > 1 and not rest:
             raise SampleShapeError(
                 f"{opened.name} ({type(self).__name__}): all {rows} packed rows share one index of "
                 f"shape {list(x.shape)}, but each has documents of its own. If these are "

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gnsfast import functional
+from gnsfast.errors import ObservationError
 from gnsfast.functional import Plan
 from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import is_dtensor
@@ -35,7 +36,15 @@ class Linear(DropIn, nn.Linear):
 
     def _links(self, opened: Opened) -> tuple[functional.Link, ...]:
         tie = self.gnsfast.tie
-        return () if tie is None else tie.take(opened.name, self.gnsfast.repeated)
+        if tie is None:
+            return ()
+        if tie.ended(opened.probe):  # else torch would say only that the graph is gone
+            raise ObservationError(
+                f"{opened.name}: it is called again after a backward pass in one block, and one "
+                f"block takes one forward and one backward pass. {in_parts(opened.name, self)}You "
+                f"can also leave it out: convert(model, exclude=[{opened.name!r}])."
+            )
+        return tie.take(opened.name, self.gnsfast.repeated)
 
     def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """The cross entropy of this head's outputs, which are never in memory as a whole.
@@ -74,6 +83,17 @@ class Linear(DropIn, nn.Linear):
             plan = self._plan_for(input, features=1)
             options |= dict(plan=plan, probe=opened.probe, links=self._links(opened))
         return functional.linear_cross_entropy(input, self.weight, labels, **options)
+
+
+def in_parts(path: str, module: nn.Module) -> str:
+    """What a head says of a loss with several backward passes."""
+    if type(module).forward is not Linear.forward:
+        return ""
+    return (
+        "If the loss runs a backward pass for each part of the sequence, as torchtitan's "
+        f"ChunkedLossWrapper does, compute it by {path}.cross_entropy(hidden, labels), which keeps "
+        "no logits in memory either. "
+    )
 
 
 class CastLinear(Linear):

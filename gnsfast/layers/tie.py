@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gnsfast.errors import ObservationError
 from gnsfast.functional import Link
@@ -33,6 +34,12 @@ class Tie:
                 f"leave the pair out: convert(model, exclude=[{name!r}, ...])."
             )
         return self.uses
+
+    def ended(self, probe: Tensor) -> bool:
+        """Whether a backward pass has gone through the head, whose ``probe`` it filled."""
+        if not self.taken or torch.compiler.is_compiling() or _in_backward():
+            return False
+        return probe.grad is not None
 
     def take(self, name: str, repeated: bool) -> tuple[Link, ...]:
         """Take the links of the embeddings used so far; the head is the last use. All calls of a

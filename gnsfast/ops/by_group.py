@@ -2,7 +2,7 @@
 """Operators that run on one group of samples (data domain) after the other.
 
 Each is an operator of its own, with shapes that do not tell how many samples a group has. So one
-graph of ``torch.compile`` serves every batch.
+graph of ``torch.compile`` serves all batches of B samples.
 
 Legend: B samples, G groups, S ids of links, P parameters of a module.
 """

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion import fused_loss_of, project_of
-from gnsfast.layers import DropIn
+from gnsfast.layers import DropIn, in_parts
 
 
 def mark(p: Tensor) -> tuple[int, int] | None:
@@ -53,14 +53,14 @@ def explain_calls(path: str, module: DropIn, calls: float) -> str:
         return (
             f"{many}, where all calls of one backward pass count as one. {once} Activation "
             "checkpointing with use_reentrant=True runs several backward passes: set "
-            f"use_reentrant=False. {leave_out(path)}"
+            f"use_reentrant=False. {in_parts(path, module)}{leave_out(path)}"
         )
     apart = reason(module.gnsfast.route, module.gnsfast.features(REPEATED))
     replay = f"replay=[{path!r}], " if apart else ""
     return (
         f"{many}, and the norms of several calls do not add up. {once} If the model calls this "
         f"module several times in one pass, call convert(model, {replay}repeated=[{path!r}]), "
-        f"which joins the calls. {leave_out(path)}"
+        f"which joins the calls. {in_parts(path, module)}{leave_out(path)}"
     )
 
 
