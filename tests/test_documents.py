@@ -266,7 +266,7 @@ class TestErrors:
 
     def test_sequence_first_rows(self) -> None:
         model = gnsfast.convert(nn.Linear(3, 3), batch_dim=1)
-        with pytest.raises(gnsfast.SampleShapeError, match="need one row there"):
+        with pytest.raises(gnsfast.SampleShapeError, match="need a single row here"):
             with gnsfast.per_sample_sqnorms(model, 2, cu_seqlens=torch.tensor([0, 4, 8])):
                 model(torch.randn(4, 2, 3))
 

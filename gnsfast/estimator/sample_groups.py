@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""p and q of groups of samples (data domains), micro-batch by micro-batch.
+"""Measures p and q of groups of samples (data domains), micro-batch by micro-batch.
 
-The summed gradient of a group is known only within one micro-batch. So each micro-batch is measured
-by itself, as ``source="local"`` does for all samples.
+The summed gradient of a group is known only within one micro-batch. Each micro-batch is therefore
+measured by itself, as ``source="local"`` does for all samples.
 """
 
 from dataclasses import replace
@@ -18,11 +18,11 @@ from gnsfast.parallel import Processes, gathered
 from gnsfast.probing import ProbeSlab
 
 WIDTH = 2 + loss_factors.SCALARS
-"""How many numbers a group has in an update: p, q and the scalars of its samples' weights."""
+"""The number of numbers of a group in an update: p, q and the scalars of its samples' weights."""
 
 
 class GroupRows(NamedTuple):
-    """What a pass left: the samples of each group, and the rows of ``ProbeSlab.groups``."""
+    """What a pass left: the samples of each group, and the rows from ``ProbeSlab.groups``."""
 
     members: list[Tensor]
     rows: list[Tensor]
@@ -59,14 +59,14 @@ class GroupMeasure:
 
     @property
     def width(self) -> int:
-        """How many numbers the groups have in an update."""
+        """The number of numbers of all groups in an update."""
         return len(self.names) * WIDTH
 
     def open(self, of_samples: Any, num_samples: int) -> list[Tensor]:
-        """The samples of each group in the next pass, from each sample's group.
+        """The samples of each group in the next pass. ``of_samples`` names each sample's group.
 
         Raises:
-            ValueError: if the groups are missing, unknown, or not as many as the samples.
+            ValueError: if groups are missing or unknown, or their number is not ``num_samples``.
         """
         if (of_samples is None) != (not self.names):
             raise ValueError(

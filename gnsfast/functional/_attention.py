@@ -38,7 +38,7 @@ class _Attention(torch.autograd.Function):
             rows, ctx.samples = ctx.samples, PLAIN.samples(probe)
             folded = cu_seqlens is None and ctx.samples and rows % ctx.samples == 0
             if rows != ctx.samples and not folded:
-                raise ValueError(f"probe is for {ctx.samples} samples, but there are {rows}")
+                raise ValueError(f"the probe is for {ctx.samples} samples, but there are {rows}")
         parameters = (sinks, logit_scale, q_gain, k_gain)
         o: Tensor
         a = AttentionForward(q, k, v, *parameters, mask, cu_seqlens, *pattern)
@@ -118,7 +118,7 @@ def attention(
     parameters = (sinks, logit_scale, q_gain, k_gain)
     grouped = q.shape[1] != k.shape[1]
     if max_seqlen is not None and cu_seqlens is None:
-        raise ValueError("max_seqlen is the length of the longest document: it needs cu_seqlens")
+        raise ValueError("max_seqlen is the length of the longest document, so it needs cu_seqlens")
     if not window and cu_seqlens is None and all(p is None for p in parameters):
         if probe is not None:
             PLAIN.check("attention", probe, 0)
@@ -153,8 +153,8 @@ def _check(
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     if k.shape[3] != D or D == 0 or K == 0 or H % K:
         raise ValueError(
-            "attention takes one head dim of at least 1, and query heads that are a multiple of "
-            f"the key heads, not {shapes}"
+            "attention takes the same head dimension for q and k, at least 1, and a number of "
+            f"query heads that is a multiple of the key heads, not {shapes}"
         )
     for name, p, size in (
         ("sinks", sinks, H),
@@ -163,21 +163,25 @@ def _check(
         ("k_gain", k_gain, D),
     ):
         if p is not None and p.shape != (size,):
-            raise ValueError(f"{name} must be [{size}] for {shapes}, not {list(p.shape)}")
+            raise ValueError(f"{name} must have shape [{size}] for {shapes}, not {list(p.shape)}")
     if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, the token itself, not {window}")
+        raise ValueError(f"window must be at least 1, which is the token itself, not {window}")
     if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise ValueError(f"attn_mask must be bool (True is seen) or float, not {mask.dtype}")
+        raise ValueError(f"attn_mask must be bool (True takes part) or float, not {mask.dtype}")
     if mask is not None and mask.requires_grad:
-        raise ValueError("attn_mask must not require a gradient: attention gives it none")
+        raise ValueError(
+            "attn_mask must not require a gradient, because attention does not compute one for it"
+        )
     if mask is not None:
         fits = mask.ndim <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], (S, T, H, B)))
         if not fits:
-            raise ValueError(f"attn_mask {list(mask.shape)} is not broadcast to {[B, H, T, S]}")
+            raise ValueError(
+                f"attn_mask of shape {list(mask.shape)} cannot be broadcast to {[B, H, T, S]}"
+            )
     if cu_seqlens is not None and (B != 1 or T != S or cu_seqlens.ndim != 1 or mask is not None):
         raise ValueError(
-            f"cu_seqlens [documents + 1] is for one packed row, B = 1 and T = S, no attn_mask; "
-            f"not for {shapes}"
+            "cu_seqlens [documents + 1] needs one packed row (B = 1 and T = S) and no attn_mask, "
+            f"not {shapes}"
         )
     if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens must be int32 or int64, not {cu_seqlens.dtype}")

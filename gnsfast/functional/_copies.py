@@ -69,7 +69,7 @@ class Use:
         """Note an operator's use of copies, which must be the same in every pass."""
         expected = self.seen.setdefault(step, kind) if self.known is None else self.known.get(step)
         if expected != kind:
-            raise Unfollowed(f"{step[0]} takes it in another way than in the example")
+            raise Unfollowed(f"{step[0]} uses it in another way than in the example")
 
 
 class Copies(Tensor):
@@ -129,7 +129,10 @@ class Copies(Tensor):
 def _reason(error: Exception, name: str) -> str:
     if isinstance(error, Unfollowed):
         return str(error)
-    return f"{name} takes no copies of it ({str(error).splitlines()[0] if str(error) else error!r})"
+    return (
+        f"{name} does not take a copy of it for each sample "
+        f"({str(error).splitlines()[0] if str(error) else error!r})"
+    )
 
 
 def _followed(
@@ -161,7 +164,7 @@ def _followed(
         return _aligned(copies[0], len(sizes)).repeat(1, *sizes[1:])
     if wide:
         if name not in ELEMENTWISE:
-            raise Unfollowed(f"{name} is no operator of single elements")
+            raise Unfollowed(f"{name} does not work element by element")
         each = _rows_a_sample(use, name, [leaves[i] for i in wide])
         use.note(step, ALL if each == 1 else "several rows of each sample")
         ndim = leaves[wide[0]].ndim
@@ -202,10 +205,12 @@ def _each(name: str, call: Callable[..., Any], copies: list[Tensor], leaves: lis
 def _rows_a_sample(use: Use, name: str, others: Sequence[Tensor]) -> int:
     """How many rows along dimension 0 each sample has in the tensors that the copies meet."""
     if len({t.shape[:1] for t in others} | {t.ndim for t in others}) > 2:
-        raise Unfollowed(f"{name} takes tensors of several shapes")
+        raise Unfollowed(f"{name} takes tensors of different shapes")
     rows = others[0].shape[0] if others[0].ndim else 0
     if not rows or rows % use.samples:
-        raise Unfollowed(f"{name} takes a tensor without {use.samples} samples in dimension 0")
+        raise Unfollowed(
+            f"{name} takes a tensor that does not have {use.samples} samples in dimension 0"
+        )
     if why := next(filter(None, map(use.odd, others)), ""):
         raise Unfollowed(why)
     return rows // use.samples
@@ -220,7 +225,7 @@ def _aligned(copies: Tensor, ndim: int) -> Tensor:
         return copies.reshape(len(copies), *(1,) * (missing - 1), *copies.shape[1:])
     if missing == 0 and copies.shape[1] == 1:
         return copies.squeeze(1)
-    raise Unfollowed(f"its shape {list(copies.shape[1:])} has no place for the samples")
+    raise Unfollowed(f"its shape {list(copies.shape[1:])} leaves no dimension for the samples")
 
 
 def _expanded(copies: Tensor, sizes: Sequence[int]) -> Tensor:

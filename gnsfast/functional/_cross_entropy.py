@@ -279,16 +279,18 @@ def linear_cross_entropy(
     if plan.calls is not None:
         refuse("linear_cross_entropy", [REPEATED], plan.module)
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing is between 0 and 1, not {label_smoothing}")
+        raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is a positive number or None, not {softcap}")
+        raise ValueError(f"softcap must be a positive number or None, not {softcap}")
     dtype = autocast_dtype(x)
     if dtype is not None and x.is_floating_point():
         x = x.to(dtype)
     elif x.dtype != weight.dtype:
-        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}: outside of autocast, cast one")
+        raise ValueError(
+            f"x is {x.dtype} and weight {weight.dtype}. Outside of autocast, cast one of them."
+        )
     label = _label(labels, x, len(weight), ignore_index)[..., None]
     if shift:
         label = _shifted(label, plan.batch_dim)
@@ -315,11 +317,11 @@ def linear_cross_entropy(
 def _label(labels: Tensor, x: Tensor, V: int, ignore_index: int) -> Tensor:
     """The labels as the loss takes them: -1 for an ignored label, V for one out of range."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"labels are word numbers, integers, not {labels.dtype}")
+        raise ValueError(f"labels must be integers, the indices of words, not {labels.dtype}")
     if labels.shape != x.shape[:-1]:
         raise ValueError(
             f"labels of shape {list(labels.shape)} do not fit an input of shape {list(x.shape)}: "
-            "they have the input's shape without its last dimension"
+            "they must have the input's shape without its last dimension"
         )
     labels = labels.long()
     wrong = (labels < 0) | (labels >= V)
@@ -327,7 +329,7 @@ def _label(labels: Tensor, x: Tensor, V: int, ignore_index: int) -> Tensor:
     if label.device.type == "cpu" and not torch.compiler.is_compiling() and (label == V).any():
         raise ValueError(
             f"labels from {int(labels.min())} to {int(labels.max())} do not fit a weight of {V} "
-            f"rows: they are 0 to {V - 1}, or ignore_index, {ignore_index}"
+            f"rows: they must be 0 to {V - 1}, or ignore_index ({ignore_index})"
         )
     return label
 
@@ -336,8 +338,9 @@ def _shifted(label: Tensor, batch_dim: int) -> Tensor:
     """Give each position the label of the next one; the last has none."""
     if label.ndim < 3:
         raise ValueError(
-            f"shift needs the tokens in a dimension of their own, not labels of shape "
-            f"{list(label.shape[:-1])}: shift them yourself, and ignore each sample's last"
+            "shift needs the tokens in a dimension of their own, not labels of shape "
+            f"{list(label.shape[:-1])}. Shift the labels yourself, and give each sample's last "
+            "token the label ignore_index."
         )
     dim = 0 if batch_dim == 1 else label.ndim - 2
     T = label.shape[dim]

@@ -122,8 +122,8 @@ def grouped_linear(
     E, B = len(weight), PLAIN.samples(probe)
     if starts.shape != (E * B + 1,):
         raise ValueError(
-            f"starts must be [{E * B + 1}], for {E} experts and the {B} samples of the probe and "
-            f"the end, not {list(starts.shape)}"
+            f"starts must have shape [{E * B + 1}], for {E} experts, the {B} samples of the probe "
+            f"and the end, not {list(starts.shape)}"
         )
     dtype = dtype or weight.dtype
     plan = Plan(transposed=transposed, starts=starts, experts=E)

@@ -84,7 +84,7 @@ def linear(
     True
     """
     if plan.transposed and links:
-        raise ValueError("links belong to a weight [out_features, in_features], not transposed")
+        raise ValueError("links need a weight [out_features, in_features], not a transposed one")
     if plan.calls is not None:
         probe, weight, bias = plan.calls.enter("linear", plan, (probe, weight, bias), links)
         links = ()

@@ -65,7 +65,8 @@ class Calls:
             self._handed = tuple(next(handed) if own else t for t, own in zip(source, trained))
             self._source = source
         elif links and torch._C._current_graph_task_id() == -1:  # in backward: recomputed
-            raise _error(plan, "its weight is looked up between two calls, which loses their links")
+            why = "the embedding that shares its weight runs between two calls, so links are lost"
+            raise _error(plan, why)
         elif any(t is not first for t, first in zip(source, self._source)):
             raise _error(plan, "its parameters were replaced between two calls in one block")
         return self._handed
@@ -110,8 +111,8 @@ class _Handed(torch.autograd.Function):
     def backward(ctx: Any, said: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ObservationError(
-                "backward(create_graph=True) has no per-sample norms: run the pass to measure "
-                "without it"
+                "backward(create_graph=True) has no per-sample norms. Run the pass that you "
+                "measure without it."
             )
         found = ctx.kept.gradients(ctx.link_ids)
         if found is None or said is None:  # the loss does not depend on any call
@@ -157,9 +158,8 @@ class _Kept:
         fields = [t.detach() if isinstance(t, Tensor) else t for t in a]
         own, options = fields[:inputs], fields[inputs:]
         if self._operands and any(map(_differ, options, self._options)):
-            raise _error(
-                plan, "its padding, dilation, padding_idx or the like differ between calls"
-            )
+            why = "its padding, dilation, padding_idx or a similar setting differs between calls"
+            raise _error(plan, why)
         self._options = options
         if isinstance(a, ConvWgrad):
             own = [t.unflatten(0, (max(a.samples, 1), -1)) for t in own]
@@ -181,8 +181,8 @@ class _Kept:
         if _versions(chain(*self._operands)) != self._versions:
             raise _error(
                 self._plan,
-                "the input of a call, or the gradient of its output, was written to before the "
-                "backward of all calls had ended",
+                "the input of a call, or the gradient of its output, was changed before the "
+                "backward pass of all calls had ended",
             )
         a = self._joined()
         ids_BS = torch.cat(link_ids, dim=1) if link_ids else None
@@ -208,7 +208,8 @@ class _Kept:
             sizes = sorted({tuple(t.shape[3:]) for t in column if t is not None})
             if len(sizes) > 1:
                 said = " and ".join(str([*size]) for size in sizes)
-                raise _error(self._plan, f"its inputs or outputs have different sizes, {said}")
+                why = f"its inputs or outputs have different sizes in different calls, {said}"
+                raise _error(self._plan, why)
         joined = []
         while columns:
             joined.append(_cat(columns.pop(0), dim, order))

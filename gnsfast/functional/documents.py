@@ -30,8 +30,8 @@ def document_slots(starts: Tensor, num_samples: int, slots: int) -> Documents:
     """
     if starts.device.type != "cpu":
         raise ValueError(
-            "cu_seqlens must be on the CPU: every layer checks its rows against it, and must not "
-            "wait for the device. Keep a copy where the batch is collated."
+            "cu_seqlens must be on the CPU, because every layer checks its rows against it and "
+            "must not wait for the device. Keep a copy on the CPU where the batch is collated."
         )
     if starts.ndim != 1 or starts.is_floating_point() or starts.dtype == torch.bool:
         raise ValueError(
@@ -44,8 +44,8 @@ def document_slots(starts: Tensor, num_samples: int, slots: int) -> Documents:
         )
     if int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
         raise ValueError(
-            "cu_seqlens must begin with 0 and not decrease: the first row of each document, and "
-            f"the end of the last; this is {starts.tolist()[:8]}..."
+            "cu_seqlens must begin with 0 and not decrease. It holds the first row of each "
+            f"document, and the end of the last. This one is {starts.tolist()[:8]}..."
         )
     padding = starts[-1:].expand(slots + 1 - len(starts))
     return Documents(torch.cat([starts, padding]), int(starts[-1]))

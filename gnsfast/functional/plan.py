@@ -79,10 +79,10 @@ class Plan(NamedTuple):
         rows = parameters * (1 + (self.constants_P2 is not None))
         if probe.ndim != 2 or probe.shape[0] != rows or probe.dtype != torch.float32:
             raise ValueError(
-                f"probe must be float32 [{rows}, B + 2], a row for each trainable parameter (and "
-                f"measure), not {probe.dtype} {list(probe.shape)}: after a parameter was frozen, "
-                "unfrozen or parametrized, call gnsfast.convert(model) again, outside of an open "
-                "block"
+                f"probe must be float32 [{rows}, B + 2], with a row for each trainable parameter "
+                f"(and measure), not {probe.dtype} {list(probe.shape)}. If a parameter was frozen, "
+                "unfrozen or parametrized after gnsfast.convert(model), call convert again, "
+                "outside of an open block."
             )
         simple = self.is_plain and not (
             tied or self.moments or self.experts or self.transposed or self.second
@@ -95,13 +95,15 @@ class Plan(NamedTuple):
         metric = parameters if self.constants_P2 is not None else 0
         if len(self.moments) != metric:
             raise ValueError(
-                f"moments and constants_P2 go together, v, s and eps of each of the {parameters} "
-                f"trainable parameters; these are {len(self.moments)} moments"
+                f"moments and constants_P2 go together: v, s and eps of each of the {parameters} "
+                f"trainable parameters. Here there are {len(self.moments)} moments."
             )
         if self.starts is not None and self.batch_dim != 0:
-            raise ValueError("documents (starts) lie one after the other: batch_dim must be 0")
+            raise ValueError(
+                "documents (starts) need batch_dim=0, because they lie one after the other"
+            )
         if (self.experts and layer != "experts") or (self.transposed and layer not in FLAT):
-            raise ValueError(f"{layer} takes no experts, and no transposed weight")
+            raise ValueError(f"{layer} takes neither experts nor a transposed weight")
         if self.groups is not None and len(self.groups.order_B) != self.samples(probe):
             raise ValueError(
                 f"groups must hold each of the {self.samples(probe)} samples of the probe once, "

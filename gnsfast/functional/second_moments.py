@@ -45,9 +45,9 @@ class Sums:
         current = torch._C._current_graph_task_id()
         if self._pass not in (None, current):
             raise ObservationError(
-                f"two backward passes went through a layer in one block, and {self.feature} would "
-                "count its samples twice: run torch.autograd.grad or backward(inputs=...) for "
-                "other gradients outside of the block"
+                f"Two backward passes went through a layer in one block, and {self.feature} would "
+                "count its samples twice. Call torch.autograd.grad or backward(inputs=...) for "
+                "other gradients outside of the block."
             )
         self._pass = current
         self._add(operator, a, wanted)

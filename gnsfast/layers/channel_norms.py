@@ -41,8 +41,8 @@ def batch_statistics_error(path: str, module: nn.Module) -> ObservationError:
         freeze = ""  # there is nothing that it could normalise by instead
     return ObservationError(
         f"{path or 'the model'} ({type(module).__name__}): batch norm by the statistics of the "
-        "batch ties its samples together: no sample has a gradient of its own, neither here nor in "
-        f"any layer that the gradient passes after it. Use GroupNorm or LayerNorm instead{freeze}."
+        "batch ties its samples together, so no sample has a gradient of its own, neither here "
+        f"nor in the layers before it. Use GroupNorm or LayerNorm instead{freeze}."
     )
 
 

@@ -46,9 +46,9 @@ class Copied(DropIn):
                 return super().forward(*args, **kwargs)
         except Unfollowed as error:
             raise ObservationError(
-                f"{opened.name} ({type(self).__name__}): {error}, so its samples cannot be told. "
-                "convert(model, example=batch) looks for the route of such a batch, or leave it "
-                f"out: convert(model, exclude=[{opened.name!r}])."
+                f"{opened.name} ({type(self).__name__}): {error}, so its samples cannot be told "
+                "apart. convert(model, example=batch) looks for a route that fits such a batch, "
+                f"and convert(model, exclude=[{opened.name!r}]) leaves the module out."
             ) from error
 
     def _covered(self) -> dict[str, Tensor]:

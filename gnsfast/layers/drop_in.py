@@ -177,8 +177,8 @@ class DropIn(nn.Module):
         if dim == 1 and len(leading) > 1 and leading[1] != 1:
             raise SampleShapeError(
                 f"{opened.name} ({type(self).__name__}): the sequence-first input of shape "
-                f"{list(x.shape)} interleaves the tokens of its rows: documents (cu_seqlens) need "
-                "one row there"
+                f"{list(x.shape)} interleaves the tokens of its rows. Documents (cu_seqlens) need "
+                "a single row here."
             )
         for k in range(1, len(leading) + 1):
             if leading[:k].numel() == tokens:
@@ -192,10 +192,10 @@ class DropIn(nn.Module):
                 "begin again at 0 with every document."
             )
         raise SampleShapeError(
-            f"{opened.name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but "
-            f"an input of shape {list(x.shape)} has no leading dimensions of that size. If "
-            "padding follows, add it as a last document; else leave the module out: "
-            f"convert(model, exclude=[{opened.name!r}])."
+            f"{opened.name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but no "
+            f"leading dimensions of the input of shape {list(x.shape)} have that size. If padding "
+            "follows, add it as a last document. Otherwise leave the module out: convert(model, "
+            f"exclude=[{opened.name!r}])."
         )
 
     def _batch_dim(self, x: Tensor, features: int) -> int:
@@ -229,28 +229,28 @@ class DropIn(nn.Module):
             hint = self._share_hint()
         if B and rows % B == 0 and dim == 0 and not (hint and _counts(x)):
             hint = (
-                f" If every {rows // B} consecutive rows are one sample, say convert(model, "
+                f" If every {rows // B} consecutive rows are one sample, call convert(model, "
                 f"fold=[{opened.name!r}])."
             )
         elif B in leading:
             found = leading.index(B)
             hint = (
-                f" If the model holds its samples along dimension {found}, say "
-                f"convert(model, batch_dim={found})."
+                f" If the model has its samples along dimension {found}, call convert(model, "
+                f"batch_dim={found})."
             )
         raise self._shape_error(x, f"dimension {dim} has {rows} rows.{hint}")
 
     def _share_hint(self) -> str:
         name = self._measured.name
-        return f" If all samples share this index, say convert(model, broadcast=[{name!r}])."
+        return f" If all samples share this index, call convert(model, broadcast=[{name!r}])."
 
     def _shape_error(self, x: Tensor, found: str) -> SampleShapeError:
         opened = self._measured
         return SampleShapeError(
-            f"{opened.name} ({type(self).__name__}): expected {opened.samples} "
-            f"samples in an input of shape {list(x.shape)}, but {found} Check num_samples. "
-            "convert(model, example=batch) looks for the samples by itself, or leave the module "
-            f"out: convert(model, exclude=[{opened.name!r}])."
+            f"{opened.name} ({type(self).__name__}): expected {opened.samples} samples in an input "
+            f"of shape {list(x.shape)}, but {found} Check num_samples. convert(model, "
+            "example=batch) finds the samples by itself, and convert(model, "
+            f"exclude=[{opened.name!r}]) leaves the module out."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

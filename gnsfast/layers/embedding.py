@@ -30,7 +30,7 @@ class Embedding(DropIn, nn.Embedding):
             return super().forward(input)
         if is_dtensor(self.weight) and self.max_norm is not None:
             raise NotImplementedError(
-                f"{opened.name}: a tensor-parallel embedding with a max_norm has no per-sample "
+                f"{opened.name}: a tensor-parallel embedding with max_norm has no per-sample "
                 f"norms. Leave it out: convert(model, exclude=[{opened.name!r}])."
             )
         B, layout, tie = opened.samples, self.gnsfast.layout, self.gnsfast.tie

@@ -91,8 +91,9 @@ class Experts(BatchRows):
         used = self.config._experts_implementation
         if used not in IMPLEMENTATIONS:
             raise self._refuse(
-                f"experts have norms with {', '.join(map(repr, IMPLEMENTATIONS[1:]))} alone, not "
-                f"with experts_implementation={used!r}"
+                "experts have norms only with experts_implementation "
+                f"{' or '.join(map(repr, IMPLEMENTATIONS[1:]))}, not with "
+                f"experts_implementation={used!r}"
             )
         sharded = tensor_parallel(x_NH, *self._parameters.values())
         refuse(self.gnsfast.route, sharded, self._measured.name)
@@ -101,13 +102,14 @@ class Experts(BatchRows):
         ):
             raise self._refuse(
                 "config.output_router_logits adds a load-balancing loss, which ties the samples "
-                "together: no per-sample gradient exists",
-                "Set it to False for the pass to measure, or config.router_aux_loss_coef to 0.",
+                "together, so no sample has a gradient of its own",
+                "Set it to False for the pass that you measure, or router_aux_loss_coef to 0.",
             )
         shapes = [list(t.shape) for t in (x_NH, expert_NK, weight_NK)]
         if x_NH.ndim != 2 or shapes[1] != shapes[2] or shapes[1][:-1] != shapes[0][:1]:
             raise self._refuse(
-                f"expected rows [N, H], their experts [N, K] and weights [N, K], not {shapes}"
+                "its arguments must be rows [N, H], experts [N, K] and weights [N, K], and have "
+                f"the shapes {shapes}"
             )
 
 
@@ -125,22 +127,24 @@ def experts_reason(module: nn.Module) -> str | None:
         return None
     flags = ("has_gate", "has_bias", "is_transposed")
     if any(not isinstance(getattr(module, flag, None), bool) for flag in flags):
-        return f"experts that do not say {', '.join(flags)}"
+        return f"it is a module of experts without the attributes {', '.join(flags)}"
     experts: Any = module
     if getattr(experts, "has_post_expert_norm", False):
-        return "a norm after each expert has no route"
+        return "gnsfast has no kernel for a norm after each expert"
     names = [up_name(experts), "down_proj"]
     if experts.has_bias:
         names = [n for name in names for n in (name, f"{name}_bias")]
     shapes = {n: tuple(p.shape) for n, p in module._parameters.items() if p is not None}
     if list(shapes) != names or any(len(shapes[n]) != 3 for n in names if "bias" not in n):
-        return f"experts with the parameters {', '.join(shapes)} have no route"
+        return f"gnsfast has no kernel for experts with the parameters {', '.join(shapes)}"
     up, down = (
         (s[0], *s[:0:-1]) if experts.is_transposed else s
         for s in (shapes[up_name(experts)], shapes["down_proj"])
     )
     if up != (down[0], down[2] * (1 + experts.has_gate), down[1]):
-        return f"experts with weights of shapes {list(up)} and {list(down)} have no route"
+        return (
+            f"gnsfast has no kernel for experts with weights of shapes {list(up)} and {list(down)}"
+        )
     return ""
 
 

@@ -59,14 +59,15 @@ class Linear(DropIn, nn.Linear):
         if type(self).forward is not Linear.forward or "forward" in vars(self):
             raise NotImplementedError(
                 f"{where}: {type(self).__name__} has a forward of its own, which cross_entropy "
-                "would bypass: compute the loss from its output"
+                "would bypass. Compute the loss from the module's output."
             )
         if is_dtensor(self.weight):
             raise NotImplementedError(
-                f"{where}: cross_entropy needs the whole weight, and it is sharded. With "
-                "fully_shard call it inside the model's forward; if the head is sharded by itself, "
-                "call torch.distributed.fsdp.register_fsdp_forward_method(head, 'cross_entropy') "
-                "after fully_shard"
+                f"{where}: cross_entropy needs the whole weight, but it is sharded. With "
+                "fully_shard call cross_entropy inside the model's forward. If the head is "
+                "sharded by itself, call "
+                "torch.distributed.fsdp.register_fsdp_forward_method(head, 'cross_entropy') after "
+                "fully_shard."
             )
         plan = Plan(batch_dim=self.gnsfast.layout.batch_dim)
         options |= dict(bias=self.bias, plan=plan)

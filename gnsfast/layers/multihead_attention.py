@@ -91,8 +91,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         if is_causal and attn_mask is None:
             raise RuntimeError(
-                "is_causal=True is a hint that attn_mask is causal, and needs one: "
-                "nn.Transformer.generate_square_subsequent_mask makes it"
+                "is_causal=True only says that attn_mask is causal, so it needs one: pass "
+                "attn_mask=nn.Transformer.generate_square_subsequent_mask(length)"
             )
         masked = need_weights or key_padding_mask is not None
         bias_NHLS = self._attention_bias(
@@ -124,8 +124,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         if not same or widths != (self.embed_dim, self.kdim, self.vdim):
             raise ValueError(
                 f"{module._measured.name}: query {list(query.shape)}, key {list(key.shape)} and "
-                f"value {list(value.shape)} do not fit together: embed_dim {self.embed_dim}, kdim "
-                f"{self.kdim}, vdim {self.vdim}, batch_first={self.batch_first}"
+                f"value {list(value.shape)} do not fit together with embed_dim {self.embed_dim}, "
+                f"kdim {self.kdim}, vdim {self.vdim} and batch_first={self.batch_first}"
             )
 
     def _check_samples(self, query: Tensor, batched: bool, module: DropIn, separate: bool) -> None:
@@ -155,7 +155,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             found = f"batch_first={self.batch_first} says that dimension {dim} holds {rows}."
             if several:
                 found += (
-                    f" If every {rows // B} consecutive ones are one sample, say convert(model, "
+                    f" If every {rows // B} consecutive ones are one sample, call convert(model, "
                     f"fold=[{name!r}])."
                 )
             raise module._shape_error(query, found)
@@ -178,11 +178,15 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         if bias is not None:
             wanted = (L, S) if bias.ndim == 2 else (N * self.num_heads, L, S)
             if bias.shape != wanted:
-                raise RuntimeError(f"attn_mask must be {list(wanted)}, not {list(bias.shape)}")
+                raise RuntimeError(
+                    f"attn_mask must have shape {list(wanted)}, not {list(bias.shape)}"
+                )
             bias = bias.view(-1, self.num_heads if bias.ndim == 3 else 1, L, S)
         if padding is not None:
             if padding.shape != (N, S):
-                raise RuntimeError(f"key_padding_mask must be {[N, S]}, not {list(padding.shape)}")
+                raise RuntimeError(
+                    f"key_padding_mask must have shape {[N, S]}, not {list(padding.shape)}"
+                )
             padding = padding.view(N, 1, 1, S)
             bias = padding if bias is None else bias + padding
         appended = (self.bias_k is not None) + self.add_zero_attn

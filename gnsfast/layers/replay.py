@@ -29,9 +29,9 @@ from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import accumulate_dtype
 
 EAGER = (
-    "gnsfast replays a layer that has no kernel, which is not traced: compile without "
-    "fullgraph=True, or leave the layer out, convert(model, exclude=[...]). "
-    "gnsfast.coverage(model) names such layers by the route 'replay'"
+    "gnsfast replays a layer that has no kernel, and torch.compile cannot trace a replay. Compile "
+    "without fullgraph=True, or leave the layer out: convert(model, exclude=[...]). "
+    "gnsfast.coverage(model) shows such layers with the route 'replay'."
 )
 Gradients = tuple[Tensor | None, ...]
 """Of each parameter of a module; None for one that the call does not use."""
@@ -99,13 +99,13 @@ class Replayed(DropIn):
         if odd := [type(a).__name__ for a in inputs if not is_plain(a)]:
             raise self._replay_error(
                 f"a second call may change its argument of type {odd[0]}"
-                + (" (say use_cache=False to the model)" if odd[0].endswith("Cache") else "")
+                + (" (call the model with use_cache=False)" if odd[0].endswith("Cache") else "")
             )
         B = opened.samples
         seen = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad]
         if odd := [type(t).__name__ for t in leaves if not is_plain(t)]:
             raise self._replay_error(
-                f"its output of type {odd[0]} is not made of tensors, tuples, lists and dicts"
+                f"its output contains a {odd[0]}, and not only tensors, tuples, lists and dicts"
             )
         dims = []
         for i in seen:
@@ -143,9 +143,9 @@ class Replayed(DropIn):
 
     def _replay_error(self, reason: str) -> ObservationError:
         return ObservationError(
-            f"{self._measured.name} ({type(self).__name__}): its parameters have no kernel, and it "
-            f"cannot be replayed sample by sample: {reason}. Leave it out: convert(model, "
-            f"exclude=[{self._measured.name!r}])."
+            f"{self._measured.name} ({type(self).__name__}): gnsfast has no kernel for its "
+            f"parameters, and it cannot be replayed sample by sample: {reason}. Leave it out: "
+            f"convert(model, exclude=[{self._measured.name!r}])."
         )
 
 
@@ -278,7 +278,7 @@ class RecordedCall(NamedTuple):
             if replayed[i].shape != output.shape:
                 shape = list(replayed[i].shape)
                 raise self.replay.module._replay_error(
-                    f"a single sample gave an output of shape {shape}"
+                    f"for a single sample it returned an output of shape {shape}"
                 )
             same.append(_close(replayed[i].detach(), output))
         own = [i for i in self.used if replayed[i].requires_grad]

@@ -81,8 +81,9 @@ class _OwnLinear(TorchFunctionMode):
             "bias" in self.router.gnsfast.claims
         ):
             raise self.router._refuse(
-                f"its F.linear has an input of shape {list(x.shape)} and "
-                f"{'no' if bias is None else 'a'} bias, which are not those of its {self.rows} rows"
+                f"its F.linear got an input of shape {list(x.shape)} and "
+                f"{'no' if bias is None else 'a'} bias, which do not fit the {self.rows} rows of "
+                "the router"
             )
         return self.router._linear(x, weight, bias, self.interleaved)
 

@@ -29,8 +29,8 @@ class Tie:
         if self.taken and not torch.compiler.is_compiling() and not _in_backward():
             raise ObservationError(
                 f"{name}: it is looked up after the head that shares its weight, so the link "
-                "between the two is lost. If the model ran twice in this block, run it once; else "
-                f"leave the pair out: convert(model, exclude=[{name!r}, ...])."
+                "between the two is lost. If the model ran twice in this block, run it once. "
+                f"Otherwise leave both out: convert(model, exclude=[{name!r}, ...])."
             )
         return self.uses
 
@@ -43,10 +43,9 @@ class Tie:
             self.crossed = True
         elif self.crossed and not (repeated or torch.compiler.is_compiling()) and _in_backward():
             raise ObservationError(
-                f"{name}: activation checkpointing recomputes this tied head in backward without "
-                "its embedding, so the links between the two are lost. "
-                "Checkpoint both or neither, or leave the pair out: convert(model, "
-                f"exclude=[{name!r}, ...])."
+                f"{name}: activation checkpointing recomputes this head without the embedding that "
+                "shares its weight, so the link between the two is lost. Checkpoint both or "
+                f"neither, or leave both out: convert(model, exclude=[{name!r}, ...])."
             )
         return links
 

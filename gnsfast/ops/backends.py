@@ -47,13 +47,16 @@ def missing(name: str, device: str) -> str:
     if name == "reference":
         return ""
     if name == "cpu":
-        return cpu.missing() if device == "cpu" else "the CPU kernel takes CPU tensors"
+        return cpu.missing() if device == "cpu" else "the CPU kernel takes only CPU tensors"
     if name == "cuda" and extension.missing():
         return extension.missing()
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "on CPU tensors Triton only interprets: TRITON_INTERPRET=1, set before Python starts"
+        return (
+            "for CPU tensors Triton needs its interpreter: set TRITON_INTERPRET=1 before Python "
+            "starts"
+        )
     return ""
 
 
@@ -76,8 +79,8 @@ def implementation(op: str, device: str) -> Callable[[Any], Any]:
 def _module(name: str, op: str, device: str) -> ModuleType:
     if why := missing(name, device):
         raise RuntimeError(
-            f"gnsfast::{op} has no kernel for this {device} tensor: {why}. "
-            f"{VARIABLE}=reference runs plain PyTorch instead."
+            f"gnsfast::{op} has no kernel for this {device} tensor: {why}. {VARIABLE}=reference "
+            "runs plain PyTorch instead."
         )
     if name == "reference" or (name == "cpu" and not hasattr(cpu, op)):
         return reference

@@ -22,14 +22,17 @@ DTYPES = (torch.float32, torch.bfloat16)
 def missing() -> str:
     """Why the kernel cannot run here; empty if it can."""
     if importlib.util.find_spec("gnsfast._cpu") is None:
-        return "gnsfast was installed without it: GNSFAST_CPU=1 pip install . says why"
+        return "gnsfast was installed without its CPU kernel. GNSFAST_CPU=1 pip install . shows why"
     try:
         module = _module()
     except ImportError as error:
         return f"gnsfast._cpu cannot be loaded: {error}"
     if not instructions():
-        return "the processor, or ATEN_CPU_CAPABILITY, has neither AVX-512 nor AVX2 with FMA"
-    return "" if module.has_threads() else "torch does not run on a GNU OpenMP or one like it"
+        return (
+            "the processor has neither AVX-512 nor AVX2 with FMA, or ATEN_CPU_CAPABILITY turns "
+            "them off"
+        )
+    return "" if module.has_threads() else "torch uses neither GNU OpenMP nor a compatible library"
 
 
 @functools.cache

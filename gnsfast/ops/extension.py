@@ -19,7 +19,10 @@ ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 def missing() -> str:
     """Why the extension cannot run here; empty if it can."""
     if importlib.util.find_spec("gnsfast._C") is None:
-        return "gnsfast was installed without nvcc: GNSFAST_CUDA=1 pip install . builds it"
+        return (
+            "gnsfast was installed without nvcc. GNSFAST_CUDA=1 pip install . builds the CUDA "
+            "extension"
+        )
     try:
         why: str = _module().missing_device()  # its CUDA runtime may be newer than the driver
     except ImportError as error:

@@ -76,7 +76,9 @@ def attention_forward(a: AttentionForward) -> tuple[Tensor, Tensor, Tensor]:
     if pattern.cu_seqlens is not None and pattern.max_seqlen:
         longest = int(pattern.cu_seqlens.diff().max()) if len(pattern.cu_seqlens) > 1 else 0
         if longest > pattern.max_seqlen:
-            raise ValueError(f"a document has {longest} tokens, max_seqlen is {pattern.max_seqlen}")
+            raise ValueError(
+                f"a document has {longest} tokens, but max_seqlen is {pattern.max_seqlen}"
+            )
     group = a.q_BHTD.shape[1] // a.k_BKSD.shape[1]
     q, k = _gained(a.q_BHTD, p.q_gain_D), _gained(a.k_BKSD, p.k_gain_D)
     s = _logits(q, k.repeat_interleave(group, 1), p, pattern)
