@@ -255,7 +255,7 @@ class TestErrors:
         "starts, message",
         [
             (torch.tensor([0.0, 24.0]), "must be integers"),
-            (torch.tensor([0, 24]), "1 documents, but num_samples is 5"),
+            (torch.tensor([0, 24]), r"too few documents \(1\): num_samples is 5"),
             (torch.tensor([0, 9, 5, 6, 7, 24]), "not decrease"),
             (torch.tensor([1, 4, 5, 6, 7, 24]), "begin with 0"),
         ],

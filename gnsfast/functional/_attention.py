@@ -78,30 +78,30 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention whose own parameters get per-sample norms.
 
-    Equals ``F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
+    It equals ``F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
     enable_gqa=True)``, and calls it if there is no window, parameter or ``cu_seqlens``.
 
     Args:
-        q: [B, H, T, D]; heads of D up to 256 on a GPU.
-        k, v: [B, K, S, D]; each of the K heads serves H / K neighbouring query heads.
+        q: [B, H, T, D]. On a GPU D is at most 256.
+        k, v: [B, K, S, D]. Each of the K heads serves H / K neighbouring query heads.
         attn_mask: bool (True: visible) or float (added to the logits), broadcast to [B, H, T, S].
-        is_causal: query t sees keys s <= t.
-        scale: the factor of the logits; 1 / sqrt(D) by default.
-        window: how far a query sees: itself and the ``window - 1`` tokens before it (also after
-            it, unless causal).
+        is_causal: whether query t sees only the keys s <= t.
+        scale: the factor of the logits, by default 1 / sqrt(D).
+        window: how far a query sees: itself and the ``window - 1`` tokens before it. If attention
+            is not causal, also as many tokens after it.
         sinks: [H] logits that take part in the softmax and have no value (gpt-oss).
         logit_scale: [H] a factor for each head's logits.
         q_gain, k_gain: [D] factors of queries and keys, like the gain of a norm before them.
-        cu_seqlens: int [documents + 1], the first token of each document of one packed row, then
-            the end of the last; B is 1, T is S, and a document is a sample. Tokens see their own
-            document only.
+        cu_seqlens: int [documents + 1], for documents packed into one row: the first token of each
+            document, then the end of the last. B is then 1, T is S, and each document is a sample.
+            Tokens see only their own document.
         max_seqlen: the length of the longest document. Without it a GPU starts a program for every
-            block of the row in every document. A longer document is an error; on a GPU it gives
-            NaN.
-        probe: float32 zeros [P, samples + 2], P = number of trainable ones of (sinks, logit_scale,
-            q_gain, k_gain). B may be k · samples: then k consecutive rows are one sample.
+            block of the row in every document. A longer document is an error on a CPU, and gives
+            NaN on a GPU.
+        probe: float32 zeros [P, samples + 2], where P is the number of trainable ones of (sinks,
+            logit_scale, q_gain, k_gain). If B is k · samples, k consecutive rows are one sample.
 
-    A query that sees nothing has an output of zero. The squared norms carry the scale of the loss.
+    The output of a query that sees nothing is zero. The squared norms scale with the loss.
 
     Raises:
         ValueError: for shapes that do not fit together, and for a probe of another shape.

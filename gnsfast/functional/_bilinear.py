@@ -72,9 +72,9 @@ def bilinear(
     plan: Plan = PLAIN,
 ) -> Tensor:
     """``torch.nn.functional.bilinear(input1, input2, weight, bias)`` whose backward fills
-    ``probe``; ``plan`` as for ``linear``.
+    ``probe``. ``plan`` is that of ``linear``.
 
-    Backward makes the products of the inputs' features, [B, T, I · J], for a trainable weight.
+    For a trainable weight, backward stores the products of the inputs' features, [B, T, I · J].
 
     >>> x, y, w = torch.randn(3, 5), torch.randn(3, 4), torch.randn(2, 5, 4, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)

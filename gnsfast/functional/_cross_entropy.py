@@ -26,8 +26,8 @@ from gnsfast.functional.plan import PLAIN, Plan, samples_first
 from gnsfast.tensors import accumulate_dtype, set_columns
 
 CHUNK = 1 << 21
-"""Logits in memory at a time: 8 MiB of float32, which stay in a CPU's caches from pass to pass.
-That takes 0.79 to 0.94 of the time of 1 << 24 logits (512 and 1024 tokens, 32k and 50k words)."""
+"""The number of logits in memory at a time: 8 MiB of float32, which stay in a CPU's caches. This
+takes 0.79 to 0.94 of the time of 1 << 24 logits (512 and 1024 tokens, 32k and 50k words)."""
 
 ON_GPU = 16
 """Times ``CHUNK`` on a GPU, which a part has to fill: 2048 words for 16k tokens (counted)."""
@@ -237,32 +237,35 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = False,
 ) -> Tensor:
-    """The cross entropy of a linear head whose logits are never in memory as a whole. Its backward
+    """The cross entropy of a linear head, whose logits are never stored as a whole. Its backward
     fills ``probe``, if there is one.
 
-    Equals ``F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2).float(), labels.flatten(),
+    It equals ``F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2).float(), labels.flatten(),
     ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)``.
 
     Args:
-        x: [B, ..., D], or [T, B, D] with ``plan.batch_dim`` 1. Rows may be k · B: then k
+        x: [B, ..., D], or [T, B, D] with ``plan.batch_dim`` 1. If there are k · B rows, k
             consecutive rows are one sample.
         weight: [V, D].
         labels: integers of the shape of ``x`` without its last dimension.
         bias: [V] or None.
-        probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
-        plan, links: as for ``linear``; with documents there are no links.
+        probe: float32 zeros [P, B + 2], where P is the number of trainable ones of (weight, bias).
+        plan, links: as in ``linear``. With documents there are no links.
         ignore_index: the label of tokens without a loss.
-        reduction: ``"mean"`` over the tokens of all samples that have a loss (NaN where none has),
-            ``"sum"``, or ``"none"``: the shape of ``labels``, 0 for ignored tokens.
+        reduction: ``"mean"`` over all tokens that have a loss (NaN if there are none), ``"sum"``,
+            or ``"none"``, which gives the shape of ``labels``, with 0 for ignored tokens.
         softcap: logits z become softcap · tanh(z / softcap).
         z_loss: adds z_loss · logsumexp² to each token's loss.
         shift: each position predicts the label of the next one. ``labels`` are then those of the
             input itself, [B, ..., T], as transformers' causal models take them.
 
-    The loss is float32, or float64 for float64. The squared norms carry its scale: a mean over n
-    tokens scales them by 1 / n². Raises ValueError for a probe of another shape, and for labels of
-    another shape, dtype or range. On a GPU and under ``torch.compile`` the range is not checked,
-    because that would wait for the device: a label out of range makes loss and gradients NaN.
+    The loss is float32, or float64 for float64 inputs. The squared norms scale with it: a mean over
+    n tokens scales them by 1 / n².
+
+    Raises ValueError for a probe of another shape, and for labels of another shape, dtype or range.
+    On a GPU and under ``torch.compile`` the range is not checked, because that would wait for the
+    device. There a label out of range makes the loss and the gradients NaN.
+
     Source: the norms are those of ``linear``; parts of the vocabulary as in Wijmans et al. 2024
     (arXiv 2411.09009).
 
@@ -335,7 +338,7 @@ def _label(labels: Tensor, x: Tensor, V: int, ignore_index: int) -> Tensor:
 
 
 def _shifted(label: Tensor, batch_dim: int) -> Tensor:
-    """Give each position the label of the next one; the last has none."""
+    """Give each position the label of the next one. The last position has no label."""
     if label.ndim < 3:
         raise ValueError(
             "shift needs the tokens in a dimension of their own, not labels of shape "

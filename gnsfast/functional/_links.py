@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The links between the uses of one weight: an embedding and later embeddings or a linear head.
 
-‖a + b‖² = ‖a‖² + ‖b‖² + 2 a·b. Each use adds its own squared norm to its own probe row; an
-embedding also adds the cross terms 2 a·b with all later uses. For that it has two more outputs, the
-link, which later uses take as inputs. As the gradient of the link a later use hands back the rows
-of its own gradient at the embedding's ids: those of every sample's gradient, and those of the sum.
-With groups of samples the link of the sum is two: those of the sum, and of each sample's own group.
+‖a + b‖² = ‖a‖² + ‖b‖² + 2 a·b. Each use adds its own squared norm to its own probe row. An
+embedding also adds the cross terms 2 a·b with all later uses. For this it has two more outputs, the
+link, which later uses take as inputs. The gradient that a later use returns for the link holds the
+rows of its own gradient at the embedding's ids, once for each sample and once for the sum. With
+groups of samples the link of the sum has two parts: one for the sum, one for each sample's group.
 
 Legend: B samples, T tokens, S ids of links, V vocabulary, D width.
 """
@@ -61,8 +61,8 @@ def add_cross_terms(
     of_samples: Tensor,
     of_sum: Tensor,
 ) -> None:
-    """Add 2 a·b to an embedding's probe row, in place, for each sample, for the sum and for groups;
-    also to the row under a metric, if there is one.
+    """Add 2 a·b to an embedding's probe row, in place, for each sample, for the sum and for groups.
+    It is also added to the row under a metric, if there is one.
     """
     if plan.groups is not None:
         of_sum, of_groups = of_sum.unbind()

@@ -2,8 +2,8 @@
 """A layer that a model calls several times in one pass.
 
 A sample's gradient is then the sum over the calls k of dy_kᵀ x_k, which is one weight gradient over
-the tokens of all calls. So backward of a call keeps its operands, and the operator runs once, after
-the last one.
+the tokens of all calls. The backward of each call therefore keeps its operands, and the operator
+runs once, after the last call.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,17 +23,17 @@ from gnsfast.signatures import BY_SAMPLE, RESULTS, ConvWgrad, NormBackward
 from gnsfast.tensors import is_dtensor
 
 JOINED = BY_SAMPLE | {ConvWgrad: (2, RESULTS["conv_wgrad"])}
-"""Operators whose calls can be joined -> how many of their first fields have a part for each
+"""Operators whose calls can be joined -> the number of their first fields that have a part for each
 sample, and the kinds of their results."""
 
 
 class Calls:
-    """The calls of one layer in one pass; its ``Plan`` takes them to each call.
+    """The calls of one layer in one pass. Its ``Plan`` passes this object to each call.
 
-    All calls get the probe and the parameters from one node of autograd, whose backward runs after
-    that of every call that the loss depends on. There the operator runs, on the operands of these
-    calls joined along their tokens. Until then the inputs and output gradients of all calls are in
-    memory. What a call has to say by itself (a NaN for its counter) is its gradient of the probe.
+    All calls get the probe and the parameters from one autograd node, whose backward runs after
+    that of every call that the loss depends on. There the operator runs on the operands of all
+    calls, joined along their tokens. Until then their inputs and output gradients stay in memory.
+    A call reports by its own gradient of the probe, such as a NaN for its counter.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class Calls:
         source: tuple[Tensor | None, ...],
         links: tuple[Link, ...] = (),
     ) -> tuple[Any, ...]:
-        """What a call takes instead of ``source``, the probe and the parameters. The ``links`` of
-        earlier embeddings are taken here, not by the call.
+        """The tensors that a call uses instead of ``source``, the probe and the parameters. The
+        ``links`` of earlier embeddings are taken here, not by the call.
         """
         probe, weight = (*source, None)[:2]
         assert probe is not None
@@ -84,7 +84,7 @@ class Calls:
         return tuple(found[kind] for kind in JOINED[type(a)][1])
 
     def hold(self, part: Any, finish: Callable[[list[Any]], Tensor]) -> Tensor:
-        """Keep any ``part`` of a call; ``finish`` of those of all calls gives the probe rows."""
+        """Keep any ``part`` of a call. ``finish`` turns the parts of all calls into probe rows."""
         self._kept.hold(part, finish)
         return self._nothing()
 
@@ -96,7 +96,7 @@ class Calls:
 
 
 class _Handed(torch.autograd.Function):
-    """Hands on the first ``count`` of ``tensors``, the probe and the trainable parameters; the
+    """Passes on the first ``count`` of ``tensors``, the probe and the trainable parameters. The
     others are links.
     """
 
@@ -154,7 +154,7 @@ class _Kept:
         self._begin()
         self._plan, self._operator, self._wanted, self._kind = plan, operator, wanted, type(a)
         inputs, _ = JOINED[self._kind]
-        # What an operand or a gain was computed from must not hang on the node that keeps it.
+        # The kept operands must not hold the graph that they were computed in.
         fields = [t.detach() if isinstance(t, Tensor) else t for t in a]
         own, options = fields[:inputs], fields[inputs:]
         if self._operands and any(map(_differ, options, self._options)):
@@ -169,8 +169,8 @@ class _Kept:
         self._versions += _versions(own)
 
     def gradients(self, link_ids: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]] | None:
-        """The probe rows and the wanted gradients of all calls, then those of the links; None if
-        there was no call.
+        """The probe rows and the wanted gradients of all calls, then the gradients of the links.
+        None if there was no call.
         """
         self._begin()
         if parts := self._parts:
@@ -196,7 +196,7 @@ class _Kept:
         return [found[kinds.index("rows")], *compress(sums, self._wanted)], to_links
 
     def _joined(self) -> Any:
-        """The operator's arguments for all calls; each field's operands are freed once joined."""
+        """The operator's arguments for all calls. Each field's operands are freed once joined."""
         dim, starts, order = 1, self._starts, None
         if starts:
             (first, *_), *_ = self._operands
@@ -231,7 +231,7 @@ class _Kept:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Whether an option of two calls differs; their tensors are joined or are the same."""
+    """Whether an option differs between two calls. Their tensors are joined or are the same."""
     told = isinstance(a, (int, float, torch.dtype)) or (
         isinstance(a, list) and not any(isinstance(each, Tensor) for each in a)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention modules of transformers that own sinks (gpt-oss)."""
+"""The drop-in for attention modules of transformers that own attention sinks (gpt-oss)."""
 
 import inspect
 from typing import Any
@@ -20,8 +20,8 @@ class SinkAttention(DropIn):
     """Drop-in for an attention module whose ``sinks`` [H] take part in its softmax.
 
     While a probe is open, ``functional.attention`` computes the attention instead of transformers'
-    ``"eager"``. Other implementations are refused, since they do not hand over their mask as a
-    tensor; so is a call that asks for attention weights.
+    ``"eager"``. Other implementations are refused, because they do not pass their mask as a tensor.
+    Calls that ask for attention weights are refused too.
     """
 
     gnsfast = Converted("attention", ("sinks",))
@@ -93,7 +93,7 @@ def _attend(
             f"out: convert(model, exclude=[{module._measured.name!r}])."
         )
     module._batch_dim(query, features=3)
-    # The mask is complete by itself. Where it is known to be causal, later keys can be skipped.
+    # The mask alone is enough. If it is known to be causal, later keys can be skipped.
     causal = type(module).__name__ in CAUSAL and query.shape[2] == key.shape[2]
     try:
         o = functional.attention(
@@ -109,7 +109,7 @@ def _attend(
         )
     except (NotImplementedError, ValueError) as error:
         raise ObservationError(
-            f"{module._measured.name}: {error}. Leave it out: convert(model, "
+            f"{module._measured.name}: {str(error).rstrip('.')}. Leave it out: convert(model, "
             f"exclude=[{module._measured.name!r}])."
         ) from error
     return o.transpose(1, 2).contiguous(), None

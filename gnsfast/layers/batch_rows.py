@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules whose input is the rows of a whole batch."""
+"""The base of drop-ins whose input is the rows of a whole batch."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every drop-in has: a place for a probe, the layout of its samples, pickling."""
+"""The base of every drop-in: a place for a probe, the layout of its samples, and pickling."""
 
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ class SampleLayout(NamedTuple):
 
     ``batch_dim`` is the dimension that holds them. ``fold``: k · B rows are B samples of k
     consecutive rows. ``broadcast``: all samples share an index without a batch dimension.
-    ``flattened``: the rows [N, features] are known to be those of a batch, in their order; with
-    ``batch_dim`` 1 the B samples alternate. ``known``: an example has shown it.
+    ``flattened``: the rows [N, features] are known to be those of a batch, in their order. With
+    ``batch_dim`` 1 the B samples alternate. ``known``: an example has shown the layout.
     """
 
     batch_dim: int = 0
@@ -32,13 +32,13 @@ class Converted(NamedTuple):
     """What ``convert`` has decided about a module, and what later passes have found.
 
     ``route`` is the layer's name in ``combinations.LAYERS``, which every drop-in class sets.
-    ``claims`` are the parameters that the module answers for; ``uncovered`` says why some of them
-    have no norms. ``repeated``: the model calls it several times in a pass, so its calls are
-    joined. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
-    were compared with what arrived at the parameters. ``half``: it was replayed under autocast, or
-    casts its parameters, so torch rounds its gradients to half precision. ``note``: what an example
-    has shown. ``shared``: the places of the arguments that all samples of a replayed module share.
-    ``steps``: how the module uses the copies of its parameters (``functional.Use``).
+    ``claims`` are the parameters that the module is responsible for, and ``uncovered`` says why
+    some of them have no norms. ``repeated``: the model calls the module several times in a pass, so
+    its calls are joined. ``calls`` counts its backward calls in the last pass. ``audited``: its
+    gradients were compared with what arrived at the parameters. ``half``: it was replayed under
+    autocast, or casts its parameters, so torch rounds its gradients to half precision. ``note``:
+    what an example has shown. ``shared``: the places of the arguments that all samples of a
+    replayed module share. ``steps``: how it uses copies of its parameters (``functional.Use``).
     """
 
     route: str = ""
@@ -60,14 +60,14 @@ class Converted(NamedTuple):
         return self[:6]
 
     def features(self, *asked: str) -> list[str]:
-        """``asked`` of ``combinations``, and what the module brings along."""
+        """The features ``asked`` for, and those that the module itself adds."""
         own = {TIED: self.tie is not None, REPEATED: self.repeated}
         return [*asked, *(feature for feature, has in own.items() if has)]
 
 
 class Opened(NamedTuple):
-    """What a module measures while its probe is open. ``name`` is its name in messages; ``plan``
-    serves inputs whose samples lie along dimension 0.
+    """What a module measures while its probe is open. ``name`` is its name in messages. ``plan`` is
+    for inputs whose samples lie along dimension 0.
     """
 
     probe: Tensor
@@ -77,15 +77,15 @@ class Opened(NamedTuple):
     documents: Documents | None = None
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of a module, which torch makes by its attributes if it is parametrized, measures
-        nothing.
+        """A copy of a module measures nothing. Torch copies a parametrized module by copying its
+        attributes, this one among them.
         """
 
 
 class ProbeRow(NamedTuple):
-    """A row of a module's probe: a parameter, or a block of one that is measured by itself.
+    """A row of a module's probe, for a parameter or for a block of one.
 
-    ``part`` is the name of the block, ``block`` its place in the parameter.
+    ``part`` is the name of the block, and ``block`` its place in the parameter.
     """
 
     parameter: str
@@ -94,10 +94,10 @@ class ProbeRow(NamedTuple):
 
 
 class DropIn(nn.Module):
-    """Mixin of every drop-in module, which is plain ``torch.nn`` until a probe is opened on it.
+    """Mixin of every drop-in module. The module is plain ``torch.nn`` until a probe is opened.
 
-    It adds no parameter and no buffer, so ``state_dict`` stays that of the torch class. Its state
-    is two attributes, so as not to clash with those of a user's class.
+    It adds neither parameters nor buffers, so ``state_dict`` stays that of the torch class. It has
+    only two attributes, so that they do not clash with those of a user's class.
     """
 
     gnsfast = Converted()
@@ -108,18 +108,18 @@ class DropIn(nn.Module):
         self.__dict__["gnsfast"] = self.gnsfast._replace(**facts)
 
     def called(self, count: float) -> None:
-        """Note the calls of a pass; NaN, which is none, stands for calls that gave no norms."""
+        """Note the number of calls in a pass. NaN stands for calls that gave no norms."""
         calls = None if count != count else int(count)
         if calls != self.gnsfast.calls:
             self.know(calls=calls)
 
     def claimed_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this module answers for, by their names in it."""
+        """The parameters that this module is responsible for, by their names in it."""
         own = dict(self.named_parameters())
         return {n: own[n] for n in self.gnsfast.claims if n in own}
 
     def probed_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of ``claimed_parameters`` that are trainable, in the order of their probe rows."""
+        """The trainable ones of ``claimed_parameters``, in the order of their probe rows."""
         return {n: p for n, p in self.claimed_parameters().items() if p.requires_grad}
 
     def probe_rows(self) -> list[ProbeRow]:
@@ -128,9 +128,9 @@ class DropIn(nn.Module):
 
     def open_probe(self, opened: Opened) -> None:
         """Let the next forward pass fill the probe."""
-        own = self.__dict__  # past nn.Module.__setattr__, which takes 5 µs
+        own = self.__dict__  # this avoids nn.Module.__setattr__, which takes 5 µs
         own["_opened"] = opened
-        # An instance's own: a compiled graph must not depend on whether a pass has set it.
+        # The instance gets its own, since a compiled graph must not depend on who has set it.
         own.setdefault("gnsfast", self.gnsfast)
 
     def close_probe(self) -> None:
@@ -149,7 +149,7 @@ class DropIn(nn.Module):
         return self._opened
 
     def _measuring(self) -> Opened | None:
-        """What this forward pass measures; None without a probe or without grad mode."""
+        """What this forward pass measures, or None without a probe or without grad mode."""
         return self._opened if torch.is_grad_enabled() else None
 
     def _plan_for(self, x: Tensor, features: int, transposed: bool = False) -> Plan:
@@ -158,16 +158,16 @@ class DropIn(nn.Module):
         starts = None if opened.documents is None else self._starts(x, features)
         dim, plan = self._batch_dim(x, features), opened.plan
         if torch.compiler.is_compiling():
-            # A name in the graph would make layers that are alike compile one graph each.
+            # With a name in the graph, equal layers would not share a compiled graph.
             plan = plan._replace(module=None)
         if dim == 0 and starts is None and not transposed:
             return plan
         return plan._replace(batch_dim=dim, transposed=transposed, starts=starts)
 
     def _starts(self, x: Tensor, features: int, batch_dim: int | None = None) -> Tensor:
-        """Where documents begin in the rows of ``x``, whose samples lie along ``batch_dim``; that
-        of the layout if None. With dimensions after those of the tokens (heads) a token has several
-        rows.
+        """Where documents begin in the rows of ``x``, whose samples lie along ``batch_dim``, by
+        default that of the layout. If dimensions follow those of the tokens, such as heads, a token
+        has several rows.
         """
         opened = self._measured
         assert opened.documents is not None
@@ -199,7 +199,7 @@ class DropIn(nn.Module):
         )
 
     def _batch_dim(self, x: Tensor, features: int) -> int:
-        """The dimension of ``x`` that holds the samples; raises if it does not hold B."""
+        """The dimension of ``x`` that holds the samples. Raises if it does not hold B of them."""
         opened = self._measured
         if opened.documents is not None:
             return 0
@@ -263,7 +263,7 @@ class DropIn(nn.Module):
 
 
 def _counts(index: Tensor) -> bool:
-    """Whether an index counts positions, as those that samples share do."""
+    """Whether an index holds consecutive positions, as one that samples share does."""
     return bool((index.diff() == 1).all())
 
 
@@ -277,8 +277,8 @@ _combined: dict[tuple[type, type, bool], type] = {}
 def combine(cls: type, drop_in: type, over: bool) -> type:
     """A subclass of the user's ``cls`` with the forward of ``drop_in``.
 
-    With ``over`` that replaces the forward of ``cls``. Without, the forward of ``cls`` runs first
-    and reaches it by ``super().forward``.
+    With ``over`` it replaces the forward of ``cls``. Without, the forward of ``cls`` runs first and
+    calls it through ``super().forward``.
     """
     key = (cls, drop_in, over)
     if key not in _combined:
@@ -294,13 +294,13 @@ def combine(cls: type, drop_in: type, over: bool) -> type:
 
 
 def is_around(cls: type) -> bool:
-    """Whether the forward of the user's class runs first, and reaches the drop-in's from there."""
+    """Whether the forward of the user's class runs first and calls that of the drop-in."""
     recipe: tuple[type, type, bool] | None = cls.__dict__.get("_recipe")
     return recipe is not None and not recipe[2]
 
 
 def user_class(cls: type) -> type:
-    """The user's class that ``combine`` was given; ``cls`` itself if it is not a combined one."""
+    """The user's class in a class that ``combine`` made, or ``cls`` itself."""
     recipe: tuple[type, type, bool] | None = cls.__dict__.get("_recipe")
     return cls if recipe is None else recipe[0]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a mixture as transformers builds them (Mixtral, Qwen3-MoE, gpt-oss): each weight
-is one tensor for all experts.
+"""The drop-in for the experts of a mixture as transformers builds them (Mixtral, Qwen3-MoE,
+gpt-oss): each weight is one tensor for all experts.
 
 Legend: B samples, N rows (tokens of all samples), K experts of a token, S = N K pairs of row and
 expert, E experts, H width.
@@ -21,16 +21,17 @@ from gnsfast.layers.drop_in import Converted
 from gnsfast.layers.router import owns_router
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
-"""transformers' implementations that compute the same; others are for quantized weights."""
+"""The implementations of transformers that compute the same. Others are for quantized weights."""
 
 
 class Experts(BatchRows):
     """Drop-in for the experts of transformers: ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
 
     While a probe is open it replaces their ``eager``, ``batched_mm`` or ``grouped_mm``
-    implementation. Rows are sorted by expert and then by sample, so each sample's rows of an expert
-    are one segment. A load-balancing loss ties samples together: it is refused if
-    ``config.output_router_logits`` asks for it, but not seen if the caller does by keyword.
+    implementation. Rows are sorted by expert and then by sample, so that each sample's rows of an
+    expert are one segment. A load-balancing loss ties samples together. It is refused if
+    ``config.output_router_logits`` asks for it, but it is not noticed if the caller passes that as
+    a keyword.
     """
 
     gnsfast = Converted("experts")
@@ -53,10 +54,10 @@ class Experts(BatchRows):
         self._refuse_others(x_NH, expert_NK, weight_NK)
         B, (N, K) = self._measured.samples, expert_NK.shape
         E = len(self.down_proj)
-        # An expert out of range is on another rank: its rows come last and have no expert here.
+        # An expert out of range is on another rank. Its rows come last and have no expert here.
         batched = self.config._experts_implementation == "batched_mm"
         if batched and not hasattr(self, "_is_expert_parallel"):
-            # transformers 5.17 lacks this flag: its last expert takes such rows with weight 0.
+            # transformers 5.17 lacks this flag. Its last expert takes such rows with weight 0.
             expert_NK = expert_NK.clamp(0, E - 1)
         key_S = (expert_NK * B + self._sample_of(x_NH)[:, None]).flatten()
         key_S, order_S = key_S.sort(stable=True)
@@ -66,7 +67,7 @@ class Experts(BatchRows):
         y_SH = self._apply_gate(y_SH) if self.has_gate else self.act_fn(y_SH)
         y_SH = self._projected("down_proj", y_SH, starts)
         y_SH = y_SH * weight_NK.flatten()[order_S][:, None]
-        # Back to [N, K, H] and summed over K: without atomics, so the bits are reproducible.
+        # Back to [N, K, H], then summed over K without atomics, so that bits are reproducible.
         y_NKH: Tensor = y_SH[order_S.argsort()].unflatten(0, (N, K))
         return y_NKH.sum(1).to(x_NH.dtype)
 
@@ -119,8 +120,8 @@ def up_name(module: Any) -> str:
 
 
 def experts_reason(module: nn.Module) -> str | None:
-    """Why ``Experts`` does not take a module; empty if it does. None if the module's forward is not
-    from transformers' interface for experts.
+    """Why ``Experts`` cannot take a module, or an empty string if it can. None if the module's
+    forward does not come from transformers' interface for experts.
     """
     code = getattr(type(module).forward, "__code__", None)
     if "experts_interface" not in getattr(code, "co_freevars", ()):
@@ -149,8 +150,8 @@ def experts_reason(module: nn.Module) -> str | None:
 
 
 def rows_in_order(block: nn.Module, forward: Callable[..., Any], child: nn.Module) -> bool:
-    """Whether ``block`` takes only [B, T, H], not [N, H], and gives ``child`` all rows of it in
-    their order. Found by running its ``forward`` with stand-ins for its children.
+    """Whether ``block`` accepts only [B, T, H], not [N, H], and passes all rows to ``child`` in
+    their order. Its ``forward`` runs with stand-ins for its children to find out.
     """
     like: Any = child
     H = like.weight.shape[1] if owns_router(child) else like.down_proj.shape[1 + like.is_transposed]
@@ -175,7 +176,7 @@ def rows_in_order(block: nn.Module, forward: Callable[..., Any], child: nn.Modul
     try:
         with torch.no_grad():
             forward(twin, x.clone())
-    except Exception:  # another kind of block: what it gives its children is unknown
+    except Exception:  # another kind of block: what its children get is unknown
         return False
     try:
         with torch.no_grad():

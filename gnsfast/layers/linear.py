@@ -38,15 +38,15 @@ class Linear(DropIn, nn.Linear):
         return () if tie is None else tie.take(opened.name, self.gnsfast.repeated)
 
     def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """The cross entropy of this head's outputs, which are never in memory as a whole.
+        """The cross entropy of this head's outputs, which are never stored as a whole.
 
-        Equals ``F.cross_entropy(self(input).flatten(0, -2).float(), labels.flatten())``, and counts
-        as the module's one call. ``options`` are ``ignore_index``, ``reduction``,
-        ``label_smoothing``, ``softcap``, ``z_loss`` and ``shift`` of
-        ``gnsfast.functional.linear_cross_entropy``, which also says what it raises.
+        It equals ``F.cross_entropy(self(input).flatten(0, -2).float(), labels.flatten())``, and
+        counts as a call of the module. ``options`` are ``ignore_index``, ``reduction``,
+        ``label_smoothing``, ``softcap``, ``z_loss`` and ``shift``, as in
+        ``gnsfast.functional.linear_cross_entropy``, which raises the same errors.
 
-        Raises NotImplementedError for a subclass with a forward of its own, and for a weight that
-        is sharded during the call.
+        Raises NotImplementedError for a subclass with its own forward, and for a weight that is
+        sharded during the call.
 
         >>> head, labels = gnsfast.Linear(5, 11), torch.randint(0, 11, (3, 7))
         >>> with gnsfast.per_sample_sqnorms(head, 3) as norms:
@@ -92,7 +92,7 @@ class CastLinear(Linear):
 
 
 class OutProjection(Linear):
-    """The output projection of an attention layer, whose forward uses its parameters directly."""
+    """The output projection of an attention layer. The attention uses its parameters directly."""
 
     gnsfast = Converted("out_projection")
 

@@ -25,11 +25,11 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
     norms.
 
     Arguments and results are those of ``torch.nn.MultiheadAttention``. ``batch_first`` says which
-    dimension holds the samples, whatever ``batch_dim`` the rest of the model has. The output
-    projection is a ``gnsfast.Linear`` of its own.
+    dimension holds the samples, regardless of the ``batch_dim`` of the rest of the model. The
+    output projection is a ``gnsfast.Linear``.
 
     Raises:
-        SampleShapeError: for a batch of another size, or an unbatched input of several samples.
+        SampleShapeError: for a batch of another size, or an unbatched input with several samples.
 
     >>> layer = gnsfast.MultiheadAttention(8, 2, batch_first=True)
     >>> x = torch.randn(3, 7, 8)
@@ -47,7 +47,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         self.out_proj.__class__ = combine(type(self.out_proj), OutProjection, over=False)
 
     def probe_rows(self) -> list[ProbeRow]:
-        """Query, key and value have rows of their own, also of a packed parameter."""
+        """Query, key and value each have a row, even if one parameter holds all three."""
         rows = []
         for name in self.probed_parameters():
             if name not in ("in_proj_weight", "in_proj_bias"):

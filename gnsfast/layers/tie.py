@@ -10,8 +10,8 @@ from gnsfast.functional import Link
 
 
 class Tie:
-    """A weight that embeddings and at most one linear head share. It carries the links from the
-    earlier uses to the later ones.
+    """A weight that embeddings and at most one linear head share. It passes the links from earlier
+    uses to later ones.
     """
 
     def __init__(self) -> None:
@@ -23,8 +23,8 @@ class Tie:
         self.crossed = self.taken = False
 
     def links(self, name: str) -> tuple[Link, ...]:
-        """The links of the embeddings used so far, for one more. Raises after the head, which would
-        not be linked with it.
+        """The links of the embeddings so far, for one more embedding. Raises after the head, which
+        would not be linked with that embedding.
         """
         if self.taken and not torch.compiler.is_compiling() and not _in_backward():
             raise ObservationError(
@@ -35,8 +35,8 @@ class Tie:
         return self.uses
 
     def take(self, name: str, repeated: bool) -> tuple[Link, ...]:
-        """Take the links of the embeddings used so far; the head is the last use. All calls of a
-        ``repeated`` head have those of the first.
+        """Take the links of the embeddings so far, for the head, which is the last use. All calls
+        of a ``repeated`` head have the links of the first call.
         """
         links, self.uses, self.taken = self.uses, (), True
         if links:

@@ -240,7 +240,7 @@ def test_bad_masks() -> None:
             layer(x, x, x, attn_mask=torch.zeros(4, 5))
         with pytest.raises(RuntimeError, match=r"key_padding_mask must have shape \[3, 5\]"):
             layer(x, x, x, key_padding_mask=torch.zeros(3, 4))
-        with pytest.raises(RuntimeError, match="needs one"):
+        with pytest.raises(RuntimeError, match="so it needs one"):
             layer(x, x, x, is_causal=True)
         terms(outputs_of(layer, (x, x, x), {}), 0).sum().backward()
 
