@@ -83,7 +83,7 @@ class GroupMeasure:
             )
         groups = of_samples.tolist() if isinstance(of_samples, Tensor) else list(of_samples)
         if len(groups) != num_samples:
-            raise ValueError(f"groups holds {len(groups)} names, but num_samples is {num_samples}")
+            raise ValueError(f"groups has length {len(groups)}, but num_samples is {num_samples}")
         if odd := [g for g in groups if g not in self._index]:
             raise ValueError(
                 f"group {odd[0]!r} is not one of {', '.join(map(repr, self.names))}, which "

@@ -24,7 +24,7 @@ class BatchRows(DropIn):
                 " gnsfast does not know whether the block around it keeps the rows of the batch "
                 f"in their order. If it does, call convert(model, fold=[{self._measured.name!r}])."
             )
-            raise self._shape_error(x_NH, f"it has {N} rows.{'' if known else hint}")
+            raise self._shape_error(x_NH, f"dimension 0 has size {N}.{'' if known else hint}")
         row_N = torch.arange(N, device=x_NH.device)
         return row_N % max(B, 1) if self._interleaved() else row_N // max(T, 1)
 

@@ -238,7 +238,7 @@ class DropIn(nn.Module):
                 f" If the model has its samples along dimension {found}, call convert(model, "
                 f"batch_dim={found})."
             )
-        raise self._shape_error(x, f"dimension {dim} has {rows} rows.{hint}")
+        raise self._shape_error(x, f"dimension {dim} has size {rows}.{hint}")
 
     def _share_hint(self) -> str:
         name = self._measured.name
@@ -246,11 +246,12 @@ class DropIn(nn.Module):
 
     def _shape_error(self, x: Tensor, found: str) -> SampleShapeError:
         opened = self._measured
+        wanted = "1 sample" if opened.samples == 1 else f"{opened.samples} samples"
         return SampleShapeError(
-            f"{opened.name} ({type(self).__name__}): expected {opened.samples} samples in an input "
-            f"of shape {list(x.shape)}, but {found} Check num_samples. convert(model, "
-            "example=batch) finds the samples by itself, and convert(model, "
-            f"exclude=[{opened.name!r}]) leaves the module out."
+            f"{opened.name} ({type(self).__name__}): expected {wanted} in an input of shape "
+            f"{list(x.shape)}, but {found} Check num_samples. convert(model, example=batch) finds "
+            f"the samples by itself, and convert(model, exclude=[{opened.name!r}]) leaves the "
+            "module out."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation an operator runs: the CPU kernel for CPU tensors, Triton kernels for CUDA
-tensors. For debugging ``GNSFAST_BACKEND`` names another. What the CPU kernel (``cpu.py``) does not
-take runs in plain PyTorch (``reference``), what the CUDA extension (``extension.py``) does not take
-in Triton.
+"""Chooses the implementation of an operator: the CPU kernel for CPU tensors, Triton kernels for
+CUDA tensors, or for debugging the one that ``GNSFAST_BACKEND`` names. Plain PyTorch (``reference``)
+runs what the CPU kernel (``cpu.py``) does not take, and Triton runs what the CUDA extension
+(``extension.py``) does not take.
 """
 
 import functools
@@ -23,7 +23,7 @@ NAMES = ("reference", "cpu", "triton", "cuda")
 
 
 def chosen() -> str | None:
-    """The back-end that ``GNSFAST_BACKEND`` names; None if it is not set.
+    """The back-end that ``GNSFAST_BACKEND`` names, or None if it is not set.
 
     Raises ValueError for an unknown name.
     """
@@ -43,7 +43,7 @@ def backend(device: str) -> str:
 
 
 def missing(name: str, device: str) -> str:
-    """Why a back-end cannot run tensors of this device type; empty if it can."""
+    """Why a back-end cannot run tensors of this device type. Empty if it can."""
     if name == "reference":
         return ""
     if name == "cpu":
@@ -61,14 +61,14 @@ def missing(name: str, device: str) -> str:
 
 
 def implementation(op: str, device: str) -> Callable[[Any], Any]:
-    """The function that runs operator ``op`` on a device type; it takes its signature."""
+    """The function that runs operator ``op`` on a device type. Its argument is the signature."""
 
     def run(a: Any) -> Any:
         implemented = getattr(_module(backend(device), op, device), op)
         if device == "cpu":
             return implemented(a)
         first = a[0][0] if isinstance(a[0], list) else a[0]
-        # Triton launches on the current device, whatever device its tensors are on.
+        # Triton launches on the current device, even if its tensors are on another one.
         with torch.cuda.device_of(first):
             return implemented(a)
 

@@ -24,8 +24,8 @@ class PipelinePasses:
         self.passes: int = schedule._n_microbatches
         if num_samples % self.passes:
             raise ValueError(
-                f"{num_samples} samples do not divide into the schedule's {self.passes} "
-                "micro-batches. All micro-batches must have the same size."
+                f"num_samples is {num_samples}, which does not divide into the schedule's "
+                f"{self.passes} micro-batches. All micro-batches must have the same size."
             )
         self._schedule = schedule
         self._stages = getattr(schedule, "_stages", None) or [schedule._stage]
