@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with learned parameters. ``triton_kernels/attention_tiles.py`` has formulas and legend."""
+"""Attention with learned parameters. Formulas: ``triton_kernels/attention_tiles.py``."""
 
 import torch
 from torch import Tensor
