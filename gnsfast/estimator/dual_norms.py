@@ -254,7 +254,7 @@ class DualNorm:
         if self._several:
             dist.all_reduce(lost, group=self._settings.group)
         known = of.known & (lost == 0)
-        # A mean over about the last ``window`` updates; over all of them at first.
+        # A mean over all updates at first, then over about the last ``window``.
         total = self._samples * (1 - 1 / self._settings.window) + of.samples
         share = torch.where(known, of.samples / total, 0.0)
         numbers = []
@@ -281,8 +281,8 @@ class DualNorm:
         square = self._square(whole)
         half *= of.scale
         rest = whole * of.total - half
-        # Where no sample of the second half has a gradient, as of a word that only the first has,
-        # the rest is the rounding of ``.grad``, which has a sign.
+        # If no sample of the second half has a gradient, as for a word that only the first half
+        # has, the rest is the rounding error of ``.grad``, which has a sign.
         eps = 2 * torch.finfo(grad.dtype).eps + 16 * torch.finfo(half.dtype).eps
         rest = torch.where(rest.abs() > eps * half.abs(), rest, 0.0)
         return [

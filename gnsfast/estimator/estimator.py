@@ -40,9 +40,10 @@ class GradientNoiseScale:
             is given. ``"auto"``: the same, but an update of one micro-batch on one process takes
             it from the probes and reads no gradient. ``"local"``: from each micro-batch by itself.
             This is noisier, needs two samples in each micro-batch, and never reads ``.grad``.
-        window: the number of measured updates, the newest ones, that ``compute()`` averages.
-        decay: the weight of an update relative to the next newer one. No interval below 0.82.
-        every: measure one update in ``every``. The others run plain torch.
+        window: the number of newest measured updates that ``compute()`` averages.
+        decay: the weight of an update relative to the next newer one. Below 0.82 there is no
+            interval.
+        every: measure one update in so many. The others run plain torch.
         loss_reduction: ``"mean"`` over the micro-batch's samples (or tokens), or ``"sum"``.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss.
         process_group: the processes that train this model together, data and model parallel. The
@@ -63,8 +64,8 @@ class GradientNoiseScale:
 
     Several processes must average their gradients, as DDP and FSDP2 do, and all must call
     ``update()``, which sums one small vector over them. Tensor parallel layers
-    (``parallelize_module``) need no setting. Where |G|² is read from ``.grad``, no hook may rewrite
-    a gradient as it arrives. A hook after accumulation is not noticed.
+    (``parallelize_module``) need no setting, also under FSDP2. If |G|² is read from ``.grad``, no
+    hook may rewrite a gradient as it arrives. A hook after accumulation is not noticed.
 
     Raises:
         ValueError: for a model without gnsfast layers, or settings that do not go together.
@@ -135,7 +136,7 @@ class GradientNoiseScale:
         self._inside, self._attached = False, None
 
     def _start(self) -> Observer:
-        """The observer; made at the first micro-batch, when the model is wrapped and sharded."""
+        """The observer. It is made at the first micro-batch, after wrapping and sharding."""
         if self._observer is None:
             with torch.inference_mode(False):  # a trainer may save its state under it
                 o = self._observer = Observer(self.model, self._settings)
@@ -207,7 +208,7 @@ class GradientNoiseScale:
         except BaseException:
             self.discard()
             raise
-        if self._inside:  # no discard() and no reset() inside
+        if self._inside:  # neither discard() nor reset() was called inside
             self._inside = False
             observer.close(num_samples, tokens, scale, pipeline)
 

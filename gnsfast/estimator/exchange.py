@@ -37,14 +37,14 @@ class Exchange:
 
     @property
     def width(self) -> int:
-        """The number of numbers in an update: p and q of all K units, the whole q, the scalars of
-        the weights, and ``extra`` for a metric or groups.
+        """How many numbers an update has: p and q of all K units, the whole q, the scalars of the
+        weights, and ``extra`` for a metric or groups.
         """
         return 2 * len(self.stages.units) + 1 + loss_factors.SCALARS + self.extra
 
     @property
     def flags(self) -> int:
-        """The number of flags: calls and surplus calls of each probe row, then ``FLAGS``."""
+        """How many flags: the calls and surplus calls of each probe row, then ``FLAGS``."""
         return 2 * len(self.stages.labels) + FLAGS
 
     def split(self, vectors_UW: Tensor) -> list[Tensor]:

@@ -96,7 +96,7 @@ class Numbers:
             else loss_factors.without_scale(update.norm, update.loss_scale)
         )
         if update.by_probe:
-            if norm is not None:  # only compared: the probes are more accurate
+            if norm is not None:  # it is only compared, since the probes are more accurate
                 another = ((norm - whole).abs() > 0.02 * whole).double()
         else:
             if update.leftover is not None:
@@ -130,8 +130,8 @@ class Numbers:
         )
 
     def _of_pass(self, each: Pass) -> tuple[Tensor, ...]:
-        """p and q of the units, the same under a metric, calls and surplus calls, the scalars of
-        the weights, and the flags of misplaced tokens.
+        """The numbers of a pass: p and q of the units, p and q under a metric, calls and surplus
+        calls, the scalars of the weights, and the flags of misplaced tokens.
         """
         rows = torch.cat([self._no_rows, *(t.to(self.device) for t in each.rows)])
         K = self._units

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects what probes and gradients say of one update, micro-batch by micro-batch."""
+"""Collects what the probes and gradients of an update show, micro-batch by micro-batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,10 +40,10 @@ from gnsfast.tensors import is_dtensor
 
 
 class Observer:
-    """Collects what probes and gradients say, on the device, without waiting for it.
+    """Collects what probes and gradients show, on the device, without waiting for it.
 
-    ``finish`` returns an update, from which ``numbers`` computes a float64 vector and the flags
-    that ``check`` reads (``Exchange``). The vector holds p and q of each of K units (parameters, or
+    ``finish`` returns an update. ``numbers`` turns it into a float64 vector and the flags that
+    ``check`` reads (``Exchange``). The vector holds p and q of each of K units (parameters, or
     blocks of them), the whole q, and the scalars of the weights.
     """
 
@@ -98,7 +98,7 @@ class Observer:
             for key, p in module._parameters.items()
             if p is not None and not is_dtensor(at_rest[id(p)])  # FSDP2 swaps those in and out
         ]
-        # Processes add up their numbers on the device; one by itself does without.
+        # Several processes sum their numbers on the device. A single one needs no device.
         where = self.device if self.processes.world > 1 else torch.device("cpu")
         self.audit = Audit(self.names, where)
         self.numbers = Numbers(
@@ -161,7 +161,7 @@ class Observer:
         except RuntimeError:
             self.discard()
             raise
-        self.dual.opened()  # after the watch, which leaves parameters with hooks alone
+        self.dual.opened()  # after the watch, which does not audit parameters with hooks
         watched = self._watch.watched  # the others are sharded
         named = zip(self.names, self.parameters)
         self._before = {name: checks.mark(p) for name, p in named if name not in watched}

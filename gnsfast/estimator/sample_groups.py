@@ -18,7 +18,7 @@ from gnsfast.parallel import Processes, gathered
 from gnsfast.probing import ProbeSlab
 
 WIDTH = 2 + loss_factors.SCALARS
-"""The number of numbers of a group in an update: p, q and the scalars of its samples' weights."""
+"""How many numbers a group has in an update: p, q and the scalars of its samples' weights."""
 
 
 class GroupRows(NamedTuple):
@@ -59,7 +59,7 @@ class GroupMeasure:
 
     @property
     def width(self) -> int:
-        """The number of numbers of all groups in an update."""
+        """How many numbers all groups together have in an update."""
         return len(self.names) * WIDTH
 
     def open(self, of_samples: Any, num_samples: int) -> list[Tensor]:
@@ -115,7 +115,7 @@ class GroupMeasure:
                 continue
             own = None if tokens is None else tokens[index.to(tokens.device)]
             scalars = loss_factors.microbatch_scalars(len(index), own, a, "sum", True, device)
-            scalars = torch.where(scalars[0] > 0, scalars, 0.0)  # all padding: no sample here
+            scalars = torch.where(scalars[0] > 0, scalars, 0.0)  # a group of padding has no sample
             p = p_B[index.to(device, non_blocking=True)].sum()
             of_group = loss_factors.without_scale(torch.stack([p, q_G[k]]), each.loss_scale)
             found[k] = torch.cat([of_group, scalars])

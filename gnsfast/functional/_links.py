@@ -20,7 +20,7 @@ from gnsfast.functional.second_moments import Squares
 from gnsfast.reference import root_metric
 
 Link = tuple[Tensor, Tensor, Tensor]
-"""An earlier use of a shared weight: its ids [B, S] and its two link outputs, both [B, S, D]; with
+"""An earlier use of a shared weight: its ids [B, S] and its two link outputs, both [B, S, D]. With
 groups the second is [2, B, S, D]."""
 
 

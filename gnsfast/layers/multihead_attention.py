@@ -110,7 +110,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         else:
             causal = is_causal and not masked
             o_NHLD = F.scaled_dot_product_attention(q, k, v, bias_NHLS, dropout, causal)
-        # Token by token in memory, as in torch: a later dropout draws its mask in memory order.
+        # Tokens lie in memory as in torch, because a later dropout draws its mask in memory order.
         y = self._project_out(o_NHLD.permute(2, 0, 1, 3).flatten(2))
         y = y.transpose(0, 1) if self.batch_first else y
         return (y if batched else y.squeeze(batch_dim)), weights
@@ -129,8 +129,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             )
 
     def _check_samples(self, query: Tensor, batched: bool, module: DropIn, separate: bool) -> None:
-        """Raise if the dimension that ``batch_first`` names does not hold the samples, or for
-        documents that no mask can ``separate``.
+        """Raise if the dimension that ``batch_first`` names does not hold the samples, or if
+        documents cannot be kept apart by a mask (``separate``).
         """
         opened = module._measured
         name, B = opened.name, opened.samples
@@ -237,7 +237,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         return functional.Plan(starts=self._starts(query, 1, batch_dim))
 
     def _appended(self, name: str, named: list[str], rows: int, batch_dim: int) -> Tensor:
-        """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch; ``named`` holds the
+        """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch. ``named`` holds the
         parameter of each probe row.
         """
         parameter: Tensor = getattr(self, name)
@@ -255,7 +255,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         if opened is None:
             return F.linear(o_LNE, weight, bias)
         plan, o = functional.Plan(batch_dim=1), o_LNE
-        if packed := opened.documents is not None:  # whose rows are one list, row by row
+        if packed := opened.documents is not None:  # their rows are one list, row by row
             o = o_LNE.transpose(0, 1)
             plan = functional.Plan(starts=self.out_proj._starts(o, 1, 0))
         y = functional.linear(o, weight, bias, opened.probe, plan)

@@ -103,7 +103,7 @@ def _find(
     members = set(dist.get_process_group_ranks(group))
     depth = 1 if stages is None else dist.get_world_size(stages)
     if stages is not None:
-        _refuse_outside("the pipeline's stages", set(dist.get_process_group_ranks(stages)), members)
+        _refuse_outside("the pipeline", set(dist.get_process_group_ranks(stages)), members)
     for path, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise NotImplementedError(
