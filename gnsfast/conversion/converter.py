@@ -75,9 +75,9 @@ def convert(
             arguments, a dict of keyword arguments, or a function that calls the model, under its
             own autocast. ``convert`` runs the model without gradients on up to 5 samples (on all if
             it does not take so few), in two orders and in part, and undoes what that changes. This
-            shows where each module has its samples, so the options below are not needed, and which
-            modules need a replay. It does not show a branch that only another batch takes, nor
-            every loss that ties samples together: check these with ``gnsfast.verify``.
+            shows where each module has its samples and which modules need a replay, so that the
+            options below are rarely needed. It does not show a branch that only another batch
+            takes, nor every loss that ties samples together: check these with ``gnsfast.verify``.
         batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models. The
             default is 0. With an example, ``convert`` tries 1 if samples mix along dimension 0 and
             a module is sequence-first.
