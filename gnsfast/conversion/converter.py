@@ -317,7 +317,7 @@ def _refuse_empty(
 
 
 def _within(names: Iterable[str], paths: set[str]) -> set[str]:
-    """Those of ``names`` that are one of ``paths`` or inside of one."""
+    """The ``names`` that are one of ``paths`` or lie inside one of them."""
     return {name for name in names if name in paths or _inside(name, paths)}
 
 

@@ -289,7 +289,7 @@ class Evidence:
             seed_all(seed)
             if not self.trains:
                 model.eval()
-            elif not model.training:  # as models are loaded; batch norms may be meant to be
+            elif not model.training:  # models are loaded like this; batch norms may have to stay
                 frozen = [m for m in model.modules() if isinstance(m, BATCH_NORM)]
                 model.train()
                 for module in frozen:

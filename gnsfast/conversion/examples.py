@@ -120,7 +120,7 @@ class _Called(BaseException):
 
 
 def _caught(model: nn.Module, run: Callable[[], Any]) -> Example:
-    """What ``run`` calls the model with."""
+    """The call that ``run`` makes of the model."""
     calls: list[Example] = []
 
     def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

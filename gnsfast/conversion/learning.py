@@ -275,7 +275,7 @@ class _Learner:
         )
 
     def _not_replayable(self, path: str) -> str:
-        """Why a replay cannot find the samples of a module; empty if it can."""
+        """Why a replay cannot find the samples of a module. Empty if it can."""
         module, calls = self.named[path], self.evidence.calls(path)
         if {*self.evidence.counts(path)} != {1}:
             return "it is not called exactly once"

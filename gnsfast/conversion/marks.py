@@ -41,7 +41,7 @@ class Marks:
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.ndim]
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         picks = torch.Tag.dynamic_output_shape in func.tags
-        if name == "index":  # the tag stands for masks; the operator takes numbers of rows too
+        if name == "index":  # the tag means a mask, but the operator takes row numbers too
             picks = any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
         sources = tensors[:1] if name.startswith(PUTTING_BACK) else tensors
         rows = {self._picked[t] for t in sources if t in self._picked}

@@ -18,7 +18,7 @@ WITNESSES = 8
 
 
 Block = tuple[nn.Parameter, tuple[slice, ...]]
-"""A parameter and a block of it; the whole parameter without slices."""
+"""A parameter and a block of it. Without slices it is the whole parameter."""
 
 
 class Sqnorms(NamedTuple):

@@ -59,7 +59,7 @@ class _Bilinear(torch.autograd.Function):
 
 
 def _as_linear(v: Tensor) -> Tensor:
-    """A moment of the weight [O, I, J] as that of a linear layer's weight; one of the bias."""
+    """A moment of the weight [O, I, J] in the shape of a linear layer's weight, or of the bias."""
     return v.flatten(1) if v.ndim == 3 else v
 
 

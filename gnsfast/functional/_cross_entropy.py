@@ -57,7 +57,7 @@ class _Head(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """What each token's dlogits are computed from, each [..., 1]: its label, its log-sum-exp, and
+    """The numbers that give each token's dlogits, each [..., 1]: its label, its log-sum-exp, and
     three factors. dlogits = ``share`` · softmax - ``flat``, and at the label - ``hit``.
     """
 
@@ -81,7 +81,7 @@ class _Tokens(NamedTuple):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Each token's loss [N, 1], float32, or float64 for float64; a label of -1 is ignored."""
+    """Each token's loss [N, 1] in float32, or float64 for float64. A label of -1 is ignored."""
 
     @staticmethod
     def forward(

@@ -132,7 +132,7 @@ def in_projection(
         weight: [3 E, features], or three weights [E, features of its input].
         bias: [3 E] or None.
         probe: float32 zeros [P, B + 2]: rows for the weight of the query, the key and the value,
-            then for the three biases; a frozen parameter has none.
+            then for the three biases. A frozen parameter has none.
         plan: says which dimension holds the samples, or where documents begin.
 
     The squared norms scale with the loss, as in ``linear``. That of a packed weight is the sum of

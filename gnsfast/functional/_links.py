@@ -44,7 +44,7 @@ def link_grads(
 
 def embedding_rows(link_ids: list[Tensor], ids_BT: Tensor, dy_BTD: Tensor, plan: Plan) -> Tensor:
     """[B, S, D]: rows of every sample's gradient of an embedding, at the ids of earlier embeddings.
-    Documents are one list of rows [1, N]; there an id counts within its own document only.
+    Documents are one list of rows [1, N], where an id counts only within its own document.
     """
     same_BST = torch.cat(link_ids, 1)[:, :, None] == ids_BT[:, None, :]
     if plan.starts is not None:

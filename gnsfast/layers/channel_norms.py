@@ -124,7 +124,7 @@ def _of_no_row(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
 
 
 class _InstanceNorm(_ChannelNorm):
-    """All instance norms; their forward in ``torch.nn`` calls ``_apply_instance_norm``."""
+    """All instance norms. Their forward in ``torch.nn`` calls ``_apply_instance_norm``."""
 
     running_mean: Any
     running_var: Any

@@ -12,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 OF_CLASS = {"__dict__", "__weakref__"}
-"""What Python itself puts into the namespace of a class."""
+"""The names that Python itself puts into the namespace of a class."""
 
 
 def weight_hooks(module: nn.Module) -> list[tuple[str, Any]]:

@@ -29,7 +29,7 @@ class SampleLayout(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """What ``convert`` has decided about a module, and what later passes have found.
+    """The decisions of ``convert`` about a module, and the findings of later passes.
 
     ``route`` is the layer's name in ``combinations.LAYERS``, which every drop-in class sets.
     ``claims`` are the parameters that the module is responsible for, and ``uncovered`` says why
@@ -56,7 +56,7 @@ class Converted(NamedTuple):
 
     @property
     def decided(self) -> tuple[Any, ...]:
-        """What ``convert`` has decided, without what passes have found."""
+        """The decisions of ``convert``, without the findings of passes."""
         return self[:6]
 
     def features(self, *asked: str) -> list[str]:

@@ -127,7 +127,7 @@ def _planned(
     bias: bool,
     device: int,
 ) -> tuple[Any, int]:
-    """What calls of this shape share, and the bytes that each needs."""
+    """The facts that calls of this shape share, and the bytes that each call needs."""
     call = _module().LinearWgrad(
         kernel or kernel_for(_capability(device)),
         shape=shape,

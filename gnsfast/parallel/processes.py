@@ -99,7 +99,7 @@ def _find(
     stages: "dist.ProcessGroup | None",
     elsewhere: list[int],
 ) -> Processes:
-    """As ``find_processes``, with the tensor parallel degrees ``elsewhere`` on other stages."""
+    """``find_processes``, given the tensor parallel degrees ``elsewhere``, on other stages."""
     members = set(dist.get_process_group_ranks(group))
     depth = 1 if stages is None else dist.get_world_size(stages)
     if stages is not None:

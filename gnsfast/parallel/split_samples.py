@@ -18,7 +18,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.tensors import is_dtensor
 
 NAMES = {"context", "cp", "seq", "sequence", "sp", "ulysses"}
-"""What a mesh dimension or process group over the parts of a sample is called."""
+"""Names of mesh dimensions and process groups over which the parts of a sample are spread."""
 
 WHOLE_SAMPLES = (
     "This splits each sample over processes, and squared norms of a sample's parts do not add up "

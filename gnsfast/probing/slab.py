@@ -189,7 +189,7 @@ class ProbeSlab:
         return {device: torch.cat(rows) for device, rows in parts.items()}
 
     def rows_of(self, path: str) -> Tensor | None:
-        """[M P, B + 2 + G]: what the last pass left in a module's probe; None if nothing did."""
+        """[M P, B + 2 + G]: the rows that the last pass left in a module's probe, or None."""
         return self._probe(path, self._measures.get(path, 1)).grad
 
     def sums(self) -> list[Tensor]:
@@ -232,7 +232,7 @@ class ProbeSlab:
 
     @property
     def probes(self) -> list[Tensor]:
-        """The probes of the open pass; before a first pass, those without a metric."""
+        """The probes of the open pass. Before the first pass, the probes without a metric."""
         return [self._probe(path, self._measures.get(path, 1)) for path in self.modules]
 
     def _refuse_batch_statistics(self) -> None:
@@ -311,7 +311,7 @@ class ProbeSlab:
                 constants = self.constants[device][first : first + count]
             own_groups = groups[device] if path in self.sides.groups else None
             measures = self._measures[path] = 1 + bool(v)
-            # The model itself has no name; that of a bare parameter says what to leave out.
+            # The model itself has no name, but a parameter's name can be given to ``exclude``.
             bare = module.gnsfast.route in ("copies", "replay")
             name = path or (module.gnsfast.claims[0] if bare else type(module).__name__)
             probe = self._probe(path, measures)
