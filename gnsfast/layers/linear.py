@@ -47,15 +47,15 @@ class Linear(DropIn, nn.Linear):
         return tie.take(opened.name, self.gnsfast.repeated)
 
     def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """The cross entropy of this head's outputs, which are never in memory as a whole.
+        """The cross entropy of this head's outputs, which are never stored as a whole.
 
-        Equals ``F.cross_entropy(self(input).flatten(0, -2).float(), labels.flatten())``, and counts
-        as the module's one call. ``options`` are ``ignore_index``, ``reduction``,
-        ``label_smoothing``, ``softcap``, ``z_loss`` and ``shift`` of
-        ``gnsfast.functional.linear_cross_entropy``, which also says what it raises.
+        It equals ``F.cross_entropy(self(input).flatten(0, -2).float(), labels.flatten())``, and
+        counts as a call of the module. ``options`` are ``ignore_index``, ``reduction``,
+        ``label_smoothing``, ``softcap``, ``z_loss`` and ``shift``, as in
+        ``gnsfast.functional.linear_cross_entropy``, which raises the same errors.
 
-        Raises NotImplementedError for a subclass with a forward of its own, and for a weight that
-        is sharded during the call.
+        Raises NotImplementedError for a subclass with its own forward, and for a weight that is
+        sharded during the call.
 
         >>> head, labels = gnsfast.Linear(5, 11), torch.randint(0, 11, (3, 7))
         >>> with gnsfast.per_sample_sqnorms(head, 3) as norms:
@@ -68,14 +68,15 @@ class Linear(DropIn, nn.Linear):
         if type(self).forward is not Linear.forward or "forward" in vars(self):
             raise NotImplementedError(
                 f"{where}: {type(self).__name__} has a forward of its own, which cross_entropy "
-                "would bypass: compute the loss from its output"
+                "would bypass. Compute the loss from the module's output."
             )
         if is_dtensor(self.weight):
             raise NotImplementedError(
-                f"{where}: cross_entropy needs the whole weight, and it is sharded. With "
-                "fully_shard call it inside the model's forward; if the head is sharded by itself, "
-                "call torch.distributed.fsdp.register_fsdp_forward_method(head, 'cross_entropy') "
-                "after fully_shard"
+                f"{where}: cross_entropy needs the whole weight, but it is sharded. With "
+                "fully_shard call cross_entropy inside the model's forward. If the head is "
+                "sharded by itself, call "
+                "torch.distributed.fsdp.register_fsdp_forward_method(head, 'cross_entropy') after "
+                "fully_shard."
             )
         plan = Plan(batch_dim=self.gnsfast.layout.batch_dim)
         options |= dict(bias=self.bias, plan=plan)
@@ -111,7 +112,7 @@ class CastLinear(Linear):
 
 
 class OutProjection(Linear):
-    """The output projection of an attention layer, whose forward uses its parameters directly."""
+    """The output projection of an attention layer. The attention uses its parameters directly."""
 
     gnsfast = Converted("out_projection")
 
