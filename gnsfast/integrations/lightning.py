@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GNSMonitor``: the noise scale of a run of Lightning's Trainer, ``pytorch_lightning``'s too."""
+"""``GNSMonitor``: the noise scale of a run of Lightning's or ``pytorch_lightning``'s Trainer."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -51,13 +51,13 @@ class GNSMonitor(Callback):
         tokens: takes the batch, returns the tokens that the loss counts for each sample [B]. A
             loss that is a mean over tokens needs it, such as a language model's over labels that
             are not -100: ``lambda batch: (batch["labels"][:, 1:] != -100).sum(1)``. Without it the
-            loss is assumed to be a mean over samples. That is not checked: if it is not, samples
-            of unequal length give a wrong noise scale.
+            loss must be a mean over samples. GNSMonitor does not check this: with another loss,
+            samples of unequal length give a wrong noise scale.
         per_module: also log the noise scale of every module.
-        tracker: gets the same metrics, on the first process; the caller closes it.
+        tracker: gets the same metrics, on the first process. The caller closes it.
         loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
-        metric: as there; the module's optimizer is given for ``"adam"``, and for ``"spectral"`` if
-            it is a ``torch.optim.Muon``.
+        metric: as there. GNSMonitor passes the module's optimizer for ``"adam"``, and for
+            ``"spectral"`` if it is a ``torch.optim.Muon``.
         noise_from: as there.
 
     Raises:
@@ -104,7 +104,9 @@ class GNSMonitor(Callback):
     def compute(self) -> NoiseScale:
         """The noise scale over the window; waits for the device."""
         if self.gns is None:
-            raise ObservationError("GNSMonitor: no training has begun, so nothing was measured")
+            raise ObservationError(
+                "GNSMonitor: nothing was measured yet: call compute() after trainer.fit() began"
+            )
         return self.gns.compute()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -152,8 +154,8 @@ class GNSMonitor(Callback):
             block.__exit__(None, None, None)
         elif not self._given_up:
             raise ObservationError(
-                "GNSMonitor: a second backward pass of one batch. Optimizers that call their "
-                "closure more than once are not supported"
+                "GNSMonitor: one batch had two backward passes. Use an optimizer that calls its "
+                "closure once per step"
             )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -182,13 +184,13 @@ class GNSMonitor(Callback):
             self._give_up()
         if isinstance(exception, SampleShapeError) and self.batch_size is None:
             exception.args = (
-                f"{exception} Their number was read off the first tensor of the batch: if it is "
-                "wrong, pass GNSMonitor(batch_size=lambda batch: ...).",
+                f"{exception} GNSMonitor read the number of samples off the first tensor of the "
+                "batch. If that number is wrong, pass GNSMonitor(batch_size=lambda batch: ...).",
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, without an update that is under way: Lightning does not save its
-        gradients either.
+        """All measurements but those of an unfinished update, whose gradients Lightning does not
+        save either.
         """
         if self.gns is None:
             return self._saved or {}
@@ -216,8 +218,8 @@ class GNSMonitor(Callback):
         first = next((t for t in leaves if isinstance(t, Tensor) and t.ndim), None)
         if first is None:
             raise ObservationError(
-                "GNSMonitor: the batch holds no tensor to read the number of samples off: "
-                "pass GNSMonitor(batch_size=lambda batch: ...)"
+                "GNSMonitor: the batch holds no tensor that shows its number of samples: pass "
+                "GNSMonitor(batch_size=lambda batch: ...)"
             )
         return int(first.shape[0])
 
@@ -227,18 +229,18 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
     strategy = trainer.strategy
     if sum(isinstance(c, GNSMonitor) for c in trainer.callbacks) > 1:
         raise NotImplementedError(
-            "GNSMonitor does not support a second GNSMonitor in one Trainer: leave one out"
+            "GNSMonitor does not support a second GNSMonitor in one Trainer: remove one of them"
         )
     if not pl_module.automatic_optimization:
         raise NotImplementedError(
-            "GNSMonitor does not support manual optimization: in training_step, put "
-            "gns.microbatch(n) around forward and manual_backward and call gns.update() before "
-            "clipping, with a gnsfast.GradientNoiseScale of your own"
+            "GNSMonitor does not support manual optimization: make a gns = "
+            "gnsfast.GradientNoiseScale(model) instead. In training_step, put gns.microbatch(n) "
+            "around forward and manual_backward, and call gns.update() before clipping"
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise NotImplementedError(
-            "GNSMonitor does not support torch.optim.LBFGS, which calls its closure, a forward and "
-            "a backward pass, more than once a step: use an optimizer that calls it once"
+            "GNSMonitor does not support torch.optim.LBFGS, which calls its closure (a forward and "
+            "a backward pass) several times per step: use an optimizer that calls it once"
         )
     known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}  # of either package
     if not known or strategy.handles_gradient_accumulation:

@@ -44,30 +44,29 @@ class GNSCallback(TrainerCallback):
     measurements are saved in the checkpoint, as ``gnsfast.pt``, and a resumed run continues bit for
     bit; any other ``train()`` starts afresh.
 
-    Trainer passes itself to no callback, so the one that calls ``on_train_begin`` is looked up on
-    the stack. Until ``on_train_end`` its ``training_step``, ``compute_loss`` and ``log`` are
-    wrapped. What it multiplies the loss by (accumulation, processes, ``GradScaler``) is not
-    assumed but measured: it is the gradient that arrives at the loss.
+    Trainer does not pass itself to callbacks, so the callback finds the Trainer that calls
+    ``on_train_begin`` on the stack. It wraps ``training_step``, ``compute_loss`` and ``log`` until
+    ``on_train_end``. The factor that Trainer multiplies the loss by (for accumulation, processes,
+    ``GradScaler``) is measured: it is the gradient that arrives at the loss.
 
     ``callback.gns`` is the estimator once training has started. Code that freezes or unfreezes
     parameters during training calls ``callback.gns.reset()`` afterwards.
 
     Args:
-        loss: what the loss is a mean over. ``"causal"``: over tokens whose next label is not -100
-            (or over ``shift_labels``); ``"tokens"``: over labels that are not -100, one or more a
-            sample; both as a sum that is divided by ``num_items_in_batch`` where Trainer counts
-            that. ``"samples"``: over the samples of a micro-batch. ``"auto"`` compares the loss of
-            the first micro-batch with the cross entropy of the logits, label smoothing included,
-            and takes the one of the first two that it equals, divided by the items or by the
-            micro-batch's own labels. It repeats this until samples have unequal numbers of labels,
-            for eight micro-batches at most, and again after every log. The other values are not
-            checked.
+        loss: what the loss is a mean over. ``"causal"``: tokens whose next label is not -100 (or
+            ``shift_labels``). ``"tokens"``: labels that are not -100, one or more per sample. Both
+            are sums divided by ``num_items_in_batch``, where Trainer counts that. ``"samples"``:
+            the samples of a micro-batch. ``"auto"`` compares the loss of the first micro-batch with
+            the cross entropy of the logits, label smoothing included, and takes ``"causal"`` or
+            ``"tokens"``, whichever agrees. It repeats this until samples have unequal numbers of
+            labels, for eight micro-batches at most, and again after every log. The other values
+            are not checked.
         per_module: also log the noise scale of every module.
-        tracker: gets the same metrics, on the first process; the caller closes it.
+        tracker: gets the same metrics, on the first process. The caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
-        metric: as there; Trainer's optimizer is given for ``"adam"``, and for ``"spectral"`` if it
-            is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep running means of the
-            parameters' size, which checkpoints then hold.
+        metric: as there. GNSCallback passes Trainer's optimizer for ``"adam"``, and for
+            ``"spectral"`` if it is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep
+            running means as large as the parameters, which checkpoints then hold.
         noise_from: as there.
 
     Raises:
@@ -121,7 +120,9 @@ class GNSCallback(TrainerCallback):
     def compute(self) -> NoiseScale:
         """The noise scale over the window; waits for the device."""
         if self.gns is None:
-            raise ObservationError("GNSCallback: no training has begun, so nothing was measured")
+            raise ObservationError(
+                "GNSCallback: nothing was measured yet: call compute() after trainer.train() began"
+            )
         return self.gns.compute()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -204,8 +205,8 @@ class GNSCallback(TrainerCallback):
             if this.losses != 1 or not this.weighed:
                 raise ObservationError(
                     f"GNSCallback: training_step called compute_loss {this.losses} times and "
-                    f"backward {'once' if this.weighed else 'never'} on it: it must call each "
-                    "once. In a Trainer that does otherwise, use gnsfast.GradientNoiseScale"
+                    f"{'' if this.weighed else 'never '}called backward on its result. It must "
+                    "call each once. For another Trainer, use gnsfast.GradientNoiseScale"
                 )
         if self._trainer.accelerator.sync_gradients:
             self.gns.update()
@@ -322,7 +323,7 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
     if hasattr(trainer, "get_tp_size"):  # transformers' own, which Accelerate knows nothing of
         sizes["tp"] = max(sizes["tp"], trainer.get_tp_size())
     if sum(isinstance(c, GNSCallback) for c in trainer.callback_handler.callbacks) > 1:
-        reason = "a second GNSCallback in one Trainer: leave one out"
+        reason = "a second GNSCallback in one Trainer: remove one of them"
     elif trainer.args.n_gpu > 1:
         reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
     elif max(sizes["cp"], sizes["sp"]) > 1:
@@ -341,8 +342,9 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
             )
         elif {"sign", "spectral"} & asked and trainer.args.save_strategy != "no":
             reason = (
-                "the sign and spectral noise scales under FSDP with checkpoints, since Trainer has "
-                "one process alone save what all of them hold: use DDP, or save_strategy='no'"
+                "the sign and spectral noise scales under FSDP with checkpoints: all processes "
+                "hold parts of them, but in Trainer only one process saves. Use DDP, or set "
+                "save_strategy='no'"
             )
     elif kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
         reason = f"{kind.name}, which does not leave gradients in .grad: use DDP or FSDP 2"
@@ -362,7 +364,7 @@ def _with_outputs(
             return result
     raise ValueError(
         f"GNSCallback: compute_loss of {type(trainer).__name__} does not return (loss, outputs) "
-        "for return_outputs=True, so loss='auto' cannot tell what its loss is a mean over. Have it "
-        "return them, or pass GNSCallback(loss='samples') for a mean over samples, loss='tokens'"
-        " or loss='causal' for a sum over labels divided by num_items_in_batch"
+        "for return_outputs=True, so loss='auto' cannot tell what its loss is a mean over. Return "
+        "both, or pass GNSCallback(loss='samples') for a mean over samples, and loss='tokens' or "
+        "loss='causal' for a sum over labels divided by num_items_in_batch"
     )

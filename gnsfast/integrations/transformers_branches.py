@@ -53,21 +53,21 @@ class TrainerRun:
     To restore, make a TrainerRun of a Trainer with the same arguments and data.
 
     Args:
-        trainer: not trained yet; the run owns it from now on.
-        checkpoint: a folder that a Trainer of the same arguments wrote: the run starts there.
-        tokens_per_sample: what a sample counts in ``tokens``.
-        loss: of ``noise_scale()``: as for ``GNSCallback``.
-        betas, weight_decay: the rules (``Rules``) by which a branch moves them.
-        updates: of ``noise_scale()``: steps of ``batch_size`` samples that it measures, at the
-            present weights.
+        trainer: a Trainer that has not trained yet. The run owns it from now on.
+        checkpoint: a folder that a Trainer with the same arguments wrote. The run starts there.
+        tokens_per_sample: the tokens that a sample counts for.
+        loss: what the loss is a mean over, for ``noise_scale()``, as for ``GNSCallback``.
+        betas, weight_decay: the rules (``Rules``) by which a branch changes them.
+        updates: how many steps of ``batch_size`` samples ``noise_scale()`` measures, at the present
+            weights.
 
     Raises:
         NotImplementedError: for several processes or GPUs, DeepSpeed, FSDP, datasets and loaders
             without a position that can be found again, schedules that are not functions of the
             step (``LambdaLR``), optimizers that step elsewhere than in ``step()``.
-        ValueError: for a checkpoint that lacks a file or is of other arguments; in the first step,
-            for a loss that ignores ``num_items_in_batch``; for a batch that is no whole number of
-            micro-batches; for training past the end of the schedule.
+        ValueError: for a checkpoint that lacks a file or comes from other arguments, for a batch
+            that is not a whole number of micro-batches, and for training past the end of the
+            schedule. In the first step, for a loss that ignores ``num_items_in_batch``.
 
     >>> import tempfile
     >>> from transformers import Trainer, TrainingArguments
@@ -128,17 +128,17 @@ class TrainerRun:
         )
         if rest:
             raise ValueError(
-                f"batch_size={batch_size} is no multiple of the micro-batch of {micro} samples: "
-                f"use per_device_train_batch_size={math.gcd(micro, batch_size)}, with more "
-                "gradient_accumulation_steps for the same batch"
+                f"batch_size={batch_size} must be a multiple of the micro-batch of {micro} "
+                f"samples: use per_device_train_batch_size={math.gcd(micro, batch_size)}, with "
+                "more gradient_accumulation_steps for the same batch"
             )
         if not (math.isfinite(lr_factor) and lr_factor > 0):
             raise ValueError(f"lr_factor must be a positive number, not {lr_factor!r}")
         end, last = self.tokens + integer("tokens", tokens), self._tokens_at_the_end()
         if end > last:
             raise ValueError(
-                f"the run ends at {last} tokens (max_steps={self.trainer.state.max_steps}), and "
-                f"{tokens} more from {self.tokens} lie beyond it: branch earlier, or give the "
+                f"the run ends at {last} tokens (max_steps={self.trainer.state.max_steps}), so it "
+                f"cannot train {tokens} more after {self.tokens}: branch earlier, or give the "
                 "Trainer more max_steps or num_train_epochs"
             )
         return self._steps(end, micro_batches, lr_factor)
@@ -189,8 +189,8 @@ class TrainerRun:
         for key, ours in self._identity().items():
             if (theirs := state.get(key)) != ours:
                 raise ValueError(
-                    f"{folder} was saved by another run: its {key} is {theirs}, here it is {ours}. "
-                    "Make the Trainer with the arguments and the data of that run"
+                    f"{folder} was saved by another run ({key}: {theirs} there, {ours} here). Make "
+                    "the Trainer with the arguments and the data of that run"
                 )
         trainer = self.trainer
         trainer.model.load_state_dict(state["model"])
@@ -244,8 +244,8 @@ class TrainerRun:
             set_random_state(random, {self._device})
         if "eval_loss" not in found:
             raise ValueError(
-                f"trainer.evaluate() gave {', '.join(found)} and no eval_loss: give the Trainer an "
-                "eval_dataset with labels"
+                f"trainer.evaluate() returned {', '.join(found) or 'nothing'}, but no eval_loss: "
+                "give the Trainer an eval_dataset with labels"
             )
         return float(found["eval_loss"])
 
@@ -316,9 +316,9 @@ class TrainerRun:
         here, there = epoch + taken / data.per_epoch, trainer.state.epoch or 0.0
         if abs(here - there) > 0.5 / data.per_epoch:
             raise ValueError(
-                f"{checkpoint} was written {there:.4f} epochs into the data, and "
-                f"{trainer.state.global_step} steps of {self.batch_size} samples are {here:.4f}: "
-                "give the Trainer the dataset, per_device_train_batch_size and "
+                f"{checkpoint} was written {there:.4f} epochs into the data, but with this Trainer "
+                f"its {trainer.state.global_step} steps of {self.batch_size} samples are "
+                f"{here:.4f} epochs: give the Trainer the dataset, per_device_train_batch_size and "
                 "gradient_accumulation_steps of that run"
             )
         data.seek(epoch, taken)

@@ -161,7 +161,7 @@ def test_groups_that_share_a_tensor_move_once() -> None:
 def test_decay_in_the_gradient_has_no_timescale(kind: str, options: dict[str, Any]) -> None:
     make: Any = getattr(torch.optim, kind)
     optimizer = make(parameter(), lr=1e-3, weight_decay=0.1, **options)
-    with pytest.raises(ValueError, match=f"{kind} adds it to the gradient"):
+    with pytest.raises(ValueError, match=f"{kind} adds its weight decay to the gradient"):
         Rules(weight_decay="timescale").apply(optimizer, 4)
     assert optimizer.param_groups[0]["lr"] == 1e-3
     Rules(weight_decay="timescale").apply(make(parameter(), lr=1e-3, **options), 4)  # has none

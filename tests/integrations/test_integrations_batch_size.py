@@ -264,7 +264,7 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(NotImplementedError, match=f"not support.*{match}"):
             growing(tmp_path, [1], **options)[0].train()
     trainer, _ = growing(tmp_path, [1], controller={"betas": "sde"}, optim="sgd")
-    with pytest.raises(ValueError, match="has no betas to move: pass betas='keep'"):
+    with pytest.raises(ValueError, match="has no betas to change: pass betas='keep'"):
         trainer.train()
     assert trainer.seen == []  # before the first step, not at the first growth
     used = controller_of()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules in the form that other frameworks take; rounding happens only where asked for."""
+"""Writes schedules in the form of other frameworks, and rounds only where asked to."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -54,9 +54,9 @@ def _check_rounding(schedule: BatchSizeSchedule, rounded: list[int]) -> None:
         if [s.tokens for s in megatrons.stages] == [s.tokens for s in schedule.stages]:
             return
     raise ValueError(
-        "Megatron rounds thresholds down to whole samples, and would change the batch size a step "
-        "earlier than this schedule: use unit='samples', or thresholds that are multiples of "
-        f"{schedule.tokens_per_sample:,} tokens"
+        "Megatron rounds thresholds down to whole samples, so it would change the batch size a "
+        "step earlier than this schedule: pass unit='samples', or use thresholds that are "
+        f"multiples of {schedule.tokens_per_sample:,} tokens"
     )
 
 
@@ -108,8 +108,8 @@ def megatron_ramp(schedule: BatchSizeSchedule) -> MegatronRamp:
     increments = {new - old for old, new in zip(sizes, sizes[1:])}
     if len(increments) != 1 or min(increments) <= 0 or not all(stage.steps for stage in stages):
         raise ValueError(
-            f"it grows by one increment, and this schedule's batch sizes are {sizes}, or it does "
-            "not reach all of them"
+            "it grows by equal increments and has to reach every size, and this schedule's batch "
+            f"sizes are {', '.join(f'{size:,}' for size in sizes)}"
         )
     last = len(stages) - 1
     changes = [stage.tokens // length for stage in stages[1:]]
@@ -120,8 +120,8 @@ def megatron_ramp(schedule: BatchSizeSchedule) -> MegatronRamp:
         ends = (change - old.batch_size, old.batch_size), (change, new.batch_size)
         if any(ramp.batch_size_at(at) != size for at, size in ends):
             raise ValueError(
-                "it grows after equal numbers of samples, and this schedule after "
-                f"{', '.join(f'{c:,}' for c in changes)}"
+                "it grows after equal numbers of samples, and this schedule grows after "
+                f"{', '.join(f'{c:,}' for c in changes)} samples"
             )
     return ramp
 
@@ -151,7 +151,8 @@ def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
     for old, new in zip(sizes, sizes[1:]):
         if old == new or max(old, new) % min(old, new):
             raise ValueError(
-                f"OLMo-core cannot go from {old} to {new}: one must be a multiple of the other"
+                f"OLMo-core cannot go from batches of {old} samples to {new}: one must be a "
+                "multiple of the other"
             )
     return {
         "batch_sizes": [size * schedule.tokens_per_sample for size in sizes],
@@ -224,8 +225,9 @@ def lightning(
         epoch, inside = divmod(stage.threshold, epoch_tokens)
         if inside and not round_to_epochs:
             raise ValueError(
-                f"{stage.threshold:,} tokens are within epoch {epoch}: Lightning changes "
-                f"accumulation only at epochs of {epoch_tokens:,} tokens; pass round_to_epochs=True"
+                f"the change at {stage.threshold:,} tokens lies within epoch {epoch}, and "
+                f"Lightning changes the accumulation only between epochs of {epoch_tokens:,} "
+                "tokens: pass round_to_epochs=True (--round-to-epochs)"
             )
         if inside:
             epoch += 1
@@ -281,5 +283,7 @@ def _factor(batch_size: int, name: str, samples: int) -> int:
     """The number of forward passes of ``samples`` samples in a step."""
     factor, rest = divmod(batch_size, whole_number(name, samples))
     if rest:
-        raise ValueError(f"a batch of {batch_size:,} samples is no multiple of {name} = {samples}")
+        raise ValueError(
+            f"a batch of {batch_size:,} samples must be a multiple of {name}, which is {samples:,}"
+        )
     return factor
