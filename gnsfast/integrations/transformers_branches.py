@@ -28,7 +28,7 @@ from gnsfast.kept import kept_buffers
 from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
 
-FILE, FORMAT = "trainer_run.pt", 1
+FILE, FORMAT = "trainer_run.pt", 2
 
 
 class TrainerRun:
@@ -106,6 +106,7 @@ class TrainerRun:
         one = trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict)
         self.evaluate = self._evaluate if one else None
         self._lag, self._divided = Fraction(0), False
+        self._skipped = (0, 0)  # micro-batches and samples before the position, not trained on
         self.rules = Rules("keep", betas, weight_decay)  # train() is told the learning rate's
         self.rules.check(trainer.optimizer, 1.0)
         if checkpoint is not None:
@@ -114,7 +115,7 @@ class TrainerRun:
     @property
     def tokens(self) -> int:
         """Tokens trained so far."""
-        return self._batches.samples * self.tokens_per_sample
+        return (self._batches.samples - self._skipped[1]) * self.tokens_per_sample
 
     def branch_settings(self) -> dict[str, str]:
         """Settings that must be the same whenever a folder of branches is continued."""
@@ -146,6 +147,24 @@ class TrainerRun:
             )
         return self._steps(end, micro_batches, lr_factor)
 
+    def skip(self, tokens: int) -> None:
+        """Go on with the data after whole steps of at least ``tokens`` tokens; nothing is loaded.
+
+        Weights, ``tokens`` and learning rates stay as they are.
+        """
+        data, size = self._batches, self._accumulation
+        end = data.samples + math.ceil(integer("tokens", tokens) / self.tokens_per_sample)
+        epoch, taken = data.epoch, data.taken
+        while data.samples_at(epoch, taken) < end:
+            taken += size
+            if taken >= data.per_epoch:
+                epoch, taken = epoch + 1, 0
+        micro_batches, samples = self._skipped
+        micro_batches += (epoch - data.epoch) * data.per_epoch + taken - data.taken
+        samples += data.samples_at(epoch, taken) - data.samples
+        data.skip_to(epoch, taken)
+        self._skipped = (micro_batches, samples)
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write all that further training depends on into ``folder``."""
         trainer = self.trainer
@@ -157,6 +176,7 @@ class TrainerRun:
             "optimizer": trainer.optimizer.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "lag": self._lag.as_integer_ratio(),
+            "skipped": self._skipped,
             **self._position(),
         }
         path = Path(folder) / FILE
@@ -185,7 +205,7 @@ class TrainerRun:
         if state["scaler"] is not None:
             trainer.accelerator.scaler.load_state_dict(state["scaler"])
         trainer.model_wrapped.zero_grad()
-        self._lag = Fraction(*state["lag"])
+        self._lag, self._skipped = Fraction(*state["lag"]), state["skipped"]
         self._return_to(state)
         self._write_state()
 
@@ -276,11 +296,13 @@ class TrainerRun:
             set_lr(group, group["initial_lr"] * scale(at) * lr_factor)
 
     def _base_step(self) -> Fraction:
-        """The optimizer steps that the unbranched run takes for the same data."""
+        """The optimizer steps that the unbranched run takes for as many micro-batches."""
         data, size = self._batches, self._accumulation
-        done, rest = divmod(data.taken, size)
+        trained = data.epoch * data.per_epoch + data.taken - self._skipped[0]
+        epoch, taken = divmod(trained, data.per_epoch)
+        done, rest = divmod(taken, size)
         this = min(size, data.per_epoch - done * size)  # an epoch's last step may be short
-        return data.epoch * self._steps_of_an_epoch() + done + Fraction(rest, this)
+        return epoch * self._steps_of_an_epoch() + done + Fraction(rest, this)
 
     def _steps_of_an_epoch(self) -> int:
         return -(-self._batches.per_epoch // self._accumulation)
