@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-sample gradient norms, and the gradient noise scale, from inside the backward pass."""
+"""Measures per-sample gradient norms and the gradient noise scale inside the backward pass."""
 
 from gnsfast import functional
 from gnsfast.conversion import Coverage, CoverageRow, convert, coverage

@@ -23,7 +23,7 @@ class Rule:
     """A row of the table.
 
     ``moves`` is the argument that takes its ``name``. ``tested`` says which numbers of the paper
-    the tests reproduce, or that they repeat its formula alone. ``change`` depends on the argument:
+    the tests reproduce, or that they only repeat its formula. ``change`` depends on the argument:
 
     - ``"lr"``: k -> factor of the learning rate;
     - ``"betas"``: (beta1, beta2, eps, k) -> the new three;
@@ -179,7 +179,7 @@ class Rules:
 
         Args:
             lr: False leaves the learning rates to the caller.
-            lr_factor: by which they change, where that is not ``self.lr_factor(k)``.
+            lr_factor: the factor of the learning rates, instead of ``self.lr_factor(k)``.
 
         Raises:
             ValueError: where the optimizer cannot follow; then nothing has changed.
@@ -208,7 +208,7 @@ class Rules:
         own: list[dict[str, Any]] = [{n: g[n] for n in MOVED if n in g} for g in groups]
         try:
             if lr:
-                for group in groups:  # no tensor is written, which could not be put back
+                for group in groups:  # a tensor is not written in place: it could not be put back
                     group["lr"] = group["lr"] * lr_factor
             self.apply(optimizer, k, lr=False, lr_factor=lr_factor)
             yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second moments of gradients over micro-batches and processes, in place of single samples.
+"""Second moments of gradients over micro-batches and processes, instead of single samples.
 
 The unit k is one backward pass of one process. Its gradient g_k = Σ u_b g_b, over its own samples,
 arrives at a parameter before it is added to ``.grad`` and averaged over processes. With U_k = Σ u_b
@@ -65,7 +65,7 @@ class Arrivals:
 
 
 def _passed_on(to: "weakref.ref[Arrivals]", name: str, grad: Tensor | None) -> None:
-    """A hook that does nothing once the estimator is no more."""
+    """A hook that does nothing after the estimator is deleted."""
     if (arrivals := to()) is not None:
         arrivals._arriving(name, grad)
 
@@ -79,8 +79,8 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def trainable(model: nn.Module, feature: str, settings: Settings) -> dict[str, nn.Parameter]:
-    """The parameters that are measured: all that are trained; of them in the spectral norm those
-    of ``settings.matrices``, or all matrices but the weights of embeddings.
+    """The parameters that are measured: all that are trained. In the spectral norm these are the
+    matrices in ``settings.matrices``, or all matrices except for the weights of embeddings.
     """
     found = trained(model)
     if feature == SPECTRAL:

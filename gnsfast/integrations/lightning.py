@@ -14,6 +14,7 @@ from gnsfast.estimator import GradientNoiseScale, optimizer_for
 from gnsfast.integrations.flags import Flags
 from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.noise_scale import Factor, NoiseScale
+from gnsfast.parallel import refuse_parts
 
 try:
     from lightning.pytorch import Callback
@@ -66,6 +67,8 @@ class GNSMonitor(Callback):
     Raises:
         ValueError: when training starts, for a model without gnsfast layers: convert it in the
             module's ``__init__``, or in ``configure_model`` before ``fully_shard``.
+        ObservationError: in the first step, where the batch is a mapping whose ``position_ids``
+            begin in the middle of samples.
         NotImplementedError: for manual optimization, FSDP 1, DeepSpeed and other strategies,
             optimizers that call their closure more than once (``LBFGS``), a second GNSMonitor.
 
@@ -102,6 +105,7 @@ class GNSMonitor(Callback):
         self._saved: dict[str, Any] | None = None
         self._block: AbstractContextManager[None] | None = None
         self._partial = self._given_up = self._updated = False
+        self._unseen = True  # the first batch
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window; waits for the device."""
@@ -124,7 +128,7 @@ class GNSMonitor(Callback):
         own = next(iter(trainer.optimizers), None)
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
         self.gns = GradientNoiseScale(pl_module, grad_scaler=scaler, **self._options, **measured)
-        self._block, self._partial, self._given_up = None, False, False
+        self._block, self._partial, self._given_up, self._unseen = None, False, False, True
         saved, self._saved = self._saved, None
         if saved is not None:
             self.gns.load_state_dict(saved)
@@ -134,6 +138,9 @@ class GNSMonitor(Callback):
     ) -> None:
         assert self.gns is not None
         self._updated = False
+        if self._unseen:
+            refuse_parts(batch, trainer.world_size)
+            self._unseen = False
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
             if self._partial:  # an on_train_batch_start ended the last epoch early by -1

@@ -18,6 +18,7 @@ from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.integrations.transformers_samples import batch_size, document_starts
 from gnsfast.integrations.trl_head import measured_head
 from gnsfast.noise_scale import Factor, NoiseScale, loss_factors
+from gnsfast.parallel import refuse_parts
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -76,6 +77,7 @@ class GNSCallback(TrainerCallback):
         ValueError: at the start of training, for a model without gnsfast layers; in a step, if
             ``loss="auto"`` finds another loss (a router's balance, class weights) or a
             ``compute_loss`` that returns no outputs.
+        ObservationError: in the first step, where ``position_ids`` begin in the middle of samples.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
             parallelism, a second GNSCallback, ``"sign"`` and ``"spectral"`` under FSDP 2 with
             checkpoints; in a step, for packed rows without ``position_ids``.
@@ -118,6 +120,7 @@ class GNSCallback(TrainerCallback):
         self._rule: Rule | None = None
         self._search: RuleSearch | None = None
         self._pass: _Pass | None = None
+        self._unseen = True  # the first batch
         self._undo = ExitStack()
 
     def compute(self) -> NoiseScale:
@@ -150,7 +153,7 @@ class GNSCallback(TrainerCallback):
         )
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
-        self._trainer = trainer
+        self._trainer, self._unseen = trainer, True
         packed = lambda: self._pass is not None and self._pass.starts is not None
         self._undo.enter_context(measured_head(trainer.model, packed))
         self._before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
@@ -225,6 +228,9 @@ class GNSCallback(TrainerCallback):
         if this is None:  # evaluation
             return original(model, inputs, *args, **kwargs)
         this.losses += 1
+        if self._unseen:
+            refuse_parts(inputs, int(trainer.accelerator.num_processes))
+            self._unseen = False
         kept = dict(inputs)  # Trainer removes the labels if it computes the loss itself
         given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
         num_items_in_batch = given.get("num_items_in_batch")
@@ -328,9 +334,15 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
     if sum(isinstance(c, GNSCallback) for c in trainer.callback_handler.callbacks) > 1:
         reason = "a second GNSCallback in one Trainer: remove one of them"
     elif trainer.args.n_gpu > 1:
-        reason = "torch.nn.DataParallel (several GPUs in one process): start with torchrun"
-    elif any(size > 1 for size in sizes.values()):
-        reason = f"parallelism that splits a sample or a layer ({sizes}): use DDP or FSDP 2"
+        reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
+    elif max(sizes["cp"], sizes["sp"]) > 1:
+        reason = (
+            f"samples split over processes ({sizes}), since squared norms of a sample's parts do "
+            "not add up to the sample's: measure from a checkpoint, in a run with "
+            "ParallelismConfig(cp_size=1, sp_size=1) and FSDP 2 where memory is short"
+        )
+    elif sizes["tp"] > 1:
+        reason = f"a layer spread over processes ({sizes}): use DDP or FSDP 2"
     elif kind == DistributedType.FSDP:
         if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             reason = (

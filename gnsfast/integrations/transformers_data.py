@@ -64,6 +64,16 @@ class TrainerBatches:
         if taken:
             self._start(skip_first_batches(self.loader, taken))
 
+    def skip_to(self, epoch: int, taken: int) -> None:
+        """Go forward to a micro-batch and load none of those between. It moves the generators.
+
+        In an epoch that has begun the order stays; that of a later one without a seed is a new one.
+        """
+        if self._iterator is not None and epoch == self.epoch:
+            self.load_state_dict({**self.state_dict(), "taken": taken})
+        else:
+            self.seek(epoch, taken)
+
     def __iter__(self) -> "TrainerBatches":
         return self
 

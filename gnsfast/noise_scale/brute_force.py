@@ -52,8 +52,8 @@ def brute_force_noise_scale(
     listed = list(samples)
     if blocks < statistics.MINIMUM_MEASUREMENTS or len(listed) < 2 * blocks:
         raise ValueError(
-            f"brute_force_noise_scale got {len(listed)} samples for {blocks} blocks: it needs at "
-            f"least {statistics.MINIMUM_MEASUREMENTS} blocks, with at least two samples in each"
+            f"brute_force_noise_scale got {len(listed)} samples for {blocks} blocks, and needs two "
+            f"samples for each block and at least {statistics.MINIMUM_MEASUREMENTS} blocks"
         )
     edges = [len(listed) * k // blocks for k in range(blocks + 1)]
     p_K = []

@@ -133,13 +133,12 @@ def _judged(batch_size: float, e: Estimate) -> tuple[str, str]:
         over = excess(batch_size, e.noise_scale)
         times = "" if math.isinf(over) else f", which is {over:.3g} times the estimate"
         return "too large", f"at most {in_samples(most)}, less than {batch}{times}"
-    span = (
-        f"at least {in_samples(least)}"
-        if least or math.isinf(most)
-        else f"at most {in_samples(most)}"
-    )
-    if e.resolved:
-        span = f"{in_samples(e.noise_scale)} ({in_samples(least)} to {in_samples(most)})"
+    span = f"at least {in_samples(least)}"
+    if math.isfinite(most):
+        ends = f"{in_samples(least)} to {in_samples(most)}"
+        span = (
+            f"{in_samples(e.noise_scale)} ({ends})" if least > 0 else f"at most {in_samples(most)}"
+        )
     if least < batch_size and most >= 2 * batch_size:
         return "unresolved", f"{span}, which does not tell whether {batch} fits"
     return "fair", f"{span}, which {batch} fits"

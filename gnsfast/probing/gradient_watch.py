@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the gradients that arrive at parameters, and compares them with what probes saw."""
+"""Watches the gradients that arrive at parameters, and compares them with what the probes saw."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,16 +23,16 @@ def norm_on_gpu(grad: Tensor) -> Tensor:
 
 
 def norm_on_cpu(grad: Tensor) -> Tensor:
-    """The 2-norm of a gradient; torch's own is 1e-3 low at 16.8M elements."""
+    """The 2-norm of a gradient. (Torch's own is 1e-3 low at 16.8M elements.)"""
     return reference.norm(grad)[0]
 
 
 class GradientWatch:
-    """The gradients of one backward pass as they arrive at parameters: before they are added to
+    """The gradients of one backward pass as they arrive at parameters, before they are added to
     ``.grad``, averaged over processes or clipped.
 
-    ``arrived`` counts them, and ``norms`` holds the 2-norms of the ``audited`` ones. The gradients
-    of sharded parameters arrive in other ways and are not watched.
+    ``arrived`` counts them, and ``norms`` holds the 2-norms of those that are ``audited``. Sharded
+    parameters are not watched, because their gradients arrive in another way.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], audited: Iterable[str]) -> None:
@@ -45,7 +45,7 @@ class GradientWatch:
         try:
             for name in audited:
                 p = parameters[name]
-                if name in self.watched and not p._backward_hooks:  # a user's may change it
+                if name in self.watched and not p._backward_hooks:  # a user's hook may change it
                     self._handles.append(p.register_hook(partial(self._arriving, name)))
                     self.norms[name] = []
             for name in self.watched:
@@ -56,7 +56,7 @@ class GradientWatch:
             raise
 
     def _arriving(self, name: str, grad: Tensor | None) -> None:
-        if grad is None:  # of an output that the loss does not use
+        if grad is None:  # the loss does not use this output
             return
         grad = grad.coalesce().values() if grad.is_sparse else grad
         norm = norm_on_gpu if grad.is_cuda else norm_on_cpu
@@ -65,7 +65,7 @@ class GradientWatch:
     def _arrived(self, name: str, p: Tensor) -> None:
         if p.grad is None:  # nothing arrived, as in ``_arriving``
             return
-        if name in self._held:  # from a pass before: only a new mark says that more was added
+        if name in self._held:  # an earlier pass left it: only a new mark shows a new gradient
             mark = checks.mark(p)
             if mark == self._held[name]:
                 return
@@ -79,13 +79,12 @@ class GradientWatch:
 
 
 class Audit:
-    """Compares the squared norm of what passed through the probes with that of what arrived at the
-    parameters, over many passes.
+    """Compares the squared norm of what passed through the probes with that of the gradients which
+    arrived at the parameters, over many passes.
 
-    A pass audits ``AT_ONCE`` parameters, the next pass the next ones, until each was compared once
-    with numbers that tell something: a gradient that is not zero and has not overflowed. All are
-    audited once more every ``AUDIT_EVERY`` updates. For each the pass with the largest discrepancy
-    is kept.
+    Each pass audits ``AT_ONCE`` parameters, until each parameter was compared once with a gradient
+    that is neither zero nor overflowed. Every ``AUDIT_EVERY`` updates all are audited again. For
+    each parameter the pass with the largest discrepancy is kept.
     """
 
     def __init__(self, names: list[str], device: torch.device) -> None:
@@ -99,14 +98,14 @@ class Audit:
         self._left = dict.fromkeys(self.names)
 
     def next(self) -> list[str]:
-        """The parameters to audit in the next pass. They have their next turn after all others."""
+        """The parameters to audit in the next pass. Their next turn comes after all others."""
         names = list(islice(self._left, AT_ONCE))
         for name in names:
             self._left[name] = self._left.pop(name)
         return names
 
     def undo(self, names: Iterable[str]) -> None:
-        """Audit parameters next whose pass does not count, if they have still to be audited."""
+        """Audit these parameters next, if they still need it: their pass does not count."""
         first = {name: None for name in names if name in self._left}
         self._left = first | self._left
 
@@ -139,7 +138,7 @@ class Audit:
         paths: Mapping[str, list[str]],
         modules: Mapping[str, DropIn],
     ) -> str | None:
-        """What is wrong, with the parameter's name, or None. Waits for the device."""
+        """The message for a wrong norm, which names the parameter, or None. It waits."""
         for name, (ours, real, samples, whole) in zip(self.names, self._found.T.tolist()):
             own = {path: modules[path] for path in paths[name]}
             wrong = checks.explain_sums(parameters[name], name, own, ours, real, samples, whole)

@@ -260,7 +260,7 @@ class Manual(Tiny):
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"call gnsfast.convert\(model\) first"):
+    with pytest.raises(ValueError, match=r"Call gnsfast.convert\(model\) first"):
         fit(GNSMonitor(), tmp_path, Tiny(convert=False))
     with pytest.raises(NotImplementedError, match="manual optimization"):
         fit(GNSMonitor(), tmp_path, Manual(), gradient_clip_val=None, accumulate_grad_batches=1)

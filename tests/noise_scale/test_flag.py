@@ -47,6 +47,7 @@ def test_words() -> None:
             noise(100.0, 150.0, 200.0),
             noise(100.0, 150.0, 900.0),
             at_least(130.0),
+            noise(0.0, 150.0, 900.0),
             UNKNOWN,
         )
     ]
@@ -58,6 +59,8 @@ def test_words() -> None:
         "unresolved: the critical batch size is 300 (200 to 1,800), which does not tell whether "
         "the batch size of 256 fits",
         "fair: the critical batch size is at least 260, which the batch size of 256 fits",
+        "unresolved: the critical batch size is at most 1,800, which does not tell whether the "
+        "batch size of 256 fits",
         "unresolved: the noise scale is not measured yet",
     ]
 
@@ -114,6 +117,11 @@ def test_metrics() -> None:
         "batch/flag": 1.0,
     }
     assert gnsfast.flag(32, UNKNOWN, 4.0).metrics() == {}
+    assert gnsfast.flag(32, noise(0.0, 6.0, 7.0), 4.0).metrics() == {
+        "cbs/estimate_lo": 0.0,
+        "cbs/estimate_hi": 28.0,
+        "batch/flag": 1.0,
+    }
     assert gnsfast.flag(32, at_least(4.0), 4.0).metrics() == {"cbs/estimate_lo": 16.0}
     assert gnsfast.flag(32, at_least(16.0), 4.0).metrics()["batch/flag"] == -1.0
 

@@ -23,8 +23,9 @@ def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
         measurements: at least two, with the same checkpoint and settings.
 
     Raises:
-        ValueError: for fewer than two, or where a setting differs (the message names it).
-        BranchError: where not all of them have k = 1.
+        ValueError: for fewer than two measurements, or where a setting differs (the message names
+            it).
+        BranchError: where one of them lacks k = 1.
 
     >>> import math
     >>> from dataclasses import replace

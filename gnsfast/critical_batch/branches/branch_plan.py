@@ -58,7 +58,8 @@ class Plan:
         if (least := LEAST_STEPS * largest * run.tokens_per_sample) > self.delta_tokens:
             raise ValueError(
                 f"delta_tokens={self.delta_tokens:,} is too few: the branch with k = {ks[-1]:g} "
-                f"needs at least {LEAST_STEPS} steps, which are {least:,} tokens"
+                f"needs at least {LEAST_STEPS} steps, which are {least:,} tokens. Raise "
+                "delta_tokens, or leave out the largest k"
             )
         check: Callable[[float], None] | None = getattr(run, "check_branch", None)
         if check is not None:

@@ -55,7 +55,8 @@ def check_grid(grid: Iterable[float], batch_size: int, multiple: int = 1) -> tup
         if not math.isclose(size, k * batch_size, rel_tol=1e-9) or size % multiple:
             raise ValueError(
                 f"k = {k:g} times the batch size of {batch_size} gives {k * batch_size:g} samples, "
-                f"which must be a whole multiple of {multiple}: leave out this k, or choose another"
+                f"which must be a {'whole number' if multiple == 1 else f'multiple of {multiple}'}"
+                ": leave out this k, or choose another"
             )
     return tuple(ks)
 

@@ -36,11 +36,11 @@ class Branch:
 
     Args:
         k: its batch size divided by that of the run.
-        batch_size: in samples.
-        lr_factor: multiplies every learning rate of the run.
+        batch_size: its batch size in samples.
+        lr_factor: the factor by which it multiplies every learning rate of the run.
         loss: L_k, infinite where the branch diverged.
         loss_std: the noise of ``loss`` (``branch_rule.smoothed_std``); NaN where it is unknown.
-        steps, tokens: trained by this branch; the last step may go beyond Δ.
+        steps, tokens: what this branch has trained. The last step may go beyond Δ.
         state: ``"finished"``, ``"diverged"``, or ``"failed"``, which the next call trains again.
         reason: why the branch failed.
     """
@@ -72,13 +72,13 @@ class CriticalBatch:
     It lies between ``lower`` and ``upper``; ``value`` is their geometric mean. Where only one bound
     was found, ``value`` is NaN and ``resolved`` is False: an infinite ``upper`` means "at least
     ``lower``", a ``lower`` of 0 means "at most ``upper``". The interval comes from the spacing of
-    the grid; it is no confidence interval. ``noisy`` names the branches whose loss is less certain
-    than the tolerance.
+    the grid, and is not a confidence interval. ``noisy`` names the branches whose loss is less
+    certain than the tolerance.
 
     Args:
-        tokens: trained before the checkpoint.
-        batch_size, tokens_per_sample: of the run.
-        delta_tokens: Δ, trained by each branch.
+        tokens: the tokens that the run had trained before the checkpoint.
+        batch_size, tokens_per_sample: those of the run.
+        delta_tokens: Δ, the tokens that each branch trains.
         tolerance, alpha: ε and the weight of the newest step in L_k.
         lr: f(k): ``"sqrt"``, ``"linear"`` or ``"keep"``.
         loss: ``"train"``, where L_k is a moving average of training losses, or ``"evaluate"``,
@@ -142,9 +142,9 @@ class CriticalBatch:
     def doubts(self) -> tuple[str, ...]:
         """Reasons to think that noise decided a verdict; empty where there is none.
 
-        There are two: a ``noisy`` branch, and a k that fails while a larger one matches. Evaluation
-        losses of a single measurement have only the second: their ``loss_std`` is unknown until
-        ``averaged`` finds how much they depend on the data that a branch happened to train on.
+        There are two reasons: a ``noisy`` branch, and a k that fails while a larger one matches.
+        Evaluation losses of a single measurement can only show the second. Their ``loss_std`` is
+        unknown until ``averaged`` finds how much they depend on the data of a branch.
         """
         found = []
         if self.noisy:

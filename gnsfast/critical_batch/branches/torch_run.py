@@ -67,13 +67,14 @@ class TorchRun:
             continues in branches. None leaves the groups' ``lr`` alone: your own scheduler may
             change it between steps, and it is constant in branches.
         clip: the largest 2-norm of a gradient.
-        evaluate: ``evaluate(model)``, a mean loss on samples that are always the same; called in
-            evaluation mode, without gradients. Of several processes the mean counts.
-        betas, weight_decay: the rules (``Rules``) by which a branch moves them, from those of the
-            run to those of k times its batch.
-        gns: measures every step, also in branches; its window is saved with the run.
-        device: where the tensors of a batch are moved to.
-        tokens: with which the model was trained before.
+        evaluate: ``evaluate(model)``, a mean loss on samples that are always the same. TorchRun
+            calls it in evaluation mode, without gradients, and takes the mean over processes.
+        betas, weight_decay: the rules (``Rules``) by which a branch with k times the batch changes
+            them from those of the run.
+        gns: an estimator that measures every step, also in branches. Its window is saved with the
+            run.
+        device: the device that the tensors of a batch are moved to.
+        tokens: the tokens that the model was trained on before.
 
     Random numbers may come from the global generators of torch, Python and NumPy, and from
     generators that ``stream.state_dict()`` holds. Gradient scalers (fp16) are not supported.
@@ -302,12 +303,12 @@ class TorchRun:
     def noise_scale(self, batches: int = 40) -> NoiseScale | None:
         """The noise scale at the present weights, from the next ``batches`` batches of the stream.
 
-        Those in other metrics are included where they fit the optimizer and the model's layers
-        measure them: in Adam's and sign descent's for a ``torch.optim.Adam`` or ``AdamW`` that has
-        stepped, in spectral descent's for ``Muon``, in sign descent's for any other.
+        It includes other metrics that fit the optimizer, where the model's layers measure them:
+        those of Adam and sign descent for a ``torch.optim.Adam`` or ``AdamW`` that has stepped,
+        that of spectral descent for ``Muon``, and that of sign descent for any other optimizer.
 
-        Weights, gradients, buffers, random numbers and data position are restored afterwards. None
-        where the model has no gnsfast layer; ``noise_scale_reason`` then says so.
+        Weights, gradients, buffers, random numbers and data position are restored afterwards. The
+        result is None if the model has no gnsfast layer, and ``noise_scale_reason`` then says so.
         """
         integer("batches", batches, 2)
         self.noise_scale_reason = ""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples in an order that does not depend on the batch size, so that the batch may grow.
 
-Both classes return one endless sequence of samples: epoch after epoch, each in its own order, which
-the seed determines. A batch is the next piece of the sequence and may cross the end of an epoch. So
-the batch sizes of a run change no later sample, and one number is the whole position.
+Both classes return one endless sequence of samples, epoch after epoch. The seed determines the
+order of each epoch. A batch is the next piece of the sequence and may cross the end of an epoch. So
+a change of the batch size does not change which samples follow, and one number is the whole
+position.
 """
 
 import random
@@ -154,12 +155,12 @@ class ResizableBatchSampler:
     processes are ahead of training by up to ``num_workers * prefetch_factor`` batches, which keep
     their size, so count the samples of a step by the batches that arrive.
 
-    For the same reason a state holds the samples *consumed*, which only the loop knows. A batch
-    that grows by gradient accumulation needs no change of ``batch_size``: load micro-batches of one
-    size.
+    For the same reason a state holds the samples that training has *consumed*, which only the loop
+    knows. A batch that grows by gradient accumulation needs no change of ``batch_size``: load
+    micro-batches of one size.
 
     Raises:
-        ValueError: for an invalid count, or a batch size that is no multiple of ``world_size``.
+        ValueError: for an invalid count, or a batch size that is not a multiple of ``world_size``.
 
     >>> from gnsfast.critical_batch import ResizableBatchSampler
     >>> sampler = ResizableBatchSampler(1000, 2)
