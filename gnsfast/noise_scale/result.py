@@ -50,7 +50,7 @@ class Estimate:
             return f"noise scale at least {self.lower:,.4g} samples (95 %)"
         if math.isfinite(self.upper):
             return f"noise scale at most {self.upper:,.4g} samples (95 %)"
-        return "noise scale not resolved: it may have any size"
+        return "noise scale not resolved: any is possible"
 
 
 NO_ESTIMATE = Estimate(math.nan, 0.0, math.inf)
@@ -285,7 +285,7 @@ class NoiseScale(ModuleNoiseScale):
         of = ""
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
-            of = f"\nmeasured on {percent(self.covered)} of the trainable elements, without {some}"
+            of = f"\nof {percent(self.covered)} of the trainable elements, without {some}"
         units = ""
         if self.noise_from != "samples":
             trace, grad_sqnorm = self.excess
