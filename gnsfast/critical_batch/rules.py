@@ -63,6 +63,7 @@ RULES = (
         "0.1 at 256 images becomes 3.2 at 8,192",
         float,
     ),
+    Rule("lr", "keep", "η", "", "", "", lambda k: 1.0),
     Rule("lr", "none", "η", "", "a learning rate that your own code moves", "", lambda k: 1.0),
     Rule("betas", "keep", "β1, β2", "", "", "", lambda beta1, beta2, eps, k: (beta1, beta2, eps)),
     Rule(
@@ -112,9 +113,14 @@ class Rules:
     """One rule for each argument. Parameter groups without betas, such as Muon's, are left alone.
 
     Args:
-        lr: ``"sqrt"`` (Adam), ``"linear"`` (SGD) or ``"none"``.
+        lr: ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"keep"``, or ``"none"``, which leaves it to
+            your own code.
         betas: of Adam: ``"keep"``, ``"half_life"``, or ``"sde"``, which moves eps too.
-        weight_decay: ``"keep"``, or ``"timescale"``.
+        weight_decay: ``"keep"``, or ``"timescale"``, which divides by the factor of the learning
+            rate and so does not go with ``lr="none"``.
+
+    Raises:
+        ValueError: for a name that no rule has, and for ``"timescale"`` with ``lr="none"``.
 
     >>> from gnsfast.critical_batch import Rules
     >>> parameter = torch.nn.Parameter(torch.zeros(1))
@@ -132,6 +138,12 @@ class Rules:
     def __post_init__(self) -> None:
         for moves, names in NAMES.items():
             check_choice(moves, getattr(self, moves), names)
+        if (self.lr, self.weight_decay) == ("none", "timescale"):
+            raise ValueError(
+                "weight_decay='timescale' divides by the factor of the learning rate, and lr='none'"
+                " leaves that to your own code: pass lr='keep' if the learning rate stays as it "
+                "is, lr='sqrt' or 'linear' if it moves so, or weight_decay='keep'"
+            )
 
     def lr_factor(self, k: float) -> float:
         """The factor of the learning rate where the batch grows by ``k``."""

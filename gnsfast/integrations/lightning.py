@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale, optimizer_for
+from gnsfast.integrations.flags import Flags
 from gnsfast.integrations.trackers import Tracker, metrics
-from gnsfast.noise_scale import NoiseScale
+from gnsfast.noise_scale import Factor, NoiseScale
 from gnsfast.parallel import refuse_parts
 
 try:
@@ -59,6 +60,9 @@ class GNSMonitor(Callback):
         metric: as there. GNSMonitor passes the module's optimizer for ``"adam"``, and for
             ``"spectral"`` if it is a ``torch.optim.Muon``.
         noise_from: as there.
+        factor: CBS / noise scale, as for ``gnsfast.flag``. Each log then says whether the batch
+            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``), and the logger
+            ``gnsfast`` gets the words where that changes.
 
     Raises:
         ValueError: when training starts, for a model without gnsfast layers: convert it in the
@@ -87,6 +91,7 @@ class GNSMonitor(Callback):
         every: int = 1,
         metric: str | Sequence[str] | None = None,
         noise_from: str = "samples",
+        factor: float | Factor | None = None,
     ) -> None:
         self.batch_size, self.tokens = batch_size, tokens
         self.per_module, self.tracker, self.metric = per_module, tracker, metric
@@ -94,6 +99,7 @@ class GNSMonitor(Callback):
             **dict(loss_reduction=loss_reduction, source=source, noise_from=noise_from),
             **dict(window=window, decay=decay, every=every),
         )
+        self._flags = None if factor is None else Flags(factor, metric)
         self.gns: GradientNoiseScale | None = None
         self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
         self._saved: dict[str, Any] | None = None
@@ -174,7 +180,11 @@ class GNSMonitor(Callback):
             self._give_up()
         every = trainer.log_every_n_steps
         if self._updated and every and trainer.global_step % every == 0:
-            found = metrics(self.gns.compute(), per_module=self.per_module) | self.also()
+            result = self.gns.compute()
+            found = metrics(result, per_module=self.per_module)
+            if self._flags is not None:
+                found |= self._flags.metrics(result, log=trainer.is_global_zero)
+            found |= self.also()
             pl_module.log_dict(found, on_step=True, on_epoch=False, batch_size=1)
             if self.tracker is not None and trainer.is_global_zero:
                 self.tracker.log(found, trainer.global_step)

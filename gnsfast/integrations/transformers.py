@@ -12,11 +12,12 @@ from torch import Tensor
 
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import GradientNoiseScale, optimizer_for
+from gnsfast.integrations.flags import Flags
 from gnsfast.integrations.token_losses import LOSSES, Rule, RuleSearch
 from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.integrations.transformers_samples import batch_size, document_starts
 from gnsfast.integrations.trl_head import measured_head
-from gnsfast.noise_scale import NoiseScale, loss_factors
+from gnsfast.noise_scale import Factor, NoiseScale, loss_factors
 from gnsfast.parallel import refuse_parts
 
 try:
@@ -68,6 +69,9 @@ class GNSCallback(TrainerCallback):
             ``"spectral"`` if it is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep
             running means as large as the parameters, which checkpoints then hold.
         noise_from: as there.
+        factor: CBS / noise scale, as for ``gnsfast.flag``. Each log then says whether the batch
+            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``), and the logger
+            ``gnsfast`` gets the words where that changes.
 
     Raises:
         ValueError: at the start of training, for a model without gnsfast layers; in a step, if
@@ -95,6 +99,7 @@ class GNSCallback(TrainerCallback):
         every: int = 1,
         metric: str | Sequence[str] | None = None,
         noise_from: str = "samples",
+        factor: float | Factor | None = None,
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
@@ -104,6 +109,7 @@ class GNSCallback(TrainerCallback):
             **dict(source=source, window=window, decay=decay, every=every),
             **dict(loss_reduction="sum", noise_from=noise_from),
         )
+        self._flags = None if factor is None else Flags(factor, metric)
         self.gns: GradientNoiseScale | None = None
         self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
         self.first: Callable[[Any, Any], None] | None = None  # of a micro-batch and the items
@@ -276,7 +282,10 @@ class GNSCallback(TrainerCallback):
             seen = None
             if trainer.args.include_num_input_tokens_seen != "no":
                 seen = int(trainer.state.num_input_tokens_seen)
-            found = metrics(self.gns.compute(), tokens=seen, per_module=self.per_module)
+            result = self.gns.compute()
+            found = metrics(result, tokens=seen, per_module=self.per_module)
+            if self._flags is not None:
+                found |= self._flags.metrics(result, log=trainer.is_world_process_zero())
             found |= self.also()
             if self.tracker is not None and trainer.is_world_process_zero():
                 self.tracker.log({"loss": logs["loss"], **found}, int(trainer.state.global_step))

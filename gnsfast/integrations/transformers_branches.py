@@ -107,7 +107,7 @@ class TrainerRun:
         self.evaluate = self._evaluate if one else None
         self._lag, self._divided = Fraction(0), False
         self._skipped = (0, 0)  # micro-batches and samples before the position, not trained on
-        self.rules = Rules("none", betas, weight_decay)  # train() is told the learning rate's
+        self.rules = Rules("keep", betas, weight_decay)  # train() is told the learning rate's
         self.rules.check(trainer.optimizer, 1.0)
         if checkpoint is not None:
             self._go_to(os.fspath(checkpoint))
@@ -120,6 +120,10 @@ class TrainerRun:
     def branch_settings(self) -> dict[str, str]:
         """Settings that must be the same whenever a folder of branches is continued."""
         return {"betas": self.rules.betas, "weight_decay": self.rules.weight_decay}
+
+    def check_branch(self, k: float) -> None:
+        """Raise ValueError where the optimizer cannot follow to ``k`` times the batch."""
+        self.rules.check(self.trainer.optimizer, k)
 
     def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
         """Train at least ``tokens`` tokens, in steps of ``batch_size`` samples."""

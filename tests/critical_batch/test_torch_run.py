@@ -12,7 +12,7 @@ import torch
 from branch_runs import small_run
 
 import gnsfast
-from gnsfast.critical_batch.branches import TorchRun
+from gnsfast.critical_batch.branches import TorchRun, measure_critical_batch
 
 
 def everything(run: TorchRun) -> dict[str, Any]:
@@ -155,6 +155,15 @@ def test_beta2_in_tokens() -> None:
     run = small_run(betas="half_life")
     assert [b for _, b in rates(run, batch_size=32)] == pytest.approx([0.999**4] * 3)
     assert [b for _, b in rates(run)] == [0.999] * 3
+
+
+def test_a_rule_that_cannot_be_is_refused_before_a_branch_starts(tmp_path: Path) -> None:
+    """1 - 16 (1 - 0.9) is negative: neither a checkpoint nor a branch is made."""
+    with pytest.raises(ValueError, match="betas='sde' does not allow a batch 16 times as large"):
+        measure_critical_batch(
+            small_run(betas="sde"), folder=tmp_path / "cbs", k=(0.5, 1, 16), delta_tokens=10_000
+        )
+    assert not (tmp_path / "cbs").exists()
 
 
 def test_weight_decay_by_its_timescale() -> None:

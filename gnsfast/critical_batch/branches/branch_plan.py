@@ -61,6 +61,10 @@ class Plan:
                 f"needs at least {LEAST_STEPS} steps, which are {least:,} tokens. Raise "
                 "delta_tokens, or leave out the largest k"
             )
+        check: Callable[[float], None] | None = getattr(run, "check_branch", None)
+        if check is not None:
+            for k in ks:
+                check(k)
         own: Callable[[], Mapping[str, Any]] | None = getattr(run, "branch_settings", None)
         return {
             "tokens": run.tokens,

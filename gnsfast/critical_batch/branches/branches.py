@@ -78,7 +78,7 @@ def measure_critical_batch(
             critical batch size.
         tolerance: ε, in the units of the loss.
         alpha: the weight of the newest step in the moving average L_k.
-        lr: f(k): ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"none"``.
+        lr: f(k): ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"keep"``: 1.
         loss: ``"train"``, as in the paper, or ``"evaluate"``: L_k is ``run.evaluate()`` after the
             branch, which has less noise. To find the remaining noise, measure the same checkpoint
             with other data, each time into a new folder, and take ``averaged``.
@@ -256,7 +256,7 @@ def _measured(run: BranchRun) -> dict[str, Any]:
     if measure is None:
         reason = "the run has no method noise_scale()"
     elif record["noise_scale"] is None:
-        reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned none"
+        reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned None"
     return record | {"noise_scale_reason": reason}
 
 

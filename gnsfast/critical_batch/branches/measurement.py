@@ -79,7 +79,7 @@ class CriticalBatch:
         batch_size, tokens_per_sample: those of the run.
         delta_tokens: Δ, the tokens that each branch trains.
         tolerance, alpha: ε and the weight of the newest step in L_k.
-        lr: f(k): ``"sqrt"``, ``"linear"`` or ``"none"``.
+        lr: f(k): ``"sqrt"``, ``"linear"`` or ``"keep"``.
         loss: ``"train"``, where L_k is a moving average of training losses, or ``"evaluate"``,
             where it is the loss that the run's ``evaluate()`` returned.
         branches: those that were trained, by ascending k.

@@ -114,7 +114,7 @@ class TorchRun:
         device: torch.device | str | None = None,
         tokens: int = 0,
     ) -> None:
-        self.rules = Rules("none", betas, weight_decay)  # train() is told the learning rate's
+        self.rules = Rules("keep", betas, weight_decay)  # train() is told the learning rate's
         self.rules.check(optimizer, 1.0)
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be a positive norm, not {clip!r}")
@@ -227,6 +227,10 @@ class TorchRun:
         lr, optimizer = None if self.lr is None else "scheduled", type(self.optimizer).__name__
         moved = {"betas": self.rules.betas, "weight_decay": self.rules.weight_decay}
         return {"optimizer": optimizer, "lr": lr, "clip": self.clip, **moved}
+
+    def check_branch(self, k: float) -> None:
+        """Raise ValueError where the optimizer cannot follow to ``k`` times the batch."""
+        self.rules.check(self.optimizer, k)
 
     def save(self, folder: Path) -> None:
         """Write model, optimizer, random number generators, data position and progress.

@@ -7,7 +7,7 @@ from typing import Any
 
 from gnsfast.arguments import finite_or_none, finite_or_text
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
-from gnsfast.noise_scale import NoiseScale
+from gnsfast.noise_scale import NoiseScale, critical_batch_metrics, excess
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Decision:
 
     Args:
         tokens: trained so far, at the end of an optimizer step.
-        phase: from now on: ``"calibrate"``, ``"warm up"`` or ``"monitor"``.
+        phase: from now on: ``"calibrate"``, ``"warm up"`` or ``"monitor"``; ``"schedule"`` where
+            thresholds decide.
         old, new: batch sizes in samples, equal for a change of phase and for a warning.
         lr_factor: multiplies the learning rate.
         estimate: the critical batch size in samples (noise scale times factor), with the interval
@@ -64,6 +65,14 @@ class Estimate:
     upper: float = math.inf
     may_grow: bool = False
     may_warn: bool = False
+
+    def excess(self, batch_size: float) -> float:
+        """How many times the estimate a batch size is."""
+        return excess(batch_size, self.value)
+
+    def metrics(self, batch_size: float) -> dict[str, float]:
+        """``cbs/estimate`` with its ends and ``cbs/ratio``, as far as they are known."""
+        return critical_batch_metrics(batch_size, self.value, self.lower, self.upper)
 
 
 def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) -> Estimate:

@@ -6,7 +6,29 @@ from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
 from gnsfast.critical_batch.counts import exact_count
+from gnsfast.critical_batch.laws.export_lines import (
+    hugging_face_lines,
+    lightning_lines,
+    megatron_lines,
+    nanogpt_lines,
+)
 from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule
+from gnsfast.critical_batch.rules import Rules
+
+__all__ = [
+    "LightningAccumulation",
+    "MegatronRamp",
+    "hugging_face",
+    "hugging_face_lines",
+    "lightning",
+    "lightning_lines",
+    "megatron",
+    "megatron_lines",
+    "megatron_ramp",
+    "nanogpt_lines",
+    "olmo_core",
+    "olmo_core_late",
+]
 
 
 def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
@@ -16,8 +38,8 @@ def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
     tokens and rounds them down to whole samples. Without it they are samples, which
     ``unit="samples"`` writes. The batch size changes with the first step after that many samples,
     as in ``BatchSizeSchedule``. Suffixes K, M, B, T are used where they are exact. Megatron needs
-    each batch size to be divisible by micro-batch size times data-parallel size, and does not
-    change the learning rate.
+    each batch size to be divisible by micro-batch size times data-parallel size. It does not change
+    the learning rate: ``megatron_lines`` do.
 
     Raises:
         ValueError: where Megatron's rounding would move a change to another step.
@@ -126,7 +148,7 @@ def megatron_ramp(schedule: BatchSizeSchedule) -> MegatronRamp:
     return ramp
 
 
-def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
+def olmo_core(schedule: BatchSizeSchedule, *, lr: str = "sqrt") -> dict[str, Any]:
     """Fields of OLMo-core's ``BatchSizeSchedulerCallback``.
 
     ``batch_sizes`` are in tokens; each entry of ``schedule`` has the fields of a ``Duration``. The
@@ -136,7 +158,8 @@ def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
 
     Raises:
         ValueError: for two equal sizes in a row, or two of which neither is an integer multiple of
-            the other: the callback refuses them.
+            the other: the callback refuses them. For another rule of the learning rate than
+            ``"sqrt"``: the callback has no other.
 
     Source: allenai/OLMo-core, ``src/olmo_core/train/callbacks/batch_size_scheduler.py`` and
     ``src/olmo_core/train/common.py``.
@@ -148,6 +171,11 @@ def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
     [4194304, 8388608]
     """
     sizes = [batch_size for _, batch_size in schedule.thresholds]
+    if len(sizes) > 1 and lr != "sqrt":
+        raise ValueError(
+            f"OLMo-core multiplies the learning rate by √(new / old) at each change: lr={lr!r} "
+            "cannot be had there, use lr='sqrt'"
+        )
     for old, new in zip(sizes, sizes[1:]):
         if old == new or max(old, new) % min(old, new):
             raise ValueError(
@@ -182,10 +210,14 @@ def olmo_core_late(schedule: BatchSizeSchedule) -> list[int]:
 
 @dataclass(frozen=True)
 class LightningAccumulation:
-    """``scheduling`` for ``GradientAccumulationScheduler``; ``moved`` says what was rounded."""
+    """``scheduling`` for ``GradientAccumulationScheduler``; ``moved`` says what was rounded.
+
+    It does not change the learning rate: ``lightning_lines(lr_factors)`` do, from the same epochs.
+    """
 
     scheduling: dict[int, int]
     moved: tuple[str, ...]
+    lr_factors: dict[int, float]
 
 
 def lightning(
@@ -194,6 +226,7 @@ def lightning(
     samples_per_batch: int,
     samples_per_epoch: int,
     round_to_epochs: bool = False,
+    lr: str = "sqrt",
 ) -> LightningAccumulation:
     """``scheduling={epoch: factor}`` for Lightning's ``GradientAccumulationScheduler``.
 
@@ -205,6 +238,7 @@ def lightning(
         samples_per_epoch: over all processes.
         round_to_epochs: move a change within an epoch to the start of the next epoch; ``moved``
             lists these changes. Of two changes at the same epoch the later one holds.
+        lr: the rule (``Rules``) of ``lr_factors``.
 
     Raises:
         ValueError: for a batch size that is no multiple of ``samples_per_batch``, and for a change
@@ -214,13 +248,13 @@ def lightning(
 
     >>> from gnsfast.critical_batch import exports
     >>> from gnsfast.critical_batch import BatchSizeSchedule
-    >>> schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
+    >>> schedule = BatchSizeSchedule([(0, 32), (2000, 128)], 5000, tokens_per_sample=10)
     >>> exports.lightning(schedule, samples_per_batch=16, samples_per_epoch=100)
-    LightningAccumulation(scheduling={0: 2, 2: 4}, moved=())
+    LightningAccumulation(scheduling={0: 2, 2: 8}, moved=(), lr_factors={0: 1.0, 2: 2.0})
     """
     epoch_tokens = whole_number("samples_per_epoch", samples_per_epoch) * schedule.tokens_per_sample
     scheduling: dict[int, int] = {}
-    moved = []
+    moved, lr_factor, lr_factors = [], Rules(lr).lr_factor, {}
     for stage in schedule.stages:
         epoch, inside = divmod(stage.threshold, epoch_tokens)
         if inside and not round_to_epochs:
@@ -236,19 +270,24 @@ def lightning(
                 f"(epoch {epoch}) instead of {stage.threshold:,}"
             )
         scheduling[epoch] = _factor(stage.batch_size, "samples_per_batch", samples_per_batch)
-    return LightningAccumulation(scheduling, tuple(moved))
+        lr_factors[epoch] = lr_factor(stage.batch_size / schedule.stages[0].batch_size)
+    return LightningAccumulation(scheduling, tuple(moved), lr_factors)
 
 
 def hugging_face(
-    schedule: BatchSizeSchedule, *, per_device_train_batch_size: int, processes: int = 1
-) -> list[dict[str, int]]:
+    schedule: BatchSizeSchedule,
+    *,
+    per_device_train_batch_size: int,
+    processes: int = 1,
+    lr: str = "sqrt",
+) -> list[dict[str, float]]:
     """The values that ``TrainingArguments`` must have, and the step from which each holds.
 
     ``step`` is ``state.global_step`` at the change, and ``tokens`` the tokens trained by then.
-    Trainer reads the accumulation only when training starts; a checkpoint resumed with another one
-    skips the wrong number of samples. So change it by a callback, as ``BatchSizeCallback`` in
-    ``gnsfast.integrations.transformers_batch_size`` does. Stages that are never reached are left
-    out.
+    ``lr_factor`` is the factor of the learning rate, by a rule of ``Rules``. Trainer reads the
+    accumulation only when training starts; a checkpoint resumed with another one skips the wrong
+    number of samples. So change both by a callback: ``hugging_face_lines`` has ours. Stages that
+    are never reached are left out.
 
     Raises:
         ValueError: for a batch size that is no multiple of the samples of one forward pass.
@@ -273,6 +312,7 @@ def hugging_face(
             "gradient_accumulation_steps": _factor(
                 stage.batch_size, "per-device batch size x processes", samples
             ),
+            "lr_factor": schedule.lr_factor_at(stage.tokens, lr),
         }
         for stage in schedule.stages
         if stage.steps
