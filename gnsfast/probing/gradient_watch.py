@@ -138,7 +138,7 @@ class Audit:
         paths: Mapping[str, list[str]],
         modules: Mapping[str, DropIn],
     ) -> str | None:
-        """The message for a wrong norm, which names the parameter, or None. It waits."""
+        """The message for a wrong norm, or None. It waits for the device."""
         for name, (ours, real, samples, whole) in zip(self.names, self._found.T.tolist()):
             own = {path: modules[path] for path in paths[name]}
             wrong = checks.explain_sums(parameters[name], name, own, ours, real, samples, whole)
