@@ -285,7 +285,7 @@ class NoiseScale(ModuleNoiseScale):
         of = ""
         if self.left_out:
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
-            of = f"\nof {percent(self.covered)} of the trainable elements, without {some}"
+            of = f"\nmeasured on {percent(self.covered)} of the trainable elements, without {some}"
         units = ""
         if self.noise_from != "samples":
             trace, grad_sqnorm = self.excess
