@@ -50,7 +50,7 @@ class Estimate:
             return f"noise scale at least {self.lower:,.4g} samples (95 %)"
         if math.isfinite(self.upper):
             return f"noise scale at most {self.upper:,.4g} samples (95 %)"
-        return "noise scale not resolved: any is possible"
+        return "noise scale not resolved: it may have any size"
 
 
 NO_ESTIMATE = Estimate(math.nan, 0.0, math.inf)

@@ -26,7 +26,7 @@ def result(lower: float, upper: float, present: Estimate = PRESENT) -> NoiseScal
         (15.0, 60.0, "noise scale 30 samples (95 %: 15 to 60)", {"": 30.0, "_lo": 15, "_hi": 60}),
         (15.0, math.inf, "noise scale at least 15 samples (95 %)", {"_lo": 15}),
         (0.0, 60.0, "noise scale at most 60 samples (95 %)", {"_lo": 0, "_hi": 60}),
-        (0.0, math.inf, "noise scale not resolved: any is possible", {"_lo": 0}),
+        (0.0, math.inf, "noise scale not resolved: it may have any size", {"_lo": 0}),
     ],
 )
 def test_one_end(lower: float, upper: float, said: str, logged: dict[str, float]) -> None:
