@@ -160,8 +160,8 @@ class Rules:
             if self.betas == "sde" and "betas" in group and min(self._betas(group, k)[:2]) < 0:
                 betas = tuple(map(float, group["betas"]))
                 raise ValueError(
-                    f"betas='sde' cannot make a batch {k:g} times as large with {betas}: 1 - k "
-                    "(1 - beta) would be negative. Pass betas='half_life', which has no such limit"
+                    f"betas='sde' does not allow a batch {k:g} times as large with {betas}, where "
+                    "1 - k (1 - beta) is negative: pass betas='half_life', which has no such limit"
                 )
             if self.weight_decay != "keep" and "weight_decay" not in group:
                 raise ValueError(f"{kind} has no weight decay to change: pass weight_decay='keep'")

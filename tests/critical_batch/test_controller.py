@@ -288,7 +288,9 @@ def test_apply_beside_a_scheduler() -> None:
 def test_optimizer_that_could_not_follow_to_the_end() -> None:
     """Two growths are left: 1 - 4 * 0.3 is negative."""
     optimizer = torch.optim.AdamW(parameter(), betas=(0.7, 0.99))
-    with pytest.raises(ValueError, match="4 times as large with .0.7, 0.99.: 1 - k .1 - beta"):
+    with pytest.raises(
+        ValueError, match="4 times as large with .0.7, 0.99., where 1 - k .1 - beta"
+    ):
         make(betas="sde").check_optimizer(optimizer)
     make(betas="sde", max_batch_size=63).check_optimizer(optimizer)
     controller = warm(betas="sde")

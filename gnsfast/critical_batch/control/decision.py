@@ -90,9 +90,7 @@ def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) ->
         ValueError: where the noise scale in the factor's metric is not measured.
     """
     if not isinstance(found, NoiseScale):
-        raise TypeError(
-            f"noise_scale must be what gns.compute() gives, or gns.compute itself, not {found!r}"
-        )
+        raise TypeError(f"noise_scale must be gns.compute() or gns.compute itself, not {found!r}")
     scale = found.under(factor.metric)
     value = factor.value * scale.noise_scale
     if math.isnan(value):
