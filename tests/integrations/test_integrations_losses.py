@@ -183,7 +183,7 @@ def test_refusals_by_name(tmp_path: Path) -> None:
         trainer_of(model, data, tmp_path, GNSCallback(), GNSCallback()).train()
     trainer = trainer_of(model, data, tmp_path, GNSCallback())
     model._tp_size = 2  # as transformers marks a model loaded with tp_plan
-    with pytest.raises(NotImplementedError, match=r"splits a sample or a layer .*'tp': 2"):
+    with pytest.raises(NotImplementedError, match=r"a layer spread over processes .*'tp': 2"):
         trainer.train()
 
 
