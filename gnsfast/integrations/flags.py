@@ -4,6 +4,8 @@
 import logging
 from collections.abc import Sequence
 
+from gnsfast.critical_batch import CriticalBatchFactor
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.noise_scale import Factor, Flag, NoiseScale, checked_factor, flag
 
 LOG = logging.getLogger("gnsfast")
@@ -30,6 +32,11 @@ class Flags:
             )
         self.factor = factor
         self._last: Flag | None = None
+
+    def check_run(self, run: RunIdentity) -> None:
+        """Raise ValueError where the factor was measured in a run that differs."""
+        if isinstance(self.factor, CriticalBatchFactor):
+            self.factor.check_run(run)
 
     def metrics(self, result: NoiseScale, *, log: bool) -> dict[str, float]:
         """Numbers for a tracker; ``log`` says whether this process writes the words."""

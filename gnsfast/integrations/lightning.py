@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 from torch.utils import _pytree as pytree
 
+from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale, optimizer_for
 from gnsfast.integrations.flags import Flags
@@ -126,6 +127,8 @@ class GNSMonitor(Callback):
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         own = next(iter(trainer.optimizers), None)
+        if self._flags is not None:
+            self._flags.check_run(RunIdentity.of(pl_module, own))
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
         self.gns = GradientNoiseScale(pl_module, grad_scaler=scaler, **self._options, **measured)
         self._block, self._partial, self._given_up, self._unseen = None, False, False, True

@@ -24,6 +24,7 @@ try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback
 
+    from gnsfast.integrations.transformers_data import identity
     from gnsfast.integrations.transformers_state import SavedMeasurements, load_measurements
 except ImportError as e:
     raise ImportError(
@@ -145,6 +146,8 @@ class GNSCallback(TrainerCallback):
         """Wrap the Trainer's methods, so that its steps are measured."""
         self._detach()
         _refuse(trainer, self.metric)
+        if self._flags is not None:
+            self._flags.check_run(identity(trainer))
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
         scaler = trainer.accelerator.scaler

@@ -11,9 +11,11 @@ import torch
 from test_integrations_batch_size import growing
 from test_integrations_lightning_batch_size import Scheduled, controller_of, fit
 from torch import nn
-from trainer_cases import T, trained
+from trainer_cases import T, trained, trainer_of
 
 from gnsfast.critical_batch import CriticalBatchFactor, RunIdentity
+from gnsfast.integrations.lightning import GNSMonitor
+from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import identity
 
 pytestmark = pytest.mark.usefixtures("frozen")
@@ -49,6 +51,21 @@ def test_lightning(tmp_path: Path) -> None:
     assert module.losses == []
     fit(tmp_path, module, [], controller=controller_of(factor=ours))
     assert module.losses
+
+
+def test_flags(tmp_path: Path) -> None:
+    """A factor that only speaks of the batch size is of this run too."""
+    other = measured(nn.Linear(2, 2), T)
+    refused = "another run, with model of 6 elements .*not of "
+    trainer = trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(factor=other)])
+    with pytest.raises(ValueError, match=refused):
+        trained(trainer)
+    again = trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(factor=other.for_other_run())])
+    trained(again)
+    module = Scheduled()
+    with pytest.raises(ValueError, match=refused):
+        fit(tmp_path, module, [], callbacks=[GNSMonitor(factor=other)])
+    assert module.losses == []
 
 
 def test_the_data_of_a_trainer() -> None:
