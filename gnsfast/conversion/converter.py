@@ -19,6 +19,7 @@ from gnsfast.conversion.routes import (
     route_of,
     uses_children_as_tensors,
 )
+from gnsfast.conversion.straight import forward_of
 from gnsfast.conversion.ties import link_ties
 from gnsfast.layers import (
     Copied,
@@ -26,9 +27,11 @@ from gnsfast.layers import (
     Experts,
     MultiheadAttention,
     OutProjection,
+    OwnForward,
     Replayed,
     Router,
     SampleLayout,
+    Setting,
     combine,
     rows_in_order,
 )
@@ -253,8 +256,14 @@ def _facts(
             note=learned.notes.get(name, ""),
             shared=learned.shared.get(name, frozenset()),
             steps=learned.copies.get(name, ()),
+            settings=_settings(named[name]) if issubclass(cls, OwnForward) else (),
         )
     return facts
+
+
+def _settings(module: nn.Module) -> tuple[Setting, ...]:
+    """What decides the branches of a module's own forward."""
+    return forward_of(module, original_class(type(module))).settings
 
 
 def _routes(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from gnsfast import functional
 from gnsfast.functional import Plan
 from gnsfast.layers.drop_in import Converted, DropIn, Opened
+from gnsfast.layers.own_forward import OwnForward
 from gnsfast.tensors import is_dtensor
 
 
@@ -76,7 +77,7 @@ class Linear(DropIn, nn.Linear):
         return functional.linear_cross_entropy(input, self.weight, labels, **options)
 
 
-class CastLinear(Linear):
+class CastLinear(OwnForward, Linear):
     """Drop-in for linear layers that cast their parameters to the dtype of the input."""
 
     def forward(self, input: Tensor) -> Tensor:
