@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
@@ -131,8 +132,9 @@ class Observer:
         num_samples: int,
         cu_seqlens: Tensor | None = None,
         groups: Any = None,
+        passes: int = 1,
     ) -> None:
-        """Let the next forward and backward pass fill the probes."""
+        """Let the next forward and backward pass fill the probes; in a pipeline several."""
         if self.slab is not None:
             raise ObservationError(
                 "A micro-batch is already open. Each gns.microbatch(...) block takes one forward "
@@ -157,12 +159,13 @@ class Observer:
         self.slab, self._end, self._split = slab, None, False
         self._audited = self.audit.next()
         try:
-            self._watch = GradientWatch(slab.parameters, self._audited)
+            by_marks = passes == 1 and not dist.is_initialized()  # DDP writes to whole buckets
+            self._watch = GradientWatch(slab.parameters, self._audited, by_marks)
         except RuntimeError:
             self.discard()
             raise
         self.dual.opened()  # after the watch, which leaves parameters with hooks alone
-        watched = self._watch.watched  # the others are sharded
+        watched = self._watch.watched
         named = zip(self.names, self.parameters)
         self._before = {name: checks.mark(p) for name, p in named if name not in watched}
         if first:
