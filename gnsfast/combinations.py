@@ -3,6 +3,7 @@
 them exclude each other. Layers, plans, the slab and the estimator refuse by it.
 """
 
+import functools
 from collections.abc import Iterable
 from itertools import combinations
 
@@ -93,7 +94,11 @@ REMEDIES = {
 
 def reason(layer: str | None, features: Iterable[str]) -> str:
     """Why ``layer`` (None: any layer) has no norms with all of ``features``; empty if it has."""
-    together = {*features}
+    return _reason(layer, frozenset(features))
+
+
+@functools.cache  # each micro-batch asks
+def _reason(layer: str | None, together: frozenset[str]) -> str:
     asked = [f for f in FEATURES if f in together]
     kind = "the model" if layer is None else layer
     if layer is not None:

@@ -157,6 +157,7 @@ class Observer:
         measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
         slab.open(documents, *measured, self.pass_over, self.dual.open(len(self._passes)))
         self.slab, self._end, self._split = slab, None, False
+        self._alone = passes == 1 and self.processes.world == 1
         self._audited = self.audit.next()
         try:
             by_marks = passes == 1 and not dist.is_initialized()  # DDP writes to whole buckets
@@ -181,7 +182,10 @@ class Observer:
 
     def pass_over(self) -> None:
         """Note the state of the gradients after a backward pass."""
-        few = None if self.settings.local else self._witness()
+        s, first = self.settings, not self._passes
+        # An update of this pass alone reads no gradient; with another pass, that one's end counts.
+        spared = s.local or (first and s.by_probe and self._alone)
+        few = None if spared else self._witness()
         self._end = EndOfPass(self._marks(), few)
         self._split |= in_context_parallel()
 
@@ -312,7 +316,7 @@ class Observer:
             )
         self._passes, self.after_update = [], self._marks()
         norm = None if grad_norm is None else gradients.given_sqnorm(grad_norm, self.device)
-        alone = sum(each.passes for each in passes) == 1 and self.processes.world == 1
+        alone = self._alone and sum(each.passes for each in passes) == 1
         by_probe = s.local or (alone and s.by_probe)
         sqnorms, now = None, None
         if norm is None and not by_probe and self.names:
