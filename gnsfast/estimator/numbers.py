@@ -5,7 +5,7 @@ A pass and an update only keep tensors, as they are. The arithmetic follows in `
 host; where processes must add up their numbers, in ``update()``, on the device.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,11 @@ class Pass(NamedTuple):
     samples: list[Tensor]
     groups: GroupRows | None
     arrived: dict[str, list[Tensor]]
+
+
+def kept(value: Any) -> Any:
+    """A number, or a copy of a tensor, which the caller may write to."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 class Update(NamedTuple):

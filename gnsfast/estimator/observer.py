@@ -13,7 +13,7 @@ from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
 from gnsfast.estimator.dual_norms import DualNorms
 from gnsfast.estimator.exchange import FLAGS, Exchange
-from gnsfast.estimator.numbers import Numbers, Pass, Update
+from gnsfast.estimator.numbers import Numbers, Pass, Update, kept
 from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import EndOfPass, Mark, Settings
 from gnsfast.estimator.stages import Stages
@@ -166,9 +166,8 @@ class Observer:
             self.discard()
             raise
         self.dual.opened()  # after the watch, which leaves parameters with hooks alone
-        watched = self._watch.watched
-        named = zip(self.names, self.parameters)
-        self._before = {name: checks.mark(p) for name, p in named if name not in watched}
+        left = set(self.names) - self._watch.watched
+        self._before = {n: checks.mark(p) for n, p in zip(self.names, self.parameters) if n in left}
         if first:
             self._leftover = None if self.settings.local else self._witness()
 
@@ -182,9 +181,9 @@ class Observer:
 
     def pass_over(self) -> None:
         """Note the state of the gradients after a backward pass."""
-        s, first = self.settings, not self._passes
+        s = self.settings
         # An update of this pass alone reads no gradient; with another pass, that one's end counts.
-        spared = s.local or (first and s.by_probe and self._alone)
+        spared = s.local or (s.by_probe and self._alone and not self._passes)
         few = None if spared else self._witness()
         self._end = EndOfPass(self._marks(), few)
         self._split |= in_context_parallel()
@@ -282,8 +281,8 @@ class Observer:
             rows=slab.sums(),
             num_samples=num_samples,
             passes=passes,
-            tokens=_kept(tokens),
-            scale=1.0 if scale is None else _kept(scale),
+            tokens=kept(tokens),
+            scale=1.0 if scale is None else kept(scale),
             divided=divided,
             loss_scale=self._loss_scale(),
             samples=slab.sample_sqnorms() if each else [],
@@ -355,8 +354,8 @@ class Observer:
                     f"{name} has a gradient hook, so .grad may not be the sum of its samples' "
                     "gradients. Use source='local', which does not read it."
                 )
-        unscaled = loss_factors.unscaled(self.settings.grad_scaler)
-        writes = loss_factors.unscale_writes(self.device) if unscaled else 0
+        done = loss_factors.unscaled(self.settings.grad_scaler)
+        writes = loss_factors.unscale_writes(self.device) if done else 0
         expected = [m and (m[0], m[1] + writes) for m in self._last.marks]
         found = self._marks()
         if all(m is None for m in found):
@@ -389,9 +388,8 @@ class Observer:
             if (path, name) not in counted:
                 counted.add((path, name))
                 seen[name] = seen.get(name, 0.0) + count
-        alone = self.processes.world == 1
         for name, times in zip(self.names, touched):
-            if seen[name] < (times if alone else min(times, 1)):
+            if seen[name] < (times if self.processes.world == 1 else min(times, 1)):
                 raise ObservationError(checks.explain_unseen(name, self.paths[name][0], self.model))
         named = dict(zip(self.names, self.parameters))
         if wrong := self.audit.check(named, self.paths, self.modules):
@@ -400,8 +398,3 @@ class Observer:
 
 SLOTS = 32
 """The number of documents is rounded up to a multiple of this, so that few slabs suffice."""
-
-
-def _kept(value: Any) -> Any:
-    """A number, or a copy of a tensor, which the caller may write to."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
