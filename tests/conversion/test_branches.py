@@ -265,7 +265,6 @@ def test_under_autocast(name: str) -> None:
 
 SETTINGS = {
     "timm's LayerNorm": ("_fast_norm", True),
-    "timm's GroupNorm": ("_fast_norm", True),
     "OLMo-core": ("full_precision", False),
     "litgpt": ("add_unit_offset", True),
     "torchtitan": ("group", 5),
