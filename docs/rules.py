@@ -16,15 +16,15 @@ TEXT = """# Rules and laws
 
 η is the learning rate, λ the weight decay, β1, β2 and ε are Adam's. `BatchSizeController`,
 `TorchRun`, `TrainerRun`, `measure_critical_batch(lr=)`, `BatchSizeSchedule.lr_factor_at` and both
-`BatchSizeCallback`s take the names; `Rules(lr=..., betas=..., weight_decay=...).apply(optimizer,
-k)` is for your own loop. Each parameter group moves from its own values, and growing by 2 and then
-by 3 is growing by 6.
+`BatchSizeCallback`s take the names of the rules. In your own loop, call `Rules(lr=..., betas=...,
+weight_decay=...).apply(optimizer, k)`. Each parameter group changes from its own values. Growing
+by 2 and then by 3 equals growing by 6.
 
 {rules}
 
-What no rule says: where the rules hold, gradients are mostly noise. Beyond the critical batch size
-none of them does, and a larger learning rate may only be unstable. Marek et al. tune the learning
-rate: their sweeps are centred on one that grows as k^0.25 to k^0.3.
+The rules hold where gradients are mostly noise. Beyond the critical batch size none of them holds,
+and a larger learning rate may only make training unstable. Marek et al. tune the learning rate:
+their sweeps are centred on one that grows as k^0.25 to k^0.3.
 
 ## Published laws of batch sizes
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch size that grows with the noise scale, by accumulation; stopped and resumed at will.
+"""A batch size that grows with the noise scale, by accumulation. Stop and resume it at any time.
 
 python examples/batch_size.py --out run            # a checkpoint and metrics.jsonl in run/
 python examples/batch_size.py --out run --resume   # continues from the checkpoint
@@ -80,7 +80,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         decision = controller.update(trained, gns.compute)  # computed only when a check is due
-        scheduler.step()  # after it, with its tokens and its learning-rate factor
+        scheduler.step()  # after the controller, whose tokens and learning-rate factor it reads
         if decision is not None:
             controller.apply(decision, optimizer)  # betas; the learning rate is the scheduler's
             tracker.record(decision.record())
@@ -92,7 +92,7 @@ def main() -> None:
         if step % SAVE_EVERY == 0 or trained >= end:
             states = {name: part.state_dict() for name, part in parts.items()}
             torch.save({"step": step, **states}, partial := checkpoint.with_suffix(".partial"))
-            partial.replace(checkpoint)  # at once: a kill leaves the old one or the new one
+            partial.replace(checkpoint)  # in one step: a kill leaves the old file or the new one
     tracker.close()
     print(f"{step} steps, the last of {controller.batch_size} samples\n{gns.compute()}")
 

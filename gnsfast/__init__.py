@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-sample gradient norms, and the gradient noise scale, from inside the backward pass."""
+"""Measures per-sample gradient norms and the gradient noise scale inside the backward pass."""
 
 from gnsfast import functional
 from gnsfast.conversion import Coverage, CoverageRow, convert, coverage
@@ -31,10 +31,12 @@ from gnsfast.layers import (
 )
 from gnsfast.noise_scale import (
     AdamNoiseScale,
+    Flag,
     GroupNoiseScale,
     ModuleNoiseScale,
     NoiseScale,
     brute_force_noise_scale,
+    flag,
 )
 from gnsfast.probing import SampleNorms, Verification, VerifiedParameter, per_sample_sqnorms, verify
 
@@ -56,6 +58,7 @@ __all__ = [
     "CoverageRow",
     "Embedding",
     "EmbeddingBag",
+    "Flag",
     "GradientNoiseScale",
     "GroupNoiseScale",
     "GroupNorm",
@@ -79,6 +82,7 @@ __all__ = [
     "convert",
     "coverage",
     "cu_seqlens",
+    "flag",
     "functional",
     "per_sample_sqnorms",
     "verify",

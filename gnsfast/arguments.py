@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of arguments, whose errors name the argument, and floats as strict JSON can hold them."""
+"""Checks of arguments, with errors that name the argument, and floats for strict JSON."""
 
 import math
 import numbers
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def integer(name: str, value: Any, least: int = 1) -> int:
-    """``value`` of any integer type as an int of at least ``least``; floats are refused."""
+    """``value``, of any integer type, as an int of at least ``least``. Floats are refused."""
     integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not integral or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
@@ -16,7 +16,7 @@ def integer(name: str, value: Any, least: int = 1) -> int:
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """As ``integer``, and floats without a fraction are accepted, such as 658e9 tokens.
+    """Like ``integer``, but floats without a fraction are accepted too, such as 658e9 tokens.
 
     >>> from gnsfast.arguments import whole_number
     >>> whole_number("total_tokens", 658e9)
@@ -37,7 +37,7 @@ def real_number(name: str, value: Any, least: float, most: float = math.inf) -> 
 
 
 def check_positive(**values: float) -> None:
-    """Raise ValueError, with the name, for a value that is not positive and finite."""
+    """Raise ValueError for a value that is not positive and finite. The error names it."""
     for name, value in values.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, not {value!r}")
@@ -52,10 +52,10 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 
 def finite_or_none(value: Any) -> Any:
-    """``value``, or None for a NaN or an infinity, for which JSON has only null."""
+    """``value``, or None for a NaN or an infinity, which JSON can only write as null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def finite_or_text(value: Any) -> Any:
-    """``value``, or 'nan' or 'inf' as text, which ``float()`` reads back from JSON."""
+    """``value``, or a NaN or an infinity as text, which ``float()`` reads back from JSON."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of what can be measured together: which features each layer supports, and which of
-them exclude each other. Layers, plans, the slab and the estimator refuse by it.
+"""The one table of what can be measured together: which features each layer supports, and which
+features exclude each other. Layers, plans, the slab and the estimator use it to refuse the rest.
 """
 
 import functools
@@ -48,7 +48,7 @@ LAYERS: dict[str, set[str]] = {
     "router": {DOCUMENTS, *ALWAYS},
     "replay": {*ALWAYS, REPEATED},
 }
-"""The features that each layer's norms support. Every layer measures its samples and their sum."""
+"""The features that each layer supports. Every layer measures its samples and their sum."""
 
 WHOLE = "a hook must see the whole gradient of one process, as under DistributedDataParallel"
 OUTSIDE = "its sums are outside of the graph, so the estimator measures it in eager mode"
@@ -76,24 +76,26 @@ APART: dict[frozenset[str], str] = {
     frozenset((SPECTRAL, COMPILED)): OUTSIDE,
     **{frozenset((MICRO_BATCHES, each)): WHOLE for each in (SHARDED, TENSOR_PARALLEL, PIPELINE)},
 }
-"""Pairs that no layer supports together -> why; empty where there is nothing to explain."""
+"""Pairs that no layer supports together -> the reason, or an empty string."""
 
 APART_IN: dict[str, set[frozenset[str]]] = {
     "linear": {frozenset((DOCUMENTS, TIED, CUDA)), frozenset((REPEATED, DOCUMENTS, TIED))},
     "embedding": {frozenset((DOCUMENTS, TIED, CUDA))},
     "linear_cross_entropy": {frozenset((DOCUMENTS, TIED))},
 }
-"""Layer -> the combinations that it does not support, beside those of ``APART``."""
+"""Layer -> the combinations that it does not support, in addition to those in ``APART``."""
 
 REMEDIES = {
     "linear_cross_entropy": "Compute the loss from the head's output",
     "attention": "Leave the sinks out: convert(model, exclude=['*.sinks'])",
 }
-"""Layer -> the remedy, where there is a better one than to leave the module out."""
+"""Layer -> the remedy, if there is a better one than leaving the module out."""
 
 
 def reason(layer: str | None, features: Iterable[str]) -> str:
-    """Why ``layer`` (None: any layer) has no norms with all of ``features``; empty if it has."""
+    """Why ``layer`` (or any layer, for None) does not support all of ``features`` together. Empty
+    if it does.
+    """
     return _reason(layer, frozenset(features))
 
 
@@ -115,7 +117,7 @@ def _reason(layer: str | None, together: frozenset[str]) -> str:
 
 
 def refuse(layer: str | None, features: Iterable[str], module: str | None = None) -> None:
-    """Raise NotImplementedError with the ``reason``, if there is one, and the module's name."""
+    """Raise NotImplementedError if there is a ``reason``. The error names the module."""
     if why := reason(layer, features):
         if module is None:
             raise NotImplementedError(f"{why}. Measure the one without the other.")

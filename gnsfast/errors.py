@@ -3,12 +3,14 @@
 
 
 class SampleShapeError(ValueError):
-    """The shape of an input does not show which of its rows belong to which sample."""
+    """The shape of an input does not show which rows belong to which sample."""
 
 
 class ObservationError(RuntimeError):
-    """Norms would be wrong: a module ran twice, say, or a gradient was changed after backward."""
+    """Norms would be wrong, for example because a module ran twice, or because a gradient was
+    changed after the backward pass.
+    """
 
 
 class BranchError(RuntimeError):
-    """The branches of a training run give no critical batch size."""
+    """The branches of a training run do not give a critical batch size."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores what a measurement must not change: a model's buffers, gradients, modes, and chance."""
+"""Restores what a measurement must not change: buffers, gradients, modes and random state."""
 
 import random
 import sys
@@ -15,7 +15,7 @@ from torch import nn
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers at the end, those that were written to and those that were replaced."""
+    """Restore all buffers at the end, whether they were written to or replaced."""
     held = [(m, dict(m._buffers)) for m in model.modules()]
     values = [(b, b.detach().clone()) for b in model.buffers()]
     try:
@@ -31,7 +31,7 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers and training flags at the end; inside, gradients are None."""
+    """Restore gradients, buffers and training flags at the end. Inside, gradients are None."""
     grads = [(p, p.grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
     for p, _ in grads:
@@ -54,7 +54,7 @@ class _Generator(NamedTuple):
 @contextmanager
 def kept_chance(model: nn.Module) -> Iterator[Callable[[int], None]]:
     """Restore every random generator at the end: torch's, Python's and NumPy's, and those that
-    modules hold as attributes. It gives a function that seeds them all.
+    modules hold as attributes. It yields a function that seeds all of them.
     """
     devices = {t.device for t in chain(model.parameters(), model.buffers()) if t.is_cuda}
     generators = [*_generators(model)]

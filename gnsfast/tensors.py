@@ -12,14 +12,14 @@ from torch.utils import _pytree as pytree
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that gradients are summed in: float32, or float64 for float64 inputs."""
+    """The dtype in which gradients are summed: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def product_dtype(t: Tensor) -> torch.dtype:
-    """The dtype of products that need all digits of ``accumulate_dtype``: float64 where torch's own
-    switch lets float32 matrices be multiplied as tf32 or bfloat16. Tensor cores cut off the 13 bits
-    that tf32 lacks, so that products of squares would be too small.
+    """The dtype of products that need all digits of ``accumulate_dtype``. It is float64 if torch's
+    own switch lets float32 matrices be multiplied as tf32 or bfloat16: tensor cores cut off the 13
+    bits that tf32 lacks, which would make products of squares too small.
     """
     matmul = (torch.backends.cuda if t.is_cuda else torch.backends.mkldnn).matmul
     coarse = matmul.fp32_precision in ("tf32", "bf16")
@@ -27,7 +27,7 @@ def product_dtype(t: Tensor) -> torch.dtype:
 
 
 def wide_bmm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``torch.bmm(a.to(dtype), b.to(dtype))``. Half precision is not widened where the tensor cores
+    """``torch.bmm(a.to(dtype), b.to(dtype))``. Half precision is not widened if tensor cores
     multiply it and torch can write the product in float32.
     """
     if a.dtype.itemsize == 2 and a.is_cuda and not torch.version.hip:
@@ -36,11 +36,11 @@ def wide_bmm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
-    """``t_RC.scatter_(1, column_RK, value_RK)``, with ``t_RC`` contiguous. Columns are not checked:
-    one beyond the row would write to the next row.
+    """``t_RC.scatter_(1, column_RK, value_RK)`` for a contiguous ``t_RC``. Columns are not checked:
+    a column beyond the row would write to the next row.
 
-    With deterministic algorithms torch copies the strides of a tensor of several dimensions to the
-    GPU and waits for it, which a graph capture forbids. A tensor of one dimension avoids that.
+    With deterministic algorithms torch copies the strides of a tensor with several dimensions to
+    the GPU and waits for the copy, which graph captures forbid. One dimension avoids that.
     """
     first_R1 = torch.arange(len(t_RC), device=t_RC.device)[:, None] * t_RC.shape[1]
     t_RC.view(-1).scatter_(0, (first_R1 + column_RK).flatten(), value_RK.flatten())
@@ -55,13 +55,13 @@ def is_dtensor(t: object) -> bool:
 
 
 def local_part(t: Any) -> Any:
-    """The part of a DTensor that is on this process; any other tensor as it is."""
+    """The part of a DTensor that is on this process, or any other tensor as it is."""
     return t.to_local() if is_dtensor(t) else t
 
 
 def map_tensors(pick: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """``pytree.tree_map_only(Tensor, pick, tree)`` that also reaches the tensors of dataclasses and
-    of mappings that are no dicts, as transformers' ``BatchEncoding``: into copies of these.
+    """``pytree.tree_map_only(Tensor, pick, tree)`` that also reaches tensors in dataclasses and in
+    mappings that are not dicts, such as transformers' ``BatchEncoding``. It copies these.
     """
 
     def of(leaf: Any) -> Any:
@@ -96,5 +96,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def is_wrapper(t: object) -> bool:
-    """Whether a tensor is made of others and has operators of its own: sharded, quantized."""
+    """Whether a tensor consists of other tensors and has its own operators, as sharded and
+    quantized ones do.
+    """
     return hasattr(type(t), "__tensor_flatten__")

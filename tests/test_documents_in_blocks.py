@@ -113,7 +113,7 @@ class TestRefused:
         lengths = pieces((2, 12), batch[1])
         starts = torch.tensor([0, *lengths]).cumsum(0)
         model = gnsfast.convert(model)
-        with pytest.raises(gnsfast.SampleShapeError, match="attention .*need one row there"):
+        with pytest.raises(gnsfast.SampleShapeError, match="attention .*need a single row here"):
             with gnsfast.per_sample_sqnorms(model, len(lengths), cu_seqlens=starts):
                 loss_of(model, batch)
 
@@ -145,7 +145,7 @@ class TestRefused:
     def test_rows_of_unknown_order(self) -> None:
         block = gnsfast.convert(experts.make("mixtral", 2).experts)
         x, e, w = torch.randn(8, experts.H), torch.randint(0, 4, (8, 2)), torch.rand(8, 2)
-        with pytest.raises(gnsfast.SampleShapeError, match="not known whether the block"):
+        with pytest.raises(gnsfast.SampleShapeError, match="does not know whether the block"):
             with gnsfast.per_sample_sqnorms(block, 2, cu_seqlens=torch.tensor([0, 3, 8])):
                 block(x, e, w)
 

@@ -218,13 +218,14 @@ def schedule(
         typer.Option(help="Measured seconds per step: '1024:2.1 2048:3.9'."),
     ] = None,
     export: Annotated[
-        str | None, typer.Option(help="megatron, olmo-core, lightning or huggingface.")
+        str | None, typer.Option(help="megatron, olmo-core, lightning, huggingface or nanogpt.")
     ] = None,
     per_device_batch: Annotated[
-        str | None, typer.Option(help="Samples in a forward pass, for lightning and huggingface.")
+        str | None,
+        typer.Option(help="Samples in a forward pass, for lightning, huggingface, nanogpt."),
     ] = None,
     processes: Annotated[
-        str, typer.Option(help="Data-parallel processes, for lightning and huggingface.")
+        str, typer.Option(help="Data-parallel processes, for lightning, huggingface, nanogpt.")
     ] = "1",
     samples_per_epoch: Annotated[
         str | None, typer.Option(help="Samples in an epoch, for lightning.")
@@ -236,6 +237,12 @@ def schedule(
             help="For lightning: move each change to the start of the next epoch, and list it.",
         ),
     ] = False,
+    lr: Annotated[
+        str | None,
+        typer.Option(
+            help="How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt)."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show the steps of a batch-size schedule, what it saves, and its form in other frameworks."""
@@ -252,6 +259,7 @@ def schedule(
                 processes,
                 samples_per_epoch,
                 round_to_epochs,
+                lr,
             )
         )
     if as_json:
@@ -278,7 +286,7 @@ def branch(
         float, typer.Option(help="Weight of the newest step in a branch's smoothed loss.")
     ] = 0.5,
     lr: Annotated[
-        str, typer.Option(help="How the learning rate grows with k: sqrt, linear, none.")
+        str, typer.Option(help="How the learning rate grows with k: sqrt, linear, keep.")
     ] = "sqrt",
     loss: Annotated[
         str, typer.Option(help="Loss to compare: train, or evaluate (what the run evaluates).")

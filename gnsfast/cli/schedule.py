@@ -2,6 +2,7 @@
 """``gnsfast schedule``: a batch-size schedule, what it saves, and its form in other frameworks."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gnsfast.arguments import check_choice
 from gnsfast.critical_batch.counts import exact_count, parse_count, parse_number, short_count
-from gnsfast.critical_batch.laws import SAME_COMPUTE, BatchSizeSchedule, Saved, exports, headline
+from gnsfast.critical_batch.laws import (
+    SAME_COMPUTE,
+    BatchSizeSchedule,
+    Saved,
+    exports,
+    headline,
+    read_records,
+)
+from gnsfast.critical_batch.rules import NAMES, Rules
 
-FRAMEWORKS = ("megatron", "olmo-core", "lightning", "huggingface")
+FRAMEWORKS = ("megatron", "olmo-core", "lightning", "huggingface", "nanogpt")
 
 
 @dataclass(frozen=True)
@@ -31,18 +41,24 @@ class Options:
     processes: str
     samples_per_epoch: str | None
     round_to_epochs: bool
+    lr: str | None
 
 
 def examine(options: Options) -> dict[str, Any]:
     """Everything that ``show`` prints and ``--json`` writes."""
     schedule = read_schedule(options.source, options.total_tokens, options.tokens_per_sample)
+    lr = read_rule(options.source, options.lr)
     against = None if options.against is None else parse_count(options.against, "--against")
-    saved = schedule.steps_saved(against)
+    saved, first = schedule.steps_saved(against), schedule.stages[0].batch_size
     found: dict[str, Any] = {
         "kind": "schedule",
         "total_tokens": schedule.total_tokens,
         "tokens_per_sample": schedule.tokens_per_sample,
-        "stages": [asdict(stage) for stage in schedule.stages],
+        "lr": lr,
+        "stages": [
+            {**asdict(stage), "lr_factor": Rules(lr).lr_factor(stage.batch_size / first)}
+            for stage in schedule.stages
+        ],
         "steps": _saved(saved),
         "note": SAME_COMPUTE,
         "seconds": None,
@@ -51,11 +67,12 @@ def examine(options: Options) -> dict[str, Any]:
     if options.step_seconds is not None:
         found["seconds"] = _saved(schedule.seconds_saved(_times(options.step_seconds), against))
     if options.export is not None:
-        value = _export(schedule, options)
+        value, lines = _export(schedule, options, lr)
         found["export"] = {
             "for": options.export,
             "value": value,
             "notes": _notes(schedule, options),
+            "lines": lines,
         }
     return found
 
@@ -76,6 +93,26 @@ def read_schedule(source: str, total_tokens: str, tokens_per_sample: str) -> Bat
     return BatchSizeSchedule.parse(source, total_tokens=total, tokens_per_sample=sample_tokens)
 
 
+def read_rule(source: str, lr: str | None) -> str:
+    """The rule of the learning rate: that of a log's decisions, else ``lr`` or ``"sqrt"``."""
+    if lr is not None:
+        check_choice("--lr", lr, NAMES["lr"])
+    changes = read_records(source) if Path(source).exists() else []
+    changes = [r for r in changes if r.get("kind") == "decision" and r.get("old") != r.get("new")]
+    fits = [lr] if lr is not None else ["sqrt", "linear", "keep"]
+    for change in changes:
+        factor, k = change.get("lr_factor"), change["new"] / change["old"]
+        if factor is not None:
+            fits = [name for name in fits if math.isclose(Rules(name).lr_factor(k), factor)]
+        if not fits:
+            rule = "any one rule gives" if lr is None else f"--lr {lr} gives"
+            raise ValueError(
+                f"{source}: the decision at {change['tokens']:,} tokens multiplied the learning "
+                f"rate by {factor:g}, which is not what {rule} for {k:g} times the batch size"
+            )
+    return fits[0]
+
+
 def _saved(saved: Saved) -> dict[str, float]:
     return {**asdict(saved), "saved": saved.saved, "share": saved.share}
 
@@ -93,36 +130,55 @@ def _times(text: str) -> dict[int, float]:
     return times
 
 
-def _export(schedule: BatchSizeSchedule, options: Options) -> Any:
+def _export(schedule: BatchSizeSchedule, options: Options, lr: str) -> tuple[Any, str]:
+    """The value in a framework's own form, and lines of code for what that form does not hold."""
     if options.export == "megatron":
-        return exports.megatron(schedule)
+        return exports.megatron(schedule), exports.megatron_lines(schedule, lr)
     if options.export == "olmo-core":
-        return exports.olmo_core(schedule)
+        return exports.olmo_core(schedule, lr=lr), ""
     if options.export not in FRAMEWORKS:
         raise ValueError(f"--export is {options.export!r}, but must be {', '.join(FRAMEWORKS)}")
     per_device = parse_count(_required(options.per_device_batch, "--per-device-batch", options))
     processes = parse_count(options.processes, "--processes")
+    how = {"micro_batch": per_device, "processes": processes}
+    if options.export == "nanogpt":
+        return None, exports.nanogpt_lines(schedule, lr, **how)
     if options.export == "huggingface":
-        return exports.hugging_face(
-            schedule, per_device_train_batch_size=per_device, processes=processes
+        plan = exports.hugging_face(
+            schedule, per_device_train_batch_size=per_device, processes=processes, lr=lr
         )
+        return plan, exports.hugging_face_lines(schedule, lr, **how)
     per_epoch = parse_count(_required(options.samples_per_epoch, "--samples-per-epoch", options))
-    return asdict(
-        exports.lightning(
-            schedule,
-            samples_per_batch=per_device * processes,
-            samples_per_epoch=per_epoch,
-            round_to_epochs=options.round_to_epochs,
-        )
+    accumulation = exports.lightning(
+        schedule,
+        samples_per_batch=per_device * processes,
+        samples_per_epoch=per_epoch,
+        round_to_epochs=options.round_to_epochs,
+        lr=lr,
     )
+    return asdict(accumulation), exports.lightning_lines(accumulation.lr_factors)
+
+
+WHERE = {
+    "megatron": "add these lines above pretrain(...): its learning rate does not follow by itself",
+    "lightning": "add these lines at the end of configure_optimizers; where it has a schedule of "
+    "its own, multiply that by FACTORS",
+    "huggingface": "these lines train the schedule, learning rates too",
+    "nanogpt": "in train.py; the last four lines replace lr = get_lr(iter_num) ...; "
+    "gradient_accumulation_steps is that of a process",
+}
 
 
 def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
     """What else a framework needs, and where it departs from the schedule."""
-    if options.export == "olmo-core" and any(late := exports.olmo_core_late(schedule)):
+    if options.export == "olmo-core":
+        notes = ["OLMo-core's callback multiplies Adam's learning rate by √(new / old) by itself."]
+        if not any(late := exports.olmo_core_late(schedule)):
+            return notes
         return [
+            *notes,
             f"OLMo-core makes its changes {', '.join(map(str, late))} steps later, because it "
-            "grows a batch only after a number of batches that is a multiple of new / old."
+            "grows a batch only after a number of batches that is a multiple of new / old.",
         ]
     if options.export != "megatron":
         return []
@@ -154,13 +210,14 @@ def show(found: dict[str, Any], console: Console) -> None:
     if found["seconds"]:
         console.print(_time(found["seconds"]))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in ("from tokens", "samples", "from step", "steps", "share of tokens"):
+    for column in ("from tokens", "samples", "LR ×", "from step", "steps", "share of tokens"):
         table.add_column(column, justify="right")
     for stage in found["stages"]:
         tokens = stage["steps"] * stage["batch_size"] * found["tokens_per_sample"]
         table.add_row(
             exact_count(stage["threshold"]),
             f"{stage['batch_size']:,}",
+            f"{stage['lr_factor']:.4g}",
             f"{stage['step']:,}" if stage["steps"] else "-",
             f"{stage['steps']:,}" if stage["steps"] else "never reached",
             f"{tokens / found['total_tokens']:.1%}".replace("%", " %"),
@@ -172,7 +229,10 @@ def show(found: dict[str, Any], console: Console) -> None:
         if found["export"]["for"] == "megatron":
             value = f'--step-batch-size-schedule "{value}"'
         text = value if isinstance(value, str) else json.dumps(value)
-        for line in [text, *found["export"]["notes"]]:
+        shown = [*([] if value is None else [text]), *found["export"]["notes"]]
+        if found["export"]["lines"]:
+            shown += ["", f"# {WHERE[found['export']['for']]}", found["export"]["lines"]]
+        for line in shown:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 

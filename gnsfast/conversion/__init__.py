@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which route each module of a model has, and why the others have none."""
+"""Finds a route to the per-sample norms of each module, or the reason why there is none."""
 
 from gnsfast.conversion.converter import convert
 from gnsfast.conversion.coverage_table import Coverage, CoverageRow, coverage

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``convert``: the modules of a model become, in place, modules of gnsfast."""
+"""``convert`` turns the modules of a model into gnsfast's modules, in place."""
 
 import warnings
 from collections.abc import Collection, Iterable
@@ -17,9 +17,9 @@ from gnsfast.conversion.routes import (
     own_parameters,
     replayed,
     route_of,
+    settings_of,
     uses_children_as_tensors,
 )
-from gnsfast.conversion.straight import forward_of
 from gnsfast.conversion.ties import link_ties
 from gnsfast.layers import (
     Copied,
@@ -27,11 +27,9 @@ from gnsfast.layers import (
     Experts,
     MultiheadAttention,
     OutProjection,
-    OwnForward,
     Replayed,
     Router,
     SampleLayout,
-    Setting,
     combine,
     rows_in_order,
 )
@@ -44,13 +42,14 @@ WRAPPERS = {
 }
 EXCLUDED = "excluded by convert"
 LEAST_COVERED = 0.9
-"""The share of the elements below which ``convert`` warns: a noise scale is of that part alone."""
+"""``convert`` warns if a smaller share of the elements has norms, because the noise scale then
+describes only that part of the model."""
 WHOLE_MODEL = (
     "the model itself uses this parameter, outside of every layer, and a replay would run the "
     "whole model for each sample. convert(model, example=batch) looks for a faster route"
 )
 SEQUENCE_FIRST = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-# Submodules whose output has no batch dimension: their norms would be those of rows, not samples.
+# The output of these submodules has no batch dimension, so their norms would not be per sample.
 NO_BATCH = {"relative_attention_bias": "its output has no batch dimension"}
 
 
@@ -65,44 +64,45 @@ def convert(
     repeated: Iterable[str] | None = None,
     exclude: Iterable[str] | None = None,
 ) -> nn.Module:
-    """Make the layers of ``model`` able to yield per-sample gradient norms. Returns ``model``,
-    changed in place.
+    """Prepare the layers of ``model`` for per-sample gradient norms. Returns ``model``, changed in
+    place.
 
-    Only the classes of modules change: parameters, buffers, hooks, dtype, device, training state,
-    tied weights, ``state_dict`` and outputs stay as they were. Until ``gnsfast.per_sample_sqnorms``
-    opens them, the modules run their torch code. A second call applies its options instead.
+    Only the classes of modules change. Parameters, buffers, hooks, dtype, device, training mode,
+    tied weights, ``state_dict`` and outputs stay as they were. The modules run torch's code until a
+    measurement starts. A second call replaces the options of the first.
 
     Args:
         example: what the model is called with, for two samples or more: a tensor, a tuple of
-            arguments, a dict of keyword arguments, or a function that calls the model, whose
-            autocast is kept. ``convert`` runs the model without gradients on all of them (at most
-            5, if the model takes so few), on all in another order and twice on one or two, and puts
-            back what that changes. So it learns where each module has its samples, which the
-            options below say by hand, and what has to be replayed; ``coverage`` shows it. It does
-            not see a branch that only another batch takes, nor each loss that ties samples
-            together, in the model or outside of it: give ``gnsfast.verify`` that batch and loss.
-        batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models. By
-            default 0; with an example 1 if the samples meet along 0 and a module is sequence-first.
-        fold: patterns of module names whose input has k · B rows, k consecutive rows a sample.
+            arguments, a dict of keyword arguments, or a function that calls the model, under its
+            own autocast. ``convert`` runs the model without gradients on up to 5 samples (on all if
+            it does not take so few), in two orders and in part, and undoes what that changes. This
+            shows where each module has its samples and which modules need a replay, so that the
+            options below are rarely needed. It does not show a branch that only another batch
+            takes, nor every loss that ties samples together: check these with ``gnsfast.verify``.
+        batch_dim: the dimension that holds the samples: 0, or 1 for sequence-first models. The
+            default is 0. With an example, ``convert`` tries 1 if samples mix along dimension 0 and
+            a module is sequence-first.
+        fold: patterns of modules whose input has k · B rows, of which k consecutive rows are one
+            sample.
         broadcast: patterns of embeddings whose input is a bare index [T] that all samples share.
-        replay: patterns of modules that backward runs once more for each sample, with all their
-            submodules. It is slow, but exact for what no layer sees: a weight used as a tensor.
+        replay: patterns of modules that the backward pass runs again for each sample, with all
+            their submodules. This is slow, but exact even where a weight is used as a tensor.
         repeated: patterns of modules that the model calls several times in one pass, each time with
-            the same samples in the same order, with all their submodules: shared blocks, towers, a
-            head for each chunk. Their calls are joined; what has no joint calls is refused, and
-            can be one of ``replay`` too. The inputs and output gradients of all calls of a layer
-            are in memory until backward has gone through them, and while its operator runs, once
-            more.
-        exclude: patterns of module names to leave out, with all their submodules, and of names of
-            parameters; these have no norms.
+            the same samples in the same order, such as shared blocks, towers, or a head for each
+            chunk. It includes their submodules. The calls of a layer are joined, so their inputs
+            and output gradients stay in memory until backward has gone through all calls, and
+            take that memory twice while the layer's operator runs. Layers whose calls cannot be
+            joined are refused; name them in ``replay`` too.
+        exclude: patterns of modules to leave out, with all their submodules, and of parameters.
+            They get no norms.
 
-    Patterns are those of ``fnmatch`` over the names of ``named_modules``. A pattern that matches
+    Patterns are those of ``fnmatch``, over the names in ``named_modules``. A pattern that matches
     nothing is an error.
 
     Raises:
-        ValueError: an option that matches nothing, a sequence-first model with ``batch_dim=0``, a
-            model that is already wrapped by FSDP or DataParallel; an example with one sample, or
-            whose samples meet in the model, as in a batch norm that trains.
+        ValueError: for an option that matches nothing, a sequence-first model with ``batch_dim=0``,
+            a model that FSDP or DataParallel already wraps, an example with one sample, or a model
+            that ties samples together, such as one with a batch norm that trains.
 
     >>> model = gnsfast.convert(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.LayerNorm(8)))
     >>> type(model[0]).__module__
@@ -161,7 +161,7 @@ def convert(
 
 
 def _warn_of_gaps(model: nn.Module) -> None:
-    """Warn once that much of the model has no norms, beyond what ``exclude`` asked for."""
+    """Warn once if much of the model has no norms, apart from what ``exclude`` left out."""
     rows = [r for r in coverage(model).rows if r.route != "frozen" and r.reason != EXCLUDED]
     covered = sum(r.elements for r in rows if r.static) / max(1, sum(r.elements for r in rows))
     without = [r for r in rows if not r.static]
@@ -179,7 +179,7 @@ def _warn_of_gaps(model: nn.Module) -> None:
 def _warn_of_replays(
     named: dict[str, nn.Module], asked: Collection[str], cost: float | None
 ) -> None:
-    """Warn once that modules are replayed which nobody has asked for, and what that costs."""
+    """Warn once if modules are replayed that nobody asked for, and say what that costs."""
     slow = [
         name
         for name, m in named.items()
@@ -221,7 +221,7 @@ def _facts(
     learned: Learned,
     batch_dim: int,
 ) -> dict[str, dict[str, Any]]:
-    """What each module is to know (``Converted``). A hint goes before what an example shows."""
+    """The fields of ``Converted`` for each module. An option overrides what an example shows."""
     if odd := [n for n in sorted(asked.broadcast) if not isinstance(named[n], nn.Embedding)]:
         raise ValueError(
             f"broadcast: {odd[0]!r} is a {type(named[odd[0]]).__name__}, not an embedding"
@@ -256,20 +256,15 @@ def _facts(
             note=learned.notes.get(name, ""),
             shared=learned.shared.get(name, frozenset()),
             steps=learned.copies.get(name, ()),
-            settings=_settings(named[name]) if issubclass(cls, OwnForward) else (),
+            settings=settings_of(named[name], cls),
         )
     return facts
-
-
-def _settings(module: nn.Module) -> tuple[Setting, ...]:
-    """What decides the branches of a module's own forward."""
-    return forward_of(module, original_class(type(module))).settings
 
 
 def _routes(
     named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]], whole: set[str]
 ) -> dict[str, type[DropIn]]:
-    """The class that each module becomes, found from its class before any ``convert``."""
+    """The class that each module becomes, from the class that it had before any ``convert``."""
     before = {name: type(module) for name, module in named.items()}
     routes: dict[str, type[DropIn]] = {}
     try:
@@ -294,7 +289,7 @@ def _routes(
 
 
 def _flattened(name: str, cls: type, named: dict[str, nn.Module]) -> bool:
-    """Whether a module of a mixture of experts is known to get the rows of a whole batch."""
+    """Whether a module in a mixture of experts certainly gets the rows of a whole batch."""
     if not name or not issubclass(cls, (Experts, Router)):
         return False
     block = named[name.rpartition(".")[0]]
@@ -308,7 +303,7 @@ def _refuse_empty(
     claims_of: dict[str, tuple[str, ...]],
     parameters: Iterable[str],
 ) -> None:
-    """Raise for a pattern that reaches no parameter: it would be ignored in silence."""
+    """Raise for a pattern that reaches no parameter, which would otherwise do nothing."""
     for pattern in patterns or ():
         names = {n for n in claims_of if fnmatchcase(n, pattern)}
         reached = any(claims_of[n] for n in names)
@@ -324,7 +319,7 @@ def _refuse_empty(
 
 
 def _within(names: Iterable[str], paths: set[str]) -> set[str]:
-    """Those of ``names`` that are one of ``paths`` or inside of one."""
+    """The ``names`` that are one of ``paths`` or lie inside one of them."""
     return {name for name in names if name in paths or _inside(name, paths)}
 
 

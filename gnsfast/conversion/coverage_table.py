@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters have per-sample norms, by which route, and why the others have none."""
+"""The table of parameters: the route to their per-sample norms, or why there are none."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,12 @@ BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradien
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One parameter. ``observed`` says whether its module's backward ran in the last pass; None
-    before the first pass. ``measures`` says what its modules can measure beside the samples' norms:
-    documents of packed rows, norms under Adam's metric, groups of samples.
+    """One parameter.
+
+    ``static`` says whether it has a route. ``observed`` says whether its module's backward ran in
+    the last pass, and is None before the first pass. ``reason`` says why there are no norms, or
+    adds a note. ``measures`` names what its modules can measure beside the samples' norms, such as
+    documents of packed rows, Adam's metric, or groups of samples.
     """
 
     parameter: str
@@ -32,17 +35,17 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The rows of ``gnsfast.coverage``; prints as a table."""
+    """The result of ``gnsfast.coverage``. It prints as a table."""
 
     rows: tuple[CoverageRow, ...]
 
     @property
     def covered_fraction(self) -> float:
-        """Elements of covered trainable parameters over elements of all trainable parameters."""
+        """The share of the trainable elements whose parameters have per-sample norms."""
         return self._fraction([r for r in self.rows if r.static])
 
     def measured_fraction(self, measure: str) -> float:
-        """The same fraction of the elements that support ``measure``, one of ``measures``."""
+        """The share of the trainable elements that support ``measure``, one of ``measures``."""
         return self._fraction([r for r in self.rows if measure in r.measures])
 
     def _fraction(self, rows: list[CoverageRow]) -> float:
@@ -76,11 +79,12 @@ class Coverage:
 
 
 def coverage(model: nn.Module) -> Coverage:
-    """Say for each parameter of ``model`` how its per-sample norms are found, or why they are not.
+    """Show for each parameter of ``model`` how its per-sample norms are found, or why there are
+    none.
 
-    ``static``: a route exists. A reason beside it says that the model's forward bypasses it, as
-    those of Liger-Kernel and Cut Cross-Entropy do. ``observed``: its backward ran in the last
-    ``per_sample_sqnorms`` block.
+    The column ``static`` says whether a route exists, and ``observed`` whether its backward ran in
+    the last ``per_sample_sqnorms`` block. A parameter with a route may also have a reason, which
+    says that the model's forward bypasses it, as with Liger-Kernel and Cut Cross-Entropy.
 
     >>> model = gnsfast.convert(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8)))
     >>> gnsfast.coverage(model).rows[2].reason
@@ -94,7 +98,7 @@ def coverage(model: nn.Module) -> Coverage:
                 claimed.setdefault(id(p), []).append((module, name))
         for parameter in module._parameters.values():
             owners[id(parameter)] = module
-    for module in reversed(list(model.modules())):  # the outermost comes last and wins
+    for module in reversed(list(model.modules())):  # outer modules come later and win
         parts = [module] if uses_children_as_tensors(module) else held(module).values()
         owners |= {id(p): module for part in parts for p in part.parameters()}
     fused = fused_losses.notes(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of a model over parts of an example, and what they say about each module's samples."""
+"""Runs a model on parts of an example, and compares the passes to find each module's samples."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,19 +19,19 @@ Steps = tuple[tuple[Any, str], ...]
 
 
 class SamplesMeet(ValueError):
-    """What the model computes of a sample depends on the others."""
+    """The model mixes samples: what it computes for one of them depends on the others."""
 
 
 class Evidence:
-    """Four passes: over all samples, over all in another order, and twice over one or two.
+    """Four passes: over all samples, over all in another order, and two over one or two samples.
 
-    The model runs as it trains, but without dropout; batch norms of a model in evaluation mode stay
-    in it. If other randomness hides where the samples are, all of it runs in evaluation mode, and
-    ``trains`` is False.
+    The model runs in training mode without dropout. In a model that is in evaluation mode, batch
+    norms stay in evaluation mode. If other randomness hides the samples, the whole model runs in
+    evaluation mode, and ``trains`` is False.
 
     Args:
         owners: id of a parameter -> the modules that may use it.
-        bases: module -> torch's class, for those whose class has a forward around that of torch.
+        bases: module -> torch's class, for modules whose class wraps the forward of a torch class.
             Their own calls are those of torch's forward.
     """
 
@@ -68,39 +68,39 @@ class Evidence:
         return self._looks[0].calls.get(path, [])
 
     def own_counts(self, path: str) -> list[int]:
-        """How often each pass called a layer, past what its class does around it."""
+        """How often each pass called a layer's own forward, inside of what its class adds."""
         return [len(look.own(path)) for look in self._looks]
 
     def own_inputs(self, path: str) -> list[tuple[Prints, list[Rows | Lost | None]]]:
-        """What each of these calls got, and where the samples lie in it."""
+        """The inputs of each of these calls, and where the samples lie in them."""
         sides = zip(*([call.inputs for call in look.own(path)] for look in self._looks))
         return [(prints[0], self._rows(list(prints))) for prints in sides]
 
     def users(self, parameter: nn.Parameter) -> set[str]:
-        """The innermost modules that used a parameter of others."""
+        """The innermost modules that used a parameter that is not theirs."""
         return self._looks[0].elsewhere.get(id(parameter), set())
 
     def inputs(self, path: str, call: int = 0) -> list[Rows | Lost | None]:
-        """Where the samples lie in each argument of a module; None stands for what is no tensor."""
+        """Where the samples lie in each argument of a module. None marks what is not a tensor."""
         return self._rows([look.calls[path][call].inputs for look in self._looks])
 
     def outputs(self, path: str, call: int = 0) -> list[Rows | Lost | None]:
-        """The same of its outputs."""
+        """The same for its outputs."""
         return self._rows([look.calls[path][call].outputs for look in self._looks])
 
     def draws(self, path: str) -> bool:
-        """Whether a module draws random numbers, as dropout does, which no replay repeats."""
+        """Whether a module draws random numbers, as dropout does. A replay would draw others."""
         return path in self._random
 
     def cost(self, path: str) -> float:
-        """What replaying a module for each sample adds to a forward pass, as a fraction of it."""
+        """The time that a replay of a module adds to a forward pass, as a fraction of that pass."""
         _, turned, part, _ = self._looks
         replays = len(self._samples.whole) / len(self._samples.part)
         return replays * part.seconds[path] / turned.seconds[""]
 
     def takes_tables(self, modules: Collection[str]) -> bool:
-        """Whether the model gives the same outputs if these modules work once for each sample on
-        what all samples share: an index [T], or what gives a table [1, ...].
+        """Whether the outputs stay the same if these modules run once for each sample on what all
+        samples share: an index [T], or whatever gives a table [1, ...].
         """
         try:
             look = self._look(self._samples.whole, modules)
@@ -110,8 +110,8 @@ class Evidence:
         return all(a is b or (a and b and a.same(b)) for a, b in pairs)
 
     def ties_losses(self) -> bool:
-        """Whether a number that the model gives of two samples is neither the sum of what it gives
-        of each nor in between, as those of most contrastive losses are.
+        """Whether a number that the model returns for two samples is neither the sum of the numbers
+        of each sample nor between them, as with most contrastive losses.
         """
         given = self.outputs("")
         pooled = [i for i, rows in enumerate(given) if isinstance(rows, Lost) and rows.pooled]
@@ -127,15 +127,15 @@ class Evidence:
         )
 
     def failed_replays(self, paths: Collection[str]) -> dict[str, str]:
-        """Those of the modules that cannot be replayed on one sample alone, and why."""
+        """The modules that cannot be replayed on a single sample, and why."""
         return self._look(self._samples.whole, replays=paths).failed if paths else {}
 
     def copied(self, wanted: Wanted) -> tuple[dict[str, Steps], dict[str, dict[str, str]]]:
-        """By module: how it uses copies of its parameters, and which of them give no copy of a
-        sample a gradient of its own, and why.
+        """For each module: how it uses copies of its parameters, and the parameters whose copies
+        do not get the gradients of single samples, with the reason.
 
-        Two passes say how the copies are used. In two more each sample's copies are others: what
-        belongs to it must then be the same by itself and among all.
+        Two passes show how the copies are used. In two more, each sample has different copies: its
+        values must then be the same by itself and among the others.
         """
         trials = [Copying(wanted, own, False) for own in (self._samples.whole, self._samples.part)]
         try:
@@ -157,16 +157,16 @@ class Evidence:
         return {path: tuple(trials[0].uses[path].seen.items()) for path in left}, failed
 
     def _tells_apart(self, wanted: Wanted) -> bool:
-        """Whether a sample's copies change what belongs to that sample, and nothing else."""
+        """Whether a sample's copies change the values of that sample alone."""
         order = self._samples.whole, self._samples.turned, self._samples.part
         whole, *others = (self._look_copying(Copying(wanted, own, True)) for own in order)
         agree = all(self._agree(whole, look, own) for look, own in zip(others, order[1:]))
         return agree and self._adds_up(wanted)
 
     def _adds_up(self, wanted: Wanted) -> bool:
-        """Of a model that gives only numbers of all samples, such as its loss: whether the samples'
-        copies change these by the sum, or by the mean, of what each sample's change alone. What the
-        model does after its last module shows nowhere else.
+        """For a model that returns only numbers of all samples, such as its loss: whether changing
+        all samples' copies changes them by the sum or the mean of the single changes. Nothing else
+        shows what the model does after its last module.
         """
         given, whole = self.outputs(""), self._samples.whole
         if not given or not all(isinstance(rows, Lost) and rows.pooled for rows in given):
@@ -183,7 +183,7 @@ class Evidence:
         )
 
     def _changes(self, wanted: Wanted, samples: list[int]) -> list[float]:
-        """By how much the numbers that the model gives change with the copies of ``samples``."""
+        """How much the numbers that the model returns change with the copies of ``samples``."""
         looks = [self._look_copying(Copying(wanted, samples, moved)) for moved in (False, True)]
         pairs = zip(*(look.calls[""][0].outputs for look in looks))
         return [
@@ -193,7 +193,7 @@ class Evidence:
         ]
 
     def _agree(self, whole: Look, other: Look, samples: list[int]) -> bool:
-        """Whether ``other`` gives of its samples what ``whole`` does, where these can be told."""
+        """Whether both passes agree on ``samples``, wherever it is clear which rows are theirs."""
         for path, calls in whole.calls.items():
             pairs = zip(calls, other.calls.get(path, ()), range(min(self.counts(path))))
             for ours, theirs, k in pairs:
@@ -214,8 +214,8 @@ class Evidence:
         return self._look(copying.samples, copying=copying)
 
     def refuse_mixing(self) -> None:
-        """Raise for the first module that gets samples apart and gives them mixed, else for the
-        first layer that gets them so.
+        """Raise for the first module that takes separate samples and returns them mixed. If there
+        is none, raise for the first layer whose input is mixed.
         """
         for path in self._looks[0].calls:
             for call in range(min(self.counts(path))):
@@ -289,7 +289,7 @@ class Evidence:
             seed_all(seed)
             if not self.trains:
                 model.eval()
-            elif not model.training:  # as models are loaded; batch norms may be meant to be
+            elif not model.training:  # models are loaded like this; batch norms may have to stay
                 frozen = [m for m in model.modules() if isinstance(m, BATCH_NORM)]
                 model.train()
                 for module in frozen:
@@ -343,8 +343,8 @@ def _is_tied(one: float, other: float, both: float) -> bool:
 
 @contextmanager
 def _same_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore which parameters and submodules there are, which are trained, and what modules hold
-    in attributes: states, caches.
+    """Restore at the end the parameters and submodules, which of them are trained, and the
+    attributes of modules, such as states and caches.
     """
     held = [(m, dict(vars(m))) for m in model.modules()]
     tables = [

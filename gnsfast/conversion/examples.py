@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example that ``convert`` is given: what the model is called with, and parts of it."""
+"""The example for ``convert``: what the model is called with, and parts of it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from gnsfast.tensors import map_tensors, tensors_of
 
 MOST = 5
-"""Samples of the example that are looked at. More show nothing new, and cost time."""
+"""How many samples of the example are run. More show nothing new, and cost time."""
 
 
 class Example(NamedTuple):
-    """A call of the model; ``num_samples`` lie along ``batch_dim`` of its tensors. ``autocast``:
-    what each kind of device casts to around the call, and whether it does.
+    """A call of the model, whose tensors have ``num_samples`` samples along ``batch_dim``.
+    ``autocast`` maps each type of device to the dtype of autocast around the call, and to whether
+    autocast is on.
     """
 
     args: tuple[Any, ...]
@@ -26,8 +27,8 @@ class Example(NamedTuple):
     num_samples: int = 0
 
     def of(self, samples: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for some of the samples, in that order. Tensors of another size are
-        arguments that the samples share.
+        """The arguments for some of the samples, in that order. All samples share a tensor of any
+        other size.
         """
 
         def pick(t: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class Example(NamedTuple):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Cast as around the call."""
+        """The autocast of the call."""
         with ExitStack() as contexts:
             for kind, (dtype, enabled) in self.autocast.items():
                 contexts.enter_context(torch.autocast(kind, dtype, enabled))
@@ -53,11 +54,11 @@ class Example(NamedTuple):
 
 
 def example_of(model: nn.Module, example: Any, batch_dim: int) -> Example:
-    """What ``example`` calls the model with.
+    """The call of the model that ``example`` describes.
 
     Raises:
-        TypeError: it is neither a tensor, a tuple, a mapping nor a function.
-        ValueError: it has no tensor, fewer than two samples, or samples that are all equal.
+        TypeError: if it is neither a tensor, a tuple, a mapping nor a function.
+        ValueError: if it has no tensor, fewer than two samples, or samples that are all equal.
     """
     call = _call_of(model, example)
     tensors = [t for t in tensors_of((call.args, call.kwargs)) if t.ndim]
@@ -90,7 +91,7 @@ def example_of(model: nn.Module, example: Any, batch_dim: int) -> Example:
 
 
 def _sample_dim(t: Tensor, batch_dim: int, B: int) -> int | None:
-    """The dimension of an argument that holds the samples: a sequence-first model's masks are
+    """The dimension of an argument that holds the samples. Masks of a sequence-first model are
     batch-first.
     """
     dims = (batch_dim, 0) if t.ndim > 1 else (0,)
@@ -113,13 +114,13 @@ def _call_of(model: nn.Module, example: Any) -> Example:
 
 
 class _Called(BaseException):
-    """Ends a user's function as soon as it has called the model. No ``except Exception`` of the
-    user's holds it up.
+    """Ends a user's function as soon as it calls the model. It is a ``BaseException``, so an
+    ``except Exception`` in the function does not catch it.
     """
 
 
 def _caught(model: nn.Module, run: Callable[[], Any]) -> Example:
-    """What ``run`` calls the model with."""
+    """The call that ``run`` makes of the model."""
     calls: list[Example] = []
 
     def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

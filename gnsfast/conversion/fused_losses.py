@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes of other projects that bypass gnsfast's: their fused losses take a head's weight
-without calling the head.
+"""Forward passes of other projects that bypass gnsfast: their fused losses take a head's weight and
+do not call the head.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ PROJECTS = {
     "cut_cross_entropy": "Cut Cross-Entropy",
     "trl": "TRL",
 }
-"""Top-level package -> project. All replace the forward of a causal model's class, or of one
-model. In training theirs hands ``lm_head.weight`` to the loss."""
+"""Top-level package -> project. Each replaces the forward of a causal language model or of its
+class. In training that forward passes ``lm_head.weight`` to the loss."""
 
 HEAD = "lm_head"
 
 
 def project_of(module: nn.Module) -> str:
-    """The project whose forward the module has; empty if it has none of theirs."""
+    """The project whose forward the module runs, or an empty string."""
     for forward in _unwrapped(module.forward):
         own = getattr(forward, "__globals__", {}).get("__name__")  # functools.wraps leaves it alone
         for where in (own, getattr(forward, "__module__", None)):
@@ -30,8 +30,8 @@ def project_of(module: nn.Module) -> str:
 
 
 def fused_loss_of(model: nn.Module, path: str) -> str:
-    """The project whose forward a module around the head ``path`` has; empty if there is none, or
-    if ``path`` is no head.
+    """The project whose forward runs in a module around the head ``path``. Empty if there is none,
+    or if ``path`` is not a head.
     """
     *around, last = path.split(".")
     paths = [".".join(around[:depth]) for depth in range(len(around) + 1)] if last == HEAD else []
@@ -39,7 +39,7 @@ def fused_loss_of(model: nn.Module, path: str) -> str:
 
 
 def _unwrapped(forward: Callable[..., Any]) -> Iterator[Any]:
-    """A forward, and the ones in it: autocast, accelerate and Dynamo wrap theirs around it."""
+    """A forward, and those that it wraps: autocast, accelerate and Dynamo wrap theirs around it."""
     seen = set()
     layer: Any = forward
     while layer is not None and id(layer) not in seen:
@@ -49,7 +49,7 @@ def _unwrapped(forward: Callable[..., Any]) -> Iterator[Any]:
 
 
 def notes(model: nn.Module) -> dict[int, str]:
-    """The id of a head's weight -> a note about the fused loss that will take it."""
+    """Maps the id of each head's weight to a note about the fused loss that will take it."""
     found = {}
     for path, module in model.named_modules():
         weight = module._parameters.get("weight")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a module, as its calls show it."""
+"""Finds the layout of a module in its calls."""
 
 from gnsfast.conversion.looks import Prints
 from gnsfast.conversion.prints import SHARED, Lost, Rows
 from gnsfast.layers import DropIn, Embedding, SampleLayout
 
 ALTERNATING = ("linear", "embedding", "layer_norm", "rms_norm", "experts", "router")
-"""The routes that read rows which alternate between the samples."""
+"""The routes that can read rows in which the samples alternate."""
 
 Laid = tuple[SampleLayout, str]
 """A layout and a note."""
@@ -14,7 +14,7 @@ SHARES = "all samples share its index"
 
 
 def laid(cls: type[DropIn], prints: Prints, found: list[Rows | Lost | None]) -> Laid | Lost:
-    """The layout of a module, by the first tensor that a call gave it."""
+    """The layout of a module, from the first tensor that a call gave it."""
     for print_, rows in zip(prints, found):
         if print_ is not None and rows is not None:
             return rows if isinstance(rows, Lost) else _layout(cls, rows, print_.shape)

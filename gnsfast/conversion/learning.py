@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route and the layout of each module, as an example shows them."""
+"""Finds the route and the layout of each module from an example."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -24,11 +24,14 @@ from gnsfast.layers import (
 
 
 class Learned(NamedTuple):
-    """By module: its layout, the reason why it has no norms, a note. ``replay`` are modules to
-    replay with all their submodules, ``repeated`` those whose calls are joined. ``shared``: the
-    places of the arguments of replayed modules that all samples share. ``copies``: how modules use
-    copies of their parameters, ``uncopied`` which have none and why. ``cost``: what all replays add
-    to a forward and backward pass, as a fraction of it; None if it was not measured.
+    """What an example has shown. Dicts have the names of modules as keys.
+
+    ``layouts``, ``reasons`` (why there are no norms) and ``notes`` speak for themselves. ``replay``
+    are modules to replay with all their submodules, ``repeated`` those whose calls are joined.
+    ``shared`` holds the places of the arguments that all samples of a replayed module share.
+    ``copies`` says how a module uses copies of its parameters, ``uncopied`` which parameters cannot
+    have copies, and why. ``cost`` is the time that all replays add to a forward and backward pass,
+    as a fraction of it, or None if it was not measured.
     """
 
     layouts: dict[str, SampleLayout] = {}
@@ -50,16 +53,16 @@ def learn(
     claims_of: Mapping[str, tuple[str, ...]],
     asked: Collection[str] = (),
 ) -> Learned:
-    """Run ``model`` without gradients on samples of ``example``, and learn from what it gives.
+    """Run ``model`` without gradients on samples of ``example``, and learn from its tensors.
 
     Args:
         routes, claims_of: the class that each module would become without an example, and the
-            parameters that it answers for.
-        asked: the modules that the user wants to have replayed.
+            parameters that it is responsible for.
+        asked: the modules that the user wants to replay.
 
     Raises:
-        TypeError, ValueError: the example is no call of the model with two samples or more, or the
-            samples depend on each other.
+        TypeError, ValueError: if the example is not a call of the model with two samples or more,
+            or if the samples depend on each other.
     """
     if meta := [n for n, p in model.named_parameters() if p.is_meta]:
         raise ValueError(f"example: {meta[0]} is on the meta device. Load the weights first.")
@@ -81,7 +84,7 @@ def _is_sequence_first(module: nn.Module) -> bool:
 
 
 class Request(NamedTuple):
-    """Why no kernel finds a module's norms, and the innermost module that a replay may start at."""
+    """Why no kernel can find a module's norms, and the innermost module that a replay may run."""
 
     why: str
     start: str
@@ -124,7 +127,7 @@ class _Learner:
         return owners
 
     def _bases(self) -> dict[str, type[nn.Module]]:
-        """Torch's class of each module whose own class has a forward around it."""
+        """For each module whose class wraps the forward of a torch class: that torch class."""
         around = {path: cls for path, cls in self.routes.items() if is_around(cls)}
         return {
             path: next(base for base in KERNELS if issubclass(cls, base))
@@ -152,7 +155,7 @@ class _Learner:
         return learned
 
     def _copy(self) -> None:
-        """Find the modules without a kernel of whose parameters each sample can have copies."""
+        """Find the modules without a kernel in which each sample can use its own parameters."""
         wanted = {}
         for path, parameters in self.parameters.items():
             cls, claims = self.routes.get(path, Replayed), self.claims_of[path]
@@ -167,7 +170,7 @@ class _Learner:
             self.notes |= dict.fromkeys(self.copies, "each sample uses a copy of it")
 
     def _learn(self, path: str, cls: type[DropIn]) -> None:
-        """Find a module's layout, or request a replay of it or of one around it."""
+        """Find a module's layout, or request a replay of it or of a module around it."""
         request = self._used_as_tensor(path) or self._called_oddly(path, cls)
         if request is None and not any(self.evidence.own_counts(path)):
             self.layouts[path] = SampleLayout(self.batch_dim)
@@ -192,7 +195,7 @@ class _Learner:
         return Request(why, _common(users | callers, path))
 
     def _called_oddly(self, path: str, cls: type[DropIn]) -> Request | None:
-        """A request for a module whose number of calls no kernel allows for."""
+        """A request for a module whose number of calls no kernel can handle."""
         counts = self.evidence.own_counts(path)
         if not any(counts):
             if issubclass(cls, OutProjection) or not self._is_passed_over(path):
@@ -217,7 +220,9 @@ class _Learner:
         return Request("its parameters have no kernel", path)
 
     def _is_passed_over(self, path: str) -> bool:
-        """Whether a module is in a list of which others are called: an expert without a token."""
+        """Whether a module is the part of a list of which only other parts are called, such as an
+        expert that no token reached.
+        """
         while path:
             above = _parent(path)
             listed = isinstance(self.named[above], (nn.ModuleList, nn.ModuleDict))
@@ -233,15 +238,15 @@ class _Learner:
         return _common({call.caller for call in self.evidence.calls(path)}, path)
 
     def _may_repeat(self, path: str, cls: type[DropIn]) -> bool:
-        """Whether links between its uses make several calls exact: an embedding whose weight others
-        share.
+        """Whether several calls are exact without joining them, as for an embedding that shares its
+        weight: links connect all its uses.
         """
         shared = {id(p) for p in self.parameters[path]}
         others = (ps for other, ps in self.parameters.items() if other != path)
         return issubclass(cls, Embedding) and any(id(p) in shared for ps in others for p in ps)
 
     def _lay_out(self, path: str, cls: type[DropIn]) -> Request | None:
-        """Find the layout that fits all calls of a module; a request if there is none."""
+        """Find the layout that fits all calls of a module, or return a request if there is none."""
         calls = [laid(cls, *call) for call in self.evidence.own_inputs(path)]
         lost = [each for each in calls if isinstance(each, Lost)]
         found = [each for each in calls if not isinstance(each, Lost)]
@@ -270,7 +275,7 @@ class _Learner:
         )
 
     def _not_replayable(self, path: str) -> str:
-        """Why a replay cannot find the samples of a module; empty if it can."""
+        """Why a replay cannot find the samples of a module. Empty if it can."""
         module, calls = self.named[path], self.evidence.calls(path)
         if {*self.evidence.counts(path)} != {1}:
             return "it is not called exactly once"
@@ -299,7 +304,7 @@ class _Learner:
         return ""
 
     def _replays(self) -> Learned:
-        """Choose replays where they are worth their cost."""
+        """Choose the replays that are worth their cost."""
         around: dict[str, list[str]] = {}
         reasons: dict[str, str] = {}
         for path, (why, start) in self.requests.items():
@@ -340,7 +345,7 @@ class _Learner:
         return Learned(*found, self.copies, self.uncopied, whole_cost)
 
     def _is_worth(self, place: str, paths: list[str]) -> bool:
-        """Whether to replay a module for the norms of ``paths``."""
+        """Whether a replay of ``place`` is worth the norms of ``paths``."""
         gained = _elements([p for path in paths for p in self.parameters[path]])
         replayed = _elements(self.named[place].parameters())
         few = replayed <= FEW * _elements(self.named[""].parameters())
@@ -356,8 +361,8 @@ class _Learner:
 
 
 WORTH, WORTH_OF_FEW, FEW = 0.5, 0.05, 0.02
-"""A replay is chosen where it finds norms for half of the parameters that it runs through, or for a
-twentieth of at most a fiftieth of the model's. Times would give other routes in each process."""
+"""A replay must find norms for half of the parameters that it runs, or for a twentieth if it runs
+at most a fiftieth of the model's. Measured times would choose other routes in each process."""
 
 TIED = (
     "the loss of two samples is neither the sum of their losses nor between them, as with a "

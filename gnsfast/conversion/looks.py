@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass of a model without gradients, in which prints are taken of what each module got and
-gave.
+"""One pass of a model without gradients, which takes fingerprints (prints) of the inputs and
+outputs of each module.
 """
 
 import functools
@@ -25,14 +25,14 @@ Prints = tuple[Print | None, ...]
 
 
 METHODS = ("_conv_forward", "_apply_instance_norm", "forward")
-"""Where torch's layers compute: the first of these that they have."""
+"""A torch layer computes in the first of these methods that it has."""
 
 
 class Call(NamedTuple):
-    """The prints of a module's arguments and outputs; None stands for what is no tensor.
+    """The prints of a module's arguments and outputs. None marks what is not a tensor.
 
-    ``plain`` says whether a replay could repeat the call (``layers.is_plain``). ``caller`` is the
-    module that made it.
+    ``plain`` says whether a replay could repeat the call (``layers.is_plain``), and ``caller``
+    names the module that made the call.
     """
 
     inputs: Prints
@@ -42,22 +42,22 @@ class Call(NamedTuple):
 
 
 class Look(TorchDispatchMode):
-    """One pass, in which nothing is random.
+    """One pass, in which nothing is random. It collects:
 
-    ``calls``: of each module, in the order in which the modules ended. ``inner``: for a module
-    whose class has a forward around torch's, the calls of torch's. ``elsewhere``: id of a parameter
-    -> the innermost modules that used it while none of its ``owners`` ran. ``seconds``: of all
-    calls of a module, without what the prints took. ``random``: the modules in which dropout or
-    other random numbers would have been drawn.
+    ``calls``: the calls of each module, in the order in which the modules ended. ``inner``: the
+    calls of torch's forward, for a module whose class wraps it. ``elsewhere``: id of a parameter ->
+    the innermost modules that used it while none of its ``owners`` ran. ``seconds``: the time of
+    all calls of a module, without that of the prints. ``random``: the modules that would have drawn
+    random numbers, as for dropout.
 
     Args:
         owners: id of a parameter -> the modules that may use it.
-        bases: module -> torch's class, for those whose class has a forward around that of torch.
-        samples, batch_dim: the number of samples of this pass, the dimension that holds them.
-        replays: modules that are tried on one sample alone; ``failed`` says for which the outputs
-            are others, and how.
-        expanded: modules that work once for each sample: embeddings on an index [T] that all
-            share, others on what gives a table [1, ...].
+        bases: module -> torch's class, for modules whose class wraps the forward of a torch class.
+        samples, batch_dim: the number of samples in this pass, and the dimension that holds them.
+        replays: modules to try on a single sample. ``failed`` says for which of them the outputs
+            differ, and how.
+        expanded: modules to run once for each sample: embeddings whose index [T] all samples
+            share, and modules that return a table [1, ...].
         copying: puts copies in the place of parameters.
     """
 
@@ -109,12 +109,12 @@ class Look(TorchDispatchMode):
         return self
 
     def own(self, name: str) -> list[Call]:
-        """The calls of a layer's own forward, or of torch's inside of it."""
+        """The calls of a layer's own forward, or of the torch forward that it wraps."""
         return (self.inner if name in self._bases else self.calls).get(name, [])
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Put a recording forward on each module. A scripted module takes none."""
+        """Put a recording forward on each module, except for scripted ones, which accept none."""
         named = {
             n: m
             for n, m in self._model.named_modules()
@@ -191,7 +191,7 @@ class Look(TorchDispatchMode):
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """Compare what a module gives for a single sample with what it gave for all."""
+        """Compare a module's outputs for a single sample with its outputs for all samples."""
 
         def one(values: Any) -> Any:
             leaves, spec = pytree.tree_flatten(values)
@@ -291,13 +291,13 @@ def _clock() -> float:
 
 LIKELY = {"rand": 0.5, "rand_like": 0.5, "uniform": 0.5}
 LIKELY |= dict.fromkeys(("randn", "randn_like", "normal", "randint", "randint_like"), 0.0)
-"""What is drawn in place of random numbers, which would differ from pass to pass: their means."""
+"""The means that take the place of random numbers, which would differ from pass to pass."""
 OFF = {"dropout_p": 0.0, "train": False, "training": False}
-"""The arguments that turn off what is random in an operator with other work."""
+"""The arguments that turn off the random part of an operator which also does other work."""
 
 
 def _draws(values: dict[str, Any]) -> bool:
-    """Whether a random operator's result depends on chance, by its arguments."""
+    """Whether the result of a random operator depends on chance with these arguments."""
     if not all(values.get(name, True) for name in ("train", "training")):
         return False
     p = values.get("dropout_p", values.get("p"))
@@ -305,7 +305,7 @@ def _draws(values: dict[str, Any]) -> bool:
 
 
 def _without_chance(func: Any, values: dict[str, Any]) -> Any:
-    """The operator without dropout; one that draws numbers gives the likely ones."""
+    """Run the operator without dropout. An operator that draws numbers returns their means."""
     if off := OFF.keys() & values.keys():
         return func(**values | {name: OFF[name] for name in off})
     drawn, kind = func(**values), func._schema.name.removeprefix("aten::")

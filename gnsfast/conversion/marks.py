@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks on the tensors of a pass: where their rows come from, which numbers alone cannot tell."""
+"""Marks tensors by the origin of their rows, which their numbers alone do not show."""
 
 from itertools import accumulate
 from operator import mul
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 PUTTING_BACK = ("index_put", "index_add", "index_copy", "index_fill", "masked_", "scatter")
-"""Operators whose result has the rows of their first tensor, whatever they put there."""
+"""Operators whose result has the rows of their first argument, whatever values they write."""
 ORDERING = ("sort", "argsort", "topk")
 MOVING = ("index", "gather", "roll", "flip", "cat", "stack", "take", *ORDERING)
 """Operators that may take rows from elsewhere."""
@@ -19,8 +19,8 @@ FLATTENING = ("view", "_unsafe_view", "_reshape_alias", "reshape", "flatten")
 
 
 class Marks:
-    """Which tensors hold rows that the data pick or order, and which hold all rows of a tensor
-    [B, ...] or [T, B, ...] that was made flat.
+    """Remembers which tensors hold rows that the data select or sort, and which hold all rows of a
+    flattened tensor [B, ...] or [T, B, ...].
     """
 
     def __init__(self, samples: int) -> None:
@@ -37,11 +37,11 @@ class Marks:
         return t in self._flat
 
     def note(self, func: Any, leaves: list[Any], result: Any) -> None:
-        """Mark what an operator gives, by what it got."""
+        """Mark the results of an operator, from the marks of its arguments."""
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.ndim]
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         picks = torch.Tag.dynamic_output_shape in func.tags
-        if name == "index":  # the tag stands for masks; the operator takes numbers of rows too
+        if name == "index":  # the tag means a mask, but the operator takes row numbers too
             picks = any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])
         sources = tensors[:1] if name.startswith(PUTTING_BACK) else tensors
         rows = {self._picked[t] for t in sources if t in self._picked}
@@ -65,7 +65,7 @@ class Marks:
                 self._flat[t] = True
 
     def _grouped(self, t: Tensor, view: Tensor) -> bool:
-        """Whether each row of ``view`` is some rows of a flat ``t``, as when heads are joined."""
+        """Whether each row of ``view`` joins several rows of a flat ``t``, as heads are joined."""
         whole = len(view) % self._samples == 0
         return whole and t in self._flat and len(t) in accumulate(view.shape, mul)
 

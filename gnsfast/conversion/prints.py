@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints of tensors, small enough to be kept of a whole pass, and where their samples lie."""
+"""Fingerprints of tensors (prints), small enough to keep for a whole pass, and how they show where
+the samples lie.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,9 +12,9 @@ from torch._C._functorch import is_batchedtensor
 
 
 class Print(NamedTuple):
-    """A tensor, told by a number for each entry of its first dimensions. Numbers that differ by
-    less than ``slack`` are taken for rounding. ``picked``: the data pick or order its rows.
-    ``flat``: they are all rows of a tensor [B, ...].
+    """The fingerprint of a tensor: a number for each entry of its first dimensions. Differences
+    below ``slack`` count as rounding. ``picked``: the data select or sort the rows. ``flat``: they
+    are all rows of a flattened tensor [B, ...].
     """
 
     shape: tuple[int, ...]
@@ -31,10 +33,10 @@ class Print(NamedTuple):
 
 
 def print_of(t: Tensor) -> Print | None:
-    """The print of ``t``; None for a tensor that has no plain numbers in memory.
+    """The print of ``t``, or None for a tensor without plain numbers in memory.
 
-    It keeps two dimensions, of a floating-point matrix one. The others are summed with weights that
-    look random.
+    It keeps two dimensions, or one of a floating-point matrix. The others are summed with weights
+    that look random.
     """
     if t.layout != torch.strided or t.is_quantized or t.is_meta or is_batchedtensor(t):
         return None
@@ -49,7 +51,7 @@ def print_of(t: Tensor) -> Print | None:
     if (large := ~(norm < LARGE)).any():
         rows = x[large].nan_to_num(nan=0.5).asinh()
         values[large], norm[large] = rows @ _weights(x), torch.linalg.vector_norm(rows, dim=-1)
-    # A row that all but cancels is as exact as the others are.
+    # A row whose sum almost cancels has the same absolute error as the others.
     slack = norm + 1e-2 * norm.max() if norm.numel() else norm
     slack = slack * (1e-3 if t.dtype.itemsize >= 4 else 3e-2)
     return Print(tuple(t.shape), values, slack)
@@ -60,8 +62,8 @@ LARGE = 1e6
 
 
 def _weights(x: Tensor) -> Tensor:
-    """A weight for each entry of the last dimension of ``x``, without a random generator, whose
-    state is the user's.
+    """A weight for each entry of the last dimension of ``x``. It uses no random generator, because
+    their state belongs to the user.
     """
     if x.shape[-1] == 1:
         return torch.ones(1, dtype=torch.float32, device=x.device)
@@ -71,8 +73,9 @@ def _weights(x: Tensor) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """Where the samples of a tensor lie: along dimension ``dim``, which holds ``each`` entries of
-    every sample, one after the other; ``interleaved``: B apart. ``each`` 0: the samples share all.
+    """Where the samples of a tensor lie: along dimension ``dim``, with ``each`` consecutive entries
+    for every sample, or with entries that are B apart if ``interleaved``. With ``each`` 0 all
+    samples share the tensor.
     """
 
     dim: int = 0
@@ -84,8 +87,8 @@ SHARED = Rows(each=0)
 
 
 class Lost(NamedTuple):
-    """Why no ``Rows`` describe a tensor; ``mixed``: what belongs to a sample depends on others;
-    ``pooled``: it has one size for any number of samples, and depends on them.
+    """Why no ``Rows`` describe a tensor. ``mixed``: the values of a sample depend on others.
+    ``pooled``: the tensor depends on the samples, but its size does not depend on their number.
     """
 
     reason: str
@@ -103,7 +106,7 @@ class Samples(NamedTuple):
 
 
 def rows_of(prints: Sequence[Print | None], samples: Samples) -> Rows | Lost:
-    """Where the samples lie in a tensor of which ``prints`` are those of the four passes."""
+    """Where the samples lie in a tensor, from its ``prints`` in the four passes."""
     whole, *others = (each for each in prints if each is not None)
     if len(others) < 3:
         return Lost("it has no numbers in memory to compare")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a forward of their own that give what a kernel's layer gives, bit for bit: they are
-told by their results on random input, in the dtypes that models mix. Their code only has to be
-straight (``straight.py``), so that it does the same of every other input (RMS norms are known by
-their names).
+"""Recognises layers whose own forward gives the same bits as a layer that has a kernel.
+
+The results on random input decide, in the dtypes that models mix. The code must also be straight
+(``straight.py``), so that it does the same for every other input. RMS norms may have branches:
+their class names identify them.
 """
 
 import inspect
@@ -39,15 +40,16 @@ DTYPES = (
     (torch.float16, torch.float16),
     (torch.float64, torch.float64),
 )
-"""Of the input and of the parameters. A layer that takes no such mixture may still be known by the
-others: it raises with a probe and without.
+"""Dtypes of the input and of the parameters. A layer that does not accept a mixture is recognised
+by the others, since it raises an error for that mixture in any case.
 """
 SCALES = torch.tensor([[1e-3], [1.0], [1e3]])
-"""Of the rows of the input: at the first an epsilon counts, at the last a clamp."""
+"""Scales of the input's rows: the first shows the effect of an epsilon, the last that of a clamp.
+"""
 
 
 def recognised(module: nn.Module) -> type[DropIn] | None:
-    """The drop-in that does what ``module`` does; None if none does."""
+    """The drop-in that computes the same as ``module``, or None."""
     own = {n: p for n, p in module._parameters.items() if p is not None}
     arguments = inspect.signature(module.forward).parameters.values()
     needed = [p for p in arguments if p.default is p.empty and p.kind != p.VAR_KEYWORD]
@@ -71,8 +73,8 @@ def recognised(module: nn.Module) -> type[DropIn] | None:
 
 
 def _candidates(module: nn.Module, own: dict[str, nn.Parameter]) -> list[type[DropIn]]:
-    """The drop-ins that the shapes of a module's parameters, and its class, allow. No forward says
-    whether backward leaves out a ``padding_idx``.
+    """The drop-ins that a module's class and the shapes of its parameters allow. An embedding with
+    ``padding_idx`` is not among them, since a forward does not show how backward treats it.
     """
     if isinstance(module, nn.Linear):
         return [layers.CastLinear]
@@ -115,7 +117,7 @@ def _inputs(
 def _alike(
     module: nn.Module, candidates: list[type[DropIn]], x: Tensor, parameters: dict[str, Tensor]
 ) -> list[type[DropIn]]:
-    """Those of ``candidates`` that give what the module's forward gives, in both of its modes."""
+    """The ``candidates`` that agree with the module's forward in training and evaluation mode."""
     for training in (True, False):
         theirs = _result(_twin(module, training), x, parameters)
         if theirs is None:
@@ -149,7 +151,7 @@ def _twin(module: nn.Module, training: bool) -> Forward:
 
 
 def _plain(drop_in: type[DropIn], module: nn.Module) -> Forward:
-    """What a drop-in gives without a probe."""
+    """What a drop-in computes without a probe."""
 
     def forward(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         w, b = parameters["weight"], parameters.get("bias")
@@ -179,7 +181,7 @@ class _Result(NamedTuple):
 
 
 def _result(forward: Forward, x: Tensor, parameters: dict[str, Tensor]) -> _Result | None:
-    """What a forward gives; None where it fails, as for a mixture of dtypes that it cannot take."""
+    """The result of a forward, or None if it fails, as for a mixture of dtypes."""
     x = x.clone().requires_grad_(x.is_floating_point())
     own = {name: p.clone().requires_grad_() for name, p in parameters.items()}
     try:
@@ -188,13 +190,13 @@ def _result(forward: Forward, x: Tensor, parameters: dict[str, Tensor]) -> _Resu
             weights = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype, device=y.device)
             leaves = [t for t in (x, *own.values()) if t.requires_grad]
             grads = torch.autograd.grad(y, leaves, weights.view(y.shape), allow_unused=True)
-    except Exception:  # only its parameters are those of such a layer
+    except Exception:  # the module only has parameters like those of such a layer
         return None
     return _Result(y, list(grads))
 
 
 def _same(ours: _Result | None, theirs: _Result) -> bool:
-    """Whether both outputs are the same, bit for bit, and both gradients but for rounding."""
+    """Whether the outputs agree bit for bit, and the gradients up to rounding."""
     if ours is None or ours.y.dtype != theirs.y.dtype or not torch.equal(ours.y, theirs.y):
         return False
     return all(map(_near, ours.grads, theirs.grads))

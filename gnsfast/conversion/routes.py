@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which route leads to the norms of a module's own parameters, or why there is none."""
+"""Finds the route to the norms of a module's own parameters, or the reason why there is none."""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +10,16 @@ from torch.nn.utils import parametrize
 
 from gnsfast import layers
 from gnsfast.conversion.recognition import recognised
+from gnsfast.conversion.straight import forward_of
 from gnsfast.layers import (
     ATTENTION,
     DropIn,
     Experts,
     MultiheadAttention,
+    OwnForward,
     Replayed,
     Router,
+    Setting,
     SinkAttention,
     combine,
     experts_reason,
@@ -33,7 +36,9 @@ from gnsfast.tensors import is_dtensor, is_wrapper
 
 
 class Route(NamedTuple):
-    """The class that a module becomes; None leaves it as it is, for ``reason``."""
+    """The class that a module becomes. With None the module stays as it is, and ``reason`` says
+    why.
+    """
 
     cls: type | None
     reason: str = ""
@@ -88,7 +93,7 @@ def uses_children_as_tensors(module: nn.Module) -> bool:
 
 
 def _uses_dora(module: nn.Module) -> bool:
-    """Whether peft divides the adapter's output by norms that it takes of all its weights."""
+    """Whether peft divides the adapter's output by norms of all its weights (DoRA)."""
     return len(getattr(module, "lora_magnitude_vector", ())) > 0
 
 
@@ -115,7 +120,7 @@ def _attention_route(module: nn.Module) -> Route:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """A module's parameters, with those of the containers that it holds."""
+    """A module's parameters, and those of the containers that it holds."""
     own = {n: p for n, p in module._parameters.items() if p is not None}
     for child_name, child in held(module).items():
         own |= {f"{child_name}.{n}": p for n, p in child.named_parameters()}
@@ -123,8 +128,8 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def held(module: nn.Module) -> dict[str, nn.Module]:
-    """The children whose parameters a module uses as its own: bare containers (LoRA embeddings),
-    and what torch's parametrizations compute its weights from.
+    """The children whose parameters a module uses as its own: bare containers, as for LoRA
+    embeddings, and the parametrizations from which torch computes its weights.
     """
     if isinstance(module, LISTS):
         return {}
@@ -139,13 +144,7 @@ def route_of(module: nn.Module) -> Route:
         return Route(type(module))
     own = module._parameters
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        return Route(
-            None,
-            (
-                "it is a lazy module without a shape: run a forward pass before "
-                "gnsfast.convert(model)"
-            ),
-        )
+        return Route(None, "it is a lazy module without a shape: run a forward pass first")
     if any(p is not None and p.is_complex() for p in own.values()):
         return Route(None, "its parameters are complex numbers")
     if _computed(module):
@@ -170,9 +169,16 @@ def route_of(module: nn.Module) -> Route:
 
 
 def _own_way(module: nn.Module) -> Route:
-    """The route of a module with a forward of its own: a kernel's if it does the same."""
+    """The route of a module with its own forward: a kernel if it computes the same, or a replay."""
     drop_in = recognised(module)
     return replayed(module) if drop_in is None else Route(combine(type(module), drop_in, over=True))
+
+
+def settings_of(module: nn.Module, cls: type[DropIn]) -> tuple[Setting, ...]:
+    """What decides the branches of a module's own forward, if its route ``cls`` stands for it."""
+    if not issubclass(cls, OwnForward):
+        return ()
+    return forward_of(module, original_class(type(module))).settings
 
 
 def _computed(module: nn.Module) -> bool:
@@ -182,14 +188,16 @@ def _computed(module: nn.Module) -> bool:
 
 
 def _computed_in_a_hook(module: nn.Module) -> bool:
-    """The same in a hook that is not torch's, which no replay runs, by the names that these use."""
+    """The same for hooks that are not torch's, told by the names of their parameters. A replay does
+    not run such hooks.
+    """
     own = module._parameters
     named = "weight_g" in own or any(n.endswith("_orig") for n in own)
     return named and bool(module._forward_pre_hooks) and not weight_hooks(module)
 
 
 def may_copy(module: nn.Module, claims: tuple[str, ...]) -> bool:
-    """Whether a module might use copies of the parameters that it ``claims``, one a sample."""
+    """Whether a module might work with a copy of the parameters in ``claims`` for each sample."""
     own = own_parameters(module)
     odd = isinstance(module, (torch.jit.ScriptModule, *CONTAINERS)) or _computed(module)
     lazy = isinstance(module, nn.modules.lazy.LazyModuleMixin)
@@ -222,9 +230,7 @@ def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) ->
 
 
 def _reaches_super(cls: type, base: type) -> bool:
-    """Whether every forward between ``cls`` and torch's class calls the next one, as far as its
-    code shows.
-    """
+    """Whether the code of every forward between ``cls`` and torch's class calls the next one."""
     for c in cls.__mro__[: cls.__mro__.index(base)]:
         for name in ("forward", "_conv_forward", "_apply_instance_norm"):
             code = getattr(c.__dict__.get(name), "__code__", None)
@@ -247,7 +253,7 @@ def _draws(module: nn.Module) -> bool:
 
 
 def replayed(module: nn.Module) -> Route:
-    """The route without a kernel: a replay, unless that would give other outputs."""
+    """The route of a module without a kernel: a replay, unless that would change the outputs."""
     if isinstance(module, CONTAINERS):
         return Route(None, "it is a container of parameters that no module uses as its own")
     if isinstance(module, torch.jit.ScriptModule):

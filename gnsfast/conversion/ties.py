@@ -7,8 +7,8 @@ from gnsfast.layers import DropIn, Embedding, Linear, OutProjection, Tie
 
 
 def link_ties(named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]]) -> None:
-    """Link embeddings and the head that share a weight. Other shared parameters get a reason why
-    they have no norms.
+    """Link the embeddings and the head that share a weight. All other shared parameters get no
+    norms, and a reason.
     """
     users: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, claims in claims_of.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes in which each sample has copies of parameters, and whether they show whose they are."""
+"""Passes in which each sample uses its own copies of parameters."""
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from gnsfast.functional import Copies, Use
 from gnsfast.layers import in_place
 
 SHIFT = 0.03
-"""By how much the copies of neighbouring samples differ, beside a parameter's largest number."""
+"""How much the copies of neighbouring samples differ, relative to a parameter's largest value."""
 
 Wanted = Mapping[str, Collection[str]]
 """Module -> the names of its parameters."""
@@ -19,7 +19,7 @@ Wanted = Mapping[str, Collection[str]]
 
 class Copying:
     """Puts copies in the place of parameters in one pass over ``samples``. With ``shifted`` each
-    sample's are others, which it has in every pass.
+    sample has different copies, which are the same in every pass.
     """
 
     def __init__(self, wanted: Wanted, samples: list[int], shifted: bool) -> None:
@@ -28,7 +28,7 @@ class Copying:
         self._made: dict[str, dict[str, Tensor]] = {}
 
     def around(self, path: str, module: nn.Module) -> AbstractContextManager[None]:
-        """What a call of a module is to run in."""
+        """The context in which a call of a module runs."""
         if path not in self._wanted:
             return nullcontext()
         if path not in self._made:
@@ -49,7 +49,7 @@ class Copying:
 
 
 def failures(wanted: Wanted, passes: Collection[Copying]) -> dict[str, dict[str, str]]:
-    """The parameters that these passes could not follow, by module, and why."""
+    """For each module, the parameters that these passes could not follow, and why."""
     found: dict[str, dict[str, str]] = {}
     for path, names in wanted.items():
         own = found[path] = {}

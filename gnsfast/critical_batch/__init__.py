@@ -3,7 +3,8 @@
 
 - ``measure_critical_batch`` trains branches of a run: a ``TorchRun``, or your own ``BranchRun``;
   ``measure_repeatedly`` does so with other data each time.
-- ``BatchSizeController`` grows a batch size by the noise scale and a factor that branches measured.
+- ``BatchSizeController`` grows a batch size by the noise scale and a factor that branches measured;
+  ``ScheduledBatchSize`` by thresholds in tokens.
 - ``Rules`` moves learning rate, betas and weight decay with the batch size.
 - ``BatchSizeSchedule`` counts the steps that a growing batch size saves.
 - ``laws``, ``trade_off`` and ``fit_power_law`` are what ``gnsfast plan`` prints.
@@ -26,6 +27,7 @@ from gnsfast.critical_batch.control import (
     Decision,
     ResizableBatchSampler,
     SampleStream,
+    ScheduledBatchSize,
     token_schedules,
 )
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
@@ -55,6 +57,7 @@ __all__ = [
     "Rule",
     "Rules",
     "SampleStream",
+    "ScheduledBatchSize",
     "TorchRun",
     "averaged",
     "exports",

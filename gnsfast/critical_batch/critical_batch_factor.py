@@ -43,8 +43,8 @@ class CriticalBatchFactor:
         positive = math.isfinite(self.value) and self.value > 0
         if not (positive and 0 <= self.lower <= self.value <= self.upper):
             raise ValueError(
-                f"a factor of {self.value!r} with the interval {self.lower!r} to {self.upper!r} "
-                "is invalid: it must be positive, finite and inside its interval"
+                f"a factor must be positive, finite and inside its interval, not {self.value!r} "
+                f"with the interval {self.lower!r} to {self.upper!r}"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -65,10 +65,11 @@ class CriticalBatchFactor:
         except ValueError as e:
             raise ValueError(f"{path} is not JSON: {e}") from e
         if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise ValueError(f"{path} holds no {KIND}")
+            raise ValueError(f"{path} is JSON, but not a {KIND}")
         if found.get("format") != FORMAT:
             raise ValueError(
-                f"{path} has format {found.get('format')!r}; this version of gnsfast reads {FORMAT}"
+                f"{path} has format {found.get('format')!r}, but this version of gnsfast reads "
+                f"format {FORMAT}"
             )
         try:
             value, lower, upper = (found[k] for k in ("value", "lower", "upper"))

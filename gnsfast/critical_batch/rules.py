@@ -23,7 +23,7 @@ class Rule:
     """A row of the table.
 
     ``moves`` is the argument that takes its ``name``. ``tested`` says which numbers of the paper
-    the tests reproduce, or that they repeat its formula alone. ``change`` depends on the argument:
+    the tests reproduce, or that they only repeat its formula. ``change`` depends on the argument:
 
     - ``"lr"``: k -> factor of the learning rate;
     - ``"betas"``: (beta1, beta2, eps, k) -> the new three;
@@ -63,6 +63,7 @@ RULES = (
         "0.1 at 256 images becomes 3.2 at 8,192",
         float,
     ),
+    Rule("lr", "keep", "η", "", "", "", lambda k: 1.0),
     Rule("lr", "none", "η", "", "a learning rate that your own code moves", "", lambda k: 1.0),
     Rule("betas", "keep", "β1, β2", "", "", "", lambda beta1, beta2, eps, k: (beta1, beta2, eps)),
     Rule(
@@ -109,12 +110,17 @@ MOVED = ("lr", "betas", "eps", "weight_decay")
 
 @dataclass(frozen=True)
 class Rules:
-    """One rule for each argument. Parameter groups without betas, as Muon's, have none to move.
+    """One rule for each argument. Parameter groups without betas, such as Muon's, are left alone.
 
     Args:
-        lr: ``"sqrt"`` (Adam), ``"linear"`` (SGD) or ``"none"``.
+        lr: ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"keep"``, or ``"none"``, which leaves it to
+            your own code.
         betas: of Adam: ``"keep"``, ``"half_life"``, or ``"sde"``, which moves eps too.
-        weight_decay: ``"keep"``, or ``"timescale"``.
+        weight_decay: ``"keep"``, or ``"timescale"``, which divides by the factor of the learning
+            rate and so does not go with ``lr="none"``.
+
+    Raises:
+        ValueError: for a name that no rule has, and for ``"timescale"`` with ``lr="none"``.
 
     >>> from gnsfast.critical_batch import Rules
     >>> parameter = torch.nn.Parameter(torch.zeros(1))
@@ -132,6 +138,12 @@ class Rules:
     def __post_init__(self) -> None:
         for moves, names in NAMES.items():
             check_choice(moves, getattr(self, moves), names)
+        if (self.lr, self.weight_decay) == ("none", "timescale"):
+            raise ValueError(
+                "weight_decay='timescale' divides by the factor of the learning rate, and lr='none'"
+                " leaves that to your own code: pass lr='keep' if the learning rate stays as it "
+                "is, lr='sqrt' or 'linear' if it moves so, or weight_decay='keep'"
+            )
 
     def lr_factor(self, k: float) -> float:
         """The factor of the learning rate where the batch grows by ``k``."""
@@ -140,23 +152,23 @@ class Rules:
     def check(self, optimizer: Optimizer, k: float) -> None:
         """Raise ValueError where an optimizer cannot follow a batch that grows by ``k``."""
         if not 0 < k < math.inf:
-            raise ValueError(f"a batch grows by a positive, finite factor, not by {k!r}")
+            raise ValueError(f"a batch must grow by a positive, finite factor, not by {k!r}")
         kind = type(optimizer).__name__
         if self.betas != "keep" and not any("betas" in g for g in optimizer.param_groups):
-            raise ValueError(f"{kind} has no betas to move: pass betas='keep'")
+            raise ValueError(f"{kind} has no betas to change: pass betas='keep'")
         for group in optimizer.param_groups:
             if self.betas == "sde" and "betas" in group and min(self._betas(group, k)[:2]) < 0:
                 betas = tuple(map(float, group["betas"]))
                 raise ValueError(
-                    f"betas='sde' cannot make a batch {k:g} times as large with {betas}: "
-                    "1 - k (1 - beta) is negative; betas='half_life' has no such bound"
+                    f"betas='sde' does not allow a batch {k:g} times as large with {betas}, where "
+                    "1 - k (1 - beta) is negative: pass betas='half_life', which has no such limit"
                 )
             if self.weight_decay != "keep" and "weight_decay" not in group:
-                raise ValueError(f"{kind} has no weight decay to move: pass weight_decay='keep'")
+                raise ValueError(f"{kind} has no weight decay to change: pass weight_decay='keep'")
             if self.weight_decay != "keep" and group["weight_decay"] and _coupled(optimizer, group):
                 raise ValueError(
-                    f"weight_decay={self.weight_decay!r} is a rule for decoupled weight decay, and "
-                    f"{kind} adds it to the gradient: use AdamW, or pass weight_decay='keep'"
+                    f"weight_decay={self.weight_decay!r} needs decoupled weight decay, and {kind} "
+                    "adds its weight decay to the gradient: use AdamW, or pass weight_decay='keep'"
                 )
 
     def apply(
@@ -167,7 +179,7 @@ class Rules:
 
         Args:
             lr: False leaves the learning rates to the caller.
-            lr_factor: by which they change, where that is not ``self.lr_factor(k)``.
+            lr_factor: the factor of the learning rates, instead of ``self.lr_factor(k)``.
 
         Raises:
             ValueError: where the optimizer cannot follow; then nothing has changed.
@@ -196,7 +208,7 @@ class Rules:
         own: list[dict[str, Any]] = [{n: g[n] for n in MOVED if n in g} for g in groups]
         try:
             if lr:
-                for group in groups:  # no tensor is written, which could not be put back
+                for group in groups:  # a tensor is not written in place: it could not be put back
                     group["lr"] = group["lr"] * lr_factor
             self.apply(optimizer, k, lr=False, lr_factor=lr_factor)
             yield
@@ -213,7 +225,7 @@ class Rules:
 
 def _coupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether an optimizer adds the weight decay to the gradient, and then scales or averages it.
-    Those of other libraries are taken at their word.
+    For optimizers of other libraries, what they say of themselves counts.
     """
     if isinstance(optimizer, torch.optim.SGD):
         return bool(group["momentum"])

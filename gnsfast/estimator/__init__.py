@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GradientNoiseScale``: from the probes and gradients of each update to a noise scale."""
+"""``GradientNoiseScale`` turns the probes and gradients of each update into a noise scale."""
 
 from gnsfast.estimator.estimator import GradientNoiseScale
 from gnsfast.estimator.fitting import fitting_metrics, optimizer_for

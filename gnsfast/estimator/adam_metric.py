@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""p and q of an update under Adam's metric, the diagonal P = 1 / (√(v / (1 - beta2^t)) + eps) of
-the optimizer's last step.
+"""Measures p and q of an update under Adam's metric, which is the diagonal
+P = 1 / (√(v / (1 - beta2^t)) + eps) of the optimizer's last step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,19 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class NoMetric:
-    """The measurement of an update without a metric: it does nothing and adds no numbers."""
+    """The measurement of an update without a metric. It does nothing and adds no numbers."""
 
     width = 0
     modules: frozenset[str] = frozenset()
 
     def open(self, slab: ProbeSlab, first: bool) -> dict[str, list[Tensor]]:
-        """v of the parameters, for each module whose metric is known. ``first``: this micro-batch
-        begins an update.
+        """v of the parameters, for each module whose metric is known. ``first`` says that this
+        micro-batch begins an update.
         """
         return {}
 
     def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
-        """This process's share of q from ``.grad``; None where the probes have it."""
+        """This process's share of q, from ``.grad``. None if the probes have it."""
         return None
 
     def numbers(
@@ -45,7 +45,7 @@ class NoMetric:
         return []
 
     def refuse_norm(self) -> None:
-        """Raise if ``grad_norm`` does not suffice."""
+        """Raise if ``grad_norm`` is not enough."""
 
     def added(
         self, result: NoiseScale, metric: Tensor, scalars: Tensor, decay: float | None
@@ -55,13 +55,13 @@ class NoMetric:
 
 
 class AdamMetric(NoMetric):
-    """Σ_b ‖g_b‖²_P and ‖Σ_b g_b‖²_P, over the parameters whose layers take a metric.
+    """Σ_b ‖g_b‖²_P and ‖Σ_b g_b‖²_P, over the parameters whose layers support a metric.
 
-    v is that of the beginning of the update. If a parameter gets a gradient but has no v (before
-    the optimizer's first step), the measurement of the update is NaN.
+    It uses the v of the beginning of the update. If a parameter gets a gradient but has no v, as
+    before the optimizer's first step, the numbers of the update are NaN.
 
-    Under FSDP2 the backward pass needs all of v: the first micro-batch of a measured update gathers
-    it from the processes, and each holds it, 4 bytes a parameter, until ``update()``.
+    Under FSDP2 the backward pass needs all of v. The first micro-batch of a measured update gathers
+    it from the processes, and each keeps it, 4 bytes a parameter, until ``update()``.
     """
 
     width = 2
@@ -111,7 +111,7 @@ class AdamMetric(NoMetric):
         processes: Processes,
         device: torch.device,
     ) -> NoMetric:
-        """The measurement that the settings ask for; its numbers are on ``device``."""
+        """The measurement that the settings ask for. Its numbers are on ``device``."""
         if settings.optimizer is None:
             return NoMetric()
         return AdamMetric(model, slab, settings, processes, device)
@@ -177,7 +177,7 @@ class AdamMetric(NoMetric):
         return replace(result, adam=found)
 
     def _moment(self, p: nn.Parameter, name: str) -> Tensor | None:
-        """v of a parameter; None before the optimizer's first step."""
+        """v of a parameter, or None before the optimizer's first step."""
         state = self._optimizer.state.get(p)
         if not state:
             return None
@@ -201,8 +201,8 @@ class AdamMetric(NoMetric):
         return v
 
     def _fill(self, constants_R2: Tensor, weighed: list[tuple[int, str]]) -> None:
-        """Fill in s and eps of each row whose parameter has a v. They are computed on the device of
-        the optimizer's step, so nothing waits for it.
+        """Fill in s and eps of each row whose parameter has a v. They are computed on the device
+        that holds the optimizer's step count, so nothing waits for that device.
         """
         by_device: dict[torch.device, list[tuple[int, Tensor, Any, float]]] = {}
         for row, name in weighed:
@@ -228,8 +228,8 @@ class AdamMetric(NoMetric):
         return [(id(v), v._version, count) for v, count in zip(moments.values(), counts)]
 
     def _refuse_step(self, moments: Mapping[nn.Parameter, Tensor]) -> None:
-        """Raise if the optimizer has stepped: one v must serve the whole update. With ``local``
-        each pass is measured by itself, so there is nothing to compare.
+        """Raise if the optimizer has stepped, because the whole update must use one v. With
+        ``local`` each pass is measured by itself, so there is nothing to compare.
         """
         if not self._local and self._mark(moments) != self._marks:
             raise ObservationError(
@@ -240,7 +240,7 @@ class AdamMetric(NoMetric):
 
 
 def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:
-    """The optimizer's group of each parameter; raises if the optimizer is not Adam."""
+    """The optimizer's group of each parameter. Raises if the optimizer is not Adam."""
     kind = type(optimizer).__name__
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ValueError(

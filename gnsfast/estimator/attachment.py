@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attach``: the model's own forward passes open micro-batches."""
+"""``attach`` lets the model's own forward passes open micro-batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Attachment:
-    """What ``gns.attach()`` returns. Copies and pickles of the model are not attached."""
+    """The result of ``gns.attach()``. Copies and pickles of the model are not attached."""
 
     def __init__(
         self,
@@ -26,7 +26,9 @@ class Attachment:
         ]
 
     def remove(self) -> None:
-        """Detach. An open micro-batch counts if its backward pass has run, else it is forgotten."""
+        """Detach from the model. An open micro-batch counts if its backward pass has run, and is
+        forgotten otherwise.
+        """
         for handle in self._handles:
             handle.remove()
         self._removed(self)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the passes of an update to what turns its sums into means in a dual norm."""
+"""Computes the factors that turn the sums of an update into means in a dual norm."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,12 +15,12 @@ from gnsfast.parallel import Processes
 
 
 class Factors(NamedTuple):
-    """What turns the sums of an update into means over its samples, float64 scalars.
+    """The factors that turn the sums of an update into means over its samples, float64 scalars.
 
-    With p and q of a coordinate, C (times the square of the mean length) is ``p_new`` p - ``q_new``
-    ĝ² and G² is ``q_square`` ĝ² - ``p_square`` p, without bias. ĝ is ``mean`` times ``.grad``; it
-    is ``total`` / Σ u times the sum of which the first half of the samples has ``half`` / Σ u.
-    ``known``: there are two samples, and each half has one.
+    For p and q of a coordinate, C (times the square of the mean length) is ``p_new`` p - ``q_new``
+    ĝ², and G² is ``q_square`` ĝ² - ``p_square`` p, both without bias. ĝ is ``mean`` times
+    ``.grad``. It is ``total`` / Σ u times the sum of which the first half of the samples has
+    ``half`` / Σ u. ``known`` says that there are two samples, and that each half has one.
     """
 
     samples: Tensor
@@ -43,9 +43,9 @@ def factors(
     processes: Processes,
     device: torch.device,
 ) -> Factors:
-    """Those of the update's ``passes``, summed over processes. The first half has every second
-    sample of pass k, from ``first_sample(k)`` on; of micro-batches the passes where that is 0.
-    ``.grad`` has the factor ``loss_scale``.
+    """The factors of the update's ``passes``, summed over processes. The first half holds every
+    second sample of pass k, from ``first_sample(k)`` on. With noise from micro-batches it holds the
+    passes where that is 0. ``.grad`` has the factor ``loss_scale``.
     """
     scalars = []
     for k, each in enumerate(passes):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements of an update in the dual norms of sign descent and of spectral descent
-(``noise_scale.dual_norms`` has the mathematics).
+"""Measures an update in the dual norms of sign descent and of spectral descent.
+``noise_scale.dual_norms`` has the mathematics.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +33,11 @@ from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
 
 MOST_ALONE = 2
-"""Updates of one pass in a row that do not count, such as those before the end of an epoch."""
+"""So many updates in a row may have a single pass, and are skipped, as at the end of an epoch."""
 
 
 class DualNorms:
-    """All dual norms that the settings name; none does nothing and adds no numbers."""
+    """All dual norms that the settings name. Without any it does nothing and adds no numbers."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DualNorms:
         return sum(NUMBERS * len(each.parameters) for each in self.of.values())
 
     def open(self, passes: int) -> dict[str, tuple[Any, ...]]:
-        """Where each module adds its sums in the next pass, after ``passes`` of the update."""
+        """Where each module adds its sums in the pass that follows ``passes`` of the update."""
         found: dict[str, tuple[Any, ...]] = {}
         for each in self.of.values():
             for path, sums in each.open(self._first_sample(passes), passes == 0).items():
@@ -72,12 +72,12 @@ class DualNorms:
         return found
 
     def _first_sample(self, passes: int) -> int:
-        """Passes take turns, so that both halves have samples where each pass has one."""
+        """Passes take turns, so that both halves get samples even if each pass has only one."""
         return (passes + self._rank) % 2
 
     def opened(self) -> None:
-        """Begin to watch a pass. A compiled model runs in eager mode until ``closed`` where its
-        modules add to sums: a graph would be compiled anew for those of each update.
+        """Begin to watch a pass. If the modules of a compiled model add to sums, it runs in eager
+        mode until ``closed``, because each update has new sums and would compile a new graph.
         """
         if self._settings.micro_batches:
             for each in self.of.values():
@@ -93,13 +93,13 @@ class DualNorms:
             self._release()
 
     def passed(self) -> None:
-        """``closed``, and add up over processes what the pass left of sharded parameters."""
+        """Call ``closed``, and sum over processes what the pass left of sharded parameters."""
         self.closed()
         for each in self.of.values():
             each.keep(by_pass=True)
 
     def finish(self, passes: list[Pass], loss_scale: Tensor | None) -> list[Tensor]:
-        """This process's share of the numbers, from what the passes of an update added and from
+        """This process's share of the numbers, from the sums of an update's passes and from
         ``.grad``, which has the factor ``loss_scale``.
         """
         if not self.of:
@@ -110,8 +110,8 @@ class DualNorms:
         return [each.finish(of).to(self._device) for each in self.of.values()]
 
     def _refuse_alone(self, passes: int) -> None:
-        """Raise if micro-batches are to be compared and there is one. After an update that had
-        more, such as before the end of an epoch, that update does not count.
+        """Raise if micro-batches should be compared but there is only one. After an update with
+        more of them this is not an error, as at the end of an epoch: the update is skipped.
         """
         several = passes * self._processes.world > 1
         self._alone = 0 if several else self._alone + 1
@@ -139,7 +139,7 @@ class DualNorms:
         return replace(result, sign=scales.get("sign"), spectral=scales.get("spectral"))
 
     def refuse_norm(self) -> None:
-        """Raise if ``grad_norm`` does not suffice."""
+        """Raise if ``grad_norm`` is not enough."""
         for metric in self.of:
             raise ValueError(
                 f"metric={metric!r} needs the gradients, not their norm. Call gns.update() without "
@@ -147,7 +147,7 @@ class DualNorms:
             )
 
     def state(self) -> dict[str, Any]:
-        """What past updates left, on the CPU."""
+        """What past updates have left, on the CPU."""
         return {metric: each.state() for metric, each in self.of.items()}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ class DualNorm:
     _hold: Callable[..., Held] = staticmethod(held)
 
     def open(self, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
-        """Where each module adds its sums; ``first`` forgets those of the last update."""
+        """Where each module adds its sums. ``first`` forgets the sums of the last update."""
         self.arrivals.open(first_half=not first_sample)
         found = {}
         for holding in self._holdings.values() if first else ():
@@ -233,16 +233,16 @@ class DualNorm:
         return found
 
     def keep(self, by_pass: bool) -> None:
-        """Add up over processes what backward has left, of those parameters for which this is done
-        after each pass, or of the others.
+        """Sum over processes what backward has left: with ``by_pass`` for the parameters that need
+        this after each pass, else for all others.
         """
         for holding in self._holdings.values():
             if holding.by_pass == by_pass:
                 holding.keep()
 
     def finish(self, of: Factors) -> Tensor:
-        """This process' share of the numbers of the update, [P NUMBERS]. NaN, and nothing learnt,
-        if the samples do not suffice or anything is not finite, such as after an overflow.
+        """This process's share of the numbers of the update, [P NUMBERS]. They are NaN, and V stays
+        as it was, if there are too few samples or a number is not finite, as after an overflow.
         """
         self.keep(by_pass=False)
         here = self._samples.device
@@ -254,7 +254,7 @@ class DualNorm:
         if self._several:
             dist.all_reduce(lost, group=self._settings.group)
         known = of.known & (lost == 0)
-        # A mean over about the last ``window`` updates; over all of them at first.
+        # A mean over all updates at first, then over about the last ``window``.
         total = self._samples * (1 - 1 / self._settings.window) + of.samples
         share = torch.where(known, of.samples / total, 0.0)
         numbers = []
@@ -281,8 +281,8 @@ class DualNorm:
         square = self._square(whole)
         half *= of.scale
         rest = whole * of.total - half
-        # Where no sample of the second half has a gradient, as of a word that only the first has,
-        # the rest is the rounding of ``.grad``, which has a sign.
+        # If no sample of the second half has a gradient, as for a word that only the first half
+        # has, the rest is the rounding error of ``.grad``, which has a sign.
         eps = 2 * torch.finfo(grad.dtype).eps + 16 * torch.finfo(half.dtype).eps
         rest = torch.where(rest.abs() > eps * half.abs(), rest, 0.0)
         return [

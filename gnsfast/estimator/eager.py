@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled models in eager mode, for as long as any estimator asks for it."""
+"""Runs compiled models in eager mode for as long as any estimator needs it."""
 
 import weakref
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import torch
 
 
 class Eager:
-    """The stance of ``torch.compiler`` while it has owners; the last one restores it."""
+    """Sets the stance of ``torch.compiler`` while it has owners. The last one restores it."""
 
     def __init__(self) -> None:
         self._owners = 0
         self._stance: Any = None
 
     def hold(self, owner: object) -> Callable[[], object]:
-        """Run compiled models in eager mode until the result is called, once or more often, or
-        ``owner`` is no more.
+        """Run compiled models in eager mode until the result is called, or until ``owner`` is
+        deleted. It may be called more than once.
         """
         if not self._owners:
             self._stance = torch.compiler.set_stance("force_eager")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GradientNoiseScale``: the noise scale of a training run, from its own backward passes."""
+"""``GradientNoiseScale`` measures the noise scale of a training run in its own backward passes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,49 +27,49 @@ from gnsfast.probing import AUDIT_EVERY
 class GradientNoiseScale:
     """Measure the gradient noise scale tr Σ / |G|² while training.
 
-    Equals, for the per-sample gradients g_b of all samples of the window at fixed weights,
-    ``g.var(0).sum() / (g.mean(0).square().sum() - g.var(0).sum() / len(g))``, but needs neither
-    the gradients nor fixed weights: each update measures tr Σ and |G|² without bias, the window
-    averages the two, and the ratio is taken last.
+    At fixed weights it equals ``g.var(0).sum() / (g.mean(0).square().sum() - g.var(0).sum() /
+    len(g))`` for the per-sample gradients g of all samples in the window. It needs neither these
+    gradients nor fixed weights: each update measures tr Σ and |G|² without bias, the window
+    averages both, and the ratio is taken last.
 
     Args:
         model: a model made of gnsfast's layers, usually through ``gnsfast.convert``. Parameters
             that no layer covers are left out of both tr Σ and |G|².
-        source: where |G|² comes from. ``"global"``: from the summed gradient of all micro-batches
-            and processes of an update, read from ``.grad`` at ``update()``, or given as its
-            ``grad_norm``. ``"auto"``: the same, but an update of one micro-batch on one process
-            takes it from the probes and reads no gradient. ``"local"``: from each micro-batch by
-            itself; noisier, needs two samples in each, never reads ``.grad``.
+        source: where |G|² comes from. ``"global"``: from the gradient of the whole update, over all
+            micro-batches and processes. ``update()`` reads it from ``.grad``, unless ``grad_norm``
+            is given. ``"auto"``: the same, but an update of one micro-batch on one process takes
+            it from the probes and reads no gradient. ``"local"``: from each micro-batch by itself.
+            This is noisier, needs two samples in each micro-batch, and never reads ``.grad``.
         window: the number of newest measured updates that ``compute()`` averages.
-        decay: the weight of an update relative to the next newer one; no interval below 0.82.
-        every: measure one update in so many; the others are plain torch.
+        decay: the weight of an update relative to the next newer one. Below 0.82 there is no
+            interval.
+        every: measure one update in so many. The others run plain torch.
         loss_reduction: ``"mean"`` over the micro-batch's samples (or tokens), or ``"sum"``.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss.
-        process_group: the processes that train this model together, data and model parallel; by
-            default all processes.
-        stages: the processes among them that hold the pipeline stages of one model; ``model`` is
-            then this process's stage, or a ``ModuleList`` of several. All stages pass the same
-            ``tokens``, ``scale`` and ``grad_norm`` (that over all stages); each saves its state.
+        process_group: the processes that train this model together, data and model parallel. The
+            default is all processes.
+        stages: those of them that hold the pipeline stages of one model. ``model`` is then this
+            process's stage, or a ``ModuleList`` of several. All stages pass the same ``tokens``,
+            ``scale`` and ``grad_norm`` (of all stages together). Each saves its own state.
         metric: other noise scales to measure too, one name or several: ``"adam"``, under the
             metric of the optimizer (``compute().adam``); ``"sign"`` and ``"spectral"``, in the dual
             norms of sign descent and of Muon (``compute().sign``, ``.spectral``).
-        optimizer: the ``torch.optim.Adam`` or ``AdamW`` in use, for ``"adam"``; for ``"spectral"``
-            the optimizer of the matrices, by default all matrices of linear layers.
-        noise_from: what shows the noise in ``"sign"`` and ``"spectral"``: ``"samples"``, or
-            ``"micro_batches"``, the backward passes of an update, which reach all trained
-            parameters (``DualNoiseScale``).
-        groups: names of groups of samples (data domains), each with a noise scale of its own in
-            ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
+        optimizer: for ``"adam"`` the ``torch.optim.Adam`` or ``AdamW`` in use. For ``"spectral"``
+            the optimizer of the matrices to measure, by default all matrices of linear layers.
+        noise_from: whose differences are the noise in ``"sign"`` and ``"spectral"``: ``"samples"``,
+            or ``"micro_batches"``, an update's backward passes, which reach all trained parameters
+            (``DualNoiseScale``).
+        groups: names of groups of samples, such as data domains. Each gets a noise scale of its own
+            in ``compute().per_group``; ``microbatch(groups=...)`` gives each sample's group.
 
-    Several processes must average their gradients, as DDP and FSDP2 do, and all must call
-    ``update()``: it sums one small vector over them. Tensor parallel layers
-    (``parallelize_module``) need no setting, also under FSDP2. Where |G|² is read from ``.grad``,
-    no hook may rewrite a gradient as it arrives; a hook after accumulation is not noticed.
+    Each process must have whole samples, and processes average their gradients, as DDP and FSDP2
+    do. All must call ``update()``, which sums one small vector over them. Tensor parallel layers
+    (``parallelize_module``) need no setting, also under FSDP2. If |G|² is read from ``.grad``, no
+    hook may rewrite a gradient as it arrives. A hook after accumulation is not noticed.
 
     Raises:
-        ValueError: for a model without gnsfast layers, or a setting that is not possible.
-        ObservationError: where a pass, a gradient or a micro-batch is missing or counted twice,
-            with the remedy.
+        ValueError: for a model without gnsfast layers, or settings that do not go together.
+        ObservationError: if a pass, a gradient or a micro-batch is missing or counted twice.
 
     Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, with B_small = 1.
 
@@ -121,22 +121,22 @@ class GradientNoiseScale:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all measurements, and look at the model's parameters again."""
+        """Forget all measurements, and read the model's parameters anew."""
         self.discard()
         self._observer: Observer | None = None
         self._seen = self._measured = 0
 
     def discard(self) -> None:
-        """Forget the update under way, also from inside its micro-batch: its batch is not used.
+        """Forget the update that is under way, also from inside its micro-batch.
 
-        The caller has to call ``optimizer.zero_grad()``. Earlier measurements stay.
+        Call ``optimizer.zero_grad()`` afterwards. Earlier measurements stay.
         """
         if (observer := getattr(self, "_observer", None)) is not None:
             observer.discard()
         self._inside, self._attached = False, None
 
     def _start(self) -> Observer:
-        """The observer; made at the first micro-batch, when the model is wrapped and sharded."""
+        """The observer. It is made at the first micro-batch, after wrapping and sharding."""
         if self._observer is None:
             with torch.inference_mode(False):  # a trainer may save its state under it
                 o = self._observer = Observer(self.model, self._settings)
@@ -155,32 +155,31 @@ class GradientNoiseScale:
         groups: Sequence[Any] | Tensor | None = None,
         schedule: Any = None,
     ) -> Iterator[None]:
-        """One forward and one backward pass over ``num_samples`` samples.
+        """Measure the one forward and one backward pass inside the block.
 
         Args:
-            num_samples: the samples on this process.
-            tokens: the number of tokens that the loss counts, in all or for each sample
-                [num_samples]; for a loss that is a mean (or sum) over tokens of samples of unequal
-                length.
-            scale: the factor of the loss after its reduction, such as 1 / A for A micro-batches;
-                that of a ``grad_scaler`` is known. Tensors, also of ``tokens``, are read when the
-                block ends. A factor that all micro-batches share changes tr Σ and |G|², but not
-                the noise scale.
-            cu_seqlens: for samples that are documents packed into rows: integers [documents + 1] on
-                the CPU. With all rows of the batch as one list, they are the first row of each
-                document, then the end of the last (``gnsfast.cu_seqlens`` makes them from position
-                ids). Documents beyond ``num_samples`` are padding. Documents must not attend to
-                each other (with transformers pass ``use_cache=False``, else it drops their mask).
-                ``tokens`` is then needed for each: ``cu_seqlens.diff() - 1`` for next-token
-                losses, 0 for padding.
+            num_samples: the number of samples on this process.
+            tokens: the number of tokens that the loss counts, in total or for each sample
+                [num_samples]. Give it if the loss is a mean (or sum) over the tokens of samples
+                of unequal length.
+            scale: the factor of the loss after its reduction, such as 1 / A for A micro-batches,
+                without that of a ``grad_scaler``. It changes the noise scale only if micro-batches
+                have different factors. Tensors, also of ``tokens``, are read at the block's end.
+            cu_seqlens: needed if samples are documents packed into rows: integers [documents + 1]
+                on the CPU. If all rows of the batch are one list, they are the first row of each
+                document, and then the end of the last (``gnsfast.cu_seqlens`` makes them from
+                position ids). Documents beyond ``num_samples`` are padding. Documents must not
+                attend to each other. (Call transformers with ``use_cache=False``, or it drops their
+                mask.) ``tokens`` must then hold a count for each: ``cu_seqlens.diff() - 1`` for
+                next-token losses, 0 for padding.
             groups: the name of each sample's group.
-            schedule: the ``torch.distributed.pipelining`` schedule whose one ``step`` the block
-                holds; it divides ``num_samples`` into its own micro-batches.
+            schedule: the ``torch.distributed.pipelining`` schedule whose ``step`` runs once in the
+                block. It divides ``num_samples`` into its own micro-batches.
 
         Raises:
-            ValueError: for counts that are zero or negative, one sample where ``source`` is
-                ``"local"``, samples that do not divide into a schedule's micro-batches.
-            ObservationError: where the block holds no backward pass, or ``.grad`` was written to
+            ValueError: for counts that are zero or negative, a single sample with ``"local"``, or
+                samples that do not divide into a schedule's micro-batches.
+            ObservationError: if no backward pass runs in the block, or if ``.grad`` was changed
                 between two blocks.
         """
         num_samples = integer("num_samples", num_samples)
@@ -209,7 +208,7 @@ class GradientNoiseScale:
         except BaseException:
             self.discard()
             raise
-        if self._inside:  # no discard() and no reset() inside
+        if self._inside:  # neither discard() nor reset() was called inside
             self._inside = False
             observer.close(num_samples, tokens, scale, pipeline)
 
@@ -228,13 +227,13 @@ class GradientNoiseScale:
         return self._seen % self.every == 0
 
     def attach(self) -> Attachment:
-        """Make every training forward of the model a micro-batch: ``microbatch`` is not needed.
+        """Make every training forward of the model a micro-batch, so that ``microbatch`` is not
+        needed. ``remove()`` on the result ends this.
 
-        The batch size is that of the first tensor among the model's arguments. Losses must be means
-        (or sums, as ``loss_reduction`` says) over samples. Forward passes without grad mode are
-        ignored. With A micro-batches whose losses are divided by A, tr Σ and |G|² are those of the
-        divided losses; the noise scale is the same. Give the constructor the model that is called:
-        the compiled or wrapped one. ``remove()`` on the result ends it.
+        The batch size is read from the first tensor among the model's arguments. Losses must be
+        means over samples (or sums, as ``loss_reduction`` says). Forward passes without grad mode
+        are ignored. If losses are divided by the number of micro-batches, so are tr Σ and |G|²; the
+        noise scale stays the same. Construct this with the compiled or wrapped model that you call.
         """
         if self._attachment is not None:
             raise ObservationError("gns.attach() was called before: call remove() on its result")
@@ -294,20 +293,19 @@ class GradientNoiseScale:
         observer.close(num_samples, None, None)
 
     def update(self, grad_norm: float | Tensor | None = None) -> None:
-        """End an optimizer update: after its last backward pass, before clipping and ``step()``.
+        """End an update: call it after the last backward pass, before clipping and ``step()``.
 
         Args:
             grad_norm: the 2-norm of the whole gradient before clipping, as ``clip_grad_norm_``
-                returns it. No gradient is read then, and there are no noise scales by module. Its
-                own error stays: on the CPU torch's norm is 1e-3 low for tensors of 16M elements;
-                ``update()`` without it avoids that.
+                returns it. Then no gradient is read, and there are no noise scales by module. The
+                error of this norm remains: on a CPU torch's is 1e-3 low for 16M elements.
 
-        Nothing waits for the device, but ``metric="spectral"``. With several processes it is a
-        collective: if one of them raises, the others wait for it.
+        Nothing waits for the device, except for ``metric="spectral"``. With several processes this
+        is a collective: if one of them raises, the others wait for it.
 
         Raises:
-            ObservationError: without a micro-batch; where gradients are gone or were written to.
-            ValueError: for a ``grad_norm`` where parameters are not covered, since it holds them.
+            ObservationError: without a micro-batch, or if gradients are gone or were changed.
+            ValueError: for a ``grad_norm`` if parameters are not covered, since it includes them.
         """
         if self._inside:
             raise ObservationError(
@@ -328,22 +326,22 @@ class GradientNoiseScale:
             observer.audit.again()
 
     def compute(self) -> NoiseScale:
-        """The noise scale over the window, with its 95 % interval; waits for the device.
+        """The noise scale over the window, with its 95 % interval. It waits for the device.
 
-        With ``metric="adam"`` the field ``adam`` is tr(PΣ) / GᵀPG, P = 1 / (√(v / (1 - beta2^t)) +
-        eps) being the optimizer's diagonal before the step: the batch size at which noise and
-        gradient are equally large *under Adam's metric*. It counts the updates that have a v, from
-        the second on. Learning rates of parameter groups are not in P. It is no measured critical
-        batch size: P is frozen, there is no momentum, and v, itself smoothed noise, is small where
-        gradients were rare (weights that never had one count 1 / eps).
+        With ``metric="adam"`` the field ``adam`` is tr(PΣ) / GᵀPG, where P = 1 / (√(v / (1 -
+        beta2^t)) + eps) is the optimizer's diagonal before the step. It is the batch size at which
+        noise and gradient are equally large *under Adam's metric*, over the updates that have a v,
+        from the second on. P has no learning rates. It is not a critical batch size: P is frozen,
+        there is no momentum, and v, which is smoothed noise itself, is small where gradients were
+        rare. (Weights that never had a gradient count with 1 / eps.)
 
-        With ``metric="sign"`` and ``"spectral"`` the fields of these names are a ``DualNoiseScale``
-        each. A measured update then waits for the device where matrices are decomposed. FSDP2
-        shares the work out, but sums are whole until a pass ends, and Adam's v until ``update()``.
+        With ``metric="sign"`` and ``"spectral"`` the fields of these names are ``DualNoiseScale``
+        objects. A measured update waits for the device where matrices are decomposed. FSDP2 shares
+        the work, but sums are whole until a pass ends, and Adam's v until ``update()``.
 
         Raises:
-            ObservationError: with the module's name, where backward did not go through a module
-                once per micro-batch, or a weight was used outside of its module.
+            ObservationError: if backward did not go through a module once for each micro-batch, or
+                a weight was used outside of its module. The message names the module.
         """
         if self._observer is None:
             return NoiseScale(
@@ -363,9 +361,9 @@ class GradientNoiseScale:
         return observer.metric.added(found, metric, scalars, self.decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, on the CPU, between updates. They are the same on every process of a
-        stage, as ``torch.distributed.checkpoint`` expects. Under FSDP2 with ``metric="sign"`` or
-        ``"spectral"`` it is a collective: all processes must call it.
+        """All measurements, on the CPU. Call it between updates. They are the same on every process
+        of a stage, as ``torch.distributed.checkpoint`` expects. Under FSDP2 with ``metric="sign"``
+        or ``"spectral"`` it is a collective: all processes must call it.
         """
         observer = self._start()
         if observer.midway:
@@ -384,10 +382,10 @@ class GradientNoiseScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()``, with the same bits as without the interruption.
+        """Continue from ``state_dict()``, with the same bits as without an interruption.
 
         Raises:
-            ValueError: for a state of another model or of other settings, naming the difference.
+            ValueError: for a state of another model or other settings. It names the difference.
         """
         refuse_other(state, identity(Observer(self.model, self._settings), self.window, self.every))
         self.reset()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange between the processes of an update: one vector, summed over all of them.
+"""The exchange between the processes of an update: one vector, which is summed over them.
 
-Beside p and q it holds what processes must agree on, so that a disagreement is noticed: the
-samples' weights on all pipeline stages, a given ``grad_norm``, and the gradients of data-parallel
-replicas.
+Beside p and q the vector holds what processes must agree on: the samples' weights on all pipeline
+stages, a given ``grad_norm``, and the gradients of data-parallel replicas. So a disagreement is
+noticed.
 """
 
 import torch
@@ -15,12 +15,13 @@ from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes
 
 FLAGS = 8
-"""The flags of an update, beside the calls of its probe rows. In this order: gradients were written
-to after backward; they were not zero before the first micro-batch; ``grad_norm`` was not that of
-the probes; samples without tokens have gradients; samples with tokens have none; processes have
-different gradients, different ``grad_norm``, or different weights of the same samples."""
+"""The number of flags of an update, beside the calls of its probe rows. In this order they say:
+gradients were changed after backward; they were not zero before the first micro-batch;
+``grad_norm`` does not fit the probes; samples without tokens have gradients; samples with tokens
+have none; processes have different gradients; they have different values of ``grad_norm``; they
+have different weights of the same samples."""
 DISAGREEMENTS = 3
-"""The last of them."""
+"""The last of these compare processes."""
 
 
 class Exchange:
@@ -39,18 +40,18 @@ class Exchange:
     @property
     def width(self) -> int:
         """How many numbers an update has: p and q of all K units, the whole q, the scalars of the
-        weights, and ``extra`` of a metric or of groups.
+        weights, and ``extra`` for a metric or groups.
         """
         return 2 * len(self.stages.units) + 1 + loss_factors.SCALARS + self.extra
 
     @property
     def flags(self) -> int:
-        """How many flags: calls and surplus calls of each probe row, then ``FLAGS``."""
+        """How many flags: the calls and surplus calls of each probe row, then ``FLAGS``."""
         return 2 * len(self.stages.labels) + FLAGS
 
     def split(self, vectors_UW: Tensor) -> list[Tensor]:
-        """The parts of U updates: p [U, K], q [U, K], the whole q [U, 1], the scalars [U, SCALARS]
-        and those of a metric or of groups [U, ``extra``].
+        """The parts of U updates: p [U, K], q [U, K], the whole q [U, 1], the scalars
+        [U, SCALARS], and the numbers of a metric or of groups [U, ``extra``].
         """
         K = len(self.stages.units)
         return list(vectors_UW.split([K, K, 1, loss_factors.SCALARS, self.extra], 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which noise scales fit an optimizer, and the optimizer that an estimator needs for them."""
+"""Finds the noise scales that fit an optimizer, and whether an estimator needs the optimizer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,11 @@ from gnsfast.probing import ProbeSlab, unwrapped
 
 
 def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:
-    """The metrics to measure beside the Euclidean one where ``optimizer`` trains ``model``.
+    """The metrics to measure beside the Euclidean one if ``optimizer`` trains ``model``.
 
-    ``"spectral"`` for ``torch.optim.Muon``, else ``"sign"``; also ``"adam"`` for Adam and AdamW
-    that have stepped. Those that no layer of the model has norms for are left out.
+    They are ``"spectral"`` for ``torch.optim.Muon`` and ``"sign"`` for any other optimizer, with
+    ``"adam"`` for an Adam or AdamW that has stepped. A metric is left out if no layer of the model
+    supports it.
     """
     wanted = {"sign": SIGN}
     if isinstance(optimizer, torch.optim.Muon):
@@ -27,10 +28,10 @@ def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:
 
 
 def optimizer_for(metric: str | Sequence[str] | None, optimizer: Any) -> Any:
-    """``optimizer`` if a ``GradientNoiseScale`` with ``metric`` takes it, else None.
+    """``optimizer`` if a ``GradientNoiseScale`` with ``metric`` needs it, else None.
 
-    ``"adam"`` needs its second moments. ``"spectral"`` takes ``torch.optim.Muon``, and measures the
-    matrices that it trains; with another optimizer it measures all of them.
+    ``"adam"`` needs its second moments. ``"spectral"`` takes a ``torch.optim.Muon`` and measures
+    the matrices that it trains. With any other optimizer it measures all matrices.
     """
     metrics = [metric] if isinstance(metric, str) else metric or ()
     muon = "spectral" in metrics and isinstance(optimizer, torch.optim.Muon)

@@ -18,12 +18,12 @@ WITNESSES = 8
 
 
 Block = tuple[nn.Parameter, tuple[slice, ...]]
-"""A parameter and a block of it; the whole parameter without slices."""
+"""A parameter and a block of it. Without slices it is the whole parameter."""
 
 
 class Sqnorms(NamedTuple):
-    """This process's share of ‖p.grad[block]‖² for K blocks, before any arithmetic: for those of a
-    device their ``indices``, their ``norms`` and of how many equal ones each is a share.
+    """This process's share of ‖p.grad[block]‖² for K blocks, before any arithmetic. For each device
+    it holds the ``indices`` of the blocks, their ``norms``, and how many ``copies`` share each.
     """
 
     blocks: int
@@ -32,8 +32,8 @@ class Sqnorms(NamedTuple):
     copies: list[list[int]]
 
     def shares(self, device: torch.device) -> Tensor:
-        """float64 [K]: the shares of all processes add up to the squared norm. Without a gradient
-        the share is zero.
+        """float64 [K]: the shares of all processes add up to the squared norm. The share of a block
+        without a gradient is zero.
         """
         found = torch.zeros(self.blocks, dtype=torch.float64, device=device)
         for own, norms, copies in zip(self.indices, self.norms, self.copies):
@@ -43,8 +43,8 @@ class Sqnorms(NamedTuple):
 
 
 def grad_sqnorms(blocks: list[Block], processes: Processes) -> Sqnorms:
-    """Read the gradients. The shares of a replicated one are equal, those of a sharded one are its
-    shards'. Nothing waits for the device.
+    """Read the gradients. All processes have an equal share of a replicated gradient, and each has
+    its own shard of a sharded one. Nothing waits for the device.
     """
     by_device: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
     for k, (p, block) in enumerate(blocks):
@@ -77,7 +77,7 @@ def refuse_unscaled_stage(scaler: GradScaler | None) -> None:
 
 
 def refuse_partial_norm(model: nn.Module) -> None:
-    """Raise if the norm of the whole gradient holds parameters that no per-sample norm covers."""
+    """Raise if the norm of the whole gradient includes parameters without per-sample norms."""
     rows = coverage(model).rows
     if open_rows := [r.parameter for r in rows if not r.static and r.route != "frozen"]:
         raise ValueError(
@@ -99,10 +99,11 @@ def given_sqnorm(grad_norm: float | Tensor, device: torch.device) -> Tensor:
 
 
 def divide_factor(model: nn.Module) -> float | None:
-    """What FSDP2's ``set_gradient_divide_factor`` divides all gradients by; None for their mean.
+    """The number by which FSDP2's ``set_gradient_divide_factor`` divides all gradients. None stands
+    for their mean.
 
     Raises:
-        NotImplementedError: where gradients have different factors.
+        NotImplementedError: if gradients have different factors.
     """
     factors: dict[float | None, str] = {}
     inside: set[int] = set()
@@ -132,8 +133,8 @@ def refuse_new_factor(model: nn.Module, factor: float | None) -> None:
 
 
 def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None:
-    """The norms of a few gradients, those of the first of ``smallest`` that have one; None without
-    any. They change when gradients are scaled or clipped, and are cheap to read.
+    """The norms of a few gradients: those of the first parameters in ``smallest`` that have one, or
+    None. They are cheap to read, and change when gradients are scaled or clipped.
     """
     few: dict[torch.device, list[Tensor]] = {}
     left = WITNESSES
@@ -156,7 +157,7 @@ def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None
 
 
 def _within(local: Tensor, grad: Any, block: tuple[slice, ...]) -> Tensor:
-    """The part of a block that is on this process, whose shard has some of a gradient's rows."""
+    """The part of a block that is on this process, whose shard holds some rows of the gradient."""
     if is_dtensor(grad):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

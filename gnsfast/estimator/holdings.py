@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process keeps of a parameter, and of two sums over samples: second moments, and every
-second gradient, which has the parameter's shape.
+"""The part that a process keeps of a parameter and of two sums over samples: that of the second
+moments, and that of every second gradient, which has the parameter's shape.
 
-Backward sees the whole parameter, also under FSDP2, and adds this process' samples to whole sums.
-They are then added up over processes into what each of them keeps.
+Backward sees the whole parameter, also under FSDP2, and adds the samples of this process to whole
+sums. These are then summed over processes, and each process keeps its part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,22 +20,22 @@ Shape = Sequence[int]
 
 
 class Whole:
-    """Every process keeps all of it, as under DistributedDataParallel.
+    """Every process keeps the whole parameter, as under DistributedDataParallel.
 
     Args:
         p: the parameter.
-        shape: that of its second moments.
+        shape: the shape of its second moments.
         on, group: the processes.
     """
 
     by_pass = False
-    """Whether sums are added up over processes after each pass, not once for an update."""
+    """Whether sums are summed over processes after each pass, and not once for an update."""
 
     def __init__(self, p: nn.Parameter, shape: Shape, on: Processes, group: Any) -> None:
         self._p: Any = p
         self.shape, self._several, self._group = tuple(shape), on.world > 1, group
         self.share = 1 / on.world
-        """The share of this process in numbers that it has computed for the whole parameter."""
+        """The share of this process in numbers that it computes for the whole parameter."""
         self.forget()
 
     def forget(self) -> None:
@@ -44,7 +44,7 @@ class Whole:
         self._kept: dict[int, Tensor] = {}
 
     def begun(self, which: int) -> Tensor:
-        """A sum, to add to. It takes memory from the first backward pass on that does."""
+        """A sum to add to. It takes no memory before the first backward pass adds to it."""
         found = self._sums[which]
         if found is None:
             found = self._sums[which] = self.zeros(self._p.shape if which else self.shape)
@@ -56,7 +56,7 @@ class Whole:
         return torch.zeros(tuple(shape), dtype=accumulate_dtype(p.dtype), device=p.device)
 
     def keep(self) -> None:
-        """Add up the sums over processes, and to what is kept of those before."""
+        """Sum over processes, and add the result to what is kept of earlier passes."""
         for which in (0, 1):
             part, self._sums[which] = self.added(self.begun(which)), None
             if part is not None:
@@ -64,27 +64,25 @@ class Whole:
                 self._kept[which] = part if before is None else before.add_(part)
 
     def take(self) -> list[Tensor]:
-        """What this process keeps of both sums and of ``.grad``, or nothing; it is kept no more."""
+        """Hand over what this process keeps of both sums and of ``.grad``, which may be nothing."""
         found, self._kept = [*self._kept.values()], {}
         grad = self.grad()
         return found if grad is None else [*found, grad]
 
     def added(self, t: Tensor) -> Tensor | None:
-        """What this process keeps of the sum over processes of ``t``, which is used up; None if
-        that is nothing.
-        """
+        """What this process keeps of the sum of ``t`` over processes, or None. It changes ``t``."""
         if self._several:
             dist.all_reduce(t, group=self._group)
         return t
 
     def grad(self) -> Tensor | None:
-        """What this process keeps of ``.grad``; zeros without one."""
+        """What this process keeps of ``.grad``, or zeros if there is none."""
         p = self._p
         grad: Tensor = torch.zeros_like(p) if p.grad is None else p.grad.detach()
         return grad.to_dense() if grad.is_sparse else grad
 
     def total(self, sums: Tensor) -> Tensor:
-        """Sums over all coordinates, from those over the coordinates that each process keeps."""
+        """The sums over all coordinates, from the sums over the coordinates of each process."""
         return sums
 
     def part(self, whole: Tensor) -> Tensor | None:
@@ -92,13 +90,13 @@ class Whole:
         return whole
 
     def whole(self, part: Tensor | None) -> Tensor:
-        """The reverse of ``part``, which all processes call together."""
+        """The reverse of ``part``. All processes must call it together."""
         assert part is not None
         return part
 
 
 class Shard(Whole):
-    """Every process keeps its rows, as FSDP2 shards them; there may be none."""
+    """Every process keeps its own rows, as FSDP2 shards them. A process may have none."""
 
     by_pass = True
 
@@ -144,7 +142,7 @@ class Shard(Whole):
 
 
 class Owned(Whole):
-    """Process ``owner`` keeps all of it, since FSDP2 shards what is needed whole."""
+    """Process ``owner`` keeps the whole parameter, which FSDP2 shards but is needed as a whole."""
 
     by_pass = True
 
@@ -179,7 +177,7 @@ Held = dict[str, Whole]
 
 
 def held(p_and_shapes: Mapping[str, tuple[nn.Parameter, Shape]], on: Processes, group: Any) -> Held:
-    """How each parameter is kept where its coordinates are independent."""
+    """How each parameter is kept if its coordinates are independent."""
     return {
         name: (Shard if is_dtensor(p) else Whole)(p, shape, on, group)
         for name, (p, shape) in p_and_shapes.items()
@@ -189,8 +187,8 @@ def held(p_and_shapes: Mapping[str, tuple[nn.Parameter, Shape]], on: Processes, 
 def held_by_matrix(
     p_and_shapes: Mapping[str, tuple[nn.Parameter, Shape]], on: Processes, group: Any
 ) -> Held:
-    """How each matrix is kept where all of it is needed. Those that FSDP2 shards are spread over
-    processes, so that decompositions take each of them the same time.
+    """How each matrix is kept if all of it is needed. Matrices that FSDP2 shards are distributed
+    over processes, so that decompositions take all processes the same time.
     """
     found: Held = {}
     load = [0] * on.world
@@ -205,5 +203,5 @@ def held_by_matrix(
 
 
 def begun(of: Sequence[Whole | None], which: int) -> list[Tensor | None]:
-    """A sum of several parameters, to add to; None for those that need none."""
+    """A sum to add to for each of several parameters, or None for a parameter that needs none."""
     return [None if each is None else each.begun(which) for each in of]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of the newest updates, on the host, and the updates whose arithmetic is still to be
-done.
+"""Keeps the numbers of the newest updates on the host, and the updates that still wait for their
+arithmetic.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from gnsfast.estimator.exchange import Exchange
 from gnsfast.estimator.numbers import Update
 
 MOST = 64
-"""So many passes may wait for their arithmetic. Then it is done once the device is through with
-them, which does not hold up a run that never asks for its numbers."""
+"""So many passes may wait for their arithmetic. After that it is done as soon as the device has
+finished them, so a run that never asks for its numbers is not held up."""
 
 
 class Ledger:
@@ -38,7 +38,7 @@ class Ledger:
         self._arrived: list[Any] = []  # on the host
 
     def add(self, update: Update) -> None:
-        """Add an update; where processes add up their numbers, this is the moment."""
+        """Add an update. Several processes sum their numbers at this point."""
         self._waiting.append(self._numbers(update) if self._at_once else update)
         self._passes += len(update.passes)
         if self._coming is None and self._passes >= MOST:
@@ -49,7 +49,7 @@ class Ledger:
             self._take()
 
     def settle(self) -> None:
-        """Do the arithmetic of all updates. Waits for the device."""
+        """Do the arithmetic of all updates. This waits for the device."""
         self._take()
         self._send()
         self._take()
@@ -62,7 +62,7 @@ class Ledger:
         self._waiting, self._passes = [], 0
 
     def _take(self) -> None:
-        """Add what has come; an update whose arithmetic is interrupted stays."""
+        """Add what has arrived. An update stays if its arithmetic is interrupted."""
         if self._coming is not None:
             self._arrived += self._coming.result()
             self._coming = None
@@ -76,7 +76,7 @@ class Ledger:
 
 
 class Transfer:
-    """Tensors, anywhere in ``what``, on their way to the host, all of a device in one copy."""
+    """Sends all tensors in ``what`` to the host, with one copy for each device."""
 
     def __init__(self, what: Any) -> None:
         self._leaves, self._spec = pytree.tree_flatten(what)
@@ -95,7 +95,7 @@ class Transfer:
         return all(event.query() for _, _, event in self._copies)
 
     def result(self) -> Any:
-        """``what``, on the host. Waits for the device."""
+        """``what`` on the host. This waits for the device."""
         for own, copy, event in self._copies:
             event.synchronize()
             sizes = [self._leaves[k].numel() for k in own]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second moments of gradients over micro-batches and processes, in place of single samples.
+"""Second moments of gradients over micro-batches and processes, instead of single samples.
 
 The unit k is one backward pass of one process. Its gradient g_k = Σ u_b g_b, over its own samples,
 arrives at a parameter before it is added to ``.grad`` and averaged over processes. With U_k = Σ u_b
@@ -30,8 +30,8 @@ from gnsfast.tensors import is_dtensor
 
 
 class Arrivals:
-    """Adds what arrives at ``parameters`` in each pass to sums of the update: with ``add`` to that
-    of its second moments, and as it is to that of the first half of the units.
+    """Adds the gradients that arrive at ``parameters`` in each pass to two sums of the update: with
+    ``add`` to the second moments, and unchanged to the sum over the first half of the units.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Arrivals:
 
 
 def _passed_on(to: "weakref.ref[Arrivals]", name: str, grad: Tensor | None) -> None:
-    """A hook that does nothing once the estimator is no more."""
+    """A hook that does nothing after the estimator is deleted."""
     if (arrivals := to()) is not None:
         arrivals._arriving(name, grad)
 
 
 def trainable(model: nn.Module, feature: str, settings: Settings) -> dict[str, nn.Parameter]:
-    """The parameters that are measured: all that are trained; of them in the spectral norm those
-    of ``settings.matrices``, or all matrices but the weights of embeddings.
+    """The parameters that are measured: all that are trained. In the spectral norm these are the
+    matrices in ``settings.matrices``, or all matrices except for the weights of embeddings.
     """
     found = {name: p for name, p in parameters_at_rest(model).items() if p.requires_grad}
     if any(map(is_dtensor, found.values())):

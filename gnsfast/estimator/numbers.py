@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the passes of an update left to its numbers.
+"""Computes the numbers of an update from what its passes left.
 
-A pass and an update only keep tensors, as they are. The arithmetic follows in ``compute()``, on the
-host; where processes must add up their numbers, in ``update()``, on the device.
+A pass and an update only keep tensors as they are. The arithmetic follows in ``compute()``, on the
+host. With several processes it follows in ``update()``, on the device, because they must sum their
+numbers.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +21,9 @@ from gnsfast.probing import Audit, ProbeSlab, checks
 
 
 class Pass(NamedTuple):
-    """What a micro-batch left: ``rows`` are those of ``ProbeSlab.sums``, ``samples`` each sample's
-    squared norm where ``tokens`` are known for each. ``loss_scale`` is a gradient scaler's factor.
-    ``divided`` is what a pipeline's schedule divides gradients by, after the pass.
+    """What a micro-batch left. ``rows`` comes from ``ProbeSlab.sums``. ``samples`` holds each
+    sample's squared norm if ``tokens`` is known for each. ``loss_scale`` is the factor of a
+    gradient scaler, ``divided`` the factor that a pipeline's schedule applies after the pass.
     """
 
     rows: list[Tensor]
@@ -38,15 +39,16 @@ class Pass(NamedTuple):
 
 
 def kept(value: Any) -> Any:
-    """A number, or a copy of a tensor, which the caller may write to."""
+    """A number as it is. A tensor is copied, because the caller may write to it."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 class Update(NamedTuple):
-    """What an update left. q comes from ``sqnorms``, the final gradients, or from ``norm``, that of
-    the whole gradient, or from the probes. ``witnesses`` are some gradients' norms after the last
-    backward pass and at ``update()``, ``leftover`` those before the first; ``loss_scale`` is the
-    factor that is still on the gradients; ``dual`` is this process's share of ``DualNorms``.
+    """What an update left. q comes from the final gradients (``sqnorms``), from the norm of the
+    whole gradient (``norm``), or from the probes. ``witnesses`` are the norms of some gradients
+    after the last backward pass and at ``update()``, and ``leftover`` those before the first pass.
+    ``loss_scale`` is the factor that the gradients still have. ``dual`` is this process's share of
+    the numbers of ``DualNorms``.
     """
 
     passes: list[Pass]
@@ -61,7 +63,7 @@ class Update(NamedTuple):
 
 
 class Numbers:
-    """Computes the vector and the flags of ``Exchange`` on one device, that of the tensors."""
+    """Computes the vector and the flags of ``Exchange`` on the device that holds the tensors."""
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class Numbers:
     def __call__(self, update: Update) -> tuple[Tensor, Tensor]:
         found = [self._of_pass(each) for each in update.passes]
         sums, metric_2, calls, scalars, lost = (torch.stack(t).sum(0) for t in zip(*found))
-        p, q = sums / self._processes.tensor  # tensor-parallel processes all found the same
+        p, q = sums / self._processes.tensor  # all tensor-parallel processes found the same
         whole = q.sum()
         written = another = replica = handed = stale = torch.zeros_like(whole)
         norm = (
@@ -99,14 +101,15 @@ class Numbers:
             else loss_factors.without_scale(update.norm, update.loss_scale)
         )
         if update.by_probe:
-            if norm is not None:  # only compared: the probes are more accurate
+            if norm is not None:  # it is only compared, since the probes are more accurate
                 another = ((norm - whole).abs() > 0.02 * whole).double()
         else:
             if update.leftover is not None:
                 stale = (update.leftover.sum() != 0).double()
             if norm is not None:
                 handed, whole = norm, norm * self._processes.divisor**2 / self._processes.world
-                # Noise alone makes it about p. A gradient scaler's factor, 512 or more, is squared.
+                # With noise alone it is about p. A gradient scaler's factor, at least 512, would
+                # be squared.
                 another = (whole < 1e-5 * p.sum()).double()
                 q = torch.full_like(q, torch.nan)
             elif update.sqnorms is not None:
@@ -132,8 +135,8 @@ class Numbers:
         )
 
     def _of_pass(self, each: Pass) -> tuple[Tensor, ...]:
-        """p and q of the units, the same under a metric, calls and surplus calls, the scalars of
-        the weights, and the flags of misplaced tokens.
+        """The numbers of a pass: p and q of the units, p and q under a metric, calls and surplus
+        calls, the scalars of the weights, and the flags of misplaced tokens.
         """
         rows = torch.cat([self._no_rows, *(t.to(self.device) for t in each.rows)])
         K = self._units
@@ -161,8 +164,8 @@ class Numbers:
         )
 
     def _written(self, update: Update) -> Tensor:
-        """1.0 if the gradients were written to after backward, else 0.0. Not every write changes a
-        version: ``unscale_`` on the CPU does not, nor clipping shards.
+        """1.0 if the gradients were changed after backward, else 0.0. Not every write changes a
+        tensor's version: ``unscale_`` on the CPU and the clipping of shards do not.
         """
         before, after = update.witnesses
         if before is None or after is None:

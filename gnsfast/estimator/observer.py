@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects what probes and gradients say of one update, micro-batch by micro-batch."""
+"""Collects what the probes and gradients of an update show, micro-batch by micro-batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,10 +41,10 @@ from gnsfast.tensors import is_dtensor
 
 
 class Observer:
-    """Collects what probes and gradients say, on the device, without waiting for it.
+    """Collects what probes and gradients show, on the device, without waiting for it.
 
-    ``finish`` returns an update, from which ``numbers`` computes a float64 vector and the flags
-    that ``check`` reads (``Exchange``). The vector holds p and q of each of K units (parameters, or
+    ``finish`` returns an update. ``numbers`` turns it into a float64 vector and the flags that
+    ``check`` reads (``Exchange``). The vector holds p and q of each of K units (parameters, or
     blocks of them), the whole q, and the scalars of the weights.
     """
 
@@ -99,7 +99,7 @@ class Observer:
             for key, p in module._parameters.items()
             if p is not None and not is_dtensor(at_rest[id(p)])  # FSDP2 swaps those in and out
         ]
-        # Processes add up their numbers on the device; one by itself does without.
+        # Several processes sum their numbers on the device. A single one needs no device.
         where = self.device if self.processes.world > 1 else torch.device("cpu")
         self.audit = Audit(self.names, where)
         self.numbers = Numbers(
@@ -124,7 +124,7 @@ class Observer:
 
     @property
     def midway(self) -> bool:
-        """Whether an update is under way."""
+        """Whether an update has begun and has not ended."""
         return self.slab is not None or bool(self._passes)
 
     def open(
@@ -165,7 +165,7 @@ class Observer:
         except RuntimeError:
             self.discard()
             raise
-        self.dual.opened()  # after the watch, which leaves parameters with hooks alone
+        self.dual.opened()  # after the watch, which does not audit parameters with hooks
         left = set(self.names) - self._watch.watched
         self._before = {n: checks.mark(p) for n, p in zip(self.names, self.parameters) if n in left}
         if first:
@@ -192,7 +192,7 @@ class Observer:
         return gradients.witness(self._smallest, self.device)
 
     def _check_marks(self) -> None:
-        """Raise if ``.grad``, from which q is read, holds more than the update's micro-batches."""
+        """Raise if ``.grad``, which gives q, holds more than the micro-batches of the update."""
         if self.settings.local:
             return
         if self._passes:
@@ -292,7 +292,7 @@ class Observer:
         self._passes.append(left)
 
     def _refuse_next(self, divided: float, lengths: bool) -> None:
-        """Raise if a further micro-batch of the update does not go with those before."""
+        """Raise if one more micro-batch of the update does not fit those before it."""
         if divided != 1.0:
             self.discard()
             raise ObservationError(
@@ -304,9 +304,7 @@ class Observer:
             raise ValueError("tokens must be given for all micro-batches or for none")
 
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Update, list[int]]:
-        """The update, and how many of this process's micro-batches wrote to each parameter's
-        gradient.
-        """
+        """The update, and in how many own micro-batches each parameter got a gradient."""
         passes, s = self._passes, self.settings
         if not passes:
             raise ObservationError(
@@ -339,7 +337,7 @@ class Observer:
         return update, self._touched
 
     def refuse_norm(self) -> None:
-        """Raise if the norm of the whole gradient does not suffice."""
+        """Raise if the norm of the whole gradient is not enough."""
         if self.settings.local:
             raise ValueError("source='local' does not use grad_norm: call gns.update()")
         self.metric.refuse_norm()
@@ -372,7 +370,7 @@ class Observer:
         return None if factor is None else factor.clone()
 
     def check(self, flags: Tensor, touched: list[int]) -> None:
-        """Raise if the flags of all passes so far, on the host, say that a norm is wrong."""
+        """Raise if the flags of all passes so far, which are on the host, show a wrong norm."""
         calls_2R = self.stages.own_rows(flags[:-FLAGS].view(2, -1), len(self.labels))
         if wrong := checks.explain_flags(flags[-FLAGS:].tolist(), self.settings.takes_norm):
             raise ObservationError(wrong)
@@ -397,4 +395,4 @@ class Observer:
 
 
 SLOTS = 32
-"""The number of documents is rounded up to a multiple of this, so that few slabs suffice."""
+"""The number of documents is rounded up to a multiple of this, so that few slabs are needed."""

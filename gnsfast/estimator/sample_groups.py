@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""p and q of groups of samples (data domains), micro-batch by micro-batch.
+"""Measures p and q of groups of samples (data domains), micro-batch by micro-batch.
 
-The summed gradient of a group is known only within one micro-batch. So each micro-batch is measured
-by itself, as ``source="local"`` does for all samples.
+The summed gradient of a group is known only within one micro-batch. Each micro-batch is therefore
+measured by itself, as ``source="local"`` does for all samples.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ WIDTH = 2 + loss_factors.SCALARS
 
 
 class GroupRows(NamedTuple):
-    """What a pass left: the samples of each group, and the rows of ``ProbeSlab.groups``."""
+    """What a pass left: the samples of each group, and the rows from ``ProbeSlab.groups``."""
 
     members: list[Tensor]
     rows: list[Tensor]
@@ -59,14 +59,14 @@ class GroupMeasure:
 
     @property
     def width(self) -> int:
-        """How many numbers the groups have in an update."""
+        """How many numbers all groups together have in an update."""
         return len(self.names) * WIDTH
 
     def open(self, of_samples: Any, num_samples: int) -> list[Tensor]:
-        """The samples of each group in the next pass, from each sample's group.
+        """The samples of each group in the next pass. ``of_samples`` names each sample's group.
 
         Raises:
-            ValueError: if the groups are missing, unknown, or not as many as the samples.
+            ValueError: if groups are missing or unknown, or their number is not ``num_samples``.
         """
         if (of_samples is None) != (not self.names):
             raise ValueError(
@@ -83,7 +83,7 @@ class GroupMeasure:
             )
         groups = of_samples.tolist() if isinstance(of_samples, Tensor) else list(of_samples)
         if len(groups) != num_samples:
-            raise ValueError(f"groups holds {len(groups)} names, but num_samples is {num_samples}")
+            raise ValueError(f"groups has length {len(groups)}, but num_samples is {num_samples}")
         if odd := [g for g in groups if g not in self._index]:
             raise ValueError(
                 f"group {odd[0]!r} is not one of {', '.join(map(repr, self.names))}, which "
@@ -115,7 +115,7 @@ class GroupMeasure:
                 continue
             own = None if tokens is None else tokens[index.to(tokens.device)]
             scalars = loss_factors.microbatch_scalars(len(index), own, a, "sum", True, device)
-            scalars = torch.where(scalars[0] > 0, scalars, 0.0)  # all padding: no sample here
+            scalars = torch.where(scalars[0] > 0, scalars, 0.0)  # a group of padding has no sample
             p = p_B[index.to(device, non_blocking=True)].sum()
             of_group = loss_factors.without_scale(torch.stack([p, q_G[k]]), each.loss_scale)
             found[k] = torch.cat([of_group, scalars])

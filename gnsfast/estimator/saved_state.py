@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a saved state must have in common with the estimator that loads it."""
+"""Checks that a saved state fits the estimator that loads it."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from gnsfast.estimator.observer import Observer
 
 
 def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
-    """What identifies the model and the settings that measurements belong to."""
+    """The properties of the model and the settings to which measurements belong."""
     s = observer.settings
     return {
         "parameters": list(dict.fromkeys(unit.parameter for unit in observer.units)),

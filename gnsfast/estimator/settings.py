@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of an estimator, and the state of an update under way."""
+"""The settings of an estimator, and the state of gradients after a pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Settings:
         refuse(None, self.features())
 
     def features(self, documents: bool = False, schedule: bool = False) -> list[str]:
-        """The features of ``combinations`` in use; the arguments are those of a micro-batch."""
+        """The features of ``combinations`` in use. The arguments describe a micro-batch."""
         asked = {
             DOCUMENTS: documents,
             METRIC: self.optimizer is not None,
@@ -71,7 +71,7 @@ class Settings:
         return [feature for feature, is_asked in asked.items() if is_asked]
 
     def check_block(self, tokens: Any, cu_seqlens: Any, groups: Any, schedule: Any) -> None:
-        """Raise for arguments of a micro-batch that do not go together."""
+        """Raise if the arguments of a micro-batch do not go together."""
         if schedule is not None and self.local:
             raise ValueError("source='local' does not work with a schedule: use source='global'")
         refuse(None, self.features(cu_seqlens is not None, schedule is not None))
@@ -97,7 +97,7 @@ class Settings:
 
     @property
     def micro_batches(self) -> bool:
-        """Whether dual norms compare micro-batches and processes, not single samples."""
+        """Whether dual norms compare micro-batches and processes instead of single samples."""
         return self.noise_from == "micro_batches"
 
     @property
@@ -112,7 +112,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class EndOfPass:
-    """The state of the gradients after a backward pass: ``mark`` of each, ``witness`` of a few."""
+    """The gradients after a backward pass: the mark of each one, and the norms of a few."""
 
     marks: list[Mark]
     witness: Tensor | None

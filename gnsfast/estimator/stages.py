@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The units and probe rows of all stages of a pipeline, and how much of the model they cover."""
+"""Joins the units and probe rows of all pipeline stages, and the share that they cover."""
 
 from dataclasses import replace
 from itertools import chain
@@ -17,8 +17,8 @@ Label = tuple[str, str]
 
 
 class Part(NamedTuple):
-    """What a stage has: its units, its probe rows, its trainable elements, and the trainable
-    parameters that no unit covers, with their elements.
+    """One stage: its units, its probe rows, the number of its trainable elements, and the trainable
+    parameters that no unit covers, with their numbers of elements.
     """
 
     units: list[Unit]
@@ -60,20 +60,20 @@ class Stages:
         self._left_out = {name: n for part in found for name, n in part.left_out.items()}
 
     def added(self, result: NoiseScale) -> NoiseScale:
-        """``result`` with the share of the trainable elements that it is of."""
+        """``result`` with the share of the trainable elements that it covers."""
         covered = 1.0 - sum(self._left_out.values()) / max(1, self._trainable)
         return replace(result, covered=covered, left_out=tuple(self._left_out))
 
     def of_units(self, t: Tensor) -> Tensor:
-        """This stage's [..., K], padded with zeros to the units of all stages."""
+        """Pad this stage's [..., K] with zeros to the units of all stages."""
         return F.pad(t, (self._first, len(self.units) - self._first - t.shape[-1]))
 
     def of_rows(self, t: Tensor) -> Tensor:
-        """This stage's [..., R], padded with zeros to the probe rows of all stages."""
+        """Pad this stage's [..., R] with zeros to the probe rows of all stages."""
         return F.pad(t, (self._row, len(self.labels) - self._row - t.shape[-1]))
 
     def own_rows(self, t: Tensor, count: int) -> Tensor:
-        """This stage's ``count`` of [..., R], the probe rows of all stages."""
+        """The ``count`` rows of this stage in [..., R], the probe rows of all stages."""
         return t.narrow(-1, self._row, count)
 
 

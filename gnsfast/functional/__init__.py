@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose backward pass also yields every sample's squared gradient norm, as the gradient of a
-``probe``.
+"""Layers as functions, whose backward pass also yields every sample's squared gradient norm, as the
+gradient of a ``probe``.
 
-A probe is a float32 leaf of zeros, [P, B + 2], with a row for each trainable parameter of the layer
-in the order weight, bias. After backward each row of ``probe.grad`` holds the B samples' squared
-norms, the squared norm of the batch's gradient, and 1.0, which counts the calls. A ``Plan`` says
-which rows of the input belong to which sample, and what else is measured. Forward results are those
-of ``torch.nn.functional``.
+A probe is a float32 leaf of zeros, [P, B + 2], with a row for each trainable parameter of the
+layer, in the order weight, bias. After backward each row of ``probe.grad`` holds the squared norms
+of the B samples, the squared norm of the batch's gradient, and the number of calls, which is 1.0. A
+``Plan`` says which rows of the input belong to which sample, and what else is measured. The outputs
+are those of ``torch.nn.functional``.
 """
 
 from gnsfast.functional._attention import attention

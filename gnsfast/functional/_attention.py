@@ -38,7 +38,7 @@ class _Attention(torch.autograd.Function):
             rows, ctx.samples = ctx.samples, PLAIN.samples(probe)
             folded = cu_seqlens is None and ctx.samples and rows % ctx.samples == 0
             if rows != ctx.samples and not folded:
-                raise ValueError(f"probe is for {ctx.samples} samples, but there are {rows}")
+                raise ValueError(f"the probe is for {ctx.samples} samples, but there are {rows}")
         parameters = (sinks, logit_scale, q_gain, k_gain)
         o: Tensor
         a = AttentionForward(q, k, v, *parameters, mask, cu_seqlens, *pattern)
@@ -78,30 +78,30 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention whose own parameters get per-sample norms.
 
-    Equals ``F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
+    It equals ``F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale,
     enable_gqa=True)``, and calls it if there is no window, parameter or ``cu_seqlens``.
 
     Args:
-        q: [B, H, T, D]; heads of D up to 256 on a GPU.
-        k, v: [B, K, S, D]; each of the K heads serves H / K neighbouring query heads.
+        q: [B, H, T, D]. On a GPU D is at most 256.
+        k, v: [B, K, S, D]. Each of the K heads serves H / K neighbouring query heads.
         attn_mask: bool (True: visible) or float (added to the logits), broadcast to [B, H, T, S].
-        is_causal: query t sees keys s <= t.
-        scale: the factor of the logits; 1 / sqrt(D) by default.
-        window: how far a query sees: itself and the ``window - 1`` tokens before it (also after
-            it, unless causal).
+        is_causal: whether query t sees only the keys s <= t.
+        scale: the factor of the logits, by default 1 / sqrt(D).
+        window: how far a query sees: itself and the ``window - 1`` tokens before it. If attention
+            is not causal, also as many tokens after it.
         sinks: [H] logits that take part in the softmax and have no value (gpt-oss).
         logit_scale: [H] a factor for each head's logits.
         q_gain, k_gain: [D] factors of queries and keys, like the gain of a norm before them.
-        cu_seqlens: int [documents + 1], the first token of each document of one packed row, then
-            the end of the last; B is 1, T is S, and a document is a sample. Tokens see their own
-            document only.
+        cu_seqlens: int [documents + 1], for documents packed into one row: the first token of each
+            document, then the end of the last. B is then 1, T is S, and each document is a sample.
+            Tokens see only their own document.
         max_seqlen: the length of the longest document. Without it a GPU starts a program for every
-            block of the row in every document. A longer document is an error; on a GPU it gives
-            NaN.
-        probe: float32 zeros [P, samples + 2], P = number of trainable ones of (sinks, logit_scale,
-            q_gain, k_gain). B may be k · samples: then k consecutive rows are one sample.
+            block of the row in every document. A longer document is an error on a CPU, and gives
+            NaN on a GPU.
+        probe: float32 zeros [P, samples + 2], where P is the number of trainable ones of (sinks,
+            logit_scale, q_gain, k_gain). If B is k · samples, k consecutive rows are one sample.
 
-    A query that sees nothing has an output of zero. The squared norms carry the scale of the loss.
+    The output of a query that sees nothing is zero. The squared norms scale with the loss.
 
     Raises:
         ValueError: for shapes that do not fit together, and for a probe of another shape.
@@ -118,7 +118,7 @@ def attention(
     parameters = (sinks, logit_scale, q_gain, k_gain)
     grouped = q.shape[1] != k.shape[1]
     if max_seqlen is not None and cu_seqlens is None:
-        raise ValueError("max_seqlen is the length of the longest document: it needs cu_seqlens")
+        raise ValueError("max_seqlen is the length of the longest document, so it needs cu_seqlens")
     if not window and cu_seqlens is None and all(p is None for p in parameters):
         if probe is not None:
             PLAIN.check("attention", probe, 0)
@@ -153,8 +153,8 @@ def _check(
     (B, H, T, D), (K, S) = q.shape, k.shape[1:3]
     if k.shape[3] != D or D == 0 or K == 0 or H % K:
         raise ValueError(
-            "attention takes one head dim of at least 1, and query heads that are a multiple of "
-            f"the key heads, not {shapes}"
+            "attention takes the same head dimension for q and k, at least 1, and a number of "
+            f"query heads that is a multiple of the key heads, not {shapes}"
         )
     for name, p, size in (
         ("sinks", sinks, H),
@@ -163,21 +163,25 @@ def _check(
         ("k_gain", k_gain, D),
     ):
         if p is not None and p.shape != (size,):
-            raise ValueError(f"{name} must be [{size}] for {shapes}, not {list(p.shape)}")
+            raise ValueError(f"{name} must have shape [{size}] for {shapes}, not {list(p.shape)}")
     if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, the token itself, not {window}")
+        raise ValueError(f"window must be at least 1, which is the token itself, not {window}")
     if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise ValueError(f"attn_mask must be bool (True is seen) or float, not {mask.dtype}")
+        raise ValueError(f"attn_mask must be bool (True takes part) or float, not {mask.dtype}")
     if mask is not None and mask.requires_grad:
-        raise ValueError("attn_mask must not require a gradient: attention gives it none")
+        raise ValueError(
+            "attn_mask must not require a gradient, because attention does not compute one for it"
+        )
     if mask is not None:
         fits = mask.ndim <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], (S, T, H, B)))
         if not fits:
-            raise ValueError(f"attn_mask {list(mask.shape)} is not broadcast to {[B, H, T, S]}")
+            raise ValueError(
+                f"attn_mask of shape {list(mask.shape)} cannot be broadcast to {[B, H, T, S]}"
+            )
     if cu_seqlens is not None and (B != 1 or T != S or cu_seqlens.ndim != 1 or mask is not None):
         raise ValueError(
-            f"cu_seqlens [documents + 1] is for one packed row, B = 1 and T = S, no attn_mask; "
-            f"not for {shapes}"
+            "cu_seqlens [documents + 1] needs one packed row (B = 1 and T = S) and no attn_mask, "
+            f"not {shapes}"
         )
     if cu_seqlens is not None and cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens must be int32 or int64, not {cu_seqlens.dtype}")

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 any_autocast = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any device; asking for one takes five times as long."""
+"""Whether autocast is on for any device. Asking for one device takes five times as long."""
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives a matrix product of ``x``; None if it is off, and for float64,
-    which it leaves alone.
+    """The dtype that autocast gives a matrix product of ``x``. None if autocast is off, or for
+    float64, which it does not change.
     """
     if not any_autocast():
         return None
@@ -31,8 +31,8 @@ def cast_like(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off: backward computes in the dtypes that forward chose, whether or not the
-    user calls it inside an autocast block.
+    """Turn autocast off. Backward computes in the dtypes that forward chose, even if the user calls
+    it inside an autocast block.
     """
     if not any_autocast():
         return nullcontext()

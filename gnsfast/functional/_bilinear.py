@@ -59,7 +59,7 @@ class _Bilinear(torch.autograd.Function):
 
 
 def _as_linear(v: Tensor) -> Tensor:
-    """A moment of the weight [O, I, J] as that of a linear layer's weight; one of the bias."""
+    """A moment of the weight [O, I, J] in the shape of a linear layer's weight, or of the bias."""
     return v.flatten(1) if v.ndim == 3 else v
 
 
@@ -72,9 +72,9 @@ def bilinear(
     plan: Plan = PLAIN,
 ) -> Tensor:
     """``torch.nn.functional.bilinear(input1, input2, weight, bias)`` whose backward fills
-    ``probe``; ``plan`` as for ``linear``.
+    ``probe``. ``plan`` is that of ``linear``.
 
-    Backward makes the products of the inputs' features, [B, T, I · J], for a trainable weight.
+    For a trainable weight, backward stores the products of the inputs' features, [B, T, I · J].
 
     >>> x, y, w = torch.randn(3, 5), torch.randn(3, 4), torch.randn(2, 5, 4, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)

@@ -52,9 +52,9 @@ def spread(
 ) -> tuple[Tensor | None, Tensor | None]:
     """``weight.repeat(rows), bias.repeat(rows)`` whose backward fills ``probe``.
 
-    The n rows [n, C, ...] of an input are the channels of one row [1, n · C, ...]. A norm layer of
-    torch that takes a gain and a bias for each of these has the samples' gradients as theirs.
-    ``plan`` as for ``linear``; a parameter that is frozen, or None, has no row in the probe.
+    The n rows [n, C, ...] of an input become the channels of one row [1, n · C, ...]. A norm layer
+    of torch then takes a gain and a bias for each of them, whose gradients are those of the rows.
+    ``plan`` is that of ``linear``. A parameter that is frozen, or None, has no row in the probe.
 
     >>> x, w = torch.randn(3, 4, 7), torch.ones(4, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
@@ -105,7 +105,7 @@ class _Attach(torch.autograd.Function):
 
 
 def _over_positions(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum [N, C] over the positions; ``t.sum(())`` would be one over all of the tensor."""
+    """The sum [N, C] over the positions. (``t.sum(())`` would be the sum over the whole tensor.)"""
     return t.sum(tuple(range(2, t.ndim)), dtype=dtype) if t.ndim > 2 else t.to(dtype)
 
 
@@ -117,8 +117,9 @@ def attach_parameters(
     weights: Tensor | None,
     biases: Tensor | None,
 ) -> Tensor:
-    """``y``, which is (x - mean) rstd w + b without gradients of w and b: backward gives those of
-    each row to ``weights`` and ``biases`` [n · C]. The statistics are [n, C] or [1, C].
+    """Return ``y`` = (x - mean) rstd w + b, which was computed without gradients of w and b. Its
+    backward gives the gradients of each row to ``weights`` and ``biases`` [n · C]. The statistics
+    are [n, C] or [1, C].
 
     >>> x, w = torch.randn(3, 4, 7), torch.ones(12, requires_grad=True)
     >>> zero, one = torch.zeros(1, 4), torch.ones(1, 4)

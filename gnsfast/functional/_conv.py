@@ -102,9 +102,9 @@ def conv(
     groups: int = 1,
     output_padding: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.conv1d``, ``conv2d`` or ``conv3d`` (by the number of the weight's
-    dimensions) whose backward fills ``probe``. With an ``output_padding``, which may be zeros, it
-    is ``conv_transpose1d``, ``conv_transpose2d`` or ``conv_transpose3d``.
+    """``torch.nn.functional.conv1d``, ``conv2d`` or ``conv3d``, as the weight's dimensions say,
+    with a backward that fills ``probe``. With an ``output_padding``, which may be zeros, it is
+    ``conv_transpose1d``, ``conv_transpose2d`` or ``conv_transpose3d``.
 
     >>> x, w = torch.randn(3, 2, 8), torch.randn(4, 2, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)

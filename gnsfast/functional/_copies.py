@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of which every sample has a copy of its own, for those that a model uses without a
-layer: gains, mixing coefficients, class tokens, tables of positions.
+"""Gives each sample a copy of parameters that a model uses without a layer: gains, mixing
+coefficients, class tokens, tables of positions.
 
-A copy's gradient is its sample's. Nothing is computed twice: the copies share their memory, and
-what an element-wise operator gives for them is what it gives for the parameter, bit for bit.
+The gradient of a copy is that of its sample. Nothing is computed twice: the copies share their
+memory, and an element-wise operator gives for them the same bits as for the parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,28 +33,28 @@ one of them: it broadcasts its mask.
 
 NUMBERS = {"size", "dim", "numel", "nelement", "__len__", "ndimension", "is_floating_point"}
 NUMBERS |= {"is_complex", "is_contiguous", "element_size", "get_device", "stride", "__get__"}
-"""What says the same of every copy."""
+"""Methods whose answer is the same for every copy."""
 
 ONE, ALL = "of the parameter alone", "with all samples"
 Step = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 REFUSALS = TypeError, ValueError, RuntimeError, IndexError, AttributeError
-"""What operators raise that take no copies."""
+"""The errors of operators that do not accept copies."""
 
 
 class Unfollowed(Exception):
-    """A parameter is used in a way that gives no copy of it a gradient of its own."""
+    """A parameter is used in a way that does not give each copy its sample's gradient."""
 
 
 class Use:
-    """How the copies of some parameters are used in one pass of ``samples``.
+    """How one pass over ``samples`` uses the copies of some parameters.
 
-    ``seen``: what each operator took, by its name and the dimensions of the copies and of the other
-    tensors that it got.
-    ``known``: what an example has shown; another use is an error. ``failed`` are the parameters
-    that could not be followed and why; None has the first of them raise ``Unfollowed``. ``odd``
-    says why the rows of a tensor are not the samples, where that is known.
+    ``seen`` holds each use, by the operator's name and the dimensions of the copies and of the
+    other tensors. ``known`` holds the uses that an example has shown, and any other use is an
+    error. ``failed`` collects the parameters that could not be followed, and why. If it is None,
+    the first of them raises ``Unfollowed``. ``odd`` says why the rows of a tensor are not the
+    samples, if that is known.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Use:
         """Note an operator's use of copies, which must be the same in every pass."""
         expected = self.seen.setdefault(step, kind) if self.known is None else self.known.get(step)
         if expected != kind:
-            raise Unfollowed(f"{step[0]} takes it in another way than in the example")
+            raise Unfollowed(f"{step[0]} uses it in another way than in the example")
 
 
 class Copies(Tensor):
-    """Copies [B, ...] of a parameter, or of what is made of it, that look like one of them."""
+    """Copies [B, ...] of a parameter, or of a tensor made from it, which look like a single one."""
 
     use: Use
     names: frozenset[str]
@@ -129,7 +129,10 @@ class Copies(Tensor):
 def _reason(error: Exception, name: str) -> str:
     if isinstance(error, Unfollowed):
         return str(error)
-    return f"{name} takes no copies of it ({str(error).splitlines()[0] if str(error) else error!r})"
+    return (
+        f"{name} does not take a copy of it for each sample "
+        f"({str(error).splitlines()[0] if str(error) else error!r})"
+    )
 
 
 def _followed(
@@ -141,7 +144,7 @@ def _followed(
     leaves: list[Any],
     places: list[int],
 ) -> Any:
-    """What an operator gives: copies, of what depends on the parameters alone, or all samples."""
+    """The result of an operator: copies, if it depends on parameters alone, or all samples."""
     use.used |= names
     others = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and i not in places]
     wide = [i for i in others if leaves[i].is_floating_point() or leaves[i].is_complex()]
@@ -161,7 +164,7 @@ def _followed(
         return _aligned(copies[0], len(sizes)).repeat(1, *sizes[1:])
     if wide:
         if name not in ELEMENTWISE:
-            raise Unfollowed(f"{name} is no operator of single elements")
+            raise Unfollowed(f"{name} does not work element by element")
         each = _rows_a_sample(use, name, [leaves[i] for i in wide])
         use.note(step, ALL if each == 1 else "several rows of each sample")
         ndim = leaves[wide[0]].ndim
@@ -175,7 +178,7 @@ def _followed(
             return call(*aligned)
         if name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
             raise Unfollowed(f"{name} writes to a tensor of another dtype")
-        # A number has no say in the dtype, and torch may multiply by it unrounded.
+        # A 0-d tensor does not change the dtype, and torch may multiply by it without rounding.
         y = call(*(one[0].detach() for one in copies))
         for i in wide:
             leaves[i] = leaves[i].detach()
@@ -191,7 +194,7 @@ def _followed(
 
 
 def _each(name: str, call: Callable[..., Any], copies: list[Tensor], leaves: list[Any]) -> Any:
-    """What an operator gives for each copy. The first lines spare ``vmap``, which takes 60 µs."""
+    """The result of an operator for each copy. The first lines avoid ``vmap``: it takes 60 µs."""
     if name == "__getitem__" and len(leaves) == 2 and type(leaves[1]) is int:
         return copies[0].select(1, leaves[1])
     if name in ("float", "double", "half", "bfloat16"):
@@ -202,10 +205,12 @@ def _each(name: str, call: Callable[..., Any], copies: list[Tensor], leaves: lis
 def _rows_a_sample(use: Use, name: str, others: Sequence[Tensor]) -> int:
     """How many rows along dimension 0 each sample has in the tensors that the copies meet."""
     if len({t.shape[:1] for t in others} | {t.ndim for t in others}) > 2:
-        raise Unfollowed(f"{name} takes tensors of several shapes")
+        raise Unfollowed(f"{name} takes tensors of different shapes")
     rows = others[0].shape[0] if others[0].ndim else 0
     if not rows or rows % use.samples:
-        raise Unfollowed(f"{name} takes a tensor without {use.samples} samples in dimension 0")
+        raise Unfollowed(
+            f"{name} takes a tensor that does not have {use.samples} samples in dimension 0"
+        )
     if why := next(filter(None, map(use.odd, others)), ""):
         raise Unfollowed(why)
     return rows // use.samples
@@ -220,7 +225,7 @@ def _aligned(copies: Tensor, ndim: int) -> Tensor:
         return copies.reshape(len(copies), *(1,) * (missing - 1), *copies.shape[1:])
     if missing == 0 and copies.shape[1] == 1:
         return copies.squeeze(1)
-    raise Unfollowed(f"its shape {list(copies.shape[1:])} has no place for the samples")
+    raise Unfollowed(f"its shape {list(copies.shape[1:])} leaves no dimension for the samples")
 
 
 def _expanded(copies: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -238,7 +243,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``F.batch_norm`` by running statistics, with the samples' rows as channels of one row."""
+    """``F.batch_norm`` with running statistics, with the samples' rows as channels of one row."""
     if training or mean is None or var is None:
         raise Unfollowed("the statistics of the batch tie its samples together")
     row, (w, b) = _one_row(use, "batch_norm", x), _of_rows(use, weight, bias)
@@ -284,8 +289,8 @@ def copies_of(
     plan: Plan = PLAIN,
     known: Mapping[Step, str] | None = None,
 ) -> dict[str, Tensor]:
-    """Copies of ``parameters``, one for each sample, whose backward fills ``probe``, which has a
-    row for each parameter. ``known`` as for ``Use``, ``plan`` as for ``linear``.
+    """Copies of ``parameters``, one for each sample. Their backward fills ``probe``, which has a
+    row for each parameter. ``known`` is that of ``Use``, and ``plan`` that of ``linear``.
 
     >>> gain, probe = torch.ones((), requires_grad=True), torch.zeros(1, 3 + 2, requires_grad=True)
     >>> gains = gnsfast.functional.copies_of({"gain": gain}, probe)
@@ -299,7 +304,7 @@ def copies_of(
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """``y``, whose gradient also goes to ``z``, the same but for rounding."""
+    """Returns ``y``, and gives its gradient to ``z``, which equals it up to rounding."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, z: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from gnsfast.functional.plan import PLAIN, Plan, samples_first
 from gnsfast.tensors import accumulate_dtype, set_columns
 
 CHUNK = 1 << 21
-"""Logits in memory at a time: 8 MiB of float32, which stay in a CPU's caches from pass to pass.
-That takes 0.79 to 0.94 of the time of 1 << 24 logits (512 and 1024 tokens, 32k and 50k words)."""
+"""The number of logits in memory at a time: 8 MiB of float32, which stay in a CPU's caches. This
+takes 0.79 to 0.94 of the time of 1 << 24 logits (512 and 1024 tokens, 32k and 50k words)."""
 
 ON_GPU = 16
 """Times ``CHUNK`` on a GPU, which a part has to fill: 2048 words for 16k tokens (counted)."""
@@ -57,7 +57,7 @@ class _Head(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """What each token's dlogits are computed from, each [..., 1]: its label, its log-sum-exp, and
+    """The numbers that give each token's dlogits, each [..., 1]: its label, its log-sum-exp, and
     three factors. dlogits = ``share`` · softmax - ``flat``, and at the label - ``hit``.
     """
 
@@ -81,7 +81,7 @@ class _Tokens(NamedTuple):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Each token's loss [N, 1], float32, or float64 for float64; a label of -1 is ignored."""
+    """Each token's loss [N, 1] in float32, or float64 for float64. A label of -1 is ignored."""
 
     @staticmethod
     def forward(
@@ -237,32 +237,35 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = False,
 ) -> Tensor:
-    """The cross entropy of a linear head whose logits are never in memory as a whole. Its backward
+    """The cross entropy of a linear head, whose logits are never stored as a whole. Its backward
     fills ``probe``, if there is one.
 
-    Equals ``F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2).float(), labels.flatten(),
+    It equals ``F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2).float(), labels.flatten(),
     ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)``.
 
     Args:
-        x: [B, ..., D], or [T, B, D] with ``plan.batch_dim`` 1. Rows may be k · B: then k
+        x: [B, ..., D], or [T, B, D] with ``plan.batch_dim`` 1. If there are k · B rows, k
             consecutive rows are one sample.
         weight: [V, D].
         labels: integers of the shape of ``x`` without its last dimension.
         bias: [V] or None.
-        probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
-        plan, links: as for ``linear``; with documents there are no links.
+        probe: float32 zeros [P, B + 2], where P is the number of trainable ones of (weight, bias).
+        plan, links: as in ``linear``. With documents there are no links.
         ignore_index: the label of tokens without a loss.
-        reduction: ``"mean"`` over the tokens of all samples that have a loss (NaN where none has),
-            ``"sum"``, or ``"none"``: the shape of ``labels``, 0 for ignored tokens.
+        reduction: ``"mean"`` over all tokens that have a loss (NaN if there are none), ``"sum"``,
+            or ``"none"``, which gives the shape of ``labels``, with 0 for ignored tokens.
         softcap: logits z become softcap · tanh(z / softcap).
         z_loss: adds z_loss · logsumexp² to each token's loss.
         shift: each position predicts the label of the next one. ``labels`` are then those of the
             input itself, [B, ..., T], as transformers' causal models take them.
 
-    The loss is float32, or float64 for float64. The squared norms carry its scale: a mean over n
-    tokens scales them by 1 / n². Raises ValueError for a probe of another shape, and for labels of
-    another shape, dtype or range. On a GPU and under ``torch.compile`` the range is not checked,
-    because that would wait for the device: a label out of range makes loss and gradients NaN.
+    The loss is float32, or float64 for float64 inputs. The squared norms scale with it: a mean over
+    n tokens scales them by 1 / n².
+
+    Raises ValueError for a probe of another shape, and for labels of another shape, dtype or range.
+    On a GPU and under ``torch.compile`` the range is not checked, because that would wait for the
+    device. There a label out of range makes the loss and the gradients NaN.
+
     Source: the norms are those of ``linear``; parts of the vocabulary as in Wijmans et al. 2024
     (arXiv 2411.09009).
 
@@ -279,16 +282,18 @@ def linear_cross_entropy(
     if plan.calls is not None:
         refuse("linear_cross_entropy", [REPEATED], plan.module)
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing is between 0 and 1, not {label_smoothing}")
+        raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is a positive number or None, not {softcap}")
+        raise ValueError(f"softcap must be a positive number or None, not {softcap}")
     dtype = autocast_dtype(x)
     if dtype is not None and x.is_floating_point():
         x = x.to(dtype)
     elif x.dtype != weight.dtype:
-        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}: outside of autocast, cast one")
+        raise ValueError(
+            f"x is {x.dtype} and weight {weight.dtype}. Outside of autocast, cast one of them."
+        )
     label = _label(labels, x, len(weight), ignore_index)[..., None]
     if shift:
         label = _shifted(label, plan.batch_dim)
@@ -315,11 +320,11 @@ def linear_cross_entropy(
 def _label(labels: Tensor, x: Tensor, V: int, ignore_index: int) -> Tensor:
     """The labels as the loss takes them: -1 for an ignored label, V for one out of range."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"labels are word numbers, integers, not {labels.dtype}")
+        raise ValueError(f"labels must be integers, the indices of words, not {labels.dtype}")
     if labels.shape != x.shape[:-1]:
         raise ValueError(
             f"labels of shape {list(labels.shape)} do not fit an input of shape {list(x.shape)}: "
-            "they have the input's shape without its last dimension"
+            "they must have the input's shape without its last dimension"
         )
     labels = labels.long()
     wrong = (labels < 0) | (labels >= V)
@@ -327,17 +332,18 @@ def _label(labels: Tensor, x: Tensor, V: int, ignore_index: int) -> Tensor:
     if label.device.type == "cpu" and not torch.compiler.is_compiling() and (label == V).any():
         raise ValueError(
             f"labels from {int(labels.min())} to {int(labels.max())} do not fit a weight of {V} "
-            f"rows: they are 0 to {V - 1}, or ignore_index, {ignore_index}"
+            f"rows: they must be 0 to {V - 1}, or ignore_index ({ignore_index})"
         )
     return label
 
 
 def _shifted(label: Tensor, batch_dim: int) -> Tensor:
-    """Give each position the label of the next one; the last has none."""
+    """Give each position the label of the next one. The last position has no label."""
     if label.ndim < 3:
         raise ValueError(
-            f"shift needs the tokens in a dimension of their own, not labels of shape "
-            f"{list(label.shape[:-1])}: shift them yourself, and ignore each sample's last"
+            "shift needs the tokens in a dimension of their own, not labels of shape "
+            f"{list(label.shape[:-1])}. Shift the labels yourself, and give each sample's last "
+            "token the label ignore_index."
         )
     dim = 0 if batch_dim == 1 else label.ndim - 2
     T = label.shape[dim]

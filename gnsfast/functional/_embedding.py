@@ -84,9 +84,9 @@ class _Embedding(torch.autograd.Function):
 
 
 def _summed(dy_BTD: Tensor) -> Tensor:
-    """Whether only the first sample's rows of a shared table were used, or rows were added up over
-    samples (``e.sum(0)``). The signs are a gradient of the first sample alone, or one gradient that
-    all samples have.
+    """Whether only the first sample's rows of a shared table were used, or rows were summed over
+    samples (``e.sum(0)``). In the first case only the first sample has a gradient. In the second
+    all samples have the same one.
     """
     first_only = (dy_BTD[:1] != 0).any() & ~(dy_BTD[1:] != 0).any()
     return first_only | ((dy_BTD == dy_BTD[:1]).all() & (dy_BTD[:1] != 0).any())
@@ -112,27 +112,27 @@ def embedding(
 ) -> tuple[Tensor, Link | None]:
     """``torch.nn.functional.embedding(ids, weight, padding_idx)`` whose backward fills ``probe``.
 
-    Returns the rows, and if ``tied`` a link for later layers of the same weight, which take it
-    among their ``links``. Through it this layer's probe row gets the cross term 2 a·b of
+    It returns the rows, and if ``tied`` a link. Later layers with the same weight take the link
+    among their ``links``. Through it the probe row of this layer gets the cross term 2 a·b of
     ‖a + b‖², where a and b are the gradients of the two uses.
 
     Args:
-        ids: integers [B, ...]; other layouts as ``plan`` says.
+        ids: integers [B, ...], or in another layout that ``plan`` describes.
         weight: [num_embeddings, embedding_dim].
-        probe, plan, links: as for ``linear``.
-        padding_idx: the id that takes no gradient.
-        tied: later layers share ``weight``.
-        shared: ``ids`` is one row, expanded to all samples. The call counter becomes NaN if the
-            ids are neither consecutive nor constant, if only the first sample's rows were used, or
-            if all samples' rows got the same gradient.
-        bare: ``ids`` is [B], one id for each sample. The call counter becomes NaN if the ids are
-            consecutive, like positions.
-        known: it is known that ``ids`` are shared, or bare, so they may be any.
+        probe, plan, links: as in ``linear``.
+        padding_idx: the id that gets no gradient.
+        tied: whether later layers share ``weight``.
+        shared: whether ``ids`` is one row, expanded to all samples. The call counter becomes NaN if
+            the ids are neither consecutive nor constant, if only the first sample's rows were used,
+            or if all samples' rows got the same gradient.
+        bare: whether ``ids`` is [B], one id for each sample. The call counter becomes NaN if the
+            ids are consecutive, like positions.
+        known: whether ``shared`` or ``bare`` is certain, so that any ids are accepted.
 
     >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
     >>> gnsfast.functional.embedding(ids, w, probe)[0].sum().backward()
-    >>> probe.grad[0, :2]  # the repeated id adds before it is squared
+    >>> probe.grad[0, :2]  # gradients of a repeated id are added, then squared
     tensor([12.,  6.])
     """
     if plan.calls is not None:

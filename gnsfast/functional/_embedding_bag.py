@@ -96,12 +96,12 @@ def embedding_bag(
     """``torch.nn.functional.embedding_bag(ids, weight, offsets, ...)``, of mode "sum" or "mean",
     whose backward fills ``probe``.
 
-    The G bags are k · B; k consecutive bags are one sample.
+    If the number of bags G is k · B, k consecutive bags are one sample.
 
     >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
     >>> gnsfast.functional.embedding_bag(ids, w, probe, mode="sum").sum().backward()
-    >>> probe.grad[0, :2]  # the repeated id adds before it is squared
+    >>> probe.grad[0, :2]  # gradients of a repeated id are added, then squared
     tensor([12.,  6.])
     """
     if mode not in ("sum", "mean"):

@@ -92,8 +92,8 @@ def grouped_linear(
     transposed: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``F.linear(x[rows], weight[e], bias[e])`` for each expert e and its rows, whose backward
-    fills ``probe``.
+    """``F.linear(x[rows], weight[e], bias[e])`` for each expert e and its rows, with a backward
+    that fills ``probe``.
 
     Sample b's norm is that of ``autograd.grad`` of its own loss term.
 
@@ -105,10 +105,10 @@ def grouped_linear(
         starts: [experts · B + 1] integers that do not decrease: rows ``starts[e * B + b]`` to
             ``starts[e * B + b + 1]`` are sample b's rows of expert e. Rows after the last number
             have no expert: their outputs and gradients are zeros.
-        probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias).
-        dtype: the dtype of the products; that of ``weight`` if None.
+        probe: float32 zeros [P, B + 2], where P is the number of trainable ones of (weight, bias).
+        dtype: the dtype of the products, by default that of ``weight``.
 
-    The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
+    The squared norms scale with the loss: a mean over B samples scales them by 1 / B².
     Raises ValueError for a probe of another shape, and for ``starts`` of another length.
     Source: Goodfellow 2015 (arXiv 1510.01799), summed over tokens and experts.
 
@@ -122,8 +122,8 @@ def grouped_linear(
     E, B = len(weight), PLAIN.samples(probe)
     if starts.shape != (E * B + 1,):
         raise ValueError(
-            f"starts must be [{E * B + 1}], for {E} experts and the {B} samples of the probe and "
-            f"the end, not {list(starts.shape)}"
+            f"starts must have shape [{E * B + 1}], for {E} experts, the {B} samples of the probe "
+            f"and the end, not {list(starts.shape)}"
         )
     dtype = dtype or weight.dtype
     plan = Plan(transposed=transposed, starts=starts, experts=E)

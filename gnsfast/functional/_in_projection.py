@@ -105,7 +105,7 @@ def _wgrad(
 
 
 def _input_grad(dys: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """Σ dy W, without putting the dy into one tensor."""
+    """Σ dy W, without copying the dy into one tensor."""
     dx = dys[0] @ weights[0]
     for dy, w in zip(dys[1:], weights[1:]):
         dx.view(-1, dx.shape[-1]).addmm_(dy.flatten(0, -2), w)
@@ -123,20 +123,20 @@ def in_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value projections of an attention layer, whose backward fills ``probe``.
 
-    Equals ``F.linear(t, w, b)`` for the three (t, w, b) of (query, key, value), ``weight`` and
+    It equals ``F.linear(t, w, b)`` for the three (t, w, b) of (query, key, value), ``weight`` and
     ``bias.chunk(3)``. Neighbours that are the same tensor are multiplied once. Backward reads the
-    three output gradients where they are, without copying them into one.
+    three output gradients where they are, without copying them into one tensor.
 
     Args:
         query, key, value: [B, ..., features], or [T, B, features] with ``plan.batch_dim`` 1.
         weight: [3 E, features], or three weights [E, features of its input].
         bias: [3 E] or None.
         probe: float32 zeros [P, B + 2]: rows for the weight of the query, the key and the value,
-            then for the three biases; a frozen parameter has none.
+            then for the three biases. A frozen parameter has none.
         plan: says which dimension holds the samples, or where documents begin.
 
-    The squared norms carry the scale of the loss, as in ``linear``; that of a packed weight is the
-    sum of its three rows. Raises ValueError for a probe of another shape.
+    The squared norms scale with the loss, as in ``linear``. That of a packed weight is the sum of
+    its three rows. Raises ValueError for a probe of another shape.
     Source: Goodfellow 2015 (arXiv 1510.01799), for each of the three.
 
     >>> x, w = torch.randn(3, 7, 4), torch.randn(12, 4, requires_grad=True)

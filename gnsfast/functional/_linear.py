@@ -63,16 +63,17 @@ def linear(
     Sample b's norm is that of ``autograd.grad`` of its own loss term.
 
     Args:
-        x: [B, ..., in_features], or [T, B, in_features] with ``plan.batch_dim`` 1. Rows may be
-            k · B: then k consecutive rows are one sample.
-        weight: [out_features, in_features]; with ``plan.transposed`` the other way round.
+        x: [B, ..., in_features], or [T, B, in_features] with ``plan.batch_dim`` 1. If there are
+            k · B rows, k consecutive rows are one sample.
+        weight: [out_features, in_features], or with ``plan.transposed`` [in_features,
+            out_features].
         bias: [out_features] or None.
-        probe: float32 zeros [P, B + 2], P = number of trainable ones of (weight, bias). A plan that
-            measures more needs more rows or columns (``Plan``).
+        probe: float32 zeros [P, B + 2], where P is the number of trainable ones of (weight, bias).
+            A plan that measures more needs more rows or columns (``Plan``).
         plan: which rows belong to which sample, and what is measured.
         links: the links of earlier embeddings that share ``weight``.
 
-    The squared norms carry the scale of the loss: a mean over B samples scales them by 1 / B².
+    The squared norms scale with the loss: a mean over B samples scales them by 1 / B².
     Raises ValueError for a probe of another shape and for links to a transposed weight, and
     NotImplementedError for measurements that do not go together.
     Source: Goodfellow 2015 (arXiv 1510.01799), eq. for a fully connected layer, summed over tokens.
@@ -84,7 +85,7 @@ def linear(
     True
     """
     if plan.transposed and links:
-        raise ValueError("links belong to a weight [out_features, in_features], not transposed")
+        raise ValueError("links need a weight [out_features, in_features], not a transposed one")
     if plan.calls is not None:
         probe, weight, bias = plan.calls.enter("linear", plan, (probe, weight, bias), links)
         links = ()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The links between the uses of one weight: an embedding and later embeddings or a linear head.
 
-‖a + b‖² = ‖a‖² + ‖b‖² + 2 a·b. Each use adds its own squared norm to its own probe row; an
-embedding also adds the cross terms 2 a·b with all later uses. For that it has two more outputs, the
-link, which later uses take as inputs. As the gradient of the link a later use hands back the rows
-of its own gradient at the embedding's ids: those of every sample's gradient, and those of the sum.
-With groups of samples the link of the sum is two: those of the sum, and of each sample's own group.
+‖a + b‖² = ‖a‖² + ‖b‖² + 2 a·b. Each use adds its own squared norm to its own probe row. An
+embedding also adds the cross terms 2 a·b with all later uses. For this it has two more outputs, the
+link, which later uses take as inputs. The gradient that a later use returns for the link holds the
+rows of its own gradient at the embedding's ids, once for each sample and once for the sum. With
+groups of samples the link of the sum has two parts: one for the sum, one for each sample's group.
 
 Legend: B samples, T tokens, S ids of links, V vocabulary, D width.
 """
@@ -20,7 +20,7 @@ from gnsfast.functional.second_moments import Squares
 from gnsfast.reference import root_metric
 
 Link = tuple[Tensor, Tensor, Tensor]
-"""An earlier use of a shared weight: its ids [B, S] and its two link outputs, both [B, S, D]; with
+"""An earlier use of a shared weight: its ids [B, S] and its two link outputs, both [B, S, D]. With
 groups the second is [2, B, S, D]."""
 
 
@@ -44,7 +44,7 @@ def link_grads(
 
 def embedding_rows(link_ids: list[Tensor], ids_BT: Tensor, dy_BTD: Tensor, plan: Plan) -> Tensor:
     """[B, S, D]: rows of every sample's gradient of an embedding, at the ids of earlier embeddings.
-    Documents are one list of rows [1, N]; there an id counts within its own document only.
+    Documents are one list of rows [1, N], where an id counts only within its own document.
     """
     same_BST = torch.cat(link_ids, 1)[:, :, None] == ids_BT[:, None, :]
     if plan.starts is not None:
@@ -61,8 +61,8 @@ def add_cross_terms(
     of_samples: Tensor,
     of_sum: Tensor,
 ) -> None:
-    """Add 2 a·b to an embedding's probe row, in place, for each sample, for the sum and for groups;
-    also to the row under a metric, if there is one.
+    """Add 2 a·b to an embedding's probe row, in place, for each sample, for the sum and for groups.
+    It is also added to the row under a metric, if there is one.
     """
     if plan.groups is not None:
         of_sum, of_groups = of_sum.unbind()

@@ -80,7 +80,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """``torch.nn.functional.layer_norm(x, normalized_shape, weight, bias, eps)`` whose backward
-    fills ``probe``; ``plan`` as for ``linear``.
+    fills ``probe``. ``plan`` is that of ``linear``.
 
     >>> x, w = torch.randn(3, 7, 5), torch.ones(5, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
@@ -108,15 +108,15 @@ def rms_norm(
     variant: str = "torch",
 ) -> Tensor:
     """``torch.nn.functional.rms_norm(x, weight.shape, weight, eps)`` whose backward fills
-    ``probe``; ``plan`` as for ``linear``.
+    ``probe``. ``plan`` is that of ``linear``.
 
-    ``variant`` says how the forward rounds and applies the gain: ``"torch"``; ``"llama"``
-    (normalise in float32, round, then multiply by the weight); ``"olmo"`` (multiply by the weight,
-    then round); ``"t5"`` (round only if the weight is half precision); ``"gemma"`` (multiply by
-    1 + weight in float32, then round); ``"float32"`` (OLMo-core's: multiply by the weight cast to
-    float32, then round); ``"qwen"`` (OLMo-core's Qwen: as ``"llama"``, but cast the weight to the
-    dtype of the input); ``"unit"`` (litgpt's Gemma: as ``"float32"``, with 1 + weight in the dtype
-    of the weight); ``"as_it_is"`` (no cast); ``"narrow"`` (cast the weight to the dtype of the
+    ``variant`` says how the forward rounds and applies the gain: like ``"torch"``, or ``"llama"``
+    (normalise in float32, round, then multiply by the weight), ``"olmo"`` (multiply by the weight,
+    then round), ``"t5"`` (round only if the weight is half precision), ``"gemma"`` (multiply by
+    1 + weight in float32, then round), ``"float32"`` (OLMo-core's: multiply by the weight cast to
+    float32, then round), ``"qwen"`` (OLMo-core's Qwen: as ``"llama"``, but cast the weight to the
+    dtype of the input), ``"unit"`` (litgpt's Gemma: as ``"float32"``, with 1 + weight in the dtype
+    of the weight), ``"as_it_is"`` (no cast), or ``"narrow"`` (cast the weight to the dtype of the
     input, nothing else).
 
     >>> x, w = torch.randn(3, 7, 5), torch.ones(5, requires_grad=True)

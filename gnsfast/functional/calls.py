@@ -2,8 +2,8 @@
 """A layer that a model calls several times in one pass.
 
 A sample's gradient is then the sum over the calls k of dy_kᵀ x_k, which is one weight gradient over
-the tokens of all calls. So backward of a call keeps its operands, and the operator runs once, after
-the last one.
+the tokens of all calls. The backward of each call therefore keeps its operands, and the operator
+runs once, after the last call.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,17 +23,17 @@ from gnsfast.signatures import BY_SAMPLE, RESULTS, ConvWgrad, NormBackward
 from gnsfast.tensors import is_dtensor
 
 JOINED = BY_SAMPLE | {ConvWgrad: (2, RESULTS["conv_wgrad"])}
-"""Operators whose calls can be joined -> how many of their first fields have a part for each
+"""Operators whose calls can be joined -> the number of their first fields that have a part for each
 sample, and the kinds of their results."""
 
 
 class Calls:
-    """The calls of one layer in one pass; its ``Plan`` takes them to each call.
+    """The calls of one layer in one pass. Its ``Plan`` passes this object to each call.
 
-    All calls get the probe and the parameters from one node of autograd, whose backward runs after
-    that of every call that the loss depends on. There the operator runs, on the operands of these
-    calls joined along their tokens. Until then the inputs and output gradients of all calls are in
-    memory. What a call has to say by itself (a NaN for its counter) is its gradient of the probe.
+    All calls get the probe and the parameters from one autograd node, whose backward runs after
+    that of every call that the loss depends on. There the operator runs on the operands of all
+    calls, joined along their tokens. Until then their inputs and output gradients stay in memory.
+    A call reports by its own gradient of the probe, such as a NaN for its counter.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class Calls:
         source: tuple[Tensor | None, ...],
         links: tuple[Link, ...] = (),
     ) -> tuple[Any, ...]:
-        """What a call takes instead of ``source``, the probe and the parameters. The ``links`` of
-        earlier embeddings are taken here, not by the call.
+        """The tensors that a call uses instead of ``source``, the probe and the parameters. The
+        ``links`` of earlier embeddings are taken here, not by the call.
         """
         probe, weight = (*source, None)[:2]
         assert probe is not None
@@ -65,7 +65,8 @@ class Calls:
             self._handed = tuple(next(handed) if own else t for t, own in zip(source, trained))
             self._source = source
         elif links and torch._C._current_graph_task_id() == -1:  # in backward: recomputed
-            raise _error(plan, "its weight is looked up between two calls, which loses their links")
+            why = "the embedding that shares its weight runs between two calls, so links are lost"
+            raise _error(plan, why)
         elif any(t is not first for t, first in zip(source, self._source)):
             raise _error(plan, "its parameters were replaced between two calls in one block")
         return self._handed
@@ -83,7 +84,7 @@ class Calls:
         return tuple(found[kind] for kind in JOINED[type(a)][1])
 
     def hold(self, part: Any, finish: Callable[[list[Any]], Tensor]) -> Tensor:
-        """Keep any ``part`` of a call; ``finish`` of those of all calls gives the probe rows."""
+        """Keep any ``part`` of a call. ``finish`` turns the parts of all calls into probe rows."""
         self._kept.hold(part, finish)
         return self._nothing()
 
@@ -95,7 +96,7 @@ class Calls:
 
 
 class _Handed(torch.autograd.Function):
-    """Hands on the first ``count`` of ``tensors``, the probe and the trainable parameters; the
+    """Passes on the first ``count`` of ``tensors``, the probe and the trainable parameters. The
     others are links.
     """
 
@@ -110,8 +111,8 @@ class _Handed(torch.autograd.Function):
     def backward(ctx: Any, said: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ObservationError(
-                "backward(create_graph=True) has no per-sample norms: run the pass to measure "
-                "without it"
+                "backward(create_graph=True) has no per-sample norms. Run the pass that you "
+                "measure without it."
             )
         found = ctx.kept.gradients(ctx.link_ids)
         if found is None or said is None:  # the loss does not depend on any call
@@ -153,13 +154,12 @@ class _Kept:
         self._begin()
         self._plan, self._operator, self._wanted, self._kind = plan, operator, wanted, type(a)
         inputs, _ = JOINED[self._kind]
-        # What an operand or a gain was computed from must not hang on the node that keeps it.
+        # The kept operands must not hold the graph that they were computed in.
         fields = [t.detach() if isinstance(t, Tensor) else t for t in a]
         own, options = fields[:inputs], fields[inputs:]
         if self._operands and any(map(_differ, options, self._options)):
-            raise _error(
-                plan, "its padding, dilation, padding_idx or the like differ between calls"
-            )
+            why = "its padding, dilation, padding_idx or a similar setting differs between calls"
+            raise _error(plan, why)
         self._options = options
         if isinstance(a, ConvWgrad):
             own = [t.unflatten(0, (max(a.samples, 1), -1)) for t in own]
@@ -169,8 +169,8 @@ class _Kept:
         self._versions += _versions(own)
 
     def gradients(self, link_ids: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]] | None:
-        """The probe rows and the wanted gradients of all calls, then those of the links; None if
-        there was no call.
+        """The probe rows and the wanted gradients of all calls, then the gradients of the links.
+        None if there was no call.
         """
         self._begin()
         if parts := self._parts:
@@ -181,8 +181,8 @@ class _Kept:
         if _versions(chain(*self._operands)) != self._versions:
             raise _error(
                 self._plan,
-                "the input of a call, or the gradient of its output, was written to before the "
-                "backward of all calls had ended",
+                "the input of a call, or the gradient of its output, was changed before the "
+                "backward pass of all calls had ended",
             )
         a = self._joined()
         ids_BS = torch.cat(link_ids, dim=1) if link_ids else None
@@ -196,7 +196,7 @@ class _Kept:
         return [found[kinds.index("rows")], *compress(sums, self._wanted)], to_links
 
     def _joined(self) -> Any:
-        """The operator's arguments for all calls; each field's operands are freed once joined."""
+        """The operator's arguments for all calls. Each field's operands are freed once joined."""
         dim, starts, order = 1, self._starts, None
         if starts:
             (first, *_), *_ = self._operands
@@ -208,7 +208,8 @@ class _Kept:
             sizes = sorted({tuple(t.shape[3:]) for t in column if t is not None})
             if len(sizes) > 1:
                 said = " and ".join(str([*size]) for size in sizes)
-                raise _error(self._plan, f"its inputs or outputs have different sizes, {said}")
+                why = f"its inputs or outputs have different sizes in different calls, {said}"
+                raise _error(self._plan, why)
         joined = []
         while columns:
             joined.append(_cat(columns.pop(0), dim, order))
@@ -230,7 +231,7 @@ class _Kept:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Whether an option of two calls differs; their tensors are joined or are the same."""
+    """Whether an option differs between two calls. Their tensors are joined or are the same."""
     told = isinstance(a, (int, float, torch.dtype)) or (
         isinstance(a, list) and not any(isinstance(each, Tensor) for each in a)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the documents of packed rows begin."""
+"""Finds where the documents of packed rows begin."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class Documents(NamedTuple):
-    """Where documents begin in the rows of a batch, all rows being one list.
+    """Where documents begin in the rows of a batch, with all rows as one list.
 
-    ``starts`` is [slots + 1]; slots after the last document are empty. ``tokens`` is the end of the
+    ``starts`` is [slots + 1]. Slots after the last document are empty. ``tokens`` is the end of the
     last document.
     """
 
@@ -25,13 +25,13 @@ def document_slots(starts: Tensor, num_samples: int, slots: int) -> Documents:
     """``cu_seqlens``, the ``starts`` of at least ``num_samples`` documents, in ``slots`` slots.
 
     Raises:
-        ValueError: where ``starts`` is not on the CPU, does not hold integers, does not begin with
-            0, decreases, or has fewer than ``num_samples`` documents (any others are padding).
+        ValueError: if ``starts`` is not on the CPU, does not hold integers, does not begin with 0,
+            decreases, or has fewer than ``num_samples`` documents. Further ones are padding.
     """
     if starts.device.type != "cpu":
         raise ValueError(
-            "cu_seqlens must be on the CPU: every layer checks its rows against it, and must not "
-            "wait for the device. Keep a copy where the batch is collated."
+            "cu_seqlens must be on the CPU, because every layer checks its rows against it and "
+            "must not wait for the device. Keep a copy on the CPU where the batch is collated."
         )
     if starts.ndim != 1 or starts.is_floating_point() or starts.dtype == torch.bool:
         raise ValueError(
@@ -39,13 +39,13 @@ def document_slots(starts: Tensor, num_samples: int, slots: int) -> Documents:
         )
     if len(starts) - 1 < num_samples:
         raise ValueError(
-            f"cu_seqlens of shape {list(starts.shape)} has {len(starts) - 1} documents, but "
-            f"num_samples is {num_samples}"
+            f"cu_seqlens of shape {list(starts.shape)} holds too few documents "
+            f"({len(starts) - 1}): num_samples is {num_samples}"
         )
     if int(starts[0]) != 0 or bool((starts.diff() < 0).any()):
         raise ValueError(
-            "cu_seqlens must begin with 0 and not decrease: the first row of each document, and "
-            f"the end of the last; this is {starts.tolist()[:8]}..."
+            "cu_seqlens must begin with 0 and not decrease. It holds the first row of each "
+            f"document, and the end of the last. This one is {starts.tolist()[:8]}..."
         )
     padding = starts[-1:].expand(slots + 1 - len(starts))
     return Documents(torch.cat([starts, padding]), int(starts[-1]))
@@ -58,17 +58,17 @@ def documents_of_rows(starts: Tensor, N: int) -> Tensor:
 
 
 def cu_seqlens(position_ids: Tensor) -> Tensor:
-    """Where documents begin in packed rows, from positions that restart with each document.
+    """Find where documents begin in packed rows, from positions that restart with each document.
 
-    Equals ``torch.nn.functional.pad((position_ids.flatten() == 0).nonzero()[:, 0], (0, 1),
-    value=position_ids.numel())`` for one row.
+    For one row it equals ``torch.nn.functional.pad((position_ids.flatten() == 0).nonzero()[:, 0],
+    (0, 1), value=position_ids.numel())``.
 
     Args:
-        position_ids: integers [N] or [rows, T], as Hugging Face's collators give them. A document
-            begins with every row, and where a position is not the one before plus one.
+        position_ids: integers [N] or [rows, T], as Hugging Face's collators make them. A document
+            begins at the start of each row, and where a position does not follow the one before.
 
     Returns:
-        int32 [documents + 1]: FlashAttention's ``cu_seqlens``, over all rows as one list. On a GPU
+        int32 [documents + 1]: FlashAttention's ``cu_seqlens``, with all rows as one list. On a GPU
         the call waits for the device.
 
     Raises:

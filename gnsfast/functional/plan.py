@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a layer's input belong to which sample, and what is measured."""
+"""The plan of a layer: which rows of its input belong to which sample, and what is measured."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,27 +19,27 @@ class Plan(NamedTuple):
     """Which rows of a layer's input belong to which sample, and what is measured.
 
     Its probe is float32 zeros [M P, B + 2 + G]. There is a row for each of the P trainable
-    parameters of the layer, in the order weight, bias; under a metric M is 2 and P more rows
-    follow. The columns are the B samples, their sum, the calls, then the sums of G groups of
+    parameters of the layer, in the order weight, bias. M is 1. Under a metric M is 2, and P more
+    rows follow. The columns are the B samples, their sum, the calls, then the sums of G groups of
     samples.
 
     Args:
-        batch_dim: the dimension of the input that holds the samples, 0 or 1. An input of two
-            dimensions is then [T, B, features] made flat.
-        transposed: the weight of a linear layer is stored as [in_features, out_features].
-        starts: [B + 1], if samples are documents. All rows are one list, and document b is rows
-            ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``). Every row belongs
-            to a document.
-        experts: the number of experts; ``starts`` is then [experts · B + 1], the rows of each
+        batch_dim: the dimension of the input that holds the samples, 0 or 1. With 1 an input of two
+            dimensions is a flattened [T, B, features].
+        transposed: whether the weight of a linear layer is stored as [in_features, out_features].
+        starts: [B + 1], if samples are documents. All rows are one list, and document b has the
+            rows ``starts[b]`` to ``starts[b + 1]`` (FlashAttention's ``cu_seqlens``). Every row
+            belongs to a document.
+        experts: the number of experts. ``starts`` is then [experts · B + 1], with the rows of each
             expert, sample by sample.
-        groups: the samples of each of G groups; each sample is in one group.
+        groups: the samples of each of G groups. Each sample is in one group.
         moments: v of each trainable parameter, for norms under the metric 1 / (√v s + eps).
-        constants_P2: s and eps of each; for Adam's v after t steps s is 1 / √(1 - beta2^t).
+        constants_P2: s and eps of each. For Adam's v after t steps, s is 1 / √(1 - beta2^t).
         module: the layer's name in messages.
-        calls: a ``Calls``, new for each pass, if the layer is called several times in it. The
-            operands of all calls are in memory until the last one's backward.
-        second: where the backward pass adds other sums over samples (``Squares``, ``Grams``,
-            ``Halves``).
+        calls: a ``Calls``, new for each pass, if the pass calls the layer several times. The
+            operands of all calls stay in memory until the backward of the last one.
+        second: objects to which the backward pass adds other sums over samples (``Squares``,
+            ``Grams``, ``Halves``).
 
     >>> x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
     >>> s_eps, v = torch.tensor([[2.0, 1.0]]), torch.full((2, 5), 0.25)
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     second: tuple[Any, ...] = ()
 
     def samples(self, probe: Tensor) -> int:
-        """B, from a probe. A plan that held B would make torch.compile build a graph for each B."""
+        """B, from a probe. If the plan held B, torch.compile would build a graph for each B."""
         return probe.shape[1] - 2 - (0 if self.groups is None else len(self.groups.sizes_G))
 
     def check(
@@ -74,15 +74,15 @@ class Plan(NamedTuple):
         tied: bool = False,
     ) -> None:
         """Raise for a probe of another shape, for groups that do not hold each sample once, and for
-        what cannot be measured together (``combinations``).
+        features that cannot be measured together (``combinations``).
         """
         rows = parameters * (1 + (self.constants_P2 is not None))
         if probe.ndim != 2 or probe.shape[0] != rows or probe.dtype != torch.float32:
             raise ValueError(
-                f"probe must be float32 [{rows}, B + 2], a row for each trainable parameter (and "
-                f"measure), not {probe.dtype} {list(probe.shape)}: after a parameter was frozen, "
-                "unfrozen or parametrized, call gnsfast.convert(model) again, outside of an open "
-                "block"
+                f"probe must be float32 [{rows}, B + 2], with a row for each trainable parameter "
+                f"(and measure), not {probe.dtype} {list(probe.shape)}. If a parameter was frozen, "
+                "unfrozen or parametrized after gnsfast.convert(model), call convert again, "
+                "outside of an open block."
             )
         simple = self.is_plain and not (
             tied or self.moments or self.experts or self.transposed or self.second
@@ -95,13 +95,15 @@ class Plan(NamedTuple):
         metric = parameters if self.constants_P2 is not None else 0
         if len(self.moments) != metric:
             raise ValueError(
-                f"moments and constants_P2 go together, v, s and eps of each of the {parameters} "
-                f"trainable parameters; these are {len(self.moments)} moments"
+                f"moments and constants_P2 go together: v, s and eps of each of the {parameters} "
+                f"trainable parameters. Here there are {len(self.moments)} moments."
             )
         if self.starts is not None and self.batch_dim != 0:
-            raise ValueError("documents (starts) lie one after the other: batch_dim must be 0")
+            raise ValueError(
+                "documents (starts) need batch_dim=0, because they lie one after the other"
+            )
         if (self.experts and layer != "experts") or (self.transposed and layer not in FLAT):
-            raise ValueError(f"{layer} takes no experts, and no transposed weight")
+            raise ValueError(f"{layer} takes neither experts nor a transposed weight")
         if self.groups is not None and len(self.groups.order_B) != self.samples(probe):
             raise ValueError(
                 f"groups must hold each of the {self.samples(probe)} samples of the probe once, "
@@ -129,13 +131,13 @@ class Plan(NamedTuple):
         return self.starts is None and self.constants_P2 is None and self.groups is None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors, for ``save_for_backward``: autograd then notices a write to them."""
+        """The tensors, for ``save_for_backward``, which lets autograd notice writes to them."""
         if self.is_plain:
             return ()
         return self.starts, self.constants_P2, *self.moments, *(self.groups or ())
 
     def without_tensors(self) -> "Plan":
-        """The plan without its tensors, which ``ctx`` may keep; ``restored`` puts them back."""
+        """The plan without its tensors, which ``ctx`` may keep. ``restored`` puts them back."""
         if self.is_plain:
             return self
         return self.restored((None,) * len(self.tensors()))
@@ -188,9 +190,10 @@ class Plan(NamedTuple):
         wanted: Sequence[bool],
         at_BS: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """``operator(a)``, at once or group by group; ``wanted`` says which gradients it needs. Of
-        repeated calls the sums are None: ``calls`` computes them after the last. With groups one
-        more result holds rows ``at_BS`` of the weight gradient of each sample's group.
+        """``operator(a)``, at once or group by group. ``wanted`` says which gradients are needed.
+        For repeated calls the sums are None, because ``calls`` computes them after the last call.
+        With groups one more result holds rows ``at_BS`` of the weight gradient of each sample's
+        group.
         """
         if self.calls is not None:
             kept: tuple[Tensor, ...] = self.calls.keep(
@@ -213,8 +216,8 @@ PLAIN = Plan()
 
 
 def samples_first(x: Tensor, B: int, batch_dim: int) -> Tensor:
-    """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample;
-    with ``batch_dim`` 1 those that are B apart, as in a [T, B, features] made flat.
+    """``x`` as [B, T, features]. If there are k · B rows, k consecutive rows become one sample, or
+    with ``batch_dim`` 1 the rows that are B apart, as in a flattened [T, B, features].
     """
     if batch_dim == 1:
         if x.ndim == 2 and B and len(x) % B == 0:

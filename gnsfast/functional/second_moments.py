@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over samples beside the gradient: of what is quadratic in a sample's gradient g_b, which is
-g_b² of each coordinate or g_b g_bᵀ of a matrix on its smaller side, and of every second g_b.
+"""Sums over samples beside the gradient: of g_b² for each coordinate of a sample's gradient g_b, of
+g_b g_bᵀ for a matrix on its smaller side, and of every second g_b.
 
-The backward of a layer adds to them, from the operands of its operator. They are steps of their
-own: every second gradient costs half a weight's gradient, squares a whole one or more, grams of
-wide layers several. They serve measured updates only.
+The backward of a layer adds to them, from the operands of its operator. They are additional work:
+every second gradient costs half a weight gradient, squares cost one or more, and the products
+g_b g_bᵀ of wide layers several. Only measured updates compute them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,9 +45,9 @@ class Sums:
         current = torch._C._current_graph_task_id()
         if self._pass not in (None, current):
             raise ObservationError(
-                f"two backward passes went through a layer in one block, and {self.feature} would "
-                "count its samples twice: run torch.autograd.grad or backward(inputs=...) for "
-                "other gradients outside of the block"
+                f"Two backward passes went through a layer in one block, and {self.feature} would "
+                "count its samples twice. Call torch.autograd.grad or backward(inputs=...) for "
+                "other gradients outside of the block."
             )
         self._pass = current
         self._add(operator, a, wanted)
@@ -101,8 +101,8 @@ class Grams(Sums):
 
 
 class Halves(Sums):
-    """Adds every second sample's gradient, from the sample ``first`` on, to ``sums()``: a tensor
-    for each trained parameter of a module in order, None for those that need none.
+    """Adds every second sample's gradient, from the sample ``first`` on, to ``sums()``. These are a
+    tensor for each trained parameter of a module, in order, or None where no sum is needed.
     """
 
     def __init__(self, sums: Callable[[], Sequence[Any]], first: int, feature: str) -> None:
@@ -110,7 +110,7 @@ class Halves(Sums):
 
     def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         inputs, kinds = BY_SAMPLE[type(a)]
-        # Kernels of norms take their statistics for contiguous.
+        # The kernels of norms assume that statistics are contiguous.
         own = (t if t is None else t[self.first :: 2].contiguous() for t in a[:inputs])
         half = type(a)(*own, *a[inputs:])
         if not len(half[0]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GNSMonitor``: the noise scale of a run of Lightning's Trainer, ``pytorch_lightning``'s too."""
+"""``GNSMonitor``: the noise scale of a run of Lightning's or ``pytorch_lightning``'s Trainer."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,8 +11,10 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale, optimizer_for
+from gnsfast.integrations.flags import Flags
 from gnsfast.integrations.trackers import Tracker, metrics
-from gnsfast.noise_scale import NoiseScale
+from gnsfast.noise_scale import Factor, NoiseScale
+from gnsfast.parallel import refuse_parts
 
 try:
     from lightning.pytorch import Callback
@@ -50,18 +52,23 @@ class GNSMonitor(Callback):
         tokens: takes the batch, returns the tokens that the loss counts for each sample [B]. A
             loss that is a mean over tokens needs it, such as a language model's over labels that
             are not -100: ``lambda batch: (batch["labels"][:, 1:] != -100).sum(1)``. Without it the
-            loss is assumed to be a mean over samples. That is not checked: if it is not, samples
-            of unequal length give a wrong noise scale.
+            loss must be a mean over samples. GNSMonitor does not check this: with another loss,
+            samples of unequal length give a wrong noise scale.
         per_module: also log the noise scale of every module.
-        tracker: gets the same metrics, on the first process; the caller closes it.
+        tracker: gets the same metrics, on the first process. The caller closes it.
         loss_reduction, source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
-        metric: as there; the module's optimizer is given for ``"adam"``, and for ``"spectral"`` if
-            it is a ``torch.optim.Muon``.
+        metric: as there. GNSMonitor passes the module's optimizer for ``"adam"``, and for
+            ``"spectral"`` if it is a ``torch.optim.Muon``.
         noise_from: as there.
+        factor: CBS / noise scale, as for ``gnsfast.flag``. Each log then says whether the batch
+            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``), and the logger
+            ``gnsfast`` gets the words where that changes.
 
     Raises:
         ValueError: when training starts, for a model without gnsfast layers: convert it in the
             module's ``__init__``, or in ``configure_model`` before ``fully_shard``.
+        ObservationError: in the first step, where the batch is a mapping whose ``position_ids``
+            begin in the middle of samples.
         NotImplementedError: for manual optimization, FSDP 1, DeepSpeed and other strategies,
             optimizers that call their closure more than once (``LBFGS``), a second GNSMonitor.
 
@@ -84,6 +91,7 @@ class GNSMonitor(Callback):
         every: int = 1,
         metric: str | Sequence[str] | None = None,
         noise_from: str = "samples",
+        factor: float | Factor | None = None,
     ) -> None:
         self.batch_size, self.tokens = batch_size, tokens
         self.per_module, self.tracker, self.metric = per_module, tracker, metric
@@ -91,16 +99,20 @@ class GNSMonitor(Callback):
             **dict(loss_reduction=loss_reduction, source=source, noise_from=noise_from),
             **dict(window=window, decay=decay, every=every),
         )
+        self._flags = None if factor is None else Flags(factor, metric)
         self.gns: GradientNoiseScale | None = None
         self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
         self._saved: dict[str, Any] | None = None
         self._block: AbstractContextManager[None] | None = None
         self._partial = self._given_up = self._updated = False
+        self._unseen = True  # the first batch
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window; waits for the device."""
         if self.gns is None:
-            raise ObservationError("GNSMonitor: no training has begun, so nothing was measured")
+            raise ObservationError(
+                "GNSMonitor: nothing was measured yet: call compute() after trainer.fit() began"
+            )
         return self.gns.compute()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -116,7 +128,7 @@ class GNSMonitor(Callback):
         own = next(iter(trainer.optimizers), None)
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
         self.gns = GradientNoiseScale(pl_module, grad_scaler=scaler, **self._options, **measured)
-        self._block, self._partial, self._given_up = None, False, False
+        self._block, self._partial, self._given_up, self._unseen = None, False, False, True
         saved, self._saved = self._saved, None
         if saved is not None:
             self.gns.load_state_dict(saved)
@@ -126,6 +138,9 @@ class GNSMonitor(Callback):
     ) -> None:
         assert self.gns is not None
         self._updated = False
+        if self._unseen:
+            refuse_parts(batch, trainer.world_size)
+            self._unseen = False
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
             if self._partial:  # an on_train_batch_start ended the last epoch early by -1
@@ -145,8 +160,8 @@ class GNSMonitor(Callback):
             block.__exit__(None, None, None)
         elif not self._given_up:
             raise ObservationError(
-                "GNSMonitor: a second backward pass of one batch. Optimizers that call their "
-                "closure more than once are not supported"
+                "GNSMonitor: one batch had two backward passes. Use an optimizer that calls its "
+                "closure once per step"
             )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -165,7 +180,11 @@ class GNSMonitor(Callback):
             self._give_up()
         every = trainer.log_every_n_steps
         if self._updated and every and trainer.global_step % every == 0:
-            found = metrics(self.gns.compute(), per_module=self.per_module) | self.also()
+            result = self.gns.compute()
+            found = metrics(result, per_module=self.per_module)
+            if self._flags is not None:
+                found |= self._flags.metrics(result, log=trainer.is_global_zero)
+            found |= self.also()
             pl_module.log_dict(found, on_step=True, on_epoch=False, batch_size=1)
             if self.tracker is not None and trainer.is_global_zero:
                 self.tracker.log(found, trainer.global_step)
@@ -175,13 +194,13 @@ class GNSMonitor(Callback):
             self._give_up()
         if isinstance(exception, SampleShapeError) and self.batch_size is None:
             exception.args = (
-                f"{exception} Their number was read off the first tensor of the batch: if it is "
-                "wrong, pass GNSMonitor(batch_size=lambda batch: ...).",
+                f"{exception} GNSMonitor read the number of samples off the first tensor of the "
+                "batch. If that number is wrong, pass GNSMonitor(batch_size=lambda batch: ...).",
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """All measurements, without an update that is under way: Lightning does not save its
-        gradients either.
+        """All measurements but those of an unfinished update, whose gradients Lightning does not
+        save either.
         """
         if self.gns is None:
             return self._saved or {}
@@ -209,8 +228,8 @@ class GNSMonitor(Callback):
         first = next((t for t in leaves if isinstance(t, Tensor) and t.ndim), None)
         if first is None:
             raise ObservationError(
-                "GNSMonitor: the batch holds no tensor to read the number of samples off: "
-                "pass GNSMonitor(batch_size=lambda batch: ...)"
+                "GNSMonitor: the batch holds no tensor that shows its number of samples: pass "
+                "GNSMonitor(batch_size=lambda batch: ...)"
             )
         return int(first.shape[0])
 
@@ -220,18 +239,18 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
     strategy = trainer.strategy
     if sum(isinstance(c, GNSMonitor) for c in trainer.callbacks) > 1:
         raise NotImplementedError(
-            "GNSMonitor does not support a second GNSMonitor in one Trainer: leave one out"
+            "GNSMonitor does not support a second GNSMonitor in one Trainer: remove one of them"
         )
     if not pl_module.automatic_optimization:
         raise NotImplementedError(
-            "GNSMonitor does not support manual optimization: in training_step, put "
-            "gns.microbatch(n) around forward and manual_backward and call gns.update() before "
-            "clipping, with a gnsfast.GradientNoiseScale of your own"
+            "GNSMonitor does not support manual optimization: make a gns = "
+            "gnsfast.GradientNoiseScale(model) instead. In training_step, put gns.microbatch(n) "
+            "around forward and manual_backward, and call gns.update() before clipping"
         )
     if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise NotImplementedError(
-            "GNSMonitor does not support torch.optim.LBFGS, which calls its closure, a forward and "
-            "a backward pass, more than once a step: use an optimizer that calls it once"
+            "GNSMonitor does not support torch.optim.LBFGS, which calls its closure (a forward and "
+            "a backward pass) several times per step: use an optimizer that calls it once"
         )
     known = STRATEGIES & {c.__name__ for c in type(strategy).__mro__}  # of either package
     if not known or strategy.handles_gradient_accumulation:

@@ -5,37 +5,43 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from gnsfast.critical_batch.control import BatchSizeController, Decision
-from gnsfast.critical_batch.rules import set_lr
+from gnsfast.critical_batch.control import ChangingBatchSize, Decision
+from gnsfast.integrations.batch_sizes import check, say, set_learning_rates, start
 from gnsfast.integrations.lightning import STRATEGIES, Callback, GNSMonitor
 
 CHANGES_ACCUMULATION = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
 
 
 class BatchSizeCallback(Callback):
-    """Let a ``BatchSizeController`` change ``accumulate_grad_batches`` while Lightning trains.
+    """Let a ``BatchSizeController`` or a ``ScheduledBatchSize`` change ``accumulate_grad_batches``
+    while Lightning trains.
 
-    Lightning steps where the number of an epoch's batches is a multiple of the accumulation. So the
-    controller is asked only after steps that end at a multiple of the grown accumulation, and at
-    the ends of epochs: there no batch is counted twice, left out, or divided by the accumulation
-    of another step. As ever in Lightning, an epoch's last step may be of fewer batches, each
-    divided by the whole accumulation.
+    Lightning takes a step after each batch of an epoch whose number is a multiple of the
+    accumulation. So the callback asks the controller only after steps that end at a multiple of the
+    accumulation to come, and at the ends of epochs. There no batch is counted twice, left out, or
+    divided by the accumulation of another step. As always in Lightning, the last step of an epoch
+    may have fewer batches, each divided by the whole accumulation.
 
-    ``global_step`` counts optimizer steps, which become fewer, and with it ``log_every_n_steps``
-    and a checkpoint's ``every_n_train_steps``. A ``LambdaLR`` with ``interval="step"`` keeps its
-    meaning in data: its step is that of the first batch size, and its learning rate is multiplied
-    by ``controller.lr_factor``. Without a scheduler the growth itself multiplies the learning rate.
-    Betas and weight decay move by the controller's rules.
+    ``global_step`` counts optimizer steps, of which there are fewer as the batch grows. So do
+    ``log_every_n_steps`` and a checkpoint's ``every_n_train_steps``. A ``LambdaLR`` with
+    ``interval="step"`` keeps its meaning in data: it counts steps of the first batch size, and the
+    callback multiplies its learning rate by ``controller.lr_factor``. Without a scheduler, each
+    growth multiplies the learning rate itself. Betas and weight decay follow the controller's
+    rules.
+
+    Each decision is a line of the logger ``gnsfast``: INFO, or WARNING for a batch that is too
+    large.
 
     The controller's state is part of Lightning's checkpoint. Start a resumed run with the
     ``accumulate_grad_batches`` of the first batch size again.
 
     Args:
-        controller: its ``micro_batch`` is the data loader's batch size, its ``batch_size`` that
-            times ``accumulate_grad_batches`` and the processes, its ``data_parallel`` their number.
-        gns: among the Trainer's callbacks too. Its logs and its tracker also get
-            ``controller.metrics()``; a tracker with a ``record`` method, such as ``JSONLTracker``,
-            the decisions.
+        controller: with the data loader's batch size as ``micro_batch``, the number of processes as
+            ``data_parallel``, and the product of both and ``accumulate_grad_batches`` as
+            ``batch_size``. All other batch sizes are multiples of that.
+        gns: the monitor, which must be among the Trainer's callbacks too. Its logs and its tracker
+            also get ``controller.metrics()``. A tracker with a method ``record``, such as
+            ``JSONLTracker``, also gets the decisions.
 
     Raises:
         ValueError: when training starts, for settings that are not the Trainer's, and for an
@@ -55,7 +61,7 @@ class BatchSizeCallback(Callback):
     >>> callbacks = [gns, BatchSizeCallback(controller, gns)]  # Trainer(callbacks=callbacks)
     """
 
-    def __init__(self, controller: BatchSizeController, gns: GNSMonitor) -> None:
+    def __init__(self, controller: ChangingBatchSize, gns: GNSMonitor) -> None:
         self.controller, self.gns = controller, gns
         self._saved: dict[str, Any] | None = None
         self._first = 0  # accumulate_grad_batches of the first batch size, while it trains
@@ -69,13 +75,7 @@ class BatchSizeCallback(Callback):
         _refuse(trainer, pl_module)
         self._check(trainer)
         saved, self._saved = self._saved, None
-        if saved is not None:
-            self.controller.load_state_dict(saved)
-        elif self.controller.tokens:
-            raise ValueError(
-                f"the controller is at {self.controller.tokens:,} tokens of another run: make a "
-                "new one, or resume from a checkpoint of this one"
-            )
+        start(self.controller, saved)
         self.controller.check_optimizer(trainer.optimizers[0])
         self._first, self._look = trainer.accumulate_grad_batches, True
         self.gns.also = self.controller.metrics
@@ -88,7 +88,10 @@ class BatchSizeCallback(Callback):
         if self._look and batch_idx + 1 < trainer.num_training_batches:  # the last may be short
             own, found = self.controller.settings.micro_batch, self.gns.samples(batch)
             if found != own:
-                raise ValueError(f"the controller's micro_batch is {own}, and a batch has {found}")
+                raise ValueError(
+                    f"a batch of the data loader has {found} samples, but the controller has "
+                    f"micro_batch={own}: make it with micro_batch={found}"
+                )
             self._look = False
 
     def on_train_batch_end(
@@ -99,9 +102,9 @@ class BatchSizeCallback(Callback):
         if taken % controller.accumulation and not ends:
             return  # no step
         s = controller.settings
-        if ends or taken % (s.growth * controller.accumulation) == 0:
-            batches = trainer.current_epoch * trainer.num_training_batches + taken
-            tokens = batches * s.samples_at_once * s.tokens_per_sample
+        batches = trainer.current_epoch * trainer.num_training_batches + taken
+        tokens = batches * s.samples_at_once * s.tokens_per_sample
+        if ends or taken % controller.stride(tokens) == 0:
             decision = controller.update(tokens, self.gns.compute)
             if decision is not None:
                 self._decided(trainer, decision)
@@ -111,9 +114,8 @@ class BatchSizeCallback(Callback):
         scheduled = bool(trainer.lr_scheduler_configs)
         self.controller.apply(decision, trainer.optimizers[0], lr=not scheduled)
         trainer.accumulate_grad_batches = self.controller.accumulation
-        record = getattr(self.gns.tracker, "record", None)
-        if record is not None and trainer.is_global_zero:
-            record(decision.record())
+        if trainer.is_global_zero:
+            say(decision, self.gns.tracker)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._first:
@@ -141,41 +143,27 @@ class BatchSizeCallback(Callback):
                 steps = -(-per_epoch // self._first)
                 done = steps if taken == per_epoch else taken // self._first
                 scheduler.last_epoch = trainer.current_epoch * steps + done
-            groups = scheduler.optimizer.param_groups
-            for group, scale in zip(groups, scheduler.lr_lambdas):
-                rate = group["initial_lr"] * scale(scheduler.last_epoch)
-                set_lr(group, rate * self.controller.lr_factor)
-            scheduler._last_lr = [group["lr"] for group in groups]
+            set_learning_rates(scheduler, self.controller.lr_factor)
 
     def _check(self, trainer: Any) -> None:
         """Raise where the controller's settings differ from the Trainer's."""
-        s, per_epoch = self.controller.settings, trainer.num_training_batches
+        s = self.controller.settings
         if self.gns not in trainer.callbacks:
-            raise ValueError("the GNSMonitor that measures must be among the Trainer's callbacks")
+            raise ValueError(
+                "the GNSMonitor is not among the Trainer's callbacks: pass "
+                "Trainer(callbacks=[gns, BatchSizeCallback(controller, gns)])"
+            )
         if self.controller.scheduled:
             raise ValueError(
-                "controller.lr_lambda has the growth's factor already: give LambdaLR a function of "
-                "the step, which is that of the first batch size"
+                "BatchSizeCallback multiplies the learning rate by the growth, and "
+                "controller.lr_lambda does so too: give LambdaLR a plain function of the step, "
+                "counted in steps of the first batch size"
             )
-        settings = {
-            "data_parallel": (s.data_parallel, trainer.world_size),
-            "batch_size": (s.batch_size, s.samples_at_once * trainer.accumulate_grad_batches),
+        trainers = {
+            "data_parallel": trainer.world_size,
+            "batch_size": s.samples_at_once * trainer.accumulate_grad_batches,
         }
-        for name, (own, trainers) in settings.items():
-            if own != trainers:
-                raise ValueError(f"the controller's {name} is {own}, and the Trainer's {trainers}")
-        if s.max_batch_size // s.samples_at_once > per_epoch:
-            raise ValueError(
-                f"max_batch_size={s.max_batch_size} is more than an epoch's "
-                f"{per_epoch * s.samples_at_once} samples: use at most that"
-            )
-        planned = trainer.max_epochs * per_epoch * s.samples_at_once * s.tokens_per_sample
-        if trainer.max_epochs > 0 and not planned / 2 <= s.total_tokens <= 2 * planned:
-            raise ValueError(
-                f"the controller's total_tokens={s.total_tokens:,} are not those of this training: "
-                f"{trainer.max_epochs} epochs of {per_epoch * s.samples_at_once:,} samples of "
-                f"{s.tokens_per_sample:,} tokens are {planned:,}"
-            )
+        check(self.controller, trainers, trainer.num_training_batches, trainer.max_epochs)
 
 
 def _refuse(trainer: Any, pl_module: Any) -> None:
@@ -185,18 +173,18 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
     others = {c.__name__ for each in trainer.callbacks for c in type(each).__mro__}
     configs = trainer.lr_scheduler_configs
     if not pl_module.automatic_optimization:
-        reason = "manual optimization: there your own loop calls controller.update and apply"
+        reason = "manual optimization: call controller.update and controller.apply yourself"
     elif not known or strategy.handles_gradient_accumulation:
-        reason = f"{type(strategy).__name__}, whose accumulation is not Lightning's to change"
+        reason = f"{type(strategy).__name__}, which accumulates by itself: use one device or DDP"
     elif found := sorted(CHANGES_ACCUMULATION & others):
-        reason = f"{found[0]}, which sets accumulate_grad_batches too"
+        reason = f"{found[0]}, which sets accumulate_grad_batches too: remove it"
     elif trainer.num_training_batches == float("inf"):
-        reason = "data without a length: the end of an epoch is not known in advance"
+        reason = "data without a length, because it must know where an epoch ends"
     elif trainer.max_steps != -1:
-        reason = "max_steps, which counts steps of any size: use max_epochs, limit_train_batches"
+        reason = "max_steps, which counts steps of any size: set max_epochs or limit_train_batches"
     elif wrong := [c for c in configs if type(c.scheduler) is not LambdaLR]:
         reason = f"the schedule {type(wrong[0].scheduler).__name__}: use a LambdaLR"
     elif any(c.frequency != 1 for c in configs):
-        reason = "a schedule's frequency other than 1"
+        reason = "a learning-rate schedule with a frequency other than 1: set frequency=1"
     if reason is not None:
         raise NotImplementedError(f"BatchSizeCallback does not support {reason}")

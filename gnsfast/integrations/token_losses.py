@@ -13,15 +13,15 @@ from torch import Tensor
 LOSSES = ("causal", "tokens", "samples")
 IGNORED = -100
 ROWS = 1024
-"""Tokens of a slice of the logits: 0.5 GB in float32 for a vocabulary of 128k."""
+"""Tokens in a slice of the logits, which takes 0.5 GB in float32 for a vocabulary of 128k."""
 COMPARED = 8
-"""Most micro-batches whose losses are compared before one of them settles the rule."""
+"""How many micro-batches are compared at most while none of them has settled the rule."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a loss is a mean over: one of ``LOSSES``. With ``items`` its sum over labels is divided
-    by Trainer's ``num_items_in_batch``: some models take that number and do not divide by it.
+    """What a loss is a mean over: one of ``LOSSES``. With ``items``, its sum over labels is divided
+    by Trainer's ``num_items_in_batch``. Some models take that number but do not divide by it.
     """
 
     loss: str
@@ -48,8 +48,8 @@ def targets_of(loss: str, inputs: Mapping[str, Any]) -> Tensor:
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor):
         raise ValueError(
-            "GNSCallback: the batch has no 'labels' to count tokens of. If the loss is a mean "
-            "over samples, pass GNSCallback(loss='samples')"
+            "GNSCallback: the batch has no 'labels', so the tokens of a sample cannot be counted. "
+            "If the loss is a mean over samples, pass GNSCallback(loss='samples')"
         )
     return labels[..., 1:] if loss == "causal" else labels
 
@@ -58,8 +58,9 @@ class RuleSearch:
     """The rules by which the cross entropy of the logits gave every loss that was compared.
 
     A micro-batch settles the search if one rule is left and the mean over samples of their token
-    means would have differed, which it does not where all samples have equally many labels. Until
-    then the first ``COMPARED`` are compared, and later the one after each ``again()``.
+    means differs from the loss. They do not differ where all samples have equally many labels.
+    Until the search is settled, it compares the first ``COMPARED`` micro-batches. Later it compares
+    one micro-batch after each ``again()``.
     """
 
     def __init__(self) -> None:
@@ -119,12 +120,13 @@ class RuleSearch:
                 tried.append(f"{rule.loss!r} {mean:.6g}{by}")
         if not left:
             raise ValueError(
-                f"GNSCallback: the loss of {which} is {value:.6g}, and the mean cross entropy over "
-                f"its labels {', '.join(tried) or 'cannot be had from the outputs'}, so how "
-                "samples weigh in it is unknown. An auxiliary loss (a router's balance) has no "
-                "per-sample gradient: switch it off. For a mean over samples pass "
-                "GNSCallback(loss='samples'); for one over labels that are not -100 "
-                "loss='tokens', or loss='causal' where the model shifts them"
+                f"GNSCallback cannot tell what the loss of {which} is a mean over. The loss is "
+                f"{value:.6g}. The mean cross entropy over its labels "
+                f"{'is ' + ', '.join(tried) if tried else 'cannot be computed from the outputs'}. "
+                "If the model adds an auxiliary loss (a router's balance), switch it off: it has "
+                "no per-sample gradient. For a mean over samples pass GNSCallback(loss='samples'). "
+                "For a mean over labels that are not -100 pass loss='tokens', or loss='causal' if "
+                "the model shifts the labels"
             )
         self._rules, self._again = left, False
         self._left = 0 if settled and len(left) == 1 else max(0, self._left - 1)

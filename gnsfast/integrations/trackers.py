@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where numbers go: a protocol of two methods, and JSON lines, TensorBoard, Weights & Biases."""
+"""Trackers write metrics to JSON lines, TensorBoard or Weights & Biases."""
 
 import json
 import math
@@ -19,7 +19,7 @@ SCALES = dict(zip(METRICS, ("gns/b_simple", *(f"gns/{metric}" for metric in OTHE
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes named numbers of an optimizer step."""
+    """Receives the named numbers of an optimizer step."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
@@ -48,9 +48,9 @@ def metrics(
     without ``gns/b_simple`` says that the noise scale is at least so large.
 
     Args:
-        tokens: the tokens that training has seen so far: ``tokens``, an x-axis.
-        batch_tokens: tokens of an update: ``batch/tokens``.
-        per_module: also the noise scale of every module, with its interval.
+        tokens: the tokens that training has seen so far, logged as ``tokens``.
+        batch_tokens: the tokens of an update, logged as ``batch/tokens``.
+        per_module: also log the noise scale of every module, with its interval.
 
     >>> from gnsfast.integrations.trackers import metrics
     >>> gns = gnsfast.GradientNoiseScale(gnsfast.convert(torch.nn.Linear(5, 2)))
@@ -89,11 +89,11 @@ def metrics(
 class JSONLTracker:
     """Appends lines to ``path``, each a JSON object with ``step`` and the metrics.
 
-    NaN and infinities, which JSON lacks, become ``null``. Half a line that a crash left at the end
-    of ``path`` is cut off. ``gnsfast report`` draws the file.
+    NaN and infinities, which JSON lacks, become ``null``. If a crash left half a line at the end of
+    ``path``, the tracker removes it. ``gnsfast report`` draws the file.
 
     Args:
-        path: the file; its folder is made.
+        path: the file. The tracker makes its folder.
         run: facts about the run, such as ``{"name": "small", "steps": 1000}``, for a first line of
             kind ``"run"``. ``close()`` then writes a last line of kind ``"end"``.
 
@@ -129,7 +129,7 @@ class JSONLTracker:
             ValueError: if it has no ``"kind"``.
         """
         if not isinstance(record.get("kind"), str):
-            raise ValueError(f"a record needs a kind, a string: {dict(record)!r} has none")
+            raise ValueError(f"a record needs a 'kind', which must be a string: {dict(record)!r}")
         self._write(record)
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class JSONLTracker:
 
 
 class TensorBoardTracker:
-    """Scalars in a TensorBoard event file in ``folder``; NaN and infinities are left out."""
+    """Writes scalars to a TensorBoard event file in ``folder``, without NaN and infinities."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
@@ -163,7 +163,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of Weights & Biases; NaN and infinities are left out.
+    """Logs to a run of Weights & Biases, without NaN and infinities.
 
     The x-axis of ``gns/*`` and ``batch/*`` is ``tokens`` if the first metrics hold it, else
     ``step``. Both are logged as metrics and not as W&B's own step, so that other code can log to
@@ -182,7 +182,8 @@ class WandbTracker:
     def __init__(self, run: Any = None, *, project: str | None = None, **options: Any) -> None:
         if (run is None) == (project is None) or (run is not None and options):
             raise TypeError(
-                "WandbTracker takes an open run, or a project and options of wandb.init"
+                "WandbTracker takes either an open run, WandbTracker(wandb.init(...)), or a "
+                "project with options of wandb.init, WandbTracker(project=...)"
             )
         self._own = run is None
         if run is None:
@@ -247,7 +248,9 @@ def _end_last_line(path: Path) -> None:
         if not tail:
             return
         if not tail.startswith(b"{"):
-            raise ValueError(f"{path} does not end in a line of JSON: not a log to append to")
+            raise ValueError(
+                f"{path} does not end in a line of JSON, so it is no log: name another file"
+            )
         end = file.seek(0, os.SEEK_END)
         try:
             json.loads(tail)

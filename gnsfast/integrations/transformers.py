@@ -12,11 +12,13 @@ from torch import Tensor
 
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import GradientNoiseScale, optimizer_for
+from gnsfast.integrations.flags import Flags
 from gnsfast.integrations.token_losses import LOSSES, Rule, RuleSearch
 from gnsfast.integrations.trackers import Tracker, metrics
 from gnsfast.integrations.transformers_samples import batch_size, document_starts
 from gnsfast.integrations.trl_head import measured_head
-from gnsfast.noise_scale import NoiseScale, loss_factors
+from gnsfast.noise_scale import Factor, NoiseScale, loss_factors
+from gnsfast.parallel import refuse_parts
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -43,36 +45,39 @@ class GNSCallback(TrainerCallback):
     measurements are saved in the checkpoint, as ``gnsfast.pt``, and a resumed run continues bit for
     bit; any other ``train()`` starts afresh.
 
-    Trainer passes itself to no callback, so the one that calls ``on_train_begin`` is looked up on
-    the stack. Until ``on_train_end`` its ``training_step``, ``compute_loss`` and ``log`` are
-    wrapped. What it multiplies the loss by (accumulation, processes, ``GradScaler``) is not
-    assumed but measured: it is the gradient that arrives at the loss.
+    Trainer does not pass itself to callbacks, so the callback finds the Trainer that calls
+    ``on_train_begin`` on the stack. It wraps ``training_step``, ``compute_loss`` and ``log`` until
+    ``on_train_end``. The factor that Trainer multiplies the loss by (for accumulation, processes,
+    ``GradScaler``) is measured: it is the gradient that arrives at the loss.
 
     ``callback.gns`` is the estimator once training has started. Code that freezes or unfreezes
     parameters during training calls ``callback.gns.reset()`` afterwards.
 
     Args:
-        loss: what the loss is a mean over. ``"causal"``: over tokens whose next label is not -100
-            (or over ``shift_labels``); ``"tokens"``: over labels that are not -100, one or more a
-            sample; both as a sum that is divided by ``num_items_in_batch`` where Trainer counts
-            that. ``"samples"``: over the samples of a micro-batch. ``"auto"`` compares the loss of
-            the first micro-batch with the cross entropy of the logits, label smoothing included,
-            and takes the one of the first two that it equals, divided by the items or by the
-            micro-batch's own labels. It repeats this until samples have unequal numbers of labels,
-            for eight micro-batches at most, and again after every log. The other values are not
-            checked.
+        loss: what the loss is a mean over. ``"causal"``: tokens whose next label is not -100 (or
+            ``shift_labels``). ``"tokens"``: labels that are not -100, one or more per sample. Both
+            are sums divided by ``num_items_in_batch``, where Trainer counts that. ``"samples"``:
+            the samples of a micro-batch. ``"auto"`` compares the loss of the first micro-batch with
+            the cross entropy of the logits, label smoothing included, and takes ``"causal"`` or
+            ``"tokens"``, whichever agrees. It repeats this until samples have unequal numbers of
+            labels, for eight micro-batches at most, and again after every log. The other values
+            are not checked.
         per_module: also log the noise scale of every module.
-        tracker: gets the same metrics, on the first process; the caller closes it.
+        tracker: gets the same metrics, on the first process. The caller closes it.
         source, window, decay, every: as for ``gnsfast.GradientNoiseScale``.
-        metric: as there; Trainer's optimizer is given for ``"adam"``, and for ``"spectral"`` if it
-            is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep running means of the
-            parameters' size, which checkpoints then hold.
+        metric: as there. GNSCallback passes Trainer's optimizer for ``"adam"``, and for
+            ``"spectral"`` if it is a ``torch.optim.Muon``. ``"sign"`` and ``"spectral"`` keep
+            running means as large as the parameters, which checkpoints then hold.
         noise_from: as there.
+        factor: CBS / noise scale, as for ``gnsfast.flag``. Each log then says whether the batch
+            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``), and the logger
+            ``gnsfast`` gets the words where that changes.
 
     Raises:
         ValueError: at the start of training, for a model without gnsfast layers; in a step, if
             ``loss="auto"`` finds another loss (a router's balance, class weights) or a
             ``compute_loss`` that returns no outputs.
+        ObservationError: in the first step, where ``position_ids`` begin in the middle of samples.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
             parallelism, a second GNSCallback, ``"sign"`` and ``"spectral"`` under FSDP 2 with
             checkpoints; in a step, for packed rows without ``position_ids``.
@@ -94,6 +99,7 @@ class GNSCallback(TrainerCallback):
         every: int = 1,
         metric: str | Sequence[str] | None = None,
         noise_from: str = "samples",
+        factor: float | Factor | None = None,
     ) -> None:
         if loss != "auto" and loss not in LOSSES:
             raise ValueError(f"loss must be 'auto' or one of {', '.join(LOSSES)}, not {loss!r}")
@@ -103,6 +109,7 @@ class GNSCallback(TrainerCallback):
             **dict(source=source, window=window, decay=decay, every=every),
             **dict(loss_reduction="sum", noise_from=noise_from),
         )
+        self._flags = None if factor is None else Flags(factor, metric)
         self.gns: GradientNoiseScale | None = None
         self.also: Callable[[], dict[str, float]] = dict  # logged with the metrics
         self.first: Callable[[Any, Any], None] | None = None  # of a micro-batch and the items
@@ -113,12 +120,15 @@ class GNSCallback(TrainerCallback):
         self._rule: Rule | None = None
         self._search: RuleSearch | None = None
         self._pass: _Pass | None = None
+        self._unseen = True  # the first batch
         self._undo = ExitStack()
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window; waits for the device."""
         if self.gns is None:
-            raise ObservationError("GNSCallback: no training has begun, so nothing was measured")
+            raise ObservationError(
+                "GNSCallback: nothing was measured yet: call compute() after trainer.train() began"
+            )
         return self.gns.compute()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -143,7 +153,7 @@ class GNSCallback(TrainerCallback):
         )
         self._rule = None if self.loss == "auto" else Rule(self.loss, items=True)
         self._search = RuleSearch() if self.loss == "auto" else None
-        self._trainer = trainer
+        self._trainer, self._unseen = trainer, True
         packed = lambda: self._pass is not None and self._pass.starts is not None
         self._undo.enter_context(measured_head(trainer.model, packed))
         self._before = {name: vars(trainer)[name] for name in WRAPPED if name in vars(trainer)}
@@ -201,8 +211,8 @@ class GNSCallback(TrainerCallback):
             if this.losses != 1 or not this.weighed:
                 raise ObservationError(
                     f"GNSCallback: training_step called compute_loss {this.losses} times and "
-                    f"backward {'once' if this.weighed else 'never'} on it: it must call each "
-                    "once. In a Trainer that does otherwise, use gnsfast.GradientNoiseScale"
+                    f"{'' if this.weighed else 'never '}called backward on its result. It must "
+                    "call each once. For another Trainer, use gnsfast.GradientNoiseScale"
                 )
         if self._trainer.accelerator.sync_gradients:
             self.gns.update()
@@ -218,6 +228,9 @@ class GNSCallback(TrainerCallback):
         if this is None:  # evaluation
             return original(model, inputs, *args, **kwargs)
         this.losses += 1
+        if self._unseen:
+            refuse_parts(inputs, int(trainer.accelerator.num_processes))
+            self._unseen = False
         kept = dict(inputs)  # Trainer removes the labels if it computes the loss itself
         given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
         num_items_in_batch = given.get("num_items_in_batch")
@@ -269,7 +282,10 @@ class GNSCallback(TrainerCallback):
             seen = None
             if trainer.args.include_num_input_tokens_seen != "no":
                 seen = int(trainer.state.num_input_tokens_seen)
-            found = metrics(self.gns.compute(), tokens=seen, per_module=self.per_module)
+            result = self.gns.compute()
+            found = metrics(result, tokens=seen, per_module=self.per_module)
+            if self._flags is not None:
+                found |= self._flags.metrics(result, log=trainer.is_world_process_zero())
             found |= self.also()
             if self.tracker is not None and trainer.is_world_process_zero():
                 self.tracker.log({"loss": logs["loss"], **found}, int(trainer.state.global_step))
@@ -316,11 +332,17 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
     if hasattr(trainer, "get_tp_size"):  # transformers' own, which Accelerate knows nothing of
         sizes["tp"] = max(sizes["tp"], trainer.get_tp_size())
     if sum(isinstance(c, GNSCallback) for c in trainer.callback_handler.callbacks) > 1:
-        reason = "a second GNSCallback in one Trainer: leave one out"
+        reason = "a second GNSCallback in one Trainer: remove one of them"
     elif trainer.args.n_gpu > 1:
         reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
-    elif any(size > 1 for size in sizes.values()):
-        reason = f"a sample or a layer spread over processes ({sizes})"
+    elif max(sizes["cp"], sizes["sp"]) > 1:
+        reason = (
+            f"samples split over processes ({sizes}), since squared norms of a sample's parts do "
+            "not add up to the sample's: measure from a checkpoint, in a run with "
+            "ParallelismConfig(cp_size=1, sp_size=1) and FSDP 2 where memory is short"
+        )
+    elif sizes["tp"] > 1:
+        reason = f"a layer spread over processes ({sizes}): use DDP or FSDP 2"
     elif kind == DistributedType.FSDP:
         if getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
             reason = (
@@ -329,8 +351,9 @@ def _refuse(trainer: Any, metric: str | Sequence[str] | None) -> None:
             )
         elif {"sign", "spectral"} & asked and trainer.args.save_strategy != "no":
             reason = (
-                "the sign and spectral noise scales under FSDP with checkpoints, since Trainer has "
-                "one process alone save what all of them hold: use DDP, or save_strategy='no'"
+                "the sign and spectral noise scales under FSDP with checkpoints: all processes "
+                "hold parts of them, but in Trainer only one process saves. Use DDP, or set "
+                "save_strategy='no'"
             )
     elif kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
         reason = f"{kind.name}, which does not leave gradients in .grad: use DDP or FSDP 2"
@@ -350,7 +373,7 @@ def _with_outputs(
             return result
     raise ValueError(
         f"GNSCallback: compute_loss of {type(trainer).__name__} does not return (loss, outputs) "
-        "for return_outputs=True, so loss='auto' cannot tell what its loss is a mean over. Have it "
-        "return them, or pass GNSCallback(loss='samples') for a mean over samples, loss='tokens'"
-        " or loss='causal' for a sum over labels divided by num_items_in_batch"
+        "for return_outputs=True, so loss='auto' cannot tell what its loss is a mean over. Return "
+        "both, or pass GNSCallback(loss='samples') for a mean over samples, and loss='tokens' or "
+        "loss='causal' for a sum over labels divided by num_items_in_batch"
     )

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from gnsfast.critical_batch.control import BatchSizeController, Decision
-from gnsfast.critical_batch.rules import set_lr
+from gnsfast.critical_batch.control import ChangingBatchSize, Decision
+from gnsfast.integrations.batch_sizes import check, say, set_learning_rates, start
 from gnsfast.integrations.transformers import GNSCallback, _calling_trainer
 from gnsfast.integrations.transformers_start import refuse_undivided
 
@@ -25,31 +25,36 @@ except ImportError as e:
 
 
 class BatchSizeCallback(TrainerCallback):
-    """Let a ``BatchSizeController`` change ``gradient_accumulation_steps`` while Trainer trains.
+    """Let a ``BatchSizeController`` or a ``ScheduledBatchSize`` change
+    ``gradient_accumulation_steps`` while Trainer trains.
 
-    Trainer finds its place in an epoch by multiples of the accumulation. So the controller is asked
-    only after steps that end at a multiple of the grown accumulation, and at the ends of epochs.
-    Every sample is used once an epoch. Each step's loss is divided by its own
+    Trainer finds its place in an epoch by multiples of the accumulation. So the callback asks the
+    controller only after steps that end at a multiple of the accumulation to come, and at the ends
+    of epochs. Each epoch uses every sample once, and each step's loss is divided by its own
     ``num_items_in_batch``.
 
     ``state.global_step`` still counts steps of the first batch size, so a grown step counts as
     several. ``max_steps``, ``num_train_epochs``, ``logging_steps``, ``eval_steps``, ``save_steps``
     and the learning-rate schedule thus keep their meaning in tokens, a resumed run finds its place
-    in the data, and the logged loss is the mean over the data between two logs. What falls due
-    within a grown step, such as a log or the end at ``max_steps``, happens at its end.
-    The learning rate is the schedule's times ``controller.lr_factor``. Betas and weight decay move
-    by the controller's rules, each parameter group's from its own values; the optimizer's state
-    holds them.
+    in the data, and the logged loss is the mean over the data between two logs. A log, or the end
+    at ``max_steps``, that is due within a grown step happens at the end of that step.
+    The learning rate is the schedule's times ``controller.lr_factor``. Betas and weight decay
+    follow the controller's rules, in each parameter group from its own values. The optimizer's
+    state holds them.
+
+    Each decision is an entry of Trainer's log, ``batch/decision``, and a line of the logger
+    ``gnsfast``: INFO, or WARNING for a batch that is too large.
 
     The controller's state is saved in the checkpoint's ``trainer_state.json``. Start a resumed run
     with the ``gradient_accumulation_steps`` of the first batch size again.
 
     Args:
-        controller: its ``micro_batch`` is ``per_device_train_batch_size``, its ``batch_size`` that
-            of the Trainer's arguments, and ``data_parallel`` its processes.
-        gns: among the Trainer's callbacks too. Its logs and its tracker also get
-            ``controller.metrics()``; a tracker with a ``record`` method, such as ``JSONLTracker``,
-            the decisions.
+        controller: with ``per_device_train_batch_size`` as ``micro_batch``, the number of processes
+            as ``data_parallel``, and the product of both and ``gradient_accumulation_steps`` as
+            ``batch_size``. All other batch sizes are multiples of that.
+        gns: the callback that measures, which must be among the Trainer's callbacks too. Its logs
+            and its tracker also get ``controller.metrics()``. A tracker with a method ``record``,
+            such as ``JSONLTracker``, also gets the decisions.
 
     Raises:
         ValueError: at the start of training, for settings that are not the Trainer's and for an
@@ -71,7 +76,7 @@ class BatchSizeCallback(TrainerCallback):
     >>> callbacks = [gns, BatchSizeCallback(controller, gns)]  # Trainer(callbacks=callbacks)
     """
 
-    def __init__(self, controller: BatchSizeController, gns: GNSCallback) -> None:
+    def __init__(self, controller: ChangingBatchSize, gns: GNSCallback) -> None:
         self.controller, self.gns = controller, gns
         self._trainer: Any = None
         self._accumulation = 0
@@ -81,23 +86,16 @@ class BatchSizeCallback(TrainerCallback):
         if self._trainer is not None:
             raise ValueError(
                 "BatchSizeCallback: the last train() raised an error and left "
-                f"gradient_accumulation_steps={args.gradient_accumulation_steps}: make the Trainer "
-                f"and its callbacks again, with {self._accumulation}, and resume from a checkpoint"
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps}. Make the Trainer "
+                "and its callbacks anew with gradient_accumulation_steps="
+                f"{self._accumulation}, and resume from a checkpoint"
             )
         _refuse(trainer, loader)
         self._accumulation = args.gradient_accumulation_steps
-        self._check(trainer, len(loader))
         self._per_epoch = len(loader)
         self._steps_of_an_epoch = -(-self._per_epoch // self._accumulation)
         self._dropped = bool(args.dataloader_drop_last)
-        epochs, s = state.max_steps / self._steps_of_an_epoch, self.controller.settings
-        planned = round(epochs * self._per_epoch * s.samples_at_once * s.tokens_per_sample)
-        if not planned / 2 <= s.total_tokens <= 2 * planned:
-            raise ValueError(
-                f"the controller's total_tokens={s.total_tokens:,} are not those of this training: "
-                f"{epochs:g} epochs of {self._per_epoch * s.samples_at_once:,} samples of "
-                f"{s.tokens_per_sample:,} tokens are {planned:,}"
-            )
+        self._check(trainer, state.max_steps / self._steps_of_an_epoch)
         self._start(state)
         self.controller.check_optimizer(trainer.optimizer)
         self._lag = state.global_step - trainer.lr_scheduler.last_epoch
@@ -134,9 +132,8 @@ class BatchSizeCallback(TrainerCallback):
         trainer._tr_loss += (now - before - 1) * (trainer._tr_loss - self._before)
         if trainer.accelerator.optimizer_step_was_skipped:
             self._lag += now - before
-        growth = controller.settings.growth
-        if taken % (growth * controller.accumulation) == 0:
-            tokens = self._samples(epoch, taken) * controller.settings.tokens_per_sample
+        tokens = self._samples(epoch, taken) * controller.settings.tokens_per_sample
+        if taken % controller.stride(tokens) == 0:
             decision = controller.update(tokens, self.gns.compute)
             if decision is not None:
                 self._decided(decision)
@@ -147,9 +144,11 @@ class BatchSizeCallback(TrainerCallback):
         trainer = self._trainer
         self.controller.apply(decision, trainer.optimizer, lr=False)
         trainer.args.gradient_accumulation_steps = self.controller.accumulation
-        record = getattr(self.gns.tracker, "record", None)
-        if record is not None and trainer.is_world_process_zero():
-            record(decision.record())
+        if trainer.is_world_process_zero():
+            say(decision, self.gns.tracker)
+        due = trainer.control.should_log  # an extra log would take its place
+        trainer.log({"batch/size": float(decision.new), "batch/decision": decision.reason})
+        trainer.control.should_log = due
 
     def _samples(self, epoch: int, taken: int) -> int:
         """Samples before a position; the last micro-batch of an epoch may be short."""
@@ -161,48 +160,38 @@ class BatchSizeCallback(TrainerCallback):
 
     def _set_learning_rates(self, step: int) -> None:
         """Set those of the next step: the schedule's, at a step of the first batch size."""
-        scheduler, factor = self._trainer.lr_scheduler, self.controller.lr_factor
+        scheduler = self._trainer.lr_scheduler
         scheduler.last_epoch = step - self._lag
-        for group, scale in zip(self._trainer.optimizer.param_groups, scheduler.lr_lambdas):
-            set_lr(group, group["initial_lr"] * scale(scheduler.last_epoch) * factor)
-        scheduler._last_lr = [group["lr"] for group in self._trainer.optimizer.param_groups]
+        set_learning_rates(scheduler, self.controller.lr_factor)
 
     def _start(self, state: Any) -> None:
         """Restore the controller from a checkpoint, or check that it is new."""
         saved = state.stateful_callbacks.get(_ControllerState.__name__)
-        if state.global_step > 0 and saved:
-            first = saved["attributes"]["accumulation"]
-            if first != self._accumulation:
-                raise ValueError(
-                    f"the run began with gradient_accumulation_steps={first}, which its steps are "
-                    f"counted in, and not {self._accumulation}: resume with that; the controller "
-                    "knows what the batch size has grown to"
-                )
-            self.controller.load_state_dict(saved["attributes"]["controller"])
-        elif self.controller.tokens:
+        if not state.global_step or not saved:
+            return start(self.controller, None)
+        first = saved["attributes"]["accumulation"]
+        if first != self._accumulation:
             raise ValueError(
-                f"the controller is at {self.controller.tokens:,} tokens of another run: make a "
-                "new one, or resume from a checkpoint of this one"
+                f"the run began with gradient_accumulation_steps={first} and counts its steps by "
+                f"that, but the Trainer has {self._accumulation}: resume with {first}. The "
+                "controller restores the batch size that the run had come to"
             )
+        start(self.controller, saved["attributes"]["controller"])
 
-    def _check(self, trainer: Any, per_epoch: int) -> None:
+    def _check(self, trainer: Any, epochs: float) -> None:
         """Raise where the controller's settings differ from the Trainer's."""
-        s, args = self.controller.settings, trainer.args
-        settings = {
-            "micro_batch": (s.micro_batch, args.per_device_train_batch_size),
-            "data_parallel": (s.data_parallel, trainer.accelerator.num_processes),
-            "batch_size": (s.batch_size, trainer.get_total_train_batch_size(args)),
+        args = trainer.args
+        trainers = {
+            "micro_batch": args.per_device_train_batch_size,
+            "data_parallel": trainer.accelerator.num_processes,
+            "batch_size": trainer.get_total_train_batch_size(args),
         }
-        for name, (own, trainers) in settings.items():
-            if own != trainers:
-                raise ValueError(f"the controller's {name} is {own}, and the Trainer's {trainers}")
-        if s.max_batch_size // s.samples_at_once > per_epoch:
-            raise ValueError(
-                f"max_batch_size={s.max_batch_size} is more than an epoch's "
-                f"{per_epoch * s.samples_at_once} samples: use at most that"
-            )
+        check(self.controller, trainers, self._per_epoch, epochs)
         if self.gns not in trainer.callback_handler.callbacks:
-            raise ValueError("the GNSCallback that measures must be among the Trainer's callbacks")
+            raise ValueError(
+                "the GNSCallback is not among the Trainer's callbacks: pass "
+                "Trainer(callbacks=[gns, BatchSizeCallback(controller, gns)])"
+            )
 
 
 class _ControllerState(TrainerCallback, ExportableState):
@@ -229,23 +218,23 @@ def _refuse(trainer: Any, loader: Any) -> None:
     kind = trainer.accelerator.distributed_type
     batches = type(getattr(loader, "batch_sampler", None)).__name__
     if kind != DistributedType.NO and not kind.name.startswith("MULTI_"):
-        reason = f"{kind.name}, whose accumulation is not Trainer's to change"
+        reason = f"{kind.name}, which accumulates by itself: use one device or DDP"
     elif args.n_gpu > 1:
-        reason = "torch.nn.DataParallel (several GPUs in one process): start it with torchrun"
+        reason = "torch.nn.DataParallel (several GPUs in one process): start with torchrun"
     elif not has_length(loader) or not has_length(trainer.train_dataset):
-        reason = "data without a length: the end of an epoch is not known in advance"
+        reason = "data without a length, because it must know where an epoch ends"
     elif batches not in {"BatchSampler", "BatchSamplerShard", "SkipBatchSampler"}:
-        reason = f"a {batches} in the data loader, whose batches may be of unequal sizes"
+        reason = f"a {batches} in the data loader, because its batches may differ in size"
     elif args.auto_find_batch_size:
         reason = "auto_find_batch_size: pass the per_device_train_batch_size that it found"
     elif args.ignore_data_skip:
-        reason = "ignore_data_skip: the count of steps would not be the place in the data"
+        reason = "ignore_data_skip, because the count of steps must give the place in the data"
     elif type(trainer.lr_scheduler) is not LambdaLR:
         reason = (
             f"the schedule {type(trainer.lr_scheduler).__name__}: use one of transformers' "
             "(lr_scheduler_type) or a LambdaLR"
         )
     elif not isinstance(getattr(trainer, "_tr_loss", None), Tensor):
-        reason = "this version of transformers, whose Trainer adds up its loss elsewhere"
+        reason = "this version of transformers, whose Trainer adds up its loss in another place"
     if reason is not None:
         raise NotImplementedError(f"BatchSizeCallback does not support {reason}")

@@ -28,7 +28,7 @@ from gnsfast.kept import kept_buffers
 from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
 
-FILE, FORMAT = "trainer_run.pt", 1
+FILE, FORMAT = "trainer_run.pt", 2
 
 
 class TrainerRun:
@@ -53,21 +53,21 @@ class TrainerRun:
     To restore, make a TrainerRun of a Trainer with the same arguments and data.
 
     Args:
-        trainer: not trained yet; the run owns it from now on.
-        checkpoint: a folder that a Trainer of the same arguments wrote: the run starts there.
-        tokens_per_sample: what a sample counts in ``tokens``.
-        loss: of ``noise_scale()``: as for ``GNSCallback``.
-        betas, weight_decay: the rules (``Rules``) by which a branch moves them.
-        updates: of ``noise_scale()``: steps of ``batch_size`` samples that it measures, at the
-            present weights.
+        trainer: a Trainer that has not trained yet. The run owns it from now on.
+        checkpoint: a folder that a Trainer with the same arguments wrote. The run starts there.
+        tokens_per_sample: the tokens that a sample counts for.
+        loss: what the loss is a mean over, for ``noise_scale()``, as for ``GNSCallback``.
+        betas, weight_decay: the rules (``Rules``) by which a branch changes them.
+        updates: how many steps of ``batch_size`` samples ``noise_scale()`` measures, at the present
+            weights.
 
     Raises:
         NotImplementedError: for several processes or GPUs, DeepSpeed, FSDP, datasets and loaders
             without a position that can be found again, schedules that are not functions of the
             step (``LambdaLR``), optimizers that step elsewhere than in ``step()``.
-        ValueError: for a checkpoint that lacks a file or is of other arguments; in the first step,
-            for a loss that ignores ``num_items_in_batch``; for a batch that is no whole number of
-            micro-batches; for training past the end of the schedule.
+        ValueError: for a checkpoint that lacks a file or comes from other arguments, for a batch
+            that is not a whole number of micro-batches, and for training past the end of the
+            schedule. In the first step, for a loss that ignores ``num_items_in_batch``.
 
     >>> import tempfile
     >>> from transformers import Trainer, TrainingArguments
@@ -106,7 +106,8 @@ class TrainerRun:
         one = trainer.eval_dataset is not None and not isinstance(trainer.eval_dataset, dict)
         self.evaluate = self._evaluate if one else None
         self._lag, self._divided = Fraction(0), False
-        self.rules = Rules("none", betas, weight_decay)  # train() is told the learning rate's
+        self._skipped = (0, 0)  # micro-batches and samples before the position, not trained on
+        self.rules = Rules("keep", betas, weight_decay)  # train() is told the learning rate's
         self.rules.check(trainer.optimizer, 1.0)
         if checkpoint is not None:
             self._go_to(os.fspath(checkpoint))
@@ -114,11 +115,15 @@ class TrainerRun:
     @property
     def tokens(self) -> int:
         """Tokens trained so far."""
-        return self._batches.samples * self.tokens_per_sample
+        return (self._batches.samples - self._skipped[1]) * self.tokens_per_sample
 
     def branch_settings(self) -> dict[str, str]:
         """Settings that must be the same whenever a folder of branches is continued."""
         return {"betas": self.rules.betas, "weight_decay": self.rules.weight_decay}
+
+    def check_branch(self, k: float) -> None:
+        """Raise ValueError where the optimizer cannot follow to ``k`` times the batch."""
+        self.rules.check(self.trainer.optimizer, k)
 
     def train(self, tokens: int, *, batch_size: int, lr_factor: float) -> Iterator[BranchStep]:
         """Train at least ``tokens`` tokens, in steps of ``batch_size`` samples."""
@@ -127,20 +132,38 @@ class TrainerRun:
         )
         if rest:
             raise ValueError(
-                f"batch_size={batch_size} is no multiple of the micro-batch of {micro} samples: "
-                f"use per_device_train_batch_size={math.gcd(micro, batch_size)}, with more "
-                "gradient_accumulation_steps for the same batch"
+                f"batch_size={batch_size} must be a multiple of the micro-batch of {micro} "
+                f"samples: use per_device_train_batch_size={math.gcd(micro, batch_size)}, with "
+                "more gradient_accumulation_steps for the same batch"
             )
         if not (math.isfinite(lr_factor) and lr_factor > 0):
             raise ValueError(f"lr_factor must be a positive number, not {lr_factor!r}")
         end, last = self.tokens + integer("tokens", tokens), self._tokens_at_the_end()
         if end > last:
             raise ValueError(
-                f"the run ends at {last} tokens (max_steps={self.trainer.state.max_steps}), and "
-                f"{tokens} more from {self.tokens} lie beyond it: branch earlier, or give the "
+                f"the run ends at {last} tokens (max_steps={self.trainer.state.max_steps}), so it "
+                f"cannot train {tokens} more after {self.tokens}: branch earlier, or give the "
                 "Trainer more max_steps or num_train_epochs"
             )
         return self._steps(end, micro_batches, lr_factor)
+
+    def skip(self, tokens: int) -> None:
+        """Go on with the data after whole steps of at least ``tokens`` tokens; nothing is loaded.
+
+        Weights, ``tokens`` and learning rates stay as they are.
+        """
+        data, size = self._batches, self._accumulation
+        end = data.samples + math.ceil(integer("tokens", tokens) / self.tokens_per_sample)
+        epoch, taken = data.epoch, data.taken
+        while data.samples_at(epoch, taken) < end:
+            taken += size
+            if taken >= data.per_epoch:
+                epoch, taken = epoch + 1, 0
+        micro_batches, samples = self._skipped
+        micro_batches += (epoch - data.epoch) * data.per_epoch + taken - data.taken
+        samples += data.samples_at(epoch, taken) - data.samples
+        data.skip_to(epoch, taken)
+        self._skipped = (micro_batches, samples)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write all that further training depends on into ``folder``."""
@@ -153,6 +176,7 @@ class TrainerRun:
             "optimizer": trainer.optimizer.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "lag": self._lag.as_integer_ratio(),
+            "skipped": self._skipped,
             **self._position(),
         }
         path = Path(folder) / FILE
@@ -169,8 +193,8 @@ class TrainerRun:
         for key, ours in self._identity().items():
             if (theirs := state.get(key)) != ours:
                 raise ValueError(
-                    f"{folder} was saved by another run: its {key} is {theirs}, here it is {ours}. "
-                    "Make the Trainer with the arguments and the data of that run"
+                    f"{folder} was saved by another run ({key}: {theirs} there, {ours} here). Make "
+                    "the Trainer with the arguments and the data of that run"
                 )
         trainer = self.trainer
         trainer.model.load_state_dict(state["model"])
@@ -181,7 +205,7 @@ class TrainerRun:
         if state["scaler"] is not None:
             trainer.accelerator.scaler.load_state_dict(state["scaler"])
         trainer.model_wrapped.zero_grad()
-        self._lag = Fraction(*state["lag"])
+        self._lag, self._skipped = Fraction(*state["lag"]), state["skipped"]
         self._return_to(state)
         self._write_state()
 
@@ -224,8 +248,8 @@ class TrainerRun:
             set_random_state(random, {self._device})
         if "eval_loss" not in found:
             raise ValueError(
-                f"trainer.evaluate() gave {', '.join(found)} and no eval_loss: give the Trainer an "
-                "eval_dataset with labels"
+                f"trainer.evaluate() returned {', '.join(found) or 'nothing'}, but no eval_loss: "
+                "give the Trainer an eval_dataset with labels"
             )
         return float(found["eval_loss"])
 
@@ -272,11 +296,13 @@ class TrainerRun:
             set_lr(group, group["initial_lr"] * scale(at) * lr_factor)
 
     def _base_step(self) -> Fraction:
-        """The optimizer steps that the unbranched run takes for the same data."""
+        """The optimizer steps that the unbranched run takes for as many micro-batches."""
         data, size = self._batches, self._accumulation
-        done, rest = divmod(data.taken, size)
+        trained = data.epoch * data.per_epoch + data.taken - self._skipped[0]
+        epoch, taken = divmod(trained, data.per_epoch)
+        done, rest = divmod(taken, size)
         this = min(size, data.per_epoch - done * size)  # an epoch's last step may be short
-        return data.epoch * self._steps_of_an_epoch() + done + Fraction(rest, this)
+        return epoch * self._steps_of_an_epoch() + done + Fraction(rest, this)
 
     def _steps_of_an_epoch(self) -> int:
         return -(-self._batches.per_epoch // self._accumulation)
@@ -294,9 +320,9 @@ class TrainerRun:
         here, there = epoch + taken / data.per_epoch, trainer.state.epoch or 0.0
         if abs(here - there) > 0.5 / data.per_epoch:
             raise ValueError(
-                f"{checkpoint} was written {there:.4f} epochs into the data, and "
-                f"{trainer.state.global_step} steps of {self.batch_size} samples are {here:.4f}: "
-                "give the Trainer the dataset, per_device_train_batch_size and "
+                f"{checkpoint} was written {there:.4f} epochs into the data, but with this Trainer "
+                f"its {trainer.state.global_step} steps of {self.batch_size} samples are "
+                f"{here:.4f} epochs: give the Trainer the dataset, per_device_train_batch_size and "
                 "gradient_accumulation_steps of that run"
             )
         data.seek(epoch, taken)

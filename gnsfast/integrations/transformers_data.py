@@ -63,6 +63,16 @@ class TrainerBatches:
         if taken:
             self._start(skip_first_batches(self.loader, taken))
 
+    def skip_to(self, epoch: int, taken: int) -> None:
+        """Go forward to a micro-batch and load none of those between. It moves the generators.
+
+        In an epoch that has begun the order stays; that of a later one without a seed is a new one.
+        """
+        if self._iterator is not None and epoch == self.epoch:
+            self.load_state_dict({**self.state_dict(), "taken": taken})
+        else:
+            self.seek(epoch, taken)
+
     def __iter__(self) -> "TrainerBatches":
         return self
 
@@ -135,23 +145,23 @@ def _refuse(loader: Any) -> None:
     reason = None
     kind = type(getattr(loader, "batch_sampler", None)).__name__
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        reason = "an IterableDataset, which has no position: give Trainer one with a length"
+        reason = "an IterableDataset, which has no position: use a dataset with a length"
     elif type(loader) is not DataLoaderShard:
         reason = (
             f"a get_train_dataloader() that returns a {type(loader).__name__}: return "
             "self.accelerator.prepare(DataLoader(...)), as Trainer does"
         )
     elif kind != "BatchSampler":
-        reason = f"a {kind} in the data loader, whose batches may be of unequal sizes: leave it out"
+        reason = f"a {kind} in the data loader, because its batches may differ in size: remove it"
     elif loader.persistent_workers:
         reason = (
-            "dataloader_persistent_workers, which draw random numbers in the first epoch alone: "
-            "set it to False"
+            "dataloader_persistent_workers, which draw random numbers in the first epoch only: set "
+            "dataloader_persistent_workers=False"
         )
     if reason is not None:
         raise NotImplementedError(f"TrainerRun does not support {reason}")
     if len(loader) == 0:
         raise ValueError(
-            "TrainerRun: dataloader_drop_last leaves no micro-batch of a dataset of "
-            f"{len(loader.dataset)} samples"
+            f"TrainerRun: the dataset of {len(loader.dataset)} samples has no full micro-batch, "
+            "and dataloader_drop_last drops the rest: use a smaller per_device_train_batch_size"
         )

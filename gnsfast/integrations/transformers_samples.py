@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the samples of a Trainer's batch are: its rows, or the documents packed into them."""
+"""Finds the samples of a Trainer's batch: its rows, or the documents packed into them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,9 +27,9 @@ def document_starts(inputs: Mapping[str, Any]) -> Tensor | None:
     if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
         if marks:
             raise NotImplementedError(
-                f"GNSCallback: this batch has {' and '.join(marks)}, so its rows are packed, but "
-                "no position_ids [rows, T] that say where documents begin: have the collator "
-                "return them (return_position_ids=True)"
+                f"GNSCallback: the rows of this batch are packed (it has {' and '.join(marks)}), "
+                "but no position_ids [rows, T] say where documents begin: make the collator return "
+                "them (return_position_ids=True)"
             )
         return None
     mask = inputs.get("attention_mask")
@@ -54,6 +54,6 @@ def batch_size(inputs: Mapping[str, Any]) -> int:
     first = next((t for t in tensors if isinstance(t, Tensor) and t.ndim), None)
     if first is None:
         raise ObservationError(
-            "GNSCallback: the batch holds no tensor to read the number of samples off"
+            "GNSCallback: the batch holds no tensor that shows its number of samples"
         )
     return int(first.shape[0])

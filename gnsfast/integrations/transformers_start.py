@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from gnsfast.critical_batch.branches import random_state, set_random_state
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
-"""Files of a checkpoint; Trainer replaces what one of them lacks by something new."""
+"""Files that a checkpoint must have. Trainer would start what a missing file holds anew."""
 
 
 def begin(trainer: Any, checkpoint: str | os.PathLike[str] | None) -> Any:
@@ -29,8 +29,8 @@ def begin(trainer: Any, checkpoint: str | os.PathLike[str] | None) -> Any:
     folder = None if checkpoint is None else os.fspath(checkpoint)
     if folder is not None and (lacking := [n for n in NEEDED if not (Path(folder) / n).is_file()]):
         raise ValueError(
-            f"{folder} has no {' and no '.join(lacking)}: point to a checkpoint-N that a Trainer "
-            "on one process wrote, without save_only_model"
+            f"{folder} has no {' and no '.join(lacking)}: pass a checkpoint-N folder that a "
+            "Trainer wrote on one process, without save_only_model"
         )
     handler = trainer.callback_handler
     callbacks, handler.callbacks = handler.callbacks, [_Stop()]
@@ -58,15 +58,15 @@ def _refuse(trainer: Any) -> None:
     reason, args = None, trainer.args
     kind = trainer.accelerator.distributed_type
     if trainer.accelerator.num_processes > 1 or kind != DistributedType.NO:
-        reason = f"several processes ({kind.name}): start it on one"
+        reason = f"several processes ({kind.name}): start one process"
     elif args.n_gpu > 1:
-        reason = "torch.nn.DataParallel (several GPUs): set CUDA_VISIBLE_DEVICES to one"
+        reason = "torch.nn.DataParallel (several GPUs): set CUDA_VISIBLE_DEVICES to one GPU"
     elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        reason = "DeepSpeed or FSDP: leave it out"
+        reason = "DeepSpeed or FSDP: switch it off"
     elif args.auto_find_batch_size:
         reason = "auto_find_batch_size: pass the per_device_train_batch_size that it found"
     elif args.ignore_data_skip:
-        reason = "ignore_data_skip: positions in the data are what it restores"
+        reason = "ignore_data_skip, because it restores the position in the data: leave it out"
     if reason is not None:
         raise NotImplementedError(f"TrainerRun does not support {reason}")
 
@@ -80,7 +80,7 @@ def _refuse_begun(trainer: Any, loader: Any) -> None:
         sampler, SeedableRandomSampler
     )
     if isinstance(optimizer, torch.optim.LBFGS):
-        reason = "LBFGS, which calls a closure more than once a step"
+        reason = "LBFGS, which calls its closure several times per step: use another optimizer"
     elif "lomo" in kind or "layerwise" in kind:
         reason = f"{kind}, which steps inside of the backward pass and so cannot accumulate"
     elif hasattr(optimizer, "eval"):
@@ -92,19 +92,20 @@ def _refuse_begun(trainer: Any, loader: Any) -> None:
         )
     elif trainer.state.global_step and unseeded:
         reason = (
-            f"a checkpoint that does not hold its order of samples ({type(sampler).__name__}): "
-            "branch off a run from its start, or train with accelerator_config's "
-            "use_seedable_sampler and without grouping by length"
+            f"a checkpoint that does not hold the order of its samples ({type(sampler).__name__}): "
+            "branch the run from its start, or train with use_seedable_sampler in "
+            "accelerator_config and without grouping by length"
         )
     if reason is not None:
         raise NotImplementedError(f"TrainerRun does not support {reason}")
 
 
 def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
-    """Raise for a loss that Trainer takes to be divided by the whole batch's items, and is not.
+    """Raise for a loss that should be divided by the items of the whole batch, and is not.
 
-    Trainer adds up such losses of micro-batches, so loss and gradient grow with the accumulation,
-    and batch sizes cannot be compared. A divided loss halves with twice the number of items.
+    Trainer adds up the losses of micro-batches. Without the division, loss and gradient grow with
+    the accumulation, and batch sizes cannot be compared. A divided loss halves with twice as many
+    items.
     """
     scaled_by_trainer = getattr(trainer, "loss_is_scaled_for_ga", None)
     scaled = trainer.model_accepts_loss_kwargs and items is not None
@@ -127,8 +128,9 @@ def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
         divided = not abs(once - 2 * twice) > 0.02 * abs(once)  # a NaN tells nothing
     if not divided:
         raise ValueError(
-            f"{who}: the loss of {type(trainer.model).__name__} is not divided by "
-            "num_items_in_batch, so Trainer adds up those of micro-batches, and it grows with the "
-            "batch. Set trainer.model_accepts_loss_kwargs = False before, which has Trainer divide "
-            "by their number, or divide a loss of your own by num_items_in_batch"
+            f"{who}: {type(trainer.model).__name__} does not divide its loss by "
+            "num_items_in_batch. Trainer adds up the losses of micro-batches, so the loss grows "
+            "with the batch. Set trainer.model_accepts_loss_kwargs = False before training, so "
+            "that Trainer divides by the number of micro-batches, or divide your own loss by "
+            "num_items_in_batch"
         )

@@ -46,7 +46,7 @@ class SavedMeasurements(TrainerCallback, ExportableState):
 
 
 def load_measurements(gns: GradientNoiseScale, state: Any, folder: str | None) -> None:
-    """Continue from the checkpoint that a run was resumed from, if it holds measurements. Where
+    """Continue the measurements of the checkpoint that a run resumes from, if it holds any. If
     their file is lost, a warning says that they begin anew.
     """
     saved = state.stateful_callbacks.get(SavedMeasurements.__name__)
@@ -55,8 +55,9 @@ def load_measurements(gns: GradientNoiseScale, state: Any, folder: str | None) -
     path = Path(folder or "") / FILE
     if not path.is_file():
         warnings.warn(
-            f"GNSCallback: the checkpoint has no {path}, where its noise scale was measured: the "
-            "window begins anew. The run was ended while it was saved, or the file was not copied",
+            f"GNSCallback: the checkpoint lacks {path}, which holds its measurements, so the "
+            "window begins anew. Either the run ended while the checkpoint was saved, or the file "
+            "was not copied",
             stacklevel=2,
         )
         return

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's fused head, measured: its trainers give the model a forward whose loss takes the weight of
-``lm_head`` as a tensor, so the head's module is never called.
+"""Measures TRL's fused head. TRL's trainers replace the model's forward by one whose loss takes the
+weight of ``lm_head`` as a tensor, so it never calls the head's module.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -95,8 +95,8 @@ class _Forward:
         if not off <= (2e-2 if half else 1e-4) * (1.0 + float(theirs.abs().mean())):
             raise ObservationError(
                 "the log-probabilities of TRL's fused head differ from those of lm_head by "
-                f"{off:.3g} in the mean: {type(self.model).__name__} changes its logits (a scale, "
-                "a temperature) in a way that is not known here. Leave the head out: "
-                "convert(model, exclude=['lm_head'])"
+                f"{off:.3g} in the mean, so {type(self.model).__name__} changes its logits in a "
+                "way that gnsfast does not know (a scale, a temperature). Leave the head out: "
+                "gnsfast.convert(model, exclude=['lm_head'])"
             )
         self.compared = True

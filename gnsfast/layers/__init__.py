@@ -42,7 +42,7 @@ from gnsfast.layers.embedding import Embedding, OwnEmbedding
 from gnsfast.layers.embedding_bag import EmbeddingBag
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
 from gnsfast.layers.float8 import Float8Linear, is_float8, without_casts
-from gnsfast.layers.linear import CastLinear, Linear, OutProjection, TransposedLinear
+from gnsfast.layers.linear import CastLinear, Linear, OutProjection, TransposedLinear, in_parts
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
 from gnsfast.layers.norms import (
     ChannelsFirstLayerNorm,
@@ -127,6 +127,7 @@ __all__ = [
     "combine",
     "eps_of",
     "experts_reason",
+    "in_parts",
     "in_place",
     "is_around",
     "is_float8",

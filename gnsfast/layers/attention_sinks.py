@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention modules of transformers that own sinks (gpt-oss)."""
+"""The drop-in for attention modules of transformers that own attention sinks (gpt-oss)."""
 
 import inspect
 from typing import Any
@@ -20,8 +20,8 @@ class SinkAttention(DropIn):
     """Drop-in for an attention module whose ``sinks`` [H] take part in its softmax.
 
     While a probe is open, ``functional.attention`` computes the attention instead of transformers'
-    ``"eager"``. Other implementations are refused, since they do not hand over their mask as a
-    tensor; so is a call that asks for attention weights.
+    ``"eager"``. Other implementations are refused, because they do not pass their mask as a tensor.
+    Calls that ask for attention weights are refused too.
     """
 
     gnsfast = Converted("attention", ("sinks",))
@@ -34,10 +34,10 @@ class SinkAttention(DropIn):
         used = self.config._attn_implementation
         if used not in ("eager", None):
             raise ObservationError(
-                f"{opened.name}: sinks have norms only with attn_implementation='eager' (a fused "
-                f"kernel runs in its place), not with {used!r}: call "
-                "model.set_attn_implementation('eager'), or leave them out: convert(model, "
-                f"exclude=[{opened.name!r}])"
+                f"{opened.name}: attention sinks have norms only with attn_implementation='eager', "
+                f"which gnsfast replaces by a fused kernel, and not with {used!r}. Call "
+                "model.set_attn_implementation('eager'), or leave the sinks out: convert(model, "
+                f"exclude=[{opened.name!r}])."
             )
         _register()
         config = self.config
@@ -82,18 +82,18 @@ def _attend(
     asked = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
     refused = {
         f"attention dropout ({dropout})": dropout,
-        "attention weights to return (output_attentions)": asked,
+        "attention weights as an output (output_attentions)": asked,
         "a softcap": kwargs.get("softcap"),
         "sinks that are not its parameter": s_aux is not None and s_aux is not module.sinks,
         "tensor parallelism": is_dtensor(module.sinks) or is_dtensor(query),
     }
     if reasons := [reason for reason, found in refused.items() if found]:
         raise ObservationError(
-            f"{module._measured.name}: sinks have no norms with {reasons[0]}. Leave them out: "
-            f"convert(model, exclude=[{module._measured.name!r}])."
+            f"{module._measured.name}: attention sinks have no norms with {reasons[0]}. Leave them "
+            f"out: convert(model, exclude=[{module._measured.name!r}])."
         )
     module._batch_dim(query, features=3)
-    # The mask is complete by itself. Where it is known to be causal, later keys can be skipped.
+    # The mask alone is enough. If it is known to be causal, later keys can be skipped.
     causal = type(module).__name__ in CAUSAL and query.shape[2] == key.shape[2]
     try:
         o = functional.attention(
@@ -109,7 +109,7 @@ def _attend(
         )
     except (NotImplementedError, ValueError) as error:
         raise ObservationError(
-            f"{module._measured.name}: {error} Leave it out: convert(model, "
+            f"{module._measured.name}: {str(error).rstrip('.')}. Leave it out: convert(model, "
             f"exclude=[{module._measured.name!r}])."
         ) from error
     return o.transpose(1, 2).contiguous(), None

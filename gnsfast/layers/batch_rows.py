@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules whose input is the rows of a whole batch."""
+"""The base of drop-ins whose input is the rows of a whole batch."""
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ class BatchRows(DropIn):
             return documents_of_rows(self._starts(x_NH, features=1), N)
         if T * B != N or not known:
             hint = (
-                " It is not known whether the block around it keeps the rows of the batch in their "
-                f"order: if it does, say convert(model, fold=[{self._measured.name!r}])."
+                " gnsfast does not know whether the block around it keeps the rows of the batch "
+                f"in their order. If it does, call convert(model, fold=[{self._measured.name!r}])."
             )
-            raise self._shape_error(x_NH, f"it has {N} rows.{'' if known else hint}")
+            raise self._shape_error(x_NH, f"dimension 0 has size {N}.{'' if known else hint}")
         row_N = torch.arange(N, device=x_NH.device)
         return row_N % max(B, 1) if self._interleaved() else row_N // max(T, 1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module begins a forward pass with, so that a replay can begin with the same."""
+"""The state in which a module begins a forward pass, so that a replay can begin in the same one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ from gnsfast.layers.computed import weight_hooks
 
 
 class Begun(NamedTuple):
-    """The buffers of a module and its submodules at the beginning of a forward pass: a spectral
-    norm goes on from them. ``caching``, ``cached``: whether ``parametrize.cached`` held computed
-    weights, and for which modules it had them already.
+    """The state of a module at the beginning of a forward pass. ``buffers`` are those of the module
+    and its submodules, which a spectral norm continues from. ``caching`` says whether
+    ``parametrize.cached`` was active, and ``cached`` for which modules it already had weights.
     """
 
     buffers: list[tuple[nn.Module, dict[str, Tensor | None]]]
@@ -23,7 +23,7 @@ class Begun(NamedTuple):
 
 
 def begun(module: nn.Module) -> Begun:
-    """What ``module`` begins its forward with."""
+    """The state in which ``module`` begins its forward pass."""
     cached = {key[0] for key in parametrize._cache}
     return Begun(
         [(m, _copies(m._buffers)) for m in module.modules()],
@@ -34,11 +34,11 @@ def begun(module: nn.Module) -> Begun:
 
 @contextmanager
 def begin_again(module: nn.Module, before: Begun) -> Iterator[None]:
-    """Let ``module`` begin as it did, with the parameters that it has. At the end it has the
-    buffers and computed weights of the forward pass again.
+    """Let ``module`` begin as it did before, with its present parameters. At the end the buffers
+    and computed weights of the forward pass are restored.
 
-    A weight that the forward pass found computed, by a hook or in a cache, is computed from the
-    vectors that its spectral norm had come to, without going on from them.
+    If a hook or a cache had computed a weight before the forward pass, it is computed again from
+    the vectors of its spectral norm, which are not updated.
     """
     buffers = [(m, dict(m._buffers)) for m, _ in before.buffers]
     weights = {name: vars(module)[name] for name, _ in weight_hooks(module)}

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-ins for norm layers with a gain and a bias for each channel: group norm, instance norm,
-and batch norm by its running statistics.
+and batch norm with running statistics.
 
 Each runs torch's own layer on the n rows [n, C, ...] as the channels of one row [1, n · C, ...],
-with a copy of the parameters for every row: the gradients of the copies are those of the rows.
-Channels last that would take four copies of the activations, so backward adds these gradients up.
+with a copy of the parameters for every row. The gradients of the copies are those of the rows. For
+channels-last inputs this would take four copies of the activations, so there backward computes the
+sums itself.
 """
 
 import math
@@ -27,7 +28,7 @@ Parameters = tuple[Tensor | None, Tensor | None]
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
-    """Whether a batch norm would normalise by the statistics of its batch."""
+    """Whether a batch norm would normalise with the statistics of its batch."""
     if not isinstance(module, BATCH_NORM):
         return False
     running = (module._buffers.get(name) for name in ("running_mean", "running_var"))
@@ -35,21 +36,21 @@ def uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def batch_statistics_error(path: str, module: nn.Module) -> ObservationError:
-    """What is wrong with a batch norm that ties samples together, and the remedies."""
+    """The error for a batch norm that ties samples together, with the remedies."""
     name = f"model.{path}" if path else "model"
     freeze = f", or freeze it: {name}.eval() after each model.train()"
     if module._buffers.get("running_mean") is None:
-        freeze = ""  # there is nothing that it could normalise by instead
+        freeze = ""  # it has no running statistics to use instead
     return ObservationError(
         f"{path or 'the model'} ({type(module).__name__}): batch norm by the statistics of the "
-        "batch ties its samples together: no sample has a gradient of its own, neither here nor in "
-        f"any layer that the gradient passes after it. Use GroupNorm or LayerNorm instead{freeze}."
+        "batch ties its samples together, so no sample has a gradient of its own, neither here "
+        f"nor in the layers before it. Use GroupNorm or LayerNorm instead{freeze}."
     )
 
 
 def channels_last(x: Tensor) -> bool:
-    """Whether the channels of ``x`` lie side by side in memory. A size of 1 leaves that open, and
-    torch 2.13 with it: see ``_by_rows``.
+    """Whether the channels of ``x`` are adjacent in memory. A size of 1 leaves this open, also for
+    torch 2.13: see ``_by_rows``.
     """
     last = CHANNELS_LAST.get(x.ndim)
     return last is not None and min(x.shape) > 1 and x.is_contiguous(memory_format=last)
@@ -73,10 +74,11 @@ class _ChannelNorm(DropIn):
     def _by_rows(
         self, x: Tensor, norm: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     ) -> Tensor:
-        """``norm(x, weight, bias)``, with the rows as channels and the parameters of each.
+        """``norm(x, weight, bias)``, with the rows as channels, and the parameters of each row.
 
-        Positions are one dimension. With several, torch 2.13's gradients of the batch norm of one
-        row are wrong on a CPU where the input or the output's gradient alone is channels last.
+        All positions become one dimension. With several, torch 2.13 on a CPU computes wrong
+        gradients of the batch norm of one row if only the input or only the output's gradient is
+        channels last.
         """
         n, C, *size = x.shape
         w, b = self._spread(x)
@@ -99,7 +101,7 @@ class GroupNorm(_ChannelNorm, nn.GroupNorm):
         if channels_last(input):
             return self._channels_last(input)
         groups = len(input) * self.num_groups
-        if groups == 0:  # torch takes no group norm of no group
+        if groups == 0:  # torch's group norm does not accept zero groups
             return self._by_rows(input, _of_no_row)
         cudnn = torch.backends.cudnn.enabled
         return self._by_rows(
@@ -127,7 +129,7 @@ def _of_no_row(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
 
 
 class _InstanceNorm(_ChannelNorm):
-    """All instance norms; their forward in ``torch.nn`` calls ``_apply_instance_norm``."""
+    """All instance norms. Their forward in ``torch.nn`` calls ``_apply_instance_norm``."""
 
     running_mean: Any
     running_var: Any
@@ -164,15 +166,15 @@ class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):
 
 
 class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
-    """``torch.nn.InstanceNorm2d``, as ``gnsfast.InstanceNorm1d`` is of one dimension."""
+    """``torch.nn.InstanceNorm2d`` with per-sample norms, like ``gnsfast.InstanceNorm1d``."""
 
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
-    """``torch.nn.InstanceNorm3d``, as ``gnsfast.InstanceNorm1d`` is of one dimension."""
+    """``torch.nn.InstanceNorm3d`` with per-sample norms, like ``gnsfast.InstanceNorm1d``."""
 
 
 class _FrozenBatchNorm(_ChannelNorm):
-    """All batch norms: with a probe open they normalise by their running statistics alone."""
+    """All batch norms. While a probe is open they normalise only with their running statistics."""
 
     running_mean: Any
     running_var: Any
@@ -199,8 +201,8 @@ class _FrozenBatchNorm(_ChannelNorm):
 
 
 class BatchNorm1d(_FrozenBatchNorm, nn.BatchNorm1d):
-    """``torch.nn.BatchNorm1d`` whose backward can also yield per-sample squared gradient norms, if
-    it normalises by its running statistics: in training mode it is refused.
+    """``torch.nn.BatchNorm1d`` whose backward can also yield per-sample squared gradient norms if
+    it normalises with its running statistics. In training mode a measurement raises an error.
 
     >>> layer = gnsfast.BatchNorm1d(4).eval()
     >>> with gnsfast.per_sample_sqnorms(layer, 3) as norms:
@@ -211,12 +213,12 @@ class BatchNorm1d(_FrozenBatchNorm, nn.BatchNorm1d):
 
 
 class BatchNorm2d(_FrozenBatchNorm, nn.BatchNorm2d):
-    """``torch.nn.BatchNorm2d``, as ``gnsfast.BatchNorm1d`` is of one dimension."""
+    """``torch.nn.BatchNorm2d`` with per-sample norms, like ``gnsfast.BatchNorm1d``."""
 
 
 class BatchNorm3d(_FrozenBatchNorm, nn.BatchNorm3d):
-    """``torch.nn.BatchNorm3d``, as ``gnsfast.BatchNorm1d`` is of one dimension."""
+    """``torch.nn.BatchNorm3d`` with per-sample norms, like ``gnsfast.BatchNorm1d``."""
 
 
 class SyncBatchNorm(_FrozenBatchNorm, nn.SyncBatchNorm):
-    """``torch.nn.SyncBatchNorm``; by its running statistics it is a ``gnsfast.BatchNorm1d``."""
+    """``torch.nn.SyncBatchNorm`` with per-sample norms, like ``gnsfast.BatchNorm1d``."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that a module computes from other parameters: torch's parametrizations, which do it in
-the forward pass, and its older hooks (pruning, weight norm, spectral norm), which do it before.
+"""Weights that a module computes from other parameters: by torch's parametrizations during the
+forward pass, or by its older hooks (pruning, weight norm, spectral norm) before it.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 OF_CLASS = {"__dict__", "__weakref__"}
-"""What Python itself puts into the namespace of a class."""
+"""The names that Python itself puts into the namespace of a class."""
 
 
 def weight_hooks(module: nn.Module) -> list[tuple[str, Any]]:
@@ -33,8 +33,8 @@ def is_parametrized_class(cls: type) -> bool:
 
 
 def moves_in_a_call(module: nn.Module) -> bool:
-    """Whether a spectral norm moves several times in each call: torch's recurrent layers and
-    attention look at their weights as often as they have to compare them with something.
+    """Whether a spectral norm is updated several times in each call. Torch's recurrent layers and
+    attention read their weights several times, and each read updates it.
     """
     looks = isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
     parts = module.modules() if looks else ()
@@ -42,5 +42,5 @@ def moves_in_a_call(module: nn.Module) -> bool:
 
 
 def rebased(cls: type, base: type) -> type:
-    """A parametrized class over another class: ``remove_parametrizations`` finds it as its base."""
+    """A parametrized class over another base class, which ``remove_parametrizations`` restores."""
     return type(cls.__name__, (base,), {n: v for n, v in vars(cls).items() if n not in OF_CLASS})

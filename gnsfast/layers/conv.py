@@ -11,7 +11,7 @@ from gnsfast.layers.drop_in import Converted, DropIn
 
 
 class _Conv(DropIn):
-    """All plain convolutions; their forward in ``torch.nn`` calls ``_conv_forward``."""
+    """All plain convolutions. Their forward in ``torch.nn`` calls ``_conv_forward``."""
 
     gnsfast = Converted("conv")
     kernel_size: tuple[int, ...]
@@ -43,7 +43,9 @@ class _Conv(DropIn):
         return y[0] if unbatched else y
 
     def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """The input and the padding left to do: what a convolution cannot pad is padded here."""
+        """The input and the padding that is left for the convolution. This method does the padding
+        that a convolution cannot do.
+        """
         none = (0,) * len(self.kernel_size)
         mode: Any = self.padding_mode
         if mode != "zeros":
@@ -141,8 +143,8 @@ class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
 
 
 class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
-    """``torch.nn.ConvTranspose2d``, as ``gnsfast.ConvTranspose1d`` is of one dimension."""
+    """``torch.nn.ConvTranspose2d`` with per-sample norms, like ``gnsfast.ConvTranspose1d``."""
 
 
 class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
-    """``torch.nn.ConvTranspose3d``, as ``gnsfast.ConvTranspose1d`` is of one dimension."""
+    """``torch.nn.ConvTranspose3d`` with per-sample norms, like ``gnsfast.ConvTranspose1d``."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route for parameters that a module uses by itself, element by element: each sample gets a
-copy (``functional.copies_of``).
+"""The route for parameters that a module uses element by element in its own code. Each sample gets
+a copy of them (``functional.copies_of``).
 """
 
 import sys
@@ -46,9 +46,9 @@ class Copied(DropIn):
                 return super().forward(*args, **kwargs)
         except Unfollowed as error:
             raise ObservationError(
-                f"{opened.name} ({type(self).__name__}): {error}, so its samples cannot be told. "
-                "convert(model, example=batch) looks for the route of such a batch, or leave it "
-                f"out: convert(model, exclude=[{opened.name!r}])."
+                f"{opened.name} ({type(self).__name__}): {error}, so its samples cannot be told "
+                "apart. convert(model, example=batch) looks for a route that fits such a batch, "
+                f"and convert(model, exclude=[{opened.name!r}]) leaves the module out."
             ) from error
 
     def _covered(self) -> dict[str, Tensor]:
@@ -58,8 +58,8 @@ class Copied(DropIn):
 
 
 def _is_compiled() -> bool:
-    """Whether dynamo runs this frame, or has left it eager and would compile those that it calls:
-    it cannot follow copies.
+    """Whether Dynamo runs this frame, or runs it eagerly and would compile the frames that it
+    calls. Dynamo cannot follow copies.
     """
     if "torch._dynamo" not in sys.modules:
         return False

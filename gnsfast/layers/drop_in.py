@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every drop-in has: a place for a probe, the layout of its samples, pickling."""
+"""The base of every drop-in: a place for a probe, the layout of its samples, and pickling."""
 
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ class SampleLayout(NamedTuple):
 
     ``batch_dim`` is the dimension that holds them. ``fold``: k · B rows are B samples of k
     consecutive rows. ``broadcast``: all samples share an index without a batch dimension.
-    ``flattened``: the rows [N, features] are known to be those of a batch, in their order; with
-    ``batch_dim`` 1 the B samples alternate. ``known``: an example has shown it.
+    ``flattened``: the rows [N, features] are known to be those of a batch, in their order. With
+    ``batch_dim`` 1 the B samples alternate. ``known``: an example has shown the layout.
     """
 
     batch_dim: int = 0
@@ -39,17 +39,17 @@ class Setting(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """What ``convert`` has decided about a module, and what later passes have found.
+    """The decisions of ``convert`` about a module, and the findings of later passes.
 
     ``route`` is the layer's name in ``combinations.LAYERS``, which every drop-in class sets.
-    ``claims`` are the parameters that the module answers for; ``uncovered`` says why some of them
-    have no norms. ``repeated``: the model calls it several times in a pass, so its calls are
-    joined. ``calls`` counts its backward calls in the last pass. ``audited``: its gradients
-    were compared with what arrived at the parameters. ``half``: it was replayed under autocast, or
-    casts its parameters, so torch rounds its gradients to half precision. ``note``: what an example
-    has shown. ``shared``: the places of the arguments that all samples of a replayed module share.
-    ``steps``: how the module uses the copies of its parameters (``functional.Use``). ``settings``
-    are what the branches of its own forward depend on.
+    ``claims`` are the parameters that the module is responsible for, and ``uncovered`` says why
+    some of them have no norms. ``repeated``: the model calls the module several times in a pass, so
+    its calls are joined. ``calls`` counts its backward calls in the last pass. ``audited``: its
+    gradients were compared with what arrived at the parameters. ``half``: it was replayed under
+    autocast, or casts its parameters, so torch rounds its gradients to half precision. ``note``:
+    what an example has shown. ``shared``: the places of the arguments that all samples of a
+    replayed module share. ``steps``: how it uses copies of its parameters (``functional.Use``).
+    ``settings``: what decides the branches of its own forward.
     """
 
     route: str = ""
@@ -68,18 +68,18 @@ class Converted(NamedTuple):
 
     @property
     def decided(self) -> tuple[Any, ...]:
-        """What ``convert`` has decided, without what passes have found."""
+        """The decisions of ``convert``, without the findings of passes."""
         return self[:6]
 
     def features(self, *asked: str) -> list[str]:
-        """``asked`` of ``combinations``, and what the module brings along."""
+        """The features ``asked`` for, and those that the module itself adds."""
         own = {TIED: self.tie is not None, REPEATED: self.repeated}
         return [*asked, *(feature for feature, has in own.items() if has)]
 
 
 class Opened(NamedTuple):
-    """What a module measures while its probe is open. ``name`` is its name in messages; ``plan``
-    serves inputs whose samples lie along dimension 0.
+    """What a module measures while its probe is open. ``name`` is its name in messages. ``plan`` is
+    for inputs whose samples lie along dimension 0.
     """
 
     probe: Tensor
@@ -89,15 +89,15 @@ class Opened(NamedTuple):
     documents: Documents | None = None
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of a module, which torch makes by its attributes if it is parametrized, measures
-        nothing.
+        """A copy of a module measures nothing. Torch copies a parametrized module by copying its
+        attributes, this one among them.
         """
 
 
 class ProbeRow(NamedTuple):
-    """A row of a module's probe: a parameter, or a block of one that is measured by itself.
+    """A row of a module's probe, for a parameter or for a block of one.
 
-    ``part`` is the name of the block, ``block`` its place in the parameter.
+    ``part`` is the name of the block, and ``block`` its place in the parameter.
     """
 
     parameter: str
@@ -106,10 +106,10 @@ class ProbeRow(NamedTuple):
 
 
 class DropIn(nn.Module):
-    """Mixin of every drop-in module, which is plain ``torch.nn`` until a probe is opened on it.
+    """Mixin of every drop-in module. The module is plain ``torch.nn`` until a probe is opened.
 
-    It adds no parameter and no buffer, so ``state_dict`` stays that of the torch class. Its state
-    is two attributes, so as not to clash with those of a user's class.
+    It adds neither parameters nor buffers, so ``state_dict`` stays that of the torch class. It has
+    only two attributes, so that they do not clash with those of a user's class.
     """
 
     gnsfast = Converted()
@@ -120,18 +120,18 @@ class DropIn(nn.Module):
         self.__dict__["gnsfast"] = self.gnsfast._replace(**facts)
 
     def called(self, count: float) -> None:
-        """Note the calls of a pass; NaN, which is none, stands for calls that gave no norms."""
+        """Note the number of calls in a pass. NaN stands for calls that gave no norms."""
         calls = None if count != count else int(count)
         if calls != self.gnsfast.calls:
             self.know(calls=calls)
 
     def claimed_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this module answers for, by their names in it."""
+        """The parameters that this module is responsible for, by their names in it."""
         own = dict(self.named_parameters())
         return {n: own[n] for n in self.gnsfast.claims if n in own}
 
     def probed_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of ``claimed_parameters`` that are trainable, in the order of their probe rows."""
+        """The trainable ones of ``claimed_parameters``, in the order of their probe rows."""
         return {n: p for n, p in self.claimed_parameters().items() if p.requires_grad}
 
     def probe_rows(self) -> list[ProbeRow]:
@@ -140,9 +140,9 @@ class DropIn(nn.Module):
 
     def open_probe(self, opened: Opened) -> None:
         """Let the next forward pass fill the probe."""
-        own = self.__dict__  # past nn.Module.__setattr__, which takes 5 µs
+        own = self.__dict__  # this avoids nn.Module.__setattr__, which takes 5 µs
         own["_opened"] = opened
-        # An instance's own: a compiled graph must not depend on whether a pass has set it.
+        # The instance gets its own, since a compiled graph must not depend on who has set it.
         own.setdefault("gnsfast", self.gnsfast)
 
     def close_probe(self) -> None:
@@ -161,7 +161,7 @@ class DropIn(nn.Module):
         return self._opened
 
     def _measuring(self) -> Opened | None:
-        """What this forward pass measures; None without a probe or without grad mode."""
+        """What this forward pass measures, or None without a probe or without grad mode."""
         return self._opened if torch.is_grad_enabled() else None
 
     def _plan_for(self, x: Tensor, features: int, transposed: bool = False) -> Plan:
@@ -170,16 +170,16 @@ class DropIn(nn.Module):
         starts = None if opened.documents is None else self._starts(x, features)
         dim, plan = self._batch_dim(x, features), opened.plan
         if torch.compiler.is_compiling():
-            # A name in the graph would make layers that are alike compile one graph each.
+            # With a name in the graph, equal layers would not share a compiled graph.
             plan = plan._replace(module=None)
         if dim == 0 and starts is None and not transposed:
             return plan
         return plan._replace(batch_dim=dim, transposed=transposed, starts=starts)
 
     def _starts(self, x: Tensor, features: int, batch_dim: int | None = None) -> Tensor:
-        """Where documents begin in the rows of ``x``, whose samples lie along ``batch_dim``; that
-        of the layout if None. With dimensions after those of the tokens (heads) a token has several
-        rows.
+        """Where documents begin in the rows of ``x``, whose samples lie along ``batch_dim``, by
+        default that of the layout. If dimensions follow those of the tokens, such as heads, a token
+        has several rows.
         """
         opened = self._measured
         assert opened.documents is not None
@@ -189,14 +189,15 @@ class DropIn(nn.Module):
         if dim == 1 and len(leading) > 1 and leading[1] != 1:
             raise SampleShapeError(
                 f"{opened.name} ({type(self).__name__}): the sequence-first input of shape "
-                f"{list(x.shape)} interleaves the tokens of its rows: documents (cu_seqlens) need "
-                "one row there"
+                f"{list(x.shape)} interleaves the tokens of its rows. Documents (cu_seqlens) need "
+                "a single row here."
             )
         for k in range(1, len(leading) + 1):
             if leading[:k].numel() == tokens:
                 return starts * leading[k:].numel()
         rows, rest = divmod(tokens, max(x.numel(), 1))
-        if isinstance(self, nn.Embedding) and rows > 1 and not rest and x.numel() == x.shape[-1]:
+        one_row = isinstance(self, nn.Embedding) and x.shape[-1:].numel() == x.numel()
+        if one_row and rows > 1 and not rest:
             raise SampleShapeError(
                 f"{opened.name} ({type(self).__name__}): all {rows} packed rows share one index of "
                 f"shape {list(x.shape)}, but each has documents of its own. If these are "
@@ -204,14 +205,14 @@ class DropIn(nn.Module):
                 "begin again at 0 with every document."
             )
         raise SampleShapeError(
-            f"{opened.name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but "
-            f"an input of shape {list(x.shape)} has no leading dimensions of that size. If "
-            "padding follows, add it as a last document; else leave the module out: "
-            f"convert(model, exclude=[{opened.name!r}])."
+            f"{opened.name} ({type(self).__name__}): cu_seqlens ends at token {tokens}, but no "
+            f"leading dimensions of the input of shape {list(x.shape)} have that size. If padding "
+            "follows, add it as a last document. Otherwise leave the module out: convert(model, "
+            f"exclude=[{opened.name!r}])."
         )
 
     def _batch_dim(self, x: Tensor, features: int) -> int:
-        """The dimension of ``x`` that holds the samples; raises if it does not hold B."""
+        """The dimension of ``x`` that holds the samples. Raises if it does not hold B of them."""
         opened = self._measured
         if opened.documents is not None:
             return 0
@@ -241,28 +242,29 @@ class DropIn(nn.Module):
             hint = self._share_hint()
         if B and rows % B == 0 and dim == 0 and not (hint and _counts(x)):
             hint = (
-                f" If every {rows // B} consecutive rows are one sample, say convert(model, "
+                f" If every {rows // B} consecutive rows are one sample, call convert(model, "
                 f"fold=[{opened.name!r}])."
             )
         elif B in leading:
             found = leading.index(B)
             hint = (
-                f" If the model holds its samples along dimension {found}, say "
-                f"convert(model, batch_dim={found})."
+                f" If the model has its samples along dimension {found}, call convert(model, "
+                f"batch_dim={found})."
             )
-        raise self._shape_error(x, f"dimension {dim} has {rows} rows.{hint}")
+        raise self._shape_error(x, f"dimension {dim} has size {rows}.{hint}")
 
     def _share_hint(self) -> str:
         name = self._measured.name
-        return f" If all samples share this index, say convert(model, broadcast=[{name!r}])."
+        return f" If all samples share this index, call convert(model, broadcast=[{name!r}])."
 
     def _shape_error(self, x: Tensor, found: str) -> SampleShapeError:
         opened = self._measured
+        wanted = "1 sample" if opened.samples == 1 else f"{opened.samples} samples"
         return SampleShapeError(
-            f"{opened.name} ({type(self).__name__}): expected {opened.samples} "
-            f"samples in an input of shape {list(x.shape)}, but {found} Check num_samples. "
-            "convert(model, example=batch) looks for the samples by itself, or leave the module "
-            f"out: convert(model, exclude=[{opened.name!r}])."
+            f"{opened.name} ({type(self).__name__}): expected {wanted} in an input of shape "
+            f"{list(x.shape)}, but {found} Check num_samples. convert(model, example=batch) finds "
+            f"the samples by itself, and convert(model, exclude=[{opened.name!r}]) leaves the "
+            "module out."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -275,7 +277,7 @@ class DropIn(nn.Module):
 
 
 def _counts(index: Tensor) -> bool:
-    """Whether an index counts positions, as those that samples share do."""
+    """Whether an index holds consecutive positions, as one that samples share does."""
     return bool((index.diff() == 1).all())
 
 
@@ -289,8 +291,8 @@ _combined: dict[tuple[type, type, bool], type] = {}
 def combine(cls: type, drop_in: type, over: bool) -> type:
     """A subclass of the user's ``cls`` with the forward of ``drop_in``.
 
-    With ``over`` that replaces the forward of ``cls``. Without, the forward of ``cls`` runs first
-    and reaches it by ``super().forward``.
+    With ``over`` it replaces the forward of ``cls``. Without, the forward of ``cls`` runs first and
+    calls it through ``super().forward``.
     """
     key = (cls, drop_in, over)
     if key not in _combined:
@@ -306,13 +308,13 @@ def combine(cls: type, drop_in: type, over: bool) -> type:
 
 
 def is_around(cls: type) -> bool:
-    """Whether the forward of the user's class runs first, and reaches the drop-in's from there."""
+    """Whether the forward of the user's class runs first and calls that of the drop-in."""
     recipe: tuple[type, type, bool] | None = cls.__dict__.get("_recipe")
     return recipe is not None and not recipe[2]
 
 
 def user_class(cls: type) -> type:
-    """The user's class that ``combine`` was given; ``cls`` itself if it is not a combined one."""
+    """The user's class in a class that ``combine`` made, or ``cls`` itself."""
     recipe: tuple[type, type, bool] | None = cls.__dict__.get("_recipe")
     return cls if recipe is None else recipe[0]
 

@@ -13,14 +13,14 @@ from gnsfast.tensors import is_dtensor
 class Embedding(DropIn, nn.Embedding):
     """``torch.nn.Embedding`` whose backward can also yield per-sample squared gradient norms.
 
-    An index of shape [1, T] that B samples share (position ids) is looked up once for each of them.
-    ``sparse`` and ``scale_grad_by_freq`` have no per-sample norms:
-    ``gnsfast.coverage`` names such embeddings.
+    An index of shape [1, T] that B samples share, such as position ids, is looked up once for each
+    of them. Embeddings with ``sparse`` or ``scale_grad_by_freq`` have no per-sample norms, as
+    ``gnsfast.coverage`` shows.
 
     >>> layer = gnsfast.Embedding(4, 3)
     >>> with gnsfast.per_sample_sqnorms(layer, 2) as norms:
     ...     layer(torch.tensor([[1, 1], [0, 2]])).sum().backward()
-    >>> norms["weight"]  # the repeated id adds before it is squared
+    >>> norms["weight"]  # gradients of a repeated id are added, then squared
     tensor([12.,  6.])
     """
 
@@ -31,7 +31,7 @@ class Embedding(DropIn, nn.Embedding):
             return super().forward(input)
         if is_dtensor(self.weight) and self.max_norm is not None:
             raise NotImplementedError(
-                f"{opened.name}: a tensor-parallel embedding with a max_norm has no per-sample "
+                f"{opened.name}: a tensor-parallel embedding with max_norm has no per-sample "
                 f"norms. Leave it out: convert(model, exclude=[{opened.name!r}])."
             )
         B, layout, tie = opened.samples, self.gnsfast.layout, self.gnsfast.tie

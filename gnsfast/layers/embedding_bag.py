@@ -11,13 +11,13 @@ from gnsfast.layers.drop_in import Converted, DropIn
 class EmbeddingBag(DropIn, nn.EmbeddingBag):
     """``torch.nn.EmbeddingBag`` whose backward can also yield per-sample squared gradient norms.
 
-    A bag is a sample. Mode "max", ``sparse`` and ``scale_grad_by_freq`` have no per-sample norms:
-    ``gnsfast.coverage`` names such layers.
+    Each bag is a sample. Layers with mode "max", ``sparse`` or ``scale_grad_by_freq`` have no
+    per-sample norms, as ``gnsfast.coverage`` shows.
 
     >>> layer = gnsfast.EmbeddingBag(4, 3, mode="sum")
     >>> with gnsfast.per_sample_sqnorms(layer, 2) as norms:
     ...     layer(torch.tensor([1, 1, 0]), torch.tensor([0, 2])).sum().backward()
-    >>> norms["weight"]  # the repeated id adds before it is squared
+    >>> norms["weight"]  # gradients of a repeated id are added, then squared
     tensor([12.,  3.])
     """
 
@@ -33,7 +33,7 @@ class EmbeddingBag(DropIn, nn.EmbeddingBag):
             return super().forward(input, offsets, per_sample_weights)
         if offsets is None:
             plan = self._plan_for(input, features=1)
-        else:  # whose number is that of the bags
+        else:  # there is one offset for each bag
             bags = offsets[:-1] if self.include_last_offset else offsets
             plan = self._plan_for(bags, features=0)
         if self.max_norm is not None:

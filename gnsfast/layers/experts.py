@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a mixture as transformers builds them (Mixtral, Qwen3-MoE, gpt-oss): each weight
-is one tensor for all experts.
+"""The drop-in for the experts of a mixture as transformers builds them (Mixtral, Qwen3-MoE,
+gpt-oss): each weight is one tensor for all experts.
 
 Legend: B samples, N rows (tokens of all samples), K experts of a token, S = N K pairs of row and
 expert, E experts, H width.
@@ -21,16 +21,17 @@ from gnsfast.layers.drop_in import Converted
 from gnsfast.layers.router import owns_router
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
-"""transformers' implementations that compute the same; others are for quantized weights."""
+"""The implementations of transformers that compute the same. Others are for quantized weights."""
 
 
 class Experts(BatchRows):
     """Drop-in for the experts of transformers: ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
 
     While a probe is open it replaces their ``eager``, ``batched_mm`` or ``grouped_mm``
-    implementation. Rows are sorted by expert and then by sample, so each sample's rows of an expert
-    are one segment. A load-balancing loss ties samples together: it is refused if
-    ``config.output_router_logits`` asks for it, but not seen if the caller does by keyword.
+    implementation. Rows are sorted by expert and then by sample, so that each sample's rows of an
+    expert are one segment. A load-balancing loss ties samples together. It is refused if
+    ``config.output_router_logits`` asks for it, but it is not noticed if the caller passes that as
+    a keyword.
     """
 
     gnsfast = Converted("experts")
@@ -53,10 +54,10 @@ class Experts(BatchRows):
         self._refuse_others(x_NH, expert_NK, weight_NK)
         B, (N, K) = self._measured.samples, expert_NK.shape
         E = len(self.down_proj)
-        # An expert out of range is on another rank: its rows come last and have no expert here.
+        # An expert out of range is on another rank. Its rows come last and have no expert here.
         batched = self.config._experts_implementation == "batched_mm"
         if batched and not hasattr(self, "_is_expert_parallel"):
-            # transformers 5.17 lacks this flag: its last expert takes such rows with weight 0.
+            # transformers 5.17 lacks this flag. Its last expert takes such rows with weight 0.
             expert_NK = expert_NK.clamp(0, E - 1)
         key_S = (expert_NK * B + self._sample_of(x_NH)[:, None]).flatten()
         key_S, order_S = key_S.sort(stable=True)
@@ -66,7 +67,7 @@ class Experts(BatchRows):
         y_SH = self._apply_gate(y_SH) if self.has_gate else self.act_fn(y_SH)
         y_SH = self._projected("down_proj", y_SH, starts)
         y_SH = y_SH * weight_NK.flatten()[order_S][:, None]
-        # Back to [N, K, H] and summed over K: without atomics, so the bits are reproducible.
+        # Back to [N, K, H], then summed over K without atomics, so that bits are reproducible.
         y_NKH: Tensor = y_SH[order_S.argsort()].unflatten(0, (N, K))
         return y_NKH.sum(1).to(x_NH.dtype)
 
@@ -91,8 +92,9 @@ class Experts(BatchRows):
         used = self.config._experts_implementation
         if used not in IMPLEMENTATIONS:
             raise self._refuse(
-                f"experts have norms with {', '.join(map(repr, IMPLEMENTATIONS[1:]))} alone, not "
-                f"with experts_implementation={used!r}"
+                "experts have norms only with experts_implementation "
+                f"{' or '.join(map(repr, IMPLEMENTATIONS[1:]))}, not with "
+                f"experts_implementation={used!r}"
             )
         sharded = tensor_parallel(x_NH, *self._parameters.values())
         refuse(self.gnsfast.route, sharded, self._measured.name)
@@ -101,13 +103,14 @@ class Experts(BatchRows):
         ):
             raise self._refuse(
                 "config.output_router_logits adds a load-balancing loss, which ties the samples "
-                "together: no per-sample gradient exists",
-                "Set it to False for the pass to measure, or config.router_aux_loss_coef to 0.",
+                "together, so no sample has a gradient of its own",
+                "Set it to False for the pass that you measure, or router_aux_loss_coef to 0.",
             )
         shapes = [list(t.shape) for t in (x_NH, expert_NK, weight_NK)]
         if x_NH.ndim != 2 or shapes[1] != shapes[2] or shapes[1][:-1] != shapes[0][:1]:
             raise self._refuse(
-                f"expected rows [N, H], their experts [N, K] and weights [N, K], not {shapes}"
+                "its arguments must be rows [N, H], experts [N, K] and weights [N, K], and have "
+                f"the shapes {shapes}"
             )
 
 
@@ -117,36 +120,38 @@ def up_name(module: Any) -> str:
 
 
 def experts_reason(module: nn.Module) -> str | None:
-    """Why ``Experts`` does not take a module; empty if it does. None if the module's forward is not
-    from transformers' interface for experts.
+    """Why ``Experts`` cannot take a module, or an empty string if it can. None if the module's
+    forward does not come from transformers' interface for experts.
     """
     code = getattr(type(module).forward, "__code__", None)
     if "experts_interface" not in getattr(code, "co_freevars", ()):
         return None
     flags = ("has_gate", "has_bias", "is_transposed")
     if any(not isinstance(getattr(module, flag, None), bool) for flag in flags):
-        return f"experts that do not say {', '.join(flags)}"
+        return f"it is a module of experts without the attributes {', '.join(flags)}"
     experts: Any = module
     if getattr(experts, "has_post_expert_norm", False):
-        return "a norm after each expert has no route"
+        return "gnsfast has no kernel for a norm after each expert"
     names = [up_name(experts), "down_proj"]
     if experts.has_bias:
         names = [n for name in names for n in (name, f"{name}_bias")]
     shapes = {n: tuple(p.shape) for n, p in module._parameters.items() if p is not None}
     if list(shapes) != names or any(len(shapes[n]) != 3 for n in names if "bias" not in n):
-        return f"experts with the parameters {', '.join(shapes)} have no route"
+        return f"gnsfast has no kernel for experts with the parameters {', '.join(shapes)}"
     up, down = (
         (s[0], *s[:0:-1]) if experts.is_transposed else s
         for s in (shapes[up_name(experts)], shapes["down_proj"])
     )
     if up != (down[0], down[2] * (1 + experts.has_gate), down[1]):
-        return f"experts with weights of shapes {list(up)} and {list(down)} have no route"
+        return (
+            f"gnsfast has no kernel for experts with weights of shapes {list(up)} and {list(down)}"
+        )
     return ""
 
 
 def rows_in_order(block: nn.Module, forward: Callable[..., Any], child: nn.Module) -> bool:
-    """Whether ``block`` takes only [B, T, H], not [N, H], and gives ``child`` all rows of it in
-    their order. Found by running its ``forward`` with stand-ins for its children.
+    """Whether ``block`` accepts only [B, T, H], not [N, H], and passes all rows to ``child`` in
+    their order. Its ``forward`` runs with stand-ins for its children to find out.
     """
     like: Any = child
     H = like.weight.shape[1] if owns_router(child) else like.down_proj.shape[1 + like.is_transposed]
@@ -171,7 +176,7 @@ def rows_in_order(block: nn.Module, forward: Callable[..., Any], child: nn.Modul
     try:
         with torch.no_grad():
             forward(twin, x.clone())
-    except Exception:  # another kind of block: what it gives its children is unknown
+    except Exception:  # another kind of block: what its children get is unknown
         return False
     try:
         with torch.no_grad():

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-in for torchao's ``Float8Linear``.
 
-Its weight gradient is dyᵀx of float8 casts, and most recipes scale a cast by the largest number of
-the whole batch. A sample's gradient is what its rows of these casts give: the gradients of all
+Its weight gradient is dyᵀx of float8 casts, and most recipes scale a cast by the largest number in
+the whole batch. A sample's gradient comes from its rows of these casts, so the gradients of all
 samples add up to that of the layer. A sample by itself would be cast with another scale, which
-moved norms of a small model by up to 5 %; ``gnsfast.verify``, which takes samples by themselves,
-shows that.
+changed the norms of a small model by up to 5 %. ``gnsfast.verify`` shows this difference, because
+it runs single samples.
 """
 
 import importlib
@@ -27,8 +27,8 @@ def is_float8(module: nn.Module) -> bool:
 
 
 def without_casts(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a module; that of a ``Float8Linear`` is without its casts, which tie samples
-    together by their scale.
+    """The forward of a module. For a ``Float8Linear`` it leaves out the casts, whose scale ties
+    samples together.
     """
     if not is_float8(module):
         return module.forward
@@ -37,8 +37,8 @@ def without_casts(module: nn.Module) -> Callable[..., Any]:
 
 
 def cast(t_NF: Tensor, how: Any, role: str, layer: Any) -> Tensor:
-    """What torchao's cast leaves of an operand of the weight gradient, which sums over its rows;
-    in the precision in which its products are added.
+    """An operand of the weight gradient after torchao's cast, in the precision in which products
+    are added. The weight gradient sums over its rows.
     """
     acc = accumulate_dtype(t_NF.dtype)
     scaling = importlib.import_module("torchao.float8.float8_scaling_utils")
@@ -59,7 +59,7 @@ def cast(t_NF: Tensor, how: Any, role: str, layer: Any) -> Tensor:
 
 
 class Float8Linear(Replayed):
-    """Drop-in for ``Float8Linear``: each sample's gradient comes from the casts of the batch."""
+    """Drop-in for ``Float8Linear``. Each sample's gradient comes from the casts of the batch."""
 
     config: Any
 

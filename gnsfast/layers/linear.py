@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gnsfast import functional
+from gnsfast.errors import ObservationError
 from gnsfast.functional import Plan
 from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.layers.own_forward import OwnForward
@@ -36,18 +37,26 @@ class Linear(DropIn, nn.Linear):
 
     def _links(self, opened: Opened) -> tuple[functional.Link, ...]:
         tie = self.gnsfast.tie
-        return () if tie is None else tie.take(opened.name, self.gnsfast.repeated)
+        if tie is None:
+            return ()
+        if tie.ended(opened.probe):  # else torch would say only that the graph is gone
+            raise ObservationError(
+                f"{opened.name}: it is called again after a backward pass in one block, and one "
+                f"block takes one forward and one backward pass. {in_parts(opened.name, self)}You "
+                f"can also leave it out: convert(model, exclude=[{opened.name!r}])."
+            )
+        return tie.take(opened.name, self.gnsfast.repeated)
 
     def cross_entropy(self, input: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """The cross entropy of this head's outputs, which are never in memory as a whole.
+        """The cross entropy of this head's outputs, which are never stored as a whole.
 
-        Equals ``F.cross_entropy(self(input).flatten(0, -2).float(), labels.flatten())``, and counts
-        as the module's one call. ``options`` are ``ignore_index``, ``reduction``,
-        ``label_smoothing``, ``softcap``, ``z_loss`` and ``shift`` of
-        ``gnsfast.functional.linear_cross_entropy``, which also says what it raises.
+        It equals ``F.cross_entropy(self(input).flatten(0, -2).float(), labels.flatten())``, and
+        counts as a call of the module. ``options`` are ``ignore_index``, ``reduction``,
+        ``label_smoothing``, ``softcap``, ``z_loss`` and ``shift``, as in
+        ``gnsfast.functional.linear_cross_entropy``, which raises the same errors.
 
-        Raises NotImplementedError for a subclass with a forward of its own, and for a weight that
-        is sharded during the call.
+        Raises NotImplementedError for a subclass with its own forward, and for a weight that is
+        sharded during the call.
 
         >>> head, labels = gnsfast.Linear(5, 11), torch.randint(0, 11, (3, 7))
         >>> with gnsfast.per_sample_sqnorms(head, 3) as norms:
@@ -60,14 +69,15 @@ class Linear(DropIn, nn.Linear):
         if type(self).forward is not Linear.forward or "forward" in vars(self):
             raise NotImplementedError(
                 f"{where}: {type(self).__name__} has a forward of its own, which cross_entropy "
-                "would bypass: compute the loss from its output"
+                "would bypass. Compute the loss from the module's output."
             )
         if is_dtensor(self.weight):
             raise NotImplementedError(
-                f"{where}: cross_entropy needs the whole weight, and it is sharded. With "
-                "fully_shard call it inside the model's forward; if the head is sharded by itself, "
-                "call torch.distributed.fsdp.register_fsdp_forward_method(head, 'cross_entropy') "
-                "after fully_shard"
+                f"{where}: cross_entropy needs the whole weight, but it is sharded. With "
+                "fully_shard call cross_entropy inside the model's forward. If the head is "
+                "sharded by itself, call "
+                "torch.distributed.fsdp.register_fsdp_forward_method(head, 'cross_entropy') after "
+                "fully_shard."
             )
         plan = Plan(batch_dim=self.gnsfast.layout.batch_dim)
         options |= dict(bias=self.bias, plan=plan)
@@ -75,6 +85,17 @@ class Linear(DropIn, nn.Linear):
             plan = self._plan_for(input, features=1)
             options |= dict(plan=plan, probe=opened.probe, links=self._links(opened))
         return functional.linear_cross_entropy(input, self.weight, labels, **options)
+
+
+def in_parts(path: str, module: nn.Module) -> str:
+    """What a head says of a loss with several backward passes."""
+    if type(module).forward is not Linear.forward:
+        return ""
+    return (
+        "If the loss runs a backward pass for each part of the sequence, as torchtitan's "
+        f"ChunkedLossWrapper does, compute it by {path}.cross_entropy(hidden, labels), which keeps "
+        "no logits in memory either. "
+    )
 
 
 class CastLinear(OwnForward, Linear):
@@ -92,7 +113,7 @@ class CastLinear(OwnForward, Linear):
 
 
 class OutProjection(Linear):
-    """The output projection of an attention layer, whose forward uses its parameters directly."""
+    """The output projection of an attention layer. The attention uses its parameters directly."""
 
     gnsfast = Converted("out_projection")
 

@@ -25,11 +25,11 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
     norms.
 
     Arguments and results are those of ``torch.nn.MultiheadAttention``. ``batch_first`` says which
-    dimension holds the samples, whatever ``batch_dim`` the rest of the model has. The output
-    projection is a ``gnsfast.Linear`` of its own.
+    dimension holds the samples, regardless of the ``batch_dim`` of the rest of the model. The
+    output projection is a ``gnsfast.Linear``.
 
     Raises:
-        SampleShapeError: for a batch of another size, or an unbatched input of several samples.
+        SampleShapeError: for a batch of another size, or an unbatched input with several samples.
 
     >>> layer = gnsfast.MultiheadAttention(8, 2, batch_first=True)
     >>> x = torch.randn(3, 7, 8)
@@ -47,7 +47,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         self.out_proj.__class__ = combine(type(self.out_proj), OutProjection, over=False)
 
     def probe_rows(self) -> list[ProbeRow]:
-        """Query, key and value have rows of their own, also of a packed parameter."""
+        """Query, key and value each have a row, even if one parameter holds all three."""
         rows = []
         for name in self.probed_parameters():
             if name not in ("in_proj_weight", "in_proj_bias"):
@@ -91,8 +91,8 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         if is_causal and attn_mask is None:
             raise RuntimeError(
-                "is_causal=True is a hint that attn_mask is causal, and needs one: "
-                "nn.Transformer.generate_square_subsequent_mask makes it"
+                "is_causal=True only says that attn_mask is causal, so it needs one: pass "
+                "attn_mask=nn.Transformer.generate_square_subsequent_mask(length)"
             )
         masked = need_weights or key_padding_mask is not None
         bias_NHLS = self._attention_bias(
@@ -110,7 +110,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         else:
             causal = is_causal and not masked
             o_NHLD = F.scaled_dot_product_attention(q, k, v, bias_NHLS, dropout, causal)
-        # Token by token in memory, as in torch: a later dropout draws its mask in memory order.
+        # Tokens lie in memory as in torch, because a later dropout draws its mask in memory order.
         y = self._project_out(o_NHLD.permute(2, 0, 1, 3).flatten(2))
         y = y.transpose(0, 1) if self.batch_first else y
         return (y if batched else y.squeeze(batch_dim)), weights
@@ -124,13 +124,13 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         if not same or widths != (self.embed_dim, self.kdim, self.vdim):
             raise ValueError(
                 f"{module._measured.name}: query {list(query.shape)}, key {list(key.shape)} and "
-                f"value {list(value.shape)} do not fit together: embed_dim {self.embed_dim}, kdim "
-                f"{self.kdim}, vdim {self.vdim}, batch_first={self.batch_first}"
+                f"value {list(value.shape)} do not fit together with embed_dim {self.embed_dim}, "
+                f"kdim {self.kdim}, vdim {self.vdim} and batch_first={self.batch_first}"
             )
 
     def _check_samples(self, query: Tensor, batched: bool, module: DropIn, separate: bool) -> None:
-        """Raise if the dimension that ``batch_first`` names does not hold the samples, or for
-        documents that no mask can ``separate``.
+        """Raise if the dimension that ``batch_first`` names does not hold the samples, or if
+        documents cannot be kept apart by a mask (``separate``).
         """
         opened = module._measured
         name, B = opened.name, opened.samples
@@ -155,7 +155,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             found = f"batch_first={self.batch_first} says that dimension {dim} holds {rows}."
             if several:
                 found += (
-                    f" If every {rows // B} consecutive ones are one sample, say convert(model, "
+                    f" If every {rows // B} consecutive ones are one sample, call convert(model, "
                     f"fold=[{name!r}])."
                 )
             raise module._shape_error(query, found)
@@ -178,11 +178,15 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         if bias is not None:
             wanted = (L, S) if bias.ndim == 2 else (N * self.num_heads, L, S)
             if bias.shape != wanted:
-                raise RuntimeError(f"attn_mask must be {list(wanted)}, not {list(bias.shape)}")
+                raise RuntimeError(
+                    f"attn_mask must have shape {list(wanted)}, not {list(bias.shape)}"
+                )
             bias = bias.view(-1, self.num_heads if bias.ndim == 3 else 1, L, S)
         if padding is not None:
             if padding.shape != (N, S):
-                raise RuntimeError(f"key_padding_mask must be {[N, S]}, not {list(padding.shape)}")
+                raise RuntimeError(
+                    f"key_padding_mask must have shape {[N, S]}, not {list(padding.shape)}"
+                )
             padding = padding.view(N, 1, 1, S)
             bias = padding if bias is None else bias + padding
         appended = (self.bias_k is not None) + self.add_zero_attn
@@ -233,7 +237,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         return functional.Plan(starts=self._starts(query, 1, batch_dim))
 
     def _appended(self, name: str, named: list[str], rows: int, batch_dim: int) -> Tensor:
-        """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch; ``named`` holds the
+        """``bias_k`` or ``bias_v`` for each of ``rows`` rows of the batch. ``named`` holds the
         parameter of each probe row.
         """
         parameter: Tensor = getattr(self, name)
@@ -251,7 +255,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         if opened is None:
             return F.linear(o_LNE, weight, bias)
         plan, o = functional.Plan(batch_dim=1), o_LNE
-        if packed := opened.documents is not None:  # whose rows are one list, row by row
+        if packed := opened.documents is not None:  # their rows are one list, row by row
             o = o_LNE.transpose(0, 1)
             plan = functional.Plan(starts=self.out_proj._starts(o, 1, 0))
         y = functional.linear(o, weight, bias, opened.probe, plan)

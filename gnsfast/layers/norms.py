@@ -31,11 +31,11 @@ class LayerNorm(DropIn, nn.LayerNorm):
 
 
 EPS = ("eps", "variance_epsilon", "epsilon")
-"""Where models keep the epsilon of their norms."""
+"""The attributes in which models keep the epsilon of their norms."""
 
 
 def eps_of(module: nn.Module) -> float:
-    """The epsilon of a model's own norm; nanoGPT's is a number in its code."""
+    """The epsilon of a model's own norm. The default is nanoGPT's, which stands in its code."""
     found = (getattr(module, name, None) for name in EPS)
     return next((eps for eps in found if isinstance(eps, float)), 1e-5)
 
@@ -87,7 +87,7 @@ class RMSNorm(DropIn, nn.RMSNorm):
 
 
 class _ForeignRMSNorm(OwnForward):
-    """Drop-in for models' own RMS norms; ``variant`` is that of ``functional.rms_norm``."""
+    """Drop-in for models' own RMS norms. ``variant`` is that of ``functional.rms_norm``."""
 
     gnsfast = Converted("rms_norm")
     variant = ""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The route for layers that have no kernel: backward replays their forward, one sample at a time.
 
-It is slower, but exact. The layer's own gradient stays that of torch; only the norms of its
+This is slower, but exact. The layer's own gradient stays that of torch, and only the norms of its
 parameters come from the replay. The replay must give the outputs of the forward pass. If it does
-not (dropout, state, an argument whose samples were not found), the call counter becomes NaN, and
-the check that reads it names the module. Buffers are restored after each replay. The module's own
-hooks do not run again; those on submodules run once more for each sample.
+not, because of dropout, a state, or an argument whose samples were not found, the call counter
+becomes NaN, and the check that reads it names the module. Buffers are restored after each replay.
+The module's own hooks do not run again, but hooks on submodules run once more for each sample.
 """
 
 import sys
@@ -29,26 +29,26 @@ from gnsfast.layers.drop_in import Converted, DropIn, Opened
 from gnsfast.tensors import accumulate_dtype
 
 EAGER = (
-    "gnsfast replays a layer that has no kernel, which is not traced: compile without "
-    "fullgraph=True, or leave the layer out, convert(model, exclude=[...]). "
-    "gnsfast.coverage(model) names such layers by the route 'replay'"
+    "gnsfast replays a layer that has no kernel, and torch.compile cannot trace a replay. Compile "
+    "without fullgraph=True, or leave the layer out: convert(model, exclude=[...]). "
+    "gnsfast.coverage(model) shows such layers with the route 'replay'."
 )
 Gradients = tuple[Tensor | None, ...]
-"""Of each parameter of a module; None for one that the call does not use."""
+"""The gradients of a module's parameters, with None for a parameter that the call does not use."""
 
 _PLAIN = (Tensor, bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
 
 def is_plain(value: object) -> bool:
-    """Whether a replay can repeat a call with this argument: nothing that the call may change."""
+    """Whether a replay can repeat a call with this argument, because no call can change it."""
     return isinstance(value, _PLAIN)
 
 
 def replay_dim(
     module: nn.Module, shape: Sequence[int], place: int, B: int, batch_dim: int
 ) -> int | None:
-    """The dimension in which a replay looks for the samples of an argument or output of ``module``,
-    the one at ``place``; None if it takes that for something they share.
+    """The dimension in which a replay finds the samples of the argument or output at ``place``.
+    None if all samples share that argument.
     """
     if isinstance(module, nn.RNNBase):  # the states, which come after the rows, are [L, B, H]
         dim = 0 if module.batch_first and place == 0 else 1
@@ -99,13 +99,13 @@ class Replayed(DropIn):
         if odd := [type(a).__name__ for a in inputs if not is_plain(a)]:
             raise self._replay_error(
                 f"a second call may change its argument of type {odd[0]}"
-                + (" (say use_cache=False to the model)" if odd[0].endswith("Cache") else "")
+                + (" (call the model with use_cache=False)" if odd[0].endswith("Cache") else "")
             )
         B = opened.samples
         seen = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad]
         if odd := [type(t).__name__ for t in leaves if not is_plain(t)]:
             raise self._replay_error(
-                f"its output of type {odd[0]} is not made of tensors, tuples, lists and dicts"
+                f"its output contains a {odd[0]}, and not only tensors, tuples, lists and dicts"
             )
         dims = []
         for i in seen:
@@ -135,18 +135,18 @@ class Replayed(DropIn):
     def by_sample(
         self, call: "RecordedCall", parameters: dict[str, Tensor], same: list[Tensor]
     ) -> Callable[[int], Gradients]:
-        """What gives sample b's gradient of each parameter, in one call."""
+        """A function from b to sample b's gradient of each parameter, in one call."""
         return partial(call.gradients, parameters, same)
 
     def _dim(self, t: Tensor, place: int, B: int) -> int | None:
-        """The dimension of an argument or output that holds the samples; None if there is none."""
+        """The dimension of an argument or output that holds the samples, or None."""
         return replay_dim(self, t.shape, place, B, self.gnsfast.layout.batch_dim)
 
     def _replay_error(self, reason: str) -> ObservationError:
         return ObservationError(
-            f"{self._measured.name} ({type(self).__name__}): its parameters have no kernel, and it "
-            f"cannot be replayed sample by sample: {reason}. Leave it out: convert(model, "
-            f"exclude=[{self._measured.name!r}])."
+            f"{self._measured.name} ({type(self).__name__}): gnsfast has no kernel for its "
+            f"parameters, and it cannot be replayed sample by sample: {reason}. Leave it out: "
+            f"convert(model, exclude=[{self._measured.name!r}])."
         )
 
 
@@ -270,8 +270,8 @@ class RecordedCall(NamedTuple):
         return t.narrow(max(self.replay.dims[i], 0), b, 1)
 
     def gradients(self, parameters: dict[str, Tensor], same: list[Tensor], b: int) -> Gradients:
-        """Sample b's gradient of each parameter. ``same`` gets whether the replay gave what the
-        forward pass gave.
+        """Sample b's gradient of each parameter. A flag is added to ``same``, which says whether
+        the outputs of the replay agree with those of the forward pass.
         """
         replayed = self.replay(b, parameters, self.tensors)
         for i in self.used:
@@ -279,7 +279,7 @@ class RecordedCall(NamedTuple):
             if replayed[i].shape != output.shape:
                 shape = list(replayed[i].shape)
                 raise self.replay.module._replay_error(
-                    f"a single sample gave an output of shape {shape}"
+                    f"for a single sample it returned an output of shape {shape}"
                 )
             same.append(_close(replayed[i].detach(), output))
         own = [i for i in self.used if replayed[i].requires_grad]
@@ -293,13 +293,13 @@ class RecordedCall(NamedTuple):
         )
 
     def shared_tables(self) -> list[Tensor]:
-        """Whether all samples use a table that they share, for each such output."""
+        """For each output that is a shared table: whether all samples use it."""
         tables = [self.douts[i] for i in self.used if self.replay.dims[i] < 0]
         return [~((d[:1] != 0).any() & ~(d[1:] != 0).any()) for d in tables if d is not None]
 
 
 def _probe_rows(calls: list[RecordedCall]) -> Tensor:
-    """The probe rows of a module: a sample's gradient is the sum over its calls."""
+    """The probe rows of a module. A sample's gradient is the sum over all calls."""
     replay = calls[0].replay
     own = replay.module.claimed_parameters()
     parameters = {n: own[n].detach().requires_grad_() for n in replay.names}
@@ -323,20 +323,20 @@ def _probe_rows(calls: list[RecordedCall]) -> Tensor:
     if same:
         rows[:, -1] = torch.where(torch.stack(same).all(), 1.0, torch.nan)
     for k in range(len(parameters)):
-        if k not in reached:  # not used by the forward: a gradient it has came another way
+        if k not in reached:  # the forward does not use it, so any gradient came another way
             rows[k, -1] *= 0.0
     return rows
 
 
 OUT_OF_RANGE = 1e5
-"""Outputs larger than this many times the first decile are taken for constants of a mask."""
+"""Outputs larger than this many times the first decile count as constants of a mask."""
 
 
 def _close(replayed: Tensor, output: Tensor) -> Tensor:
-    """Whether a replay gave what the forward pass gave, up to rounding.
+    """Whether a replay and the forward pass gave the same output, up to rounding.
 
-    The tolerance is relative to the largest output that is in the range of the others: a mask's
-    -1e9 must not hide their errors.
+    The tolerance is relative to the largest output in the range of the others, so that the -1e9 of
+    a mask does not hide their errors.
     """
     tolerance = max(1e-4, 4 * torch.finfo(output.dtype).eps)
     size, finite = output.abs(), output.isfinite()

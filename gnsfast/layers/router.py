@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers of mixtures of experts."""
+"""The drop-in for the routers of mixtures of experts."""
 
 import inspect
 from typing import Any
@@ -15,8 +15,8 @@ from gnsfast.layers.drop_in import Converted
 
 
 class Router(BatchRows):
-    """Drop-in for a router that owns its weight: its one ``F.linear`` with this weight goes through
-    ``functional.linear``, and the rest of its code runs unchanged.
+    """Drop-in for a router that owns its weight. Its one call of ``F.linear`` with this weight goes
+    through ``functional.linear``, and the rest of its code runs unchanged.
     """
 
     gnsfast = Converted("router")
@@ -40,7 +40,7 @@ class Router(BatchRows):
         return output
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, interleaved: bool) -> Tensor:
-        """``F.linear`` that fills the probe; ``x`` has the shape that the router's code gave it."""
+        """``F.linear`` that fills the probe. ``x`` has the shape that the router's code gave it."""
         probe = self._measured.probe
         if self._measured.documents is not None:
             plan = functional.Plan(starts=self._starts(x, features=1))
@@ -81,8 +81,9 @@ class _OwnLinear(TorchFunctionMode):
             "bias" in self.router.gnsfast.claims
         ):
             raise self.router._refuse(
-                f"its F.linear has an input of shape {list(x.shape)} and "
-                f"{'no' if bias is None else 'a'} bias, which are not those of its {self.rows} rows"
+                f"its F.linear got an input of shape {list(x.shape)} and "
+                f"{'no' if bias is None else 'a'} bias, which do not fit the {self.rows} rows of "
+                "the router"
             )
         return self.router._linear(x, weight, bias, self.interleaved)
 

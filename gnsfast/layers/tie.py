@@ -4,14 +4,15 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gnsfast.errors import ObservationError
 from gnsfast.functional import Link
 
 
 class Tie:
-    """A weight that embeddings and at most one linear head share. It carries the links from the
-    earlier uses to the later ones.
+    """A weight that embeddings and at most one linear head share. It passes the links from earlier
+    uses to later ones.
     """
 
     def __init__(self) -> None:
@@ -23,30 +24,35 @@ class Tie:
         self.crossed = self.taken = False
 
     def links(self, name: str) -> tuple[Link, ...]:
-        """The links of the embeddings used so far, for one more. Raises after the head, which would
-        not be linked with it.
+        """The links of the embeddings so far, for one more embedding. Raises after the head, which
+        would not be linked with that embedding.
         """
         if self.taken and not torch.compiler.is_compiling() and not _in_backward():
             raise ObservationError(
                 f"{name}: it is looked up after the head that shares its weight, so the link "
-                "between the two is lost. If the model ran twice in this block, run it once; else "
-                f"leave the pair out: convert(model, exclude=[{name!r}, ...])."
+                "between the two is lost. If the model ran twice in this block, run it once. "
+                f"Otherwise leave both out: convert(model, exclude=[{name!r}, ...])."
             )
         return self.uses
 
+    def ended(self, probe: Tensor) -> bool:
+        """Whether a backward pass has gone through the head, whose ``probe`` it filled."""
+        if not self.taken or torch.compiler.is_compiling() or _in_backward():
+            return False
+        return probe.grad is not None
+
     def take(self, name: str, repeated: bool) -> tuple[Link, ...]:
-        """Take the links of the embeddings used so far; the head is the last use. All calls of a
-        ``repeated`` head have those of the first.
+        """Take the links of the embeddings so far, for the head, which is the last use. All calls
+        of a ``repeated`` head have the links of the first call.
         """
         links, self.uses, self.taken = self.uses, (), True
         if links:
             self.crossed = True
         elif self.crossed and not (repeated or torch.compiler.is_compiling()) and _in_backward():
             raise ObservationError(
-                f"{name}: activation checkpointing recomputes this tied head in backward without "
-                "its embedding, so the links between the two are lost. "
-                "Checkpoint both or neither, or leave the pair out: convert(model, "
-                f"exclude=[{name!r}, ...])."
+                f"{name}: activation checkpointing recomputes this head without the embedding that "
+                "shares its weight, so the link between the two is lost. Checkpoint both or "
+                f"neither, or leave both out: convert(model, exclude=[{name!r}, ...])."
             )
         return links
 

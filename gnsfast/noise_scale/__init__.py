@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics of a noise scale: statistics, loss factors, the result, brute force."""
+"""The mathematics of a noise scale: statistics, factors of the loss, the result, what it says of a
+batch size, brute force.
+"""
 
 from gnsfast.noise_scale import dual_norms, loss_factors, statistics
 from gnsfast.noise_scale.brute_force import brute_force_noise_scale
 from gnsfast.noise_scale.dual_norms import NUMBERS, summarize_dual
+from gnsfast.noise_scale.flag import (
+    Factor,
+    Flag,
+    checked_factor,
+    critical_batch_metrics,
+    excess,
+    flag,
+    in_samples,
+)
 from gnsfast.noise_scale.result import (
     METRICS,
     NOT_MEASURED,
@@ -24,6 +35,8 @@ __all__ = [
     "DualNoiseScale",
     "DualNormEstimate",
     "Estimate",
+    "Factor",
+    "Flag",
     "GroupNoiseScale",
     "METRICS",
     "ModuleNoiseScale",
@@ -32,7 +45,12 @@ __all__ = [
     "NoiseScale",
     "OTHERS",
     "brute_force_noise_scale",
+    "checked_factor",
+    "critical_batch_metrics",
     "dual_norms",
+    "excess",
+    "flag",
+    "in_samples",
     "loss_factors",
     "percent",
     "statistics",

@@ -24,9 +24,9 @@ def brute_force_noise_scale(
     """Measure tr Σ / |G|² by one forward and one backward pass for each single sample.
 
     Equals ``g.var(0).sum() / (g.mean(0).square().sum() - g.var(0).sum() / len(g))`` for the
-    gradients g of all samples, over all trainable parameters, also those without a gnsfast layer.
-    Its interval comes from a jackknife over ``blocks`` blocks of consecutive samples. Modes,
-    gradients and weights of the model do not change; memory holds ``blocks`` gradients in float64.
+    gradients g of all samples. It includes all trainable parameters, also those without a gnsfast
+    layer. The interval comes from a jackknife over ``blocks`` blocks of consecutive samples. Modes,
+    gradients and weights of the model do not change. Memory holds ``blocks`` gradients in float64.
 
     Args:
         loss_fn: takes the model and one sample (as a batch of one), returns a scalar loss.
@@ -45,12 +45,15 @@ def brute_force_noise_scale(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise ValueError(f"{type(model).__name__} has no trainable parameter")
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those "
+            "to measure"
+        )
     listed = list(samples)
     if blocks < statistics.MINIMUM_MEASUREMENTS or len(listed) < 2 * blocks:
         raise ValueError(
-            f"{len(listed)} samples in {blocks} blocks: a measurement needs at least "
-            f"{statistics.MINIMUM_MEASUREMENTS} blocks of two samples"
+            f"brute_force_noise_scale got {len(listed)} samples for {blocks} blocks, and needs two "
+            f"samples for each block and at least {statistics.MINIMUM_MEASUREMENTS} blocks"
         )
     edges = [len(listed) * k // blocks for k in range(blocks + 1)]
     p_K = []
@@ -67,7 +70,7 @@ def brute_force_noise_scale(
                     squares += reference.sqnorm(g).item()
                     t += g.flatten().to(t)
         p_K.append(squares)
-    # Row 0 is of all samples, row k of all but block k: ‖s - s_k‖² = ‖s‖² - 2 s·s_k + ‖s_k‖².
+    # Row 0 has all samples, row k all but block k: ‖s - s_k‖² = ‖s‖² - 2 s·s_k + ‖s_k‖².
     n = _all_and_without(torch.tensor(edges, dtype=torch.float64).diff())
     p = _all_and_without(torch.tensor(p_K, dtype=torch.float64))
     sum_N = sums_KN.sum(0)

@@ -25,11 +25,11 @@ The square of noise has the mean E (tr V^½)² where the updates that V is made 
 at most σ², as (tr V^½)² is concave in V: σ is 1 / (4 d) too small for a V of d samples. A root of
 each square would lose more, 4 to 7 % where samples have heavy tails, so squares of ``AVERAGED``
 updates are averaged first. A root of the whole window's would not fit norms that fall meanwhile.
-So σ and ‖G‖ are bounded on both sides: the interval ends at the 95 % limits of the least and of the
-largest (σ / ‖G‖)² that the bounds allow. In between, the estimate of ‖G‖² is aligned · halves, but
-no more than the upper bound. Its limit is exact where the entries of G (or its singular values) are
-spread as those of Gaussian noise are. Where they are all alike it is up to π / 2 times too small,
-and where few entries hold most of G, several times too large.
+So σ and ‖G‖ are bounded on both sides. The interval ends at the 95 % limits of the least and of the
+largest (σ / ‖G‖)² that the bounds allow. Within it, the estimate of ‖G‖² is aligned · halves, or
+the upper bound if that is smaller. Its limit is exact where the entries of G (or its singular
+values) are spread as those of Gaussian noise are. If they are all alike, it is up to π / 2 times
+too small. If few entries hold most of G, it is several times too large.
 
 In the sums over samples of unequal lengths C has the square of the samples' mean length, by which
 the window divides (``statistics.trace_estimate``).
@@ -51,14 +51,14 @@ NUMBERS = 7
 """The numbers of a parameter in an update, in the order above."""
 
 FLOOR = 0.1
-"""The share of its mean that is added to R: a coordinate that few samples have moved would count
-without end in tr R^-1 c and tr R^-1 Q. The bounds hold for any R that is positive."""
+"""The share of its mean that is added to R. Without it, a coordinate that few samples have moved
+would dominate tr R^-1 c and tr R^-1 Q. The bounds hold for any positive R."""
 
 AVERAGED = 8
-"""So many updates' σ² are averaged before the root."""
+"""The σ² of this many updates are averaged before the root."""
 
 RESOLUTION = 1e-5
-"""The least share of ‖ĝ‖² that scale · weighted can tell from float32's rounding."""
+"""The smallest share of ‖ĝ‖² that scale · weighted can tell from float32's rounding."""
 
 
 class Parts(NamedTuple):
@@ -165,15 +165,15 @@ def averaged_before_root(noise: Tensor, weights: Tensor) -> Tensor:
 
 
 def sign_numbers(of: Parts, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
-    """float64 [NUMBERS] of a parameter; ``total`` makes sums over the coordinates in ``of`` those
-    over all of the parameter's coordinates, where other processes have the others.
+    """float64 [NUMBERS] of a parameter. ``of`` may hold a part of the parameter's coordinates while
+    other processes hold the rest: ``total`` adds their sums.
     """
     # With samples of equal weights only rounding makes a variance negative.
     root, past = (t.clamp(min=0.0).sqrt() for t in (of.after, of.before))
     past_sum = past.sum(dtype=torch.float64)
     sum_count = total(torch.stack([past_sum, torch.full_like(past_sum, past.numel())]))
     past = past + (FLOOR * sum_count[0] / sum_count[1]).to(past.dtype)
-    # Without any variance so far, R is the gradient's own size: R = 0 would leave it out.
+    # Without any variance so far, R is the gradient's own size: with R = 0 it would not count.
     past = torch.where(sum_count[0] > 0, past, of.whole.abs())
     parts = (
         root,

@@ -2,7 +2,7 @@
 """The factors by which losses, scalers and parallel training multiply gradients.
 
 A norm means nothing without its factor. The per-sample norms have the factor of the *local*
-backward pass; ``.grad`` at ``update()`` has that of the *final* gradient.
+backward pass, and ``.grad`` at ``update()`` has that of the *final* gradient.
 
 ====================================  =======================  ================================
 who                                   per-sample norms (p)     ``.grad``, read for q
@@ -20,8 +20,8 @@ pipeline stages, A passes             1, later 1/A             1/A where the sch
 ``GradScaler`` with scale s           s                        s, and 1 after ``unscale_``
 ====================================  =======================  ================================
 
-All of them enter squared. ``update()`` refuses any other factor (a clipped gradient, a manual
-division), because it sees that ``.grad`` was written to.
+All of them enter squared. ``update()`` sees that ``.grad`` was written to, so it refuses any other
+factor (a clipped gradient, a manual division).
 """
 
 import functools
@@ -119,8 +119,8 @@ def check_passes(num_samples: int, passes: int, tokens: int | Tensor | None) -> 
     each = isinstance(tokens, Tensor) and tokens.ndim == 1
     if passes > 1 and tokens is not None and not each:
         raise ValueError(
-            "each pass of a pipeline has its own loss: tokens must be one count per sample "
-            f"[{num_samples}]"
+            "each pass of a pipeline has its own loss, so tokens must be a tensor with one count "
+            f"per sample, of shape [{num_samples}]"
         )
 
 
@@ -178,8 +178,8 @@ def unscaled(scaler: GradScaler | None) -> bool:
     done = {state["stage"] is not OptState.READY for state in states}
     if len(done) > 1:
         raise ObservationError(
-            "the grad_scaler has unscaled the gradients of one optimizer and not of another: call "
-            "gns.update() before scaler.unscale_"
+            "the grad_scaler has unscaled the gradients of one optimizer, but not of another: call "
+            "gns.update() before scaler.unscale_(optimizer)"
         )
     return done == {True}
 

@@ -66,7 +66,8 @@ class ModuleNoiseScale(Estimate):
 class AdamNoiseScale(ModuleNoiseScale):
     """The noise scale under Adam's metric: ``trace`` is tr(PΣ) and ``grad_sqnorm`` GᵀPG.
 
-    ``updates`` counts those that were used; the optimizer's first update has no second moments yet.
+    ``updates`` counts the updates that were used. The optimizer's first update is not: it has no
+    second moments yet.
     ``left_out`` names the parameters that are in the Euclidean noise scale but not in this one.
 
     >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
@@ -86,22 +87,25 @@ class AdamNoiseScale(ModuleNoiseScale):
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
-        return f"under Adam's metric: {super().__str__()}, {self.updates} updates{left_out}"
+        left_out = f", {counted(len(self.left_out), 'parameter')} left out" if self.left_out else ""
+        return (
+            f"under Adam's metric: {super().__str__()}, {counted(self.updates, 'update')}{left_out}"
+        )
 
 
 @dataclass(frozen=True)
 class DualNormEstimate(Estimate):
-    """A noise scale (σ / ‖G‖)² in a dual norm ‖·‖, with what is known of its two parts.
+    """A noise scale (σ / ‖G‖)² in a dual norm ‖·‖, and estimates of σ and ‖G‖.
 
-    ``noise`` estimates σ, a little below it. ‖G‖ has no unbiased estimate: ``grad_norm_lower`` and
-    ``grad_norm_upper`` estimate a lower and an upper bound of it, and come closer the larger the
-    batch is. The interval reaches from one bound to the other, each with its 95 % limit, so it is
-    wide where the batch is far below the noise scale. ``noise_scale`` lies between the bounds: it
-    is right where the gradient's entries are spread as Gaussian noise is, up to π / 2 times too
-    large where they are all alike, and several times too small where few of them hold most of the
-    gradient. It is infinite, and ``upper`` too, where the window does not show that ‖G‖ is
-    positive.
+    ``noise`` estimates σ, and is a little below it. ‖G‖ has no unbiased estimate:
+    ``grad_norm_lower`` and ``grad_norm_upper`` estimate a lower and an upper bound, which come
+    closer to each other with a larger batch. The interval reaches from one bound to the other, each
+    with its 95 % limit, so it is wide where the batch is far below the noise scale.
+
+    ``noise_scale`` lies between the bounds. It is right where the gradient's entries are spread as
+    Gaussian noise is. It is up to π / 2 times too large where they are all alike, and several times
+    too small where few of them hold most of the gradient. If the window does not show that ‖G‖ is
+    positive, ``noise_scale`` and ``upper`` are infinite.
     """
 
     noise: float
@@ -119,18 +123,18 @@ class DualNoiseScale(DualNormEstimate):
     parameters' size, or of each smaller side squared. A measured update adds two sums over samples,
     and for each matrix two eigendecompositions and three SVDs: see ``every``.
 
-    With ``noise_from`` ``"micro_batches"`` g_b are not those of samples but of backward passes, of
-    all processes, and b times their variance is that of samples. This reaches all parameters that
-    are trained, also shared ones and those of layers without per-sample norms; in the spectral norm
-    all matrices but embeddings, or those of ``optimizer``. It costs no kernels, but two additions
-    to tensors of a parameter's size in each pass. Variances of K passes have K - 1 degrees of
-    freedom in an update: the interval is wider, as its width comes from the spread over updates.
-    An update needs two passes.
+    With ``noise_from`` ``"micro_batches"``, g_b is the gradient of a backward pass instead of a
+    sample, in any process, and b times its variance is the variance of samples. This measures all
+    trained parameters, also shared ones and those of layers without per-sample norms. In the
+    spectral norm it measures all matrices but embeddings, or the matrices of ``optimizer``. It runs
+    no kernels, but adds twice to tensors of a parameter's size in each pass. An update needs two
+    passes. The variance of K passes has K - 1 degrees of freedom, so the interval is wider.
 
-    ``updates`` counts those that were used; the first has no earlier gradient to be compared with.
+    ``updates`` counts the updates that were used. The first is not: it has no earlier gradient to
+    be compared with.
     ``left_out`` names the parameters that are in the Euclidean noise scale but not in this one.
-    Source: Naganuma et al. 2026 (arXiv 2602.03001), whose own estimator, from data-parallel
-    processes, is that of ``"micro_batches"``.
+    Source: Naganuma et al. 2026 (arXiv 2602.03001), whose own estimator from data-parallel
+    processes is that of ``"micro_batches"``.
 
     >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
     >>> gns = gnsfast.GradientNoiseScale(model, metric="sign")
@@ -150,20 +154,21 @@ class DualNoiseScale(DualNormEstimate):
     noise_from: str = "samples"
 
     def __str__(self) -> str:
-        left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
+        left_out = f", {counted(len(self.left_out), 'parameter')} left out" if self.left_out else ""
         units = "" if self.noise_from == "samples" else ", from micro-batches"
         norm = f"in the {self.metric} norm{units}"
-        return f"{norm}: {super().__str__()}, {self.updates} updates{left_out}"
+        return f"{norm}: {super().__str__()}, {counted(self.updates, 'update')}{left_out}"
 
 
 @dataclass(frozen=True)
 class GroupNoiseScale(ModuleNoiseScale):
     """The noise scale of one group of samples, from pairs of its samples within each micro-batch.
 
-    ``updates`` counts those with at least two of the group's samples in a micro-batch, and
-    ``samples`` their samples. Both may exceed those of the whole, which skips an update for a NaN
-    in any group. ``left_out`` names the parameters whose layers do not support groups: neither tr Σ
-    nor |G|² includes them. With groups, gradients of gains in bfloat16 are rounded once per group.
+    ``updates`` counts the updates with at least two of the group's samples in a micro-batch, and
+    ``samples`` counts their samples. Both may exceed the counts of the whole, which skips an update
+    for a NaN in any group. ``left_out`` names the parameters whose layers do not support groups:
+    neither tr Σ nor |G|² includes them. With groups, gradients of gains in bfloat16 are rounded
+    once per group.
 
     >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
     >>> gns = gnsfast.GradientNoiseScale(model, groups=["web", "code"])
@@ -181,8 +186,9 @@ class GroupNoiseScale(ModuleNoiseScale):
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        left_out = f", {len(self.left_out)} parameters left out" if self.left_out else ""
-        return f"{super().__str__()}, {self.updates} updates ({self.samples:,} samples){left_out}"
+        left_out = f", {counted(len(self.left_out), 'parameter')} left out" if self.left_out else ""
+        used = f"{counted(self.updates, 'update')} ({counted(self.samples, 'sample')})"
+        return f"{super().__str__()}, {used}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -192,19 +198,19 @@ class NoiseScale(ModuleNoiseScale):
     ``trace`` is tr Σ and ``grad_sqnorm`` is |G|², in the units of the loss before ``scale``.
 
     Args:
-        drift: the noise scale moves within the window, so that the interval is that of the mean of
-            a changing noise scale.
-        updates: that were used, with ``samples`` samples in all.
-        skipped: updates with a NaN, an infinity or a single sample.
-        per_module: noise scales by module path; attention adds ``.q``, ``.k`` and ``.v`` to its
-            path. Empty where the gradient's norm was given as one ``grad_norm``.
+        drift: whether the noise scale moves within the window. The interval is then that of the
+            mean of a changing noise scale.
+        updates: the number of updates that were used, with ``samples`` samples in all.
+        skipped: the number of updates with a NaN, an infinity or a single sample.
+        per_module: noise scales by module path. Attention adds ``.q``, ``.k`` and ``.v`` to its
+            path. Empty where ``update(grad_norm=...)`` gave one norm for the whole gradient.
         adam: the noise scale under Adam's metric, where the estimator measures it; never part of
             the others.
         per_group: noise scales of groups of samples, where groups were named.
         sign, spectral: the noise scales in the dual norms of sign descent and of spectral descent
             (Muon), where the estimator measures them.
-        covered: the share of the trainable elements that the noise scale is of.
-        left_out: the names of the other trainable parameters; ``gnsfast.coverage`` says why.
+        covered: the share of the trainable elements that the noise scale measures.
+        left_out: the names of the other trainable parameters. ``gnsfast.coverage`` says why.
         present: the noise scale at the weights of the newest update, by the window's trend; its
             interval also holds how far it leaves the trend from update to update. All other
             fields are means over the window, which lag behind.
@@ -233,7 +239,7 @@ class NoiseScale(ModuleNoiseScale):
         """The noise scale in a metric: ``"euclidean"``, ``"adam"``, ``"sign"`` or ``"spectral"``.
 
         Raises:
-            ValueError: where the estimator does not measure it; the message says how it would.
+            ValueError: where the estimator does not measure it. The message says how to.
         """
         check_choice("metric", metric, METRICS)
         if metric == "euclidean":
@@ -242,7 +248,7 @@ class NoiseScale(ModuleNoiseScale):
             return others[metric]
         optimizer = ", optimizer=optimizer" if metric == "adam" else ""
         raise ValueError(
-            f"metric={metric!r} needs the noise scale {OTHERS[metric]}: "
+            f"this estimator does not measure the noise scale {OTHERS[metric]}: make it with "
             f"GradientNoiseScale(model, metric={metric!r}{optimizer})"
         )
 
@@ -250,8 +256,8 @@ class NoiseScale(ModuleNoiseScale):
         drift = ", drifting" if self.drift else ""
         skipped = f", {self.skipped} skipped (one sample, or a NaN)" if self.skipped else ""
         mean = f"{'mean ' if self.resolved else ''}over the last " if self.updates else ""
-        used = f"{mean}{self.updates} updates ({self.samples:,} samples)"
-        now = f"\nat the end of these: {self.present}" if self.present.lower > 0 else ""
+        used = f"{mean}{counted(self.updates, 'update')} ({counted(self.samples, 'sample')})"
+        now = f"\nat the newest update: {self.present}" if self.present.lower > 0 else ""
         adam = "" if self.adam is None else f"\n{self.adam}"
         dual = "".join(f"\n{each}" for each in (self.sign, self.spectral) if each is not None)
         groups = "".join(f"\n{name}: {each}" for name, each in self.per_group.items())
@@ -260,6 +266,11 @@ class NoiseScale(ModuleNoiseScale):
             some = ", ".join(self.left_out[:2]) + (", ..." if self.left_out[2:] else "")
             of = f"\nof {percent(self.covered)} of the trainable elements, without {some}"
         return f"{super().__str__()}, {used}{skipped}{drift}{of}{now}{adam}{dual}{groups}"
+
+
+def counted(number: int, what: str) -> str:
+    """A number and what it counts, in the singular for one: "1 update", "64 updates"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def percent(share: float) -> str:

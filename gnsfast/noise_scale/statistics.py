@@ -23,13 +23,13 @@ from torch import Tensor
 from gnsfast.noise_scale.selection import deviations, student_quantile
 
 MINIMUM_MEASUREMENTS = 5
-"""Fewer give no interval, because their variance is too uncertain."""
+"""Fewer measurements give no interval, because their variance is too uncertain."""
 
 MINIMUM_FOR_DRIFT = 16
-"""Fewer are not tested for drift."""
+"""A window with fewer measurements is not tested for drift."""
 
 NEIGHBOURS = 4
-"""Updates so far apart are compared in a test for drift."""
+"""A test for drift compares updates that are up to this far apart."""
 
 RESOLUTION = 1e-5
 """The least share of p that q - p can tell from the rounding of float32 sums."""

@@ -50,9 +50,10 @@ def summarize(
     equal = (of.v - of.samples * of.u2).abs() <= 1e-9 * of.v
     if bool((equal & (trace[:, 0] * of.weight < -1e-3 * p.sum(1))).any()):
         raise ObservationError(
-            "the summed gradient is larger than the samples' norms allow: the grad_norm or a scale "
-            "is not that of these gradients (a norm of another kind, or a gradient scaler that the "
-            "estimator was not given)"
+            "the gradient of an update is larger than the norms of its samples allow, so the two "
+            "do not belong together. If you pass update(grad_norm=...), pass the 2-norm of exactly "
+            "these gradients. If a gradient scaler scales the loss, pass "
+            "GradientNoiseScale(model, grad_scaler=scaler)"
         )
     per_module: dict[str, ModuleNoiseScale] = {}
     total, now = NOT_MEASURED, NO_ESTIMATE
@@ -85,7 +86,7 @@ def summarize_adam(
     left_out: tuple[str, ...],
     decay: float | None,
 ) -> AdamNoiseScale:
-    """The result under Adam's metric, from p and q [U, 2]; updates without them do not count."""
+    """The result under Adam's metric, from p and q [U, 2]. Updates without these do not count."""
     found, of = _summarize_pair(metric, scalars, local, decay)
     return AdamNoiseScale(**vars(found), updates=len(of.samples), left_out=left_out)
 
@@ -140,7 +141,7 @@ def estimates(p: Tensor, q: Tensor, of: Coefficients) -> tuple[Tensor, Tensor]:
 def _noise_scales(
     p: Tensor, q: Tensor, of: Coefficients, weights: Tensor
 ) -> list[ModuleNoiseScale]:
-    """Those of M modules over the window, from p and q [U, M]."""
+    """The noise scales of M modules over the window, from p and q [U, M]."""
     rounding = statistics.RESOLUTION * p / (of.v - of.u2)[:, None]
     found = statistics.moments(*estimates(p, q, of), weights, rounding)
     return [from_moments(m) for m in found]

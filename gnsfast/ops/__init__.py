@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators, also on DTensors, and which implementation a device runs."""
+"""The operators, also on DTensors, and the implementation that each device runs."""
 
 from gnsfast.ops import backends, cpu, extension
 from gnsfast.ops.by_group import Groups, by_group

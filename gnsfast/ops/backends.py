@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation an operator runs: the CPU kernel for CPU tensors, Triton kernels for CUDA
-tensors. For debugging ``GNSFAST_BACKEND`` names another. What the CPU kernel (``cpu.py``) does not
-take runs in plain PyTorch (``reference``), what the CUDA extension (``extension.py``) does not take
-in Triton.
+"""Chooses the implementation of an operator: the CPU kernel for CPU tensors, Triton kernels for
+CUDA tensors, or for debugging the one that ``GNSFAST_BACKEND`` names. Plain PyTorch (``reference``)
+runs what the CPU kernel (``cpu.py``) does not take, and Triton runs what the CUDA extension
+(``extension.py``) does not take.
 """
 
 import functools
@@ -23,7 +23,7 @@ NAMES = ("reference", "cpu", "triton", "cuda")
 
 
 def chosen() -> str | None:
-    """The back-end that ``GNSFAST_BACKEND`` names; None if it is not set.
+    """The back-end that ``GNSFAST_BACKEND`` names, or None if it is not set.
 
     Raises ValueError for an unknown name.
     """
@@ -43,29 +43,32 @@ def backend(device: str) -> str:
 
 
 def missing(name: str, device: str) -> str:
-    """Why a back-end cannot run tensors of this device type; empty if it can."""
+    """Why a back-end cannot run tensors of this device type. Empty if it can."""
     if name == "reference":
         return ""
     if name == "cpu":
-        return cpu.missing() if device == "cpu" else "the CPU kernel takes CPU tensors"
+        return cpu.missing() if device == "cpu" else "the CPU kernel takes only CPU tensors"
     if name == "cuda" and extension.missing():
         return extension.missing()
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "on CPU tensors Triton only interprets: TRITON_INTERPRET=1, set before Python starts"
+        return (
+            "for CPU tensors Triton needs its interpreter: set TRITON_INTERPRET=1 before Python "
+            "starts"
+        )
     return ""
 
 
 def implementation(op: str, device: str) -> Callable[[Any], Any]:
-    """The function that runs operator ``op`` on a device type; it takes its signature."""
+    """The function that runs operator ``op`` on a device type. Its argument is the signature."""
 
     def run(a: Any) -> Any:
         implemented = getattr(_module(backend(device), op, device), op)
         if device == "cpu":
             return implemented(a)
         first = a[0][0] if isinstance(a[0], list) else a[0]
-        # Triton launches on the current device, whatever device its tensors are on.
+        # Triton launches on the current device, even if its tensors are on another one.
         with torch.cuda.device_of(first):
             return implemented(a)
 
@@ -76,8 +79,8 @@ def implementation(op: str, device: str) -> Callable[[Any], Any]:
 def _module(name: str, op: str, device: str) -> ModuleType:
     if why := missing(name, device):
         raise RuntimeError(
-            f"gnsfast::{op} has no kernel for this {device} tensor: {why}. "
-            f"{VARIABLE}=reference runs plain PyTorch instead."
+            f"gnsfast::{op} has no kernel for this {device} tensor: {why}. {VARIABLE}=reference "
+            "runs plain PyTorch instead."
         )
     if name == "reference" or (name == "cpu" and not hasattr(cpu, op)):
         return reference

@@ -2,7 +2,7 @@
 """Operators that run on one group of samples (data domain) after the other.
 
 Each is an operator of its own, with shapes that do not tell how many samples a group has. So one
-graph of ``torch.compile`` serves every batch.
+graph of ``torch.compile`` serves all batches of B samples.
 
 Legend: B samples, G groups, S ids of links, P parameters of a module.
 """
@@ -21,7 +21,7 @@ from gnsfast.tensors import accumulate_dtype
 
 
 class Groups(NamedTuple):
-    """The samples of G groups; each sample is in one of them.
+    """The samples of G groups. Each sample is in one of them.
 
     ``order_B`` holds the first group's samples, then the second's, and so on, on the device of the
     layer. ``sizes_G`` says how many each has, on the CPU.
@@ -35,7 +35,7 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, *members: Tensor) -> "Groups":
-        """From the samples of each group."""
+        """Groups from the samples of each of them."""
         return cls(torch.cat(members), torch.tensor([len(index) for index in members]))
 
     def members(self) -> tuple[Tensor, ...]:
@@ -47,7 +47,7 @@ class Groups(NamedTuple):
         return self._replace(order_B=self.order_B.to(device, non_blocking=True))
 
     def sums(self, t_B: Tensor) -> Tensor:
-        """[G]: the sum of each group's samples; always in one order, and as a graph of static
+        """[G]: the sum of each group's samples, always in the same order, as a graph of static
         shapes.
         """
         device, G = t_B.device, len(self.sizes_G)
@@ -60,9 +60,9 @@ class Groups(NamedTuple):
 def by_group(
     a: Any, groups: Groups, wanted: Sequence[bool], at_BS: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """The results of an operator in ``BY_SAMPLE``, with columns for the groups' sums in the probe
-    rows [P, B + 2 + G], and at the end rows ``at_BS`` of the weight gradient of each sample's own
-    group, [B, S, features]; empty without ``at_BS``.
+    """The results of an operator in ``BY_SAMPLE``. The probe rows [P, B + 2 + G] have columns for
+    the groups' sums. The last result holds rows ``at_BS`` of the weight gradient of each sample's
+    own group, [B, S, features], and is empty without ``at_BS``.
     """
     found: tuple[Tensor, ...] = _GROUPED[type(a)](*groups, at_BS, list(wanted), *a)
     return found
@@ -142,7 +142,7 @@ def _by_group(
 
 
 def _in_order(parts: list[Tensor], members: tuple[Tensor, ...]) -> Tensor:
-    """The groups' samples in the order of the batch; an unwanted result stays empty."""
+    """The groups' samples in the order of the batch. An unwanted result stays empty."""
     if parts[0].ndim == 1:
         return parts[0]
     whole = parts[0].new_empty(sum(map(len, members)), *parts[0].shape[1:])

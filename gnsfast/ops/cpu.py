@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernel ``gnsfast._cpu``, which keeps a tile of a sample's gradient in registers until it
-is squared: which tensors it takes, and its calls. The reference computes all others.
+"""Calls the CPU kernel ``gnsfast._cpu``, which keeps a tile of a sample's gradient in registers
+until it is squared, and decides which tensors it takes. The reference computes all others.
 """
 
 import functools
@@ -20,22 +20,25 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @functools.cache
 def missing() -> str:
-    """Why the kernel cannot run here; empty if it can."""
+    """Why the kernel cannot run here. Empty if it can."""
     if importlib.util.find_spec("gnsfast._cpu") is None:
-        return "gnsfast was installed without it: GNSFAST_CPU=1 pip install . says why"
+        return "gnsfast was installed without its CPU kernel. GNSFAST_CPU=1 pip install . shows why"
     try:
         module = _module()
     except ImportError as error:
         return f"gnsfast._cpu cannot be loaded: {error}"
     if not instructions():
-        return "the processor, or ATEN_CPU_CAPABILITY, has neither AVX-512 nor AVX2 with FMA"
-    return "" if module.has_threads() else "torch does not run on a GNU OpenMP or one like it"
+        return (
+            "the processor has neither AVX-512 nor AVX2 with FMA, or ATEN_CPU_CAPABILITY turns "
+            "them off"
+        )
+    return "" if module.has_threads() else "torch uses neither GNU OpenMP nor a compatible library"
 
 
 @functools.cache
 def instructions() -> str:
-    """The instruction set that the kernel uses, ``avx512`` or ``avx2``: the best one of the
-    processor that torch uses too, which ``ATEN_CPU_CAPABILITY`` limits. Empty if there is none.
+    """The instruction set that the kernel uses, ``avx512`` or ``avx2``. It is the best one of the
+    processor that torch uses too, and ``ATEN_CPU_CAPABILITY`` limits it. Empty if there is none.
     """
     limit = torch.backends.cpu.get_cpu_capability().lower()
     allowed = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",)}.get(limit, ())
@@ -80,9 +83,8 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
 def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool = False) -> bool:
     """Whether the kernel computes this weight gradient.
 
-    It takes float32 and bfloat16 tensors of any strides, none of them empty. The reference makes
-    what it is better at: norms of one-token samples under a metric or of a thin weight, and those
-    of short segments.
+    It takes float32 and bfloat16 tensors of any strides, if none is empty. The reference is faster
+    for norms of one-token samples under a metric or of a thin weight, and for short segments.
     """
     if x.dtype != dy.dtype or x.dtype not in DTYPES or _lazy(x) or _lazy(dy):
         return False
@@ -94,14 +96,14 @@ def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool =
 
 
 SHORT = {"avx512": 4, "avx2": 8}
-"""The fewest rows of a segment, on average, for which the kernel is the faster one."""
+"""The smallest average number of rows in a segment for which the kernel is faster."""
 
 THIN = 4
-"""One product for each number of the wide side, or a few, are fewer than copying it takes."""
+"""A few products for each number of the wide side cost less than copying that side."""
 
 
 def _lazy(t: Tensor) -> bool:
-    """Whether the numbers in memory are not those of ``t``: a lazy minus sign, or lazy zeros."""
+    """Whether the numbers in memory differ from those of ``t``: a lazy minus sign or lazy zeros."""
     return t.is_neg() or t._is_zerotensor()
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: how the operators act on DTensors.
+"""Tensor parallelism: runs the operators on DTensors.
 
-Each rank finds the norms of its shard of a weight, and those of all shards add up. A replicated
-bias has its whole norm on every rank and must count once. So weight and bias go through the
-operator one at a time. Every probe row is summed over the shards before it reaches its probe, where
-it is the same on all ranks.
+Each rank finds the norms of its shard of a weight, and the norms of all shards add up. A replicated
+bias has its whole norm on every rank, which must count once. Weight and bias therefore go through
+the operator one at a time. Every probe row is summed over the shards before it reaches its probe,
+so it is the same on all ranks.
 """
 
 import functools
@@ -76,7 +76,7 @@ def embedding_wgrad(weight: Any, a: EmbeddingWgrad) -> tuple[Any, Tensor]:
 
 
 def norm_backward(a: NormBackward) -> tuple[Any, ...]:
-    """The operator; it gathers DTensors, and their gradients come back replicated."""
+    """The operator. It gathers DTensors, and returns replicated gradients for them."""
     if not any(map(is_dtensor, a[:6])):
         return operators.norm_backward(a)
     mesh = next(t.device_mesh for t in a[:6] if is_dtensor(t))  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def norm_backward(a: NormBackward) -> tuple[Any, ...]:
 
 
 def _whole(row: Any) -> Tensor:
-    """A probe row summed over its shards. Their call counters add up too, so that is set to 1."""
+    """A probe row, summed over its shards. The call counter is set to 1, since it is summed too."""
     full: Tensor = row.full_tensor()
     full[:, -1] = 1.0
     return full

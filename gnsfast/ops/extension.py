@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA extension ``gnsfast._C``: whether it can run, which tensors it takes, its launches."""
+"""Launches the CUDA extension ``gnsfast._C``, and decides which tensors it takes."""
 
 import functools
 import importlib.util
@@ -17,9 +17,12 @@ ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 @functools.cache
 def missing() -> str:
-    """Why the extension cannot run here; empty if it can."""
+    """Why the extension cannot run here. Empty if it can."""
     if importlib.util.find_spec("gnsfast._C") is None:
-        return "gnsfast was installed without nvcc: GNSFAST_CUDA=1 pip install . builds it"
+        return (
+            "gnsfast was installed without nvcc. GNSFAST_CUDA=1 pip install . builds the CUDA "
+            "extension"
+        )
     try:
         why: str = _module().missing_device()  # its CUDA runtime may be newer than the driver
     except ImportError as error:
@@ -28,7 +31,7 @@ def missing() -> str:
 
 
 def takes(x_BTI: Tensor, dy_BTO: Tensor, dw_OI: Tensor, add: bool) -> bool:
-    """Whether the extension can compute this weight gradient; Triton computes all others.
+    """Whether the extension can compute this weight gradient. Triton computes all others.
 
     It needs sm_80 or later, bfloat16 or float16 rows that start at multiples of 16 bytes and are
     not expanded, and a contiguous dW of that dtype or float32 (with ``add``: float32).
@@ -63,7 +66,7 @@ def _laid_out(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def kernel_for(capability: tuple[int, int]) -> str:
-    """The kernel's name: Hopper has its own, every other device from sm_80 on shares one."""
+    """The kernel's name. Hopper has its own, and all other devices from sm_80 on share one."""
     return "sm90" if capability == (9, 0) else "sm80"
 
 
@@ -85,9 +88,9 @@ def linear_wgrad(
 ) -> None:
     """Fill ``dw_OI`` and ``db_O``, or add to them with ``add``, and fill ``rows`` in two launches.
 
-    ``rows`` [1, or 2 with ``db_O``; B + 2] float32: the squared norms of each sample's dy_bᵀ x_b,
-    that of their sum, and 1; then the same of the bias. Its rows may lie apart. ``db_O`` is
-    contiguous and has dW's dtype.
+    ``rows`` [1, or 2 with ``db_O``; B + 2] float32 holds the squared norms of each sample's
+    dy_bᵀ x_b, that of their sum, and 1, then the same for the bias. The rows need not be adjacent
+    in memory. ``db_O`` is contiguous and has dW's dtype.
 
     Needs ``takes(x_BTI, dy_BTO, dw_OI, add)``. ``kernel`` is that of the device, or another one for
     a comparison. Raises RuntimeError with what CUDA reports, and ValueError for a kernel that was
@@ -124,7 +127,7 @@ def _planned(
     bias: bool,
     device: int,
 ) -> tuple[Any, int]:
-    """What calls of this shape share, and the bytes that each needs."""
+    """The facts that calls of this shape share, and the bytes that each call needs."""
     call = _module().LinearWgrad(
         kernel or kernel_for(_capability(device)),
         shape=shape,
@@ -162,7 +165,7 @@ def token_sqnorms(x_BI: Tensor, dy_BO: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stream(device: int) -> int:
-    """As ``torch.cuda.current_stream(device).cuda_stream``, without an object for it."""
+    """``torch.cuda.current_stream(device).cuda_stream`` without creating a stream object."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)
     return stream
 

@@ -33,7 +33,7 @@ def _registered(name: str) -> Operator:
     overload = getattr(torch.ops.gnsfast, name).default
 
     def operator(a: Any) -> Any:
-        # Past the dispatcher, which takes 5 µs, where nothing there would change the call.
+        # This avoids the dispatcher, which takes 5 µs, where it would not change the call.
         if type(a[0]) is Tensor and not (is_compiling() or _modes() or _profiled()):
             if run := on.get(a[0].device.type):
                 return run(a)
@@ -54,9 +54,9 @@ _norm_backward = _registered("norm_backward")
 
 
 def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator. While compiling, plain aten instead, which Inductor can fuse with its
-    neighbours. Documents (``starts``) stay with the operator: aten would need a graph for each set
-    of their lengths.
+    """The operator, or plain aten while compiling, which Inductor can fuse with its neighbours.
+    Documents (``starts``) always use the operator, because aten would need a graph for each set of
+    lengths.
     """
     if is_compiling() and a.starts is None:
         return reference.norm_backward_aten(a)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes and pipeline stages share an update."""
+"""Finds the processes and pipeline stages that share an update."""
 
 from gnsfast.parallel.first import first, is_first, mean, meet, process_count
 from gnsfast.parallel.pipeline import PipelinePasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one of several processes does for all, such as writing a file, and what all do together."""
+"""Work that one process does for all, such as writing a file, and work that all do together."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def process_count() -> int:
-    """The processes of the default group; 1 where there is none."""
+    """The number of processes in the default group, or 1 if there is no group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -23,9 +23,10 @@ def is_first() -> bool:
 
 
 def first(work: Callable[[], T]) -> T:
-    """What ``work()`` returns or raises in process 0, in every process. All of them must call it.
+    """Run ``work()`` in process 0, and return or raise its result in every process. All processes
+    must call this.
 
-    Only an ``Exception`` is shared: after a ``KeyboardInterrupt`` the others lose their connection.
+    Only an ``Exception`` is shared. After a ``KeyboardInterrupt`` the others lose their connection.
     """
     if process_count() == 1:
         return work()
@@ -43,13 +44,13 @@ def first(work: Callable[[], T]) -> T:
 
 
 def meet() -> None:
-    """Return once every process has called it."""
+    """Wait until every process has called this."""
     if process_count() > 1:
         gathered(None, None)
 
 
 def mean(value: Tensor | float) -> float:
-    """The mean of a number over all processes; waits for the device."""
+    """The mean of a number over all processes. This waits for the device."""
     if process_count() == 1:
         return float(value)
     found = gathered(float(value), None)

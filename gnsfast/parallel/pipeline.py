@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline parallelism: all passes of a schedule's step are measured in one block.
+"""Pipeline parallelism: one block measures all passes of a schedule's step.
 
-Squared norms of the stages' parameters add up, as those of layers do. A schedule runs the passes of
-its A micro-batches in its own order, so one block holds all A passes. Passes over different samples
-may share a probe, because only the sum of their per-sample norms is needed.
+The squared norms of the stages add up, as those of layers do. A schedule runs the passes of its A
+micro-batches in its own order, so one block holds all A passes. Passes over different samples may
+share a probe, because only the sum of their per-sample norms is needed.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ class PipelinePasses:
         self.passes: int = schedule._n_microbatches
         if num_samples % self.passes:
             raise ValueError(
-                f"{num_samples} samples do not divide into the schedule's {self.passes} "
-                "micro-batches. All micro-batches must have the same size."
+                f"num_samples is {num_samples}, which does not divide into the schedule's "
+                f"{self.passes} micro-batches. All micro-batches must have the same size."
             )
         self._schedule = schedule
         self._stages = getattr(schedule, "_stages", None) or [schedule._stage]
@@ -47,9 +47,9 @@ class PipelinePasses:
     def open(self, probes: list[Tensor], after_step: Callable[[], None]) -> Iterator[None]:
         """Let the backward passes of one step fill the probes.
 
-        Zero-bubble schedules split a backward pass: they ask autograd for the gradients of the
-        stage's parameters only, some time after those of its inputs, so the probes join these
-        parameters. ``after_step`` runs once the schedule has divided the gradients.
+        Zero-bubble schedules split a backward pass. They ask autograd for the gradients of the
+        stage's parameters alone, some time after those of its inputs, so the probes are added to
+        these parameters. ``after_step`` runs when the schedule has divided the gradients.
         """
         step, steps = self._schedule.step, 0
 

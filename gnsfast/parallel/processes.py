@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes share an update, and how: data, tensor and pipeline parallelism.
+"""Finds which processes share an update, and how: by data, tensor or pipeline parallelism.
 
-The parameters show tensor parallelism: a DTensor is tensor parallel where its mesh does not belong
-to FSDP2, or is larger than the part that FSDP2 shards. Pipeline stages have different parameters,
-so the caller names their process group.
+The parameters show tensor parallelism: a DTensor is tensor parallel if its mesh does not belong to
+FSDP2, or is larger than the part that FSDP2 shards. Pipeline stages have different parameters, so
+the caller names their process group.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from gnsfast.tensors import is_dtensor
 
 @dataclass(frozen=True)
 class Processes:
-    """``world`` processes, of which ``data`` have different samples.
+    """``world`` processes, which are ``data`` times ``tensor`` times ``stages``.
 
-    ``tensor`` of them share every layer, and so measure the same norms; ``stages`` of them have
-    different layers for the same samples. ``coordinate`` is this process's place among those that
-    share a layer. The sum of their gradients is divided by ``factor`` where FSDP2's
-    ``set_gradient_divide_factor`` says so, else by ``data``.
+    ``data`` processes have different samples. ``tensor`` processes share every layer, and so
+    measure the same norms. ``stages`` processes have different layers for the same samples.
+    ``coordinate`` is the place of this process among those that share a layer. The sum of gradients
+    is divided by ``factor`` if FSDP2's ``set_gradient_divide_factor`` was called, else by ``data``.
     """
 
     world: int = 1
@@ -63,7 +63,7 @@ def find_processes(
 ) -> Processes:
     """The processes that train ``model``, which includes its DDP and FSDP wrappers.
 
-    With ``stages``, every process of that group must call it.
+    With ``stages`` every process of that group must call this.
 
     Raises:
         NotImplementedError: for FSDP 1, for samples split over processes (context parallelism), and
@@ -79,7 +79,7 @@ def find_processes(
         degree = _find(model, group, stages, []).tensor
     except (NotImplementedError, ValueError) as e:
         error = f"{type(e).__name__}: {e}"
-    # Gather before raising: the other processes would wait for one that has raised.
+    # Gather before raising. Otherwise the other processes would wait for one that has raised.
     found = gathered((degree, error), stages)
     if errors := [f"stage {k}: {e}" for k, (_, e) in enumerate(found) if e is not None]:
         raise ValueError("; ".join(errors))
@@ -99,11 +99,11 @@ def _find(
     stages: "dist.ProcessGroup | None",
     elsewhere: list[int],
 ) -> Processes:
-    """As ``find_processes``, with the tensor parallel degrees ``elsewhere`` on other stages."""
+    """``find_processes``, given the tensor parallel degrees ``elsewhere``, on other stages."""
     members = set(dist.get_process_group_ranks(group))
     depth = 1 if stages is None else dist.get_world_size(stages)
     if stages is not None:
-        _refuse_outside("the pipeline's stages", set(dist.get_process_group_ranks(stages)), members)
+        _refuse_outside("the pipeline", set(dist.get_process_group_ranks(stages)), members)
     for path, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise NotImplementedError(
@@ -162,7 +162,7 @@ def _refuse_outside(what: str, ranks: set[int], members: set[int]) -> None:
 
 
 def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """FSDP2's groups of parameters that it shards together, with the path of their module."""
+    """The groups of parameters that FSDP2 shards together, with the paths of their modules."""
     for path, module in model.named_modules():
         state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
         for group in getattr(state, "_fsdp_param_groups", None) or ():
@@ -170,8 +170,8 @@ def parameter_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def parameters_at_rest(model: nn.Module) -> dict[str, Any]:
-    """The model's parameters by name, those of FSDP2 as the optimizer has them. In a pass modules
-    hold others in their place, and after one without a backward pass, such as an evaluation.
+    """The model's parameters by name. Those of FSDP2 are the ones that the optimizer has: during a
+    pass modules hold others in their place, and also after a pass without backward.
     """
     at_rest: dict[int, Any] = {}
     for _, group in parameter_groups(model):

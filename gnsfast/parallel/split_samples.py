@@ -7,7 +7,7 @@ split by hand between processes with nothing but the default group are not seen.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from gnsfast.errors import ObservationError
 from gnsfast.tensors import is_dtensor
 
 NAMES = {"context", "cp", "seq", "sequence", "sp", "ulysses"}
-"""What a mesh dimension or process group over the parts of a sample is called."""
+"""Names of mesh dimensions and process groups over which the parts of a sample are spread."""
 
 WHOLE_SAMPLES = (
     "This splits each sample over processes, and squared norms of a sample's parts do not add up "
@@ -29,8 +29,8 @@ WHOLE_SAMPLES = (
 
 
 def in_context_parallel() -> bool:
-    """Whether torch's ``context_parallel`` has replaced attention; it keeps a list of what it once
-    replaced.
+    """Whether torch's ``context_parallel`` has replaced attention. Its list of replaced functions
+    is kept after it ends.
     """
     name = "torch.distributed.tensor.experimental._context_parallel._attention"
     replaced: Any = getattr(sys.modules.get(name), "_replaced_functions", None)
@@ -38,7 +38,7 @@ def in_context_parallel() -> bool:
 
 
 def refuse_context_parallel(always: bool = False) -> None:
-    """Raise where context parallelism is active."""
+    """Raise if context parallelism is active."""
     if always or in_context_parallel():
         raise ObservationError(
             f"The pass ran inside torch's context_parallel(...). {WHOLE_SAMPLES}"
@@ -46,7 +46,7 @@ def refuse_context_parallel(always: bool = False) -> None:
 
 
 def refuse_split_samples(model: nn.Module, parameters: Iterable[Any], processes: set[int]) -> None:
-    """Raise where attention, a parameter's mesh or a group of ``processes`` splits samples."""
+    """Raise if attention, a parameter's mesh or a group of ``processes`` splits samples."""
     for path, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
             owner = getattr(getattr(hook, "func", None), "__self__", None)
@@ -63,19 +63,20 @@ def refuse_split_samples(model: nn.Module, parameters: Iterable[Any], processes:
             )
 
 
-def refuse_parts(position_ids: Any, processes: int) -> None:
-    """Raise where position ids [rows, T] say that rows begin in the middle of their samples.
+def refuse_parts(batch: Any, processes: int) -> None:
+    """Raise if the ``position_ids`` [rows, T] of a batch begin in the middle of its samples.
 
-    Each process then has T positions, in one piece or, balanced over processes, in two: all its
-    rows begin at one multiple of T / 2. It waits for the device.
+    Each process then has T positions, in one piece, or in two to balance the load. All its rows
+    begin at the same multiple of T / 2. This waits for the device.
     """
+    position_ids = batch.get("position_ids") if isinstance(batch, Mapping) else None
     if processes == 1 or not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
         return
     T, begins = position_ids.shape[1], position_ids[:, 0].unique().tolist()
     if T > 2 and len(begins) == 1 and begins[0] > 0 and 2 * begins[0] % T == 0:
         raise ObservationError(
             f"All rows of this process's batch begin at position {begins[0]}, and {processes} "
-            f"processes train: their position_ids say that what comes before is on another one. "
+            "processes train. So the positions before that are on another process. "
             f"{WHOLE_SAMPLES}"
         )
 
@@ -87,8 +88,8 @@ def _short(name: str) -> str:
 
 
 def _mesh_dimensions(parameters: Iterable[Any]) -> Iterator[str]:
-    """Those of more than one process. A flattened mesh may be called after dimensions of size 1,
-    such as Accelerate's ``dp_shard_cp``: the root's own count.
+    """The dimensions of root meshes with more than one process. The name of a flattened mesh, such
+    as Accelerate's ``dp_shard_cp``, may contain dimensions of size 1, so it does not count.
     """
     for mesh in {p.device_mesh._get_root_mesh() for p in parameters if is_dtensor(p)}:
         for name, size in zip(mesh.mesh_dim_names or (), mesh.shape):

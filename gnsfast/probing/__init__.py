@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probes of a model: opening, reading and checking them."""
+"""Opens, reads and checks the probes of a model."""
 
 from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD

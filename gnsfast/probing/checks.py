@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks for what would make a norm wrong in silence, and their messages."""
+"""Checks for everything that would silently make a norm wrong, and their error messages."""
 
 import math
 from collections.abc import Mapping
@@ -8,28 +8,28 @@ from torch import Tensor, nn
 
 from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion import fused_loss_of, project_of
-from gnsfast.layers import DropIn
+from gnsfast.layers import DropIn, in_parts
 
 
 def mark(p: Tensor) -> tuple[int, int] | None:
-    """A value that changes when a gradient is written to ``p.grad``."""
+    """A value that changes whenever ``p.grad`` is written to."""
     if p.grad is None:
         return None
-    # Some writes to a DTensor count in its version, some in that of its local tensor, and clipping
-    # in neither.
+    # Some writes to a DTensor change its own version, others that of its local tensor. Clipping
+    # changes neither.
     return id(p.grad), p.grad._version + getattr(p.grad, "_local_tensor", p.grad)._version
 
 
 def may_repeat(module: DropIn) -> bool:
-    """Whether a module may be called several times: links make any number of uses of a tied
-    embedding exact.
+    """Whether a module may be called several times. An embedding that shares its weight may, since
+    links make any number of its uses exact.
     """
     return module.gnsfast.tie is not None and module.gnsfast.route == "embedding"
 
 
 def explain_calls(path: str, module: DropIn, calls: float) -> str:
-    """Why the norms are wrong after ``calls`` calls in one block. NaN calls stand for a replay that
-    gave other outputs, or an index whose samples are not clear.
+    """Why the norms are wrong after ``calls`` calls in one block. A NaN means that a replay gave
+    other outputs, or that the samples of an index are not clear.
     """
     where = f"{path or 'the model'} ({type(module).__name__})"
     if calls != calls and module.gnsfast.route == "embedding":
@@ -53,25 +53,25 @@ def explain_calls(path: str, module: DropIn, calls: float) -> str:
         return (
             f"{many}, where all calls of one backward pass count as one. {once} Activation "
             "checkpointing with use_reentrant=True runs several backward passes: set "
-            f"use_reentrant=False. {leave_out(path)}"
+            f"use_reentrant=False. {in_parts(path, module)}{leave_out(path)}"
         )
     apart = reason(module.gnsfast.route, module.gnsfast.features(REPEATED))
     replay = f"replay=[{path!r}], " if apart else ""
     return (
         f"{many}, and the norms of several calls do not add up. {once} If the model calls this "
         f"module several times in one pass, call convert(model, {replay}repeated=[{path!r}]), "
-        f"which joins the calls. {leave_out(path)}"
+        f"which joins the calls. {in_parts(path, module)}{leave_out(path)}"
     )
 
 
 def leave_out(path: str) -> str:
-    """The last remedies for a module."""
+    """The remedies that are left for any module."""
     or_exclude = f", and convert(model, exclude=[{path!r}]) leaves the module out" if path else ""
     return f"convert(model, example=batch) looks for a route{or_exclude}."
 
 
 def explain_unseen(name: str, path: str, model: nn.Module) -> str:
-    """Why a parameter that got a gradient without a call of its module has no norms."""
+    """Why a parameter has no norms if it got a gradient although its module was not called."""
     if project := project_of(model.get_submodule(path)):
         return (
             f"{name} got a gradient, but gnsfast's {path!r} was not called, so its norms would be "
@@ -103,12 +103,12 @@ def explain_sums(
     samples: float,
     model: float,
 ) -> str | None:
-    """What is wrong if not all of a parameter's gradient passed through its modules, else None.
+    """What is wrong if not all of a parameter's gradient passed through its modules, or None.
 
     ``ours`` is the squared norm that the probes saw, ``real`` that of the gradient. ``samples`` is
-    the sum of the samples' squared norms, ``model`` the same over all parameters; a gradient that
-    is zero in exact arithmetic is rounding, small beside it. An overflow, which a gradient scaler
-    will skip, is not checked.
+    the sum of the samples' squared norms, and ``model`` the same over all parameters. A gradient
+    that is zero in exact arithmetic consists of rounding errors, which are small beside ``model``.
+    Overflows are not checked, because a gradient scaler skips them.
     """
     # bfloat16 autocast moved the squared norm of a replayed bias of 3 channels by 1 %.
     half = p.dtype.itemsize < 4 or any(m.gnsfast.half for m in modules.values())
@@ -127,8 +127,8 @@ def explain_sums(
 
 
 def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
-    """What is wrong by the flags of an update (``FLAGS`` in ``estimator/exchange.py``), or None.
-    ``takes_norm``: a ``grad_norm`` is a remedy.
+    """What the flags of an update (``FLAGS`` in ``estimator/exchange.py``) say is wrong, or None.
+    ``takes_norm`` says whether giving ``grad_norm`` is a remedy.
     """
     written, stale, another, padded, empty, apart, norms, weights = flags
     if padded:
@@ -176,7 +176,7 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
 
 
 def explain_rewritten(takes_norm: bool) -> str:
-    """That gradients are not those of the backward pass, and what to do."""
+    """The message that gradients are not those of the backward pass, with the remedy."""
     why = (
         "Gradients were changed after the backward pass (by clipping, a division or an "
         "all_reduce), so their norm has another scale. Call gns.update() before that"

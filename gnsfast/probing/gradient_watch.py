@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the gradients that arrive at parameters, and compares them with what probes saw."""
+"""Watches the gradients that arrive at parameters, and compares them with what the probes saw."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,17 +23,18 @@ def norm_on_gpu(grad: Tensor) -> Tensor:
 
 
 def norm_on_cpu(grad: Tensor) -> Tensor:
-    """The 2-norm of a gradient; torch's own is 1e-3 low at 16.8M elements."""
+    """The 2-norm of a gradient. (Torch's own is 1e-3 low at 16.8M elements.)"""
     return reference.norm(grad)[0]
 
 
 class GradientWatch:
-    """The gradients of one backward pass as they arrive at parameters: before they are added to
+    """The gradients of one backward pass as they arrive at parameters, before they are added to
     ``.grad``, averaged over processes or clipped.
 
-    ``arrived`` counts them, and ``norms`` holds the 2-norms of the ``audited`` ones. The gradients
-    of sharded parameters arrive in other ways and are not watched. With ``by_marks`` those whose
-    ``checks.mark`` tells as much are not either: hooks take 8 µs for each parameter and pass.
+    ``arrived`` counts them, and ``norms`` holds the 2-norms of those that are ``audited``. Sharded
+    parameters are not watched, because their gradients arrive in another way. With
+    ``by_marks``, parameters are not watched either where ``checks.mark`` tells as much. Hooks take
+    8 µs for each parameter and pass.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class GradientWatch:
         try:
             for name in audited:
                 p = parameters[name]
-                if name in whole and not p._backward_hooks:  # a user's may change it
+                if name in whole and not p._backward_hooks:  # a user's hook may change it
                     self._handles.append(p.register_hook(partial(self._arriving, name)))
                     self.norms[name] = []
             for name in self.watched:
@@ -63,7 +64,7 @@ class GradientWatch:
             raise
 
     def _arriving(self, name: str, grad: Tensor | None) -> None:
-        if grad is None:  # of an output that the loss does not use
+        if grad is None:  # the loss does not use this output
             return
         grad = grad.coalesce().values() if grad.is_sparse else grad
         norm = norm_on_gpu if grad.is_cuda else norm_on_cpu
@@ -72,7 +73,7 @@ class GradientWatch:
     def _arrived(self, name: str, p: Tensor) -> None:
         if p.grad is None:  # nothing arrived, as in ``_arriving``
             return
-        if name in self._held:  # from a pass before: only a new mark says that more was added
+        if name in self._held:  # an earlier pass left it: only a new mark shows a new gradient
             mark = checks.mark(p)
             if mark == self._held[name]:
                 return
@@ -91,8 +92,8 @@ def _is_view(grad: Tensor | None) -> bool:
 
 
 class Audit:
-    """Compares the squared norm of what passed through the probes with that of what arrived at the
-    parameters, over many passes.
+    """Compares the squared norm of what passed through the probes with that of the gradients which
+    arrived at the parameters, over many passes.
 
     A pass audits ``AT_ONCE`` parameters, the next pass the next ones, until each was compared once
     with numbers that tell something: a gradient that is not zero and has not overflowed. That is
@@ -157,7 +158,7 @@ class Audit:
         paths: Mapping[str, list[str]],
         modules: Mapping[str, DropIn],
     ) -> str | None:
-        """What is wrong, with the parameter's name, or None. Waits for the device."""
+        """The message for a wrong norm, or None. It waits for the device."""
         for name, (ours, real, samples, whole) in zip(self.names, self._found.T.tolist()):
             own = {path: modules[path] for path in paths[name]}
             wrong = checks.explain_sums(parameters[name], name, own, ours, real, samples, whole)

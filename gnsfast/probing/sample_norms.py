@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``per_sample_sqnorms``: the per-sample norms of one backward pass."""
+"""``per_sample_sqnorms`` measures the per-sample gradient norms of one backward pass."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,8 @@ from gnsfast.probing.slabs import Slabs
 
 
 class SampleNorms(Mapping[str, Tensor]):
-    """Parameter name -> [B] float32, every sample's squared gradient norm. It is complete when the
-    block has ended.
+    """A mapping from parameter names to each sample's squared gradient norm, [B] float32. It can be
+    read when the ``per_sample_sqnorms`` block has ended.
     """
 
     def __init__(self) -> None:
@@ -43,54 +43,55 @@ class SampleNorms(Mapping[str, Tensor]):
         return len(self._done())
 
     def total(self) -> Tensor:
-        """[B]: each sample's squared gradient norm over all covered parameters together."""
+        """Each sample's squared gradient norm over all covered parameters together, [B]."""
         norms = list(self._done().values())
         device = norms[0].device
         return torch.stack([n.to(device, torch.float64) for n in norms]).sum(0).to(torch.float32)
 
 
 class per_sample_sqnorms:
-    """Every sample's squared gradient norm from the one backward pass inside the block.
+    """A context manager that measures every sample's squared gradient norm in one backward pass.
 
-    Equals, for each covered parameter and each sample b, ``autograd.grad(loss_b,
-    p)[0].square().sum()`` where loss_b is sample b's share of the loss: a mean over B samples
-    scales the squared norms by 1 / B².
+    For each covered parameter p and each sample b the result equals ``autograd.grad(loss_b,
+    p)[0].square().sum()``, where loss_b is sample b's share of the loss. A loss that is a mean over
+    B samples scales the squared norms by 1 / B².
 
     Args:
         model: a module made of gnsfast's layers, usually through ``gnsfast.convert``.
-        num_samples: B, the samples of the one forward and backward pass inside the block.
-        cu_seqlens: for samples that are documents packed into rows: integers [documents + 1]. With
-            all rows of the batch as one list, they are the first row of each document, then the end
-            of the last (``gnsfast.cu_seqlens`` makes them from position ids). Documents beyond
-            ``num_samples`` are padding. Documents must not attend to each other: the mask is
-            block-diagonal.
-        audit: compares what arrives at each parameter with what passed through its modules, in the
-            ``"first"`` pass of a module or ``"always"``. It finds weights that are also used as
-            tensors, and costs one more read of the gradients. Sharded parameters, and those with a
-            user's hook, are not audited.
+        num_samples: B, the number of samples in the one forward and backward pass of the block.
+        cu_seqlens: needed if samples are documents packed into rows: integers [documents + 1]. If
+            all rows of the batch are one list, they are the first row of each document, and then
+            the end of the last. ``gnsfast.cu_seqlens`` makes them from position ids. Documents
+            beyond ``num_samples`` are padding. Documents must not attend to each other, so the
+            attention mask must be block-diagonal.
+        audit: compares the gradient that arrives at each parameter with what passed through its
+            modules, in the ``"first"`` pass of a module or ``"always"``. It finds weights that are
+            also used as tensors, and reads the gradients once more. Parameters that are sharded or
+            have a user's hook are not audited.
 
-    The block yields a mapping from parameter name to [B] float32, with ``total()`` [B] over all of
-    them. A trainable parameter that no module covers is not in it; ``gnsfast.coverage(model)``
-    names those. A parameter without a gradient in this pass has norm zero. While the block is open
-    other threads must not run the model.
+    The block yields a mapping from parameter names to [B] float32, whose method ``total()`` gives
+    [B] over all parameters. It leaves out trainable parameters that no module covers, which
+    ``gnsfast.coverage(model)`` lists. A parameter without a gradient in this pass has norm zero.
+    Other threads must not run the model while the block is open.
 
     Raises:
-        SampleShapeError: in forward, where an input does not have ``num_samples`` samples.
-        ObservationError: with the module's name. At the start of the block, where batch norm uses
-            the statistics of its batch; at the end, where backward did not go through a module
-            exactly once, or its weight was used outside of it.
+        SampleShapeError: in the forward pass, if an input does not have ``num_samples`` samples.
+        ObservationError: at the start of the block, if a batch norm uses the statistics of its
+            batch. At its end, if backward did not go through a module exactly once, or if a weight
+            was used outside of its module. The message names the module.
 
-    No check finds: documents of packed rows that attend to each other; a load-balancing loss that
-    the caller of a mixture of experts asks for by keyword; a table looked up once, [1, T], that is
-    divided by its own norm (inside the block it is looked up for each sample).
+    No check finds packed documents that attend to each other, a load-balancing loss that the caller
+    of a mixture of experts asks for by keyword, or a table [1, T] that is looked up once and
+    divided by its own norm. (Inside the block it is looked up for each sample.)
 
-    Only ``gnsfast.verify`` finds: rows that are as many as the samples but are not samples (tokens
-    picked by a mask, an expert's tokens); samples that the model sorts; a loss term on a table
-    [1, ...] alone, which is looked up once for each sample and so counts B times (exclude it).
+    Only ``gnsfast.verify`` finds rows that are as many as the samples but are not samples (tokens
+    that a mask selects, an expert's tokens), samples that the model sorts, and a loss term on a
+    table [1, ...] alone. Such a table is looked up once for each sample, so that the term counts B
+    times: exclude it.
 
     On a GPU tensor cores truncate as they accumulate, so half-precision norms of long samples come
-    out low: by 1.9e-5 of a squared norm at 8,192 tokens and 1.8e-4 at 70,000, as simulated for
-    independent tokens, not measured.
+    out low. In a simulation with independent tokens, a squared norm was low by 1.9e-5 at 8,192
+    tokens and by 1.8e-4 at 70,000. This was not measured on a GPU.
 
     Source: Goodfellow 2015 (arXiv 1510.01799); Gray et al. 2024 (arXiv 2411.00999).
 
@@ -146,7 +147,7 @@ class per_sample_sqnorms:
         return self._norms
 
     def _got_gradient(self, name: str) -> bool:
-        """Whether the parameter got a gradient in this pass."""
+        """Whether a parameter got a gradient in this pass."""
         if name in self._before:
             return checks.mark(self._parameters[name]) != self._before[name]
         return name in self._watch.arrived

@@ -33,8 +33,8 @@ class Unit(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """What is measured beside the samples' norms. The modules of ``metric`` have one more row for
-    each parameter; those of ``groups`` have columns for ``num_groups`` groups of samples.
+    """What is measured beside the samples' norms. Modules in ``metric`` have one more row for each
+    parameter, and modules in ``groups`` have columns for ``num_groups`` groups of samples.
     """
 
     metric: frozenset[str] = frozenset()
@@ -46,10 +46,10 @@ NO_SIDES = Sides()
 
 
 class ProbeSlab:
-    """The probes of all covered modules of a model, and what a pass left in them.
+    """The probes of all covered modules of a model, and what the last pass left in them.
 
-    A module has a row for each parameter, then the same rows under a metric. Backward hands them
-    over as the gradient of the module's probe, without a copy. ``grad`` is all of them.
+    A module has a row for each parameter, then the same rows under a metric. Backward delivers them
+    as the gradient of the module's probe, without a copy. ``grad`` holds the rows of all modules.
     """
 
     def __init__(self, model: nn.Module, num_samples: int, sides: Sides = NO_SIDES) -> None:
@@ -107,8 +107,8 @@ class ProbeSlab:
         self._hooked: set[tuple[str, int]] = set()
 
     def owners(self, device: torch.device) -> Tensor:
-        """On ``device``, the index of each row's unit. Rows without a unit come after the K units:
-        K for those of uncovered parameters, K + 1 for those under a metric.
+        """On ``device``, the index of each row's unit. Rows without one of the K units have the
+        index K if their parameter is not covered, and K + 1 if they are under a metric.
         """
         K = len(self.units)
         last = {NOBODY: K, METRIC: K + 1}
@@ -162,7 +162,7 @@ class ProbeSlab:
             taking -= apart
 
     def left_out(self, taking: frozenset[str]) -> tuple[str, ...]:
-        """The parameters that a module not in ``taking`` holds."""
+        """The parameters of modules that are not in ``taking``."""
         return tuple(
             name for name, rows in self.rows.items() if not {path for path, _, _ in rows} <= taking
         )
@@ -174,8 +174,8 @@ class ProbeSlab:
 
     @cached_property
     def grad(self) -> dict[torch.device, Tensor]:
-        """[R, B + 2] on each device: the rows that the last pass left, zero where backward did not
-        go.
+        """[R, B + 2] on each device: the rows of the last pass, which are zero where backward did
+        not go.
         """
         parts: dict[torch.device, list[Tensor]] = {d: [] for d in self.devices}
         for path, (device, _, count) in self._spans.items():
@@ -189,7 +189,7 @@ class ProbeSlab:
         return {device: torch.cat(rows) for device, rows in parts.items()}
 
     def rows_of(self, path: str) -> Tensor | None:
-        """[M P, B + 2 + G]: what the last pass left in a module's probe; None if nothing did."""
+        """[M P, B + 2 + G]: the rows that the last pass left in a module's probe, or None."""
         return self._probe(path, self._measures.get(path, 1)).grad
 
     def sums(self) -> list[Tensor]:
@@ -232,7 +232,7 @@ class ProbeSlab:
 
     @property
     def probes(self) -> list[Tensor]:
-        """The probes of the open pass; before a first pass, those without a metric."""
+        """The probes of the open pass. Before the first pass, the probes without a metric."""
         return [self._probe(path, self._measures.get(path, 1)) for path in self.modules]
 
     def _refuse_batch_statistics(self) -> None:
@@ -241,8 +241,8 @@ class ProbeSlab:
                 raise batch_statistics_error(path, module)
 
     def refuse_odd_pass(self) -> None:
-        """Raise after ``create_graph=True``, whose gradients have a graph of their own, and after a
-        batch norm was put into training mode inside of the block.
+        """Raise after ``create_graph=True``, which gives gradients a graph of their own, and if a
+        batch norm was put into training mode inside the block.
         """
         self._refuse_batch_statistics()
         for (path, _), probe in self._probes.items():
@@ -262,11 +262,11 @@ class ProbeSlab:
     ) -> None:
         """Forget the last pass and let the modules fill the probes.
 
-        ``documents`` says where packed samples begin, ``members`` holds the samples of each group,
-        and ``moments`` v of the parameters of each module whose metric is known. The caller fills
-        in their ``constants`` first. ``at_end`` is called after each backward pass and its averages
-        over processes. ``second`` says where each module adds second moments (``Plan.second``). A
-        batch norm that would use the statistics of the batch is refused.
+        ``documents`` says where packed samples begin. ``members`` holds the samples of each group.
+        ``moments`` holds v of the parameters, for each module whose metric is known; the caller has
+        filled in their ``constants``. ``at_end`` is called after each backward pass and its
+        averages over processes. ``second`` says where each module adds second moments
+        (``Plan.second``). A batch norm that would use the statistics of the batch is refused.
         """
         self._refuse_batch_statistics()
         if documents is not None:
@@ -311,7 +311,7 @@ class ProbeSlab:
                 constants = self.constants[device][first : first + count]
             own_groups = groups[device] if path in self.sides.groups else None
             measures = self._measures[path] = 1 + bool(v)
-            # The model itself has no name; that of a bare parameter says what to leave out.
+            # The model itself has no name, but a parameter's name can be given to ``exclude``.
             bare = module.gnsfast.route in ("copies", "replay")
             name = path or (module.gnsfast.claims[0] if bare else type(module).__name__)
             probe = self._probe(path, measures)
@@ -321,7 +321,7 @@ class ProbeSlab:
         return openings
 
     def _probe(self, path: str, measures: int) -> Tensor:
-        """The leaf whose gradient is the module's rows; it is made once and holds one number."""
+        """The leaf whose gradient is the module's rows. It is made once and stores one number."""
         key = path, measures
         if key not in self._probes:
             device, _, count = self._spans[path]
@@ -333,15 +333,15 @@ class ProbeSlab:
     def _watch_end(self, at_end: Callable[[], None] | None) -> None:
         self._at_end, self._waiting = at_end, False
         for key, probe in self._probes.items() if at_end is not None else ():
-            if key not in self._hooked:  # for good: a hook takes 8 µs to make, and 1 to run
+            if key not in self._hooked:  # once: a hook takes 8 µs to register, and 1 to run
                 self._hooked.add(key)
                 # A method would keep the slab alive: Python cannot see that C++ holds it.
                 arrives = weakref.WeakMethod(self._arrives)
                 probe.register_post_accumulate_grad_hook(partial(_call, arrives))
 
     def _arrives(self, probe: Tensor) -> None:
-        """Call ``at_end`` after this pass. A callback queued by a callback runs after those in
-        which DDP and FSDP2 finish their gradients.
+        """Call ``at_end`` after this pass. A callback that another callback queues runs after the
+        callbacks in which DDP and FSDP2 finish their gradients.
         """
         if self._at_end is None or self._waiting:
             return
@@ -368,7 +368,7 @@ class ProbeSlab:
             tie.reset()
 
     def forget(self) -> None:
-        """Make new probes for the next pass: a graph of a pass that failed may hold the old."""
+        """Make new probes for the next pass, since the graph of a failed pass may hold the old."""
         self._probes.clear()
         self._opened.clear()
         self._hooked.clear()
@@ -380,7 +380,7 @@ def _call(method: "weakref.WeakMethod[Any]", probe: Tensor) -> None:
 
 
 NOBODY, METRIC = -1, -2
-"""Owners of rows without a unit: those of uncovered parameters, and those under a metric."""
+"""Owners of rows without a unit: rows of uncovered parameters, and rows under a metric."""
 
 
 def _not_weighed(owners: Iterable[int]) -> list[int]:

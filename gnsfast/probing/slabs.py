@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slabs of one model: made once for each number of samples, while the model stays the same."""
+"""Keeps the slabs of one model, one for each number of samples, while the model stays the same."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from gnsfast.layers import DropIn
 from gnsfast.probing.slab import NO_SIDES, ProbeSlab, Sides
 
 SLABS = 8
-"""How many numbers of samples are kept; a run with more makes their slabs again."""
+"""How many slabs are kept. A run with more different numbers of samples makes slabs again."""
 
 
 class Slabs:
-    """The slabs of one model, by their number of samples. A copy is empty, so that a copy of a
-    model does not share its slabs.
+    """The slabs of one model, by their number of samples. A copy of this object is empty, so that a
+    copy of a model does not share slabs with the model.
     """
 
     def __init__(self) -> None:
@@ -23,13 +23,13 @@ class Slabs:
 
     @staticmethod
     def of(model: nn.Module) -> "Slabs":
-        """Those that the model carries."""
+        """The slabs that the model carries."""
         slabs: Slabs = vars(model).setdefault("_gnsfast_slabs", Slabs())
         return slabs
 
     def refresh(self, model: nn.Module) -> bool:
-        """Forget the slabs after any change of the model's modules, parameters, or of what
-        ``convert`` has decided about them. Returns whether there was one.
+        """Forget the slabs after any change of the model's modules or parameters, or of what
+        ``convert`` decided about them. Returns whether there was a change.
         """
         facts = _facts(model)
         if facts == self._facts:
@@ -39,7 +39,7 @@ class Slabs:
         return True
 
     def slab(self, model: nn.Module, num_samples: int, sides: Sides = NO_SIDES) -> ProbeSlab:
-        """The slab for so many samples, of the model as it was at the last ``refresh``."""
+        """The slab for ``num_samples`` samples, of the model as it was at the last ``refresh``."""
         key = num_samples, sides
         slab = self._slabs.pop(key, None) or ProbeSlab(model, num_samples, sides)
         self._slabs[key] = slab  # the newest comes last
@@ -55,7 +55,7 @@ class Slabs:
 
 
 def _facts(model: nn.Module) -> list[Any]:
-    """What a slab is made from. Slabs hold the parameters, so an id names one of them for good."""
+    """What a slab is made from. Slabs keep the parameters alive, so no id is used twice."""
     facts: list[Any] = []
     seen, stack = set(), [model]
     while stack:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``verify``: the norms of a user's model, beside those of a loop over single samples."""
+"""``verify`` compares the norms of a user's model with a loop over single samples."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +19,8 @@ from gnsfast.tensors import map_tensors, tensors_of
 
 @dataclass(frozen=True)
 class VerifiedParameter:
-    """``verdict`` is "ok", "wrong", "too small" (to tell), "uncovered" or "frozen". ``error`` is
-    the worst sample's relative error.
+    """The result for one parameter. ``verdict`` is "ok", "wrong", "too small" (to judge),
+    "uncovered" or "frozen". ``error`` is the relative error of the worst sample.
     """
 
     parameter: str
@@ -31,8 +31,8 @@ class VerifiedParameter:
 
 @dataclass(frozen=True)
 class Verification:
-    """The rows of ``gnsfast.verify``, which print as a table. ``ok`` says whether every covered
-    norm is right.
+    """The result of ``gnsfast.verify``, which prints as a table. ``ok`` says whether every covered
+    norm is right. ``loss_splits`` says whether the batch's gradient is the sum of its samples'.
     """
 
     rows: tuple[VerifiedParameter, ...]
@@ -70,24 +70,26 @@ def verify(
     batch_dim: int = 0,
     rtol: float | None = None,
 ) -> Verification:
-    """Compare the norms of one backward pass with a loop of single samples, for every parameter.
+    """Compare the norms of one backward pass with a loop over single samples, for every parameter.
 
-    The loop takes ``autograd.grad(w_b * loss_fn(model, batch[b:b+1]), p)`` for each sample b, and
-    sums its squared norm in float64. The model runs in eval mode (dropout would draw other masks);
-    its gradients, modes and random state are restored.
+    The loop computes ``autograd.grad(w_b * loss_fn(model, batch[b:b+1]), p)`` for each sample b,
+    and its squared norm in float64. The model runs in evaluation mode, because dropout would draw
+    other masks. Gradients, modes and random state are restored at the end.
 
     Args:
-        loss_fn: takes the model and a batch, returns a scalar loss.
-        batch: a tensor, or tuples, lists, dicts and dataclasses of tensors. One with B entries
-            along ``batch_dim`` (1-d ones: along 0) is cut into samples; all else is passed whole.
+        loss_fn: takes the model and a batch, and returns a scalar loss.
+        batch: a tensor, or tuples, lists, dicts and dataclasses of tensors. A tensor with B entries
+            along ``batch_dim`` (along 0 if it has one dimension) is split into samples. Everything
+            else is passed as it is.
         loss_reduction: "mean" (w_b = 1 / B) or "sum" (w_b = 1) over the samples.
-        weights: [B], w_b instead, for example tokens of the sample over tokens of the batch.
-        rtol: the largest relative error that counts as right; by default 1e-3, or 5e-2 with
+        weights: w_b for any other reduction, [B]: for example the sample's tokens divided by the
+            batch's tokens.
+        rtol: the largest relative error that counts as right. The default is 1e-3, or 5e-2 with
             half-precision parameters.
 
     Raises:
-        ValueError: for a batch without tensors or samples, and for an unknown reduction. Whatever
-            ``per_sample_sqnorms`` raises is raised too.
+        ValueError: for a batch without tensors or samples, and for an unknown reduction.
+        SampleShapeError, ObservationError: as in ``per_sample_sqnorms``.
 
     >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
     >>> gnsfast.verify(model, lambda m, x: m(x).square().mean(), torch.randn(3, 5)).ok
@@ -138,7 +140,7 @@ def verify(
             continue
         ours_B, loop_B = norms[row.parameter].cpu().double(), loop[row.parameter]
         difference_B = (ours_B - loop_B).abs()
-        # Where a gradient is zero in exact arithmetic (a key bias), both norms are rounding.
+        # If a gradient is zero in exact arithmetic, as for a key bias, both norms are rounding.
         noise_B = (8 * torch.finfo(trainable[row.parameter].dtype).eps) ** 2 * total_B
         error = (difference_B / loop_B.clamp_min(1e-300)).max().item()
         verdict, reason = "ok", ""
@@ -166,7 +168,7 @@ def _sample(t: Tensor, b: int, B: int, batch_dim: int) -> Tensor:
 
 
 def _splits(summed: dict[str, Tensor | None], total: dict[str, Tensor], rtol: float) -> bool:
-    """Whether the batch's gradient is the sum of the samples'."""
+    """Whether the batch's gradient is the sum of the samples' gradients."""
     difference = scale = 0.0
     for name, grad in summed.items():
         batch = torch.zeros_like(total[name]) if grad is None else grad.to_dense().double()

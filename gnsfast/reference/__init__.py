@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formulas in plain PyTorch: the CPU back-end, and what every kernel is judged by. The
-arguments, results and legend of each operator are in ``signatures.py``.
+"""The formulas in plain PyTorch. They serve as CPU back-end, and every kernel is tested against
+them. ``signatures.py`` has the arguments, results and legend of each operator.
 """
 
 from gnsfast.reference.attention import MAX_HEAD_DIM, attention_backward, attention_forward

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with learned parameters. Formulas and legend: ``triton_kernels/attention_tiles.py``."""
+"""Attention with learned parameters. Formulas: ``triton_kernels/attention_tiles.py``."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from gnsfast.signatures import (
 from gnsfast.tensors import accumulate_dtype
 
 MAX_HEAD_DIM = 256
-"""The widest head that the kernels take. ``convert`` replays modules with wider heads."""
+"""The largest head width that the kernels take. ``convert`` replays modules with wider heads."""
 
 
 def token_major(t_BHTD: Tensor) -> Tensor:
@@ -23,8 +23,8 @@ def token_major(t_BHTD: Tensor) -> Tensor:
 
 
 def document_of(cu_seqlens: Tensor, T: int) -> Tensor:
-    """[T]: the number of each token's document. Tokens outside all documents get the number of
-    documents, one more than the last.
+    """[T]: the index of each token's document. Tokens outside all documents get the number of
+    documents, which is one more than the last index.
     """
     tokens = torch.arange(T, device=cu_seqlens.device)
     of = torch.bucketize(tokens, cu_seqlens.to(tokens.dtype), right=True) - 1
@@ -32,7 +32,7 @@ def document_of(cu_seqlens: Tensor, T: int) -> Tensor:
 
 
 def _seen(pattern: Pattern, T: int, S: int, device: torch.device) -> Tensor:
-    """[T, S]: which keys causality, window and documents let a query see."""
+    """[T, S]: the keys that causality, window and documents let a query see."""
     t, s = torch.arange(T, device=device)[:, None], torch.arange(S, device=device)[None]
     seen = torch.ones(T, S, dtype=torch.bool, device=device)
     if pattern.is_causal:
@@ -58,8 +58,8 @@ def _factor(p: Parameters, scale: float, like: Tensor) -> Tensor:
 
 
 def _logits(q_BHTD: Tensor, k_BHSD: Tensor, p: Parameters, pattern: Pattern) -> Tensor:
-    """[B, H, T, S]: the logits of queries and keys that have their gains; keys are repeated for the
-    query heads that share them.
+    """[B, H, T, S]: the logits of queries and keys, which already have their gains. Keys are
+    repeated for the query heads that share them.
     """
     s = q_BHTD @ k_BHSD.mT * _factor(p, pattern.scale, q_BHTD)
     if pattern.mask is not None:
@@ -76,7 +76,9 @@ def attention_forward(a: AttentionForward) -> tuple[Tensor, Tensor, Tensor]:
     if pattern.cu_seqlens is not None and pattern.max_seqlen:
         longest = int(pattern.cu_seqlens.diff().max()) if len(pattern.cu_seqlens) > 1 else 0
         if longest > pattern.max_seqlen:
-            raise ValueError(f"a document has {longest} tokens, max_seqlen is {pattern.max_seqlen}")
+            raise ValueError(
+                f"a document has {longest} tokens, but max_seqlen is {pattern.max_seqlen}"
+            )
     group = a.q_BHTD.shape[1] // a.k_BKSD.shape[1]
     q, k = _gained(a.q_BHTD, p.q_gain_D), _gained(a.k_BKSD, p.k_gain_D)
     s = _logits(q, k.repeat_interleave(group, 1), p, pattern)
@@ -145,8 +147,8 @@ def sample_sums(t_BTN: Tensor, cu_seqlens: Tensor | None, samples: int) -> Tenso
 def parameter_grads(
     g_BN: list[Tensor | None], p: Parameters, like: Tensor, samples: int
 ) -> tuple[Tensor, ...]:
-    """The four parameters' gradients and the probe rows, from the samples' gradients ``g_BN``.
-    Where those are None the parameter's gradient is empty.
+    """The four parameters' gradients and the probe rows, from the samples' gradients ``g_BN``. If
+    one of these is None, the parameter's gradient is empty.
     """
     grads, norms = [], []
     for g, parameter in zip(g_BN, p):

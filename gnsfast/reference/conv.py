@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions: gradients of weight and bias with every sample's squared norms.
+"""Convolutions: the gradients of weight and bias, with every sample's squared norms.
 
 Legend: n rows of B samples, C channels, O output channels, L positions, G groups, K elements of a
 patch.
@@ -40,7 +40,7 @@ def unfold(
 def _unfold_views(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """``unfold`` of any dimensions, in one copy of rows of positions; ``F.unfold`` takes two."""
+    """``unfold`` for any dimensions, with one copy of rows of positions. ``F.unfold`` takes two."""
     D = len(kernel)
     if any(padding):
         x = F.pad(x, [p for each in reversed(padding) for p in (each, each)])

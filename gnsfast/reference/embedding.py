@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings: the weight's gradient and every sample's squared norm."""
+"""Embeddings: the weight's gradient, with every sample's squared norm."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from gnsfast.tensors import accumulate_dtype
 
 def sample_sums(a: EmbeddingWgrad) -> tuple[Tensor, Tensor, Tensor]:
     """The S rows of all samples' gradients that are not zero [S, D], one for each pair of sample
-    and id, and the sample and the id of each: rows of one id add within their sample.
+    and id, and the sample and id of each row. Rows of the same id are added within a sample.
     """
     dy_ND, ids_N, V = a.dy_BTD.flatten(0, -2), a.ids_BT.flatten(), a.num_embeddings
     if a.starts is None:

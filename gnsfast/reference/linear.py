@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers: gradients of weight and bias with every sample's squared norms."""
+"""Linear layers: the gradients of weight and bias, with every sample's squared norms."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     norms: list[Norms] = []
     if a.starts is not None:
         refuse_with_segments("linear_wgrad", constants_P2=a.constants_P2)
-    # What is not wanted is an empty tensor of its own: results of an operator share no memory.
+    # An unwanted result is an empty tensor of its own, as results must not share memory.
     if a.weight:
         left, right = (x, dy) if a.transposed else (dy, x)
         metric = metric_of(a.moments, a.constants_P2, 0)

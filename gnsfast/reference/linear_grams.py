@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Σ_b g_b g_bᵀ of a linear layer's weight gradients g_b = dy_bᵀ x_b, or Σ_b g_bᵀ g_b: plain torch
-on every device, since all of it is matrix products.
+"""Σ_b g_b g_bᵀ of a linear layer's weight gradients g_b = dy_bᵀ x_b, or Σ_b g_bᵀ g_b. It is plain
+torch on every device, because it consists of matrix products.
 
 Legend: B samples, T tokens of a sample, N features of the side that the result has, M of the other,
 G samples of a group, W columns of a block.
@@ -13,17 +13,17 @@ from gnsfast.signatures import LinearGrams
 from gnsfast.tensors import accumulate_dtype, product_dtype, wide_bmm
 
 WIDE = 2
-"""What a multiply-add in float64 costs, in those in float32: a CPU's vectors hold half as many
-numbers. An H200 multiplies both at 67 TFLOP/s.
+"""The cost of a float64 multiply-add, in float32 multiply-adds. A CPU's vectors hold half as many
+float64 numbers, while an H200 multiplies both at 67 TFLOP/s.
 """
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""The most numbers that are made at a time: so many that products run at full speed, and on a CPU
-few enough for a cache; 256 MiB on a GPU."""
+"""The most numbers that are made at a time: enough for products to run at full speed, and on a CPU
+few enough for a cache. On a GPU they are 256 MiB."""
 
 
 def grams_route(T: int, N: int, M: int) -> str:
-    """``tokens`` or ``tiles``, by the multiply-adds of a sample."""
+    """``tokens`` or ``tiles``, whichever needs fewer multiply-adds for a sample."""
     tokens = WIDE * T * T * (M + N) + T * N * N
     return "tokens" if tokens < T * M * N + M * N * N else "tiles"
 
@@ -40,11 +40,11 @@ def linear_grams(a: LinearGrams) -> Tensor:
 
 
 def _add_by_tokens(own_BTN: Tensor, other_BTM: Tensor, gram_NN: Tensor) -> None:
-    """Add Σ_b own_bᵀ (other_b other_bᵀ) own_b, which makes no g_b.
+    """Add Σ_b own_bᵀ (other_b other_bᵀ) own_b, without computing any g_b.
 
-    The inner products are float64. Where tokens are alike and ``own`` sums to almost zero, as in
-    key projections, their sum cancels. With tokens within 1 % of each other, float32 would be off
-    by 4e-3, and float64 is by 5e-6, as g_b itself.
+    The inner products are float64, because their sum cancels if tokens are similar and ``own`` sums
+    to almost zero, as in key projections. With tokens within 1 % of each other, the error would be
+    4e-3 in float32. In float64 it is 5e-6, as that of g_b itself.
     """
     (_, T, N), M, acc = own_BTN.shape, other_BTM.shape[2], gram_NN.dtype
     together = max(1, ELEMENTS[gram_NN.device.type] // (T * (M + N + T)))

@@ -34,8 +34,8 @@ def linear_squares(a: LinearSquares) -> Tensor:
 
 
 def _add_squares(left_BTH: Tensor, right_BTW: Tensor, squares_HW: Tensor) -> None:
-    """Add one block's squares. As many samples' products are made at once as fit a cache: one
-    product's squares are added in a single pass, those of several in three.
+    """Add one block's squares. The products of as many samples as fit a cache are made at once. The
+    squares of one product are added in a single pass, those of several in three.
     """
     acc, together = squares_HW.dtype, max(1, GROUP // squares_HW.numel())
     for left_GTH, right_GTW in zip(left_BTH.split(together), right_BTW.split(together)):

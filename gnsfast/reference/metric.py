@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam's metric P = 1 / (√v s + eps) with s = 1 / √(1 - beta2^t); v has the parameter's shape.
 
-Every sample's gradient is multiplied by √P before it is squared: its square alone might underflow.
+Every sample's gradient is multiplied by √P before it is squared, because its square alone might
+underflow.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 def root_metric(
     v: Tensor, constants_2: Tensor, acc: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """√P, shaped as ``v``; ``constants_2`` holds s and eps."""
+    """√P in the shape of ``v``. ``constants_2`` holds s and eps."""
     s, eps = constants_2.to(acc).unbind()
     return torch.sqrt(v.to(acc), out=out).mul_(s).add_(eps).rsqrt_()
 

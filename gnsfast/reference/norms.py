@@ -11,7 +11,7 @@ from gnsfast.reference.segments import segment_sums
 from gnsfast.signatures import NormBackward, metric_of
 from gnsfast.tensors import accumulate_dtype
 
-# Elements of one sample below which torch's layer-norm backward is not called sample by sample.
+# With fewer elements in a sample, torch's layer-norm backward is not called sample by sample.
 ROWWISE = 1 << 15
 
 
@@ -32,8 +32,8 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _layer_norm_by_sample(
     a: NormBackward, mean_BT1: Tensor, rstd_BT1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """torch's own kernel once for each sample: its gradients of gain and bias are that sample's,
-    and the rows are read once.
+    """Call torch's own kernel once for each sample. Its gradients of gain and bias are then those
+    of the sample, and the rows are read once.
     """
     x, acc = a.x_BTF, accumulate_dtype(a.x_BTF.dtype)
     dx = x.new_empty(x.shape)
@@ -93,7 +93,7 @@ def normed_input(a: NormBackward) -> tuple[Tensor, Tensor]:
 def affine_wgrad(
     a: NormBackward, dw_BF: Tensor | None, db_BF: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dW, db and the probe rows, from the samples' gradients; None marks those not wanted."""
+    """dW, db and the probe rows, from the samples' gradients. None marks those not wanted."""
     acc = accumulate_dtype(a.x_BTF.dtype)
     grads = [a.x_BTF.new_empty(0, dtype=acc) for _ in range(2)]
     norms: list[Norms] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Σ_b dy_bᵀ x_b and the squared norm of each term, by the cheapest route on a CPU.
+"""Σ_b dy_bᵀ x_b and the squared norm of each term, computed in the cheapest way on a CPU.
 
 Legend: B samples, T tokens of a sample, I in_features, O out_features, M measures (the Euclidean
 norm, then that under a metric), W columns of a block.
@@ -17,11 +17,11 @@ from gnsfast.tensors import accumulate_dtype
 # full speed, small enough that the tile is still in a cache when its norm is taken and it is added.
 # With tiles of 14336 columns dW took 1.6 to 2.1 times as long as torch's plain dW.
 TILE, COLUMNS = 1 << 20, 1 << 10
-# Where more than ``SMALL`` tiles fit into ``GROUP`` elements, one batched GEMM computes as many as
-# fit. A small layer is then a few calls: 1.3 instead of 1.9 times plain dW at 96 x 288.
+# If more than ``SMALL`` tiles fit into ``GROUP`` elements, one batched GEMM computes as many as
+# fit. A small layer then needs few calls: 1.3 instead of 1.9 times plain dW at 96 x 288.
 SMALL, GROUP = 4, 1 << 19
-# The most numbers in all samples' gradients that are made at once where the Gram route computes
-# less: it takes ten calls more, 30 µs, in which a core makes, adds and squares so many.
+# Up to so many numbers, all samples' gradients are made at once, even if the Gram route computes
+# less. That route takes ten more calls, 30 µs, in which a core makes, adds and squares so many.
 FEW = 1 << 15
 # The fewest rows of a tile that are worth a GEMM for each thread. Product, norm and sum then split
 # the tile in the same places, and each thread finds its rows in its own cache.
@@ -79,7 +79,7 @@ def outer_wgrad(
 def at_once_wgrad(
     x_BTI: Tensor, dy_BTO: Tensor, dtype: torch.dtype, metric: Metric | None
 ) -> tuple[Tensor, Norms]:
-    """``outer_wgrad`` of a small layer, by one product of all samples: there calls cost most."""
+    """``outer_wgrad`` of a small layer, by one product of all samples, since calls cost most."""
     g_BOI = torch.bmm(dy_BTO.mT, x_BTI)
     dw_OI = g_BOI.sum(0)
     norms: Norms = [(norm_rows(torch.linalg.vector_norm(g_BOI, dim=2)), norm(dw_OI))]
@@ -93,7 +93,7 @@ def at_once_wgrad(
 def gram_sqnorms(x_BTI: Tensor, dy_BTO: Tensor) -> Tensor:
     """[B]: Σ_{t,s} (dy_t·dy_s)(x_t·x_s) for each sample.
 
-    Where the terms cancel, their rounding exceeds the sum: key projections do that, with similar
+    If the terms cancel, their rounding errors exceed the sum, as in key projections, with similar
     tokens and a dy that sums to zero. Such samples take the fused route, whose product cancels
     before it is squared.
     """
@@ -135,7 +135,7 @@ def fused_wgrad(
 
 
 def even_block(size: int, most: int) -> int:
-    """Block size <= ``most`` that splits ``size`` evenly; only the last block may be smaller."""
+    """Block size <= ``most`` that splits ``size`` evenly. Only the last block may be smaller."""
     return -(-size // -(-size // max(1, most)))
 
 
@@ -146,10 +146,10 @@ def _add_tiles(
     norms_MBO: Tensor,
     root_OI: Tensor | None,
 ) -> None:
-    """Add one sample's tile after the other to ``total_OI``; the first is computed in place.
+    """Add one sample's tile after the other to ``total_OI``. The first is computed in place.
 
-    Views are made before the loop. Inside it, with caches full of the GEMM's data, they would cost
-    as much as norm and sum do.
+    Views are made before the loop. In the loop, where caches are full of the GEMM's data, they
+    would cost as much as the norm and the sum.
     """
     acc, O = total_OI.dtype, len(total_OI)
     threads = torch.get_num_threads() if total_OI.device.type == "cpu" else 1
@@ -180,7 +180,7 @@ def _add_small_tiles(
     norms_MBO: Tensor,
     root_OI: Tensor | None,
 ) -> None:
-    """Add the tiles of many samples at a time: for small tiles calls cost more than memory."""
+    """Add the tiles of many samples at a time. For small tiles calls cost more than memory."""
     acc, B, together = total_OI.dtype, len(x_BTI), GROUP // max(1, total_OI.numel())
     scratch_GOI = total_OI.new_empty((min(together, B), *total_OI.shape))
     total_OI.zero_()
@@ -198,7 +198,7 @@ def _add_small_tiles(
 def _row_norms(
     tiles: Tensor, root_OI: Tensor | None, weighed: Tensor | None, out: tuple[Tensor, ...]
 ) -> None:
-    """The norm of each row, and that of the row times √P; ``weighed`` is the scratch for those."""
+    """The norm of each row, and of each row times √P. ``weighed`` is scratch memory for these."""
     torch.linalg.vector_norm(tiles, dim=-1, out=out[0])
     if root_OI is not None:
         torch.linalg.vector_norm(torch.mul(tiles, root_OI, out=weighed), dim=-1, out=out[1])

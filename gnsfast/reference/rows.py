@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of rows and of their sums, and the probe rows that they fill."""
+"""Norms of rows and of their sums, and the probe rows made from them."""
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ PIECE = 1 << 13
 
 
 Norms = list[tuple[Tensor, ...]]
-"""A parameter's norms, not squared, for each of the M measures: tensors that make up one of B + 1
-numbers, the norms of the samples and of their sum."""
+"""A parameter's norms, not squared, for each of the M measures: tensors that together hold B + 1
+numbers, the norms of the samples and that of their sum."""
 
 
 def norm_rows(t_RN: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def sum_wgrad(
 
 
 def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:
-    """Σ P g², a float64 scalar; a part of ``g`` is copied at a time."""
+    """Σ P g², a float64 scalar. It copies one part of ``g`` at a time."""
     acc = accumulate_dtype(g.dtype)
     g_RN, v_RN = (t.flatten(0, -2) if t.ndim > 1 else t.reshape(1, -1) for t in (g, v))
     rows = max(1, (WEIGHED_CUDA if g.is_cuda else WEIGHED) // max(1, g_RN.shape[1]))
@@ -94,9 +94,9 @@ def metric_sqnorm(g: Tensor, v: Tensor, constants_2: Tensor) -> Tensor:
 
 
 WEIGHED = 1 << 17
-"""Elements of a gradient that are multiplied by √P at a time on the CPU, in one scratch tensor:
-fresh memory would cost more than the square roots.
+"""So many elements of a gradient are multiplied by √P at a time on the CPU, in one scratch tensor,
+because fresh memory would cost more than the square roots.
 """
 
 WEIGHED_CUDA = 1 << 25
-"""The same on a GPU, where each piece costs a few launches: 128 MiB beside the gradient."""
+"""The same on a GPU, where each piece costs a few launches. It is 128 MiB beside the gradient."""

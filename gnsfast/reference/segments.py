@@ -14,17 +14,17 @@ from gnsfast.reference.rows import Norms, norm, norm_rows, sqnorm
 from gnsfast.tensors import accumulate_dtype
 
 PADDED = 1 << 22
-"""Elements in memory at a time of short segments that are padded to one length."""
+"""The number of elements in memory at a time, of short segments padded to one length."""
 
 
 def outer_wgrad(
     x_NI: Tensor, dy_NO: Tensor, starts: Tensor, experts: int, dtype: torch.dtype
 ) -> tuple[Tensor, Norms]:
-    """dW [E, O, I], or [O, I] without ``experts``, and its norms; their squares are
+    """dW [E, O, I], or [O, I] without ``experts``, and its norms. Their squares are
     Σ_e ‖dy_ebᵀ x_eb‖² for each sample, and Σ_e ‖dW_e‖².
 
-    An expert whose segments are all short takes the Gram route, many segments at a time. The
-    segments of other experts have a product each.
+    An expert whose segments are all short takes the Gram route, with many segments at a time. For
+    other experts, each segment has its own product.
     """
     I, O, E = x_NI.shape[1], dy_NO.shape[1], max(experts, 1)
     B = (len(starts) - 1) // E
@@ -66,8 +66,8 @@ def bias_wgrad(
 
 
 def tied_rows(x_NI: Tensor, dy_NO: Tensor, ids_1S: Tensor, starts: Tensor) -> Tensor:
-    """[1, S, I]: row ``id`` of dy_bᵀ x_b for each id, b being the document of the id's own row. S
-    is a multiple of N: the ids of several embeddings, one after the other.
+    """[1, S, I]: row ``id`` of dy_bᵀ x_b for each id, where b is the document of the id's own row.
+    S is a multiple of N, with the ids of several embeddings one after the other.
     """
     acc, ids_KN = accumulate_dtype(x_NI.dtype), ids_1S.view(-1, len(x_NI))
     rows_KNI = x_NI.new_zeros((*ids_KN.shape, x_NI.shape[1]), dtype=acc)

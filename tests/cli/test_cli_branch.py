@@ -57,7 +57,7 @@ def test_factor(tmp_path: Path) -> None:
     unknown = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "l1", out=tmp_path / "other")
     assert one_line(unknown) and "--factor must be 'euclidean', 'adam'" in unknown.stderr
     bare = branch(tmp_path, "branch_runs:ScriptedRun", "--factor", "adam", out=tmp_path / "bare")
-    assert bare.exit_code == 2 and "no adam noise scale was measured" in bare.stderr
+    assert bare.exit_code == 2 and "the adam noise scale was not measured" in bare.stderr
     assert CriticalBatch.load(tmp_path / "bare").value > 0
 
 

@@ -54,6 +54,27 @@ def test_megatron(pairs: list[tuple[int, int]]) -> None:
     assert taken == sizes and samples == ramp.train_samples
 
 
+@pytest.mark.parametrize("pairs", GROWTHS)
+def test_megatron_learning_rates(pairs: list[tuple[int, int]]) -> None:
+    """Its own schedule, with the lines that we print, times √(batch size / first batch size)."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler as Rates
+
+    schedule, sizes = scheduled(pairs, 3 * pairs[-1][0])
+    plain = Rates.get_lr
+    exec(exports.megatron_lines(schedule), {})
+    try:
+        group: dict[str, Any] = {"max_lr": 1.0, "min_lr": 0.1}
+        total = int(schedule.total_tokens) // LENGTH
+        given = (0.0, 1.0, 0.1, 20, total, "cosine", 0.1, 0.1, total, "constant")
+        rates = Rates(SimpleNamespace(param_groups=[group]), *given)
+        for size in sizes:
+            wanted = plain(rates, group) * (size / pairs[0][1]) ** 0.5
+            assert group["lr"] == pytest.approx(wanted)
+            rates.step(size)
+    finally:
+        Rates.get_lr = plain
+
+
 def with_delays(schedule: BatchSizeSchedule) -> list[int]:
     """The batch size of each step where changes come as late as ``olmo_core_late`` says."""
     taken: list[int] = []

@@ -122,7 +122,7 @@ def test_who_was_silent_too_long_writes_no_more(tmp_path: Path) -> None:
         stopped.check()
         stopped._closed.set()  # as if its machine were frozen
         with Attempts(tmp_path / "work").wait() as other:
-            with pytest.raises(BranchError, match="work.attempt-1 was silent.*goes on"):
+            with pytest.raises(BranchError, match="was silent .*work.attempt-1.*has taken over"):
                 stopped.check()
             other.check()
 

@@ -19,7 +19,7 @@ OPTIONS = {
     "dask": ["n_workers=2", "threads_per_worker=1", "dashboard_address=null"],
 }
 
-KILLED = {"submitit": "UncompletedJobError: Job", "dask": "python ended with code -9"}
+KILLED = {"submitit": "UncompletedJobError: Job", "dask": "python ended with exit code -9"}
 
 
 @pytest.fixture(autouse=True)

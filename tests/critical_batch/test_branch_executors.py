@@ -64,7 +64,9 @@ def test_on_threads(tmp_path: Path) -> None:
     here = measure(ScriptedRun(), tmp_path / "here", k=(1, 2))
     told: list[Branch] = []
     with ThreadPoolExecutor(3) as pool:
-        with pytest.raises(BranchError, match="make_run must be a function of a module"):
+        with pytest.raises(
+            BranchError, match="make_run must be a function at the top level of a module"
+        ):
             measure(
                 ScriptedRun(), tmp_path / "other", executor=pool, make_run=lambda: ScriptedRun()
             )
@@ -168,7 +170,7 @@ def test_workers_killed_at_random(
             found = measure(ScriptedRun(), tmp_path, **options)
             assert found.missing.keys() <= {0.5, 2.0}
         except BranchError as error:
-            assert "k = 1 failed (its process ended with code -9)" in str(error)
+            assert "k = 1 failed (its process ended with exit code -9)" in str(error)
         over.set()
         killer.join()
     assert victims and measure(ScriptedRun(), tmp_path, **options) == here
@@ -254,7 +256,7 @@ def make(folder: Path) -> Path:
     ("options", "said"),
     [
         ({"executor": Own()}, "need make_run"),
-        ({"executor": Own(), "workers": 2, "make_run": ScriptedRun}, "take one"),
+        ({"executor": Own(), "workers": 2, "make_run": ScriptedRun}, "pass one of them"),
         ({"launcher": "torchrun", "make_run": ScriptedRun}, "needs run=None"),
         ({"run": None}, "need make_run"),
     ],

@@ -19,12 +19,12 @@ GRID = {"k": (0.5, 1, 2), "delta_tokens": 960}
 def test_one_at_a_time(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     with BranchFolder(tmp_path).locked():
-        with pytest.raises(BranchError, match="another process measures in"):
+        with pytest.raises(BranchError, match="another process is measuring in"):
             with BranchFolder(tmp_path).locked():
                 pass
     measure_critical_batch(MeasuredRun(), folder=tmp_path / "branches", **GRID)
     with BranchFolder(tmp_path / "branches").locked():  # let go of, in the end
-        with pytest.raises(BranchError, match="wait for it"):
+        with pytest.raises(BranchError, match="wait until it ends"):
             measure_critical_batch(MeasuredRun(), folder=tmp_path / "branches", **GRID)
 
 

@@ -104,7 +104,7 @@ def test_at_most(tmp_path: Path) -> None:
 def test_noise_above_the_tolerance_is_said(tmp_path: Path) -> None:
     found = measure(ScriptedRun(noise=0.1), tmp_path)
     assert 0.5 in found.noisy and found.record()["noisy"] == list(found.noisy)
-    assert "not to be trusted" in str(found)
+    assert "doubtful: " in str(found)
 
 
 def test_evaluation_instead_of_the_average(tmp_path: Path) -> None:
@@ -191,7 +191,11 @@ class Wrong(ScriptedRun):
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("batch", "made a step of 80 tokens"), ("early", "ended after"), ("late", "until 960")],
+    [
+        ("batch", "took a step of 80 tokens"),
+        ("early", "ended after"),
+        ("late", "until the branch has 960"),
+    ],
 )
 def test_runs_that_train_something_else(how: str, said: str, tmp_path: Path) -> None:
     run = Wrong()
@@ -277,7 +281,7 @@ def test_in_processes(tmp_path: Path) -> None:
     run = ScriptedRun()
     here = measure(run, tmp_path / "here", k=(1, 2))
     found = measure(run, tmp_path, k=(1, 2), workers=2, make_run=branch_runs.killed)
-    assert found.missing == {2.0: "its process ended with code -9"}
+    assert found.missing == {2.0: "its process ended with exit code -9"}
     assert found.branches == here.branches[:1]
     assert measure(run, tmp_path, k=(1, 2), workers=1, make_run=branch_runs.Loads) == here
 
@@ -347,17 +351,17 @@ def test_settings_of_another_measurement(tmp_path: Path) -> None:
     saved = tmp_path / "cbs" / "settings.json"
     older = {name: value for name, value in json.loads(saved.read_text()).items() if name != "lr"}
     saved.write_text(json.dumps(older))
-    with pytest.raises(ValueError, match="holds branches with no lr noted: use the same"):
+    with pytest.raises(ValueError, match="holds branches with no lr noted: pass the same"):
         measure(ScriptedRun(), tmp_path)
 
 
 def test_folders_that_are_something_else(tmp_path: Path) -> None:
     (tmp_path / "cbs").mkdir()
     (tmp_path / "cbs" / "metrics.jsonl").touch()
-    with pytest.raises(ValueError, match="not empty"):
+    with pytest.raises(ValueError, match="holds other files"):
         measure(ScriptedRun(), tmp_path)
     (tmp_path / "cbs" / "settings.json").write_text('{"kind": "branch settings", "format": 2}')
-    with pytest.raises(ValueError, match="format 2, and this version of gnsfast reads 1"):
+    with pytest.raises(ValueError, match="format 2, but this version of gnsfast reads format 1"):
         measure(ScriptedRun(), tmp_path)
     with pytest.raises(ValueError, match="is a file"):
         measure_critical_batch(ScriptedRun(), folder=tmp_path / "cbs" / "metrics.jsonl", **GRID)
@@ -366,9 +370,9 @@ def test_folders_that_are_something_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"k": (2, 4)}, "must hold 1"),
+        ({"k": (2, 4)}, "must include 1"),
         ({"delta_tokens": -5}, "delta_tokens"),
-        ({"delta_tokens": 959}, "3 steps at least, 960 tokens"),
+        ({"delta_tokens": 959}, "at least 3 steps, which are 960 tokens"),
         ({"tolerance": -1.0}, "tolerance"),
         ({"alpha": 0.0}, "alpha"),
         ({"lr": "cubic"}, "'sqrt', 'linear' or 'none', not 'cubic'"),
@@ -376,7 +380,7 @@ def test_folders_that_are_something_else(tmp_path: Path) -> None:
         ({"save_every_tokens": 0}, "save_every_tokens"),
         ({"workers": -1}, "workers"),
         ({"workers": 1}, "make_run"),
-        ({"workers": 1, "make_run": lambda: None}, "function of a module"),
+        ({"workers": 1, "make_run": lambda: None}, "function at the top level of a"),
     ],
 )
 def test_settings_that_cannot_be(options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -387,5 +391,7 @@ def test_settings_that_cannot_be(options: dict[str, Any], said: str, tmp_path: P
 def test_batches_that_the_run_cannot_make(tmp_path: Path) -> None:
     run = ScriptedRun()
     run.batch_multiple = 8
-    with pytest.raises(ValueError, match="k = 0.5 makes batches of 4 samples.*multiple of 8"):
+    with pytest.raises(
+        ValueError, match="k = 0.5 times the batch .* gives 4 samples.*multiple of 8"
+    ):
         measure(run, tmp_path)

@@ -121,9 +121,9 @@ def refused(rank: int, path: str) -> None:
         import fcntl
 
         fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(BranchError, match="another process measures in"):
+    with pytest.raises(BranchError, match="another process is measuring in"):
         measure_critical_batch(sharded_run("ddp"), folder=folder.path, **GRID)
-    with pytest.raises(ValueError, match="k = 0.125 makes batches of 1 samples.*multiple of 2"):
+    with pytest.raises(ValueError, match="k = 0.125 times the .* gives 1 samples.*multiple of 2"):
         measure_critical_batch(sharded_run("ddp"), folder=folder.path, **GRID | {"k": (1, 0.125)})
     with pytest.raises(ValueError, match="train its branches themselves"):
         options = GRID | {"workers": 2, "make_run": small_run}
@@ -133,7 +133,7 @@ def refused(rank: int, path: str) -> None:
 
 
 def not_shared(rank: int) -> None:
-    with pytest.raises(ValueError, match="wrap it in DistributedDataParallel"):
+    with pytest.raises(ValueError, match="wrap the model in DistributedDataParallel"):
         sharded_run("")
     model = DistributedDataParallel(branch_runs.small_model())
     optimizer = torch.optim.SGD(model.parameters())

@@ -205,7 +205,7 @@ def test_interval_of_a_measured_factor() -> None:
     assert feed(controller, [ENOUGH] * 9) == []  # the lower end is 16 * 1.5
     [grown] = feed(controller, [noise(22.0)] * 3)
     assert (grown.estimate, grown.lower, grown.upper) == (66.0, 33.0, math.inf)
-    with pytest.raises(ValueError, match="measured for metric='euclidean' .a checkpoint."):
+    with pytest.raises(ValueError, match="measured with metric='euclidean' .a checkpoint."):
         make(factor=measured, metric="adam")
     with pytest.raises(ValueError, match="begins at 0"):
         make(factor=CriticalBatchFactor(2.0, 0.0, 3.0, "euclidean", ""))
@@ -278,7 +278,7 @@ def test_apply_beside_a_scheduler() -> None:
     controller = warm(betas="half_life")
     [grown] = feed(controller, [ENOUGH] * 3)
     controller.apply(controller.decisions[0], optimizer)  # nothing to undo
-    with pytest.raises(ValueError, match="give LambdaLR controller.lr_lambda"):
+    with pytest.raises(ValueError, match="use LambdaLR.optimizer, controller.lr_lambda"):
         controller.apply(grown, optimizer)
     controller.apply(grown, optimizer, lr=False)
     assert optimizer.param_groups[0]["betas"] == (0.9, pytest.approx(0.999**2))
@@ -288,7 +288,9 @@ def test_apply_beside_a_scheduler() -> None:
 def test_optimizer_that_could_not_follow_to_the_end() -> None:
     """Two growths are left: 1 - 4 * 0.3 is negative."""
     optimizer = torch.optim.AdamW(parameter(), betas=(0.7, 0.99))
-    with pytest.raises(ValueError, match="4 times as large with .0.7, 0.99.: 1 - k .1 - beta"):
+    with pytest.raises(
+        ValueError, match="4 times as large with .0.7, 0.99., where 1 - k .1 - beta"
+    ):
         make(betas="sde").check_optimizer(optimizer)
     make(betas="sde", max_batch_size=63).check_optimizer(optimizer)
     controller = warm(betas="sde")
@@ -313,9 +315,9 @@ def test_apply_without_betas() -> None:
     "change, message",
     [
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, not 0"),
-        ({"batch_size": 20}, "20 does not divide into micro-batches of 4 .* multiple of 8"),
+        ({"batch_size": 20}, "20 cannot be split into micro-batches of 4 .* multiple of 8"),
         ({"data_parallel": 3}, "a multiple of 12"),
-        ({"data_parallel": 3, "micro_batch": None}, "does not divide into data_parallel=3"),
+        ({"data_parallel": 3, "micro_batch": None}, "must be a multiple of data_parallel=3"),
         ({"micro_batch": 0}, "micro_batch"),
         ({"factor": 0}, "factor=0 would never grow"),
         ({"factor": -1.0}, "factor must be a number of at least 0, not -1"),
@@ -326,7 +328,7 @@ def test_apply_without_betas() -> None:
         ({"metric": "l1"}, "metric must be 'euclidean', 'adam', 'sign' or 'spectral'"),
         ({"tokens_per_sample": 1.5}, "tokens_per_sample"),
         ({"total_tokens": 0}, "total_tokens"),
-        ({"max_batch_size": 8}, "max_batch_size=8 is less than the batch size of 16"),
+        ({"max_batch_size": 8}, "max_batch_size=8 must be at least the batch size of 16"),
         ({"calibrate": 1.5}, "calibrate"),
         ({"calibrate": -0.1}, "calibrate"),
         ({"warm_up_until": 0.001}, "warm_up_until must be a number of at least 0.01"),
@@ -359,10 +361,12 @@ def test_tokens_that_cannot_be() -> None:
             controller.update(tokens, UNKNOWN)  # type: ignore[arg-type]
     controller.update(3000, UNKNOWN)
     for wrong in (1, 9):  # steps, or samples: less than one sample's tokens
-        with pytest.raises(ValueError, match="progress is counted in tokens, not in steps"):
+        with pytest.raises(
+            ValueError, match="pass the tokens trained so far to update.., not steps"
+        ):
             controller.update(3000 + wrong, UNKNOWN)
     with pytest.raises(ValueError, match="tokens went back from 3,000 to 2,999"):
         controller.update(2999, UNKNOWN)
-    with pytest.raises(TypeError, match="what gns.compute.. gives"):
+    with pytest.raises(TypeError, match="must be gns.compute.. or gns.compute itself"):
         controller.update(4000, 31.0)  # type: ignore[arg-type]
     controller.update(3000, UNKNOWN)

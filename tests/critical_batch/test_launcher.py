@@ -106,7 +106,7 @@ def test_launches_that_fail(tmp_path: Path) -> None:
     folder = BranchFolder(tmp_path)
     with pytest.raises(BranchError, match="^ZeroDivisionError: division by zero$"):
         launch("env", folder, divide, Late())
-    with pytest.raises(BranchError, match="false ended with code 1"):
+    with pytest.raises(BranchError, match="false ended with exit code 1"):
         launch("false", folder, divide, Late())
     with pytest.raises(FileNotFoundError, match="no-such-command"):
         launch("no-such-command", folder, divide, Late())
@@ -121,6 +121,9 @@ def test_what_other_processes_cannot_import(
 ) -> None:
     monkeypatch.setattr(of_the_script, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "of_the_script", of_the_script, raising=False)
-    for make_run, said in ((lambda: 0, "function of a module"), (of_the_script, "the script that")):
+    for make_run, said in (
+        (lambda: 0, "at the top level of a module"),
+        (of_the_script, "the script that"),
+    ):
         with pytest.raises(ValueError, match=said):
             launch("false", BranchFolder(tmp_path), divide, make_run)

@@ -157,8 +157,8 @@ def test_costs() -> None:
     least = trade_off(critical, [1024], tokens=1e9, tokens_per_sample=1000)[0]
     assert least.tokens.value == 2e9 and least.days is None  # tokens are E_min without a batch
     for wrong, said in (
-        ({"gpus": 8}, "tokens_per_second too"),
-        ({"gpu_hour_price": 2.0}, "a price needs"),
+        ({"gpus": 8}, "GPU-hours also need tokens_per_second"),
+        ({"gpu_hour_price": 2.0}, "gpu_hour_price also needs"),
         ({**time, "gpu_hour_price": -1.0}, "gpu_hour_price must be positive and finite, not -1"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -219,12 +219,12 @@ def test_intervals_cover_the_truth() -> None:
     ("x", "y", "said"),
     [
         ([1, 2], [1, 2], "at least 3"),
-        ([1, 2, 3], [1, 2], "3 x, but 2 y"),
+        ([1, 2, 3], [1, 2], "one length, not 3 and 2"),
         ([1, 2, 0], [1, 2, 3], "x holds 0"),
         ([1, 2, 3], [1, -2, 3], "y holds -2"),
         ([1, 2, 3], [1, math.nan, 3], "y holds nan"),
         ([1, 2, math.inf], [1, 2, 3], "x holds inf"),
-        ([5, 5, 5], [1, 2, 3], "all x are 5"),
+        ([5, 5, 5], [1, 2, 3], "every x is 5"),
     ],
 )
 def test_bad_measurements(x: list[float], y: list[float], said: str) -> None:
@@ -241,5 +241,5 @@ def test_three_points_say_how_little_they_know() -> None:
     )
     with pytest.raises(ValueError, match="x must be positive and finite, not 0"):
         exact.predict(0)
-    with pytest.raises(ValueError, match="confidence is 95"):
+    with pytest.raises(ValueError, match="confidence must be between 0 and 1, not 95"):
         fit_power_law([1, 2, 3], [1, 2, 3], confidence=95)

@@ -78,14 +78,16 @@ def test_ratio_of_what_is_not_resolved() -> None:
         (unbounded, "an unknown multiple"),
     ):
         assert said in str(each)
-        with pytest.raises(ValueError, match=f"not known from branches: {said}"):
+        with pytest.raises(ValueError, match=f"do not give a factor: {said}"):
             each.factor()
 
 
 def test_factor_without_a_noise_scale() -> None:
-    with pytest.raises(ValueError, match="no adam noise scale was measured.*no gnsfast layer"):
+    with pytest.raises(ValueError, match="the adam noise scale was not measured.*no gnsfast layer"):
         replace(FOUND, adam=None, noise_scale_reason="no gnsfast layer").factor("adam")
-    with pytest.raises(ValueError, match="no sign noise scale was measured at this checkpoint$"):
+    with pytest.raises(
+        ValueError, match="the sign noise scale was not measured at this checkpoint$"
+    ):
         replace(FOUND, sign=None).factor("sign")
     with pytest.raises(ValueError, match="'euclidean', 'adam', 'sign' or 'spectral'"):
         FOUND.factor("signum")
@@ -130,9 +132,9 @@ def test_noise_scales_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 
     run.noise_scale, run.noise_scale_reason = lambda: None, "too small"
     none = measure_critical_batch(run, **{**how, "folder": tmp_path / "none"})
-    assert none.noise_scale is None and "no noise scale: too small" in str(none)
+    assert none.noise_scale is None and "noise scale was not measured: too small" in str(none)
     missing = measure_critical_batch(ScriptedRun(), **{**how, "folder": tmp_path / "missing"})
-    assert missing.noise_scale_reason == "the run has no noise_scale()"
+    assert missing.noise_scale_reason == "the run has no method noise_scale()"
 
 
 def test_record_comes_back() -> None:
@@ -168,12 +170,15 @@ def test_what_is_not_to_be_trusted(tmp_path: Path) -> None:
         FOUND, branches=(replace(FOUND.branches[0], loss_std=0.02), *FOUND.branches[1:])
     )
     assert not FOUND.doubts
-    for doubtful, why in ((uneven, "k = 1 does not match"), (noisy, "exceeds 0.01 for k = 0.5")):
+    for doubtful, why in (
+        (uneven, "k = 1 does not match"),
+        (noisy, "exceeds the tolerance of 0.01 for k = 0.5"),
+    ):
         [doubt] = doubtful.record()["doubts"]
         assert "average" in doubt or "smaller alpha" in doubt
         assert why in doubt
         for make in (doubtful.factor, lambda d=doubtful: pooled_factor([FOUND, d])):
-            with pytest.raises(ValueError, match="is not to be trusted: .*despite_doubts=True"):
+            with pytest.raises(ValueError, match="is doubtful: .*despite_doubts=True"):
                 make()
         assert doubtful.factor(despite_doubts=True).value == doubtful.ratio()[0]
     own = [replace(b, loss_std=math.nan) for b in FOUND.branches]
@@ -206,7 +211,7 @@ def test_average_of_what_was_trained() -> None:
     assert (
         CriticalBatch.from_record(json.loads(json.dumps(found.record()))).record() == found.record()
     )
-    with pytest.raises(ValueError, match="tokens=5000 and tokens=6000"):
+    with pytest.raises(ValueError, match="differ in tokens: 5000 and 6000"):
         averaged([FOUND, replace(FOUND, tokens=6000)])
     with pytest.raises(ValueError, match="at least two"):
         averaged([FOUND])
@@ -218,7 +223,7 @@ def test_table() -> None:
     assert lines[2].split() == ["1", "32", "1", "9", "2.0200", "0.0010", "0.0200", *NO.split()]
     assert lines[3].split()[-2:] == ["0.0050", "matches"]  # above the least of the smaller ones
     assert "critical batch size 64 to 128 samples (about 90.5)" in lines[5]
-    assert "not to be trusted: k = 1 does not match, but 2 does" in lines[7]
+    assert "doubtful: k = 1 does not match, but the larger k = 2 does" in lines[7]
     assert "noise scale 20 samples (95 %: 10 to 40): the critical batch size is 4.53" in lines[8]
     assert lines[10].startswith("in sign descent's norm: noise scale 25 samples (95 %: 20 to 32)")
     assert lines[11].endswith(

@@ -42,7 +42,7 @@ def test_marek() -> None:
     assert tokens[0] == pytest.approx(tokens[1])
 
 
-@pytest.mark.parametrize("lr, factor", [("sqrt", 2.0), ("linear", 1.0), ("none", 4.0)])
+@pytest.mark.parametrize("lr, factor", [("sqrt", 2.0), ("linear", 1.0), ("keep", 4.0)])
 def test_timescale(lr: str, factor: float) -> None:
     """B / (η λ D) stays as it was."""
     optimizer = adamw()
@@ -66,7 +66,13 @@ def test_timescale_holds_the_weights_in_tokens() -> None:
     assert left[0] == pytest.approx(left[1], rel=1e-3) and left[0] == pytest.approx(2e-4, rel=1e-3)
 
 
-@pytest.mark.parametrize("lr", NAMES["lr"])
+def test_timescale_needs_the_factor_of_the_learning_rate() -> None:
+    """Which ``"none"`` leaves to the user's code: 4 times the decay would be wrong by that."""
+    with pytest.raises(ValueError, match="lr='none' leaves that to your own code: pass lr='keep'"):
+        Rules("none", weight_decay="timescale")
+
+
+@pytest.mark.parametrize("lr", sorted(NAMES["lr"].keys() - {"none"}))
 @pytest.mark.parametrize("betas", NAMES["betas"])
 @pytest.mark.parametrize("decay", NAMES["weight_decay"])
 def test_growth_in_two_steps_is_growth_in_one(lr: str, betas: str, decay: str) -> None:
@@ -128,7 +134,7 @@ def test_moved_for_a_block() -> None:
     optimizer = adamw()
     rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
     before = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    with pytest.raises(KeyError), Rules("none", "sde", "timescale").moved(optimizer, 2, 3.0):
+    with pytest.raises(KeyError), Rules("keep", "sde", "timescale").moved(optimizer, 2, 3.0):
         group = optimizer.param_groups[0]
         assert group["lr"].item() == 1.5 and group["weight_decay"] == pytest.approx(0.1 * 2 / 3)
         assert group["betas"] == pytest.approx((0.8, 0.9)) and group["eps"] == 1e-8 / math.sqrt(2)
@@ -161,7 +167,7 @@ def test_groups_that_share_a_tensor_move_once() -> None:
 def test_decay_in_the_gradient_has_no_timescale(kind: str, options: dict[str, Any]) -> None:
     make: Any = getattr(torch.optim, kind)
     optimizer = make(parameter(), lr=1e-3, weight_decay=0.1, **options)
-    with pytest.raises(ValueError, match=f"{kind} adds it to the gradient"):
+    with pytest.raises(ValueError, match=f"{kind} adds its weight decay to the gradient"):
         Rules(weight_decay="timescale").apply(optimizer, 4)
     assert optimizer.param_groups[0]["lr"] == 1e-3
     Rules(weight_decay="timescale").apply(make(parameter(), lr=1e-3, **options), 4)  # has none

@@ -52,7 +52,7 @@ def test_ranks_share_a_draw() -> None:
     assert [shares[k % 4][k // 4] for k in range(24)] == expected
     cut = SampleStream(ROWS, rank=2, world_size=4)
     assert drawn(cut, *(4,) * 6) == shares[2]
-    with pytest.raises(ValueError, match="n=6 is not a multiple of world_size=4"):
+    with pytest.raises(ValueError, match="n=6 must be a multiple of world_size=4"):
         cut.draw(6)
     resumed = SampleStream(ROWS, rank=1, world_size=2)  # another number of processes
     resumed.load_state_dict(ranks[0].state_dict())
@@ -69,8 +69,8 @@ def test_state() -> None:
     resumed.load_state_dict(state)
     assert drawn(resumed, 5, 20) == later
     for other, message in (
-        (SampleStream(ROWS, seed=4), "the state has seed=3, this one has 4"),
-        (SampleStream(ROWS[:-1], seed=3), "num_samples=11, this one has 10"),
+        (SampleStream(ROWS, seed=4), "saved with seed=3, but here seed is 4"),
+        (SampleStream(ROWS[:-1], seed=3), "num_samples=11, but here num_samples is 10"),
         (SampleStream(ROWS, seed=3, shuffle=False), "shuffle=True"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -128,13 +128,13 @@ def test_a_draw_that_raises_loses_no_sample() -> None:
     [
         (lambda: SampleStream([]), "num_samples must be a whole number of at least 1, not 0"),
         (lambda: SampleStream(ROWS, seed=-1), "seed"),
-        (lambda: SampleStream(ROWS, rank=2, world_size=2), "rank 2 is not one of world_size=2"),
+        (lambda: SampleStream(ROWS, rank=2, world_size=2), "rank=2 must be from 0 to 1"),
         (lambda: SampleStream(ROWS).draw(0), "n must be a whole number of at least 1"),
         (lambda: SampleStream(ROWS).draw(2.5), "n must be a whole number"),
         (lambda: ResizableBatchSampler(N, 0), "batch_size"),
         (
             lambda: ResizableBatchSampler(N, 3, world_size=2),
-            "batch_size=3 is not a multiple of world_size=2",
+            "batch_size=3 must be a multiple of world_size=2",
         ),
     ],
 )
@@ -144,7 +144,7 @@ def test_arguments_that_cannot_be(make: Any, message: str) -> None:
 
 
 def test_dataset_without_a_length() -> None:
-    with pytest.raises(TypeError, match="generator has no length"):
+    with pytest.raises(TypeError, match="__len__ and __getitem__, and generator lacks one"):
         SampleStream(i for i in range(3))
 
 
@@ -184,7 +184,7 @@ def test_workers_draw_ahead_and_a_state_counts_what_was_consumed() -> None:
     resumed = ResizableBatchSampler(N, 8)
     resumed.load_state_dict(state)
     assert next(iter(resumed)) == expected[len(used) : len(used) + 8]
-    with pytest.raises(ValueError, match="consumed=1000, but only"):
+    with pytest.raises(ValueError, match="consumed=1000 is more than"):
         sampler.state_dict(consumed=1000)
-    with pytest.raises(ValueError, match="seed=0, this one has 7"):
+    with pytest.raises(ValueError, match="seed=0, but here seed is 7"):
         ResizableBatchSampler(N, 8, seed=7).load_state_dict(state)

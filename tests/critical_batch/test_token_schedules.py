@@ -86,13 +86,16 @@ def test_without_warm_up_and_to_the_end() -> None:
         (lambda: constant(warm_up=-1), "warm_up must be a whole number of at least 0, not -1"),
         (lambda: linear(0), "total_tokens"),
         (lambda: cosine(1.5), "total_tokens must be a whole number of at least 1, not 1.5"),
-        (lambda: cosine(10, warm_up=10), "a warm_up of 10 tokens leaves none of the 10"),
+        (lambda: cosine(10, warm_up=10), "warm_up=10 must be less than total_tokens=10"),
         (lambda: cosine(10, final=1.1), "final must be a number of at least 0 and at most 1"),
         (lambda: linear(10, final=math.nan), "final"),
         (lambda: wsd(10, decay=0), "decay"),
-        (lambda: wsd(10, warm_up=4, decay=7), "warm_up of 4 and a decay of 7 .* more than the 10"),
-        (lambda: linear(10)(-1), "tokens trained so far cannot be -1"),
-        (lambda: cosine(10)(math.nan), "cannot be nan"),
+        (
+            lambda: wsd(10, warm_up=4, decay=7),
+            "warm_up=4 and decay=7 together exceed total_tokens=10",
+        ),
+        (lambda: linear(10)(-1), "tokens trained so far must be .* not -1"),
+        (lambda: cosine(10)(math.nan), "at least 0, not nan"),
     ],
 )
 def test_arguments_that_cannot_be(make: Any, message: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from branch_runs import small_run
 
 import gnsfast
-from gnsfast.critical_batch.branches import TorchRun
+from gnsfast.critical_batch.branches import TorchRun, measure_critical_batch
 
 
 def everything(run: TorchRun) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def test_a_learning_rate_from_outside_is_no_part_of_a_schedule(tmp_path: Path) -
     run.step()
     run.save(tmp_path)
     run.optimizer.param_groups[0]["lr"] *= 2
-    with pytest.raises(ValueError, match="set from outside"):
+    with pytest.raises(ValueError, match="has changed, but TorchRun.lr=...."):
         run.step()
     run.restore(tmp_path)
     run.step()
@@ -155,6 +155,15 @@ def test_beta2_in_tokens() -> None:
     run = small_run(betas="half_life")
     assert [b for _, b in rates(run, batch_size=32)] == pytest.approx([0.999**4] * 3)
     assert [b for _, b in rates(run)] == [0.999] * 3
+
+
+def test_a_rule_that_cannot_be_is_refused_before_a_branch_starts(tmp_path: Path) -> None:
+    """1 - 16 (1 - 0.9) is negative: neither a checkpoint nor a branch is made."""
+    with pytest.raises(ValueError, match="betas='sde' does not allow a batch 16 times as large"):
+        measure_critical_batch(
+            small_run(betas="sde"), folder=tmp_path / "cbs", k=(0.5, 1, 16), delta_tokens=10_000
+        )
+    assert not (tmp_path / "cbs").exists()
 
 
 def test_weight_decay_by_its_timescale() -> None:
@@ -311,7 +320,9 @@ def test_checkpoints_load_without_pickles(tmp_path: Path) -> None:
     small_run().save(tmp_path)
     state = torch.load(tmp_path / "run.pt", weights_only=True)
     assert set(state) > {"model", "optimizer", "random", "stream", "tokens"}
-    with pytest.raises(ValueError, match="tokens_per_sample=10, and this run has 20"):
+    with pytest.raises(
+        ValueError, match="tokens_per_sample=10, but this run has tokens_per_sample=20"
+    ):
         small_run(tokens_per_sample=20).restore(tmp_path)
     grown = small_run()
     grown.batch_size = 16
@@ -329,7 +340,7 @@ def test_checkpoints_load_without_pickles(tmp_path: Path) -> None:
         ({"micro_batch": 0}, "micro_batch"),
         ({"tokens": -5}, "tokens"),
         ({"betas": "samples"}, "'half_life' or 'sde'"),
-        ({"betas": "sde", "optimizer": torch.optim.SGD}, "SGD has no betas to move"),
+        ({"betas": "sde", "optimizer": torch.optim.SGD}, "SGD has no betas to change"),
         ({"clip": 0.0}, "clip"),
     ],
 )

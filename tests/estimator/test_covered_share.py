@@ -49,7 +49,7 @@ def test_a_result_says_what_it_is_of() -> None:
     assert result.covered == pytest.approx(12 / 75)
     assert result.covered == pytest.approx(gnsfast.coverage(model).covered_fraction)
     assert result.left_out == ("mix", "gain")
-    assert "\nof 16 % of the trainable elements, without mix, gain" in str(result)
+    assert "\nmeasured on 16 % of the trainable elements, without mix, gain" in str(result)
     assert metrics(result)["gns/covered"] == result.covered
 
 

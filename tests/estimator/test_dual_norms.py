@@ -268,7 +268,7 @@ def test_a_pass_for_other_gradients() -> None:
     """It would count samples twice: an error that says what to do."""
     model, [(x, y)] = make(), draw(1)
     gns = gnsfast.GradientNoiseScale(model, metric="sign")
-    with pytest.raises(gnsfast.ObservationError, match="two backward passes .* outside of the"):
+    with pytest.raises(gnsfast.ObservationError, match="Two backward passes .* outside of the"):
         with gns.microbatch(8):
             loss = F.cross_entropy(model(x.requires_grad_()), y)
             torch.autograd.grad(loss, x, retain_graph=True)

@@ -73,7 +73,7 @@ def test_one_of_two_optimizers_unscaled() -> None:
     extra.grad = torch.ones(1)
     s.scaler.unscale_(torch.optim.SGD([extra], lr=0.0))
     s.scaler._per_optimizer_states[id(s.optimizer)]  # known to the scaler, not unscaled
-    with pytest.raises(ObservationError, match="of one optimizer and not of another"):
+    with pytest.raises(ObservationError, match="of one optimizer, but not of another"):
         s.gns.update()
 
 

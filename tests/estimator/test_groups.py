@@ -302,7 +302,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         "groups, message",
         [
-            (["web"] * 4, "holds 4 names, but num_samples is 5"),
+            (["web"] * 4, "groups has length 4, but num_samples is 5"),
             (["web"] * 4 + ["book"], "group 'book' is not one of 'web', 'code', 'talk'"),
             (None, "[Gg]ive both or neither"),
         ],

@@ -353,17 +353,20 @@ def test_operators_are_well_formed(device: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "k": (dict(k=torch.zeros(2, 2, 5, 8)), "one head dim"),
+    "k": (dict(k=torch.zeros(2, 2, 5, 8)), "the same head dimension"),
     "heads": (dict(k=torch.zeros(2, 3, 5, 16)), "multiple of the key heads"),
     "v": (dict(v=torch.zeros(2, 2, 4, 16)), "k and v"),
-    "sinks": (dict(sinks=torch.zeros(2)), r"sinks must be \[4\]"),
-    "q_gain": (dict(q_gain=torch.zeros(4)), r"q_gain must be \[16\]"),
+    "sinks": (dict(sinks=torch.zeros(2)), r"sinks must have shape \[4\]"),
+    "q_gain": (dict(q_gain=torch.zeros(4)), r"q_gain must have shape \[16\]"),
     "window": (dict(window=0), "at least 1"),
-    "mask": (dict(attn_mask=torch.zeros(5, 4)), "is not broadcast"),
+    "mask": (dict(attn_mask=torch.zeros(5, 4)), "cannot be broadcast"),
     "mask's type": (dict(attn_mask=torch.ones(5, 5, dtype=torch.int64)), "must be bool"),
-    "mask's gradient": (dict(attn_mask=torch.zeros(5, 5, requires_grad=True)), "gives it none"),
+    "mask's gradient": (
+        dict(attn_mask=torch.zeros(5, 5, requires_grad=True)),
+        "does not compute one",
+    ),
     "documents": (dict(cu_seqlens=torch.tensor([0, 5])), "one packed row"),
-    "max_seqlen": (dict(max_seqlen=4), "it needs cu_seqlens"),
+    "max_seqlen": (dict(max_seqlen=4), "so it needs cu_seqlens"),
     "a probe of nothing": (dict(probe=torch.zeros(3, 5)), r"probe must be float32 \[0, B"),
     "probe": (dict(sinks=torch.zeros(4, requires_grad=True), probe=torch.zeros(1, 5)), "3 samples"),
 }

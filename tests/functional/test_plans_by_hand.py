@@ -20,9 +20,9 @@ STARTS = torch.tensor([0, 2, 3, 5])
     ("fields", "said"),
     [
         ({"moments": (torch.rand(2, D),)}, "moments and constants_P2 go together"),
-        ({"starts": STARTS, "batch_dim": 1}, "batch_dim must be 0"),
-        ({"starts": STARTS, "experts": 1}, "layer_norm takes no experts"),
-        ({"transposed": True}, "layer_norm takes no experts, and no transposed weight"),
+        ({"starts": STARTS, "batch_dim": 1}, "need batch_dim=0"),
+        ({"starts": STARTS, "experts": 1}, "layer_norm takes neither experts"),
+        ({"transposed": True}, "layer_norm takes neither experts nor a transposed weight"),
     ],
     ids=["moments alone", "documents, sequence first", "experts", "transposed"],
 )

@@ -110,7 +110,7 @@ def test_loss_that_is_not_divided(tmp_path: Path) -> None:
     """It grows with the accumulation; a run that does not grow is measured all the same."""
     model, gns = gnsfast.convert(Deaf()), {"loss": "samples"}
     trainer, _ = growing(tmp_path, [0], model=model, gns=gns)
-    with pytest.raises(ValueError, match="BatchSizeCallback: the loss of Deaf is not divided"):
+    with pytest.raises(ValueError, match="BatchSizeCallback: Deaf does not divide its loss"):
         trainer.train()
     alone, seen = GNSCallback(**gns), []
     alone.first = lambda inputs, items: seen.append(items)
@@ -245,11 +245,11 @@ def test_tracker_gets_decisions(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     for changes, match in (
-        ({"total_tokens": 10**6}, "5 epochs of 26 samples of 5 tokens are 650"),
-        ({"micro_batch": 1}, "micro_batch is 1, and the Trainer's 2"),
-        ({"batch_size": 8}, "batch_size is 8, and the Trainer's 4"),
-        ({"data_parallel": 2}, "data_parallel is 2, and the Trainer's 1"),
-        ({"max_batch_size": 32}, "max_batch_size=32 is more than an epoch's 26 samples"),
+        ({"total_tokens": 10**6}, "has 650: 5 epochs of 26 samples with tokens_per_sample=5"),
+        ({"micro_batch": 1}, "micro_batch=1, but the Trainer has 2"),
+        ({"batch_size": 8}, "batch_size=8, but the Trainer has 4"),
+        ({"data_parallel": 2}, "data_parallel=2, but the Trainer has 1"),
+        ({"max_batch_size": 32}, "a batch size of 32 is more than the 26 samples of an epoch"),
     ):
         with pytest.raises(ValueError, match=match):
             growing(tmp_path, [1], controller=changes)[0].train()
@@ -264,15 +264,17 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(NotImplementedError, match=f"not support.*{match}"):
             growing(tmp_path, [1], **options)[0].train()
     trainer, _ = growing(tmp_path, [1], controller={"betas": "sde"}, optim="sgd")
-    with pytest.raises(ValueError, match="has no betas to move: pass betas='keep'"):
+    with pytest.raises(ValueError, match="has no betas to change: pass betas='keep'"):
         trainer.train()
     assert trainer.seen == []  # before the first step, not at the first growth
     used = controller_of()
     used.update(100, noise(1.0))
     gns = GNSCallback()
-    with pytest.raises(ValueError, match="the controller is at 100 tokens of another run"):
+    with pytest.raises(
+        ValueError, match="the controller is at 100 tokens, so it has controlled another"
+    ):
         trainer_of(tmp_path, callbacks=[gns, BatchSizeCallback(used, gns)]).train()
-    with pytest.raises(ValueError, match="must be among the Trainer's callbacks"):
+    with pytest.raises(ValueError, match="is not among the Trainer's callbacks"):
         trainer_of(tmp_path, callbacks=[BatchSizeCallback(controller_of(), gns)]).train()
 
 
@@ -321,7 +323,7 @@ def test_after_an_error(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=True)
     checkpoint = str(next(tmp_path.glob("checkpoint-*")))
     other, _ = growing(tmp_path, [1], gradient_accumulation_steps=4)
-    with pytest.raises(ValueError, match="is 4, and the Trainer's 8"):
+    with pytest.raises(ValueError, match="=4, but the Trainer has 8"):
         other.train(resume_from_checkpoint=checkpoint)
     other, _ = growing(tmp_path, [1], gradient_accumulation_steps=4, controller={"batch_size": 8})
     with pytest.raises(ValueError, match="the run began with gradient_accumulation_steps=2"):

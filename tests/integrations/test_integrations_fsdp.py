@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GNSCallback says to a Trainer under FSDP."""
+"""What GNSCallback says to a Trainer under FSDP and context parallelism."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -37,3 +37,12 @@ def test_what_every_process_has(metric: Any) -> None:
 def test_first_version() -> None:
     with pytest.raises(NotImplementedError, match=r"FSDP 1.*fsdp_config=\{'version': 2"):
         _refuse(trainer_of("no", version=1), None)
+
+
+@pytest.mark.parametrize("kind", ["cp", "sp"])
+def test_split_samples(kind: str) -> None:
+    trainer = trainer_of("no")
+    sizes = {"tp_size": 1, "cp_size": 1, "sp_size": 1, f"{kind}_size": 2}
+    trainer.accelerator.parallelism_config = SimpleNamespace(**sizes)
+    with pytest.raises(NotImplementedError, match=f"'{kind}': 2.*cp_size=1, sp_size=1"):
+        _refuse(trainer, None)

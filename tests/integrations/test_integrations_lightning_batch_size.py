@@ -251,7 +251,7 @@ def test_another_fit(tmp_path: Path) -> None:
     with pytest.raises(MemoryError):
         trainer.fit(Fails(), Epochs(data(PER_EPOCH)))
     assert controller.batch_size == 32 and trainer.accumulate_grad_batches == 2
-    with pytest.raises(ValueError, match="tokens of another run"):
+    with pytest.raises(ValueError, match="so it has controlled another run"):
         fit(tmp_path, Scheduled(), [1], controller=controller)
 
 
@@ -289,11 +289,14 @@ def test_refusals(tmp_path: Path) -> None:
         with pytest.raises(NotImplementedError, match=f"BatchSizeCallback does not.*{match}"):
             fit(tmp_path, module, [1], **options)
     for changes, match in (
-        ({"total_tokens": 10**6}, "4 epochs of 104 samples of 1 tokens are 416"),
-        ({"micro_batch": 4}, "batch_size is 16, and the Trainer's 8"),
-        ({"micro_batch": 4, "batch_size": 8, "max_batch_size": 32}, "4, and a batch has 8"),
-        ({"data_parallel": 2}, "data_parallel is 2, and the Trainer's 1"),
-        ({"max_batch_size": 128}, "max_batch_size=128 is more than an epoch's 104 samples"),
+        ({"total_tokens": 10**6}, "has 416: 4 epochs of 104 samples with tokens_per_sample=1"),
+        ({"micro_batch": 4}, "batch_size=16, but the Trainer has 8"),
+        (
+            {"micro_batch": 4, "batch_size": 8, "max_batch_size": 32},
+            "has 8 samples, but the controller has micro_batch=4",
+        ),
+        ({"data_parallel": 2}, "data_parallel=2, but the Trainer has 1"),
+        ({"max_batch_size": 128}, "a batch size of 128 is more than the 104 samples of an epoch"),
     ):
         with pytest.raises(ValueError, match=match):
             fit(tmp_path, Scheduled(), [1], controller=controller_of(**changes))
@@ -303,7 +306,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert plain.losses == []  # before the first step, not at the first growth
     given = controller_of()
     given.lr_lambda(lambda tokens: 1.0)
-    with pytest.raises(ValueError, match="lr_lambda has the growth's factor already"):
+    with pytest.raises(ValueError, match="and controller.lr_lambda does so too"):
         fit(tmp_path, Scheduled(), [1], controller=given)
 
 

@@ -101,3 +101,11 @@ def test_first_version() -> None:
     trainer: Any = SimpleNamespace(strategy=FSDPStrategy(), callbacks=[], optimizers=[])
     with pytest.raises(NotImplementedError, match=r"FSDPStrategy.*ModelParallelStrategy\(data_par"):
         _refuse(trainer, Tiny())
+
+
+def test_sequences_split_by_hand() -> None:
+    monitor, trainer = GNSMonitor(), SimpleNamespace(world_size=2)
+    monitor.gns = gnsfast.GradientNoiseScale(Tiny())
+    batch = {"position_ids": torch.arange(8, 16).expand(N, 8)}
+    with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
+        monitor.on_train_batch_start(trainer, Tiny(), batch, 0)

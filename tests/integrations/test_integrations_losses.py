@@ -63,7 +63,7 @@ class Warm(Plain):
 def test_auxiliary_loss_that_warms_up(tmp_path: Path) -> None:
     """It is seen after the next log, that of step 4."""
     model = Warm()
-    with pytest.raises(ValueError, match="An auxiliary loss"):
+    with pytest.raises(ValueError, match="adds an auxiliary loss"):
         train(model, samples(2 * STEPS * N), tmp_path, logging_steps=4)
     assert model.passes == 9
 
@@ -183,7 +183,7 @@ def test_refusals_by_name(tmp_path: Path) -> None:
         trainer_of(model, data, tmp_path, GNSCallback(), GNSCallback()).train()
     trainer = trainer_of(model, data, tmp_path, GNSCallback())
     model._tp_size = 2  # as transformers marks a model loaded with tp_plan
-    with pytest.raises(NotImplementedError, match=r"spread over processes .*'tp': 2"):
+    with pytest.raises(NotImplementedError, match=r"splits a sample or a layer .*'tp': 2"):
         trainer.train()
 
 

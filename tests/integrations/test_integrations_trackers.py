@@ -134,7 +134,7 @@ def test_jsonl_records(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     tracker = JSONLTracker(path, run={"name": "a"})
     tracker.record({"kind": "decision", "upper": math.inf, "in": [{"x": (math.nan, 1)}], "n": 2})
-    with pytest.raises(ValueError, match="a record needs a kind"):
+    with pytest.raises(ValueError, match="a record needs a 'kind'"):
         tracker.record({"upper": 1.0})
     tracker.close()
     tracker.close()
@@ -166,7 +166,7 @@ def test_jsonl_after_a_crash(tmp_path: Path, left: str, kept: str) -> None:
 
 def test_jsonl_leaves_other_files_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("not\na log")
-    with pytest.raises(ValueError, match="not a log to append to"):
+    with pytest.raises(ValueError, match="so it is no log"):
         JSONLTracker(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "not\na log"
 
@@ -232,7 +232,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"gns/b_simple": 13.0, "tokens": 8192.0, "step": 20},
     ]
     assert axes["gns/*"] == axes["batch/*"] == "tokens"
-    with pytest.raises(TypeError, match="an open run, or a project"):
+    with pytest.raises(TypeError, match="an open run, .* or a project"):
         WandbTracker()
 
 

@@ -17,6 +17,7 @@ from test_integrations_transformers import (
     STEPS,
     N,
     Sample,
+    T,
     by_hand,
     check,
     logged,
@@ -27,13 +28,14 @@ from test_integrations_transformers import (
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+import gnsfast
 from gnsfast.integrations.transformers import GNSCallback
 
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive"),
 ]
-BLOCK = {"transformer_layer_cls_to_wrap": "GPT2Block"}
+BLOCK = {"transformer_layer_cls_to_wrap": "GPT2Block", "activation_checkpointing": True}
 
 
 def sharded_trainer(
@@ -56,7 +58,7 @@ def sharded_trainer(
 
 
 def whole_run(rank: int, folder: str) -> None:
-    """Tied embeddings, accumulation, clipping."""
+    """Tied embeddings, recomputed activations, accumulation, clipping."""
     callback, data = GNSCallback(), samples(4 * STEPS * N)
     trainer = sharded_trainer(Path(folder), data, callback)
     trainer.train()
@@ -84,20 +86,28 @@ def single_samples(rank: int, folder: str) -> None:
 
 
 def resumed(rank: int, folder: str) -> None:
-    states, data = [], samples(4 * STEPS * N)
-    options = dict(save_strategy="steps", save_steps=5)
-    for resume in (None, str(Path(folder) / "checkpoint-5")):
-        callback = GNSCallback(window=4)
+    states, data = [], samples(4 * 4 * N)
+    options = dict(save_strategy="steps", save_steps=2, max_steps=4)
+    for resume in (None, str(Path(folder) / "checkpoint-2")):
+        callback = GNSCallback(window=3)
         trainer = sharded_trainer(Path(folder), data, callback, **options)
         trainer.train(resume_from_checkpoint=resume)
         assert callback.gns is not None
         states.append(callback.gns.state_dict())
-    assert states[0]["measured"] == states[1]["measured"] == STEPS
+    assert states[0]["measured"] == states[1]["measured"] == 4
     assert torch.equal(states[0]["ring"], states[1]["ring"])
 
 
+def split_by_hand(rank: int, folder: str) -> None:
+    """As the second and third of four processes would have the samples."""
+    positions = torch.arange(T) + (1 + rank) * T
+    data = [{**sample, "position_ids": positions} for sample in samples(4 * N)]
+    with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
+        sharded_trainer(Path(folder), data, GNSCallback()).train()
+
+
 def test_two_processes(tmp_path: Path) -> None:
-    works = whole_run, single_samples, resumed
+    works = whole_run, single_samples, resumed, split_by_hand
     spawn(each, args=(works, (str(tmp_path),)), method="fork")
     data = samples(4 * STEPS * N)
     truth = by_hand(tiny_gpt(), data, causal=True, divided="items", accumulated=4)

@@ -75,7 +75,7 @@ def test_dropout_is_refused() -> None:
 def test_attention_weights_are_refused() -> None:
     """They would be missing in silence, and a loss on them too."""
     _, model, batch = converted()
-    with pytest.raises(gnsfast.ObservationError, match="attention weights to return"):
+    with pytest.raises(gnsfast.ObservationError, match="attention weights as an output"):
         with gnsfast.per_sample_sqnorms(model, B):
             model(**batch, output_attentions=True)
 

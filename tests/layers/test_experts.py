@@ -237,7 +237,7 @@ def test_a_block_that_picks_rows() -> None:
     block = gnsfast.convert(Picks(config(hf.MixtralConfig, 2)))
     for num_samples in (4, 8):  # as many rows as samples, too
         with pytest.raises(
-            gnsfast.SampleShapeError, match=r"^gate .*is not known whether the block"
+            gnsfast.SampleShapeError, match=r"^gate .*does not know whether the block"
         ):
             with gnsfast.per_sample_sqnorms(block, num_samples):
                 block(torch.randn(8, 2, H))

@@ -279,7 +279,7 @@ REASONS = {
     "dropout inside attention": (OwnAttention(4, 2, dropout=0.1), "dropout"),
     "complex": (nn.Linear(4, 4, dtype=torch.complex64), "complex"),
     "lazy": (nn.LazyLinear(4), "lazy"),
-    "own weight norm": (hooked(4), "a hook computes its weight"),
+    "own weight norm": (hooked(4), "a hook outside of the module computes its weight"),
 }
 
 

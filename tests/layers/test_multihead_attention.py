@@ -236,11 +236,11 @@ def test_what_is_left_out_says_why() -> None:
 def test_bad_masks() -> None:
     layer, x = gnsfast.MultiheadAttention(E, H, batch_first=True), torch.randn(B, L, E)
     with gnsfast.per_sample_sqnorms(layer, B):
-        with pytest.raises(RuntimeError, match=r"attn_mask must be \[5, 5\], not \[4, 5\]"):
+        with pytest.raises(RuntimeError, match=r"attn_mask must have shape \[5, 5\], not \[4, 5\]"):
             layer(x, x, x, attn_mask=torch.zeros(4, 5))
-        with pytest.raises(RuntimeError, match=r"key_padding_mask must be \[3, 5\]"):
+        with pytest.raises(RuntimeError, match=r"key_padding_mask must have shape \[3, 5\]"):
             layer(x, x, x, key_padding_mask=torch.zeros(3, 4))
-        with pytest.raises(RuntimeError, match="needs one"):
+        with pytest.raises(RuntimeError, match="so it needs one"):
             layer(x, x, x, is_causal=True)
         terms(outputs_of(layer, (x, x, x), {}), 0).sum().backward()
 

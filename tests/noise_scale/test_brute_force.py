@@ -43,5 +43,5 @@ def test_interval_covers_a_known_noise_scale() -> None:
 
 
 def test_too_few_samples() -> None:
-    with pytest.raises(ValueError, match="63 samples in 32 blocks"):
+    with pytest.raises(ValueError, match="63 samples for 32 blocks"):
         gnsfast.brute_force_noise_scale(nn.Linear(2, 1), loss_of, torch.randn(63, 1, 2))

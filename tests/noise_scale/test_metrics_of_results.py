@@ -42,7 +42,7 @@ def test_what_is_not_measured(metric: str, setting: str) -> None:
     with pytest.raises(ValueError) as error:
         result(*({*OTHERS} - {metric})).under(metric)
     assert str(error.value) == (
-        f"metric={metric!r} needs the noise scale {OTHERS[metric]}: "
+        f"this estimator does not measure the noise scale {OTHERS[metric]}: make it with "
         f"GradientNoiseScale(model, {setting})"
     )
     with pytest.raises(ValueError, match="metric must be 'euclidean', .* or 'spectral', not 'l1'"):

@@ -128,7 +128,7 @@ def test_print_says_which_is_which() -> None:
     assert found.present.lower < found.present.noise_scale < found.present.upper
     first, second = str(found).splitlines()
     assert "over the last 64 updates (2,048 samples)" in first
-    assert second == f"at the end of these: {found.present}"
+    assert second == f"at the newest update: {found.present}"
     few = summarize(p[:9], q[:9], q[:9, 0], scalars[:9], False, ["layer"], None)
     assert math.isnan(few.present.noise_scale) and len(str(few).splitlines()) == 1
     p[-3:] = math.nan

@@ -75,7 +75,7 @@ def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("block", "why"),
-    [("", "set before Python starts"), ("import sys; sys.modules['triton'] = None", "pip install")],
+    [("", "before Python starts"), ("import sys; sys.modules['triton'] = None", "pip install")],
     ids=["not interpreted", "not installed"],
 )
 def test_triton_that_cannot_run(block: str, why: str) -> None:

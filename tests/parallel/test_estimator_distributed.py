@@ -217,7 +217,7 @@ def divide_factors(rank: int) -> None:
     fully_shard(model)
     model[0].set_gradient_divide_factor(1.0)
     with pytest.raises(
-        NotImplementedError, match=r"the mean \(the model\) and 1.0 \(0\): .*source='local'"
+        NotImplementedError, match=r"the mean \(the model\) and 1.0 \(0\)\. .*source='local'"
     ):
         with gnsfast.GradientNoiseScale(model).microbatch(N):
             pass

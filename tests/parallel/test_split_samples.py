@@ -55,6 +55,8 @@ def meshes(rank: int) -> None:
                 continue
             with pytest.raises(NotImplementedError, match=f"'{name}'.*splits each sample"):
                 run(gns)
+    single = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
+    run(gnsfast.GradientNoiseScale(fully_shard(layers(), mesh=single._flatten("dp_and_cp"))))
 
 
 def attention(rank: int) -> None:
@@ -103,25 +105,29 @@ def test_two_processes() -> None:
     spawn(each, args=((groups, meshes, attention, flattened, context),))
 
 
-def positions(*begins: int) -> Tensor:
-    return torch.tensor(begins)[:, None] + torch.arange(T)
+def positions(*begins: int) -> dict[str, Tensor]:
+    return {"position_ids": torch.tensor(begins)[:, None] + torch.arange(T)}
 
 
 @pytest.mark.parametrize("begin", [T, 3 * T, T // 2, 3 * T // 2])
 def test_rows_that_begin_elsewhere(begin: int) -> None:
     """In one piece a process, or in two: of four pieces the second process has the inner ones."""
-    ids = positions(begin, begin)
+    batch = positions(begin, begin)
     if begin % T:
-        ids[:, T // 2 :] += T // 2
+        batch["position_ids"][:, T // 2 :] += T // 2
     with pytest.raises(gnsfast.ObservationError, match=f"position {begin},.*splits each sample"):
-        refuse_parts(ids, 2)
-    refuse_parts(ids, 1)
+        refuse_parts(batch, 2)
+    refuse_parts(batch, 1)
 
 
 @pytest.mark.parametrize("begins", [(0, 0), (T, 0), (1, 1), (3, 3), (T, 2 * T)])
 def test_rows_of_their_own(begins: tuple[int, ...]) -> None:
     """Padding in front is at position 1; positions drawn at random begin at different ones."""
     refuse_parts(positions(*begins), 2)
-    refuse_parts(None, 2)
-    refuse_parts(positions(*begins)[0], 2)
-    refuse_parts(positions(*begins)[:, :1], 2)
+
+
+def test_batches_without_positions_of_rows() -> None:
+    ids = positions(T, T)["position_ids"]
+    for batch in (ids, [ids], {"input_ids": ids}, {"position_ids": ids[0]}):
+        refuse_parts(batch, 2)
+    refuse_parts({"position_ids": ids[:, :1]}, 2)

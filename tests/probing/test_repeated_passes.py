@@ -255,7 +255,7 @@ def test_operands_that_are_written_to(x: Tensor) -> None:
         kept[0].mul_(2.0)
 
     kept: list[Tensor] = []
-    with pytest.raises(ObservationError, match="layer: .* was written to"):
+    with pytest.raises(ObservationError, match="layer: .* was changed before"):
         with gnsfast.per_sample_sqnorms(model, B):
             leaf = x.clone().requires_grad_()
             hidden = model.step(leaf)

@@ -192,7 +192,7 @@ def test_num_samples_that_is_no_count(num_samples: object) -> None:
 
 def test_rows_that_do_not_divide() -> None:
     model = gnsfast.convert(Model(), fold=["first", "last"])
-    with pytest.raises(SampleShapeError, match="dimension 0 has 10 rows"):
+    with pytest.raises(SampleShapeError, match="dimension 0 has size 10"):
         run(model, torch.randn(10, 5))
 
 

@@ -247,7 +247,7 @@ def check(name: str, *fields: Any) -> None:
 def test_probe_and_starts_of_other_shapes() -> None:
     x, w = torch.randn(3, 5), torch.randn(2, 4, 5, requires_grad=True)
     starts = torch.tensor([0, 1, 1, 2, 3])
-    with pytest.raises(ValueError, match=r"starts must be \[7\], for 2 experts and the 3 samples"):
+    with pytest.raises(ValueError, match=r"starts must have shape \[7\], for 2 experts, the 3"):
         functional.grouped_linear(x, w, None, starts, torch.zeros(1, 5))
     with pytest.raises(ValueError, match=r"probe must be float32 \[1, B \+ 2\]"):
         functional.grouped_linear(x, w, None, starts, torch.zeros(2, 4))

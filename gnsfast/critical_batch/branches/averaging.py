@@ -16,15 +16,16 @@ def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
     folder, take a stream of another seed, and measure into a new folder. ``loss_std`` of the result
     is the standard error of the mean, ``statistics.stdev(losses) / sqrt(len(losses))``. It includes
     what a single measurement cannot know: how much the weights depend on the data that a branch
-    trained on. The result has the k that every measurement trained; a branch that diverged in one
+    trained on. The result has each k that all measurements trained. A branch that diverged in one
     of them counts as diverged.
 
     Args:
         measurements: at least two, with the same checkpoint and settings.
 
     Raises:
-        ValueError: for fewer than two, or where a setting differs (the message names it).
-        BranchError: where not all of them have k = 1.
+        ValueError: for fewer than two measurements, or where a setting differs (the message names
+            it).
+        BranchError: where one of them lacks k = 1.
 
     >>> import math
     >>> from dataclasses import replace
@@ -40,12 +41,17 @@ def averaged(measurements: Sequence[CriticalBatch]) -> CriticalBatch:
     ['2.002 ± 0.002', '2.102 ± 0.002']
     """
     if len(measurements) < 2:
-        raise ValueError("an average needs at least two measurements of one checkpoint")
+        raise ValueError(
+            f"averaged() needs at least two measurements of one checkpoint, not {len(measurements)}"
+        )
     first = measurements[0]
     for other in measurements[1:]:
         for name in SETTINGS:
             if (theirs := getattr(other, name)) != (ours := getattr(first, name)):
-                raise ValueError(f"the measurements have {name}={ours!r} and {name}={theirs!r}")
+                raise ValueError(
+                    f"the measurements differ in {name}: {ours!r} and {theirs!r}. An average needs "
+                    "measurements of one checkpoint with the same settings"
+                )
     by_k = [{b.k: b for b in m.branches} for m in measurements]
     shared = [k for k in by_k[0] if all(k in each for each in by_k)]
     missing = {k: "not trained in every measurement" for each in by_k for k in each}

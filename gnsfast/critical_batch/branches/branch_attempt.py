@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Attempts``: which process does a piece of work in a folder that several machines share.
+"""``Attempts``: decides which process does a piece of work in a folder that several machines share.
 
-Two properties of the disk are relied upon: of several processes that create a file exclusively one
-succeeds, and who opens a file reads what was written to it before (NFS: close-to-open). A listing
-may be old, a file of another machine may appear late, clocks may differ, and ``flock`` may be
-missing: where it works it shows at once that a process of the same machine has died.
+It relies on two properties of the disk. If several processes create a file exclusively, one of them
+succeeds. A process that opens a file reads what was written to it before (NFS: close-to-open). It
+relies on nothing else: a listing may be old, a file from another machine may appear late, and
+clocks may differ. ``flock`` may be missing. Where it works, it shows at once that a process of the
+same machine has died.
 """
 
 import json
@@ -33,13 +34,13 @@ SIZE = 1024  # bytes: each write replaces the whole file, so that no reader find
 
 
 def machine() -> str:
-    """A name of this machine since it was started; its processes see each other's locks."""
+    """A name for this machine since its last start. Its processes see each other's locks."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot.read_text().strip() if boot.is_file() else ''}".strip()
 
 
 class Attempts:
-    """The attempts at one piece of work, numbered from 1: each a file that its process created.
+    """The attempts at one piece of work, numbered from 1. Each is a file that its process created.
 
     Args:
         stem: the path of these files without their endings.
@@ -70,9 +71,8 @@ class Attempts:
     def over(self) -> int | None:
         """The newest attempt once it is over; None while its process works.
 
-        A process of another machine, or on a disk without locks, is watched by repeated calls of
-        the same object: it is dead when it has been silent for ``EXPIRY`` s by this process's
-        clock.
+        A process of another machine, or on a disk without locks, counts as dead once it has been
+        silent for ``EXPIRY`` s by this process's clock. Repeated calls of the same object find out.
         """
         if not (number := self.newest()):
             return 0
@@ -133,7 +133,8 @@ class Attempt:
         """Raise BranchError where another process has begun the next attempt."""
         if self._file is not None and self._next.exists():
             raise BranchError(
-                f"{self._path} was silent for more than {EXPIRY:g} s, and another process goes on"
+                f"this process was silent for more than {EXPIRY:g} s ({self._path}), so another "
+                "process has taken over its branch"
             )
 
     def _beat(self) -> None:

@@ -11,7 +11,7 @@ from gnsfast.critical_batch.branches.measurement import Branch
 from gnsfast.parallel import first, process_count
 
 POLL = 0.02, 2.0
-"""Seconds between two looks at what runs: they grow from the first to the second."""
+"""Seconds between two checks of the running branches. They grow from the first to the second."""
 
 
 class Call(Protocol):
@@ -31,7 +31,7 @@ class Submits(Protocol):
 
 
 class Made:
-    """A call that was made already."""
+    """A call that has ended."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -47,14 +47,14 @@ class Made:
 
 
 class Here:
-    """An executor that calls at once, in this process; exceptions are the caller's."""
+    """An executor that calls at once, in this process. Exceptions reach the caller."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Made:
         return Made(fn(*args))
 
 
 def told(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """What ``work`` returns, or its exception in words, which pass through every executor."""
+    """What ``work`` returns, or its exception as text, which every executor can pass on."""
     try:
         return {"value": work(*args)}
     except Exception as error:
@@ -66,8 +66,9 @@ def told(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
 class Work:
     """A branch to train, by a call of this process or by another process that has begun it.
 
-    A call that ends without a result was lost, such as with its machine. Its branch has failed once
-    its last process is over: that may go on without its caller, or a cluster has moved it.
+    A call that ends without a result was lost, for example with its machine. Its process may go on
+    without the caller, or a cluster may have moved it. So the branch has failed only once its last
+    process is over.
 
     Args:
         submit: has ``told`` call its arguments, on an executor.
@@ -98,7 +99,7 @@ class Work:
             said = {"error": reason_of(error)}
         if said.get("value") is not None:
             return Branch.from_record(said["value"])
-        self.failure = said.get("error") or "another process had begun it, and was lost"
+        self.failure = said.get("error") or "the process that trained it was lost"
         return None
 
     def _elsewhere(self) -> tuple[Branch | None, int | None]:

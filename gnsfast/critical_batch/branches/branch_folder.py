@@ -30,7 +30,7 @@ LOCK, LOGS = "lock", "logs"
 """``LOGS`` is for the files of an executor."""
 
 PATIENCE = 120.0
-"""Seconds that a file may take to appear which another machine says it has written."""
+"""Seconds that a file may take to appear after another machine has written it."""
 
 
 class BranchFolder:
@@ -59,11 +59,11 @@ class BranchFolder:
             ValueError: where the path is a file or a folder of something else.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file: name a folder")
+            raise ValueError(f"the folder of a measurement cannot be {self.path}, which is a file")
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / SETTINGS).is_file() and not all(map(_is_own, self.path.iterdir())):
             raise ValueError(
-                f"{self.path} is not empty and holds no branch measurement: name a new folder"
+                f"{self.path} holds other files and no branch measurement: name a new folder"
             )
 
     def open(self, settings: Mapping[str, Any]) -> None:
@@ -91,8 +91,8 @@ class BranchFolder:
         there = _read_object(saved)
         if there.get("kind") != KIND or there.get("format") != FORMAT:
             raise ValueError(
-                f"{saved} has format {there.get('format')!r}, and this version of gnsfast reads "
-                f"{FORMAT}: name a new folder"
+                f"{saved} has format {there.get('format')!r}, but this version of gnsfast reads "
+                f"format {FORMAT}: name a new folder"
             )
         other = [
             f"{name}={there[name]!r}, not {value!r}" if name in there else f"no {name} noted"
@@ -101,16 +101,17 @@ class BranchFolder:
         ]
         if other:
             raise ValueError(
-                f"{self.path} holds branches with {', '.join(other)}: use the same settings to "
-                "continue it, or a new folder"
+                f"{self.path} holds branches with {', '.join(other)}: pass the same settings to "
+                "continue that measurement, or name a new folder"
             )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from measuring in the folder.
 
-        The operating system releases the lock of a killed process. Where a disk or Windows has no
-        lock, or it is not seen by other machines, two measurements share the branches of a folder.
+        The operating system releases the lock of a killed process. Windows and some disks have no
+        such lock, and other machines may not see it. There, two measurements share the branches of
+        a folder.
 
         Raises:
             BranchError: where another process holds the lock.
@@ -127,7 +128,8 @@ class BranchFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BranchError(
-                f"another process measures in {self.path}: wait for it, or name a new folder"
+                f"another process is measuring in {self.path}: wait until it ends, or name a new "
+                "folder"
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
@@ -243,7 +245,10 @@ class BranchFolder:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
         steps = [step for step in map(json.loads, lines) if step["tokens"] <= tokens]
         if tokens and (not steps or steps[-1]["tokens"] != tokens):
-            raise BranchError(f"{path} does not hold the steps before {tokens:,} tokens")
+            raise BranchError(
+                f"{path} lacks steps of the first {tokens:,} tokens, which the save of this branch "
+                "includes: name a new folder"
+            )
         write(path, *steps)
         return tokens, [null_to_nan(step["loss"]) for step in steps]
 
@@ -305,12 +310,12 @@ def write(path: Path, *records: Mapping[str, Any]) -> None:
 def _read_object(path: Path) -> dict[str, Any]:
     record = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(record, dict):
-        raise ValueError(f"{path} is not a JSON object")
+        raise ValueError(f"{path} does not hold a JSON object")
     return record
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a measurement that was killed early leaves such a file."""
+    """Whether the file is one that a measurement leaves when it is killed early."""
     return path.name in (LOCK, LOGS) or path.name.endswith(PARTIAL) or ".attempt-" in path.name
 
 
@@ -320,13 +325,13 @@ def _make_empty(folder: Path) -> None:
 
 
 def shown(there: Callable[[], bool], path: Path) -> None:
-    """Wait for what another machine may have written; a listing says nothing of a new file."""
+    """Wait for a file that another machine may have written. A listing may not show it yet."""
     deadline = time.monotonic() + PATIENCE
     while not there():
         if time.monotonic() > deadline:
             raise BranchError(
-                f"{path} did not appear within {PATIENCE:g} s: it was deleted, or not all machines "
-                "see this folder"
+                f"{path} did not appear within {PATIENCE:g} s. Either it was deleted, or this "
+                "machine does not share the folder with the others"
             )
         time.sleep(0.1)
 

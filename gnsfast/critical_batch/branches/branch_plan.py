@@ -12,7 +12,8 @@ from gnsfast.critical_batch.branches.branch_rule import check_grid, matching, sm
 from gnsfast.critical_batch.rules import Rules
 
 LEAST_STEPS = 3
-"""Every branch needs them: the first loss is still the checkpoint's, and noise takes three."""
+"""The fewest steps of a branch: the first loss is still the checkpoint's, and the noise of a loss
+is estimated from at least three."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,21 @@ class Plan:
         """
         ks = check_grid(self.ks, run.batch_size, getattr(run, "batch_multiple", 1))
         if self.loss == "evaluate" and not callable(getattr(run, "evaluate", None)):
-            raise ValueError("loss='evaluate' needs a run with evaluate()")
+            raise ValueError(
+                f"loss='evaluate' needs a run with evaluate(), which {type(run).__name__} lacks "
+                "here: give TorchRun(evaluate=...), or pass loss='train'"
+            )
         largest = round(ks[-1] * run.batch_size)
         if (least := LEAST_STEPS * largest * run.tokens_per_sample) > self.delta_tokens:
             raise ValueError(
-                f"delta_tokens={self.delta_tokens:,} is too few: k = {ks[-1]:g} needs "
-                f"{LEAST_STEPS} steps at least, {least:,} tokens"
+                f"delta_tokens={self.delta_tokens:,} is too few: the branch with k = {ks[-1]:g} "
+                f"needs at least {LEAST_STEPS} steps, which are {least:,} tokens. Raise "
+                "delta_tokens, or leave out the largest k"
             )
+        check: Callable[[float], None] | None = getattr(run, "check_branch", None)
+        if check is not None:
+            for k in ks:
+                check(k)
         own: Callable[[], Mapping[str, Any]] | None = getattr(run, "branch_settings", None)
         return {
             "tokens": run.tokens,

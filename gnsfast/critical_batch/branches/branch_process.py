@@ -37,8 +37,8 @@ def train_branch(run: BranchRun, folder: BranchFolder, job: Job, attempt: Attemp
     """Train a branch from its newest save to its end, or until a loss is not finite.
 
     Raises:
-        BranchError: where ``run`` takes steps of another size than asked for, or ends early; where
-            another process has taken the branch over.
+        BranchError: where ``run`` takes steps of another size than asked for or ends early, or
+            where another process has taken over the branch.
     """
     if (finished := folder.finished(job.k, attempt)) is not None:
         return finished
@@ -54,9 +54,9 @@ def train_branch(run: BranchRun, folder: BranchFolder, job: Job, attempt: Attemp
             short = full_before and 0 < step.tokens < per_step
             if not (full or short) or done >= job.delta_tokens:
                 raise BranchError(
-                    f"train({left}, batch_size={job.batch_size}) made a step of {step.tokens} "
-                    f"tokens after {done}: it must make steps of {per_step} until "
-                    f"{job.delta_tokens}"
+                    f"the run's train({left}, batch_size={job.batch_size}) took a step of "
+                    f"{step.tokens} tokens after {done} tokens. Every step must have {per_step} "
+                    f"tokens until the branch has {job.delta_tokens}"
                 )
             attempt.check()
             done += step.tokens
@@ -69,7 +69,10 @@ def train_branch(run: BranchRun, folder: BranchFolder, job: Job, attempt: Attemp
                 folder.save(run, job.k, done, attempt)
                 saved = done
     if done < job.delta_tokens:
-        raise BranchError(f"train() ended after {done:,} of {job.delta_tokens:,} tokens")
+        raise BranchError(
+            f"the run's train() ended after {done:,} of {job.delta_tokens:,} tokens: it must go on "
+            "until it has trained all of them"
+        )
     loss = smoothed(losses, job.alpha) if job.loss == "train" else cast(Any, run).evaluate()
     return _finish(folder, job, attempt, losses, done, loss)
 
@@ -97,8 +100,8 @@ def train_job(
 ) -> dict[str, Any] | None:
     """Train a branch with a new run; its record, or None where another process has begun it.
 
-    Why it failed is also written into the folder. Where several processes train the branch, one
-    that raises has to end, and so ends the others, which wait for it.
+    The folder also gets the reason of a failure. Where several processes train the branch and one
+    of them raises, it has to end: the others wait for it, and its end ends them too.
 
     Args:
         after: the attempt of the branch that is known to be over.
@@ -116,7 +119,7 @@ def train_job(
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception in one line; its type too, unless it is one that gnsfast words itself."""
+    """An exception in one line, with its type unless gnsfast worded the message itself."""
     said, kind = str(error).partition("\n")[0], type(error).__name__
     if isinstance(error, BranchError | ValueError):
         return said or kind

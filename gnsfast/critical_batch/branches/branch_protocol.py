@@ -35,6 +35,8 @@ class BranchRun(Protocol):
     - ``batch_multiple: int``: every batch size that the run can train with is a multiple of it.
     - ``branch_settings() -> Mapping[str, Any]``: plain values on which a branch depends. A folder
       whose branches had other values is refused.
+    - ``check_branch(k: float) -> None``: raises ValueError where the run could not train a branch
+      of k times its batch. It is called for every k before anything is written.
     - ``noise_scale() -> NoiseScale | None``: the noise scale at the present weights; the state of
       the run stays the same. None means no estimate; ``noise_scale_reason`` may say why, in one
       line.

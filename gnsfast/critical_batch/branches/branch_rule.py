@@ -47,15 +47,16 @@ def check_grid(grid: Iterable[float], batch_size: int, multiple: int = 1) -> tup
     if not all(math.isfinite(k) and k > 0 for k in ks):
         raise ValueError(f"every k must be positive and finite: {listed}")
     if len(set(ks)) < len(ks):
-        raise ValueError(f"a k occurs twice: {listed}")
+        raise ValueError(f"no k may occur twice: {listed}")
     if 1.0 not in ks or len(ks) < 2:
-        raise ValueError(f"the grid of k must hold 1, the base, and at least one other: {listed}")
+        raise ValueError(f"k must include 1, the run's own batch, and at least one other: {listed}")
     for k in ks:
         size = round(k * batch_size)
         if not math.isclose(size, k * batch_size, rel_tol=1e-9) or size % multiple:
             raise ValueError(
-                f"k = {k:g} makes batches of {k * batch_size:g} samples from a batch size of "
-                f"{batch_size}: that must be a whole multiple of {multiple}"
+                f"k = {k:g} times the batch size of {batch_size} gives {k * batch_size:g} samples, "
+                f"which must be a {'whole number' if multiple == 1 else f'multiple of {multiple}'}"
+                ": leave out this k, or choose another"
             )
     return tuple(ks)
 
@@ -120,7 +121,7 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
     real_number("tolerance", tolerance, 0.0)
     ks = sorted(losses)
     if 1 not in losses:
-        raise BranchError("there is no branch with k = 1, with which all others are compared")
+        raise BranchError("the branch with k = 1 is missing, and all others are compared with it")
     for k in ks:
         if k <= 1 and not math.isfinite(losses[k]):
             raise BranchError(
@@ -145,8 +146,8 @@ def matching(losses: Mapping[float, float], tolerance: float = 0.01) -> Matching
 def _weights(steps: int, alpha: float) -> list[float]:
     """The weight of each step in the moving average, oldest first; the sum is 1."""
     if not 0 < alpha <= 1:
-        raise ValueError(f"alpha must lie in (0, 1], not {alpha!r}")
+        raise ValueError(f"alpha must be above 0 and at most 1, not {alpha!r}")
     if not steps:
-        raise ValueError("a branch without a step has no loss")
+        raise ValueError("the losses of a branch are empty: it has taken no step")
     newer = [alpha * (1 - alpha) ** age for age in range(steps - 1)]
     return [(1 - alpha) ** (steps - 1), *reversed(newer)]

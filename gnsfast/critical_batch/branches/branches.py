@@ -56,39 +56,39 @@ def measure_critical_batch(
     is the largest k whose loss is at most ε above that of every smaller k. Afterwards the run is
     back at the checkpoint, also after an exception or Ctrl-C.
 
-    To continue an interrupted measurement, make the same call again, in this or another process: it
-    trains the branches that are not finished. The run must have trained the same number of tokens;
-    it is restored from the checkpoint in the folder. k may differ between calls: the result holds
-    all branches of the folder. No branch is trained twice at once: a process that trains one says
-    so in the folder, every 10 s, and this call waits for a branch that another process trains. One
-    of another machine counts as dead after 120 s of silence.
+    To continue an interrupted measurement, make the same call again, in this or another process. It
+    restores the run from the checkpoint in the folder and trains the branches that are missing. The
+    run must have trained the same number of tokens. k may differ between calls: the result holds
+    all branches of the folder. No branch is trained twice at once. A process that trains one says
+    so in the folder every 10 s, and this call waits for it. A process of another machine counts as
+    dead after 120 s of silence.
 
-    Where several processes train one run (DDP, FSDP2), each calls this with its part of the run;
-    the first one writes. An exception in a branch then ends the measurement, and leaves the run
-    where it is: with ``launcher`` it ends that branch alone.
+    Where several processes train one run (DDP, FSDP2), each calls this with its part of the run,
+    and the first one writes. An exception in a branch then ends the whole measurement and leaves
+    the run where it is. With ``launcher`` it ends that branch alone.
 
     Args:
-        run: a ``BranchRun``, such as ``TorchRun``. None: ``make_run`` makes it, also the one that
-            is measured, in the processes that train it; this one needs neither a GPU nor memory.
+        run: a ``BranchRun``, such as ``TorchRun``. With None, the processes that train branches
+            make the run by ``make_run``, and this process needs neither a GPU nor much memory.
         folder: a new folder, or that of a measurement to continue.
-        k: batch sizes as multiples of ``run.batch_size``. They include 1, and also one below it
-            unless "at most" is answer enough. Every batch must be a multiple of
-            ``run.batch_multiple``, where the run has it.
+        k: batch sizes as multiples of ``run.batch_size``. Include 1, and one below 1 unless "at
+            most" is a sufficient answer. Every batch must be a multiple of ``run.batch_multiple``,
+            where the run has it.
         delta_tokens: Δ. A branch's last step may go beyond it; larger ones can find a larger
             critical batch size.
         tolerance: ε, in the units of the loss.
         alpha: the weight of the newest step in the moving average L_k.
-        lr: f(k): ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"none"``.
+        lr: f(k): ``"sqrt"`` (Adam), ``"linear"`` (SGD), ``"keep"``: 1.
         loss: ``"train"``, as in the paper, or ``"evaluate"``: L_k is ``run.evaluate()`` after the
             branch, which has less noise. To find the remaining noise, measure the same checkpoint
             with other data, each time into a new folder, and take ``averaged``.
         save_every_tokens: also save within a branch, so that a killed one continues from there.
         workers: train this many branches at once, each in its own process, which takes as many
             times the memory; 0 trains them in this process.
-        executor: trains the branches instead: one of ``concurrent.futures``, of submitit, of Dask
-            (``client.get_executor()``), or anything with ``submit(function, *args)`` that returns a
-            future. Its machines share ``folder``. A branch whose call is lost has failed. To see it
-            trained further, call again.
+        executor: trains the branches instead: an executor of ``concurrent.futures``, submitit or
+            Dask (``client.get_executor()``), or anything whose ``submit(function, *args)`` returns
+            a future. Its machines must share ``folder``. A branch whose call is lost has failed.
+            Call again to train it further.
         launcher: a command that starts the processes which train one branch together, such as
             ``"torchrun --standalone --nproc-per-node 8"`` or ``"srun"``; with ``run=None``. It is
             run by the executor, or by ``workers`` processes of this machine, 1 without either.
@@ -141,8 +141,8 @@ def measure_critical_batch(
         scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
     if 1.0 in missing:
         raise BranchError(
-            f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it: "
-            f"call again with the same folder to continue ({files.path})"
+            f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it. "
+            f"To train it again, call again with the same folder, {files.path}"
         )
     own = {name: settings[name] for name in SETTINGS}
     result = CriticalBatch(branches=branches, missing=missing, **own, **scales)
@@ -160,18 +160,20 @@ def _check_processes(
 ) -> None:
     """Raise ValueError where it is not clear which processes make the run and train."""
     if workers and executor is not None:
-        raise ValueError("workers and executor are two ways to train branches: take one")
+        raise ValueError("workers and executor exclude each other: pass one of them")
     if launcher is not None and run is not None:
-        raise ValueError("launched processes make their own run: launcher needs run=None")
+        raise ValueError(
+            "launcher needs run=None, because each launched process makes its own run by make_run()"
+        )
     if not here and make_run is None:
         raise ValueError(
-            "workers, executor, launcher and run=None need make_run, a function that makes the run "
-            "in other processes"
+            "workers, executor, launcher and run=None need make_run=..., a function that returns "
+            "the run in another process"
         )
     if not here and process_count() > 1:
         raise ValueError(
-            f"this run has {process_count()} processes, which train its branches themselves, "
-            "without workers, executor and launcher"
+            f"this run has {process_count()} processes, which train its branches together: leave "
+            "out workers, executor and launcher"
         )
 
 
@@ -252,9 +254,9 @@ def _measured(run: BranchRun) -> dict[str, Any]:
     record = noise_scale_records(None if measure is None else measure())
     reason = ""
     if measure is None:
-        reason = "the run has no noise_scale()"
+        reason = "the run has no method noise_scale()"
     elif record["noise_scale"] is None:
-        reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned none"
+        reason = getattr(run, "noise_scale_reason", "") or "the run's noise_scale() returned None"
     return record | {"noise_scale_reason": reason}
 
 

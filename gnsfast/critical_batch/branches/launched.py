@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of ``launcher.launch`` runs; its only argument is the work."""
+"""The module that each process of ``launcher.launch`` runs. Its only argument is the work."""
 
 import base64
 import os
@@ -20,11 +20,11 @@ SRUN = {
     "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
     "MASTER_ADDR": "SLURM_LAUNCH_NODE_IPADDR",
 }
-"""What ``init_process_group`` reads, and how ``srun`` names it."""
+"""The variables that ``init_process_group`` reads, and what ``srun`` calls them."""
 
 
 def main() -> None:
-    """What each launched process does."""
+    """Run the work in a launched process."""
     if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:
         os.environ.update({name: os.environ[slurm] for name, slurm in SRUN.items()})
         step = int(os.environ["SLURM_JOB_ID"]) * 31 + int(os.environ["SLURM_STEP_ID"])
@@ -36,8 +36,8 @@ def main() -> None:
         run, started = make_run(), int(os.environ.get("WORLD_SIZE", 1))
         if process_count() != started:
             raise BranchError(
-                f"{started} processes were launched, and make_run made a run of {process_count()}: "
-                "it must call torch.distributed.init_process_group()"
+                f"{started} processes were launched, but make_run returned a run of "
+                f"{process_count()}: call torch.distributed.init_process_group() in make_run"
             )
         return run
 

@@ -29,9 +29,9 @@ SHARED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def alone(folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
-    """``work(*args)`` in a process that it shares with nothing else: this one, or a new one.
+    """Call ``work(*args)`` in a process of its own: this one on the main thread, else a new one.
 
-    A thread beside others, such as a task of Dask has, shares the random numbers of its process.
+    Threads, such as Dask's tasks, share the random numbers of their process.
     """
     if threading.current_thread() is threading.main_thread():
         return work(*args)
@@ -40,15 +40,15 @@ def alone(folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
 
 
 def launch(command: str, folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
-    """``work(*args)`` in the processes that ``command`` starts; what the first one returns.
+    """Call ``work(*args)`` in the processes that ``command`` starts; return the first one's result.
 
     Args:
         command: such as ``"torchrun --standalone --nproc-per-node 8"`` or ``"srun"``.
-        folder: that all of them share.
-        args: the first one makes the run, and calls ``init_process_group``.
+        folder: a folder that all of them share.
+        args: the first argument makes the run, and calls ``init_process_group``.
 
     Raises:
-        ValueError: where they cannot import ``make_run``.
+        ValueError: where the processes cannot import ``make_run``.
         BranchError: where the command fails.
     """
     words = shlex.split(command)
@@ -69,7 +69,9 @@ def _launch(
     command = [*words, "-m", LAUNCHED, _packed(work, args, result)]
     ended = subprocess.run(command, stdout=2, env=environment)
     if ended.returncode and not result.is_file():
-        raise BranchError(f"{words[0]} ended with code {ended.returncode}")
+        raise BranchError(
+            f"{words[0]} ended with exit code {ended.returncode}; its output says why"
+        )
     shown(result.is_file, result)
     said = json.loads(result.read_text(encoding="utf-8"))
     result.unlink()
@@ -83,10 +85,12 @@ def _packed(work: Callable[..., Any], args: tuple[Any, ...], result: Path) -> st
     try:
         job = pickle.dumps((work, args, result))
     except Exception as error:
-        raise ValueError(f"make_run must be a function of a module: {error}") from error
+        raise ValueError(
+            f"make_run must be a function at the top level of a module ({error})"
+        ) from error
     if b"__main__" in job:
         raise ValueError(
-            "make_run is called in other processes, which cannot import the script that is run: "
-            "move it into a module"
+            "other processes call make_run, and they cannot import it from the script that runs: "
+            "move make_run into a module, and import it from there"
         )
     return base64.b64encode(pickle.dumps((sys.path, job))).decode()

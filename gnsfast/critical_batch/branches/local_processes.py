@@ -18,7 +18,7 @@ from gnsfast.errors import BranchError
 
 
 class LocalProcesses(Executor):
-    """Up to ``workers`` calls at once, each in a new process: one that dies ends no other.
+    """Runs up to ``workers`` calls at once, each in a new process. One that dies ends no other.
 
     The processes divide torch's threads among them. They end with this process, whatever ends it.
     """
@@ -40,7 +40,8 @@ class LocalProcesses(Executor):
             ForkingPickler.dumps((fn, args, kwargs))
         except Exception as error:
             raise ValueError(
-                f"make_run is called in other processes and must be a function of a module: {error}"
+                "other processes call make_run, so it must be a function at the top level of a "
+                f"module ({error})"
             ) from error
         return self._threads.submit(self._call, fn, args, kwargs)
 
@@ -51,7 +52,7 @@ class LocalProcesses(Executor):
         process = self._context.Process(target=_work, args=work)
         with self._lock:
             if self._running is None:
-                raise BranchError("its process was not started any more")
+                raise BranchError("the measurement ended before the process of this branch started")
             process.start()
             self._running.add(process)
         sender.close()
@@ -64,7 +65,7 @@ class LocalProcesses(Executor):
         with self._lock:
             (self._running or set()).discard(process)
         if said is None:
-            raise BranchError(f"its process ended with code {process.exitcode}")
+            raise BranchError(f"its process ended with exit code {process.exitcode}")
         value, error = said
         if error is not None:
             raise error

@@ -35,11 +35,11 @@ class Branch:
 
     Args:
         k: its batch size divided by that of the run.
-        batch_size: in samples.
-        lr_factor: multiplies every learning rate of the run.
+        batch_size: its batch size in samples.
+        lr_factor: the factor by which it multiplies every learning rate of the run.
         loss: L_k, infinite where the branch diverged.
         loss_std: the noise of ``loss`` (``branch_rule.smoothed_std``); NaN where it is unknown.
-        steps, tokens: trained by this branch; the last step may go beyond Δ.
+        steps, tokens: what this branch has trained. The last step may go beyond Δ.
         state: ``"finished"``, ``"diverged"``, or ``"failed"``, which the next call trains again.
         reason: why the branch failed.
     """
@@ -71,15 +71,15 @@ class CriticalBatch:
     It lies between ``lower`` and ``upper``; ``value`` is their geometric mean. Where only one bound
     was found, ``value`` is NaN and ``resolved`` is False: an infinite ``upper`` means "at least
     ``lower``", a ``lower`` of 0 means "at most ``upper``". The interval comes from the spacing of
-    the grid; it is no confidence interval. ``noisy`` names the branches whose loss is less certain
-    than the tolerance.
+    the grid, and is not a confidence interval. ``noisy`` names the branches whose loss is less
+    certain than the tolerance.
 
     Args:
-        tokens: trained before the checkpoint.
-        batch_size, tokens_per_sample: of the run.
-        delta_tokens: Δ, trained by each branch.
+        tokens: the tokens that the run had trained before the checkpoint.
+        batch_size, tokens_per_sample: those of the run.
+        delta_tokens: Δ, the tokens that each branch trains.
         tolerance, alpha: ε and the weight of the newest step in L_k.
-        lr: f(k): ``"sqrt"``, ``"linear"`` or ``"none"``.
+        lr: f(k): ``"sqrt"``, ``"linear"`` or ``"keep"``.
         loss: ``"train"``, where L_k is a moving average of training losses, or ``"evaluate"``,
             where it is the loss that the run's ``evaluate()`` returned.
         branches: those that were trained, by ascending k.
@@ -139,21 +139,24 @@ class CriticalBatch:
     def doubts(self) -> tuple[str, ...]:
         """Reasons to think that noise decided a verdict; empty where there is none.
 
-        There are two: a ``noisy`` branch, and a k that fails while a larger one matches. Evaluation
-        losses of a single measurement have only the second: their ``loss_std`` is unknown until
-        ``averaged`` finds how much they depend on the data that a branch happened to train on.
+        There are two reasons: a ``noisy`` branch, and a k that fails while a larger one matches.
+        Evaluation losses of a single measurement can only show the second. Their ``loss_std`` is
+        unknown until ``averaged`` finds how much they depend on the data of a branch.
         """
         found = []
         if self.noisy:
             ks = ", ".join(f"{k:g}" for k in self.noisy)
-            remedy = "take loss='evaluate' (a run with evaluate()), or a smaller alpha"
+            remedy = "pass loss='evaluate', which needs a run with evaluate(), or a smaller alpha"
             if self.loss == "evaluate":
                 remedy = "average more measurements"
-            found.append(f"the noise of the loss exceeds {self.tolerance:g} for k = {ks}: {remedy}")
+            found.append(
+                f"the noise of the loss exceeds the tolerance of {self.tolerance:g} for k = {ks}: "
+                f"{remedy}"
+            )
         if uneven := self._matching.uneven:
             found.append(
-                f"k = {uneven[0]:g} does not match, but {self._matching.largest:g} does: average "
-                "measurements with several seeds of the data (averaged)"
+                f"k = {uneven[0]:g} does not match, but the larger k = {self._matching.largest:g} "
+                "does: average measurements on other data (measure_repeatedly, --repeats)"
             )
         return tuple(found)
 
@@ -173,7 +176,7 @@ class CriticalBatch:
         scale = self.noise_scale if metric == "euclidean" else getattr(self, metric)
         if scale is None or math.isnan(scale.noise_scale):
             why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
-            raise ValueError(f"no {metric} noise scale was measured at this checkpoint{why}")
+            raise ValueError(f"the {metric} noise scale was not measured at this checkpoint{why}")
         return (
             self.value / scale.noise_scale if math.isfinite(scale.noise_scale) else math.nan,
             self.lower / scale.upper,
@@ -232,11 +235,13 @@ class CriticalBatch:
         """
         path = Path(folder) / RESULT
         if not path.is_file():
-            raise ValueError(f"{folder} holds no finished measurement ({RESULT})")
+            raise ValueError(f"{folder} holds no finished measurement: {RESULT} is missing")
         try:
             return CriticalBatch.from_record(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{path} is damaged or of another version: {e!r}") from e
+            raise ValueError(
+                f"{path} is damaged, or another version of gnsfast wrote it ({e!r})"
+            ) from e
 
     def __str__(self) -> str:
         rows = [["k", "batch", "lr x", "steps", "loss", "noise", "above least", ""]]
@@ -261,23 +266,23 @@ class CriticalBatch:
             size = f"{self.lower:,.0f} to {self.upper:,.0f} samples (about {value})"
         elif self.lower > 0:
             size = (
-                f"at least {self.lower:,.0f} samples: an upper bound needs a larger k in the grid"
+                f"at least {self.lower:,.0f} samples (for an upper bound, measure a larger k too)"
             )
         elif math.isfinite(self.upper):
-            size = f"at most {self.upper:,.0f} samples: a lower bound needs a smaller k in the grid"
+            size = f"at most {self.upper:,.0f} samples (for a lower bound, measure a smaller k too)"
         else:
-            size = "unknown: one branch alone has nothing to be compared with"
+            size = "unknown, because a single branch has nothing to be compared with"
         what = "evaluation loss" if self.loss == "evaluate" else "training loss"
         lines = [
             f"critical batch size {size}",
             f"at {self.tokens:,} tokens, by branches of {self.delta_tokens:,} tokens, "
             f"{what} within {self.tolerance:g}, learning rate {self.lr}",
         ]
-        lines += [f"not to be trusted: {doubt}" for doubt in self.doubts]
+        lines += [f"doubtful: {doubt}" for doubt in self.doubts]
         if self.loss == "evaluate" and all(math.isnan(b.loss_std) for b in self.branches):
             lines.append(
-                "the noise of the losses is unknown: measure again with other seeds of the data, "
-                "and average (averaged)"
+                "the noise of the losses is unknown: average measurements on other data "
+                "(measure_repeatedly, --repeats)"
             )
         lines += [f"k = {k:g} is missing: {why}" for k, why in self.missing.items()]
         if self.noise_scale is not None:
@@ -289,7 +294,7 @@ class CriticalBatch:
                 times = _times_noise_scale(self.ratio(metric))
                 lines.append(f"{words}: {scale}: the critical batch size is {times}")
         if self.noise_scale_reason:
-            lines.append(f"no noise scale: {self.noise_scale_reason}")
+            lines.append(f"the noise scale was not measured: {self.noise_scale_reason}")
         return "\n".join(lines)
 
 
@@ -312,8 +317,8 @@ def pooled_factor(
     for m in measurements:
         if m.doubts and not despite_doubts:
             raise ValueError(
-                f"the measurement at {m.tokens:,} tokens is not to be trusted: {m.doubts[0]}. To "
-                "use it anyway, pass despite_doubts=True"
+                f"the measurement at {m.tokens:,} tokens is doubtful: {m.doubts[0]}. To use it "
+                "anyway, pass despite_doubts=True"
             )
     ratios = [m.ratio(metric) for m in measurements]
     logs = [math.log(value) for value, _, _ in ratios if math.isfinite(value)]
@@ -321,7 +326,10 @@ def pooled_factor(
         at = ", ".join(
             f"{_times_noise_scale(r)} at {m.tokens:,} tokens" for r, m in zip(ratios, measurements)
         )
-        raise ValueError(f"the factor is not known from branches: {at or 'no measurement'}")
+        raise ValueError(
+            f"the branches do not give a factor: {at or 'there is no measurement'}. A factor needs "
+            "a measurement with both bounds: extend the grid of k"
+        )
     each = ", ".join(
         f"{f'{r[0]:.3g}' if math.isfinite(r[0]) else 'a bound'} at {m.tokens:,} tokens"
         for r, m in zip(ratios, measurements)

@@ -25,28 +25,28 @@ def measure_repeatedly(
     noise_scale: bool = True,
     **how: Any,
 ) -> CriticalBatch:
-    """``averaged`` of several measurements of one checkpoint, each on data of its own.
+    """Measure one checkpoint several times, each time on other data, and return ``averaged``.
 
-    The first is that of ``measure_critical_batch`` in the same folder. Before each other one the
-    run, at the weights of the checkpoint, skips the data that the branches before it trained; its
-    branches are in ``repeat-1``, ``repeat-2`` and so on below the folder. The averaged result is
-    the folder's own. To continue, or to add repeats, make the call again.
+    The first measurement is that of ``measure_critical_batch`` in the same folder. Before each
+    further one the run goes back to the weights of the checkpoint and skips the data that earlier
+    branches trained on. Its branches are in ``repeat-1``, ``repeat-2`` and so on below the folder,
+    and the folder itself gets the averaged result. To continue, or to add repeats, call again.
 
     Args:
-        run: with a method ``skip(tokens)``, such as ``TorchRun``'s.
-        repeats: measurements, at least 2. They cost as many times the branches.
+        run: a run with a method ``skip(tokens)``, such as ``TorchRun``.
+        repeats: the number of measurements, at least 2. Each costs as much as a single one.
         how: further arguments of ``measure_critical_batch``.
 
     Raises:
-        ValueError: for a run that cannot skip data, and as ``measure_critical_batch``.
-        BranchError: as there.
+        ValueError: for a run that cannot skip data, and where ``measure_critical_batch`` raises it.
+        BranchError: where ``measure_critical_batch`` raises it.
     """
     integer("repeats", repeats, 2)
     skip = getattr(run, "skip", None)
     if not callable(skip):
         raise ValueError(
-            f"repeats need other data each time, and {type(run).__name__} has no skip(tokens), "
-            "which would go on with later samples"
+            f"each repeat trains on other data, and {type(run).__name__} has no skip(tokens) to "
+            "reach it: add that method (gnsfast.critical_batch.BranchRun), or measure once"
         )
     path, ks = Path(folder), tuple(k)
     how |= {"k": ks, "delta_tokens": delta_tokens}

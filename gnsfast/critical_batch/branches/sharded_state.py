@@ -34,24 +34,24 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, own: dict[str, An
                 plain[index][name] = value
     save_together(tensors, checkpoint_id=folder / SHARED)
     own = own | {"optimizer": {"state": plain, "param_groups": state["param_groups"]}}
-    # Batch norm's differ between processes, and what is written once is that of one of them.
+    # Buffers such as batch norm's differ between processes, so each process writes its own.
     own["buffers"] = {name: b.clone() for name, b in model.named_buffers()}
     own["processes"] = dist.get_world_size()
     torch.save(own, folder / _own_file())
 
 
 def read_own(folder: Path) -> dict[str, Any]:
-    """What ``save`` wrote for this process alone.
+    """Read what ``save`` wrote for this process alone.
 
     Raises:
-        ValueError: where another number of processes wrote it.
+        ValueError: where another number of processes wrote the folder.
     """
     path, processes = folder / _own_file(), dist.get_world_size()
     found = torch.load(path, weights_only=True, map_location="cpu") if path.is_file() else {}
     if found.get("processes") != processes:
         raise ValueError(
-            f"{folder} was not saved by {processes} processes: each has its own random numbers, so "
-            "a run goes on with as many as it had"
+            f"{folder} was not saved by {processes} processes. Each process has random numbers of "
+            "its own, so start as many processes as saved it"
         )
     return dict(found)
 

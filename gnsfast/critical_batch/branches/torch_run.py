@@ -66,13 +66,14 @@ class TorchRun:
             continues in branches. None leaves the groups' ``lr`` alone: your own scheduler may
             change it between steps, and it is constant in branches.
         clip: the largest 2-norm of a gradient.
-        evaluate: ``evaluate(model)``, a mean loss on samples that are always the same; called in
-            evaluation mode, without gradients. Of several processes the mean counts.
-        betas, weight_decay: the rules (``Rules``) by which a branch moves them, from those of the
-            run to those of k times its batch.
-        gns: measures every step, also in branches; its window is saved with the run.
-        device: where the tensors of a batch are moved to.
-        tokens: with which the model was trained before.
+        evaluate: ``evaluate(model)``, a mean loss on samples that are always the same. TorchRun
+            calls it in evaluation mode, without gradients, and takes the mean over processes.
+        betas, weight_decay: the rules (``Rules``) by which a branch with k times the batch changes
+            them from those of the run.
+        gns: an estimator that measures every step, also in branches. Its window is saved with the
+            run.
+        device: the device that the tensors of a batch are moved to.
+        tokens: the tokens that the model was trained on before.
 
     Random numbers may come from the global generators of torch, Python and NumPy, and from
     generators that ``stream.state_dict()`` holds. Gradient scalers (fp16) are not supported.
@@ -113,10 +114,10 @@ class TorchRun:
         device: torch.device | str | None = None,
         tokens: int = 0,
     ) -> None:
-        self.rules = Rules("none", betas, weight_decay)  # train() is told the learning rate's
+        self.rules = Rules("keep", betas, weight_decay)  # train() is told the learning rate's
         self.rules.check(optimizer, 1.0)
         if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be positive, not {clip!r}")
+            raise ValueError(f"clip must be a positive norm, not {clip!r}")
         self.model, self.optimizer, self.loss_fn, self.stream = model, optimizer, loss_fn, stream
         self.batch_size = integer("batch_size", batch_size)
         self.tokens_per_sample = integer("tokens_per_sample", tokens_per_sample)
@@ -177,8 +178,8 @@ class TorchRun:
         groups = self.optimizer.param_groups
         if self._rates not in ([], [float(g["lr"]) for g in groups]):
             raise ValueError(
-                "a learning rate was set from outside, and TorchRun(lr=...) would set it back: put "
-                "the factor into lr, or pass lr=None"
+                "the learning rate of a parameter group has changed, but TorchRun(lr=...) sets it "
+                "in every step: put the change into lr, or pass lr=None and set the rates yourself"
             )
         factor = self.lr(self._tokens)
         for group in groups:
@@ -189,7 +190,9 @@ class TorchRun:
         """Accumulate the gradient of a batch by micro-batches; returns its mean loss."""
         processes = self.batch_multiple
         if batch_size % processes:
-            raise ValueError(f"batch_size={batch_size} is no multiple of {processes} processes")
+            raise ValueError(
+                f"batch_size={batch_size} must be a multiple of the {processes} processes"
+            )
         largest = self.micro_batch or batch_size
         losses = []
         for start in range(0, batch_size, largest * processes):
@@ -211,8 +214,9 @@ class TorchRun:
             sizes = {len(t) for t in tensors}
             if n in sizes and n // self.batch_multiple not in sizes:
                 raise ValueError(
-                    f"the stream drew all {n} samples in each of {self.batch_multiple} processes: "
-                    "draw(n) returns a share of n, as SampleStream(rank=..., world_size=...) does"
+                    f"the stream's draw({n}) returned all {n} samples in each of "
+                    f"{self.batch_multiple} processes. It must return this process's share, as "
+                    "SampleStream(rank=..., world_size=...) does"
                 )
         if self.device is None:
             return batch
@@ -223,6 +227,10 @@ class TorchRun:
         lr, optimizer = None if self.lr is None else "scheduled", type(self.optimizer).__name__
         moved = {"betas": self.rules.betas, "weight_decay": self.rules.weight_decay}
         return {"optimizer": optimizer, "lr": lr, "clip": self.clip, **moved}
+
+    def check_branch(self, k: float) -> None:
+        """Raise ValueError where the optimizer cannot follow to ``k`` times the batch."""
+        self.rules.check(self.optimizer, k)
 
     def save(self, folder: Path) -> None:
         """Write model, optimizer, random number generators, data position and progress.
@@ -260,12 +268,13 @@ class TorchRun:
             state = torch.load(Path(folder) / FILE, map_location="cpu", weights_only=True)
         if state["tokens_per_sample"] != self.tokens_per_sample:
             raise ValueError(
-                f"{folder} was saved with tokens_per_sample={state['tokens_per_sample']}, and this "
-                f"run has {self.tokens_per_sample}"
+                f"{folder} was saved with tokens_per_sample={state['tokens_per_sample']}, but this "
+                f"run has tokens_per_sample={self.tokens_per_sample}: make both the same"
             )
         if (state["gns"] is None) != (self.gns is None):
             raise ValueError(
-                f"{folder} was saved by a run {'with' if state['gns'] else 'without'} gns=..."
+                f"{folder} was saved by a run {'with' if state['gns'] else 'without'} gns=...: "
+                f"make this TorchRun {'with' if state['gns'] else 'without'} it too"
             )
         if process_count() > 1:
             sharded_state.load(Path(folder), self.model, self.optimizer, state)
@@ -289,12 +298,12 @@ class TorchRun:
     def noise_scale(self, batches: int = 40) -> NoiseScale | None:
         """The noise scale at the present weights, from the next ``batches`` batches of the stream.
 
-        Those in other metrics are included where they fit the optimizer and the model's layers
-        measure them: in Adam's and sign descent's for a ``torch.optim.Adam`` or ``AdamW`` that has
-        stepped, in spectral descent's for ``Muon``, in sign descent's for any other.
+        It includes other metrics that fit the optimizer, where the model's layers measure them:
+        those of Adam and sign descent for a ``torch.optim.Adam`` or ``AdamW`` that has stepped,
+        that of spectral descent for ``Muon``, and that of sign descent for any other optimizer.
 
-        Weights, gradients, buffers, random numbers and data position are restored afterwards. None
-        where the model has no gnsfast layer; ``noise_scale_reason`` then says so.
+        Weights, gradients, buffers, random numbers and data position are restored afterwards. The
+        result is None if the model has no gnsfast layer, and ``noise_scale_reason`` then says so.
         """
         integer("batches", batches, 2)
         self.noise_scale_reason = ""
@@ -338,7 +347,7 @@ def _data_parallel(model: nn.Module) -> int:
     wrapped = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules())
     if processes > 1 and not wrapped and not fsdp_degrees(model):
         raise ValueError(
-            f"each of {processes} processes would train a model of its own: wrap it in "
-            "DistributedDataParallel or fully_shard before TorchRun"
+            f"each of the {processes} processes would train a model of its own: wrap the model in "
+            "DistributedDataParallel or fully_shard before you make the TorchRun"
         )
     return processes

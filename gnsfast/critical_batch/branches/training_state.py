@@ -38,8 +38,8 @@ def set_random_state(state: Mapping[str, Any], devices: Iterable[torch.device] =
     cuda = _cuda_devices(devices)
     if len(cuda) != len(state["cuda"]):
         raise ValueError(
-            f"the random state has {len(state['cuda'])} CUDA devices, but the model is on "
-            f"{len(cuda)}"
+            f"the saved random state has {len(state['cuda'])} CUDA devices, but the model is on "
+            f"{len(cuda)}: use as many devices as the run that saved it"
         )
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
@@ -60,6 +60,6 @@ def _cuda_devices(devices: Iterable[torch.device]) -> list[torch.device]:
 
 
 def other_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that ``state_dict`` leaves out."""
+    """The buffers that ``state_dict`` does not include."""
     saved = model.state_dict().keys()
     return {name: b for name, b in model.named_buffers() if name not in saved}

@@ -7,7 +7,7 @@ from typing import Any
 
 from gnsfast.arguments import finite_or_none, finite_or_text
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
-from gnsfast.noise_scale import NoiseScale
+from gnsfast.noise_scale import NoiseScale, critical_batch_metrics, excess
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Decision:
 
     Args:
         tokens: trained so far, at the end of an optimizer step.
-        phase: from now on: ``"calibrate"``, ``"warm up"`` or ``"monitor"``.
+        phase: from now on: ``"calibrate"``, ``"warm up"`` or ``"monitor"``; ``"schedule"`` where
+            thresholds decide.
         old, new: batch sizes in samples, equal for a change of phase and for a warning.
         lr_factor: multiplies the learning rate.
         estimate: the critical batch size in samples (noise scale times factor), with the interval
@@ -65,6 +66,14 @@ class Estimate:
     may_grow: bool = False
     may_warn: bool = False
 
+    def excess(self, batch_size: float) -> float:
+        """How many times the estimate a batch size is."""
+        return excess(batch_size, self.value)
+
+    def metrics(self, batch_size: float) -> dict[str, float]:
+        """``cbs/estimate`` with its ends and ``cbs/ratio``, as far as they are known."""
+        return critical_batch_metrics(batch_size, self.value, self.lower, self.upper)
+
 
 def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) -> Estimate:
     """The critical batch size that a window's noise scale gives.
@@ -81,9 +90,7 @@ def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) ->
         ValueError: where the noise scale in the factor's metric is not measured.
     """
     if not isinstance(found, NoiseScale):
-        raise TypeError(
-            f"noise_scale must be what gns.compute() gives, or gns.compute itself, not {found!r}"
-        )
+        raise TypeError(f"noise_scale must be gns.compute() or gns.compute itself, not {found!r}")
     scale = found.under(factor.metric)
     value = factor.value * scale.noise_scale
     if math.isnan(value):

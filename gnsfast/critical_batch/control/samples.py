@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples in an order that does not depend on the batch size, so that the batch may grow.
 
-Both classes return one endless sequence of samples: epoch after epoch, each in its own order, which
-the seed determines. A batch is the next piece of the sequence and may cross the end of an epoch. So
-the batch sizes of a run change no later sample, and one number is the whole position.
+Both classes return one endless sequence of samples, epoch after epoch. The seed determines the
+order of each epoch. A batch is the next piece of the sequence and may cross the end of an epoch. So
+a change of the batch size does not change which samples follow, and one number is the whole
+position.
 """
 
 import random
@@ -30,13 +31,15 @@ class _Order:
         self.rank = whole_number("rank", rank, 0)
         self.world_size = whole_number("world_size", world_size)
         if self.rank >= self.world_size:
-            raise ValueError(f"rank {rank} is not one of world_size={world_size} processes")
+            raise ValueError(
+                f"rank={rank} must be from 0 to {world_size - 1}, below world_size={world_size}"
+            )
         self._epoch, self._order = -1, torch.empty(0)
 
     def check_multiple(self, name: str, n: int) -> int:
         """``n`` samples over all processes as an int, which must be a multiple of their number."""
         if (n := whole_number(name, n)) % self.world_size:
-            raise ValueError(f"{name}={n} is not a multiple of world_size={self.world_size}")
+            raise ValueError(f"{name}={n} must be a multiple of world_size={self.world_size}")
         return n
 
     def share(self, start: int, n: int) -> list[int]:
@@ -66,7 +69,10 @@ class _Order:
         """The position in a state; ValueError for a state of another sequence."""
         for name, ours in {"format": FORMAT, **self._identity()}.items():
             if (theirs := state.get(name)) != ours:
-                raise ValueError(f"the state has {name}={theirs!r}, this one has {ours!r}")
+                raise ValueError(
+                    f"the state was saved with {name}={theirs!r}, but here {name} is {ours!r}: the "
+                    "order of the samples would differ"
+                )
         return whole_number("position", state.get("position"), 0)
 
 
@@ -104,7 +110,9 @@ class SampleStream:
         world_size: int = 1,
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise TypeError(f"{type(dataset).__name__} has no length and items to draw from")
+            raise TypeError(
+                f"a dataset needs __len__ and __getitem__, and {type(dataset).__name__} lacks one"
+            )
         self.dataset, self.collate = dataset, collate or default_collate
         self._order = _Order(len(dataset), seed, shuffle, rank, world_size)
         self.position = 0
@@ -147,12 +155,12 @@ class ResizableBatchSampler:
     processes are ahead of training by up to ``num_workers * prefetch_factor`` batches, which keep
     their size, so count the samples of a step by the batches that arrive.
 
-    For the same reason a state holds the samples *consumed*, which only the loop knows. A batch
-    that grows by gradient accumulation needs no change of ``batch_size``: load micro-batches of one
-    size.
+    For the same reason a state holds the samples that training has *consumed*, which only the loop
+    knows. A batch that grows by gradient accumulation needs no change of ``batch_size``: load
+    micro-batches of one size.
 
     Raises:
-        ValueError: for an invalid count, or a batch size that is no multiple of ``world_size``.
+        ValueError: for an invalid count, or a batch size that is not a multiple of ``world_size``.
 
     >>> from gnsfast.critical_batch import ResizableBatchSampler
     >>> sampler = ResizableBatchSampler(1000, 2)
@@ -211,7 +219,9 @@ class ResizableBatchSampler:
             ValueError: where fewer samples were drawn.
         """
         if (consumed := whole_number("consumed", consumed, 0)) > self.position:
-            raise ValueError(f"consumed={consumed}, but only {self.position} samples were drawn")
+            raise ValueError(
+                f"consumed={consumed} is more than the {self.position} samples that were drawn"
+            )
         return self._order.state(consumed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

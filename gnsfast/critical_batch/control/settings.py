@@ -15,47 +15,36 @@ CHECKS = 400
 """The default number of checks in a run: three in a row are 0.75 % of its tokens."""
 
 OF_THE_MACHINE = ("data_parallel", "micro_batch")
-"""May differ when a run is resumed."""
+"""Settings that may differ when a run is resumed."""
 
 FIXED = ("batch_size", "tokens_per_sample", "lr", "betas", "weight_decay")
-"""May not differ: learning rates already changed, and counted tokens, depend on them."""
+"""Settings that may not differ: past changes of learning rates and token counts depend on them."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of ``BatchSizeController`` with all defaults filled in."""
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """The settings of every batch size that changes, with all defaults filled in."""
 
     batch_size: int
-    factor: CriticalBatchFactor
     tokens_per_sample: int
     total_tokens: int
-    max_batch_size: int
-    calibrate: float
-    warm_up_until: float
-    growth: int
     lr: str
     betas: str
     weight_decay: str
-    patience: int
-    check_every: int
-    over: float
     data_parallel: int
     micro_batch: int
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_sample", "total_tokens", "patience", "check_every"):
+        for name in ("tokens_per_sample", "total_tokens"):
             whole_number(name, getattr(self, name))
-        whole_number("growth", self.growth, 2)
-        real_number("calibrate", self.calibrate, 0.0, 1.0)
-        real_number("warm_up_until", self.warm_up_until, self.calibrate, 1.0)
-        real_number("over", self.over, 1.0)
         self.rules  # noqa: B018 - raises for a name that no rule has
-        self.check_batch(self.batch_size)
-        if whole_number("max_batch_size", self.max_batch_size) < self.batch_size:
-            raise ValueError(
-                f"max_batch_size={self.max_batch_size} is less than the batch size of "
-                f"{self.batch_size}, and a batch size never shrinks"
-            )
+        for size in (self.batch_size, *self.sizes):
+            self.check_batch(size)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every batch size that the run may take."""
+        return (self.batch_size,)
 
     @property
     def rules(self) -> Rules:
@@ -70,21 +59,24 @@ class Settings:
     def check_batch(self, batch_size: int) -> None:
         if batch_size % self.samples_at_once:
             raise ValueError(
-                f"a batch size of {batch_size} does not divide into micro-batches of "
-                f"{self.micro_batch} samples on each of {self.data_parallel} processes: it must be "
-                f"a multiple of {self.samples_at_once}"
+                f"a batch size of {batch_size} cannot be split into micro-batches of "
+                f"{self.micro_batch} samples on {self.data_parallel} processes: it must be a "
+                f"multiple of {self.samples_at_once}"
             )
 
+    def check_size(self, batch_size: int) -> None:
+        """Raise ValueError where a resumed run could not have this batch size."""
+        self.check_batch(batch_size)
+
     def state(self) -> dict[str, Any]:
-        """All settings for JSON; the factor without its source."""
-        factor = {k: finite_or_text(v) for k, v in asdict(self.factor).items() if k != "source"}
-        return asdict(self) | {"factor": factor}
+        """All settings for JSON."""
+        return asdict(self)
 
     def check_saved(self, saved: dict[str, Any], change: Collection[str]) -> None:
         """Raise ValueError where a saved setting differs that ``change`` does not name."""
         ours = self.state()
         if unknown := sorted(set(change) - set(ours)):
-            raise ValueError(f"change names no setting: {', '.join(unknown)}")
+            raise ValueError(f"change names unknown settings: {', '.join(unknown)}")
         if fixed := sorted(set(change) & set(FIXED)):
             raise ValueError(f"a resumed run cannot change {', '.join(fixed)}")
         for name, value in ours.items():
@@ -92,8 +84,89 @@ class Settings:
                 continue
             remedy = "" if name in FIXED else f" (to change it, pass change=[{name!r}])"
             raise ValueError(
-                f"the state has {name}={saved.get(name)!r}, this controller {value!r}{remedy}"
+                f"the state was saved with {name}={saved.get(name)!r}, but this controller has "
+                f"{name}={value!r}{remedy}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings(Shared):
+    """The settings of ``ScheduledBatchSize``."""
+
+    thresholds: tuple[tuple[int, int], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(sorted({size for _, size in self.thresholds}))
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self) | {"thresholds": [list(entry) for entry in self.thresholds]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Shared):
+    """The arguments of ``BatchSizeController`` with all defaults filled in."""
+
+    factor: CriticalBatchFactor
+    max_batch_size: int
+    min_batch_size: int | None
+    calibrate: float
+    warm_up_until: float
+    growth: int
+    patience: int
+    check_every: int
+    over: float
+
+    def __post_init__(self) -> None:
+        for name in ("patience", "check_every"):
+            whole_number(name, getattr(self, name))
+        whole_number("growth", self.growth, 2)
+        real_number("calibrate", self.calibrate, 0.0, 1.0)
+        real_number("warm_up_until", self.warm_up_until, self.calibrate, 1.0)
+        real_number("over", self.over, 1.0)
+        if whole_number("max_batch_size", self.max_batch_size) < self.batch_size:
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} must be at least the batch size of "
+                f"{self.batch_size}"
+            )
+        if (least := self.min_batch_size) is not None:
+            whole_number("min_batch_size", least)
+            if self.sizes[0] != least:
+                raise ValueError(
+                    f"min_batch_size={least} is not what the batch size of {self.batch_size} comes "
+                    f"to by dividing by growth={self.growth} again and again"
+                )
+        super().__post_init__()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        down, up = [self.batch_size], [self.batch_size]
+        least = self.batch_size if self.min_batch_size is None else self.min_batch_size
+        while down[-1] % self.growth == 0 and down[-1] // self.growth >= least:
+            down.append(down[-1] // self.growth)
+        while up[-1] * self.growth <= self.max_batch_size:
+            up.append(up[-1] * self.growth)
+        return (*down[:0:-1], *up)
+
+    def smaller(self, batch_size: int) -> int | None:
+        """The batch size that one of ``batch_size`` may shrink to, if any."""
+        if self.min_batch_size is None or batch_size % (self.growth * self.samples_at_once):
+            return None
+        size = batch_size // self.growth
+        return size if size >= self.min_batch_size else None
+
+    def check_size(self, batch_size: int) -> None:
+        super().check_size(batch_size)
+        if batch_size > self.max_batch_size:
+            raise ValueError(
+                f"the saved batch size of {batch_size} is above "
+                f"max_batch_size={self.max_batch_size}: pass a larger max_batch_size"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """All settings for JSON; the factor without its source."""
+        factor = {k: finite_or_text(v) for k, v in asdict(self.factor).items() if k != "source"}
+        return asdict(self) | {"factor": factor}
 
 
 def make_settings(
@@ -102,6 +175,7 @@ def make_settings(
     factor: float | CriticalBatchFactor,
     metric: str,
     total_tokens: int,
+    max_batch_size: int | None,
     check_every: int | None,
     data_parallel: int,
     micro_batch: int | None,
@@ -109,43 +183,54 @@ def make_settings(
 ) -> Settings:
     """``Settings`` with the defaults that depend on other arguments filled in."""
     batch_size = whole_number("batch_size", batch_size)
-    data_parallel = whole_number("data_parallel", data_parallel)
-    if micro_batch is None:
-        if batch_size % data_parallel:
-            raise ValueError(
-                f"batch_size={batch_size} does not divide into data_parallel={data_parallel} parts"
-            )
-        micro_batch = batch_size // data_parallel
     total_tokens = whole_number("total_tokens", total_tokens)
     return Settings(
         batch_size=batch_size,
-        factor=_factor(factor, metric),
+        factor=checked_factor(factor, metric),
         total_tokens=total_tokens,
+        max_batch_size=batch_size if max_batch_size is None else max_batch_size,
         check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
         data_parallel=data_parallel,
-        micro_batch=whole_number("micro_batch", micro_batch),
+        micro_batch=micro_batch_of(batch_size, data_parallel, micro_batch),
         **others,
     )
 
 
-def _factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFactor:
+def micro_batch_of(batch_size: int, data_parallel: int, micro_batch: int | None) -> int:
+    """The samples of a micro-batch on each process, by default the first batch in one piece."""
+    data_parallel = whole_number("data_parallel", data_parallel)
+    if micro_batch is not None:
+        return whole_number("micro_batch", micro_batch)
+    if batch_size % data_parallel:
+        raise ValueError(
+            f"batch_size={batch_size} must be a multiple of data_parallel={data_parallel}"
+        )
+    return batch_size // data_parallel
+
+
+def checked_factor(factor: float | CriticalBatchFactor, metric: str) -> CriticalBatchFactor:
+    """A number as a factor of ``metric``, or a measured factor that is one of it."""
     check_choice("metric", metric, METRICS)
     if isinstance(factor, (str, os.PathLike)):
         raise ValueError(
-            f"factor={str(factor)!r} is a path: factor=CriticalBatchFactor.load({str(factor)!r})"
+            f"factor={str(factor)!r} is a path: pass "
+            f"factor=CriticalBatchFactor.load({str(factor)!r})"
         )
     if not isinstance(factor, CriticalBatchFactor):
         if not (value := real_number("factor", factor, 0.0)):
-            raise ValueError("factor=0 would never grow the batch size: it is CBS / noise scale")
+            raise ValueError(
+                "factor=0 would never grow the batch size: pass the critical batch size divided by "
+                "the noise scale"
+            )
         return CriticalBatchFactor(value, value, value, metric, "set by hand")
     if factor.metric != metric:
         raise ValueError(
-            f"the factor was measured for metric={factor.metric!r} ({factor.source}), the "
-            f"controller has metric={metric!r}: a factor holds for its own metric only"
+            f"the factor was measured with metric={factor.metric!r} ({factor.source}) and holds "
+            f"for this metric only, but the controller has metric={metric!r}: make them the same"
         )
     if factor.lower == 0:
         raise ValueError(
-            f"the factor's interval begins at 0 ({factor.source}), so that no noise scale could "
-            "ever grow the batch size: measure it again, or pass factor=measured.value"
+            f"the factor's interval begins at 0 ({factor.source}), so no noise scale could ever "
+            "grow the batch size: measure the factor again, or pass factor=measured.value"
         )
     return factor

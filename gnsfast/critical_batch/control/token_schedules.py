@@ -62,8 +62,7 @@ def wsd(total_tokens: int, *, decay: int, warm_up: int = 0, final: float = 0.0) 
     warm_up, span, final = _checked(total_tokens, warm_up, final)
     if (decay := whole_number("decay", decay)) > span:
         raise ValueError(
-            f"a warm_up of {warm_up:,} and a decay of {decay:,} tokens are more than the "
-            f"{total_tokens:,} of the run"
+            f"warm_up={warm_up:,} and decay={decay:,} together exceed total_tokens={total_tokens:,}"
         )
     start = warm_up + span - decay
     return _shape(warm_up, lambda tokens: _line(max(0.0, tokens - start), decay, final))
@@ -95,7 +94,7 @@ def _checked(total_tokens: int, warm_up: int, final: float) -> tuple[int, int, f
     """The checked warm-up, the number of tokens after it, and the checked ``final``."""
     total_tokens = whole_number("total_tokens", total_tokens)
     if (warm_up := whole_number("warm_up", warm_up, 0)) >= total_tokens:
-        raise ValueError(f"a warm_up of {warm_up:,} tokens leaves none of the {total_tokens:,}")
+        raise ValueError(f"warm_up={warm_up:,} must be less than total_tokens={total_tokens:,}")
     return warm_up, total_tokens - warm_up, real_number("final", final, 0.0, 1.0)
 
 
@@ -106,7 +105,9 @@ def _line(done: float, span: int, final: float) -> float:
 def _shape(warm_up: int, after: Shape) -> Shape:
     def shape(tokens: float) -> float:
         if not tokens >= 0:
-            raise ValueError(f"tokens trained so far cannot be {tokens!r}")
+            raise ValueError(
+                f"the tokens trained so far must be a number of at least 0, not {tokens!r}"
+            )
         return tokens / warm_up if tokens < warm_up else after(tokens)
 
     return shape

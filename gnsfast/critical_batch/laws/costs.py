@@ -36,8 +36,8 @@ def tokens_share(batch_size: float, critical: float) -> float:
 def twenty_percent(critical: float, optimal: float) -> float:
     """Zhang et al.'s critical batch size from b/a: B* = 0.2 B_crit + 1.2 B_opt.
 
-    If steps fell as 1/B from B_opt on, they would be (a + b/B_opt) B_opt / B. B* is where they are
-    20 % more than that: a + b/B* = 1.2 (a + b/B_opt) B_opt / B*.
+    If steps fell as 1/B from B_opt on, there would be (a + b/B_opt) B_opt / B of them. At B* there
+    are 20 % more: a + b/B* = 1.2 (a + b/B_opt) B_opt / B*.
 
     Source: Zhang et al. 2025 (arXiv 2410.21676): B* = b/(5a) + 1.2 B_opt, with B_opt = 256 samples
     of 512 tokens.
@@ -58,7 +58,10 @@ def from_twenty_percent(twenty: float, optimal: float) -> float:
     """
     check_positive(twenty=twenty, optimal=optimal)
     if twenty <= 1.2 * optimal:
-        raise ValueError(f"B* is {twenty:g}, but must be above 1.2 B_opt = {1.2 * optimal:g}")
+        raise ValueError(
+            f"the critical batch size by the 20 % rule is {twenty:g}, but must be above 1.2 B_opt "
+            f"= {1.2 * optimal:g}"
+        )
     return 5 * (twenty - 1.2 * optimal)
 
 
@@ -92,20 +95,20 @@ def trade_off(
 ) -> list[Cost]:
     """The cost of reaching the planned loss with each of ``batch_sizes``.
 
-    The samples per GPU are constant: a batch twice as large runs on twice the GPUs, each as fast as
-    before.
+    The samples per GPU stay constant: a batch twice as large runs on twice the GPUs, each as fast
+    as before.
 
     Args:
         critical: B_crit (b/a) in samples, with its interval; ``upper`` may be infinite.
-        tokens: that the plan trains with ``batch_size`` samples. Without ``batch_size`` they are
-            E_min, which a very small batch needs to reach the loss.
-        gpus: that run a batch of ``batch_size``.
-        tokens_per_second: of one GPU, measured.
-        gpu_hour_price: of one GPU, in any currency.
+        tokens: the tokens that the plan trains with ``batch_size`` samples. Without ``batch_size``,
+            they are E_min, the tokens that a very small batch needs to reach the loss.
+        gpus: the number of GPUs that train a batch of ``batch_size``.
+        tokens_per_second: the measured throughput of one GPU.
+        gpu_hour_price: the price of one GPU for an hour, in any currency.
 
     Raises:
         ValueError: for a number that is not positive, a throughput without ``gpus`` and
-            ``batch_size``, and a price without a throughput.
+            ``batch_size``, or a price without a throughput.
 
     >>> from gnsfast.critical_batch.laws import Interval
     >>> from gnsfast.critical_batch import trade_off
@@ -118,14 +121,17 @@ def trade_off(
     whole_number("tokens_per_sample", tokens_per_sample)
     check_positive(tokens=tokens, lower=critical.lower, critical=critical.value)
     if not critical.lower <= critical.value <= critical.upper:
-        raise ValueError(f"the critical batch size {critical} is outside of its interval")
+        raise ValueError(
+            f"the critical batch size {critical.value:g} is outside of its interval, "
+            f"{critical.lower:g} to {critical.upper:g}"
+        )
     timed = {"gpus": gpus, "tokens_per_second": tokens_per_second, "batch_size": batch_size}
     if gpus is not None or tokens_per_second is not None:
         missing = [name for name, value in timed.items() if value is None]
         if missing:
-            raise ValueError(f"a time needs {' and '.join(missing)} too")
+            raise ValueError(f"days and GPU-hours also need {' and '.join(missing)}")
     elif gpu_hour_price is not None:
-        raise ValueError("a price needs gpus and tokens_per_second")
+        raise ValueError("gpu_hour_price also needs gpus and tokens_per_second")
     given = {**timed, "gpu_hour_price": gpu_hour_price}
     check_positive(**{name: value for name, value in given.items() if value is not None})
     costs = []

@@ -1,12 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules in the form that other frameworks take; rounding happens only where asked for."""
+"""Writes schedules in the form of other frameworks, and rounds only where asked to."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
 from gnsfast.critical_batch.counts import exact_count
+from gnsfast.critical_batch.laws.export_lines import (
+    hugging_face_lines,
+    lightning_lines,
+    megatron_lines,
+    nanogpt_lines,
+)
 from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule
+from gnsfast.critical_batch.rules import Rules
+
+__all__ = [
+    "LightningAccumulation",
+    "MegatronRamp",
+    "hugging_face",
+    "hugging_face_lines",
+    "lightning",
+    "lightning_lines",
+    "megatron",
+    "megatron_lines",
+    "megatron_ramp",
+    "nanogpt_lines",
+    "olmo_core",
+    "olmo_core_late",
+]
 
 
 def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
@@ -16,8 +38,8 @@ def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
     tokens and rounds them down to whole samples. Without it they are samples, which
     ``unit="samples"`` writes. The batch size changes with the first step after that many samples,
     as in ``BatchSizeSchedule``. Suffixes K, M, B, T are used where they are exact. Megatron needs
-    each batch size to be divisible by micro-batch size times data-parallel size, and does not
-    change the learning rate.
+    each batch size to be divisible by micro-batch size times data-parallel size. It does not change
+    the learning rate: ``megatron_lines`` do.
 
     Raises:
         ValueError: where Megatron's rounding would move a change to another step.
@@ -54,9 +76,9 @@ def _check_rounding(schedule: BatchSizeSchedule, rounded: list[int]) -> None:
         if [s.tokens for s in megatrons.stages] == [s.tokens for s in schedule.stages]:
             return
     raise ValueError(
-        "Megatron rounds thresholds down to whole samples, and would change the batch size a step "
-        "earlier than this schedule: use unit='samples', or thresholds that are multiples of "
-        f"{schedule.tokens_per_sample:,} tokens"
+        "Megatron rounds thresholds down to whole samples, so it would change the batch size a "
+        "step earlier than this schedule: pass unit='samples', or use thresholds that are "
+        f"multiples of {schedule.tokens_per_sample:,} tokens"
     )
 
 
@@ -108,8 +130,8 @@ def megatron_ramp(schedule: BatchSizeSchedule) -> MegatronRamp:
     increments = {new - old for old, new in zip(sizes, sizes[1:])}
     if len(increments) != 1 or min(increments) <= 0 or not all(stage.steps for stage in stages):
         raise ValueError(
-            f"it grows by one increment, and this schedule's batch sizes are {sizes}, or it does "
-            "not reach all of them"
+            "it grows by equal increments and has to reach every size, and this schedule's batch "
+            f"sizes are {', '.join(f'{size:,}' for size in sizes)}"
         )
     last = len(stages) - 1
     changes = [stage.tokens // length for stage in stages[1:]]
@@ -120,13 +142,13 @@ def megatron_ramp(schedule: BatchSizeSchedule) -> MegatronRamp:
         ends = (change - old.batch_size, old.batch_size), (change, new.batch_size)
         if any(ramp.batch_size_at(at) != size for at, size in ends):
             raise ValueError(
-                "it grows after equal numbers of samples, and this schedule after "
-                f"{', '.join(f'{c:,}' for c in changes)}"
+                "it grows after equal numbers of samples, and this schedule grows after "
+                f"{', '.join(f'{c:,}' for c in changes)} samples"
             )
     return ramp
 
 
-def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
+def olmo_core(schedule: BatchSizeSchedule, *, lr: str = "sqrt") -> dict[str, Any]:
     """Fields of OLMo-core's ``BatchSizeSchedulerCallback``.
 
     ``batch_sizes`` are in tokens; each entry of ``schedule`` has the fields of a ``Duration``. The
@@ -136,7 +158,8 @@ def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
 
     Raises:
         ValueError: for two equal sizes in a row, or two of which neither is an integer multiple of
-            the other: the callback refuses them.
+            the other: the callback refuses them. For another rule of the learning rate than
+            ``"sqrt"``: the callback has no other.
 
     Source: allenai/OLMo-core, ``src/olmo_core/train/callbacks/batch_size_scheduler.py`` and
     ``src/olmo_core/train/common.py``.
@@ -148,10 +171,16 @@ def olmo_core(schedule: BatchSizeSchedule) -> dict[str, Any]:
     [4194304, 8388608]
     """
     sizes = [batch_size for _, batch_size in schedule.thresholds]
+    if len(sizes) > 1 and lr != "sqrt":
+        raise ValueError(
+            f"OLMo-core multiplies the learning rate by √(new / old) at each change: lr={lr!r} "
+            "cannot be had there, use lr='sqrt'"
+        )
     for old, new in zip(sizes, sizes[1:]):
         if old == new or max(old, new) % min(old, new):
             raise ValueError(
-                f"OLMo-core cannot go from {old} to {new}: one must be a multiple of the other"
+                f"OLMo-core cannot go from batches of {old} samples to {new}: one must be a "
+                "multiple of the other"
             )
     return {
         "batch_sizes": [size * schedule.tokens_per_sample for size in sizes],
@@ -181,10 +210,14 @@ def olmo_core_late(schedule: BatchSizeSchedule) -> list[int]:
 
 @dataclass(frozen=True)
 class LightningAccumulation:
-    """``scheduling`` for ``GradientAccumulationScheduler``; ``moved`` says what was rounded."""
+    """``scheduling`` for ``GradientAccumulationScheduler``; ``moved`` says what was rounded.
+
+    It does not change the learning rate: ``lightning_lines(lr_factors)`` do, from the same epochs.
+    """
 
     scheduling: dict[int, int]
     moved: tuple[str, ...]
+    lr_factors: dict[int, float]
 
 
 def lightning(
@@ -193,6 +226,7 @@ def lightning(
     samples_per_batch: int,
     samples_per_epoch: int,
     round_to_epochs: bool = False,
+    lr: str = "sqrt",
 ) -> LightningAccumulation:
     """``scheduling={epoch: factor}`` for Lightning's ``GradientAccumulationScheduler``.
 
@@ -204,6 +238,7 @@ def lightning(
         samples_per_epoch: over all processes.
         round_to_epochs: move a change within an epoch to the start of the next epoch; ``moved``
             lists these changes. Of two changes at the same epoch the later one holds.
+        lr: the rule (``Rules``) of ``lr_factors``.
 
     Raises:
         ValueError: for a batch size that is no multiple of ``samples_per_batch``, and for a change
@@ -213,19 +248,20 @@ def lightning(
 
     >>> from gnsfast.critical_batch import exports
     >>> from gnsfast.critical_batch import BatchSizeSchedule
-    >>> schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
+    >>> schedule = BatchSizeSchedule([(0, 32), (2000, 128)], 5000, tokens_per_sample=10)
     >>> exports.lightning(schedule, samples_per_batch=16, samples_per_epoch=100)
-    LightningAccumulation(scheduling={0: 2, 2: 4}, moved=())
+    LightningAccumulation(scheduling={0: 2, 2: 8}, moved=(), lr_factors={0: 1.0, 2: 2.0})
     """
     epoch_tokens = whole_number("samples_per_epoch", samples_per_epoch) * schedule.tokens_per_sample
     scheduling: dict[int, int] = {}
-    moved = []
+    moved, lr_factor, lr_factors = [], Rules(lr).lr_factor, {}
     for stage in schedule.stages:
         epoch, inside = divmod(stage.threshold, epoch_tokens)
         if inside and not round_to_epochs:
             raise ValueError(
-                f"{stage.threshold:,} tokens are within epoch {epoch}: Lightning changes "
-                f"accumulation only at epochs of {epoch_tokens:,} tokens; pass round_to_epochs=True"
+                f"the change at {stage.threshold:,} tokens lies within epoch {epoch}, and "
+                f"Lightning changes the accumulation only between epochs of {epoch_tokens:,} "
+                "tokens: pass round_to_epochs=True (--round-to-epochs)"
             )
         if inside:
             epoch += 1
@@ -234,19 +270,24 @@ def lightning(
                 f"(epoch {epoch}) instead of {stage.threshold:,}"
             )
         scheduling[epoch] = _factor(stage.batch_size, "samples_per_batch", samples_per_batch)
-    return LightningAccumulation(scheduling, tuple(moved))
+        lr_factors[epoch] = lr_factor(stage.batch_size / schedule.stages[0].batch_size)
+    return LightningAccumulation(scheduling, tuple(moved), lr_factors)
 
 
 def hugging_face(
-    schedule: BatchSizeSchedule, *, per_device_train_batch_size: int, processes: int = 1
-) -> list[dict[str, int]]:
+    schedule: BatchSizeSchedule,
+    *,
+    per_device_train_batch_size: int,
+    processes: int = 1,
+    lr: str = "sqrt",
+) -> list[dict[str, float]]:
     """The values that ``TrainingArguments`` must have, and the step from which each holds.
 
     ``step`` is ``state.global_step`` at the change, and ``tokens`` the tokens trained by then.
-    Trainer reads the accumulation only when training starts; a checkpoint resumed with another one
-    skips the wrong number of samples. So change it by a callback, as ``BatchSizeCallback`` in
-    ``gnsfast.integrations.transformers_batch_size`` does. Stages that are never reached are left
-    out.
+    ``lr_factor`` is the factor of the learning rate, by a rule of ``Rules``. Trainer reads the
+    accumulation only when training starts; a checkpoint resumed with another one skips the wrong
+    number of samples. So change both by a callback: ``hugging_face_lines`` has ours. Stages that
+    are never reached are left out.
 
     Raises:
         ValueError: for a batch size that is no multiple of the samples of one forward pass.
@@ -271,6 +312,7 @@ def hugging_face(
             "gradient_accumulation_steps": _factor(
                 stage.batch_size, "per-device batch size x processes", samples
             ),
+            "lr_factor": schedule.lr_factor_at(stage.tokens, lr),
         }
         for stage in schedule.stages
         if stage.steps
@@ -281,5 +323,7 @@ def _factor(batch_size: int, name: str, samples: int) -> int:
     """The number of forward passes of ``samples`` samples in a step."""
     factor, rest = divmod(batch_size, whole_number(name, samples))
     if rest:
-        raise ValueError(f"a batch of {batch_size:,} samples is no multiple of {name} = {samples}")
+        raise ValueError(
+            f"a batch of {batch_size:,} samples must be a multiple of {name}, which is {samples:,}"
+        )
     return factor

@@ -78,17 +78,20 @@ class PowerLaw:
         return _exp(value, student_t(self.confidence, self.points - 2) * spread)
 
     def mean_until(self, x: float) -> Interval:
-        """The mean of y over all values from 0 to ``x``, the interval that of ``predict``.
+        """The mean of y over all values from 0 to ``x``, with an interval as that of ``predict``.
 
-        With the exponent b it is ``prefactor`` · x ** b / (1 + b). To first order in the errors of
-        both coefficients that is a multiple of y at x · exp(-1 / (1 + b)).
+        With the exponent b the mean is ``prefactor`` · x ** b / (1 + b). To first order in the
+        errors of both coefficients, that is a multiple of y at x · exp(-1 / (1 + b)).
 
         Raises:
             ValueError: for an exponent of -1 or less, which has no mean from 0.
         """
         b = self.exponent.value
         if b <= -1:
-            raise ValueError(f"a power law with the exponent {b:.3g} has no mean from 0 on")
+            raise ValueError(
+                f"the fitted power law has the exponent {b:.3g}, and its mean over a run is finite "
+                "only for an exponent above -1"
+            )
         there = self.predict(x * math.exp(-1 / (1 + b)))
         share = math.exp(b / (1 + b)) / (1 + b)
         return Interval(*(share * end for end in there))
@@ -126,17 +129,17 @@ def fit_power_law(x: Sequence[float], y: Sequence[float], *, confidence: float =
     '1111'
     """
     if len(x) != len(y):
-        raise ValueError(f"{len(x)} x, but {len(y)} y")
+        raise ValueError(f"x and y must be of one length, not {len(x)} and {len(y)}")
     if len(x) < 3:
         raise ValueError(f"a power law needs at least 3 measurements, not {len(x)}")
     for name, values in (("x", x), ("y", y)):
         wrong = [v for v in values if not 0 < v < math.inf]
         if wrong:
-            raise ValueError(f"{name} holds {wrong[0]}: a power law takes positive, finite values")
+            raise ValueError(f"{name} holds {wrong[0]}: a power law needs positive, finite values")
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}, but must be between 0 and 1")
+        raise ValueError(f"confidence must be between 0 and 1, not {confidence}")
     if max(x) == min(x):
-        raise ValueError(f"all x are {x[0]}: an exponent needs measurements at different x")
+        raise ValueError(f"every x is {x[0]}: the exponent needs measurements at different x")
     log_x, log_y = (torch.tensor(v, dtype=torch.float64).log() for v in (x, y))
     points, mean = len(x), log_x.mean()
     square = (log_x - mean).square().sum()

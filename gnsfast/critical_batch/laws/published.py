@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published laws of batch sizes: what each predicts, its units and its fitted range.
+"""Published laws of batch sizes: what each law predicts, its units and its fitted range.
 
-They disagree by large factors and do not all predict the same quantity, so use their range.
+The laws disagree by large factors and do not all predict the same quantity. Use their range.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,8 @@ from gnsfast.arguments import check_positive
 from gnsfast.critical_batch.counts import short_count
 
 CRITICAL = "critical batch size (b/a)"
-"""b/a of S(B) = a + b/B: there a loss takes twice the least steps and twice the least tokens."""
+"""b/a of S(B) = a + b/B. This batch size takes twice the fewest steps and twice the fewest tokens
+to a loss."""
 
 CRITICAL_20 = "critical batch size (20 % rule)"
 """Zhang et al.'s: 20 % more steps than if steps fell as 1/B from the optimal batch size on."""
@@ -177,8 +178,8 @@ POWER_LINES = "Bergsma et al. 2025 (arXiv 2505.13738), exponent; prefactor by yo
 def power_lines_optimal(tokens: float, batch_tokens: float) -> Law:
     """Power Lines' B_opt ∝ D^0.383 through one optimal batch size that you measured.
 
-    The published prefactor holds for the authors' data and models only. So it is set by your own
-    measurement: at ``tokens`` the optimum was ``batch_tokens``.
+    The published prefactor holds for the authors' data and models only. So your own measurement
+    sets it: after ``tokens`` the optimal batch size was ``batch_tokens``.
 
     >>> from gnsfast.critical_batch.laws import power_lines_optimal
     >>> f"{power_lines_optimal(10e9, 500e3).batch_tokens(80e9):.3g}"
@@ -259,11 +260,11 @@ def predictions(
     above 40.
 
     Args:
-        tokens: D of the run.
-        params: N, without embeddings.
-        loss: at the point of interest, in nats per token.
-        experts: the model is a mixture of experts, and ``params`` are those that a token uses:
-            Ling's law in place of DeepSeek's, which is that of dense models.
+        tokens: D, the tokens of the run.
+        params: N, the parameters without embeddings.
+        loss: the loss at the point of interest, in nats per token.
+        experts: the model is a mixture of experts, and ``params`` counts what one token uses.
+            Ling's law then takes the place of DeepSeek's, which holds for dense models.
         more: further laws, such as those through your own measurements.
 
     >>> from gnsfast.critical_batch.laws import predictions

@@ -84,14 +84,16 @@ class BatchSizeSchedule:
 
     def __post_init__(self) -> None:
         if not self.thresholds:
-            raise ValueError("a schedule needs at least one threshold, (0, batch size)")
+            raise ValueError("a schedule needs at least one threshold: (0, batch_size)")
         clean: list[tuple[int, int]] = []
         for tokens, batch_size in self.thresholds:
             at = whole_number("a threshold", tokens, 0)
             if not clean and at:
-                raise ValueError(f"the first threshold is {at:,} tokens, but must be 0")
+                raise ValueError(f"the first threshold must be 0 tokens, not {at:,}")
             if clean and at <= clean[-1][0]:
-                raise ValueError(f"threshold {at:,} follows {clean[-1][0]:,}, but must be above it")
+                raise ValueError(
+                    f"thresholds must rise, but {at:,} tokens come after {clean[-1][0]:,}"
+                )
             clean.append((at, whole_number("a batch size", batch_size)))
         object.__setattr__(self, "thresholds", tuple(clean))
         object.__setattr__(self, "total_tokens", whole_number("total_tokens", self.total_tokens))
@@ -112,7 +114,7 @@ class BatchSizeSchedule:
         for entry in text.split():
             tokens, colon, batch_size = entry.partition(":")
             if not colon:
-                raise ValueError(f"{entry!r} is not tokens:batch size, such as 168B:2048")
+                raise ValueError(f"{entry!r} must be TOKENS:SAMPLES, such as 168B:2048")
             pairs.append(
                 (parse_count(tokens, "a threshold"), parse_count(batch_size, "a batch size"))
             )
@@ -156,7 +158,9 @@ class BatchSizeSchedule:
         """
         decisions = [r for r in read_records(path) if r.get("kind") == "decision"]
         if not decisions:
-            raise ValueError(f"{path} holds no decision of a controller")
+            raise ValueError(
+                f"{path} holds no decision of a controller: log each one with tracker.record"
+            )
         return BatchSizeSchedule.from_decisions(
             decisions, total_tokens=total_tokens, tokens_per_sample=tokens_per_sample
         )
@@ -223,9 +227,14 @@ class BatchSizeSchedule:
         for batch_size in sorted({stage.batch_size for stage in used}):
             took = step_seconds.get(batch_size)
             if took is None:
-                raise ValueError(f"step_seconds has no time for {batch_size} samples: measure it")
+                raise ValueError(
+                    f"step_seconds has no time for a step of {batch_size} samples: measure and add "
+                    "it"
+                )
             if not 0 < took < math.inf:
-                raise ValueError(f"a step of {batch_size} samples cannot take {took} seconds")
+                raise ValueError(
+                    f"the seconds of a step of {batch_size} samples must be positive, not {took}"
+                )
         return sum(stage.steps * step_seconds[stage.batch_size] for stage in used)
 
     def seconds_saved(self, step_seconds: Mapping[int, float], against: int | None = None) -> Saved:
@@ -266,13 +275,13 @@ def _change(decision: Any) -> tuple[int, int, int]:
     """Tokens, old and new batch size of a ``Decision`` or its record."""
     if isinstance(decision, Mapping):
         if decision.get("kind", "decision") != "decision":
-            raise ValueError(f"a record of kind {decision['kind']!r} is not a decision")
+            raise ValueError(f"this record has kind {decision['kind']!r}, and is not a decision")
         values = [decision.get(name) for name in ("tokens", "old", "new")]
     else:
         values = [getattr(decision, name, None) for name in ("tokens", "old", "new")]
     tokens, old, new = values
     if tokens is None or old is None or new is None:
-        raise ValueError(f"{decision!r} has no tokens, old and new: it is not a decision")
+        raise ValueError(f"a decision needs tokens, old and new, and this lacks one: {decision!r}")
     return (
         whole_number("tokens of a decision", tokens, 0),
         whole_number("old", old),
@@ -283,7 +292,7 @@ def _change(decision: Any) -> tuple[int, int, int]:
 def _replayed(changes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Changes in the order of tokens, without those that a resumed run replaced."""
     if not changes:
-        raise ValueError("there are no decisions to make a schedule of")
+        raise ValueError("a schedule needs at least one decision")
     kept: list[tuple[int, int, int]] = []
     for tokens, old, new in changes:
         last = kept[-1] if kept else (0, changes[0][1], changes[0][1])
@@ -294,8 +303,8 @@ def _replayed(changes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, i
         before = kept[-1][2] if kept else changes[0][1]
         if before != old:
             raise ValueError(
-                f"the decision at {tokens:,} tokens starts from {old:,} samples, but the batch "
-                f"size was {before:,}: decisions are missing, or several runs share the log"
+                f"the decision at {tokens:,} tokens changes {old:,} samples, but the batch size "
+                f"was {before:,}: decisions are missing, or several runs share the log"
             )
         kept.append((tokens, old, new))
     return kept

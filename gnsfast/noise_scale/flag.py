@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``flag``: whether a batch size fits the critical batch size that a noise scale gives."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from gnsfast.arguments import real_number
+from gnsfast.noise_scale.result import NO_ESTIMATE, Estimate, NoiseScale
+
+VERDICTS = {"too small": -1.0, "fair": 0.0, "too large": 1.0}
+"""The numbers that trackers get; ``"unresolved"`` has none."""
+
+
+class Factor(Protocol):
+    """A critical batch size / noise scale with its interval, such as a ``CriticalBatchFactor``."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def lower(self) -> float: ...
+    @property
+    def upper(self) -> float: ...
+    @property
+    def metric(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What a noise scale says of a batch size.
+
+    Args:
+        verdict: ``"too small"``, ``"fair"``, ``"too large"`` or ``"unresolved"``.
+        estimate: the critical batch size in samples, with the interval ``lower`` to ``upper``.
+        reason: why, in words.
+    """
+
+    verdict: str
+    batch_size: float
+    estimate: float
+    lower: float
+    upper: float
+    reason: str
+
+    @property
+    def excess(self) -> float:
+        """How many times the estimate the batch size is."""
+        return excess(self.batch_size, self.estimate)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a tracker: ``batch/flag``, -1 too small, 0 fair, 1 too large, and ``cbs/*``
+        as of a ``BatchSizeController``.
+        """
+        found = critical_batch_metrics(self.batch_size, self.estimate, self.lower, self.upper)
+        if self.verdict in VERDICTS:
+            found["batch/flag"] = VERDICTS[self.verdict]
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.reason}"
+
+
+def flag(
+    batch_size: float, result: NoiseScale, factor: float | Factor, *, metric: str | None = None
+) -> Flag:
+    """Whether a batch size fits the critical batch size (CBS), noise scale times ``factor``.
+
+    With the interval of the CBS, which is that of the noise scale times that of the factor:
+
+    - ``"too large"``: all of it is below the batch size;
+    - ``"too small"``: all of it is at least twice the batch size;
+    - ``"unresolved"``: it reaches from below the batch size to twice that or more, or nothing is
+      measured;
+    - ``"fair"``: anything else. Nothing speaks against this batch size.
+
+    Where the noise scale drifts within the window, ``result.present`` takes its place, as the
+    window's mean lags behind. The other metrics have none, and are unresolved there.
+
+    Args:
+        batch_size: samples of an optimizer step, over all processes.
+        result: ``gns.compute()``.
+        factor: CBS / noise scale, as a number or measured by branches (``CriticalBatchFactor``).
+            The noise scale alone, ``factor=1.0``, is not the CBS (Merrill et al. 2025).
+        metric: of the noise scale; by default that of the factor, ``"euclidean"`` for a number.
+
+    Raises:
+        ValueError: for a batch size or a factor that is not positive, and where ``result`` lacks
+            the noise scale in ``metric``.
+
+    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> gns = gnsfast.GradientNoiseScale(model)
+    >>> print(gnsfast.flag(32, gns.compute(), factor=8.0))
+    unresolved: the noise scale is not measured yet
+    """
+    if not real_number("batch_size", batch_size, 0.0):
+        raise ValueError("batch_size must be positive, not 0")
+    value, lower, upper, metric = checked_factor(factor, metric)
+    scale, now = result.under(metric), ""
+    if result.drift:
+        scale, now = result.present if metric == "euclidean" else NO_ESTIMATE, "present "
+    ends = value * scale.noise_scale, lower * scale.lower, upper * scale.upper
+    if math.isnan(ends[0]):
+        lags = "the noise scale drifts within the window, whose mean lags behind: a shorter window "
+        reason = f"{lags}shows more" if result.drift else "the noise scale is not measured yet"
+        return Flag("unresolved", batch_size, math.nan, 0.0, math.inf, reason)
+    verdict, reason = _judged(batch_size, Estimate(*ends))
+    return Flag(verdict, batch_size, *ends, f"the {now}critical batch size is {reason}")
+
+
+def checked_factor(factor: float | Factor, metric: str | None) -> tuple[float, float, float, str]:
+    """The value, interval and metric of a factor.
+
+    Raises:
+        ValueError: for a number that is not positive, and for a measured factor of another metric.
+    """
+    if isinstance(factor, (int, float, str)):
+        if not (value := real_number("factor", factor, 0.0)):
+            raise ValueError("factor must be positive, not 0: it is CBS / noise scale")
+        return value, value, value, metric or "euclidean"
+    if metric not in (None, factor.metric):
+        raise ValueError(
+            f"the factor was measured for metric={factor.metric!r}, and not for {metric!r}: leave "
+            "metric out"
+        )
+    return factor.value, factor.lower, factor.upper, factor.metric
+
+
+def _judged(batch_size: float, e: Estimate) -> tuple[str, str]:
+    batch, least, most = f"the batch size of {in_samples(batch_size)}", e.lower, e.upper
+    if least >= 2 * batch_size:
+        return "too small", f"at least {in_samples(least)}, {least / batch_size:.3g} times {batch}"
+    if most < batch_size:
+        over = excess(batch_size, e.noise_scale)
+        times = "" if math.isinf(over) else f", which is {over:.3g} times the estimate"
+        return "too large", f"at most {in_samples(most)}, less than {batch}{times}"
+    span = f"at least {in_samples(least)}"
+    if math.isfinite(most):
+        ends = f"{in_samples(least)} to {in_samples(most)}"
+        span = (
+            f"{in_samples(e.noise_scale)} ({ends})" if least > 0 else f"at most {in_samples(most)}"
+        )
+    if least < batch_size and most >= 2 * batch_size:
+        return "unresolved", f"{span}, which does not tell whether {batch} fits"
+    return "fair", f"{span}, which {batch} fits"
+
+
+def excess(batch_size: float, estimate: float) -> float:
+    """How many times an estimate a batch size is; infinite where that is not positive."""
+    return batch_size / estimate if estimate > 0 else math.inf
+
+
+def critical_batch_metrics(
+    batch_size: float, value: float, lower: float, upper: float
+) -> dict[str, float]:
+    """``cbs/estimate`` with its ends and ``cbs/ratio``, as far as they are known."""
+    if math.isnan(value):
+        return {}
+    found = {"cbs/estimate_lo": lower}
+    if math.isfinite(upper):
+        found["cbs/estimate_hi"] = upper
+        if lower > 0:
+            found |= {"cbs/estimate": value, "cbs/ratio": batch_size / value}
+    return found
+
+
+def in_samples(number: float) -> str:
+    """A batch size in words: four digits, or all of its digits from 1,000 on."""
+    return f"{number:.4g}" if number < 1000 else f"{number:,.0f}"

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules and shrinking batches in Trainer and Lightning; what their logs say."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from controller_cases import at_least, noise
+from test_integrations_batch_size import EPOCH, STEPS, Told, by_run, controller_of
+from test_integrations_lightning import data
+from test_integrations_lightning_batch_size import EPOCHS, PER_EPOCH, Epochs, Scheduled, fit
+from trainer_cases import T, same, trained, trainer_of, weights
+
+import gnsfast
+from gnsfast import NoiseScale
+from gnsfast.critical_batch import BatchSizeSchedule, ScheduledBatchSize
+from gnsfast.critical_batch.rules import Rules
+from gnsfast.integrations.lightning import GNSMonitor
+from gnsfast.integrations.trackers import JSONLTracker
+from gnsfast.integrations.transformers import GNSCallback
+from gnsfast.integrations.transformers_batch_size import BatchSizeCallback
+
+pytestmark = pytest.mark.usefixtures("frozen")
+MERRILLS = [(0, 4), (30, 8), (250, 16), (400, 8), (500, 4)]  # and back, as no paper does
+CHANGES = [(40, 8), (250, 16), (455, 8), (500, 4)]  # at the steps that both sizes end
+
+
+def scheduled(thresholds: Any = MERRILLS, **options: Any) -> ScheduledBatchSize:
+    schedule = BatchSizeSchedule(thresholds, 5 * EPOCH, tokens_per_sample=T)
+    return ScheduledBatchSize(schedule, **{"micro_batch": 2, **options})
+
+
+def following(folder: Path, batch: Any, gns: Any = None, **options: Any) -> Any:
+    gns = GNSCallback() if gns is None else gns
+    callbacks = [gns, BatchSizeCallback(batch, gns)]
+    return trainer_of(folder, **{"max_steps": STEPS, "callbacks": callbacks, **options})
+
+
+def changes(batch: Any) -> list[tuple[int, int]]:
+    return [(d.tokens, d.new) for d in batch.decisions if d.new != d.old]
+
+
+def test_trainer_trains_a_schedule(tmp_path: Path) -> None:
+    """The steps and learning rates of a loop with these batch sizes; resumed, the same bits."""
+    batch = scheduled()
+    trainer = following(tmp_path, batch, save_strategy="steps", save_steps=5, logging_steps=1)
+    found = trained(trainer)
+    assert changes(batch) == CHANGES
+    run, steps = by_run(trainer_of(tmp_path / "by-run", max_steps=STEPS), batch)
+    assert same(found, weights(run.trainer))
+    logs = [line for line in trainer.state.log_history if "learning_rate" in line]
+    assert [line["learning_rate"] for line in logs] == [rate for _, _, rate in steps]
+    assert trainer.state.global_step == STEPS and logs[-1]["batch/size"] == 4.0
+    places = sorted(tmp_path.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+    assert len(places) > 4
+    for place in places[::2]:
+        again = scheduled()
+        other = following(tmp_path, again)
+        assert same(trained(other, resume_from_checkpoint=str(place)), found), place
+        assert again.state_dict() == batch.state_dict()
+    other = following(tmp_path, scheduled([(0, 4), (30, 8)]))
+    with pytest.raises(
+        ValueError, match=r"the state was saved with thresholds=.*change=\['thresholds'\]"
+    ):
+        other.train(resume_from_checkpoint=str(places[1]))
+
+
+def test_decisions_in_trainers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gnsfast")
+    batch = scheduled()
+    trainer = following(tmp_path, batch, logging_steps=3)
+    trained(trainer)
+    entries = [line for line in trainer.state.log_history if "batch/decision" in line]
+    assert [(line["step"], line["batch/size"]) for line in entries] == [
+        (2, 8.0),
+        (14, 16.0),
+        (25, 8.0),
+        (28, 4.0),
+    ]
+    said = "the schedule has 8 samples from 30 tokens on"
+    assert entries[0]["batch/decision"] == said
+    assert [r.getMessage() for r in caplog.records][0] == f"40 tokens: {said}"
+    assert {r.levelname for r in caplog.records} == {"INFO"} and len(caplog.records) == 4
+
+
+def test_a_decision_takes_no_logs_place(tmp_path: Path) -> None:
+    """Step 3 falls into the step from 2 to 4, at whose end the batch grows again."""
+    batch = scheduled([(0, 4), (30, 8), (60, 16)])
+    trainer = following(tmp_path, batch, logging_steps=3, max_steps=21)
+    trained(trainer)
+    assert changes(batch) == [(40, 8), (80, 16)]
+    steps = [line["step"] for line in trainer.state.log_history if "learning_rate" in line]
+    assert steps[0] == 4
+
+
+class Falling(Told):
+    """The critical batch size falls below 4 samples from 300 tokens on."""
+
+    def compute(self) -> NoiseScale:
+        found = super().compute()
+        return noise(1.0) if self.controller.tokens >= 300 else found
+
+
+def test_trainer_shrinks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a loop does, and back: with betas and weight decay of the first batch size."""
+    options: dict[str, Any] = {"betas": "half_life", "weight_decay": "timescale"}
+    caplog.set_level(logging.INFO, "gnsfast")
+
+    def made() -> tuple[Any, Any]:
+        controller = controller_of(min_batch_size=4, **options)
+        gns = Falling(controller, [20, 150])
+        how = {"weight_decay": 0.3, "save_strategy": "steps", "save_steps": 6}
+        return following(tmp_path, controller, gns, **how), controller
+
+    trainer, controller = made()
+    found = trained(trainer)
+    assert [new for _, new in changes(controller)] == [8, 16, 8, 4]
+    assert [r.levelname for r in caplog.records].count("WARNING") == 1
+    group = trainer.optimizer.param_groups[0]
+    assert group["betas"] == (0.9, pytest.approx(0.999))
+    assert group["weight_decay"] == pytest.approx(0.3)
+    for place in sorted(tmp_path.glob("checkpoint-*")):
+        other, again = made()
+        assert same(trained(other, resume_from_checkpoint=str(place)), found), place
+        assert again.state_dict() == controller.state_dict()
+
+
+def test_sizes_that_a_trainer_cannot_count(tmp_path: Path) -> None:
+    for batch, said in (
+        (scheduled([(0, 8), (100, 4)]), "batch size of 4 is no multiple of the first one, 8"),
+        (scheduled([(0, 8), (100, 12)]), "batch size of 12 is no multiple of the first one"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            following(tmp_path, batch, gradient_accumulation_steps=4).train()
+    with pytest.raises(
+        ValueError, match="a batch size of 32 is more than the 26 samples of an epoch"
+    ):
+        following(tmp_path, scheduled([(0, 4), (100, 32)])).train()
+
+
+def test_old_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"total_tokens": 2 * EPOCH}
+    how: dict[str, Any] = {"save_strategy": "steps", "save_steps": 7, "max_steps": 7}
+    trained(following(tmp_path, controller_of(**options), **how))
+    place = tmp_path / "checkpoint-7" / "trainer_state.json"
+    state = json.loads(place.read_text())
+    saved = state["stateful_callbacks"]["_ControllerState"]["attributes"]["controller"]
+    saved["format"] = 2
+    place.write_text(json.dumps(state))
+    with pytest.raises(
+        ValueError, match="is a 'batch size controller' of format 2, but this version"
+    ):
+        again = following(tmp_path, controller_of(**options), **how | {"max_steps": 14})
+        again.train(resume_from_checkpoint=str(place.parent))
+
+
+def test_trainer_flags_without_a_controller(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gnsfast.GradientNoiseScale, "compute", lambda gns: at_least(40.0))
+    trainer = trainer_of(tmp_path, logging_steps=6, callbacks=[GNSCallback(factor=2.0)])
+    trained(trainer)
+    logs = [line for line in trainer.state.log_history if "learning_rate" in line]
+    assert [(line["batch/flag"], line["cbs/estimate_lo"]) for line in logs] == [(-1.0, 80.0)] * 3
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "the batch size is too small: the critical batch size is at least 80, 5 times the batch "
+        "size of 16"
+    )
+    with pytest.raises(ValueError, match="factor must be positive"):
+        GNSCallback(factor=0.0)
+
+
+def test_lightning_trains_a_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The batches, losses and learning rates of a loop; decisions in the tracker and the logger."""
+    caplog.set_level(logging.INFO, "gnsfast")
+    total = 8 * PER_EPOCH * EPOCHS
+    schedule = BatchSizeSchedule([(0, 16), (60, 32), (200, 64), (320, 16)], total, 1)
+    rules = vars(Rules("sqrt", "half_life", "timescale"))
+    tracker = JSONLTracker(tmp_path / "run.jsonl")
+    module = Scheduled("step")
+    batch = ScheduledBatchSize(schedule, micro_batch=8, **rules)
+    trainer, _ = fit(tmp_path, module, [], controller=batch, tracker=tracker)
+    tracker.close()
+    assert [(d.tokens // 8, d.new // 8) for d in batch.decisions] == [(8, 4), (26, 8), (47, 2)]
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [r["new"] for r in lines if r.get("kind") == "decision"] == [32, 64, 16]
+    assert [r.getMessage() for r in caplog.records if r.name == "gnsfast"][0] == (
+        "64 tokens: the schedule has 32 samples from 60 tokens on"
+    )
+    group = trainer.optimizers[0].param_groups[0]
+    assert group["betas"] == (0.9, pytest.approx(0.999))
+    log = BatchSizeSchedule.from_log(tmp_path, total_tokens=total, tokens_per_sample=1)
+    assert log.thresholds == ((0, 16), (64, 32), (208, 64), (376, 16))
+
+
+def test_lightning_flags_without_a_controller(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gnsfast.GradientNoiseScale, "compute", lambda gns: noise(1.0))
+    tracker = JSONLTracker(tmp_path / "run.jsonl")
+    trainer = pl.Trainer(
+        callbacks=[GNSMonitor(factor=1.0, tracker=tracker)],
+        accelerator="cpu",
+        max_epochs=1,
+        log_every_n_steps=5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Scheduled(), Epochs(data(PER_EPOCH)))
+    tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [line["batch/flag"] for line in lines] == [1.0, 1.0]
+    [said] = [r.getMessage() for r in caplog.records if r.name == "gnsfast"]
+    assert said.startswith("the batch size is too large: the critical batch size is at most 3")
