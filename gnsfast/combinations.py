@@ -3,6 +3,7 @@
 features exclude each other. Layers, plans, the slab and the estimator use it to refuse the rest.
 """
 
+import functools
 from collections.abc import Iterable
 from itertools import combinations
 
@@ -95,7 +96,11 @@ def reason(layer: str | None, features: Iterable[str]) -> str:
     """Why ``layer`` (or any layer, for None) does not support all of ``features`` together. Empty
     if it does.
     """
-    together = {*features}
+    return _reason(layer, frozenset(features))
+
+
+@functools.cache  # each micro-batch asks
+def _reason(layer: str | None, together: frozenset[str]) -> str:
     asked = [f for f in FEATURES if f in together]
     kind = "the model" if layer is None else layer
     if layer is not None:

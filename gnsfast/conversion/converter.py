@@ -17,6 +17,7 @@ from gnsfast.conversion.routes import (
     own_parameters,
     replayed,
     route_of,
+    settings_of,
     uses_children_as_tensors,
 )
 from gnsfast.conversion.ties import link_ties
@@ -255,6 +256,7 @@ def _facts(
             note=learned.notes.get(name, ""),
             shared=learned.shared.get(name, frozenset()),
             steps=learned.copies.get(name, ()),
+            settings=settings_of(named[name], cls),
         )
     return facts
 

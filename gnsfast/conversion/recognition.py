@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognises layers whose own forward gives the same bits as a layer that has a kernel.
 
-The results on random input decide, in the dtypes that models mix. The code must also be straight,
-without branches, so that it does the same for every other input. RMS norms may have branches: their
-class names identify them.
+The results on random input decide, in the dtypes that models mix. The code must also be straight
+(``straight.py``), so that it does the same for every other input. RMS norms may have branches:
+their class names identify them.
 """
 
-import dis
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnsfast import layers
+from gnsfast.conversion.straight import forward_of, is_straight
 from gnsfast.functional import RMS_NORM_VARIANTS
 from gnsfast.layers import DropIn, eps_of
 
@@ -24,7 +24,14 @@ RMS_NORMS: dict[str, type[DropIn]] = {
     "olmo": layers.OlmoRMSNorm,
     "t5": layers.T5RMSNorm,
     "gemma": layers.GemmaRMSNorm,
+    "float32": layers.Float32RMSNorm,
+    "qwen": layers.QwenRMSNorm,
+    "unit": layers.UnitRMSNorm,
+    "torch": layers.TorchRMSNorm,
+    "as_it_is": layers.PlainRMSNorm,
+    "narrow": layers.NarrowRMSNorm,
 }
+CHANNELS_FIRST = layers.ChannelsFirstLayerNorm, layers.OwnGroupNorm
 DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -51,54 +58,18 @@ def recognised(module: nn.Module) -> type[DropIn] | None:
     if not own.keys() <= {"weight", "bias"} or "weight" not in own:
         return None
     candidates = _candidates(module, own)
-    if not _is_straight(module):
-        named = type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
+    if not is_straight(module, forward_of(module, type(module)).code):
+        named = type(module).__name__.endswith(("RMSNorm", "RmsNorm", "T5LayerNorm"))
         candidates = [c for c in candidates if named and c in RMS_NORMS.values()]
     shapes = {name: _shape(module, name, p) for name, p in own.items()}
     for channels_first in (False, True):
-        left = [c for c in candidates if (c is layers.ChannelsFirstLayerNorm) == channels_first]
+        left = [c for c in candidates if (c in CHANNELS_FIRST) == channels_first]
         for x, parameters in _inputs(module, shapes, channels_first):
             if left and not (left := _alike(module, left, x, parameters)):
                 break
         if left:
             return left[0]
     return None
-
-
-def _is_straight(module: nn.Module) -> bool:
-    """Whether the forward of a module is a sequence of operators on its input, weight and bias,
-    without branches, arguments or attributes that could change what it does for other inputs or
-    later. It may only ask whether there is a bias.
-    """
-    forward = type(module).forward
-    code = getattr(forward, "__code__", None)
-    if code is None or len(inspect.signature(forward).parameters) != 2 or code.co_freevars:
-        return False
-    steps = {each.opname for each in dis.get_instructions(code)}
-    odd = {s for s in steps if any(each in s for each in BRANCHES) and "NONE" not in s}
-    return set(code.co_names) <= NAMES and odd <= {"JUMP_FORWARD"}
-
-
-NAMES = {
-    *("F", "nn", "torch", "functional", "linear", "layer_norm", "embedding", "matmul"),
-    *("weight", "bias", "eps", "variance_epsilon", "normalized_shape", "shape", "dtype"),
-    *("to", "type_as", "float", "float32", "T", "mT", "t", "permute", "transpose", "contiguous"),
-    *("pow", "square", "mean", "rsqrt", "sqrt"),
-}
-"""The names that a straight forward may use."""
-
-BRANCHES = (
-    "JUMP",
-    "FOR_",
-    "STORE_ATTR",
-    "STORE_GLOBAL",
-    "SUBSCR",
-    "SLICE",
-    "IMPORT",
-    "YIELD",
-    "WITH",
-)
-"""Parts of the names of instructions that a straight forward must not have."""
 
 
 def _candidates(module: nn.Module, own: dict[str, nn.Parameter]) -> list[type[DropIn]]:
@@ -109,9 +80,11 @@ def _candidates(module: nn.Module, own: dict[str, nn.Parameter]) -> list[type[Dr
         return [layers.CastLinear]
     if isinstance(module, nn.Embedding):
         odd = module.padding_idx is not None or module.max_norm is not None
-        return [] if odd or module.sparse or module.scale_grad_by_freq else [layers.Embedding]
+        return [] if odd or module.sparse or module.scale_grad_by_freq else [layers.OwnEmbedding]
     if own["weight"].ndim != 1 or any(p.shape != own["weight"].shape for p in own.values()):
         return []
+    if isinstance(module, nn.GroupNorm):
+        return [layers.OwnGroupNorm]
     norms: list[type[DropIn]] = [layers.OwnLayerNorm, layers.ChannelsFirstLayerNorm]
     return norms if "bias" in own else [*RMS_NORMS.values(), *norms]
 
@@ -184,8 +157,11 @@ def _plain(drop_in: type[DropIn], module: nn.Module) -> Forward:
         w, b = parameters["weight"], parameters.get("bias")
         if drop_in is layers.CastLinear:
             return F.linear(x, w.to(x.dtype), b if b is None else b.to(x.dtype))
-        if drop_in is layers.Embedding:
+        if drop_in is layers.OwnEmbedding:
             return F.embedding(x, w)
+        if drop_in is layers.OwnGroupNorm:
+            groups: Any = module.num_groups
+            return F.group_norm(x, groups, w, b, eps_of(module))
         if drop_in is layers.OwnLayerNorm:
             return F.layer_norm(x, w.shape, w, b, eps_of(module))
         if drop_in is layers.ChannelsFirstLayerNorm:

@@ -10,13 +10,16 @@ from torch.nn.utils import parametrize
 
 from gnsfast import layers
 from gnsfast.conversion.recognition import recognised
+from gnsfast.conversion.straight import forward_of
 from gnsfast.layers import (
     ATTENTION,
     DropIn,
     Experts,
     MultiheadAttention,
+    OwnForward,
     Replayed,
     Router,
+    Setting,
     SinkAttention,
     combine,
     experts_reason,
@@ -169,6 +172,13 @@ def _own_way(module: nn.Module) -> Route:
     """The route of a module with its own forward: a kernel if it computes the same, or a replay."""
     drop_in = recognised(module)
     return replayed(module) if drop_in is None else Route(combine(type(module), drop_in, over=True))
+
+
+def settings_of(module: nn.Module, cls: type[DropIn]) -> tuple[Setting, ...]:
+    """What decides the branches of a module's own forward, if its route ``cls`` stands for it."""
+    if not issubclass(cls, OwnForward):
+        return ()
+    return forward_of(module, original_class(type(module))).settings
 
 
 def _computed(module: nn.Module) -> bool:

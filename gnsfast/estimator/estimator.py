@@ -193,11 +193,11 @@ class GradientNoiseScale:
         if not self._due:
             yield
             return
-        pipeline, passed = None, num_samples
+        pipeline, passed, passes = None, num_samples, 1
         if schedule is not None:
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
-            passed = pipeline.num_samples
-        observer = self._open(passed, cu_seqlens, groups)
+            passed, passes = pipeline.num_samples, pipeline.passes
+        observer = self._open(passed, cu_seqlens, groups, passes)
         self._inside = True
         try:
             steps: AbstractContextManager[None] = nullcontext()

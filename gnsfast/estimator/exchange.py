@@ -20,6 +20,8 @@ gradients were changed after backward; they were not zero before the first micro
 ``grad_norm`` does not fit the probes; samples without tokens have gradients; samples with tokens
 have none; processes have different gradients; they have different values of ``grad_norm``; they
 have different weights of the same samples."""
+DISAGREEMENTS = 3
+"""The last of these compare processes."""
 
 
 class Exchange:
@@ -72,6 +74,12 @@ class Exchange:
         ``extra`` are the numbers of a metric or of groups.
         """
         on = self.processes
+        if on.world == 1:  # it agrees with itself, and half of the arithmetic is for others
+            agreed = calls_2R.new_zeros(DISAGREEMENTS)
+            return (
+                torch.cat([sums_2K.flatten(), whole[None], scalars, *extra]),
+                torch.cat([calls_2R.flatten(), torch.stack(flags), agreed]),
+            )
         weights = scalars.new_zeros(on.stages, loss_factors.SCALARS)
         weights[self.stages.rank] = scalars / on.tensor
         shared = scalars.new_zeros(on.stages * on.tensor, 3)

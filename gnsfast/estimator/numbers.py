@@ -6,7 +6,7 @@ host. With several processes it follows in ``update()``, on the device, because 
 numbers.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class Pass(NamedTuple):
     samples: list[Tensor]
     groups: GroupRows | None
     arrived: dict[str, list[Tensor]]
+
+
+def kept(value: Any) -> Any:
+    """A number as it is. A tensor is copied, because the caller may write to it."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 class Update(NamedTuple):

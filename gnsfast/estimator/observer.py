@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
@@ -12,7 +13,7 @@ from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
 from gnsfast.estimator.dual_norms import DualNorms
 from gnsfast.estimator.exchange import FLAGS, Exchange
-from gnsfast.estimator.numbers import Numbers, Pass, Update
+from gnsfast.estimator.numbers import Numbers, Pass, Update, kept
 from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import EndOfPass, Mark, Settings
 from gnsfast.estimator.stages import Stages
@@ -131,8 +132,9 @@ class Observer:
         num_samples: int,
         cu_seqlens: Tensor | None = None,
         groups: Any = None,
+        passes: int = 1,
     ) -> None:
-        """Let the next forward and backward pass fill the probes."""
+        """Let the next forward and backward pass fill the probes; in a pipeline several."""
         if self.slab is not None:
             raise ObservationError(
                 "A micro-batch is already open. Each gns.microbatch(...) block takes one forward "
@@ -155,16 +157,17 @@ class Observer:
         measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
         slab.open(documents, *measured, self.pass_over, self.dual.open(len(self._passes)))
         self.slab, self._end, self._split = slab, None, False
+        self._alone = passes == 1 and self.processes.world == 1
         self._audited = self.audit.next()
         try:
-            self._watch = GradientWatch(slab.parameters, self._audited)
+            by_marks = passes == 1 and not dist.is_initialized()  # DDP writes to whole buckets
+            self._watch = GradientWatch(slab.parameters, self._audited, by_marks)
         except RuntimeError:
             self.discard()
             raise
         self.dual.opened()  # after the watch, which does not audit parameters with hooks
-        watched = self._watch.watched  # the others are sharded
-        named = zip(self.names, self.parameters)
-        self._before = {name: checks.mark(p) for name, p in named if name not in watched}
+        left = set(self.names) - self._watch.watched
+        self._before = {n: checks.mark(p) for n, p in zip(self.names, self.parameters) if n in left}
         if first:
             self._leftover = None if self.settings.local else self._witness()
 
@@ -178,7 +181,10 @@ class Observer:
 
     def pass_over(self) -> None:
         """Note the state of the gradients after a backward pass."""
-        few = None if self.settings.local else self._witness()
+        s = self.settings
+        # An update of this pass alone reads no gradient; with another pass, that one's end counts.
+        spared = s.local or (s.by_probe and self._alone and not self._passes)
+        few = None if spared else self._witness()
         self._end = EndOfPass(self._marks(), few)
         self._split |= in_context_parallel()
 
@@ -275,8 +281,8 @@ class Observer:
             rows=slab.sums(),
             num_samples=num_samples,
             passes=passes,
-            tokens=_kept(tokens),
-            scale=1.0 if scale is None else _kept(scale),
+            tokens=kept(tokens),
+            scale=1.0 if scale is None else kept(scale),
             divided=divided,
             loss_scale=self._loss_scale(),
             samples=slab.sample_sqnorms() if each else [],
@@ -307,7 +313,7 @@ class Observer:
             )
         self._passes, self.after_update = [], self._marks()
         norm = None if grad_norm is None else gradients.given_sqnorm(grad_norm, self.device)
-        alone = sum(each.passes for each in passes) == 1 and self.processes.world == 1
+        alone = self._alone and sum(each.passes for each in passes) == 1
         by_probe = s.local or (alone and s.by_probe)
         sqnorms, now = None, None
         if norm is None and not by_probe and self.names:
@@ -373,9 +379,8 @@ class Observer:
             if (path, name) not in counted:
                 counted.add((path, name))
                 seen[name] = seen.get(name, 0.0) + count
-        alone = self.processes.world == 1
         for name, times in zip(self.names, touched):
-            if seen[name] < (times if alone else min(times, 1)):
+            if seen[name] < (times if self.processes.world == 1 else min(times, 1)):
                 raise ObservationError(checks.explain_unseen(name, self.paths[name][0], self.model))
         named = dict(zip(self.names, self.parameters))
         if wrong := self.audit.check(named, self.paths, self.modules):
@@ -384,8 +389,3 @@ class Observer:
 
 SLOTS = 32
 """The number of documents is rounded up to a multiple of this, so that few slabs are needed."""
-
-
-def _kept(value: Any) -> Any:
-    """A number as it is. A tensor is copied, because the caller may write to it."""
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -112,8 +112,12 @@ def rms_norm(
 
     ``variant`` says how the forward rounds and applies the gain: like ``"torch"``, or ``"llama"``
     (normalise in float32, round, then multiply by the weight), ``"olmo"`` (multiply by the weight,
-    then round), ``"t5"`` (round only if the weight is half precision), or ``"gemma"`` (multiply by
-    1 + weight in float32, then round).
+    then round), ``"t5"`` (round only if the weight is half precision), ``"gemma"`` (multiply by
+    1 + weight in float32, then round), ``"float32"`` (OLMo-core's: multiply by the weight cast to
+    float32, then round), ``"qwen"`` (OLMo-core's Qwen: as ``"llama"``, but cast the weight to the
+    dtype of the input), ``"unit"`` (litgpt's Gemma: as ``"float32"``, with 1 + weight in the dtype
+    of the weight), ``"as_it_is"`` (no cast), or ``"narrow"`` (cast the weight to the dtype of the
+    input, nothing else).
 
     >>> x, w = torch.randn(3, 7, 5), torch.ones(5, requires_grad=True)
     >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
@@ -156,10 +160,39 @@ def _rms_norm_gemma(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return (normed * (1.0 + w.float())).type_as(x)
 
 
+def _rms_norm_float32(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (w.float() * normed).to(x.dtype)
+
+
+def _rms_norm_qwen(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return _rms_norm_llama(x, w.to(x.dtype), eps)
+
+
+def _rms_norm_unit(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * (1 + w).float()).to(x.dtype)
+
+
+def _rms_norm_as_it_is(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
+
+
+def _rms_norm_narrow(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return _rms_norm_as_it_is(x, w.to(x.dtype), eps)
+
+
 RMS_NORM_VARIANTS: dict[str, tuple[Callable[[Tensor, Tensor, float], Tensor], float]] = {
     "torch": (_rms_norm_torch, 0.0),
     "llama": (_rms_norm_llama, 0.0),
     "olmo": (_rms_norm_olmo, 0.0),
     "t5": (_rms_norm_t5, 0.0),
     "gemma": (_rms_norm_gemma, 1.0),
+    "float32": (_rms_norm_float32, 0.0),
+    "qwen": (_rms_norm_qwen, 0.0),
+    "unit": (_rms_norm_unit, 1.0),
+    "as_it_is": (_rms_norm_as_it_is, 0.0),
+    "narrow": (_rms_norm_narrow, 0.0),
 }

@@ -13,6 +13,7 @@ from gnsfast.layers.channel_norms import (
     InstanceNorm1d,
     InstanceNorm2d,
     InstanceNorm3d,
+    OwnGroupNorm,
     SyncBatchNorm,
     batch_statistics_error,
     uses_batch_statistics,
@@ -32,11 +33,12 @@ from gnsfast.layers.drop_in import (
     DropIn,
     Opened,
     SampleLayout,
+    Setting,
     combine,
     is_around,
     user_class,
 )
-from gnsfast.layers.embedding import Embedding
+from gnsfast.layers.embedding import Embedding, OwnEmbedding
 from gnsfast.layers.embedding_bag import EmbeddingBag
 from gnsfast.layers.experts import Experts, experts_reason, rows_in_order
 from gnsfast.layers.float8 import Float8Linear, is_float8, without_casts
@@ -44,15 +46,22 @@ from gnsfast.layers.linear import CastLinear, Linear, OutProjection, TransposedL
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
 from gnsfast.layers.norms import (
     ChannelsFirstLayerNorm,
+    Float32RMSNorm,
     GemmaRMSNorm,
     LayerNorm,
     LlamaRMSNorm,
+    NarrowRMSNorm,
     OlmoRMSNorm,
     OwnLayerNorm,
+    PlainRMSNorm,
+    QwenRMSNorm,
     RMSNorm,
     T5RMSNorm,
+    TorchRMSNorm,
+    UnitRMSNorm,
     eps_of,
 )
+from gnsfast.layers.own_forward import OwnForward
 from gnsfast.layers.replay import Replayed, is_plain, replay_dim
 from gnsfast.layers.router import Router, owns_router
 from gnsfast.layers.tie import Tie
@@ -79,6 +88,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Experts",
+    "Float32RMSNorm",
     "Float8Linear",
     "GemmaRMSNorm",
     "GroupNorm",
@@ -89,19 +99,28 @@ __all__ = [
     "Linear",
     "LlamaRMSNorm",
     "MultiheadAttention",
+    "NarrowRMSNorm",
     "OlmoRMSNorm",
     "Opened",
     "OutProjection",
+    "OwnEmbedding",
+    "OwnForward",
+    "OwnGroupNorm",
     "OwnLayerNorm",
+    "PlainRMSNorm",
+    "QwenRMSNorm",
     "RMSNorm",
     "Replayed",
     "Router",
     "SampleLayout",
+    "Setting",
     "SinkAttention",
     "SyncBatchNorm",
     "T5RMSNorm",
     "Tie",
+    "TorchRMSNorm",
     "TransposedLinear",
+    "UnitRMSNorm",
     "batch_statistics_error",
     "begin_again",
     "begun",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gnsfast import functional
 from gnsfast.errors import ObservationError
 from gnsfast.layers.drop_in import Converted, DropIn
+from gnsfast.layers.own_forward import OwnForward
 from gnsfast.tensors import accumulate_dtype
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -115,6 +116,10 @@ class GroupNorm(_ChannelNorm, nn.GroupNorm):
         y, *of_groups = torch.native_group_norm(x, *self._detached(), *sizes, self.eps)
         mean_NC, rstd_NC = (t.repeat_interleave(C // self.num_groups, 1) for t in of_groups)
         return functional.attach_parameters(y, x, mean_NC, rstd_NC, *self._spread(x))
+
+
+class OwnGroupNorm(OwnForward, GroupNorm):
+    """Drop-in for group norms with a forward of their own that does the same."""
 
 
 def _of_no_row(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:

@@ -28,6 +28,16 @@ class SampleLayout(NamedTuple):
     known: bool = False
 
 
+class Setting(NamedTuple):
+    """An attribute that decides a branch of a module's own forward, and its value; with a ``kind``
+    whether it is an instance of that class.
+    """
+
+    name: str
+    kind: type | None
+    value: Any
+
+
 class Converted(NamedTuple):
     """The decisions of ``convert`` about a module, and the findings of later passes.
 
@@ -39,6 +49,7 @@ class Converted(NamedTuple):
     autocast, or casts its parameters, so torch rounds its gradients to half precision. ``note``:
     what an example has shown. ``shared``: the places of the arguments that all samples of a
     replayed module share. ``steps``: how it uses copies of its parameters (``functional.Use``).
+    ``settings``: what decides the branches of its own forward.
     """
 
     route: str = ""
@@ -53,6 +64,7 @@ class Converted(NamedTuple):
     note: str = ""
     shared: frozenset[int] = frozenset()
     steps: tuple[tuple[Any, str], ...] = ()
+    settings: tuple[Setting, ...] = ()
 
     @property
     def decided(self) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from gnsfast import functional
 from gnsfast.layers.drop_in import Converted, DropIn
+from gnsfast.layers.own_forward import OwnForward
 from gnsfast.tensors import is_dtensor
 
 
@@ -62,3 +63,7 @@ class Embedding(DropIn, nn.Embedding):
         if tie is not None and link is not None:
             tie.uses = (*tie.uses, link)
         return y
+
+
+class OwnEmbedding(OwnForward, Embedding):
+    """Drop-in for embeddings with a forward of their own that does the same."""

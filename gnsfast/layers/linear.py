@@ -9,6 +9,7 @@ from gnsfast import functional
 from gnsfast.errors import ObservationError
 from gnsfast.functional import Plan
 from gnsfast.layers.drop_in import Converted, DropIn, Opened
+from gnsfast.layers.own_forward import OwnForward
 from gnsfast.tensors import is_dtensor
 
 
@@ -97,7 +98,7 @@ def in_parts(path: str, module: nn.Module) -> str:
     )
 
 
-class CastLinear(Linear):
+class CastLinear(OwnForward, Linear):
     """Drop-in for linear layers that cast their parameters to the dtype of the input."""
 
     def forward(self, input: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from gnsfast import functional
 from gnsfast.layers.drop_in import Converted, DropIn
+from gnsfast.layers.own_forward import OwnForward
 
 
 class LayerNorm(DropIn, nn.LayerNorm):
@@ -39,7 +40,7 @@ def eps_of(module: nn.Module) -> float:
     return next((eps for eps in found if isinstance(eps, float)), 1e-5)
 
 
-class OwnLayerNorm(DropIn):
+class OwnLayerNorm(OwnForward):
     """Drop-in for models' own layer norms, which may have no bias."""
 
     gnsfast = Converted("layer_norm")
@@ -85,7 +86,7 @@ class RMSNorm(DropIn, nn.RMSNorm):
         return functional.rms_norm(x, self.weight, opened.probe, plan, eps=self.eps)
 
 
-class _ForeignRMSNorm(DropIn):
+class _ForeignRMSNorm(OwnForward):
     """Drop-in for models' own RMS norms. ``variant`` is that of ``functional.rms_norm``."""
 
     gnsfast = Converted("rms_norm")
@@ -130,3 +131,39 @@ class GemmaRMSNorm(_ForeignRMSNorm):
     """For the RMS norms of Gemma: multiply by ``1 + weight`` in float32, then round."""
 
     variant = "gemma"
+
+
+class Float32RMSNorm(_ForeignRMSNorm):
+    """For the RMS norms of OLMo-core and litgpt: the weight too is cast to float32, then round."""
+
+    variant = "float32"
+
+
+class QwenRMSNorm(_ForeignRMSNorm):
+    """For OLMo-core's RMS norms of Qwen: as Llama's, with the weight cast to the input's dtype."""
+
+    variant = "qwen"
+
+
+class UnitRMSNorm(_ForeignRMSNorm):
+    """For litgpt's Gemma: add 1 to the weight in its own dtype, go on in float32, then round."""
+
+    variant = "unit"
+
+
+class PlainRMSNorm(_ForeignRMSNorm):
+    """For RMS norms that compute in the dtype of their input."""
+
+    variant = "as_it_is"
+
+
+class NarrowRMSNorm(_ForeignRMSNorm):
+    """The same, with the weight cast to the dtype of the input."""
+
+    variant = "narrow"
+
+
+class TorchRMSNorm(_ForeignRMSNorm):
+    """For layers that call ``torch.nn.functional.rms_norm``."""
+
+    variant = "torch"

@@ -121,7 +121,8 @@ class Replayed(DropIn):
                 )
             dims.append(dim)
         replay, probe = _Replay(self, args, kwargs, before, seen, dims, B), opened.probe
-        self.know(half=self.gnsfast.half or replay.autocast[2])
+        narrow = any(t.dtype.itemsize < 4 for t in replay.tensors if t.is_floating_point())
+        self.know(half=self.gnsfast.half or replay.autocast[2] or narrow)
         if (calls := opened.plan.calls) is not None:
             (probe,) = calls.enter(self.gnsfast.route, opened.plan, (probe,))
         watched = _ReplayFunction.apply(

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which forwards are a straight line of operators, so that a trial on random input says what they
+do of any other. Branches that a module's settings decide (``if self._fast_norm:``) are taken out
+first: the layer is then the kernel's as long as the settings stay.
+"""
+
+import ast
+import copy
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gnsfast.layers import Setting
+
+NAMES = {
+    *("F", "nn", "torch", "functional", "linear", "layer_norm", "rms_norm", "group_norm"),
+    *("embedding", "matmul", "weight", "bias", "eps", "variance_epsilon", "normalized_shape"),
+    *("num_groups", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+    *("shape", "dtype", "to", "type_as", "float", "float32", "T", "mT", "t", "permute"),
+    *("transpose", "contiguous", "pow", "square", "mean", "rsqrt", "sqrt"),
+}
+"""What a straight forward may name."""
+
+BRANCHES = (
+    "JUMP",
+    "FOR_",
+    "STORE_ATTR",
+    "STORE_GLOBAL",
+    "SUBSCR",
+    "SLICE",
+    "IMPORT",
+    "YIELD",
+    "WITH",
+)
+"""Parts of the instructions that a straight forward has not."""
+
+PLAIN = (bool, int, float, str, type(None))
+"""The types of settings."""
+
+
+class Forward(NamedTuple):
+    """The code that a module runs, without the branches that it does not take, and the settings
+    that decide them.
+    """
+
+    code: types.CodeType | None
+    settings: tuple[Setting, ...] = ()
+
+
+def forward_of(module: nn.Module, cls: type[nn.Module]) -> Forward:
+    """The forward of a ``module`` of class ``cls``. Its branches stay where its source is not
+    known, or is not that of its code.
+    """
+    code = getattr(cls.forward, "__code__", None)
+    if code is None or (tree := _source(code)) is None:
+        return Forward(code)
+    decide = _Decide(module, code.co_varnames[:1], cls.forward.__globals__)
+    of_module = ast.Module([decide.visit(copy.deepcopy(tree))], [])
+    made = compile(ast.fix_missing_locations(of_module), "<forward>", "exec")
+    return Forward(next(_codes(made)), tuple(decide.settings.values()))
+
+
+@functools.cache
+def _source(code: types.CodeType) -> ast.FunctionDef | None:
+    """What ``code`` was made of; None if that is not known, as of a file that has changed."""
+    try:
+        text = "".join(inspect.findsource(code)[0])
+        tree = ast.parse(text)
+        made = compile(text, code.co_filename, "exec", dont_inherit=True)
+    except (OSError, SyntaxError):
+        return None
+    start = code.co_firstlineno  # of a decorated function it is the decorator's
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.lineno == start]
+    return found[0] if len(found) == 1 and code in _codes(made) else None
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """All code inside of ``code``."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield each
+            yield from _codes(each)
+
+
+def is_straight(module: nn.Module, code: types.CodeType | None) -> bool:
+    """Whether ``code`` of the forward of a module is a line of torch's operators on its input, its
+    weight and its bias: without branches, arguments or attributes that could change what it does of
+    other inputs, or later. It may only ask whether there is a bias.
+    """
+    forward = type(module).forward
+    if code is None or len(inspect.signature(forward).parameters) != 2 or code.co_freevars:
+        return False
+    steps = list(dis.get_instructions(code))
+    if not all(_is_torch(forward, s.argval) for s in steps if s.opname == "LOAD_GLOBAL"):
+        return False
+    names = {s.opname for s in steps}
+    odd = {s for s in names if any(each in s for each in BRANCHES) and "NONE" not in s}
+    return set(code.co_names) <= NAMES and odd <= {"JUMP_FORWARD"}
+
+
+def _is_torch(forward: Any, name: str) -> bool:
+    found = forward.__globals__.get(name)
+    home = found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", None)
+    return f"{home}.".startswith("torch.")
+
+
+class _Undecided(Exception):
+    """A test that more than a module's settings decides."""
+
+
+class _Decide(ast.NodeTransformer):
+    """Takes the branches that the settings of a module decide."""
+
+    def __init__(self, module: nn.Module, own: tuple[str, ...], names: dict[str, Any]) -> None:
+        self.module, self.own, self.names = module, own, names
+        self.settings: dict[tuple[str, Any], Setting] = {}
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        ends = [i for i, each in enumerate(node.body) if isinstance(each, ast.Return)]
+        node.body = node.body[: ends[0] + 1 if ends else None] or [ast.Pass()]
+        return node
+
+    def visit_If(self, node: ast.If) -> Any:
+        if (taken := self._taken(node.test)) is None:
+            return self.generic_visit(node)
+        found = [self.visit(each) for each in (node.body if taken else node.orelse)]
+        return [s for each in found for s in (each if isinstance(each, list) else [each])]
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        if (taken := self._taken(node.test)) is None:
+            return self.generic_visit(node)
+        return self.visit(node.body if taken else node.orelse)
+
+    def _taken(self, test: ast.expr) -> bool | None:
+        before = dict(self.settings)
+        try:
+            value = self._value(test)
+            if isinstance(value, torch.Tensor):
+                raise _Undecided
+            return bool(value)
+        except _Undecided:
+            self.settings = before
+            return None
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value):
+                return value
+            case ast.Attribute(ast.Name(name), key) if (name,) == self.own:
+                return self._attribute(key)
+            case ast.UnaryOp(ast.Not(), operand):
+                return not self._truth(operand)
+            case ast.BoolOp(op, values):
+                kind = any if isinstance(op, ast.Or) else all
+                return kind(self._truth(each) for each in values)
+            case ast.Compare(left, [ast.Is() | ast.IsNot() as op], [ast.Constant(None)]):
+                return (self._value(left) is None) == isinstance(op, ast.Is)
+            case ast.Compare(left, [ast.Eq() | ast.NotEq() as op], [right]):
+                a, b = self._plain(left), self._plain(right)
+                return (a == b) == isinstance(op, ast.Eq)
+            case ast.Call(ast.Name("isinstance"), [ast.Attribute() as of, kind], []):
+                return self._is_instance(of, kind)
+            case ast.Call(func, [], []) if ast.unparse(func) == "torch.jit.is_scripting":
+                return False
+        raise _Undecided
+
+    def _truth(self, node: ast.expr) -> bool:
+        return bool(self._plain(node))
+
+    def _plain(self, node: ast.expr) -> Any:
+        value = self._value(node)
+        if isinstance(value, torch.Tensor):
+            raise _Undecided
+        return value
+
+    def _attribute(self, key: str) -> Any:
+        if key in self.module._parameters:
+            return self.module._parameters[key]
+        value = inspect.getattr_static(self.module, key, self)
+        each = value if isinstance(value, tuple) else (value,)
+        if key == "training" or not all(isinstance(v, PLAIN) for v in each):
+            raise _Undecided
+        self.settings[key, None] = Setting(key, None, value)
+        return value
+
+    def _is_instance(self, of: ast.Attribute, kind: ast.expr) -> bool:
+        value = self._value(of)
+        cls = self.names.get(kind.id) if isinstance(kind, ast.Name) else None
+        if not isinstance(value, torch.Tensor) or not isinstance(cls, type):
+            raise _Undecided
+        verdict = isinstance(value, cls)
+        self.settings[of.attr, cls] = Setting(of.attr, cls, verdict)
+        return verdict

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an update does not do where nothing would come of it, and that its checks stay."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gnsfast
+from gnsfast.estimator import observer as observers
+from gnsfast.estimator.exchange import Exchange
+from gnsfast.probing import gradient_watch
+
+N, D = 6, 4
+
+
+class Fused(nn.Module):
+    """It takes the weight of ``b`` as a tensor if asked to, with or without a call of ``b``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D, bias=False)
+
+    def forward(self, x: Tensor, call: bool = True, tensor: bool = False) -> Tensor:
+        x = self.a(x)
+        y = self.b(x) if call else 0.0 * x
+        return y + F.linear(x, self.b.weight) if tensor else y
+
+
+def made(**settings: Any) -> tuple[nn.Module, gnsfast.GradientNoiseScale]:
+    model = gnsfast.convert(Fused())
+    return model, gnsfast.GradientNoiseScale(model, **settings)
+
+
+def block(model: nn.Module, gns: gnsfast.GradientNoiseScale, **how: bool) -> None:
+    with gns.microbatch(N):
+        model(torch.randn(N, D), **how).square().mean().backward()
+
+
+def test_few_audits_while_the_numbers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter after 1, 2, 4, ... passes, and from the next hundred updates on again."""
+    audited: Counter[int] = Counter()
+    norm = gradient_watch.norm_on_cpu
+
+    def counted(grad: Tensor) -> Tensor:
+        audited[gns._seen + 1] += 1
+        return norm(grad)
+
+    monkeypatch.setattr(gradient_watch, "norm_on_cpu", counted)
+    model, gns = made()
+    for _ in range(1, 130):
+        block(model, gns)
+        gns.update()
+        model.zero_grad()
+    assert set(audited.values()) == {3}
+    assert [*audited] == [1, 2, 4, 8, 16, 32, 64, 101, 102, 104, 108, 116]
+    gns.compute()
+    for _ in range(130, 190):
+        block(model, gns)
+        gns.update()
+        model.zero_grad()
+    assert max(audited) == 116  # all are known to be right
+
+
+@pytest.mark.parametrize("since", [2, 30, 60])
+def test_a_use_as_a_tensor_that_begins_late_is_found(since: int) -> None:
+    model, gns = made()
+    for step in range(1, 65):
+        block(model, gns, tensor=step >= since)
+        gns.update()
+        model.zero_grad()
+    with pytest.raises(gnsfast.ObservationError, match=r"b\.weight.*outside"):
+        gns.compute()
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def test_marks_take_the_place_of_hooks() -> None:
+    """On one process, unless other tensors share a gradient's version."""
+    model, gns = made()
+    flat = torch.zeros(D * D + D)
+    for shared in (False, True):
+        if shared:
+            model.a.weight.grad = flat[: D * D].view(D, D)
+            model.a.bias.grad = flat[D * D :]
+        gns.reset()
+        with gns.microbatch(N):
+            assert hooks(model) == 2 * shared
+            model(torch.randn(N, D)).square().mean().backward()
+        gns.update()
+        assert hooks(model) == 0
+        gns.compute()
+
+
+def test_hooks_stay_where_processes_may_share_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, gns = made()
+    block(model, gns)
+    gns.update()
+    model.zero_grad()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with gns.microbatch(N):
+        assert hooks(model) == 3
+        model(torch.randn(N, D)).square().mean().backward()
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("source", ["auto", "local"])
+def test_a_gradient_without_a_call_is_noticed(source: str, held: bool) -> None:
+    """Whether or not ``.grad`` was there before."""
+    model, gns = made(source=source)
+    for p in model.parameters() if held else ():
+        p.grad = torch.zeros_like(p)
+    block(model, gns, call=False, tensor=True)
+    gns.update()
+    with pytest.raises(gnsfast.ObservationError, match=r"b\.weight got a gradient"):
+        gns.compute()
+
+
+def test_a_bucket_whose_other_part_is_written_to_got_no_gradient() -> None:
+    """``b`` is not used at all, and a write to ``a``'s gradients changes its version too."""
+    model, gns = made()
+    flat, first = torch.zeros(D * D + D * D), D * D
+    model.a.weight.grad, model.b.weight.grad = (t.view(D, D) for t in (flat[:first], flat[first:]))
+    with gns.microbatch(N):
+        model.a(torch.randn(N, D)).square().mean().backward()
+    gns.update()
+    gns.compute()
+
+
+def witnesses(monkeypatch: pytest.MonkeyPatch, microbatches: int, **settings: Any) -> int:
+    """How often an update reads norms of gradients."""
+    read = []
+    witness = observers.gradients.witness
+    model, gns = made(**settings)
+    block(model, gns)
+    gns.update()
+    model.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            observers.gradients, "witness", lambda *a: read.append(found := witness(*a)) or found
+        )
+        for _ in range(microbatches):
+            block(model, gns)
+        gns.update()
+    return sum(found is not None for found in read)
+
+
+def test_an_update_of_one_pass_reads_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert witnesses(monkeypatch, 1) == 0
+    assert witnesses(monkeypatch, 3) == 3  # after the second and the third pass, and at the end
+    assert witnesses(monkeypatch, 1, source="global") == 2
+    assert witnesses(monkeypatch, 2, source="local") == 0
+
+
+@pytest.mark.parametrize("settings", [dict(source="global"), dict()])
+def test_gradients_that_are_scaled_without_a_mark_are_noticed(settings: Any) -> None:
+    """As ``unscale_`` does on a CPU."""
+    model, gns = made(**settings)
+    for _ in range(2):
+        block(model, gns)
+    for p in model.parameters():
+        p.grad.data.mul_(0.5)  # ``.data`` has a version of its own
+    gns.update()
+    with pytest.raises(gnsfast.ObservationError, match="radients were changed"):
+        gns.compute()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_one_process_says_what_the_exchange_would(
+    monkeypatch: pytest.MonkeyPatch, microbatches: int
+) -> None:
+    model, gns = made()
+    found = []
+    exchange = Exchange.__call__
+
+    def both(self: Exchange, *numbers: Any) -> Any:
+        alone = exchange(self, *numbers)
+        processes, self.processes = self.processes, replace(self.processes, world=2)
+        found.append((alone, exchange(self, *numbers)))
+        self.processes = processes
+        return alone
+
+    monkeypatch.setattr(Exchange, "__call__", both)
+    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: None)
+    for _ in range(microbatches):
+        block(model, gns)
+    gns.update()
+    gns.compute()
+    [(alone, exchanged)] = found
+    assert torch.equal(alone[0], exchanged[0])
+    # It misses the process that the test has made up.
+    assert torch.equal(alone[1][:-3], exchanged[1][:-3]) and not alone[1][-3:].any()
