@@ -20,6 +20,8 @@ JIT_TESTS_80 := $(addprefix tests/triton_kernels/test_,triton_linear.py linear_f
 	triton_sizes.py::test_linear)
 JIT := PYTHONPATH=tests PYTHONOPTIMIZE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --assert=plain -p no:warnings \
 	-p fake_gpu -n 2 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+NOT_SLOW := -m "not slow"
 SLOW = $(addprefix --deselect=tests/,$(shell cat tests/slow.txt))
 OUT ?= .gpu
 LIMIT ?= 3600
@@ -35,20 +37,22 @@ help:  ## list the targets
 demo: $(RUN)  ## train a small GPT on real text, its noise scale on the screen and in a report
 	$(BIN)/gnsfast demo
 
-test: $(PEERS)  ## all tests in the checkout, the layers' in plain PyTorch and through Triton, some against the wheel
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	$(MAKE) --no-print-directory reference-test triton-test jit-test wheel-test
+test: $(PEERS)  ## before a commit: all tests but those marked slow, the layers' also in plain PyTorch and through Triton
+	$(PYTEST) $(NOT_SLOW)
+	$(MAKE) --no-print-directory reference-test triton-test
+
+test-all: $(PEERS)  ## what CI runs: the slow tests too, the kernels through Triton's compiler, some tests against the wheel
+	$(MAKE) --no-print-directory NOT_SLOW= test jit-test wheel-test
 
 test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, and tests/slow.txt, which take a second each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=5 -m "not dist" $(SLOW) \
+	$(PYTEST) -q --durations=5 -m "not dist and not slow" $(SLOW) \
 		--ignore=tests/integrations --ignore=tests/benchmarks
 
 reference-test: $(DEV)  ## the layers' tests again, in plain PyTorch, as where the CPU kernel cannot be built
-	OMP_NUM_THREADS=1 GNSFAST_BACKEND=reference $(BIN)/python -m pytest -n 2 --dist worksteal $(LAYER_TESTS)
+	GNSFAST_BACKEND=reference $(PYTEST) $(NOT_SLOW) $(LAYER_TESTS)
 
 triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(BIN)/python -m pytest -n 2 \
-		--dist worksteal -k "not float64 and not torch_inputs and not rows_longer" $(LAYER_TESTS)
+	TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(PYTEST) $(NOT_SLOW) -k "not float64 and not torch_inputs and not rows_longer" $(LAYER_TESTS)
 
 jit-test: $(DEV)  ## the kernels' tests through Triton's compiler, for an sm_80 and an sm_90 that are not there
 	$(JIT) --gpu 80 $(JIT_TESTS_80)
@@ -67,10 +71,10 @@ kernels: $(DEV)  ## compile every Triton kernel, then every launch of the tests;
 
 wheel-test: $(DEV)  ## what packaging can break, against the wheel in a clean environment
 	rm -rf build
-	$(BIN)/python -m build --quiet --wheel --outdir build/wheel
-	$(BIN)/python -m venv build/venv
+	$(BIN)/python -m build --quiet --no-isolation --wheel --outdir build/wheel
+	$(BIN)/python -m venv --without-pip build/venv
 	echo "$$(cd .venv/lib/python*/site-packages && pwd)" > $$(echo build/venv/lib/python*/site-packages)/dependencies.pth
-	build/venv/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	$(BIN)/python -m pip --python build/venv/bin/python install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	mkdir build/away
 	cd build/away && OMP_NUM_THREADS=1 GNSFAST_TEST_WHEEL=1 ../venv/bin/python -m pytest \
 		--rootdir ../.. -c ../../pyproject.toml -o pythonpath=tests -p no:cacheprovider -n 2 --dist worksteal \
@@ -149,4 +153,4 @@ $(SITE)/.done: docs/requirements.txt constraints.txt
 	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt --requirement docs/requirements.txt
 	touch $(SITE)/.done
 
-.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test dist proof kernels clients lint format docs docs-serve bench gpu-wheels gpu clean
+.PHONY: help demo test test-all test-fast reference-test triton-test jit-test wheel-test dist proof kernels clients lint format docs docs-serve bench gpu-wheels gpu clean
