@@ -6,8 +6,12 @@ PEERS := .venv/.peers
 CLIENTS := .venv/clients/site-packages
 SITE := .venv/docs
 RELEASE := .venv/release
-LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py \
-	transformer_layers.py) tests/conversion/test_models.py tests/functional/test_attention.py
+LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py) \
+	tests/functional/test_attention.py
+MODEL_TESTS := tests/layers/test_transformer_layers.py tests/conversion/test_models.py
+# Triton's interpreter takes half a minute for each of the model tests, and seconds for what the kernels' own tests have.
+TRITON_TESTS = $(LAYER_TESTS) $(if $(NOT_SLOW),--deselect=tests/functional/test_attention.py::test_half \
+	--deselect=tests/layers/test_linear_wgrad.py::test_large_layer,$(MODEL_TESTS))
 # What packaging can break: every module and its examples, the kernels' folder with a launch of one, the command.
 WHEEL_TESTS := $(addprefix ../../tests/,test_promises.py test_docs.py test_examples.py layers/test_linear_wgrad.py \
 	conversion/test_convert.py cli/test_cli.py integrations/test_integrations_trackers.py \
@@ -49,10 +53,10 @@ test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, an
 		--ignore=tests/integrations --ignore=tests/benchmarks
 
 reference-test: $(DEV)  ## the layers' tests again, in plain PyTorch, as where the CPU kernel cannot be built
-	GNSFAST_BACKEND=reference $(PYTEST) $(NOT_SLOW) $(LAYER_TESTS)
+	GNSFAST_BACKEND=reference $(PYTEST) $(NOT_SLOW) $(LAYER_TESTS) $(MODEL_TESTS)
 
 triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
-	TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(PYTEST) $(NOT_SLOW) -k "not float64 and not torch_inputs and not rows_longer" $(LAYER_TESTS)
+	TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(PYTEST) $(NOT_SLOW) -k "not float64 and not torch_inputs and not rows_longer" $(TRITON_TESTS)
 
 jit-test: $(DEV)  ## the kernels' tests through Triton's compiler, for an sm_80 and an sm_90 that are not there
 	$(JIT) --gpu 80 $(JIT_TESTS_80)
