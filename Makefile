@@ -26,7 +26,6 @@ JIT := PYTHONPATH=tests PYTHONOPTIMIZE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 	-p fake_gpu -n 2 --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 NOT_SLOW := -m "not slow"
-SLOW = $(addprefix --deselect=tests/,$(shell cat tests/slow.txt))
 OUT ?= .gpu
 LIMIT ?= 3600
 # What a machine with torch, Triton, transformers, NumPy and SciPy may lack, and all that it needs in turn.
@@ -48,15 +47,16 @@ test: $(PEERS)  ## before a commit: all tests but those marked slow, the layers'
 test-all: $(PEERS)  ## what CI runs: the slow tests too, the kernels through Triton's compiler, some tests against the wheel
 	$(MAKE) --no-print-directory NOT_SLOW= test jit-test wheel-test
 
-test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, and tests/slow.txt, which take a second each
-	$(PYTEST) -q --durations=5 -m "not dist and not slow" $(SLOW) \
-		--ignore=tests/integrations --ignore=tests/benchmarks
+test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, compilers, and what takes a second
+	$(PYTEST) -q --durations=5 -m "not dist and not second and not slow" -k "not compile" \
+		$(addprefix --ignore=tests/,integrations benchmarks triton_kernels)
 
 reference-test: $(DEV)  ## the layers' tests again, in plain PyTorch, as where the CPU kernel cannot be built
 	GNSFAST_BACKEND=reference $(PYTEST) $(NOT_SLOW) $(LAYER_TESTS) $(MODEL_TESTS)
 
 triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
-	TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(PYTEST) $(NOT_SLOW) -k "not float64 and not torch_inputs and not rows_longer" $(TRITON_TESTS)
+	TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(PYTEST) $(NOT_SLOW) \
+		-k "not float64 and not torch_inputs and not rows_longer" $(TRITON_TESTS)
 
 jit-test: $(DEV)  ## the kernels' tests through Triton's compiler, for an sm_80 and an sm_90 that are not there
 	$(JIT) --gpu 80 $(JIT_TESTS_80)

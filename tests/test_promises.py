@@ -15,7 +15,6 @@ import pytest
 import gnsfast
 
 ROOT = Path(__file__).parent.parent
-TESTS = Path(__file__).parent
 WORDS = ("/" + "work/", "/" + "root/", "bash" + "_jobs")
 
 
@@ -105,13 +104,6 @@ def test_files_are_short_and_speak_of_the_project() -> None:
         if path.suffix in (".py", ".cu", ".cuh", ".cpp"):
             assert "SPDX-License-Identifier: Apache-2.0" in text.partition("\n")[0], path
             assert text.count("\n") <= 400, path
-
-
-def test_slow_tests_exist() -> None:
-    """A name in ``slow.txt`` that is no test would leave nothing out of ``make test-fast``."""
-    for name in (TESTS / "slow.txt").read_text().split():
-        file, _, test = name.partition("::")
-        assert f"def {test}(" in (TESTS / file).read_text(), name
 
 
 def test_readme_is_short() -> None:

@@ -46,6 +46,7 @@ def kinds(tmp_path: Path) -> list[str | None]:
     return [r.get("kind") for r in records(tmp_path)]
 
 
+@pytest.mark.second
 def test_demo(tmp_path: Path) -> None:
     """Also as JSON, with the same numbers for the same seed."""
     said = demo(tmp_path)
@@ -111,6 +112,7 @@ def test_doctor_says_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu()["backend"] == "none" and "GNSFAST_BACKEND=fast" in cpu()["why"]
 
 
+@pytest.mark.second
 def test_without_the_extra() -> None:
     """One line says what to install."""
     code = "import sys; sys.modules['typer'] = None; from gnsfast.cli import main; main()"

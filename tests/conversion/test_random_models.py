@@ -9,6 +9,7 @@ import random_models
 SEEDS = [range(50), pytest.param(range(50, 150), marks=pytest.mark.slow)]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_random_models_are_right_or_refused(seeds: range) -> None:
     found = [random_models.outcome(seed) for seed in seeds]

@@ -275,6 +275,7 @@ def test_a_pass_for_other_gradients() -> None:
             loss.backward()
 
 
+@pytest.mark.second
 def test_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers through the kernels, which are given every second sample."""
     pytest.importorskip("triton", reason="triton is there on Linux alone")

@@ -73,6 +73,7 @@ TIMES = [
 """Samples of an update, and the noise scale in multiples of them."""
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("n", "ratios"), TIMES)
 @pytest.mark.parametrize("metric", ["sign", "spectral"])
 @pytest.mark.parametrize("covariance", COVARIANCES)
