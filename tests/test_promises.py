@@ -36,6 +36,7 @@ print(json.dumps({"seconds": now() - start, "modules": [*set(sys.modules) - befo
 """
 
 
+@pytest.mark.second
 def test_import_takes_no_time_and_pulls_in_torch_alone(tmp_path: Path) -> None:
     """The first import writes the bytecode, and other programs only add to a time."""
     for _ in range(5):

@@ -164,6 +164,7 @@ def test_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0 and json.loads(done.stdout) == expected
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -108,6 +108,7 @@ def test_interval_holds_the_truth(
         assert lower < 1.01 * norm and upper > 0.99 * norm
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("metric", ["sign", "spectral"])
 def test_no_signal_is_not_resolved(metric: str) -> None:
     """Where G is zero, the window says "at least", and at most 1 in 40 windows is wrong (2.5 % is
