@@ -6,8 +6,12 @@ PEERS := .venv/.peers
 CLIENTS := .venv/clients/site-packages
 SITE := .venv/docs
 RELEASE := .venv/release
-LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py \
-	transformer_layers.py) tests/conversion/test_models.py tests/functional/test_attention.py
+LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py) \
+	tests/functional/test_attention.py
+MODEL_TESTS := tests/layers/test_transformer_layers.py tests/conversion/test_models.py
+# Triton's interpreter takes half a minute for each of the model tests, and seconds for what the kernels' own tests have.
+TRITON_TESTS = $(LAYER_TESTS) $(if $(NOT_SLOW),--deselect=tests/functional/test_attention.py::test_half \
+	--deselect=tests/layers/test_linear_wgrad.py::test_large_layer,$(MODEL_TESTS))
 # What packaging can break: every module and its examples, the kernels' folder with a launch of one, the command.
 WHEEL_TESTS := $(addprefix ../../tests/,test_promises.py test_docs.py test_examples.py layers/test_linear_wgrad.py \
 	conversion/test_convert.py cli/test_cli.py integrations/test_integrations_trackers.py \
@@ -20,7 +24,8 @@ JIT_TESTS_80 := $(addprefix tests/triton_kernels/test_,triton_linear.py linear_f
 	triton_sizes.py::test_linear)
 JIT := PYTHONPATH=tests PYTHONOPTIMIZE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --assert=plain -p no:warnings \
 	-p fake_gpu -n 2 --dist worksteal
-SLOW = $(addprefix --deselect=tests/,$(shell cat tests/slow.txt))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+NOT_SLOW := -m "not slow"
 OUT ?= .gpu
 LIMIT ?= 3600
 # What a machine with torch, Triton, transformers, NumPy and SciPy may lack, and all that it needs in turn.
@@ -35,20 +40,23 @@ help:  ## list the targets
 demo: $(RUN)  ## train a small GPT on real text, its noise scale on the screen and in a report
 	$(BIN)/gnsfast demo
 
-test: $(PEERS)  ## all tests in the checkout, the layers' in plain PyTorch and through Triton, some against the wheel
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	$(MAKE) --no-print-directory reference-test triton-test jit-test wheel-test
+test: $(PEERS)  ## before a commit: all tests but those marked slow, the layers' also in plain PyTorch and through Triton
+	$(PYTEST) $(NOT_SLOW)
+	$(MAKE) --no-print-directory reference-test triton-test
 
-test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, and tests/slow.txt, which take a second each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=5 -m "not dist" $(SLOW) \
-		--ignore=tests/integrations --ignore=tests/benchmarks
+test-all: $(PEERS)  ## what CI runs: the slow tests too, the kernels through Triton's compiler, some tests against the wheel
+	$(MAKE) --no-print-directory NOT_SLOW= test jit-test wheel-test
+
+test-fast: $(DEV)  ## in a minute: without processes, frameworks, benchmarks, compilers, and what takes a second
+	$(PYTEST) -q --durations=5 -m "not dist and not second and not slow" -k "not compile" \
+		$(addprefix --ignore=tests/,integrations benchmarks triton_kernels)
 
 reference-test: $(DEV)  ## the layers' tests again, in plain PyTorch, as where the CPU kernel cannot be built
-	OMP_NUM_THREADS=1 GNSFAST_BACKEND=reference $(BIN)/python -m pytest -n 2 --dist worksteal $(LAYER_TESTS)
+	GNSFAST_BACKEND=reference $(PYTEST) $(NOT_SLOW) $(LAYER_TESTS) $(MODEL_TESTS)
 
 triton-test: $(DEV)  ## the layers' tests again, through the Triton kernels in Triton's interpreter
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(BIN)/python -m pytest -n 2 \
-		--dist worksteal -k "not float64 and not torch_inputs and not rows_longer" $(LAYER_TESTS)
+	TRITON_INTERPRET=1 GNSFAST_BACKEND=triton $(PYTEST) $(NOT_SLOW) \
+		-k "not float64 and not torch_inputs and not rows_longer" $(TRITON_TESTS)
 
 jit-test: $(DEV)  ## the kernels' tests through Triton's compiler, for an sm_80 and an sm_90 that are not there
 	$(JIT) --gpu 80 $(JIT_TESTS_80)
@@ -67,10 +75,10 @@ kernels: $(DEV)  ## compile every Triton kernel, then every launch of the tests;
 
 wheel-test: $(DEV)  ## what packaging can break, against the wheel in a clean environment
 	rm -rf build
-	$(BIN)/python -m build --quiet --wheel --outdir build/wheel
-	$(BIN)/python -m venv build/venv
+	$(BIN)/python -m build --quiet --no-isolation --wheel --outdir build/wheel
+	$(BIN)/python -m venv --without-pip build/venv
 	echo "$$(cd .venv/lib/python*/site-packages && pwd)" > $$(echo build/venv/lib/python*/site-packages)/dependencies.pth
-	build/venv/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/*.whl
+	$(BIN)/python -m pip --python build/venv/bin/python install --quiet --no-deps --force-reinstall build/wheel/*.whl
 	mkdir build/away
 	cd build/away && OMP_NUM_THREADS=1 GNSFAST_TEST_WHEEL=1 ../venv/bin/python -m pytest \
 		--rootdir ../.. -c ../../pyproject.toml -o pythonpath=tests -p no:cacheprovider -n 2 --dist worksteal \
@@ -149,4 +157,4 @@ $(SITE)/.done: docs/requirements.txt constraints.txt
 	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt --requirement docs/requirements.txt
 	touch $(SITE)/.done
 
-.PHONY: help demo test test-fast reference-test triton-test jit-test wheel-test dist proof kernels clients lint format docs docs-serve bench gpu-wheels gpu clean
+.PHONY: help demo test test-all test-fast reference-test triton-test jit-test wheel-test dist proof kernels clients lint format docs docs-serve bench gpu-wheels gpu clean

@@ -5,9 +5,9 @@ float64 loop over single samples, or refused by the words of the table.
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -281,10 +281,18 @@ def assert_right(slab: ProbeSlab, case: Case, features: tuple[str, ...]) -> None
             torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "features", ASKED, ids=lambda f: "+".join(n.split()[0] for n in f) or "plain"
-)
-@pytest.mark.parametrize("route", MODELS)
+def pairs() -> Iterator[Any]:
+    """Dynamo traces a model anew for each test: linear layers, and each feature that a compiled
+    layer has alone, stand for the other pairs of compiled layers, which take 20 s.
+    """
+    for route, features in product(MODELS, ASKED):
+        dear = COMPILED in features and len(features) > 1 and route != "linear"
+        name = "+".join(n.split()[0] for n in features) or "plain"
+        marks = pytest.mark.slow if dear else ()
+        yield pytest.param(route, features, id=f"{route}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("route", "features"), pairs())
 def test_pairs(route: str, features: tuple[str, ...]) -> None:
     why = reason(route, features)
     if TIED in features and route not in TIED_MODELS:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = [m.name for m in pkgutil.walk_packages(gnsfast.__path__, "gnsfast.")]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)

@@ -45,6 +45,7 @@ def anchors(page: Path) -> set[str]:
     return slugs | set(re.findall(r"(?m)^::: ([\w.]+)$", text))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", [name for name in NAMES if code(DOCS / name, "python")])
 def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

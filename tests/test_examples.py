@@ -33,6 +33,7 @@ def test_plain_loop(run: Callable[..., str], tmp_path: Path) -> None:
     assert lines[1]["gns/b_simple"] > 0 and lines[1]["tokens"] == 12 * 2 * 16 * 63
 
 
+@pytest.mark.second
 def test_batch_size(run: Callable[..., str], tmp_path: Path) -> None:
     options = "batch_size.py", "--tokens", 40_000, "--out"
     said = run(*options, "whole")
@@ -52,6 +53,7 @@ def test_batch_size(run: Callable[..., str], tmp_path: Path) -> None:
     assert decisions == [line for line in parts if line.get("kind") == "decision"]
 
 
+@pytest.mark.second
 def test_branches(run: Callable[..., str], tmp_path: Path) -> None:
     said = run("branches.py", "--steps", 5, "--tokens", 3 * 128 * 63)
     assert "critical batch size" in said and "under Adam's metric: noise scale" in said
@@ -61,6 +63,7 @@ def test_branches(run: Callable[..., str], tmp_path: Path) -> None:
     assert (tmp_path / "branches" / "factor.json").exists() == found["resolved"]
 
 
+@pytest.mark.second
 def test_trainer(run: Callable[..., str], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

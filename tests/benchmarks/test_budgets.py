@@ -35,6 +35,7 @@ THEN = Budget(
 )
 
 
+@pytest.mark.slow
 def test_instructions() -> None:
     """No more than in the budget; renewing it is a line in the change that needs more."""
     then = budget.read("instructions")

@@ -89,6 +89,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, done.stdout
 
 
+@pytest.mark.slow
 def test_a_rehearsal_leaves_one_archive(rehearsal: tuple[Path, str]) -> None:
     """Every part's record, for programs and for people, and the log; a short table last."""
     out, shown = rehearsal
@@ -106,6 +107,7 @@ def test_a_rehearsal_leaves_one_archive(rehearsal: tuple[Path, str]) -> None:
     assert "compute-sanitizer is not installed" in last and "every part is finished" in last
 
 
+@pytest.mark.slow
 def test_a_rehearsal_measures_what_a_run_does(rehearsal: tuple[Path, str]) -> None:
     files = packed(rehearsal[0])
     read = {name[19:-5]: json.loads(files[name]) for name in files if name.endswith(".json")}

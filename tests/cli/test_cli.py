@@ -46,7 +46,9 @@ def kinds(tmp_path: Path) -> list[str | None]:
     return [r.get("kind") for r in records(tmp_path)]
 
 
+@pytest.mark.second
 def test_demo(tmp_path: Path) -> None:
+    """Also as JSON, with the same numbers for the same seed."""
     said = demo(tmp_path)
     assert "estimate / brute force" in said
     assert kinds(tmp_path) == ["run", None, None, "check", "end"]
@@ -58,13 +60,15 @@ def test_demo(tmp_path: Path) -> None:
     report = (tmp_path / "run" / "report.html").read_text()
     assert "Plotly.newPlot" in report and report.count("<section>") == 4
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=.?(https?:)?//", report)
-
-
-def test_demo_as_json(tmp_path: Path) -> None:
-    said = json.loads(demo(tmp_path, "--json"))
-    assert said["kind"] == "result" and not said["interrupted"]
-    assert said["check"]["single_samples"] == 64
-    assert Path(said["report"]).exists()
+    result = json.loads(demo(tmp_path / "again", "--json"))
+    assert result["kind"] == "result" and not result["interrupted"]
+    assert result["check"]["single_samples"] == 64
+    assert Path(result["report"]).exists()
+    first, again = (
+        [record.get("gns/b_simple") for record in records(folder)]
+        for folder in (tmp_path, tmp_path / "again")
+    )
+    assert first == again and first[2] > 0
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -84,13 +88,6 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
     report = (tmp_path / "run" / "report.html").read_text()
     assert ("Plotly.newPlot" in report) == bool(after)
     assert (">interrupted<" if after else "before its first measurement") in report
-
-
-def test_same_seed_same_numbers(tmp_path: Path) -> None:
-    demo(tmp_path / "a")
-    demo(tmp_path / "b")
-    a, b = ([r.get("gns/b_simple") for r in records(tmp_path / x)] for x in "ab")
-    assert a == b and a[2] > 0
 
 
 def test_doctor() -> None:
@@ -115,6 +112,7 @@ def test_doctor_says_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu()["backend"] == "none" and "GNSFAST_BACKEND=fast" in cpu()["why"]
 
 
+@pytest.mark.second
 def test_without_the_extra() -> None:
     """One line says what to install."""
     code = "import sys; sys.modules['typer'] = None; from gnsfast.cli import main; main()"

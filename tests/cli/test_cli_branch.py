@@ -153,6 +153,7 @@ def test_grid() -> None:
     assert grid("1/16, 0.5,1") == (0.0625, 0.5, 1.0)
 
 
+@pytest.mark.slow
 def test_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command makes no run itself: it finds the file in each process, wherever that works."""
     monkeypatch.chdir(tmp_path)
@@ -163,6 +164,7 @@ def test_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0 and json.loads(done.stdout) == expected
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -24,6 +24,7 @@ def first(**options: Any) -> run.Progress:
     return next(run.Run(run.Settings(steps=20, samples=2, **options)).train())
 
 
+@pytest.mark.second
 def test_other_noise_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the lines that are printed, in the log and in the summary of the report."""
     monkeypatch.setattr(run, "CHECK_BATCHES", 10)
@@ -74,6 +75,7 @@ def test_adams_metric() -> None:
     assert list(found.others) == ["adam", "sign"] and found.adam.updates == 8  # one has no v
 
 
+@pytest.mark.second
 def test_panel_has_a_line_for_each() -> None:
     settings = run.Settings(20, 2, optimizer="sgd", metrics=("sign", "spectral"))
     demo, console = run.Run(settings), Console(file=io.StringIO(), width=100)

@@ -99,6 +99,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("family", EXPECTED, ids=[family[1] for family in EXPECTED])
 def test_families(family: tuple[str, str, str]) -> None:
     found = family_judge.row_of(Family(*family))

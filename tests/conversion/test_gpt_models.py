@@ -19,6 +19,7 @@ ROUTES = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("initial", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_gpt_models(name: str, initial: bool) -> None:
@@ -39,6 +40,7 @@ def test_gpt_models(name: str, initial: bool) -> None:
     assert_norms(norms, loop)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ["nanoGPT", "modded-nanogpt"])
 def test_their_norms_with_dropout_and_in_bfloat16(name: str) -> None:
     """Dropout is on where they train, and the example is a batch without targets or a function."""

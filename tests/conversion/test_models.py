@@ -23,6 +23,7 @@ def adapted(name: str, model: nn.Module) -> nn.Module:
     return get_peft_model(model, config)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, lora: bool) -> None:

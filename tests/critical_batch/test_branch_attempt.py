@@ -83,6 +83,7 @@ def test_a_killed_process_of_this_machine_is_over_at_once(tmp_path: Path) -> Non
     assert attempts.over() == 1
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("hasty", "without_locks")
 def test_without_locks_silence_is_the_end(tmp_path: Path) -> None:
     process = held(tmp_path / "work")
@@ -98,6 +99,7 @@ def test_without_locks_silence_is_the_end(tmp_path: Path) -> None:
     assert Attempts(tmp_path / "work").over() is None  # which has watched for no time yet
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("hasty")
 def test_another_machine_is_not_judged_by_the_locks_of_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

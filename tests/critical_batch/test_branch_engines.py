@@ -30,6 +30,7 @@ def importable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STEPS", str(tmp_path / "steps"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", OPTIONS)
 def test_engines(engine: str, tmp_path: Path) -> None:
     """A job that is killed is named. The same call trains that branch on, and no other."""

@@ -59,6 +59,7 @@ def steps(folder: Path) -> dict[str, list[str]]:
     return {path.name: path.read_text().splitlines() for path in found}
 
 
+@pytest.mark.second
 def test_on_threads(tmp_path: Path) -> None:
     """They would share one generator of random numbers, so each branch has a process of its own."""
     here = measure(ScriptedRun(), tmp_path / "here", k=(1, 2))
@@ -141,6 +142,7 @@ def test_an_executor_that_fails(tmp_path: Path) -> None:
     assert measure(run, tmp_path).lower == 16
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("seed", range(3))
 def test_workers_killed_at_random(
     seed: int, tmp_path: Path, log: Path, forks: LocalProcesses
@@ -186,6 +188,7 @@ def assert_trained(log: Path, again: int) -> None:
     assert sum(taken.values()) <= len(taken) + again, taken
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("kill", [False, True])
 def test_two_machines(kill: bool, tmp_path: Path, log: Path, monkeypatch: Any) -> None:
     """That see no lock of each other share the branches; one takes over from the other's death."""

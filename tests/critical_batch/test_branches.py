@@ -276,6 +276,7 @@ def test_a_killed_branch_goes_on_inside(die: str, tokens: int, tmp_path: Path) -
     ]
 
 
+@pytest.mark.second
 def test_in_processes(tmp_path: Path) -> None:
     """The same as here; a process that is killed leaves the others alone."""
     run = ScriptedRun()
@@ -286,6 +287,7 @@ def test_in_processes(tmp_path: Path) -> None:
     assert measure(run, tmp_path, k=(1, 2), workers=1, make_run=branch_runs.Loads) == here
 
 
+@pytest.mark.second
 def test_processes_end_with_a_parent_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

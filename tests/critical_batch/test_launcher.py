@@ -62,6 +62,7 @@ def in_processes_of_the_test(rank: int, path: str) -> None:
     measure_critical_batch(run, folder=Path(path), **GRID)
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path, forks: LocalProcesses) -> None:
     """Each branch by two processes: the bits of a measurement in which all are branches of one."""
     options = {"executor": forks, "launcher": TORCHRUN, "make_run": launched_run}

@@ -17,6 +17,7 @@ from gnsfast.critical_batch.branches import (
 HOW = {"k": (1, 2), "delta_tokens": 960, "tolerance": 9.0}
 
 
+@pytest.mark.second
 def test_data_that_no_branch_trained(tmp_path: Path) -> None:
     """As by hand: the same weights, later data, the mean of both; the run is where it was."""
     run = trained()

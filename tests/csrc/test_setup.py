@@ -28,13 +28,14 @@ runpy.run_path("setup.py", run_name="__main__")
 
 
 def setup(command: list[str], **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Without the CPU kernel, which takes a compiler 20 s, unless a test asks for it."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "GNSFAST"))}
     return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env=kept | environment,
+        env=kept | {"GNSFAST_CPU": "0"} | environment,
     )
 
 
@@ -226,6 +227,7 @@ const char* missing_device() { return ""; }
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_module_without_the_hopper_kernel(tmp_path: Path) -> None:
     """It loads, and says what it has not; the kernels beside it need no nvcc here."""

@@ -275,6 +275,7 @@ def test_a_pass_for_other_gradients() -> None:
             loss.backward()
 
 
+@pytest.mark.second
 def test_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers through the kernels, which are given every second sample."""
     pytest.importorskip("triton", reason="triton is there on Linux alone")
@@ -284,7 +285,7 @@ def test_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(9)
         model = gnsfast.convert(Ids())
         gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"])
-        results.append(run(model, gns, tokens(9, 4, 5)))
+        results.append(run(model, gns, tokens(9, 4, 5)[:3]))
     for metric in ("sign", "spectral"):
         plain, kernels = (getattr(each, metric) for each in results)
         assert kernels.noise == pytest.approx(plain.noise, rel=1e-4)

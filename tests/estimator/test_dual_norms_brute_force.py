@@ -6,6 +6,7 @@ and layers.
 
 import sys
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -78,6 +79,7 @@ def check(samples: int, layers: int, updates: int) -> None:
         assert 0.5 < scale.noise_scale / (sigma / norm) ** 2 < 2.0
 
 
+@pytest.mark.second
 def test_frozen_checkpoint() -> None:
     check(samples=200, layers=1, updates=60)
 

@@ -222,6 +222,7 @@ def lengths_model() -> nn.Module:
     return gnsfast.convert(nn.Linear(64, 1, bias=False))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("each", [False, True])
 def test_token_mean_with_unequal_lengths(each: bool) -> None:
     """Lognormal lengths: tr Σ and |G|² within 5 % of the truth, by total and by sample.

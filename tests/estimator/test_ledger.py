@@ -195,6 +195,7 @@ def test_an_interrupted_compute_loses_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert run(100, 10) == want and len(calls) == 5
 
 
+@pytest.mark.second
 def test_estimators_and_models_are_freed() -> None:
     """Also the slabs of batch sizes that are long gone."""
     model = gnsfast.convert(nn.Linear(4, 3))

@@ -45,6 +45,7 @@ def by_parts(model: Tied, ids: Tensor, y: Tensor) -> Tensor:
     return model.head.cross_entropy(model.hidden(ids), y, reduction="sum")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("loss_of", [by_logits, by_parts])
 def test_a_step_never_waits(loss_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the Triton kernels, after a first step that looks for weights used as tensors."""

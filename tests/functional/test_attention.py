@@ -205,6 +205,7 @@ def test_tokens_of_no_document(device: str) -> None:
     assert probe.grad is not None and bool(probe.grad.isfinite().all())
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half(dtype: torch.dtype, device: str) -> None:
     """Each parameter's worst sample of twenty no further from float64 than twice plain torch's."""

@@ -52,6 +52,7 @@ def test_frozen_sinks() -> None:
     assert not [n for n in norms if "sinks" in n]
 
 
+@pytest.mark.second
 def test_other_implementations_are_refused() -> None:
     model, batch = gpt_oss(attn_implementation="flex_attention")
     gnsfast.convert(model)

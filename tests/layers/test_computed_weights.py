@@ -93,6 +93,7 @@ def one_by_one(make: Callable[[], nn.Module], x: Tensor, loss: Any = squares) ->
     return {n: torch.stack(each) for n, each in norms.items()}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("example", [True, False])
 @pytest.mark.parametrize("name", LAYERS)

@@ -275,6 +275,7 @@ def test_copies_and_pickles() -> None:
     assert type(again) is gnsfast.MultiheadAttention and type(again.out_proj) is type(twin.out_proj)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("how", ["compiled", "checkpointed"])
 def test_whole_graph(how: str) -> None:
     torch.manual_seed(0)

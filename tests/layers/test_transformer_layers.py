@@ -36,6 +36,7 @@ def torch_inputs() -> Iterator[Any]:
                 )
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("cls, make, call, training", list(torch_inputs()))
 def test_torch_inputs(cls: Any, make: Any, call: Any, training: bool) -> None:
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ def test_equals_the_covariance_of_all_gradients() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.second
 def test_interval_covers_a_known_noise_scale() -> None:
     """Gradients of a linear loss are the inputs: tr Σ = 100, |G|² = 4; 100 seeds."""
     hits = 0

@@ -38,6 +38,7 @@ def shares(found: Tensor, truth: float) -> tuple[float, float, float]:
     return resolved.double().mean().item(), *of
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     "ratio, windows, resolved",
     [(1.0, 3000, 1.0), (8.0, 3000, 0.99), (32.0, 12000, 0.2), (125.0, 40000, 0.02)],

@@ -73,6 +73,7 @@ def test_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
             layer(torch.randn(2, 5)).sum().backward()
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("block", "why"),
     [("", "before Python starts"), ("import sys; sys.modules['triton'] = None", "pip install")],

@@ -307,6 +307,7 @@ def test_it_runs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(seen) == calls
 
 
+@pytest.mark.second
 def test_where_it_is_missing() -> None:
     """The reference runs; who asks for the kernel by name is told what to do."""
     code = """
@@ -332,6 +333,7 @@ with gnsfast.per_sample_sqnorms(layer, 2):
     assert done.returncode == 0 and done.stdout == "reference\n", done.stderr
 
 
+@pytest.mark.second
 def test_threads_are_those_of_torch() -> None:
     """None is added to those that torch has, and a layer that is too small for all of them ends
     none: torch would start them anew.

@@ -211,6 +211,7 @@ SIZES = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("inputs", "parameter"), DTYPES, ids=str)
 def test_results(

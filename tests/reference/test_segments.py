@@ -222,6 +222,7 @@ def test_sums_of_any_size(
     torch.testing.assert_close(sums.double(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.second
 def test_opcheck() -> None:
     """Schema and fake say what the operator does."""
     x, dy, starts = draw("several tiles of experts", F32, "cpu")

@@ -46,8 +46,20 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("gains", [False, True], ids=["sinks", "gains"])
-@pytest.mark.parametrize(("T", "S", "D", "options"), CASES.values(), ids=CASES.keys())
+GAINS = ("causal window", "documents")
+"""Gains multiply rows as they are loaded, whatever the pattern is: two patterns stand for all."""
+
+BLOCKS = [
+    pytest.param(*case, gains, id=f"{name}-{learned}", marks=marks)
+    for name, case in CASES.items()
+    for gains, learned, marks in (
+        (False, "sinks", ()),
+        (True, "gains", () if name in GAINS else pytest.mark.slow),
+    )
+]
+
+
+@pytest.mark.parametrize(("T", "S", "D", "options", "gains"), BLOCKS)
 def test_blocks(T: int, S: int, D: int, options: dict[str, Any], gains: bool, device: str) -> None:
     """Both configurations of narrow dtypes, against float32."""
     cu = options.get("cu")

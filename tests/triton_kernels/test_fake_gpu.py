@@ -75,6 +75,7 @@ def test_two_gpus_stand_for_all() -> None:
     assert asked == [" < (9, 0)"]
 
 
+@pytest.mark.slow
 def test_what_fails(tmp_path: Path) -> None:
     """Errors of the front end, spills, grids; a run without a launch."""
     (tmp_path / "test_kernels.py").write_text(KERNELS)

