@@ -95,8 +95,7 @@ class Exchange:
             torch.cat([*extra, whole.new_zeros(0)]),
         ]
         vector = torch.cat(parts)
-        if on.world > 1:
-            dist.all_reduce(vector, group=self.group)
+        dist.all_reduce(vector, group=self.group)
         p_q, whole, weights, calls, own_flags, norms, shared, extra_numbers = vector.split(
             [len(t.view(-1)) for t in parts]
         )

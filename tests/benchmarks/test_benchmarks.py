@@ -246,7 +246,8 @@ def test_other_operators_and_small_shapes(monkeypatch: pytest.MonkeyPatch) -> No
     with Called() as called:
         small_shapes.main("cpu")
     defined = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gnsfast::")}
-    assert called.names == defined
+    # Those by group call the others, for one group after the other.
+    assert called.names == {name for name in defined if not name.endswith("_by_group")}
 
 
 class Called(TorchDispatchMode):

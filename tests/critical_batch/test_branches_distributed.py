@@ -125,10 +125,10 @@ def refused(rank: int, path: str) -> None:
         measure_critical_batch(sharded_run("ddp"), folder=folder.path, **GRID)
     with pytest.raises(ValueError, match="k = 0.125 times the .* gives 1 samples.*multiple of 2"):
         measure_critical_batch(sharded_run("ddp"), folder=folder.path, **GRID | {"k": (1, 0.125)})
-    with pytest.raises(ValueError, match="train its branches themselves"):
+    with pytest.raises(ValueError, match="which train its branches together: leave out workers"):
         options = GRID | {"workers": 2, "make_run": small_run}
         measure_critical_batch(sharded_run("ddp"), folder=folder.path, **options)
-    with pytest.raises(ValueError, match="batch_size=3 is no multiple of 2"):
+    with pytest.raises(ValueError, match="batch_size=3 must be a multiple of the 2 processes"):
         sharded_run("ddp", batch_size=3).step()
 
 
@@ -138,7 +138,7 @@ def not_shared(rank: int) -> None:
     model = DistributedDataParallel(branch_runs.small_model())
     optimizer = torch.optim.SGD(model.parameters())
     how = {"batch_size": 8, "tokens_per_sample": 10}
-    with pytest.raises(ValueError, match="drew all 8 samples in each of 2 processes"):
+    with pytest.raises(ValueError, match="returned all 8 samples in each of 2 processes"):
         TorchRun(model, optimizer, loss_fn, Stream(), **how).step()
 
 

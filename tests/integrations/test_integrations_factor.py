@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from test_integrations_batch_size import growing
-from test_integrations_lightning_batch_size import Scheduled, controller_of, fit
+from test_integrations_lightning_batch_size import (
+    PER_EPOCH,
+    Epochs,
+    Scheduled,
+    controller_of,
+    data,
+    fit,
+    pl,
+)
 from torch import nn
 from trainer_cases import T, trained, trainer_of
 
@@ -62,9 +70,10 @@ def test_flags(tmp_path: Path) -> None:
         trained(trainer)
     again = trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(factor=other.for_other_run())])
     trained(again)
-    module = Scheduled()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    monitored = pl.Trainer(accelerator="cpu", callbacks=[GNSMonitor(factor=other)], **quiet)
     with pytest.raises(ValueError, match=refused):
-        fit(tmp_path, module, [], callbacks=[GNSMonitor(factor=other)])
+        monitored.fit(module := Scheduled(), Epochs(data(PER_EPOCH)))
     assert module.losses == []
 
 
