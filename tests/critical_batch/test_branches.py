@@ -377,7 +377,7 @@ def test_folders_that_are_something_else(tmp_path: Path) -> None:
         ({"delta_tokens": 959}, "at least 3 steps, which are 960 tokens"),
         ({"tolerance": -1.0}, "tolerance"),
         ({"alpha": 0.0}, "alpha"),
-        ({"lr": "cubic"}, "'sqrt', 'linear' or 'none', not 'cubic'"),
+        ({"lr": "cubic"}, "'sqrt', 'linear', 'keep' or 'none', not 'cubic'"),
         ({"loss": "best"}, "'train' or 'evaluate'"),
         ({"save_every_tokens": 0}, "save_every_tokens"),
         ({"workers": -1}, "workers"),
