@@ -3,7 +3,8 @@
 record it; ``batch-size``: runs of a growing batch beside fixed ones, and critical batch sizes by
 branches; ``geometry``: which noise scale follows it; ``model``: what norms cost on a GPU, counted;
 ``families``: of which of transformers' architectures the norms are right; ``intervals``: whether
-those of noise scales hold the truth; ``present``: whether they do at the weights of a training run.
+those of noise scales hold the truth; ``present``: whether they do at the weights of a training run;
+``updates``: what whole updates of small models cost.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from benchmarks import (
     record,
     regressions,
     rehearsal,
+    updates,
 )
 
 
@@ -56,6 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     intervals.add_arguments(devices.add_parser("intervals", help="do they hold the truth"))
     now = devices.add_parser("present", help="do they hold it at the present weights; minutes")
     present_weights.add_arguments(now)
+    updates.add_arguments(devices.add_parser("updates", help="of small models; two minutes"))
     families.add_arguments(devices.add_parser("families", help="what of transformers is right"))
     model.add_arguments(devices.add_parser("model", help="what norms cost on a GPU, counted"))
     regressions.add(devices.add_parser("budgets", help="committed counts that may not grow"))
@@ -73,6 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
     run = {"cpu": run_cpu, "gpu": gpu.run, "batch-size": run_batch_size, "model": model.run}
     run |= {"budgets": regressions.run, "families": families.run, "geometry": geometry.run}
     run |= {"intervals": intervals.run, "present": present_weights.run}
+    run |= {"updates": updates.run}
     if options.device == "gpu" and options.rehearse:
         run["gpu"] = rehearsal.run
     run[options.device](options)
