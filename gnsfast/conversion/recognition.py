@@ -2,8 +2,8 @@
 """Recognises layers whose own forward gives the same bits as a layer that has a kernel.
 
 The results on random input decide, in the dtypes that models mix. The code must also be straight
-(``straight.py``), so that it does the same for every other input. RMS norms may have branches:
-their class names identify them.
+(``straight.py``), so that it does the same for every other input. The RMS norms of Llama, OLMo, T5
+and Gemma need not be: the names of their classes identify them.
 """
 
 import inspect
@@ -31,6 +31,8 @@ RMS_NORMS: dict[str, type[DropIn]] = {
     "as_it_is": layers.PlainRMSNorm,
     "narrow": layers.NarrowRMSNorm,
 }
+NAMED = {RMS_NORMS[name] for name in ("llama", "olmo", "t5", "gemma")}
+"""Of models that call a method of their own for the norm, so that their code is not straight."""
 CHANNELS_FIRST = layers.ChannelsFirstLayerNorm, layers.OwnGroupNorm
 DTYPES = (
     (torch.float32, torch.float32),
@@ -52,15 +54,14 @@ def recognised(module: nn.Module) -> type[DropIn] | None:
     """The drop-in that computes the same as ``module``, or None."""
     own = {n: p for n, p in module._parameters.items() if p is not None}
     arguments = inspect.signature(module.forward).parameters.values()
-    needed = [p for p in arguments if p.default is p.empty and p.kind != p.VAR_KEYWORD]
-    if module._modules or "forward" in vars(module) or len(needed) != 1:
+    if module._modules or "forward" in vars(module) or len(arguments) != 1:
         return None
     if not own.keys() <= {"weight", "bias"} or "weight" not in own:
         return None
     candidates = _candidates(module, own)
     if not is_straight(module, forward_of(module, type(module)).code):
         named = type(module).__name__.endswith(("RMSNorm", "RmsNorm", "T5LayerNorm"))
-        candidates = [c for c in candidates if named and c in RMS_NORMS.values()]
+        candidates = [c for c in candidates if named and c in NAMED]
     shapes = {name: _shape(module, name, p) for name, p in own.items()}
     for channels_first in (False, True):
         left = [c for c in candidates if (c in CHANNELS_FIRST) == channels_first]
@@ -112,6 +113,8 @@ def _inputs(
         if channels_first:
             x = torch.stack([x, -x], 1).permute(0, 3, 1, 2).contiguous()
         yield x.to(x_dtype), parameters
+        if not channels_first:  # a mean over dimension 2 is not one over the last
+            yield x[:, None].to(x_dtype), parameters
 
 
 def _alike(

@@ -18,12 +18,17 @@ from torch import nn
 
 from gnsfast.layers import Setting
 
-NAMES = {
+OWN = {
+    *("weight", "bias", "eps", "variance_epsilon", "normalized_shape", "num_groups"),
+    *("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+}
+"""What a straight forward may read of its module."""
+
+NAMES = OWN | {
     *("F", "nn", "torch", "functional", "linear", "layer_norm", "rms_norm", "group_norm"),
-    *("embedding", "matmul", "weight", "bias", "eps", "variance_epsilon", "normalized_shape"),
-    *("num_groups", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
-    *("shape", "dtype", "to", "type_as", "float", "float32", "T", "mT", "t", "permute"),
-    *("transpose", "contiguous", "pow", "square", "mean", "rsqrt", "sqrt"),
+    *("embedding", "matmul", "shape", "dtype", "to", "type_as", "float", "float32"),
+    *("T", "mT", "t", "permute", "transpose", "contiguous"),
+    *("pow", "square", "mean", "rsqrt", "sqrt"),
 }
 """What a straight forward may name."""
 
@@ -62,7 +67,10 @@ def forward_of(module: nn.Module, cls: type[nn.Module]) -> Forward:
         return Forward(code)
     decide = _Decide(module, code.co_varnames[:1], cls.forward.__globals__)
     of_module = ast.Module([decide.visit(copy.deepcopy(tree))], [])
-    made = compile(ast.fix_missing_locations(of_module), "<forward>", "exec")
+    try:
+        made = compile(ast.fix_missing_locations(of_module), "<forward>", "exec")
+    except (SyntaxError, ValueError):  # a name of an outer function, or a block that is left empty
+        return Forward(code)
     return Forward(next(_codes(made)), tuple(decide.settings.values()))
 
 
@@ -99,9 +107,26 @@ def is_straight(module: nn.Module, code: types.CodeType | None) -> bool:
     steps = list(dis.get_instructions(code))
     if not all(_is_torch(forward, s.argval) for s in steps if s.opname == "LOAD_GLOBAL"):
         return False
+    if any(isinstance(each, types.CodeType) for each in code.co_consts):
+        return False  # a function within it may hold anything
+    if not _reads_only(OWN, code.co_varnames[0], steps):
+        return False
     names = {s.opname for s in steps}
     odd = {s for s in names if any(each in s for each in BRANCHES) and "NONE" not in s}
     return set(code.co_names) <= NAMES and odd <= {"JUMP_FORWARD"}
+
+
+def _reads_only(names: set[str], own: str, steps: list[dis.Instruction]) -> bool:
+    """Whether all that is done with the module, the variable ``own``, is to read these ``names``.
+    ``x.T`` is a matrix, and ``self.T`` could be a temperature.
+    """
+    for step, following in zip(steps, steps[1:]):
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if step.opname.startswith("LOAD_FAST") and own in loaded:
+            read = following.opname == "LOAD_ATTR" and following.argval in names
+            if not read or loaded.index(own) != len(loaded) - 1:
+                return False
+    return True
 
 
 def _is_torch(forward: Any, name: str) -> bool:
@@ -127,11 +152,25 @@ class _Decide(ast.NodeTransformer):
         node.body = node.body[: ends[0] + 1 if ends else None] or [ast.Pass()]
         return node
 
+    def visit_With(self, node: ast.With) -> Any:
+        """Autocast that is switched off: a kernel computes without it."""
+        match node.items:
+            case [ast.withitem(ast.Call(ast.Attribute(ast.Name("torch"), "autocast"), [], named))]:
+                values = {n.arg: n.value for n in named}
+                off = values.keys() == {"enabled", "device_type"}
+                if off and isinstance(enabled := values["enabled"], ast.Constant):
+                    if enabled.value is False and node.items[0].optional_vars is None:
+                        return self._block(node.body)
+        return self.generic_visit(node)
+
+    def _block(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        found = [self.visit(each) for each in body]
+        return [s for each in found for s in (each if isinstance(each, list) else [each])]
+
     def visit_If(self, node: ast.If) -> Any:
         if (taken := self._taken(node.test)) is None:
             return self.generic_visit(node)
-        found = [self.visit(each) for each in (node.body if taken else node.orelse)]
-        return [s for each in found for s in (each if isinstance(each, list) else [each])]
+        return self._block(node.body if taken else node.orelse)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         if (taken := self._taken(node.test)) is None:
@@ -181,8 +220,11 @@ class _Decide(ast.NodeTransformer):
         return value
 
     def _attribute(self, key: str) -> Any:
+        if (p := self.module._parameters.get(key)) is not None:
+            return p
         if key in self.module._parameters:
-            return self.module._parameters[key]
+            self.settings[key, None] = Setting(key, None, None)
+            return None
         value = inspect.getattr_static(self.module, key, self)
         each = value if isinstance(value, tuple) else (value,)
         if key == "training" or not all(isinstance(v, PLAIN) for v in each):

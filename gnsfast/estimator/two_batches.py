@@ -135,15 +135,36 @@ class TwoBatchNoiseScale:
     def _forget(self) -> None:
         """Begin an update."""
         self._passes: list[tuple[Tensor, Tensor]] = []
+        self._before: list[Any] = []
         self._ends: list[Any] = []
+        self._waiting = False
         self._own: dict[str, Tensor] = {}
 
     def _arrived(self, name: str, grad: Tensor) -> None:
+        if not self._waiting:
+            self._pass_begins()
         if grad.device.type == "cpu":  # where torch's own norm is 1e-3 low at 16.8M elements
             self._own[name] = reference.sqnorm(grad)
         else:
             norm = torch.linalg.vector_norm(grad, dtype=accumulate_dtype(grad.dtype))
             self._own[name] = norm.double().square()
+
+    def _pass_begins(self) -> None:
+        """Before the first gradient is added to ``.grad``. What the block did before counts."""
+        if self._passes and self._marks() != self._ends:
+            raise ObservationError(
+                "Gradients changed between two micro-batches of an update. Each backward pass of "
+                "an update needs its own gns.microbatch(...) block. Clip after gns.update(), and "
+                "call optimizer.zero_grad() between gns.update() and the next micro-batch."
+            )
+        self._waiting = True
+        engine = torch.autograd.Variable._execution_engine
+        # DDP finishes its gradients in a callback. One that is queued by another comes after it.
+        engine.queue_callback(lambda: engine.queue_callback(self._pass_ends))
+
+    def _pass_ends(self) -> None:
+        """Clipping that follows within the block is then seen."""
+        self._waiting, self._ends, self._few = False, self._marks(), self._witness()
 
     def _marks(self) -> list[Any]:
         return [checks.mark(p) for p in self._all]
@@ -172,7 +193,7 @@ class TwoBatchNoiseScale:
         Raises:
             ValueError: for counts that are zero or negative.
             ObservationError: where the block holds no backward pass or more than one, or ``.grad``
-                was written to between two blocks.
+                was written to between two backward passes.
         """
         num_samples = integer("num_samples", num_samples)
         loss_factors.check_factors(num_samples, tokens, scale)
@@ -185,27 +206,20 @@ class TwoBatchNoiseScale:
             return
         refuse_context_parallel()
         self._look()
-        before = self._marks()
-        if self._passes:
-            if before != self._ends:
-                self.discard()
-                raise ObservationError(
-                    "Gradients changed between two micro-batches of an update. Each backward pass "
-                    "of an update needs its own gns.microbatch(...) block."
-                )
-        else:
-            self._begin(before)
+        self._before = self._marks()
+        if not self._passes:
+            self._begin()
         self._inside = True
         self._arrivals.start()
         try:
             yield
             if self._inside:
-                self._close(before, num_samples, tokens, scale)
+                self._close(num_samples, tokens, scale)
         except BaseException:
             self.discard()
             raise
 
-    def _begin(self, before: list[Any]) -> None:
+    def _begin(self) -> None:
         """Refuse what the first micro-batch of an update must not find."""
         now = trained(unwrapped(self.model))
         if [*map(id, now.values())] != [*map(id, self._all)]:
@@ -213,7 +227,7 @@ class TwoBatchNoiseScale:
                 "Parameters were frozen, unfrozen or replaced since the first micro-batch, so old "
                 "and new measurements cannot be averaged. Call gns.reset()."
             )
-        for name, mark, old in zip(self._parameters, before, self._after_update):
+        for name, mark, old in zip(self._parameters, self._before, self._after_update):
             if old is not None and mark == old:
                 raise ObservationError(
                     f"{name} still has the gradient of the last update. Call "
@@ -222,20 +236,15 @@ class TwoBatchNoiseScale:
         self._leftover = self._witness()
 
     def _close(
-        self,
-        before: list[Any],
-        num_samples: int,
-        tokens: int | Tensor | None,
-        scale: float | Tensor | None,
+        self, num_samples: int, tokens: int | Tensor | None, scale: float | Tensor | None
     ) -> None:
         """Keep what the pass has left."""
         self._arrivals.stop()
         own, self._own, self._inside = self._own, {}, False
         if not own:
             raise ObservationError(NO_BACKWARD)
-        self._ends, self._few = self._marks(), self._witness()
-        for name, old, new in zip(self._parameters, before, self._ends):
-            if self._processes.world == 1 and name not in own and old != new:
+        for name, old, new in zip(self._parameters, self._before, self._ends):
+            if self._processes.world == 1 and name not in own and new and old != new:
                 raise ObservationError(
                     f"{name}.grad changed in a pass in which autograd brought it no gradient, as "
                     "by a fused kernel that adds to it. The gradient of the micro-batch is then "

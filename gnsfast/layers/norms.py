@@ -47,11 +47,11 @@ class OwnLayerNorm(OwnForward):
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, *x: Tensor, **named: Tensor) -> Tensor:
         if self._measuring() is None:
-            y: Tensor = super().forward(input)
+            y: Tensor = super().forward(*x, **named)
             return y
-        return self._normed(input)
+        return self._normed(*x, *named.values())  # models call their argument what they like
 
     def _normed(self, x: Tensor) -> Tensor:
         bias, probe = getattr(self, "bias", None), self._measured.probe
@@ -93,10 +93,11 @@ class _ForeignRMSNorm(OwnForward):
     variant = ""
     weight: Tensor
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, *x: Tensor, **named: Tensor) -> Tensor:
         if (opened := self._measuring()) is None:
-            y: Tensor = super().forward(hidden_states)
+            y: Tensor = super().forward(*x, **named)
             return y
+        (hidden_states,) = *x, *named.values()  # models call their argument what they like
         return functional.rms_norm(
             hidden_states,
             self.weight,

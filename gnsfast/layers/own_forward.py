@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all drop-ins share that stand for a layer with a forward of its own."""
 
+from torch import Tensor
+
 from gnsfast.errors import ObservationError
 from gnsfast.layers.drop_in import DropIn, Opened
 
@@ -19,14 +21,16 @@ class OwnForward(DropIn):
     def _refuse_other_settings(self, opened: Opened) -> None:
         for name, kind, value in self.gnsfast.settings:
             found = getattr(self, name)
-            if (found if kind is None else isinstance(found, kind)) != value:
-                what = (
-                    f"{name} is {found!r}"
-                    if kind is None
-                    else f"{name} is a {type(found).__name__}"
-                )
-                raise ObservationError(
-                    f"{opened.name} ({type(self).__name__}): {what}, which was otherwise when "
-                    "gnsfast.convert chose a kernel for its forward, so the norms would be those "
-                    "of another layer. After such a change call gnsfast.convert(model) again."
-                )
+            tensor = isinstance(found, Tensor)
+            if (
+                (not tensor and found == value)
+                if kind is None
+                else isinstance(found, kind) == value
+            ):
+                continue
+            what = f"is a {type(found).__name__}" if tensor else f"is {found!r}"
+            raise ObservationError(
+                f"{opened.name} ({type(self).__name__}): {name} {what}, which was otherwise when "
+                "gnsfast.convert chose a kernel for its forward, so the norms would be those of "
+                "another layer. After such a change call gnsfast.convert(model) again."
+            )

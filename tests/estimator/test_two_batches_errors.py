@@ -2,6 +2,7 @@
 """What ``TwoBatchNoiseScale`` refuses, by name and with a remedy, and what it carries on from."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,6 +76,35 @@ def test_gradients_that_are_not_those_of_the_passes() -> None:
     assert gns.compute().updates == 1
 
 
+@pytest.mark.parametrize("block", range(4))
+def test_gradients_that_are_written_to_within_a_block(block: int) -> None:
+    """After its pass, as by clipping, or before it, as by ``zero_grad`` in every block."""
+    model, gns = make()
+
+    def run(before: Callable[[], object], after: Callable[[], object]) -> None:
+        gns.reset()
+        model.zero_grad()
+        for k in range(4):
+            with gns.microbatch(3, scale=0.25):
+                if k == block:
+                    before()
+                (loss(model) / 4).backward()
+                if k == block:
+                    after()
+        gns.update()
+
+    nothing = lambda: None
+    changed = "changed after the backward pass" if block == 3 else "between two micro-batches"
+    with pytest.raises(ObservationError, match=changed):
+        run(nothing, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    if block:
+        with pytest.raises(ObservationError, match="between two micro-batches"):
+            run(model.zero_grad, nothing)
+    else:
+        run(model.zero_grad, nothing)
+        assert gns.compute().updates == 1
+
+
 def test_a_grad_norm_or_a_scaler_that_is_another() -> None:
     model, gns = make()
     for norm in (1e-9, 1e9):
@@ -130,8 +160,9 @@ def test_a_gradient_that_autograd_did_not_bring() -> None:
     gns.reset()
     with pytest.raises(ObservationError, match="outside.grad changed in a pass"):
         with gns.microbatch(3):
-            loss(model).backward()
-            outside.grad = torch.ones(3)
+            value = loss(model)
+            value.register_hook(lambda _: setattr(outside, "grad", torch.ones(3)))
+            value.backward()
 
 
 def test_frozen_later() -> None:
