@@ -294,7 +294,9 @@ def test_command(tmp_path: Path) -> None:
     ramp = "--rampup-batch-size 8 4 160 --global-batch-size 16"
     assert ramp in invoke(*even, "--export", "megatron")
     late = ("0:4 90:16", "--total-tokens", "2000", "--tokens-per-sample", "10")
-    assert "makes its changes 1 steps later" in invoke(*late, "--export", "olmo-core")
+    assert "changes to 16 samples 1 step of 4 samples after 90 tokens, because" in invoke(
+        *late, "--export", "olmo-core"
+    )
     found = json.loads(invoke(text, *run, "--json", "--export", "olmo-core"))
     assert found["steps"]["scheduled"] == 89_229
     assert found["export"]["value"]["batch_sizes"][0] == 4_194_304

@@ -6,6 +6,7 @@ from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
 from gnsfast.critical_batch.counts import exact_count
+from gnsfast.critical_batch.laws.aligned import aligned_changes
 from gnsfast.critical_batch.laws.export_lines import (
     hugging_face_lines,
     lightning_lines,
@@ -182,30 +183,38 @@ def olmo_core(schedule: BatchSizeSchedule, *, lr: str = "sqrt") -> dict[str, Any
                 f"OLMo-core cannot go from batches of {old} samples to {new}: one must be a "
                 "multiple of the other"
             )
+    for change in aligned_changes(schedule):
+        old, new = change.old, change.new
+        if max(old, new) % min(old, new):
+            raise ValueError(
+                f"OLMo-core still trains {old} samples at {change.threshold:,} tokens, because it "
+                f"waits to make the change before, and it cannot go from {old} to {new}: move the "
+                "thresholds apart"
+            )
     return {
         "batch_sizes": [size * schedule.tokens_per_sample for size in sizes],
         "schedule": [{"value": t, "unit": "tokens"} for t, _ in schedule.thresholds],
     }
 
 
-def olmo_core_late(schedule: BatchSizeSchedule) -> list[int]:
-    """How many steps after ``schedule`` OLMo-core makes each change: a growth waits until the
-    batches so far, of this epoch, are a multiple of new / old.
+def olmo_core_late(schedule: BatchSizeSchedule) -> list[int | None]:
+    """How many steps after ``schedule`` OLMo-core makes each change, or None where it makes none.
+
+    A growth waits until the batches so far, of this epoch, are a multiple of new / old. OLMo-core
+    looks for the latest threshold each time: it leaves out a change that still waits when the next
+    is due, or at the end of the run.
 
     >>> from gnsfast.critical_batch import exports
     >>> from gnsfast.critical_batch import BatchSizeSchedule
     >>> schedule = BatchSizeSchedule([(0, 4), (90, 16)], 2000, tokens_per_sample=10)
     >>> exports.olmo_core_late(schedule)  # due after 3 batches, and made after 4
     [1]
+    >>> schedule = BatchSizeSchedule([(0, 4), (50, 8), (70, 32)], 2000, tokens_per_sample=10)
+    >>> exports.olmo_core_late(schedule)  # from 4 to 32 after 8 batches, and never 8
+    [None, 6]
     """
-    late, samples = [], 0
-    for (_, old), (threshold, new) in zip(schedule.thresholds, schedule.thresholds[1:]):
-        left = int(threshold) - samples * schedule.tokens_per_sample
-        due = max(0, -(-left // (old * schedule.tokens_per_sample)))
-        waits = -(samples // old + due) % max(1, new // old)
-        late.append(waits)
-        samples += (due + waits) * old
-    return late
+    changes = aligned_changes(schedule)
+    return [None if change.samples is None else change.late for change in changes]
 
 
 @dataclass(frozen=True)
