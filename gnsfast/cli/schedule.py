@@ -176,6 +176,14 @@ def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
         notes = ["OLMo-core's callback multiplies Adam's learning rate by √(new / old) by itself."]
         why = "it grows a batch only after a number of batches that is a multiple of new / old"
         return [*notes, *_departures(schedule, "OLMo-core", why)]
+    if options.export == "huggingface":
+        why = "it changes the batch size only where a step of either size would end"
+        steps = exports.hugging_face_max_steps(schedule)
+        return [
+            f"Train with max_steps={steps}: with BatchSizeCallback Trainer's max_steps and "
+            'global_step ("step") count steps of the first batch size.',
+            *_departures(schedule, "BatchSizeCallback", why),
+        ]
     if options.export != "megatron":
         return []
     last = schedule.stages[-1]
@@ -201,7 +209,7 @@ def _departures(schedule: BatchSizeSchedule, who: str, why: str) -> list[str]:
             departs.append(f"leaves out the change to {size} at {at}")
         elif change.samples is not None and change.late:
             steps = "1 step" if change.late == 1 else f"{change.late:,} steps"
-            departs.append(f"changes to {size} {steps} of {change.old:,} samples after {at}")
+            departs.append(f"changes to {size} {steps} of {change.old:,} samples late")
     return [f"{who} {', '.join(departs)}, because {why}."] if departs else []
 
 
