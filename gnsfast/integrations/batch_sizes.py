@@ -63,7 +63,7 @@ def check(
             f"{planned:,}: {epochs:.4g} epochs of {samples:,} samples with "
             f"tokens_per_sample={s.tokens_per_sample:,}. Train {needed:.4g} epochs, which are "
             f"{steps:,} steps of the first batch size (Trainer's max_steps), or make the schedule "
-            f"with total_tokens={planned}"
+            f"with total_tokens={planned:_}"
         )
     if epochs > 0 and not planned / 2 <= s.total_tokens <= 2 * planned:
         raise ValueError(

@@ -77,6 +77,7 @@ def test_trainer_trains_a_schedule(tmp_path: Path) -> None:
         [(0, 4), (30, 8), (250, 16)],  # both come late
         [(0, 4), (50, 8), (70, 32)],  # at 80 tokens 32 is due, and waits until 160
         [(0, 4), (150, 12), (180, 8), (600, 4)],  # 12 still waits when 8 is due
+        [(0, 4), (150, 12), (250, 8)],  # a step of 12 ends at 60 samples, but none of 8
     ],
 )
 def test_the_export_counts_as_trainer_does(
@@ -110,6 +111,7 @@ def test_a_training_that_ends_before_its_schedule(tmp_path: Path) -> None:
         said = f"total_tokens=1,001, but this training has {20 * steps:,}: .* are 51 steps of the"
         with pytest.raises(ValueError, match=said):
             following(tmp_path, batch, max_steps=steps, data=data).train()
+    trained(following(tmp_path, scheduled([(0, 4)])))  # five epochs that end in half a micro-batch
     for steps in (49, 52):  # less than its largest step off
         batch = scheduled(schedule.thresholds, total)
         trained(following(tmp_path, batch, max_steps=steps, data=data))
