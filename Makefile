@@ -125,7 +125,7 @@ gpu:  ## on a GPU: tests, then measurements, packed in OUT/gpu.tar.gz; stops aft
 	$(PYTHON) benchmarks/gpu_machine.py --out $(OUT) --limit $(LIMIT) $(if $(AGAIN),--again $(AGAIN))
 
 clean:  ## remove everything that make made
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist .whl .gpu *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(RUN): pyproject.toml constraints.txt setup.py $(wildcard csrc/*.* csrc/cpu/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

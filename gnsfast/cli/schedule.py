@@ -22,6 +22,7 @@ from gnsfast.critical_batch.laws import (
     headline,
     read_records,
 )
+from gnsfast.critical_batch.laws.aligned import aligned_changes
 from gnsfast.critical_batch.rules import NAMES, Rules
 
 FRAMEWORKS = ("megatron", "olmo-core", "lightning", "huggingface", "nanogpt")
@@ -173,12 +174,15 @@ def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
     """What else a framework needs, and where it departs from the schedule."""
     if options.export == "olmo-core":
         notes = ["OLMo-core's callback multiplies Adam's learning rate by √(new / old) by itself."]
-        if not any(late := exports.olmo_core_late(schedule)):
-            return notes
+        why = "it grows a batch only after a number of batches that is a multiple of new / old"
+        return [*notes, *_departures(schedule, "OLMo-core", why)]
+    if options.export == "huggingface":
+        why = "it changes the batch size only where a step of either size would end"
+        steps = exports.hugging_face_max_steps(schedule)
         return [
-            *notes,
-            f"OLMo-core makes its changes {', '.join(map(str, late))} steps later, because it "
-            "grows a batch only after a number of batches that is a multiple of new / old.",
+            f"Train with max_steps={steps}: with BatchSizeCallback Trainer's max_steps and "
+            'global_step ("step") count steps of the first batch size.',
+            *_departures(schedule, "BatchSizeCallback", why),
         ]
     if options.export != "megatron":
         return []
@@ -194,6 +198,19 @@ def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
         "Megatron-LM's main branch has --step-batch-size-schedule; megatron-core 0.16.1 does not. "
         f"{ramp}",
     ]
+
+
+def _departures(schedule: BatchSizeSchedule, who: str, why: str) -> list[str]:
+    """Where a trainer makes the changes of a schedule late, or leaves them out."""
+    departs = []
+    for change, stage in zip(aligned_changes(schedule), schedule.stages[1:]):
+        size, at = f"{change.new:,} samples", f"{exact_count(change.threshold)} tokens"
+        if change.samples is None and stage.steps:
+            departs.append(f"leaves out the change to {size} at {at}")
+        elif change.samples is not None and change.late:
+            steps = "1 step" if change.late == 1 else f"{change.late:,} steps"
+            departs.append(f"changes to {size} {steps} of {change.old:,} samples late")
+    return [f"{who} {', '.join(departs)}, because {why}."] if departs else []
 
 
 def _required(text: str | None, name: str, options: Options) -> str:

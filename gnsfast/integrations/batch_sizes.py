@@ -2,12 +2,13 @@
 """What both ``BatchSizeCallback``s do: check, start, set learning rates, and say decisions."""
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from gnsfast.critical_batch.control import ChangingBatchSize, Decision
+from gnsfast.critical_batch.control import ChangingBatchSize, Decision, ScheduledBatchSize
 from gnsfast.critical_batch.rules import set_lr
 
 LOG = logging.getLogger("gnsfast")
@@ -19,14 +20,23 @@ def check(
 ) -> None:
     """Raise ValueError where a controller is not one of this training.
 
+    A controller's tokens may be half or twice the training's. Those of a schedule must be the same,
+    but for its largest step and the short last micro-batch of each epoch.
+
     Args:
         trainers: settings of the Trainer, by the controller's names.
         per_epoch: micro-batches of an epoch.
         epochs: 0 where their number is not known.
     """
-    s = controller.settings
+    s, schedule = controller.settings, isinstance(controller, ScheduledBatchSize)
     for name, value in trainers.items():
         if (own := getattr(s, name)) != value:
+            if schedule and name == "batch_size":
+                raise ValueError(
+                    f"the schedule begins with {own} samples, but the Trainer's steps have "
+                    f"{value}: give the Trainer {own // s.samples_at_once} accumulation steps, or "
+                    f"let the schedule's first threshold be (0, {value})"
+                )
             raise ValueError(
                 f"the controller has {name}={own}, but the Trainer has {value}: make the "
                 f"controller with {name}={value}"
@@ -44,6 +54,17 @@ def check(
             "most that"
         )
     planned = round(epochs * samples * s.tokens_per_sample)
+    needed = s.total_tokens / (samples * s.tokens_per_sample)
+    slack = (s.sizes[-1] + math.ceil(epochs) * s.samples_at_once) * s.tokens_per_sample
+    if schedule and epochs > 0 and abs(planned - s.total_tokens) > slack:
+        steps = math.ceil(needed * math.ceil(samples / s.batch_size))
+        raise ValueError(
+            f"the schedule has total_tokens={s.total_tokens:,}, but this training has "
+            f"{planned:,}: {epochs:.4g} epochs of {samples:,} samples with "
+            f"tokens_per_sample={s.tokens_per_sample:,}. Train {needed:.4g} epochs, which are "
+            f"{steps:,} steps of the first batch size (Trainer's max_steps), or make the schedule "
+            f"with total_tokens={planned:_}"
+        )
     if epochs > 0 and not planned / 2 <= s.total_tokens <= 2 * planned:
         raise ValueError(
             f"the controller has total_tokens={s.total_tokens:,}, but this training has "

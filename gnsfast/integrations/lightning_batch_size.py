@@ -30,8 +30,8 @@ class BatchSizeCallback(Callback):
     growth multiplies the learning rate itself. Betas and weight decay follow the controller's
     rules.
 
-    Each decision is a line of the logger ``gnsfast``: INFO, or WARNING for a batch that is too
-    large.
+    Each decision is a line of the logger ``gnsfast``: INFO, or WARNING for a batch size that does
+    not fit.
 
     The controller's state is part of Lightning's checkpoint. Start a resumed run with the
     ``accumulate_grad_batches`` of the first batch size again.

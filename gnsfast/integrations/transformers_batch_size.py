@@ -44,7 +44,7 @@ class BatchSizeCallback(TrainerCallback):
     state holds them.
 
     Each decision is an entry of Trainer's log, ``batch/decision``, and a line of the logger
-    ``gnsfast``: INFO, or WARNING for a batch that is too large.
+    ``gnsfast``: INFO, or WARNING for a batch size that does not fit.
 
     The controller's state is saved in the checkpoint's ``trainer_state.json``. Start a resumed run
     with the ``gradient_accumulation_steps`` of the first batch size again.

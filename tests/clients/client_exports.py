@@ -22,6 +22,8 @@ GROWTHS = [
     [(0, 4), (130, 8), (1000, 32), (3000, 64)],
     [(0, 8), (500, 24), (900, 12)],
     [(0, 16), (1600, 32)],
+    [(0, 4), (50, 8), (70, 32)],
+    [(0, 4), (50, 16), (90, 64)],
 ]
 
 
@@ -79,12 +81,15 @@ def with_delays(schedule: BatchSizeSchedule) -> list[int]:
     """The batch size of each step where changes come as late as ``olmo_core_late`` says."""
     taken: list[int] = []
     given = list(schedule.thresholds)
-    for (_, old), (threshold, _), late in zip(given, given[1:], exports.olmo_core_late(schedule)):
-        while sum(taken) * LENGTH < threshold:
-            taken.append(old)
-        taken += [old] * late
+    old = given[0][1]
+    for (threshold, new), late in zip(given[1:], exports.olmo_core_late(schedule)):
+        if late is not None:
+            while sum(taken) * LENGTH < threshold:
+                taken.append(old)
+            taken += [old] * late
+            old = new
     while sum(taken) * LENGTH < schedule.total_tokens:
-        taken.append(given[-1][1])
+        taken.append(old)
     return taken
 
 

@@ -156,6 +156,7 @@ def test_cap_says_so_once() -> None:
     ]
     capped = decisions[-1]
     assert "max_batch_size=40 does not" in capped.reason and capped.lr_factor == 1.0
+    assert not capped.warning
     assert controller.batch_size == 32 and controller.phase == "monitor"
 
 

@@ -203,7 +203,10 @@ def test_monitors_alone_without_sizes_to_take() -> None:
     assert entered.phase == "monitor"
     assert entered.reason.startswith("calibration ends at 1 % of the tokens: the batch size stays")
     [small] = feed(controller, [noise(40.0)] * 9)
-    assert "which allows 32, but max_batch_size=16 does not" in small.reason
+    assert small.warning and small.reason == (
+        "the critical batch size is at least 80 at 3 checks in a row, which allows 32: the batch "
+        "size of 16 is too small, and this controller does not make it larger"
+    )
     [large] = feed(controller, [noise(1.0)] * 3)
     assert large.warning and controller.batch_size == 16
 

@@ -261,8 +261,8 @@ def test_hugging_face(tmp_path: Path) -> None:
     plan = exports.hugging_face(olmo(), per_device_train_batch_size=8, processes=64)
     assert [(p["step"], p["tokens"]) for p in plan] == [
         (0, 0),
-        (40_055, 168_002_846_720),
-        (79_990, 503_001_907_200),
+        (40_056, 168_007_041_024),
+        (119_928, 503_014_490_112),
     ]
     for entry, (_, batch_size) in zip(plan, OLMO):
         fields = {k: v for k, v in entry.items() if k not in ("step", "tokens", "lr_factor")}
@@ -271,6 +271,13 @@ def test_hugging_face(tmp_path: Path) -> None:
         assert samples * 64 == batch_size
     with pytest.raises(ValueError, match="1,024 samples must be a multiple"):
         exports.hugging_face(olmo(), per_device_train_batch_size=3)
+    for pairs in ([(0, 64), (2000, 32)], [(0, 8), (100, 12)]):
+        refused, size = BatchSizeSchedule(pairs, 20_000, 10), pairs[1][1]
+        said = f"refuses the {size} samples from .* begin with a batch size that divides all"
+        with pytest.raises(ValueError, match=said):
+            exports.hugging_face(refused, per_device_train_batch_size=4)
+        with pytest.raises(ValueError, match=said):
+            exports.hugging_face_lines(refused, micro_batch=4)
     early = BatchSizeSchedule([(0, 8), (10**6, 16)], 1000, 10)
     assert len(exports.hugging_face(early, per_device_train_batch_size=8)) == 1
 
@@ -294,7 +301,13 @@ def test_command(tmp_path: Path) -> None:
     ramp = "--rampup-batch-size 8 4 160 --global-batch-size 16"
     assert ramp in invoke(*even, "--export", "megatron")
     late = ("0:4 90:16", "--total-tokens", "2000", "--tokens-per-sample", "10")
-    assert "makes its changes 1 steps later" in invoke(*late, "--export", "olmo-core")
+    assert "changes to 16 samples 1 step of 4 samples late, because" in invoke(
+        *late, "--export", "olmo-core"
+    )
+    mine = ("0:32 2000:64 7000:128", "--total-tokens", "20000", "--tokens-per-sample", "10")
+    said = invoke(*mine, "--export", "huggingface", "--per-device-batch", "32")
+    assert said.count("max_steps=63") == 2 and '{"step": 24, "tokens": 7680,' in said
+    assert "changes to 64 samples 1 step of 32 samples late, changes to 128 samples 1 step" in said
     found = json.loads(invoke(text, *run, "--json", "--export", "olmo-core"))
     assert found["steps"]["scheduled"] == 89_229
     assert found["export"]["value"]["batch_sizes"][0] == 4_194_304

@@ -12,11 +12,11 @@ from controller_cases import at_least, noise
 from test_integrations_batch_size import EPOCH, STEPS, Told, by_run, controller_of
 from test_integrations_lightning import data
 from test_integrations_lightning_batch_size import EPOCHS, PER_EPOCH, Epochs, Scheduled, fit
-from trainer_cases import T, same, trained, trainer_of, weights
+from trainer_cases import T, same, samples, trained, trainer_of, weights
 
 import gnsfast
 from gnsfast import NoiseScale
-from gnsfast.critical_batch import BatchSizeSchedule, ScheduledBatchSize
+from gnsfast.critical_batch import BatchSizeSchedule, ScheduledBatchSize, exports
 from gnsfast.critical_batch.rules import Rules
 from gnsfast.integrations.lightning import GNSMonitor
 from gnsfast.integrations.trackers import JSONLTracker
@@ -28,8 +28,10 @@ MERRILLS = [(0, 4), (30, 8), (250, 16), (400, 8), (500, 4)]  # and back, as no p
 CHANGES = [(40, 8), (250, 16), (455, 8), (500, 4)]  # at the steps that both sizes end
 
 
-def scheduled(thresholds: Any = MERRILLS, **options: Any) -> ScheduledBatchSize:
-    schedule = BatchSizeSchedule(thresholds, 5 * EPOCH, tokens_per_sample=T)
+def scheduled(
+    thresholds: Any = MERRILLS, total: int = 5 * EPOCH, **options: Any
+) -> ScheduledBatchSize:
+    schedule = BatchSizeSchedule(thresholds, total, tokens_per_sample=T)
     return ScheduledBatchSize(schedule, **{"micro_batch": 2, **options})
 
 
@@ -68,6 +70,54 @@ def test_trainer_trains_a_schedule(tmp_path: Path) -> None:
         other.train(resume_from_checkpoint=str(places[1]))
 
 
+@pytest.mark.parametrize(
+    "thresholds",
+    [
+        [(0, 4), (600, 8)],
+        [(0, 4), (30, 8), (250, 16)],  # both come late
+        [(0, 4), (50, 8), (70, 32)],  # at 80 tokens 32 is due, and waits until 160
+        [(0, 4), (150, 12), (180, 8), (600, 4)],  # 12 still waits when 8 is due
+        [(0, 4), (150, 12), (250, 8)],  # a step of 12 ends at 60 samples, but none of 8
+    ],
+)
+def test_the_export_counts_as_trainer_does(
+    tmp_path: Path, thresholds: list[tuple[int, int]]
+) -> None:
+    """Its max_steps trains all tokens, and its steps are those of the changes."""
+    schedule = BatchSizeSchedule(thresholds, 1001, tokens_per_sample=T)
+    plan = exports.hugging_face(schedule, per_device_train_batch_size=2)
+    steps = exports.hugging_face_max_steps(schedule)
+    scope: dict[str, Any] = {}
+    exec(exports.hugging_face_lines(schedule, micro_batch=2), scope)
+    batch, gns = scope["batch"], scope["gns"]
+    trainer = following(tmp_path, batch, gns, max_steps=steps, data=samples(4 * steps))
+    trained(trainer)
+    logs = [line for line in trainer.state.log_history if "batch/decision" in line]
+    assert [(line["step"], line["batch/size"]) for line in logs] == [
+        (entry["step"], 2 * entry["gradient_accumulation_steps"]) for entry in plan[1:]
+    ]
+    assert changes(batch) == [
+        (entry["tokens"], 2 * entry["gradient_accumulation_steps"]) for entry in plan[1:]
+    ]
+    assert batch.tokens >= 1001 and steps == 51 > schedule.steps
+
+
+def test_a_training_that_ends_before_its_schedule(tmp_path: Path) -> None:
+    """Within the factor of two that a controller may be off, a third of the tokens."""
+    schedule = BatchSizeSchedule([(0, 4), (300, 8)], 1001, tokens_per_sample=T)
+    data, total = samples(240), int(schedule.total_tokens)
+    for steps in (schedule.steps, 45, 57):
+        batch = ScheduledBatchSize(schedule, micro_batch=2)
+        said = f"total_tokens=1,001, but this training has {20 * steps:,}: .* are 51 steps of the"
+        with pytest.raises(ValueError, match=said):
+            following(tmp_path, batch, max_steps=steps, data=data).train()
+    trained(following(tmp_path, scheduled([(0, 4)])))  # five epochs that end in half a micro-batch
+    for steps in (49, 52):  # less than its largest step off
+        batch = scheduled(schedule.thresholds, total)
+        trained(following(tmp_path, batch, max_steps=steps, data=data))
+        assert abs(batch.tokens - total) <= 8 * T
+
+
 def test_decisions_in_trainers_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "gnsfast")
     batch = scheduled()
@@ -88,7 +138,7 @@ def test_decisions_in_trainers_log(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_a_decision_takes_no_logs_place(tmp_path: Path) -> None:
     """Step 3 falls into the step from 2 to 4, at whose end the batch grows again."""
-    batch = scheduled([(0, 4), (30, 8), (60, 16)])
+    batch = scheduled([(0, 4), (30, 8), (60, 16)], 3 * EPOCH)
     trainer = following(tmp_path, batch, logging_steps=3, max_steps=21)
     trained(trainer)
     assert changes(batch) == [(40, 8), (80, 16)]
@@ -135,6 +185,11 @@ def test_sizes_that_a_trainer_cannot_count(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             following(tmp_path, batch, gradient_accumulation_steps=4).train()
+    with pytest.raises(
+        ValueError,
+        match=r"begins with 8 samples, .* steps have 4: give the Trainer 4 .* be \(0, 4\)",
+    ):
+        following(tmp_path, scheduled([(0, 8), (100, 16)])).train()
     with pytest.raises(
         ValueError, match="a batch size of 32 is more than the 26 samples of an epoch"
     ):

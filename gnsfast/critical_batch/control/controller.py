@@ -27,8 +27,8 @@ class BatchSizeController(ChangingBatchSize):
     - "monitor" only warns, and shrinks the batch size where it may.
 
     Without ``max_batch_size`` and ``min_batch_size`` the batch size stays as it is, and "monitor"
-    follows calibration: the controller warns where the batch size is too large, and says once where
-    it is too small.
+    follows calibration: the controller warns where the batch size is too large, and once where it
+    is too small.
 
     The estimate is that of the critical batch size (CBS): the noise scale times ``factor``. The
     noise scale alone is not the CBS (Merrill et al. 2025 find it off by orders of magnitude), so
@@ -66,8 +66,8 @@ class BatchSizeController(ChangingBatchSize):
 
     After a check without a measurement (NaN) every count of checks in a row starts again; "at least
     X" is evidence for growth. The mean of a drifting window lags behind: it counts for growth only
-    while its estimate does not fall, and for a warning only while it does not rise. The batch size
-    never shrinks.
+    while its estimate does not fall, and for a change to a smaller batch or a warning only while it
+    does not rise.
 
     All processes decide alike, because ``gns.compute()`` is the same on all of them.
 
@@ -242,6 +242,12 @@ class BatchSizeController(ChangingBatchSize):
         if new <= s.max_batch_size:
             return self._note(allows, new=new)
         self._capped, self.phase = True, "monitor"
+        if s.max_batch_size == s.batch_size:
+            return self._note(
+                f"{allows}: the batch size of {self.batch_size:,} is too small, and this "
+                "controller does not make it larger",
+                warning=True,
+            )
         return self._note(
             f"{allows}, but max_batch_size={s.max_batch_size:,} does not: the batch size stays "
             f"at {self.batch_size:,}"

@@ -23,7 +23,8 @@ class Decision:
         estimate: the critical batch size in samples (noise scale times factor), with the interval
             ``lower`` to ``upper``. NaN before the first measurement, infinite where the noise scale
             is infinite.
-        warning: the batch exceeds the estimate by more than ``over`` allows.
+        warning: the batch exceeds the estimate by more than ``over`` allows, or is too small under
+            a controller that does not make it larger than the first.
     """
 
     tokens: int

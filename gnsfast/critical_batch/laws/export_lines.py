@@ -7,6 +7,7 @@ its first batch size.
 
 from collections.abc import Mapping
 
+from gnsfast.critical_batch.counts import exact_count
 from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule
 
 
@@ -76,13 +77,17 @@ def hugging_face_lines(
 ) -> str:
     """For a script that makes a Trainer: callbacks that train the schedule, learning rates too.
 
+    Raises:
+        ValueError: for a batch size that is no multiple of the first one: the callback refuses it.
+
     >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
     >>> schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
     >>> print(exports.hugging_face_lines(schedule, micro_batch=4).splitlines()[4])
     schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
     """
+    check_multiples(schedule)
     pairs = [(int(tokens), size) for tokens, size in schedule.thresholds]
-    length = schedule.tokens_per_sample
+    length, first = schedule.tokens_per_sample, schedule.thresholds[0][1]
     return "\n".join(
         (
             "from gnsfast.critical_batch import BatchSizeSchedule, ScheduledBatchSize",
@@ -96,8 +101,36 @@ def hugging_face_lines(
             ")",
             "gns = GNSCallback()  # Trainer(model=gnsfast.convert(model), callbacks=callbacks)",
             "callbacks = [gns, BatchSizeCallback(batch, gns)]",
+            f"# TrainingArguments(max_steps={hugging_face_max_steps(schedule)}, "
+            f"per_device_train_batch_size={micro_batch},",
+            f"#     gradient_accumulation_steps={first // (micro_batch * processes)})",
         )
     )
+
+
+def hugging_face_max_steps(schedule: BatchSizeSchedule) -> int:
+    """``TrainingArguments(max_steps=...)``, which counts steps of the first batch size.
+
+    >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
+    >>> schedule = BatchSizeSchedule([(0, 32), (10_000, 64)], 20_000, tokens_per_sample=10)
+    >>> schedule.steps, exports.hugging_face_max_steps(schedule)
+    (48, 63)
+    """
+    return -(
+        -int(schedule.total_tokens) // (schedule.thresholds[0][1] * schedule.tokens_per_sample)
+    )
+
+
+def check_multiples(schedule: BatchSizeSchedule) -> None:
+    """Raise ValueError for a batch size of which ``BatchSizeCallback`` cannot count the steps."""
+    first = schedule.thresholds[0][1]
+    for tokens, size in schedule.thresholds:
+        if size % first:
+            raise ValueError(
+                f"BatchSizeCallback counts Trainer's steps in the first batch size, {first:,} "
+                f"samples, and refuses the {size:,} samples from {exact_count(int(tokens))} tokens "
+                "on: begin with a batch size that divides all others"
+            )
 
 
 def nanogpt_lines(

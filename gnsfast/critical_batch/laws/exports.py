@@ -6,8 +6,11 @@ from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
 from gnsfast.critical_batch.counts import exact_count
+from gnsfast.critical_batch.laws.aligned import aligned_changes
 from gnsfast.critical_batch.laws.export_lines import (
+    check_multiples,
     hugging_face_lines,
+    hugging_face_max_steps,
     lightning_lines,
     megatron_lines,
     nanogpt_lines,
@@ -20,6 +23,7 @@ __all__ = [
     "MegatronRamp",
     "hugging_face",
     "hugging_face_lines",
+    "hugging_face_max_steps",
     "lightning",
     "lightning_lines",
     "megatron",
@@ -182,30 +186,38 @@ def olmo_core(schedule: BatchSizeSchedule, *, lr: str = "sqrt") -> dict[str, Any
                 f"OLMo-core cannot go from batches of {old} samples to {new}: one must be a "
                 "multiple of the other"
             )
+    for change in aligned_changes(schedule):
+        old, new = change.old, change.new
+        if max(old, new) % min(old, new):
+            raise ValueError(
+                f"OLMo-core still trains {old} samples at {change.threshold:,} tokens, because it "
+                f"waits to make the change before, and it cannot go from {old} to {new}: move the "
+                "thresholds apart"
+            )
     return {
         "batch_sizes": [size * schedule.tokens_per_sample for size in sizes],
         "schedule": [{"value": t, "unit": "tokens"} for t, _ in schedule.thresholds],
     }
 
 
-def olmo_core_late(schedule: BatchSizeSchedule) -> list[int]:
-    """How many steps after ``schedule`` OLMo-core makes each change: a growth waits until the
-    batches so far, of this epoch, are a multiple of new / old.
+def olmo_core_late(schedule: BatchSizeSchedule) -> list[int | None]:
+    """How many steps after ``schedule`` OLMo-core makes each change, or None where it makes none.
+
+    A growth waits until the batches so far, of this epoch, are a multiple of new / old. OLMo-core
+    looks for the latest threshold each time: it leaves out a change that still waits when the next
+    is due, or at the end of the run.
 
     >>> from gnsfast.critical_batch import exports
     >>> from gnsfast.critical_batch import BatchSizeSchedule
     >>> schedule = BatchSizeSchedule([(0, 4), (90, 16)], 2000, tokens_per_sample=10)
     >>> exports.olmo_core_late(schedule)  # due after 3 batches, and made after 4
     [1]
+    >>> schedule = BatchSizeSchedule([(0, 4), (50, 8), (70, 32)], 2000, tokens_per_sample=10)
+    >>> exports.olmo_core_late(schedule)  # from 4 to 32 after 8 batches, and never 8
+    [None, 6]
     """
-    late, samples = [], 0
-    for (_, old), (threshold, new) in zip(schedule.thresholds, schedule.thresholds[1:]):
-        left = int(threshold) - samples * schedule.tokens_per_sample
-        due = max(0, -(-left // (old * schedule.tokens_per_sample)))
-        waits = -(samples // old + due) % max(1, new // old)
-        late.append(waits)
-        samples += (due + waits) * old
-    return late
+    changes = aligned_changes(schedule)
+    return [None if change.samples is None else change.late for change in changes]
 
 
 @dataclass(frozen=True)
@@ -286,11 +298,15 @@ def hugging_face(
     ``step`` is ``state.global_step`` at the change, and ``tokens`` the tokens trained by then.
     ``lr_factor`` is the factor of the learning rate, by a rule of ``Rules``. Trainer reads the
     accumulation only when training starts; a checkpoint resumed with another one skips the wrong
-    number of samples. So change both by a callback: ``hugging_face_lines`` has ours. Stages that
-    are never reached are left out.
+    number of samples. So change both by ``BatchSizeCallback``: ``hugging_face_lines`` has it. With
+    it Trainer counts steps of the first batch size, and needs ``hugging_face_max_steps``. It
+    changes the batch size only where a step of either size would end, here in an epoch that holds
+    the run; at the end of an epoch a change may come earlier. Changes that it never makes are left
+    out.
 
     Raises:
-        ValueError: for a batch size that is no multiple of the samples of one forward pass.
+        ValueError: for a batch size that is no multiple of the samples of one forward pass, and for
+            one that is no multiple of the first batch size: the callback refuses it.
 
     Source: transformers, ``TrainingArguments``: a step takes per-device batch size x processes x
     gradient accumulation steps samples.
@@ -300,22 +316,24 @@ def hugging_face(
     >>> schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
     >>> plan = exports.hugging_face(schedule, per_device_train_batch_size=4, processes=8)
     >>> plan[1]["step"], plan[1]["tokens"], plan[1]["gradient_accumulation_steps"]
-    (7, 2240, 2)
+    (8, 2560, 2)
     """
     samples = whole_number("per_device_train_batch_size", per_device_train_batch_size)
     samples *= whole_number("processes", processes)
+    check_multiples(schedule)
+    first, lr_factor = schedule.thresholds[0][1], Rules(lr).lr_factor
+    changes = [(c.samples, c.new) for c in aligned_changes(schedule) if c.samples is not None]
     return [
         {
-            "step": stage.step,
-            "tokens": stage.tokens,
+            "step": trained // first,
+            "tokens": trained * schedule.tokens_per_sample,
             "per_device_train_batch_size": per_device_train_batch_size,
             "gradient_accumulation_steps": _factor(
-                stage.batch_size, "per-device batch size x processes", samples
+                size, "per-device batch size x processes", samples
             ),
-            "lr_factor": schedule.lr_factor_at(stage.tokens, lr),
+            "lr_factor": lr_factor(size / first),
         }
-        for stage in schedule.stages
-        if stage.steps
+        for trained, size in [(0, first), *changes]
     ]
 
 
