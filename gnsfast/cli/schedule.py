@@ -18,11 +18,11 @@ from gnsfast.critical_batch.laws import (
     SAME_COMPUTE,
     BatchSizeSchedule,
     Saved,
+    aligned_changes,
     exports,
     headline,
     read_records,
 )
-from gnsfast.critical_batch.laws.aligned import aligned_changes
 from gnsfast.critical_batch.rules import NAMES, Rules
 
 FRAMEWORKS = ("megatron", "olmo-core", "lightning", "huggingface", "nanogpt")

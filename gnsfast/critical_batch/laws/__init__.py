@@ -2,6 +2,7 @@
 """Published and fitted laws of batch sizes, schedules, and what a batch size costs."""
 
 from gnsfast.critical_batch.laws import exports
+from gnsfast.critical_batch.laws.aligned import aligned_changes
 from gnsfast.critical_batch.laws.costs import (
     Cost,
     from_twenty_percent,
@@ -57,6 +58,7 @@ __all__ = [
     "ZHANG_FIXED_DATA",
     "ZHANG_PARAMS",
     "ZHANG_TOKENS",
+    "aligned_changes",
     "chinchilla_tokens",
     "exports",
     "fit_power_law",
