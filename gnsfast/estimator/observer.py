@@ -158,7 +158,7 @@ class Observer:
         slab.open(documents, *measured, self.pass_over, self.dual.open(len(self._passes)))
         self.slab, self._end, self._split = slab, None, False
         self._alone = passes == 1 and self.processes.world == 1
-        self._audited = self.audit.next()
+        self._audited = self.audit.next(first)
         try:
             by_marks = passes == 1 and not dist.is_initialized()  # DDP writes to whole buckets
             self._watch = GradientWatch(slab.parameters, self._audited, by_marks)
