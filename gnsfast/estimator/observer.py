@@ -271,10 +271,10 @@ class Observer:
             self._refuse_next(divided, tokens is not None)
         else:
             self._touched = [0] * len(self.names)
-        for k, (name, mark) in enumerate(zip(self.names, self._last.marks)):
+        for k, (name, p, mark) in enumerate(zip(self.names, self.parameters, self._last.marks)):
             arrivals = watch.arrived[name]
-            if name in self._before:
-                arrivals = int(self._before[name] != mark)
+            if name in self._before:  # the second condition: by another backward pass
+                arrivals = self._before[name] != mark or (mark is None and p.grad is not None)
             self._touched[k] += min(arrivals, passes)
         each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
         left = Pass(

@@ -34,8 +34,9 @@ class GradientWatch:
 
     ``arrived`` counts them, and ``norms`` holds the 2-norms of those that are ``audited``. Sharded
     parameters are not watched, because their gradients arrive in another way. With
-    ``by_marks``, parameters are not watched either where ``checks.mark`` tells as much. Hooks take
-    8 µs for each parameter and pass.
+    ``by_marks``, parameters are not watched either where ``.grad`` is None: once it is there, a
+    gradient has arrived. Others may be written to without one, by ``zero_grad`` or by a write to a
+    buffer that they share. Hooks take 8 µs for each parameter and pass.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class GradientWatch:
         self.arrived: Counter[str] = Counter()
         self.norms: dict[str, list[Tensor]] = {}
         whole = {name for name, p in parameters.items() if not is_dtensor(p)}
-        self.watched = {n for n in whole if not by_marks or _is_view(parameters[n].grad)}
+        self.watched = {n for n in whole if not by_marks or parameters[n].grad is not None}
         named = ((name, parameters[name]) for name in self.watched)
         self._held = {name: checks.mark(p) for name, p in named if p.grad is not None}
         self._handles: list[RemovableHandle] = []
@@ -85,11 +86,6 @@ class GradientWatch:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-
-
-def _is_view(grad: Tensor | None) -> bool:
-    """Whether other tensors share a gradient's version: a write to them changes its mark too."""
-    return grad is not None and grad._is_view()
 
 
 class Audit:
