@@ -21,7 +21,7 @@ from benchmarks.narrow import Perceptron, labelled, perceptron_loss
 from gnsfast.cli import tiny_gpt
 
 UPDATES = 128
-"""In a round: two windows, and as many updates as the audit's longest pause has twice."""
+"""In a round: two windows, and audits as they come while nobody asks for the numbers."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

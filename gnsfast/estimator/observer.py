@@ -158,7 +158,7 @@ class Observer:
         slab.open(documents, *measured, self.pass_over, self.dual.open(len(self._passes)))
         self.slab, self._end, self._split = slab, None, False
         self._alone = passes == 1 and self.processes.world == 1
-        self._audited = self.audit.next()
+        self._audited = self.audit.next(first)
         try:
             by_marks = passes == 1 and not dist.is_initialized()  # DDP writes to whole buckets
             self._watch = GradientWatch(slab.parameters, self._audited, by_marks)
@@ -271,10 +271,10 @@ class Observer:
             self._refuse_next(divided, tokens is not None)
         else:
             self._touched = [0] * len(self.names)
-        for k, (name, mark) in enumerate(zip(self.names, self._last.marks)):
+        for k, (name, p, mark) in enumerate(zip(self.names, self.parameters, self._last.marks)):
             arrivals = watch.arrived[name]
-            if name in self._before:
-                arrivals = int(self._before[name] != mark)
+            if name in self._before:  # the second condition: by another backward pass
+                arrivals = self._before[name] != mark or (mark is None and p.grad is not None)
             self._touched[k] += min(arrivals, passes)
         each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
         left = Pass(

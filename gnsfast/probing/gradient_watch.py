@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches the gradients that arrive at parameters, and compares them with what the probes saw."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,9 @@ class GradientWatch:
 
     ``arrived`` counts them, and ``norms`` holds the 2-norms of those that are ``audited``. Sharded
     parameters are not watched, because their gradients arrive in another way. With
-    ``by_marks``, parameters are not watched either where ``checks.mark`` tells as much. Hooks take
-    8 µs for each parameter and pass.
+    ``by_marks``, parameters are not watched either where ``.grad`` is None: once it is there, a
+    gradient has arrived. Others may be written to without one, by ``zero_grad`` or by a write to a
+    buffer that they share. Hooks take 8 µs for each parameter and pass.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class GradientWatch:
         self.arrived: Counter[str] = Counter()
         self.norms: dict[str, list[Tensor]] = {}
         whole = {name for name, p in parameters.items() if not is_dtensor(p)}
-        self.watched = {n for n in whole if not by_marks or _is_view(parameters[n].grad)}
+        self.watched = {n for n in whole if not by_marks or parameters[n].grad is not None}
         named = ((name, parameters[name]) for name in self.watched)
         self._held = {name: checks.mark(p) for name, p in named if p.grad is not None}
         self._handles: list[RemovableHandle] = []
@@ -86,47 +88,50 @@ class GradientWatch:
             handle.remove()
 
 
-def _is_view(grad: Tensor | None) -> bool:
-    """Whether other tensors share a gradient's version: a write to them changes its mark too."""
-    return grad is not None and grad._is_view()
-
-
 class Audit:
     """Compares the squared norm of what passed through the probes with that of the gradients which
     arrived at the parameters, over many passes.
 
     A pass audits ``AT_ONCE`` parameters, the next pass the next ones, until each was compared once
     with numbers that tell something: a gradient that is not zero and has not overflowed. That is
-    known only when the pass's arithmetic is done, so until then each parameter is audited again
-    after twice as many passes: 7 times, not 64, where nobody asks for the numbers. All are
-    audited once more every ``AUDIT_EVERY`` updates. For each the pass with the largest discrepancy
-    is kept.
+    known only when the arithmetic is done, and a misuse may be in one micro-batch of an update,
+    or in every fifth update. So until then all passes of ``WHOLE`` updates are audited, then those
+    of one update in ten. Where the numbers tell nothing, it begins anew. All are audited once more
+    every ``AUDIT_EVERY`` updates. For each the pass with the largest discrepancy is kept.
     """
 
     def __init__(self, names: list[str], device: torch.device) -> None:
         self.names = names
         self._index = {name: k for k, name in enumerate(names)}
         self._found = torch.zeros(4, len(names), dtype=torch.float64, device=device)
+        self._updates = 0  # never set back, so that no period is met in one phase only
         self.again()
 
     def again(self) -> None:
         """Audit all parameters again."""
-        self._left = dict.fromkeys(self.names, 0)  # the pass from which each is due
-        self._passes = 0
+        self._left = dict.fromkeys(self.names)
+        self._begin()
 
-    def next(self) -> list[str]:
-        """The parameters to audit in the next pass. They have their next turn after all others."""
-        self._passes += 1
-        due = takewhile(lambda name: self._left[name] <= self._passes, self._left)
-        names = list(islice(due, AT_ONCE))
+    def _begin(self) -> None:
+        """Audit what is left in all passes for a while."""
+        self._whole = self._updates + WHOLE * -(-len(self._left) // AT_ONCE)
+
+    def next(self, first: bool = True) -> list[str]:
+        """The parameters to audit in the next pass, which may be the ``first`` of an update. They
+        have their next turn after all others.
+        """
+        self._updates += first
+        # Multiples of the golden ratio come near to a whole number at all phases of all periods.
+        if self._updates > self._whole and self._updates * GOLDEN % 1 >= 0.1:
+            return []
+        names = list(islice(self._left, AT_ONCE))
         for name in names:
-            del self._left[name]
-            self._left[name] = 2 * self._passes
+            self._left[name] = self._left.pop(name)
         return names
 
     def undo(self, names: Iterable[str]) -> None:
         """Audit parameters next whose pass does not count, if they have still to be audited."""
-        first = {name: 0 for name in names if name in self._left}
+        first = {name: None for name in names if name in self._left}
         self._left = first | self._left
 
     def add(self, sums: Tensor, norms: Mapping[str, list[Tensor]]) -> None:
@@ -151,6 +156,8 @@ class Audit:
             for name, enough in zip(norms, (finite & (ours > 0)).tolist()):
                 if enough:
                     self._left.pop(name, None)
+                elif name in self._left:
+                    self._begin()
 
     def check(
         self,
@@ -166,6 +173,7 @@ class Audit:
                 return wrong
             if ours > 0:
                 self._left.pop(name, None)
+        self._begin()
         return None
 
 
@@ -173,7 +181,13 @@ AT_ONCE = 32
 """The parameters audited in a pass. Each costs a read of its gradient and a kernel; a model of 148
 parameters is through after 5 passes."""
 
+WHOLE = 16
+"""So many updates are audited in all their passes, times as many as a round over all parameters
+takes. Penalties on weights are often computed in every tenth or sixteenth step only."""
+
 AUDIT_EVERY = 100
+
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def _discrepancy(found: Tensor) -> Tensor:
