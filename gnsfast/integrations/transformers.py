@@ -71,8 +71,9 @@ class GNSCallback(TrainerCallback):
             running means as large as the parameters, which checkpoints then hold.
         noise_from: as there.
         factor: CBS / noise scale, as for ``gnsfast.flag``. Each log then says whether the batch
-            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``), and the logger
-            ``gnsfast`` gets the words where that changes.
+            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``, unless those of
+            a ``BatchSizeController`` are logged), and the logger ``gnsfast`` gets the words where
+            that changes.
 
     Raises:
         ValueError: at the start of training, for a model without gnsfast layers; in a step, if
@@ -147,7 +148,9 @@ class GNSCallback(TrainerCallback):
         self._detach()
         _refuse(trainer, self.metric)
         if self._flags is not None:
-            self._flags.check_run(identity(trainer))
+            others = trainer.callback_handler.callbacks
+            log = trainer.is_world_process_zero()
+            self._flags.check_run(identity(trainer), others, log=log)
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
         scaler = trainer.accelerator.scaler
@@ -287,9 +290,10 @@ class GNSCallback(TrainerCallback):
                 seen = int(trainer.state.num_input_tokens_seen)
             result = self.gns.compute()
             found = metrics(result, tokens=seen, per_module=self.per_module)
+            also = self.also()
             if self._flags is not None:
-                found |= self._flags.metrics(result, log=trainer.is_world_process_zero())
-            found |= self.also()
+                found |= self._flags.metrics(result, also, log=trainer.is_world_process_zero())
+            found |= also
             if self.tracker is not None and trainer.is_world_process_zero():
                 self.tracker.log({"loss": logs["loss"], **found}, int(trainer.state.global_step))
             logs.update(found)

@@ -64,7 +64,7 @@ SEEN = {
 def test_documents_that_see_each_other(
     case: str, trained: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU in the forward pass; on a GPU, which no pass waits for, at the end of the block."""
+    """On the CPU at once; on a GPU, which no pass waits for, at the end of the block."""
     if late:
         monkeypatch.setattr(document_masks, "refuse_at_once", lambda apart: False)
     mask, options = SEEN[case]
