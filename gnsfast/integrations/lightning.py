@@ -70,7 +70,7 @@ class GNSMonitor(Callback):
         ValueError: when training starts, for a model without gnsfast layers: convert it in the
             module's ``__init__``, or in ``configure_model`` before ``fully_shard``.
         ObservationError: in the first step, where the batch is a mapping whose ``position_ids``
-            begin in the middle of samples.
+            show parts of the same samples on several processes.
         NotImplementedError: for manual optimization, FSDP 1, DeepSpeed and other strategies,
             optimizers that call their closure more than once (``LBFGS``), a second GNSMonitor.
 
@@ -144,7 +144,7 @@ class GNSMonitor(Callback):
         assert self.gns is not None
         self._updated = False
         if self._unseen:
-            refuse_parts(batch, trainer.world_size)
+            refuse_parts(batch)
             self._unseen = False
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:

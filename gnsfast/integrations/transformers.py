@@ -79,7 +79,8 @@ class GNSCallback(TrainerCallback):
         ValueError: at the start of training, for a model without gnsfast layers; in a step, if
             ``loss="auto"`` finds another loss (a router's balance, class weights) or a
             ``compute_loss`` that returns no outputs.
-        ObservationError: in the first step, where ``position_ids`` begin in the middle of samples.
+        ObservationError: in the first step, where ``position_ids`` show parts of the same samples
+            on several processes.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
             parallelism, a second GNSCallback, ``"sign"`` and ``"spectral"`` under FSDP 2 with
             checkpoints; in a step, for packed rows without ``position_ids``.
@@ -235,7 +236,7 @@ class GNSCallback(TrainerCallback):
             return original(model, inputs, *args, **kwargs)
         this.losses += 1
         if self._unseen:
-            refuse_parts(inputs, int(trainer.accelerator.num_processes))
+            refuse_parts(inputs)
             self._unseen = False
         kept = dict(inputs)  # Trainer removes the labels if it computes the loss itself
         given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
