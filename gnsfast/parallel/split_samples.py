@@ -29,7 +29,9 @@ OF_PARTS = (
 
 WHOLE_SAMPLES = f"This splits each sample over processes, and {OF_PARTS}"
 
-RENAME_DIMENSION = "give it another name in init_device_mesh, such as 'tp' or 'dp_shard'."
+RENAME_DIMENSION = (
+    "give the dimension of the mesh another name in init_device_mesh, such as 'tp' or 'dp_shard'."
+)
 
 RENAME_GROUP = (
     "create it with another group_desc (dist.new_group(ranks, group_desc='other')), or where a "
@@ -68,7 +70,8 @@ def refuse_split_samples(model: nn.Module, parameters: Iterable[Any], processes:
     for name in _mesh_dimensions(parameters):
         _refuse_named(f"A parameter's mesh has a dimension {name!r}", name, RENAME_DIMENSION)
     for name in _group_names(parameters, processes):
-        _refuse_named(f"This process is in a group {name!r}", name, RENAME_GROUP)
+        remedy = RENAME_DIMENSION if name.startswith("mesh_") else RENAME_GROUP  # of a mesh
+        _refuse_named(f"This process is in a group {name!r}", name, remedy)
 
 
 def _refuse_named(seen: str, name: str, remedy: str) -> None:
@@ -98,8 +101,8 @@ def refuse_parts(batch: Any) -> None:
     steps = {2 * (b - a) for a, b in pairwise(begins)}
     if T > 2 and begins[0] == 0 and len(steps) == 1 and steps <= {T, 2 * T}:
         raise ObservationError(
-            f"All rows of this process's batch begin at position {found[dist.get_rank()][1]}, and those of all "
-            f"processes at one of {begins}, with {T} positions each. gnsfast takes the rows for "
+            f"All rows of this process's batch begin at position {found[dist.get_rank()][1]}, and "
+            f"those of all processes at {begins}, with {T} positions each. gnsfast takes them for "
             f"parts of the same samples, and {OF_PARTS} If each row is a whole sample, let its "
             "position_ids begin at 0, or leave them out of the batch."
         )

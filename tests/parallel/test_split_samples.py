@@ -132,7 +132,7 @@ def exchanged(rank: int) -> None:
     """All processes raise, or none: the others of one that raises alone would wait for it."""
     for begins in PIECES.values():
         own, seen = begins[rank][0], sorted({b for each in begins for b in each})
-        said = f"position {own}, .*one of {re.escape(str(seen))}.*let its position_ids begin at 0"
+        said = f"position {own}, .* at {re.escape(str(seen))}.*let its position_ids begin at 0"
         with pytest.raises(gnsfast.ObservationError, match=said):
             refuse_parts(positions(*begins[rank]))
     for name, begins in WHOLE.items():
@@ -158,11 +158,11 @@ def named(rank: int) -> None:
         said = f"mesh has a dimension '{name}' .*By this name .*another name in init_device_mesh"
         with pytest.raises(NotImplementedError, match=said):
             run(gnsfast.GradientNoiseScale(model))
-        # A library's group of that name, which the mesh of tensor parallelism or FSDP2 is made of.
-        for group in dist.distributed_c10d._world.pg_map:
-            if group.group_desc == f"mesh_{name}":
-                group._set_group_desc("other")
-    group = dist.new_group([0, 1], group_desc="sequence")
+    of_mesh = dist.new_group([0, 1], group_desc="mesh_sp")
+    with pytest.raises(NotImplementedError, match="group 'mesh_sp' .*name in init_device_mesh"):
+        run(gnsfast.GradientNoiseScale(DistributedDataParallel(layers())))
+    dist.destroy_process_group(of_mesh)
+    group = dist.new_group([0, 1], group_desc="sequence")  # a library's
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     model = parallelize_module(layers(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     run(gnsfast.GradientNoiseScale(model))
