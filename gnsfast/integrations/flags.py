@@ -2,7 +2,10 @@
 """``Flags``: says in the log of a training whether its batch size fits."""
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.run_identity import RunIdentity
@@ -12,7 +15,8 @@ LOG = logging.getLogger("gnsfast")
 
 
 class Flags:
-    """Flags the window's mean batch size at every log, and logs the words where they are news.
+    """Flags the batch size at every log, and logs the words where they are news. It is the window's
+    mean, or the present one where a callback changes it.
 
     A verdict is news where it differs from the last one, and ``"too large"`` again where the excess
     has doubled. ``"unresolved"`` is none.
@@ -33,21 +37,47 @@ class Flags:
         self.factor = factor
         self._last: Flag | None = None
 
-    def check_run(self, run: RunIdentity) -> None:
-        """Raise ValueError where the factor was measured in a run that differs."""
-        if isinstance(self.factor, CriticalBatchFactor):
-            self.factor.check_run(run)
+    def check_run(self, run: RunIdentity, callbacks: Iterable[Any], *, log: bool) -> None:
+        """Raise ValueError where the factor was measured in a run that differs. What cannot be
+        compared, because it is unknown of this run, is logged.
 
-    def metrics(self, result: NoiseScale, *, log: bool) -> dict[str, float]:
-        """Numbers for a tracker; ``log`` says whether this process writes the words."""
+        A controller among the ``callbacks`` knows the context.
+        """
+        if not isinstance(self.factor, CriticalBatchFactor):
+            return
+        settings = (getattr(getattr(c, "controller", None), "settings", None) for c in callbacks)
+        contexts = (getattr(s, "tokens_per_sample", None) for s in settings)
+        if (context := next((c for c in contexts if c is not None), None)) is not None:
+            run = replace(run, tokens_per_sample=context)
+        self.factor.check_run(run)
+        own, unknown = self.factor.run, {*run.unknown()} - {*self.factor.run.unknown()}
+        if unknown and log:
+            known = ", ".join(f"{name}={getattr(own, name)!r}" for name in sorted(unknown))
+            LOG.warning(
+                "The factor was measured with %s. Nothing compares that, because it is unknown of "
+                "this run: make sure that it is the same.",
+                known,
+            )
+
+    def metrics(
+        self, result: NoiseScale, also: Mapping[str, float], *, log: bool
+    ) -> dict[str, float]:
+        """Numbers for a tracker; ``log`` says whether this process writes the words.
+
+        ``also`` holds those of a callback that changes the batch size. Its present ``batch/size``
+        is judged, as the window's mean still has updates from before a change. A controller has
+        ``cbs/*`` of its own, from its last check, and the flag then leaves them alone.
+        """
         if not result.updates:
             return {}
-        found, last = flag(result.samples / result.updates, result, self.factor), self._last
+        batch_size = also.get("batch/size", result.samples / result.updates)
+        found, last = flag(batch_size, result, self.factor), self._last
         same = last is not None and found.verdict == last.verdict
-        doubled = last is not None and same and found.excess >= 2 * last.excess
+        doubled = last is not None and same and found.excess >= 2 * last.excess < math.inf
         if found.verdict != "unresolved" and (not same or doubled and found.verdict == "too large"):
             self._last = found
             if log:
                 level = logging.INFO if found.verdict == "fair" else logging.WARNING
                 LOG.log(level, "the batch size is %s", found)
-        return found.metrics()
+        controlled = "batch/phase" in also
+        return {k: v for k, v in found.metrics().items() if k == "batch/flag" or not controlled}

@@ -62,14 +62,15 @@ class GNSMonitor(Callback):
             ``"spectral"`` if it is a ``torch.optim.Muon``.
         noise_from: as there.
         factor: CBS / noise scale, as for ``gnsfast.flag``. Each log then says whether the batch
-            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``), and the logger
-            ``gnsfast`` gets the words where that changes.
+            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``, unless those of
+            a ``BatchSizeController`` are logged), and the logger ``gnsfast`` gets the words where
+            that changes.
 
     Raises:
         ValueError: when training starts, for a model without gnsfast layers: convert it in the
             module's ``__init__``, or in ``configure_model`` before ``fully_shard``.
         ObservationError: in the first step, where the batch is a mapping whose ``position_ids``
-            begin in the middle of samples.
+            show parts of the same samples on several processes.
         NotImplementedError: for manual optimization, FSDP 1, DeepSpeed and other strategies,
             optimizers that call their closure more than once (``LBFGS``), a second GNSMonitor.
 
@@ -128,7 +129,8 @@ class GNSMonitor(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         own = next(iter(trainer.optimizers), None)
         if self._flags is not None:
-            self._flags.check_run(RunIdentity.of(pl_module, own))
+            run, others = RunIdentity.of(pl_module, own), trainer.callbacks
+            self._flags.check_run(run, others, log=trainer.is_global_zero)
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
         self.gns = GradientNoiseScale(pl_module, grad_scaler=scaler, **self._options, **measured)
         self._block, self._partial, self._given_up, self._unseen = None, False, False, True
@@ -142,7 +144,7 @@ class GNSMonitor(Callback):
         assert self.gns is not None
         self._updated = False
         if self._unseen:
-            refuse_parts(batch, trainer.world_size)
+            refuse_parts(batch)
             self._unseen = False
         accumulated = trainer.accumulate_grad_batches
         if batch_idx % accumulated == 0:
@@ -185,9 +187,10 @@ class GNSMonitor(Callback):
         if self._updated and every and trainer.global_step % every == 0:
             result = self.gns.compute()
             found = metrics(result, per_module=self.per_module)
+            also = self.also()
             if self._flags is not None:
-                found |= self._flags.metrics(result, log=trainer.is_global_zero)
-            found |= self.also()
+                found |= self._flags.metrics(result, also, log=trainer.is_global_zero)
+            found |= also
             pl_module.log_dict(found, on_step=True, on_epoch=False, batch_size=1)
             if self.tracker is not None and trainer.is_global_zero:
                 self.tracker.log(found, trainer.global_step)

@@ -71,14 +71,16 @@ class GNSCallback(TrainerCallback):
             running means as large as the parameters, which checkpoints then hold.
         noise_from: as there.
         factor: CBS / noise scale, as for ``gnsfast.flag``. Each log then says whether the batch
-            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``), and the logger
-            ``gnsfast`` gets the words where that changes.
+            size fits (``batch/flag``: -1 too small, 0 fair, 1 too large; ``cbs/*``, unless those of
+            a ``BatchSizeController`` are logged), and the logger ``gnsfast`` gets the words where
+            that changes.
 
     Raises:
         ValueError: at the start of training, for a model without gnsfast layers; in a step, if
             ``loss="auto"`` finds another loss (a router's balance, class weights) or a
             ``compute_loss`` that returns no outputs.
-        ObservationError: in the first step, where ``position_ids`` begin in the middle of samples.
+        ObservationError: in the first step, where ``position_ids`` show parts of the same samples
+            on several processes.
         NotImplementedError: for DataParallel, DeepSpeed, FSDP 1, tensor, context and sequence
             parallelism, a second GNSCallback, ``"sign"`` and ``"spectral"`` under FSDP 2 with
             checkpoints; in a step, for packed rows without ``position_ids``.
@@ -147,7 +149,9 @@ class GNSCallback(TrainerCallback):
         self._detach()
         _refuse(trainer, self.metric)
         if self._flags is not None:
-            self._flags.check_run(identity(trainer))
+            others = trainer.callback_handler.callbacks
+            log = trainer.is_world_process_zero()
+            self._flags.check_run(identity(trainer), others, log=log)
         own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
         measured = {"metric": self.metric, "optimizer": optimizer_for(self.metric, own)}
         scaler = trainer.accelerator.scaler
@@ -232,7 +236,7 @@ class GNSCallback(TrainerCallback):
             return original(model, inputs, *args, **kwargs)
         this.losses += 1
         if self._unseen:
-            refuse_parts(inputs, int(trainer.accelerator.num_processes))
+            refuse_parts(inputs)
             self._unseen = False
         kept = dict(inputs)  # Trainer removes the labels if it computes the loss itself
         given = dict(zip(("return_outputs", "num_items_in_batch"), args)) | kwargs
@@ -287,9 +291,10 @@ class GNSCallback(TrainerCallback):
                 seen = int(trainer.state.num_input_tokens_seen)
             result = self.gns.compute()
             found = metrics(result, tokens=seen, per_module=self.per_module)
+            also = self.also()
             if self._flags is not None:
-                found |= self._flags.metrics(result, log=trainer.is_world_process_zero())
-            found |= self.also()
+                found |= self._flags.metrics(result, also, log=trainer.is_world_process_zero())
+            found |= also
             if self.tracker is not None and trainer.is_world_process_zero():
                 self.tracker.log({"loss": logs["loss"], **found}, int(trainer.state.global_step))
             logs.update(found)

@@ -28,6 +28,7 @@ from gnsfast.layers.conv import (
     ConvTranspose3d,
 )
 from gnsfast.layers.copied import Copied, in_place
+from gnsfast.layers.document_masks import ATTEND_TO_EACH_OTHER
 from gnsfast.layers.drop_in import (
     Converted,
     DropIn,
@@ -68,6 +69,7 @@ from gnsfast.layers.tie import Tie
 
 __all__ = [
     "ATTENTION",
+    "ATTEND_TO_EACH_OTHER",
     "BATCH_NORM",
     "BatchNorm1d",
     "BatchNorm2d",

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from gnsfast import functional
 from gnsfast.combinations import refuse, tensor_parallel
 from gnsfast.errors import ObservationError
+from gnsfast.layers.document_masks import (
+    ATTEND_TO_EACH_OTHER,
+    checked_probe,
+    keeps_apart,
+    refuse_attending,
+)
 from gnsfast.layers.drop_in import Converted, DropIn, ProbeRow, combine
 from gnsfast.layers.linear import OutProjection
 
@@ -98,7 +104,10 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         bias_NHLS = self._attention_bias(
             query, key, key_padding_mask, attn_mask if masked or not is_causal else None
         )
-        q, k, v = self._project(query, key, value, batch_dim)
+        apart = None
+        if module._measured.documents is not None:
+            apart = _apart(module, query, key, bias_NHLS, batch_dim)
+        q, k, v = self._project(query, key, value, batch_dim, apart)
         if self.add_zero_attn:
             k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
         dropout = self.dropout if self.training else 0.0
@@ -111,7 +120,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
             causal = is_causal and not masked
             o_NHLD = F.scaled_dot_product_attention(q, k, v, bias_NHLS, dropout, causal)
         # Tokens lie in memory as in torch, because a later dropout draws its mask in memory order.
-        y = self._project_out(o_NHLD.permute(2, 0, 1, 3).flatten(2))
+        y = self._project_out(o_NHLD.permute(2, 0, 1, 3).flatten(2), apart)
         y = y.transpose(0, 1) if self.batch_first else y
         return (y if batched else y.squeeze(batch_dim)), weights
 
@@ -138,10 +147,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         if opened.documents is not None:
             if not separate:
                 raise ObservationError(
-                    f"{name}: without a mask, or with is_causal=True, the documents of a row "
-                    "(cu_seqlens) attend to each other, so they have no norms of their own. Give "
-                    "the attention an attn_mask that separates them, and is_causal=False. Where "
-                    "each row is one document, leave out cu_seqlens."
+                    f"{name}: without a mask, or with is_causal=True, {ATTEND_TO_EACH_OTHER}"
                 )
             return
         if not batched:
@@ -193,7 +199,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         return bias if bias is None else F.pad(bias, (0, appended))
 
     def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int
+        self, query: Tensor, key: Tensor, value: Tensor, batch_dim: int, apart: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Queries [N, H, L, D], keys and values [N, H, S, D], with ``bias_k`` and ``bias_v``
         appended.
@@ -210,7 +216,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         else:
             q, k, v = functional.in_projection(
                 *(query, key, value, weights if packed is None else packed, bias),
-                self._opened.probe[: len(own)],
+                checked_probe(self._opened.probe[: len(own)], self._opened.samples, apart),
                 self._plan(query, key, batch_dim),
             )
         if self.bias_k is not None:
@@ -233,7 +239,6 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
                 "norms for documents of packed rows (cu_seqlens). Leave the module out: "
                 f"convert(model, exclude=[{name!r}])."
             )
-        self._starts(key, 1, batch_dim)  # keys are the same documents
         return functional.Plan(starts=self._starts(query, 1, batch_dim))
 
     def _appended(self, name: str, named: list[str], rows: int, batch_dim: int) -> Tensor:
@@ -249,7 +254,7 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         probe, plan = self._opened.probe[row : row + 1], functional.Plan(batch_dim=batch_dim)
         return functional.embedding(ids, parameter[0], probe, plan)[0]
 
-    def _project_out(self, o_LNE: Tensor) -> Tensor:
+    def _project_out(self, o_LNE: Tensor, apart: Tensor | None) -> Tensor:
         weight, bias = self.out_proj.weight, self.out_proj.bias
         opened = getattr(self.out_proj, "_opened", None)
         if opened is None:
@@ -258,8 +263,20 @@ class MultiheadAttention(DropIn, nn.MultiheadAttention):
         if packed := opened.documents is not None:  # their rows are one list, row by row
             o = o_LNE.transpose(0, 1)
             plan = functional.Plan(starts=self.out_proj._starts(o, 1, 0))
-        y = functional.linear(o, weight, bias, opened.probe, plan)
+        probe = checked_probe(opened.probe, opened.samples, apart)
+        y = functional.linear(o, weight, bias, probe, plan)
         return y.transpose(0, 1) if packed else y
+
+
+def _apart(
+    module: DropIn, query: Tensor, key: Tensor, bias_NHLS: Tensor | None, batch_dim: int
+) -> Tensor | None:
+    """Raise if the mask lets documents see each other. On a GPU return whether it does not."""
+    assert bias_NHLS is not None
+    starts = module._starts(query, 1, batch_dim)
+    module._starts(key, 1, batch_dim)  # keys are the same documents
+    S, rows = key.shape[1 - batch_dim], query.shape[batch_dim]
+    return refuse_attending(module._measured.name, keeps_apart(bias_NHLS[..., :S], starts, rows))
 
 
 def _weighted(

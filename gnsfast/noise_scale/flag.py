@@ -2,8 +2,9 @@
 """``flag``: whether a batch size fits the critical batch size that a noise scale gives."""
 
 import math
+import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from gnsfast.arguments import real_number
 from gnsfast.noise_scale.result import NO_ESTIMATE, Estimate, NoiseScale
@@ -111,18 +112,33 @@ def checked_factor(factor: float | Factor, metric: str | None) -> tuple[float, f
     """The value, interval and metric of a factor.
 
     Raises:
-        ValueError: for a number that is not positive, and for a measured factor of another metric.
+        ValueError: for what is no positive number, and for a measured factor of another metric.
     """
-    if isinstance(factor, (int, float, str)):
-        if not (value := real_number("factor", factor, 0.0)):
-            raise ValueError("factor must be positive, not 0: it is CBS / noise scale")
-        return value, value, value, metric or "euclidean"
-    if metric not in (None, factor.metric):
+    if all(hasattr(factor, name) for name in ("value", "lower", "upper", "metric")):
+        measured = cast(Factor, factor)
+        if metric not in (None, measured.metric):
+            raise ValueError(
+                f"the factor was measured for metric={measured.metric!r}, and not for {metric!r}: "
+                "leave metric out"
+            )
+        return measured.value, measured.lower, measured.upper, measured.metric
+    value = _as_number(factor)
+    return value, value, value, metric or "euclidean"
+
+
+def _as_number(factor: Any) -> float:
+    """A positive real number of Python, NumPy or a tensor of one element."""
+    if isinstance(factor, (str, os.PathLike)):
         raise ValueError(
-            f"the factor was measured for metric={factor.metric!r}, and not for {metric!r}: leave "
-            "metric out"
+            f"factor={os.fspath(factor)!r} is a path: pass "
+            f"factor=CriticalBatchFactor.load({os.fspath(factor)!r})"
         )
-    return factor.value, factor.lower, factor.upper, factor.metric
+    own = factor
+    if getattr(factor, "ndim", None) is not None and math.prod(factor.shape) == 1:
+        own = factor.item()
+    if not (value := real_number("factor", own, 0.0)):
+        raise ValueError("factor must be positive, not 0: it is CBS / noise scale")
+    return value
 
 
 def _judged(batch_size: float, e: Estimate) -> tuple[str, str]:

@@ -8,6 +8,7 @@ split by hand between processes with nothing but the default group are not seen.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -20,11 +21,21 @@ from gnsfast.tensors import is_dtensor
 NAMES = {"context", "cp", "seq", "sequence", "sp", "ulysses"}
 """Names of mesh dimensions and process groups over which the parts of a sample are spread."""
 
-WHOLE_SAMPLES = (
-    "This splits each sample over processes, and squared norms of a sample's parts do not add up "
-    "to the sample's. Measure from a checkpoint, in a run where each process has whole samples: "
-    "context and sequence parallel sizes of 1, with tensor parallelism (parallelize_module) or "
-    "FSDP2 where memory is short."
+OF_PARTS = (
+    "squared norms of a sample's parts do not add up to the sample's. Measure from a checkpoint, "
+    "in a run where each process has whole samples: context and sequence parallel sizes of 1, with "
+    "tensor parallelism (parallelize_module) or FSDP2 where memory is short."
+)
+
+WHOLE_SAMPLES = f"This splits each sample over processes, and {OF_PARTS}"
+
+RENAME_DIMENSION = (
+    "give the dimension of the mesh another name in init_device_mesh, such as 'tp' or 'dp_shard'."
+)
+
+RENAME_GROUP = (
+    "create it with another group_desc (dist.new_group(ranks, group_desc='other')), or where a "
+    "library creates it, call group._set_group_desc('other') on it before measuring."
 )
 
 
@@ -55,30 +66,55 @@ def refuse_split_samples(model: nn.Module, parameters: Iterable[Any], processes:
                     f"The attention {path!r} exchanges keys and values between processes "
                     f"(torch's context parallelism). {WHOLE_SAMPLES}"
                 )
-    for name in {*_mesh_dimensions(parameters), *_group_names(processes)}:
-        if _short(name) in NAMES:
-            raise NotImplementedError(
-                f"The processes have a mesh dimension or a group {name!r} of more than one of "
-                f"them. {WHOLE_SAMPLES} If it splits layers and not samples, call it 'tp'."
-            )
+    parameters = list(parameters)
+    for name in _mesh_dimensions(parameters):
+        _refuse_named(f"A parameter's mesh has a dimension {name!r}", name, RENAME_DIMENSION)
+    for name in _group_names(parameters, processes):
+        remedy = RENAME_DIMENSION if name.startswith("mesh_") else RENAME_GROUP  # of a mesh
+        _refuse_named(f"This process is in a group {name!r}", name, remedy)
 
 
-def refuse_parts(batch: Any, processes: int) -> None:
-    """Raise if the ``position_ids`` [rows, T] of a batch begin in the middle of its samples.
+def _refuse_named(seen: str, name: str, remedy: str) -> None:
+    if _short(name) in NAMES:
+        raise NotImplementedError(
+            f"{seen} of more than one process. By this name gnsfast takes it for one that splits "
+            f"each sample over processes, and {OF_PARTS} If it splits no samples, {remedy}"
+        )
+
+
+def refuse_parts(batch: Any) -> None:
+    """Raise on every process if the ``position_ids`` [rows, T] of their batches are parts of the
+    same samples.
 
     Each process then has T positions, in one piece, or in two to balance the load. All its rows
-    begin at the same multiple of T / 2. This waits for the device.
+    begin at the same position, so that processes begin at 0, s, 2s and so on, where s is T or
+    T / 2. Every process must call this, as they exchange where they begin. This waits for the
+    device.
     """
-    position_ids = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    if processes == 1 or not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    T, begins = position_ids.shape[1], position_ids[:, 0].unique().tolist()
-    if T > 2 and len(begins) == 1 and begins[0] > 0 and 2 * begins[0] % T == 0:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _begin(batch))
+    if None in found or len({T for T, _ in found}) > 1:
+        return
+    T, begins = found[0][0], sorted({begin for _, begin in found})
+    steps = {2 * (b - a) for a, b in pairwise(begins)}
+    if T > 2 and begins[0] == 0 and len(steps) == 1 and steps <= {T, 2 * T}:
         raise ObservationError(
-            f"All rows of this process's batch begin at position {begins[0]}, and {processes} "
-            "processes train. So the positions before that are on another process. "
-            f"{WHOLE_SAMPLES}"
+            f"All rows of this process's batch begin at position {found[dist.get_rank()][1]}, and "
+            f"those of all processes at {begins}, with {T} positions each. gnsfast takes them for "
+            f"parts of the same samples, and {OF_PARTS} If each row is a whole sample, let its "
+            "position_ids begin at 0, or leave them out of the batch."
         )
+
+
+def _begin(batch: Any) -> tuple[int, int] | None:
+    """T and the position where all rows of a batch begin, if there is one."""
+    position_ids = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
+        return None
+    begins = position_ids[:, 0].unique().tolist()
+    return (position_ids.shape[1], int(begins[0])) if len(begins) == 1 else None
 
 
 def _short(name: str) -> str:
@@ -97,8 +133,13 @@ def _mesh_dimensions(parameters: Iterable[Any]) -> Iterator[str]:
                 yield name
 
 
-def _group_names(processes: set[int]) -> Iterator[str]:
-    """The descriptions of this process's groups with more than one of ``processes``."""
+def _group_names(parameters: Iterable[Any], processes: set[int]) -> Iterator[str]:
+    """The descriptions of this process's groups with more than one of ``processes``, but for those
+    over which tensor parallelism and FSDP2 spread the parameters.
+    """
+    meshes = {p.device_mesh for p in parameters if is_dtensor(p)}
+    spread = {group.group_name for mesh in meshes for group in mesh.get_all_groups()}
     for group in dist.distributed_c10d._world.pg_map:
-        if len(processes & {*dist.get_process_group_ranks(group)}) > 1:
+        ranks = {*dist.get_process_group_ranks(group)}
+        if len(processes & ranks) > 1 and group.group_name not in spread:
             yield group.group_desc

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion import fused_loss_of, project_of
-from gnsfast.layers import DropIn, in_parts
+from gnsfast.layers import ATTEND_TO_EACH_OTHER, DropIn, in_parts
 
 
 def mark(p: Tensor) -> tuple[int, int] | None:
@@ -41,6 +41,8 @@ def explain_calls(path: str, module: DropIn, calls: float) -> str:
             "over dimension 0). Check num_samples. If all samples share the index, call "
             f"convert(model, broadcast=[{path!r}]). {leave_out(path)}"
         )
+    if calls != calls and module.gnsfast.route in ("in_projection", "out_projection"):
+        return f"{where}: {ATTEND_TO_EACH_OTHER}"
     if calls != calls:
         return (
             f"{where}: replaying it sample by sample gave other outputs than its forward pass. It "

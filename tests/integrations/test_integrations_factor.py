@@ -77,6 +77,38 @@ def test_flags(tmp_path: Path) -> None:
     assert module.losses == []
 
 
+def test_what_flags_cannot_compare(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Trainer does not know the context; a controller beside the flags does."""
+    here = RunIdentity.of(trainer_of(tmp_path).model, data="c4", tokens_per_sample=T)
+    ours = CriticalBatchFactor(1.0, 0.5, 2.0, "euclidean", "branches", here)
+    said = "with {}. Nothing compares that, because it is unknown of this run"
+    trained(trainer_of(tmp_path, max_steps=1, callbacks=[GNSCallback(factor=ours)]))
+    [record] = [r.getMessage() for r in caplog.records if "Nothing compares" in r.getMessage()]
+    assert said.format(f"data='c4', tokens_per_sample={T}") in record
+    caplog.clear()
+    trained(growing(tmp_path, [], gns={"factor": ours})[0])
+    [record] = [r.getMessage() for r in caplog.records if "Nothing compares" in r.getMessage()]
+    assert said.format("data='c4'") in record
+    other = replace(ours, run=replace(here, tokens_per_sample=3 * T))
+    trainer, _ = growing(tmp_path, [], gns={"factor": other})
+    with pytest.raises(ValueError, match=f"with tokens per sample {3 * T} and not {T} "):
+        trained(trainer)
+    module, controlled = Scheduled(), controller_of()
+    other = measured(module, 5)
+    with pytest.raises(ValueError, match="with tokens per sample 5 and not 1 "):
+        fit(tmp_path, module, [], controller=controlled, gns={"factor": other})
+
+
+def test_flags_beside_a_controller(tmp_path: Path) -> None:
+    """The flag's ``cbs/*`` are not among the controller's, and the grown batch is judged."""
+    trainer, controller = growing(tmp_path, [20], gns={"factor": 1e6}, logging_steps=1)
+    trained(trainer)
+    assert controller.batch_size > 4
+    logs = [line for line in trainer.state.log_history if "batch/flag" in line]
+    assert logs and all(line["batch/flag"] == -1.0 for line in logs)
+    assert all(value < 1000 for line in logs for key, value in line.items() if "cbs/" in key)
+
+
 def test_the_data_of_a_trainer() -> None:
     """Known where it is a dataset of ``datasets`` that was loaded by name."""
     model = nn.Linear(2, 2)

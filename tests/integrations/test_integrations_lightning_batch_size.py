@@ -104,7 +104,7 @@ def fit(
     **options: Any,
 ) -> tuple[pl.Trainer, BatchSizeController]:
     controller = controller or controller_of()
-    gns = Told(controller, places, tracker=tracker)
+    gns = Told(controller, places, tracker=tracker, **options.pop("gns", {}))
     others = options.pop("callbacks", [])
     callbacks = [*others, gns, BatchSizeCallback(controller, gns)]
     loader = options.pop("loader", None) or Epochs(data(PER_EPOCH))

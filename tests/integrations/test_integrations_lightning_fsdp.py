@@ -87,10 +87,18 @@ def single_samples(rank: int, folder: str) -> None:
     assert found.trace + found.grad_sqnorm == pytest.approx(float(mean), rel=1e-5)
 
 
+def split_by_hand(rank: int, folder: str) -> None:
+    monitor = GNSMonitor()
+    monitor.gns = gnsfast.GradientNoiseScale(Tiny())
+    batch = {"position_ids": (torch.arange(8) + 8 * rank).expand(N, 8)}
+    with pytest.raises(gnsfast.ObservationError, match="parts of the same samples"):
+        monitor.on_train_batch_start(None, Tiny(), batch, 0)
+
+
 @pytest.mark.dist
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks, which CUDA does not survive")
 def test_two_processes(tmp_path: Path) -> None:
-    spawn(each, args=((whole_run, single_samples), (str(tmp_path),)), method="fork")
+    spawn(each, args=((whole_run, single_samples, split_by_hand), (str(tmp_path),)), method="fork")
     truth = by_hand(data(4 * UPDATES)[: 4 * (UPDATES - 1)], 4, window=7)
     found = torch.load(tmp_path / "found.pt")
     assert found == pytest.approx([truth.trace, truth.grad_sqnorm], rel=1e-5)
@@ -101,11 +109,3 @@ def test_first_version() -> None:
     trainer: Any = SimpleNamespace(strategy=FSDPStrategy(), callbacks=[], optimizers=[])
     with pytest.raises(NotImplementedError, match=r"FSDPStrategy.*ModelParallelStrategy\(data_par"):
         _refuse(trainer, Tiny())
-
-
-def test_sequences_split_by_hand() -> None:
-    monitor, trainer = GNSMonitor(), SimpleNamespace(world_size=2)
-    monitor.gns = gnsfast.GradientNoiseScale(Tiny())
-    batch = {"position_ids": torch.arange(8, 16).expand(N, 8)}
-    with pytest.raises(gnsfast.ObservationError, match="splits each sample"):
-        monitor.on_train_batch_start(trainer, Tiny(), batch, 0)

@@ -4,9 +4,12 @@
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from controller_cases import UNKNOWN, at_least, noise
 
 import gnsfast
@@ -98,13 +101,25 @@ def test_measured_factors() -> None:
         (math.nan, 1.0, "batch_size must be a number"),
         (32, 0, "factor must be positive, not 0"),
         (32, -1.0, "factor must be a number of at least 0"),
-        (32, "cbs/factor.json", "factor must be a number of at least 0, not 'cbs/factor.json'"),
+        (32, "cbs/factor.json", r"CriticalBatchFactor.load\('cbs/factor.json'\)"),
+        (32, Path("cbs/factor.json"), r"CriticalBatchFactor.load\('cbs/factor.json'\)"),
         (32, True, "factor must be a number"),
+        (32, None, "factor must be a number of at least 0, not None"),
+        (32, torch.ones(2), "factor must be a number of at least 0, not tensor"),
+        (32, torch.tensor(True), "factor must be a number"),
+        (32, torch.tensor(0.0), "factor must be positive, not 0"),
     ],
 )
 def test_what_cannot_be(batch_size: Any, factor: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         gnsfast.flag(batch_size, noise(1.0), factor)
+
+
+def test_numbers_of_other_libraries() -> None:
+    truth = gnsfast.flag(32, noise(4.0, 6.0, 7.0), 4.0)
+    for factor in (4, np.float32(4), np.int64(4), np.array(4.0), torch.tensor(4.0)):
+        assert gnsfast.flag(32, noise(4.0, 6.0, 7.0), factor) == truth
+        assert Flags(factor, None).metrics(noise(40.0), {}, log=False)["batch/flag"] == -1.0
 
 
 def test_metrics() -> None:
@@ -132,7 +147,7 @@ def test_the_log_has_the_news_alone(caplog: pytest.LogCaptureFixture) -> None:
     small, fair, unknown = noise(40.0), noise(12.0, 16.0, 30.0), noise(1.0, 16.0, 90.0)
     large = [noise(16 / k / 1.5, 16 / k, 15.99 / k * 1.2) for k in (1.3, 2.5, 2.7, 5.0, 5.5)]
     for scale in (small, small, unknown, small, fair, fair, unknown, fair, *large, unknown):
-        flags.metrics(scale, log=True)  # of 320 samples in 20 updates
+        flags.metrics(scale, {}, log=True)  # of 320 samples in 20 updates
     said = [(r.levelname, r.getMessage().split(":")[0][-9:]) for r in caplog.records]
     assert said == [
         ("WARNING", "too small"),
@@ -142,8 +157,27 @@ def test_the_log_has_the_news_alone(caplog: pytest.LogCaptureFixture) -> None:
         ("WARNING", "too large"),
     ]
     caplog.clear()
-    assert Flags(1.0, None).metrics(small, log=False)["batch/flag"] == -1.0 and not caplog.records
-    assert Flags(1.0, None).metrics(replace(small, updates=0), log=True) == {}
+    assert (
+        Flags(1.0, None).metrics(small, {}, log=False)["batch/flag"] == -1.0 and not caplog.records
+    )
+    assert Flags(1.0, None).metrics(replace(small, updates=0), {}, log=True) == {}
+
+
+def test_an_infinite_excess_is_news_once(caplog: pytest.LogCaptureFixture) -> None:
+    flags, below_zero = Flags(1.0, None), noise(-2.0, -0.1, 1.0)
+    for scale in (noise(4.0, 5.0, 6.0), below_zero, below_zero, below_zero):
+        assert flags.metrics(scale, {}, log=True)["batch/flag"] == 1.0
+    assert [r.getMessage().split(":")[0][-9:] for r in caplog.records] == ["too large"] * 2
+
+
+def test_beside_a_controller() -> None:
+    """The present batch is judged, and a controller's own ``cbs/*`` stay as they are."""
+    flags, scale = Flags(1.0, None), noise(12.0, 16.0, 30.0)  # of 320 samples in 20 updates
+    assert flags.metrics(scale, {}, log=False)["batch/flag"] == 0.0
+    found = flags.metrics(scale, {"batch/size": 64.0}, log=False)
+    assert found["batch/flag"] == 1.0 and found["cbs/ratio"] == 4.0
+    also = {"batch/size": 4.0, "batch/phase": 1.0, "cbs/estimate_lo": 400.0}
+    assert flags.metrics(scale, also, log=False) == {"batch/flag": -1.0}
 
 
 def test_a_factor_of_a_metric_that_is_not_measured() -> None:

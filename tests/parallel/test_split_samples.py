@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that are split over processes are refused wherever that can be seen."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from processes import each, spawn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import _ContextParallel
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import gnsfast
@@ -100,34 +106,77 @@ def flattened(rank: int) -> None:
             run(gnsfast.GradientNoiseScale(inner, **options))
 
 
-@pytest.mark.dist
-def test_two_processes() -> None:
-    spawn(each, args=((groups, meshes, attention, flattened, context),))
-
-
 def positions(*begins: int) -> dict[str, Tensor]:
     return {"position_ids": torch.tensor(begins)[:, None] + torch.arange(T)}
 
 
-@pytest.mark.parametrize("begin", [T, 3 * T, T // 2, 3 * T // 2])
-def test_rows_that_begin_elsewhere(begin: int) -> None:
-    """In one piece a process, or in two: of four pieces the second process has the inner ones."""
-    batch = positions(begin, begin)
-    if begin % T:
-        batch["position_ids"][:, T // 2 :] += T // 2
-    with pytest.raises(gnsfast.ObservationError, match=f"position {begin},.*splits each sample"):
-        refuse_parts(batch, 2)
-    refuse_parts(batch, 1)
+PIECES = {  # where the rows of each of two processes begin
+    "in one piece": ([0, 0], [T, T]),
+    "in two pieces": ([0, 0], [T // 2, T // 2]),
+    "one row": ([0], [T]),
+}
+
+WHOLE = {
+    "of their own": ([0, 0], [0, 0]),
+    "padding in front": ([1, 1], [0, 1]),
+    "padding in front of all": ([0, 0], [1, 1]),
+    "drawn at random": ([0, T], [T, 0]),
+    "one row of a long text": ([T], [T]),
+    "a fixed offset": ([T // 2] * 2, [T // 2] * 2),
+    "no first part": ([T, T], [2 * T, 2 * T]),
+    "a hole": ([0, 0], [3 * T, 3 * T]),
+}
 
 
-@pytest.mark.parametrize("begins", [(0, 0), (T, 0), (1, 1), (3, 3), (T, 2 * T)])
-def test_rows_of_their_own(begins: tuple[int, ...]) -> None:
-    """Padding in front is at position 1; positions drawn at random begin at different ones."""
-    refuse_parts(positions(*begins), 2)
-
-
-def test_batches_without_positions_of_rows() -> None:
-    ids = positions(T, T)["position_ids"]
+def exchanged(rank: int) -> None:
+    """All processes raise, or none: the others of one that raises alone would wait for it."""
+    for begins in PIECES.values():
+        own, seen = begins[rank][0], sorted({b for each in begins for b in each})
+        said = f"position {own}, .* at {re.escape(str(seen))}.*let its position_ids begin at 0"
+        with pytest.raises(gnsfast.ObservationError, match=said):
+            refuse_parts(positions(*begins[rank]))
+    for name, begins in WHOLE.items():
+        try:
+            refuse_parts(positions(*begins[rank]))
+        except gnsfast.ObservationError as error:
+            raise AssertionError(name) from error
+    ids = positions(rank * T, rank * T)["position_ids"]
     for batch in (ids, [ids], {"input_ids": ids}, {"position_ids": ids[0]}):
-        refuse_parts(batch, 2)
-    refuse_parts({"position_ids": ids[:, :1]}, 2)
+        refuse_parts(batch)
+    refuse_parts({"position_ids": ids} if rank else {})  # they exchange all the same
+    refuse_parts({"position_ids": ids[:, : T - rank]})
+    refuse_parts({"position_ids": torch.full((2, 1), rank)})
+    refuse_parts({"position_ids": torch.full((2, 2), rank)})
+
+
+def named(rank: int) -> None:
+    """Names that mean something else, and how each message says to go on."""
+    for name in ("sp", "context"):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", name))
+        model, plan = layers(), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh[name], plan)
+        said = f"mesh has a dimension '{name}' .*By this name .*another name in init_device_mesh"
+        with pytest.raises(NotImplementedError, match=said):
+            run(gnsfast.GradientNoiseScale(model))
+    of_mesh = dist.new_group([0, 1], group_desc="mesh_sp")
+    with pytest.raises(NotImplementedError, match="group 'mesh_sp' .*name in init_device_mesh"):
+        run(gnsfast.GradientNoiseScale(DistributedDataParallel(layers())))
+    dist.destroy_process_group(of_mesh)
+    group = dist.new_group([0, 1], group_desc="sequence")  # a library's
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    model = parallelize_module(layers(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    run(gnsfast.GradientNoiseScale(model))
+    run(gnsfast.GradientNoiseScale(fully_shard(layers(), mesh=mesh)))
+    with pytest.raises(NotImplementedError, match=r"group 'sequence' .*group._set_group_desc\('o"):
+        run(gnsfast.GradientNoiseScale(DistributedDataParallel(layers())))
+    group._set_group_desc("other")
+    run(gnsfast.GradientNoiseScale(DistributedDataParallel(layers())))
+
+
+@pytest.mark.dist
+def test_two_processes() -> None:
+    spawn(each, args=((exchanged, named, groups, meshes, attention, flattened, context),))
+
+
+def test_one_process() -> None:
+    refuse_parts(positions(T, T))
