@@ -91,3 +91,12 @@ def test_documents_that_are_apart(late: bool, monkeypatch: pytest.MonkeyPatch) -
     # Where each row is one document, no mask lets it see another.
     padding = torch.zeros(2, T, dtype=torch.bool)
     measure(None, torch.tensor([0, T, 2 * T]), key_padding_mask=padding)
+
+
+def test_a_query_that_sees_no_key() -> None:
+    """Padding that attends to nothing sees no other document either."""
+    bias = float_mask(-torch.inf).view(2, H, T, T)
+    bias[:, :, 3] = -torch.inf
+    assert document_masks.keeps_apart(bias, STARTS, 2)
+    bias[:, :, 3] = -1e9
+    assert not document_masks.keeps_apart(bias, STARTS, 2)
