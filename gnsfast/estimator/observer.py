@@ -198,11 +198,7 @@ class Observer:
         if self._passes:
             if self._marks() != self._last.marks:
                 self._drop()
-                raise ObservationError(
-                    "Gradients were changed between two micro-batches of an update, by another "
-                    "backward pass, clipping, or zero_grad without gns.update(). Put each "
-                    "backward pass of an update into its own gns.microbatch(...) block."
-                )
+                raise ObservationError(checks.BETWEEN)
         elif self.after_update is not None:
             for name, p, old in zip(self.names, self.parameters, self.after_update):
                 if old is not None and checks.mark(p) == old:
@@ -266,9 +262,11 @@ class Observer:
         if self._end is None:
             self.pass_over()
         assert self._end is not None
-        self._last = self._end
+        before, self._last = self._last, self._end
         if self._passes:
             self._refuse_next(divided, tokens is not None)
+            if not self.settings.local and not dist.is_initialized():  # DDP changes to its buckets
+                self._refuse_gone(before.marks)
         else:
             self._touched = [0] * len(self.names)
         for k, (name, p, mark) in enumerate(zip(self.names, self.parameters, self._last.marks)):
@@ -302,6 +300,15 @@ class Observer:
         if lengths != (self._passes[-1].tokens is not None):
             self.discard()
             raise ValueError("tokens must be given for all micro-batches or for none")
+
+    def _refuse_gone(self, before: list[Mark]) -> None:
+        """Raise if ``.grad`` began anew in this pass: a new tensor has version 0, a sum more."""
+        for p, old, now in zip(self.parameters, before, self._last.marks):
+            if old is None or old == now or now is not None and now[1] > old[1]:
+                continue
+            if now is None or type(p.grad) is Tensor:  # those of subclasses are summed to new ones
+                self.discard()
+                raise ObservationError(checks.BETWEEN)
 
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Update, list[int]]:
         """The update, and in how many own micro-batches each parameter got a gradient."""

@@ -10,6 +10,12 @@ from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion import fused_loss_of, project_of
 from gnsfast.layers import ATTEND_TO_EACH_OTHER, DropIn, in_parts
 
+BETWEEN = (
+    "Gradients were changed between two micro-batches of an update, by another backward pass, "
+    "clipping, or zero_grad without gns.update(). Put each backward pass of an update into its own "
+    "gns.microbatch(...) block."
+)
+
 
 def mark(p: Tensor) -> tuple[int, int] | None:
     """A value that changes whenever ``p.grad`` is written to."""

@@ -133,6 +133,24 @@ def test_a_second_backward_pass_through_a_weight_is_noticed(held: bool) -> None:
         gns.compute()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_that_begin_anew_in_a_block_are_noticed(late: bool) -> None:
+    """By ``zero_grad`` in the second block, or in the third, before its backward pass."""
+    model, gns = made()
+    for _ in range(1 + late):
+        block(model, gns)
+    with pytest.raises(gnsfast.ObservationError, match="between two micro-batches"):
+        with gns.microbatch(N):
+            loss = model(torch.randn(N, D)).square().mean()
+            model.zero_grad()
+            loss.backward()
+    model.zero_grad()
+    for _ in range(3):
+        block(model, gns)
+    gns.update()
+    gns.compute()
+
+
 def witnesses(monkeypatch: pytest.MonkeyPatch, microbatches: int, **settings: Any) -> int:
     """How often an update reads norms of gradients."""
     read = []
