@@ -58,58 +58,60 @@ class Exchange:
 
     def __call__(
         self,
-        sums_2K: Tensor,
-        whole: Tensor,
-        scalars: Tensor,
-        calls_2R: Tensor,
-        flags: list[Tensor],
-        norm: Tensor,
-        replica: Tensor,
-        extra: list[Tensor],
+        sums_U2K: Tensor,
+        whole_U: Tensor,
+        scalars_US: Tensor,
+        calls_U2R: Tensor,
+        flags_U5: Tensor,
+        norm_U: Tensor,
+        replica_U: Tensor,
+        extra_UE: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The update's numbers [width] and flags, from this process's shares of them.
+        """The numbers [U, width] and the flags of U updates, from this process's shares of them.
 
-        ``flags`` are the first five of ``FLAGS``. ``norm`` comes from a given ``grad_norm``,
-        ``replica`` from the gradients that data-parallel replicas share; both may be zero.
-        ``extra`` are the numbers of a metric or of groups.
+        ``flags_U5`` are the first five of ``FLAGS``. ``norm_U`` comes from a given ``grad_norm``,
+        ``replica_U`` from the gradients that data-parallel replicas share; both may be zero.
+        ``extra_UE`` are the numbers of a metric or of groups.
         """
-        on = self.processes
+        on, U = self.processes, len(whole_U)
+        whole_U1 = whole_U[:, None]
         if on.world == 1:  # it agrees with itself, and half of the arithmetic is for others
-            agreed = calls_2R.new_zeros(DISAGREEMENTS)
+            agreed = calls_U2R.new_zeros(U, DISAGREEMENTS)
             return (
-                torch.cat([sums_2K.flatten(), whole[None], scalars, *extra]),
-                torch.cat([calls_2R.flatten(), torch.stack(flags), agreed]),
+                torch.cat([sums_U2K.flatten(1), whole_U1, scalars_US, extra_UE], 1),
+                torch.cat([calls_U2R.flatten(1), flags_U5, agreed], 1),
             )
-        weights = scalars.new_zeros(on.stages, loss_factors.SCALARS)
-        weights[self.stages.rank] = scalars / on.tensor
-        shared = scalars.new_zeros(on.stages * on.tensor, 3)
-        shared[self._slot] = torch.stack([torch.ones_like(replica), replica, replica.square()])
+        weights = scalars_US.new_zeros(U, on.stages, loss_factors.SCALARS)
+        weights[:, self.stages.rank] = scalars_US / on.tensor
+        shared = scalars_US.new_zeros(U, on.stages * on.tensor, 3)
+        ones = torch.ones_like(replica_U)
+        shared[:, self._slot] = torch.stack([ones, replica_U, replica_U.square()], 1)
         parts = [
-            self.stages.of_units(sums_2K).flatten(),
-            whole[None],
-            weights.flatten(),
-            self.stages.of_rows(calls_2R).flatten(),
-            torch.stack(flags),
-            torch.stack([norm, norm.square()]),
-            shared.flatten(),
-            torch.cat([*extra, whole.new_zeros(0)]),
+            self.stages.of_units(sums_U2K).flatten(1),
+            whole_U1,
+            weights.flatten(1),
+            self.stages.of_rows(calls_U2R).flatten(1),
+            flags_U5,
+            torch.stack([norm_U, norm_U.square()], 1),
+            shared.flatten(1),
+            extra_UE,
         ]
-        vector = torch.cat(parts)
+        vector = torch.cat(parts, 1)
         dist.all_reduce(vector, group=self.group)
-        p_q, whole, weights, calls, own_flags, norms, shared, extra_numbers = vector.split(
-            [len(t.view(-1)) for t in parts]
+        p_q, whole_U1, weights, calls, own_flags, norms, shared, extra_UE = vector.split(
+            [t.shape[1] for t in parts], 1
         )
-        weights = weights.view(on.stages, -1)
-        weights_differ = (weights - weights[0]).abs() > 1e-6 * weights[0].abs()
-        shared = shared.view(-1, 3).T
+        weights = weights.view(U, on.stages, -1)
+        first = weights[:, :1]
+        weights_differ = (weights - first).abs() > 1e-6 * first.abs()
         disagreements = [
-            _differ(*shared).any(),
-            _differ(norms.new_tensor(on.world), *norms),
-            weights_differ.any(),
+            _differ(*shared.view(U, -1, 3).unbind(2)).any(1),
+            _differ(norms.new_tensor(on.world), *norms.T),
+            weights_differ.flatten(1).any(1),
         ]
         return (
-            torch.cat([p_q, whole, weights[0], extra_numbers]),
-            torch.cat([calls, own_flags, torch.stack(disagreements).double()]),
+            torch.cat([p_q, whole_U1, weights[:, 0], extra_UE], 1),
+            torch.cat([calls, own_flags, torch.stack(disagreements, 1).double()], 1),
         )
 
 

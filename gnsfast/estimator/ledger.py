@@ -25,7 +25,7 @@ class Ledger:
         self,
         window: int,
         exchange: Exchange,
-        numbers: Callable[[Update], tuple[Tensor, Tensor]],
+        numbers: Callable[[list[Update]], tuple[Tensor, Tensor]],
     ) -> None:
         self.ring = torch.zeros(window, exchange.width, dtype=torch.float64, device="cpu")
         self.flags = torch.zeros(exchange.flags, dtype=torch.float64, device="cpu")
@@ -39,7 +39,7 @@ class Ledger:
 
     def add(self, update: Update) -> None:
         """Add an update. Several processes sum their numbers at this point."""
-        self._waiting.append(self._numbers(update) if self._at_once else update)
+        self._waiting.append(self._numbers([update]) if self._at_once else update)
         self._passes += len(update.passes)
         if self._coming is None and self._passes >= MOST:
             self._send()
@@ -62,17 +62,21 @@ class Ledger:
         self._waiting, self._passes = [], 0
 
     def _take(self) -> None:
-        """Add what has arrived. An update stays if its arithmetic is interrupted."""
+        """Add what has arrived. All updates stay if their arithmetic is interrupted."""
         if self._coming is not None:
             self._arrived += self._coming.result()
             self._coming = None
-        while self._arrived:
-            each = self._arrived[0]
-            vector, flags = each if self._at_once else self._numbers(each)
-            self.ring[self.count % len(self.ring)] = vector
-            self.flags += flags
-            self.count += 1
-            del self._arrived[0]
+        if not self._arrived:
+            return
+        if self._at_once:
+            vectors, flags = map(torch.cat, zip(*self._arrived))
+        else:
+            vectors, flags = self._numbers(self._arrived)
+        newest = vectors[-len(self.ring) :]
+        count = self.count + len(vectors)
+        self.ring[torch.arange(count - len(newest), count) % len(self.ring)] = newest
+        self.flags += flags.sum(0)
+        self.count, self._arrived = count, []
 
 
 class Transfer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the numbers of an update from what its passes left.
+"""Computes the numbers of updates from what their passes left.
 
 A pass and an update only keep tensors as they are. The arithmetic follows in ``compute()``, on the
 host. With several processes it follows in ``update()``, on the device, because they must sum their
@@ -63,7 +63,7 @@ class Update(NamedTuple):
 
 
 class Numbers:
-    """Computes the vector and the flags of ``Exchange`` on the device that holds the tensors."""
+    """Computes the vectors and the flags of ``Exchange`` on the device that holds the tensors."""
 
     def __init__(
         self,
@@ -89,12 +89,92 @@ class Numbers:
         single = [p != "" and not checks.may_repeat(slab.modules[path]) for path, p in slab.labels]
         self._single = torch.tensor(single, dtype=torch.float64, device=device)
 
-    def __call__(self, update: Update) -> tuple[Tensor, Tensor]:
-        found = [self._of_pass(each) for each in update.passes]
-        sums, metric_2, calls, scalars, lost = (torch.stack(t).sum(0) for t in zip(*found))
-        p, q = sums / self._processes.tensor  # all tensor-parallel processes found the same
-        whole = q.sum()
-        written = another = replica = handed = stale = torch.zeros_like(whole)
+    def __call__(self, updates: list[Update]) -> tuple[Tensor, Tensor]:
+        """The vectors [U, width] and the flags of U updates. They do not depend on which updates
+        are computed together. Calls cost more than arithmetic here, so there are few of them.
+        """
+        passes = [each for update in updates for each in update.passes]
+        own = [u for u, update in enumerate(updates) for _ in update.passes]
+        of_pass = torch.tensor(own).to(self.device, non_blocking=True)
+
+        def of_updates(t: Tensor) -> Tensor:
+            return t.new_zeros(len(updates), *t.shape[1:]).index_add_(0, of_pass, t)
+
+        sums, metric_U2, *rest = map(of_updates, self._of_passes(passes))
+        calls_U2R, scalars_US, lost_U2 = rest
+        p_q_U2K = sums / self._processes.tensor  # all tensor-parallel processes found the same
+        whole_U = p_q_U2K[:, 1].sum(1)
+        seen_U5 = whole_U.new_zeros(len(updates), 5)
+        for u, update in enumerate(updates):
+            if not update.by_probe or update.norm is not None:
+                p, q = p_q_U2K[u]
+                q[:], whole_U[u], seen_U5[u] = self._of_gradients(update, p, q, whole_U[u])
+        flags_U5 = torch.cat([seen_U5[:, :3], lost_U2], 1)
+        extra = [p_q_U2K.new_zeros(len(updates), 0)]
+        if self._exchange.extra:
+            extra = [torch.stack([*map(self._extra, updates, metric_U2)])]
+        return self._exchange(
+            *(p_q_U2K, whole_U, scalars_US, calls_U2R),
+            *(flags_U5, seen_U5[:, 3], seen_U5[:, 4], extra[0]),
+        )
+
+    def _of_passes(self, passes: list[Pass]) -> tuple[Tensor, ...]:
+        """The numbers of P passes, all [P, ...]: p and q of the units, p and q under a metric,
+        calls and surplus calls, the scalars of the weights, and the flags of misplaced tokens.
+        """
+        K, P = self._units, len(passes)
+        parts = (t.to(self.device) for each in passes for t in each.rows)
+        rows_R3P = torch.cat([self._no_rows, *parts]).view(P, len(self._owners), 3).permute(1, 2, 0)
+        sums = rows_R3P.new_zeros(K + 2, 2, P).index_add_(0, self._owners, rows_R3P[:, :2])
+        self._add_audits(passes, sums[:K])
+        for k, each in enumerate(passes):
+            if each.loss_scale is not None:
+                sums[..., k] = loss_factors.without_scale(sums[..., k], each.loss_scale)
+        divided, times = (self._vector(t) for t in zip(*((e.divided**2, e.passes) for e in passes)))
+        calls = rows_R3P[self._plain, 2]
+        surplus = (calls - times).clamp(min=0) * self._single[:, None]
+        lost = sums.new_zeros(P, 2)
+        for k, each in enumerate(passes):
+            if each.samples:
+                assert isinstance(each.tokens, Tensor)
+                sqnorm_B = torch.stack([t.to(self.device) for t in each.samples]).sum(0)
+                lost[k] = torch.stack(loss_factors.misplaced(sqnorm_B, each.tokens))
+        return (
+            (sums[:K] * divided).permute(2, 1, 0),
+            sums[K + 1].T,
+            torch.stack([calls.T, torch.where(calls.isnan(), calls, surplus).T], 1),
+            torch.stack([self._scalars(each) for each in passes]),
+            lost,
+        )
+
+    def _add_audits(self, passes: list[Pass], sums_K2P: Tensor) -> None:
+        audited = [k for k, each in enumerate(passes) if each.arrived]
+        if not audited:
+            return
+        sums = sums_K2P[..., audited]
+        of_parameters = sums.new_zeros(self._names, *sums.shape[1:])
+        of_parameters.index_add_(0, self._parameters, sums)
+        for k, found in zip(audited, of_parameters.permute(2, 1, 0)):
+            self._audit.add(found, passes[k].arrived)
+
+    def _scalars(self, each: Pass) -> Tensor:
+        return loss_factors.block_scalars(
+            *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
+            *(self._settings.loss_reduction, self._settings.local, self.device),
+        )
+
+    def _vector(self, values: tuple[float, ...]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64).to(self.device, non_blocking=True)
+
+    def _of_gradients(
+        self, update: Update, p: Tensor, q: Tensor, whole: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, its sum, and what an update's gradients or their norm show: whether they were written
+        to, were not zero before, or differ from the probes; then the given norm and the part of
+        ``whole`` that all replicas share.
+        """
+        zero = torch.zeros_like(whole)
+        written = another = replica = handed = stale = zero
         norm = (
             None
             if update.norm is None
@@ -103,65 +183,28 @@ class Numbers:
         if update.by_probe:
             if norm is not None:  # it is only compared, since the probes are more accurate
                 another = ((norm - whole).abs() > 0.02 * whole).double()
-        else:
-            if update.leftover is not None:
-                stale = (update.leftover.sum() != 0).double()
-            if norm is not None:
-                handed, whole = norm, norm * self._processes.divisor**2 / self._processes.world
-                # With noise alone it is about p. A gradient scaler's factor, at least 512, would
-                # be squared.
-                another = (whole < 1e-5 * p.sum()).double()
-                q = torch.full_like(q, torch.nan)
-            elif update.sqnorms is not None:
-                divided = self._processes.divisor**2  # DDP and FSDP2 average
-                q = (
-                    loss_factors.without_scale(
-                        update.sqnorms.shares(self.device), update.loss_scale
-                    )
-                    * divided
-                )
-                whole, replica = q.sum(), (q * self._replicas).sum()
-                written = self._written(update)
+            return q, whole, torch.stack([written, stale, another, handed, replica])
+        if update.leftover is not None:
+            stale = (update.leftover.sum() != 0).double()
+        if norm is not None:
+            handed, whole = norm, norm * self._processes.divisor**2 / self._processes.world
+            # With noise alone it is about p. A gradient scaler's factor, at least 512, would
+            # be squared.
+            another = (whole < 1e-5 * p.sum()).double()
+            q = torch.full_like(q, torch.nan)
+        elif update.sqnorms is not None:
+            shares = update.sqnorms.shares(self.device)
+            divided = self._processes.divisor**2  # DDP and FSDP2 average
+            q = loss_factors.without_scale(shares, update.loss_scale) * divided
+            whole, replica = q.sum(), (q * self._replicas).sum()
+            written = self._written(update)
+        return q, whole, torch.stack([written, stale, another, handed, replica])
+
+    def _extra(self, update: Update, metric_2: Tensor) -> Tensor:
+        """This process's share of the numbers of a metric, dual norms and groups."""
         metric = self._metric.numbers(metric_2, update.metric_q, update.loss_scale)
         groups = [self._groups.numbers(each, self.device) for each in update.passes]
-        return self._exchange(
-            *(torch.stack([p, q]), whole, scalars, calls),
-            *([written, stale, another, *lost], handed, replica),
-            [
-                *metric,
-                *update.dual,
-                *(torch.stack(groups).sum(0).flatten()[None] if groups else ()),
-            ],
-        )
-
-    def _of_pass(self, each: Pass) -> tuple[Tensor, ...]:
-        """The numbers of a pass: p and q of the units, p and q under a metric, calls and surplus
-        calls, the scalars of the weights, and the flags of misplaced tokens.
-        """
-        rows = torch.cat([self._no_rows, *(t.to(self.device) for t in each.rows)])
-        K = self._units
-        sums = rows.new_zeros(2, K + 2).index_add_(1, self._owners, rows[:, :2].T)
-        of_parameters = sums.new_zeros(2, self._names)
-        self._audit.add(of_parameters.index_add_(1, self._parameters, sums[:, :K]), each.arrived)
-        sums = loss_factors.without_scale(sums, each.loss_scale)
-        calls = rows[:, 2][self._plain]
-        surplus = (calls - each.passes).clamp(min=0) * self._single
-        scalars = loss_factors.block_scalars(
-            *(each.num_samples, each.passes, each.tokens, each.divided * each.scale),
-            *(self._settings.loss_reduction, self._settings.local, self.device),
-        )
-        lost = rows.new_zeros(2)
-        if each.samples:
-            assert isinstance(each.tokens, Tensor)
-            sqnorm_B = torch.stack([t.to(self.device) for t in each.samples]).sum(0)
-            lost = torch.stack(loss_factors.misplaced(sqnorm_B, each.tokens))
-        return (
-            sums[:, :K] * each.divided**2,
-            sums[:, K + 1],
-            torch.stack([calls, torch.where(calls.isnan(), calls, surplus)]),
-            scalars,
-            lost,
-        )
+        return torch.cat([*metric, *update.dual, torch.stack(groups).sum(0).flatten()])
 
     def _written(self, update: Update) -> Tensor:
         """``gradients.rewritten``; 0.0 where there is nothing to compare."""

@@ -3,6 +3,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import gnsfast
 from gnsfast.estimator import ledger
+from gnsfast.noise_scale import loss_factors
 
 
 def run(asked_every: int, updates: int, passes: int = 1, window: int = 64) -> gnsfast.NoiseScale:
@@ -44,6 +46,38 @@ def test_the_moment_does_not_matter(
     each = run(1, 25, passes, window)
     assert each.updates == min(window, 25)
     assert run(7, 25, passes, window) == each == run(100, 25, passes, window)
+
+
+def mixed(asked_every: int) -> gnsfast.NoiseScale:
+    """Updates of all kinds in turn: of one pass and of two, with a norm, of other batch sizes, with
+    tokens for each sample; under a gradient scaler whose factor changes.
+    """
+    torch.manual_seed(0)
+    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    gns = gnsfast.GradientNoiseScale(model, grad_scaler=scaler)
+    for k in range(1, 16):
+        tokens = torch.tensor([3, 2, 4, 1]) if k % 5 == 0 else None
+        norms, n = torch.zeros(()), 3 + k % 3 if tokens is None else 4
+        for _ in range(1 + k % 2):
+            with gns.microbatch(n, tokens=tokens):
+                weight = 1 / n if tokens is None else tokens[:, None] / 10
+                scaler.scale((model(torch.randn(n, 5)).square() * weight).sum()).backward()
+            norms = torch.stack([p.grad.double().norm() for p in model.parameters()])
+        gns.update(grad_norm=norms.norm() if k % 3 == 0 else None)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if k % asked_every == 0:
+            gns.compute()
+    return gns.compute()
+
+
+def test_updates_of_all_kinds_are_computed_together() -> None:
+    one_by_one, together = mixed(1), mixed(100)
+    assert one_by_one.updates == 15 and together == one_by_one
+    assert together.per_module == one_by_one.per_module
 
 
 class Late:
@@ -173,26 +207,26 @@ def test_changed_parameters_are_refused_until_reset() -> None:
 
 def test_an_interrupted_compute_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     want = run(100, 10)
-    real, calls = ledger.Ledger.settle, []
+    real, calls = ledger.Ledger.settle, 0
+    scalars = loss_factors.block_scalars
+
+    def stops(*facts: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return scalars(*facts)
 
     def interrupted(self: ledger.Ledger) -> None:
-        numbers = self._numbers
-
-        def stops(update: object) -> object:
-            calls.append(update)
-            if len(calls) == 5:
-                raise KeyboardInterrupt
-            return numbers(update)  # type: ignore[arg-type]
-
         monkeypatch.setattr(ledger.Ledger, "settle", real)
-        self._numbers = stops  # type: ignore[assignment]
-        with pytest.raises(KeyboardInterrupt):
-            self.settle()
-        self._numbers = numbers
+        with monkeypatch.context() as inside:
+            inside.setattr(loss_factors, "block_scalars", stops)
+            with pytest.raises(KeyboardInterrupt):
+                self.settle()
         self.settle()
 
     monkeypatch.setattr(ledger.Ledger, "settle", interrupted)
-    assert run(100, 10) == want and len(calls) == 5
+    assert run(100, 10) == want and calls == 5
 
 
 @pytest.mark.second
