@@ -42,6 +42,7 @@ HOPPER = "-gencode=arch=compute_90a,code=sm_90a"
 HOPPER_UNITS = ("linear_wgrad_sm90.cu",)
 VARIANT_UNITS = ("variants_sm90.cu",)
 CPU_FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
+CPU_UNITS = ("bindings.cpp", "linear_wgrad.cpp", "norm_backward.cpp", "embedding_wgrad.cpp")
 GENERIC_UNITS = ("linear_wgrad_sm80.cu", "token_sqnorms.cu", "finish.cu")
 
 
@@ -164,7 +165,7 @@ def cpu_extension() -> Any | None:
         return None
     return Pybind11Extension(
         "gnsfast._cpu",
-        [str(CSRC / "cpu" / name) for name in ("bindings.cpp", "linear_wgrad.cpp")],
+        [str(CSRC / "cpu" / name) for name in CPU_UNITS],
         cxx_std=17,
         extra_compile_args=CPU_FLAGS,
         extra_link_args=["-Wl,-s"],

@@ -10,7 +10,9 @@
 #include <tuple>
 #include <vector>
 
+#include "embedding_wgrad.h"
 #include "linear_wgrad.h"
+#include "norm_backward.h"
 
 namespace py = pybind11;
 
@@ -32,6 +34,17 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+template <size_t kCount>
+void check_sizes(const std::array<int64_t, kCount>& shape) {
+  for (int64_t n : shape) {
+    if (n < 1 || n > INT32_MAX) throw std::invalid_argument("every size must be 1 to 2^31 - 1");
+  }
+}
+
+gnsfast::cpu::Side side(uintptr_t address, const Strides& strides, int64_t N) {
+  return {at<const void>(address), strides[0], strides[1], strides[2], N};
+}
+
 // Positional, as names cost time. ``metrics`` are the weight's and the bias's, or empty; with
 // ``starts`` T is the number of rows.
 void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left_strides,
@@ -40,9 +53,7 @@ void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left
                   uintptr_t dw, uintptr_t db, bool bias_of_right, const std::vector<Metric>& metrics,
                   uintptr_t rows, int64_t row_stride, int threads) {
   const auto [B, T, M, N] = shape;
-  for (int64_t n : shape) {
-    if (n < 1 || n > INT32_MAX) throw std::invalid_argument("every size must be 1 to 2^31 - 1");
-  }
+  check_sizes(shape);
   if (!left || !right || !dw || !rows) throw std::invalid_argument("a null pointer");
   if (metrics.size() > 2 || (!metrics.empty() && !db != (metrics.size() == 1))) {
     throw std::invalid_argument("there must be a metric for each gradient, or none");
@@ -54,8 +65,8 @@ void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left
     }
   }
   LinearWgrad call{};
-  call.left = {at<const void>(left), left_strides[0], left_strides[1], left_strides[2], M};
-  call.right = {at<const void>(right), right_strides[0], right_strides[1], right_strides[2], N};
+  call.left = side(left, left_strides, M);
+  call.right = side(right, right_strides, N);
   call.bfloat16 = bfloat16;
   call.B = B;
   call.T = T;
@@ -75,17 +86,51 @@ void linear_wgrad(const std::string& kernel, uintptr_t left, const Strides& left
   call.bias = metric_of(1);
   call.rows = at<float>(rows);
   call.row_stride = row_stride;
-  call.threads = threads;
-  call.parallel = openmp();
+  call.team = {threads, openmp()};
   py::gil_scoped_release release;
   gnsfast::cpu::linear_wgrad(call, kernel);
+}
+
+void norm_backward(const std::string& kernel, uintptr_t dy, const Strides& dy_strides, uintptr_t x,
+                   const Strides& x_strides, bool bfloat16, const std::array<int64_t, 3>& shape,
+                   uintptr_t mean, uintptr_t rstd, uintptr_t w, float eps, float offset,
+                   uintptr_t dx, uintptr_t dw, uintptr_t db, uintptr_t rows, int64_t row_stride,
+                   int threads) {
+  const auto [B, T, F] = shape;
+  check_sizes(shape);
+  if (!dy || !x || !dx || !mean != !rstd || ((dw || db) && !rows) || (db && !mean)) {
+    throw std::invalid_argument("a null pointer");
+  }
+  const gnsfast::cpu::NormBackward call{
+      side(dy, dy_strides, F), side(x, x_strides, F), bfloat16, B, T,
+      at<const float>(mean), at<const float>(rstd), at<const float>(w), eps, offset,
+      at<void>(dx), at<float>(dw), at<float>(db), at<float>(rows), row_stride,
+      {threads, openmp()}};
+  py::gil_scoped_release release;
+  gnsfast::cpu::norm_backward(call, kernel);
+}
+
+void embedding_wgrad(const std::string& kernel, uintptr_t dy, const Strides& dy_strides,
+                     bool bfloat16, uintptr_t ids, const std::array<int64_t, 2>& ids_strides,
+                     const std::array<int64_t, 4>& shape, int64_t padding_idx, uintptr_t dw,
+                     uintptr_t rows, int threads) {
+  const auto [B, T, D, V] = shape;
+  check_sizes(shape);
+  if (!dy || !ids || !dw || !rows) throw std::invalid_argument("a null pointer");
+  const gnsfast::cpu::EmbeddingWgrad call{
+      side(dy, dy_strides, D), bfloat16, B, T, at<const int64_t>(ids), ids_strides[0],
+      ids_strides[1], V, padding_idx, at<float>(dw), at<float>(rows), {threads, openmp()}};
+  py::gil_scoped_release release;
+  gnsfast::cpu::embedding_wgrad(call, kernel);
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of gnsfast; gnsfast.ops.cpu checks the tensors that it passes.";
-  m.def("kernels", &gnsfast::cpu::kernel_names, "What this processor runs, the fastest first.");
+  m.def("kernels", &gnsfast::cpu::instruction_sets, "What this processor runs, the fastest first.");
   m.def("has_threads", [] { return openmp() != nullptr; }, "Whether torch's OpenMP was found.");
   m.def("linear_wgrad", &linear_wgrad, "dW, db unless 0, and their probe rows.");
+  m.def("norm_backward", &norm_backward, "dx; dW and db unless 0, and their probe rows.");
+  m.def("embedding_wgrad", &embedding_wgrad, "Adds to dW; its probe row.");
 }

@@ -10,7 +10,9 @@
 #include <random>
 #include <thread>
 
+#include "embedding_wgrad.h"
 #include "linear_wgrad.h"
+#include "norm_backward.h"
 
 namespace {
 
@@ -84,14 +86,16 @@ void compare(const char* what, double found, double expected, double tolerance) 
   wrong = 1;
 }
 
-void compare(const char* what, const float* row, const std::vector<double>& expected) {
+// Of sums over so many tokens, which may almost vanish.
+void compare(const char* what, const float* row, const std::vector<double>& expected,
+             int64_t tokens) {
   for (size_t b = 0; b < expected.size(); ++b) {
-    compare(what, row[b], expected[b], 2e-5 * expected[b] + 1e-6 * expected.back());
+    compare(what, row[b], expected[b], 2e-5 * expected[b] + 1e-6 * (expected.back() + tokens));
   }
   compare(what, row[expected.size()], 1, 0);
 }
 
-void run_one(const std::string& kernel) {
+void check_linear(const std::string& kernel) {
   int64_t B = one_of({1, 2, 3, 7, 40}), T = one_of({1, 2, 5, 33, 64, 1025, 2100});
   if (T > 1000) B = std::min<int64_t>(B, 2);
   const int64_t M = one_of({1, 3, 6, 13, 14, 15, 29, 90}), N = one_of({1, 7, 16, 31, 32, 33, 70});
@@ -113,8 +117,7 @@ void run_one(const std::string& kernel) {
   call.T = rows_of_side;
   call.starts = segments ? starts.data() : nullptr;
   call.bias_of_right = one_of({0, 1});
-  call.threads = one_of({1, 2, 3});
-  call.parallel = on_threads;
+  call.team = {one_of({1, 2, 3}), on_threads};
   const int64_t of_bias = call.bias_of_right ? N : M;
   std::vector<double> sqnorms(samples, 3.0);
   if (given) call.sqnorms = sqnorms.data();
@@ -166,14 +169,125 @@ void run_one(const std::string& kernel) {
     if (bias) compare("db", db[n], total, 1e-3);
   }
   if (given) std::fill(weight.squares.begin(), weight.squares.end() - 1, 3.0);
-  compare("norms of dw", rows.data(), weight.squares);
-  if (bias) compare("norms of db", rows.data() + row, of_db.squares);
-  if (metric) compare("norms of dw under the metric", rows.data() + (1 + bias) * row, weight.weighed);
-  if (metric && bias) compare("norms of db under the metric", rows.data() + 3 * row, of_db.weighed);
+  const float* at = rows.data();
+  compare("norms of dw", at, weight.squares, T);
+  if (bias) compare("norms of db", at + row, of_db.squares, T);
+  if (metric) compare("norms of dw under the metric", at + (1 + bias) * row, weight.weighed, T);
+  if (metric && bias) compare("norms of db under the metric", at + 3 * row, of_db.weighed, T);
   if (wrong) {
     std::printf("%s: B %ld, T %ld, M %ld, N %ld, %d threads, bfloat16 %d, segments %d, given %d, "
                 "metric %d, bias %d\n", kernel.c_str(), long(B), long(T), long(M), long(N),
-                call.threads, bfloat16, segments, given, metric, bias);
+                call.team.threads, bfloat16, segments, given, metric, bias);
+  }
+}
+
+void check_norm(const std::string& kernel) {
+  int64_t B = one_of({1, 2, 3, 40}), T = one_of({1, 2, 5, 31, 33, 130, 600});
+  if (T > 100) B = std::min<int64_t>(B, 3);
+  const int64_t F = one_of({1, 3, 15, 16, 17, 32, 63, 64, 129});
+  const bool bfloat16 = one_of({0, 0, 1}), centered = one_of({0, 1}), gain = one_of({0, 1, 1});
+  const bool weight = gain && one_of({0, 1, 1}), bias = centered && gain && one_of({0, 1});
+  const Operand dy(B, T, F, bfloat16, false), x(B, T, F, bfloat16, false);
+  std::vector<float> mean(B * T), rstd(B * T), w(F);
+  for (float& each : w) each = normal();
+  const float eps = 1e-3f, offset = centered ? 0.f : one_of({0, 1});
+  for (int64_t row = 0; row < B * T; ++row) {
+    double sum = 0, squares = 0;
+    for (int64_t k = 0; k < F; ++k) {
+      const double each = x.at(row / T, row % T, k);
+      sum += each, squares += each * each;
+    }
+    const double middle = centered ? sum / F : 0;
+    mean[row] = float(middle);
+    rstd[row] = float(1 / std::sqrt(squares / F - middle * middle + eps));
+  }
+  std::vector<float> dx(B * T * F + 1, kNan), dw(F, kNan), db(F, kNan), rows(2 * (B + 3), kNan);
+  NormBackward call{dy.side, x.side, bfloat16, B, T,
+                    centered ? mean.data() : nullptr, centered ? rstd.data() : nullptr,
+                    gain ? w.data() : nullptr, eps, offset,
+                    dx.data(), weight ? dw.data() : nullptr, bias ? db.data() : nullptr,
+                    rows.data(), B + 3, {one_of({1, 2, 3}), on_threads}};
+  norm_backward(call, kernel);
+
+  Expected of_w(B), of_b(B);
+  std::vector<double> total_w(F), total_b(F);
+  const auto dx_at = [&](int64_t k) {
+    if (!bfloat16) return dx[k];
+    const uint32_t bits = uint32_t{reinterpret_cast<const uint16_t*>(dx.data())[k]} << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  };
+  for (int64_t b = 0; b < B; ++b) {
+    std::vector<double> own_w(F), own_b(F);
+    for (int64_t t = 0; t < T; ++t) {
+      const int64_t row = b * T + t;
+      double of_dx = 0, along_x = 0;
+      const auto normed = [&](int64_t k) { return (x.at(b, t, k) - mean[row]) * rstd[row]; };
+      const auto weighed = [&](int64_t k) {
+        return dy.at(b, t, k) * (gain ? w[k] + offset : 1.f);
+      };
+      for (int64_t k = 0; k < F; ++k) {
+        if (centered) of_dx += weighed(k) / F;
+        along_x += weighed(k) * normed(k) / F;
+        own_w[k] += dy.at(b, t, k) * normed(k);
+        own_b[k] += dy.at(b, t, k);
+      }
+      for (int64_t k = 0; k < F; ++k) {
+        const double expected = (weighed(k) - of_dx - normed(k) * along_x) * rstd[row];
+        const double scale = rstd[row] * (1 + std::abs(expected) / rstd[row]);
+        compare("dx", dx_at(row * F + k), expected, (bfloat16 ? 4e-3 : 1e-5) * scale * 4);
+      }
+    }
+    for (int64_t k = 0; k < F; ++k) {
+      of_w.add(b, own_w[k], 0), of_b.add(b, own_b[k], 0);
+      total_w[k] += own_w[k], total_b[k] += own_b[k];
+    }
+  }
+  for (int64_t k = 0; k < F; ++k) {
+    of_w.add(B, total_w[k], 0), of_b.add(B, total_b[k], 0);
+    if (weight) compare("dw of a norm", dw[k], total_w[k], 1e-3);
+    if (bias) compare("db of a norm", db[k], total_b[k], 1e-3);
+  }
+  if (weight) compare("norms of a norm's dw", rows.data(), of_w.squares, T);
+  const float* const row_of_b = rows.data() + (weight ? B + 3 : 0);
+  if (bias) compare("norms of a norm's db", row_of_b, of_b.squares, T);
+  if (wrong) {
+    std::printf("%s: norm, B %ld, T %ld, F %ld, %d threads, bfloat16 %d, centered %d\n",
+                kernel.c_str(), long(B), long(T), long(F), call.team.threads, bfloat16, centered);
+  }
+}
+
+void check_embedding(const std::string& kernel) {
+  const int64_t B = one_of({1, 2, 9, 17}), T = one_of({1, 4, 35, 300});
+  const int64_t D = one_of({1, 31, 64, 65, 200}), V = one_of({2, 5, 400});
+  const bool bfloat16 = one_of({0, 0, 1});
+  const Operand dy(B, T, D, bfloat16, false);
+  std::vector<int64_t> ids(2 * B * T, -7);
+  for (int64_t k = 0; k < B * T; ++k) ids[2 * k] = random_numbers() % V;
+  std::vector<float> dw(V * D), rows(B + 2, kNan);
+  const EmbeddingWgrad call{dy.side, bfloat16, B, T, ids.data(), 2 * T, 2, V, one_of({-1, 0, 1}),
+                            dw.data(), rows.data(), {one_of({1, 2, 3}), on_threads}};
+  embedding_wgrad(call, kernel);
+
+  Expected of_w(B);
+  std::vector<double> total(V * D), own(V * D);
+  for (int64_t b = 0; b < B; ++b) {
+    std::fill(own.begin(), own.end(), 0.0);
+    for (int64_t t = 0; t < T; ++t) {
+      const int64_t id = ids[2 * (b * T + t)];
+      for (int64_t k = 0; k < D && id != call.padding_idx; ++k) own[id * D + k] += dy.at(b, t, k);
+    }
+    for (int64_t k = 0; k < V * D; ++k) of_w.add(b, own[k], 0), total[k] += own[k];
+  }
+  for (int64_t k = 0; k < V * D; ++k) {
+    of_w.add(B, total[k], 0);
+    compare("dw of an embedding", dw[k], total[k], 1e-3);
+  }
+  compare("norms of an embedding's dw", rows.data(), of_w.squares, T);
+  if (wrong) {
+    std::printf("%s: embedding, B %ld, T %ld, D %ld, V %ld, %d threads, bfloat16 %d\n",
+                kernel.c_str(), long(B), long(T), long(D), long(V), call.team.threads, bfloat16);
   }
 }
 
@@ -181,8 +295,10 @@ void run_one(const std::string& kernel) {
 
 int main(int count, char** words) {
   random_numbers.seed(std::atoi(words[count > 1 ? 1 : 0]));
-  for (const std::string& kernel : kernel_names()) {
-    for (int k = 0; k < 300 && !wrong; ++k) run_one(kernel);
+  for (const std::string& kernel : instruction_sets()) {
+    for (int k = 0; k < 300 && !wrong; ++k) check_linear(kernel);
+    for (int k = 0; k < 300 && !wrong; ++k) check_norm(kernel);
+    for (int k = 0; k < 100 && !wrong; ++k) check_embedding(kernel);
   }
   if (!wrong) std::puts("ok");
   return wrong;

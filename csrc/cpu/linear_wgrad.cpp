@@ -13,12 +13,6 @@
 #include "linear_wgrad.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <new>
-#include <stdexcept>
 #include <type_traits>
 
 #include "plan.h"
@@ -26,88 +20,18 @@
 namespace gnsfast::cpu {
 namespace {
 
-struct Bfloat16 {
-  uint16_t bits;
+#define GNSFAST_LOOPS "tile.h"
+#include "instruction_sets.h"
+
+const Kernel kKernels[] = {
+    {"avx512", avx512::kRows, avx512::kColumns, avx512::run},
+    {"avx2", avx2::kRows, avx2::kColumns, avx2::run},
 };
 
-#if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,fma")
-#endif
-namespace avx512 {
-constexpr int kLanes = 16, kVectors = 2, kRows = 14;  // 28 sums, 2 of right, 1 of left: 31 of 32
-#include "tile.h"
-}  // namespace avx512
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-namespace avx2 {
-constexpr int kLanes = 8, kVectors = 2, kRows = 6;  // 12 sums, 2 of right, 1 of left: 15 of 16
-#include "tile.h"
-}  // namespace avx2
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
-
-// Those that this processor runs, the fastest first.
-const std::vector<Kernel>& kernels() {
-  static const std::vector<Kernel> found = [] {
-    std::vector<Kernel> kernels;
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f")) {
-      kernels.push_back({"avx512", avx512::kRows, avx512::kColumns, avx512::run});
-    }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-      kernels.push_back({"avx2", avx2::kRows, avx2::kColumns, avx2::run});
-    }
-#endif
-    return kernels;
-  }();
-  return found;
-}
-
-struct Free {
-  void operator()(char* memory) const { std::free(memory); }
-};
-
-// Every thread takes the next block until none is left, so it does not matter how many there are.
 void run_blocks(Work& work) {
+  const auto take = [&](int block, char* memory) { work.kernel.run(work, block, memory); };
   const size_t bytes = memory_of(work, nullptr).bytes;
-  const std::unique_ptr<char, Free> memory(
-      static_cast<char*>(std::aligned_alloc(64, bytes * work.threads)));
-  if (!memory) throw std::bad_alloc();
-  struct Shared {
-    Work& work;
-    char* memory;
-    size_t bytes;
-    std::atomic<int> next_thread, next_block;
-  } shared{work, memory.get(), bytes, {0}, {0}};
-  const auto take_blocks = [](void* data) {
-    Shared& shared = *static_cast<Shared*>(data);
-    const int thread = shared.next_thread++;
-    if (thread >= shared.work.threads) return;
-    char* own = shared.memory + thread * shared.bytes;
-    for (int k; (k = shared.next_block++) < shared.work.grid.blocks();) {
-      shared.work.kernel.run(shared.work, k, own);
-    }
-  };
-  if (work.threads > 1) {
-    // All of torch's threads, as OpenMP ends those that a smaller team leaves out.
-    work.call.parallel(take_blocks, &shared, work.call.threads, 0);
-  } else {
-    take_blocks(&shared);
-  }
+  for_each(work.call.team, work.threads, work.grid.blocks(), bytes, take);
 }
 
 // Adds what the blocks found, in their order, and writes the probe rows.
@@ -132,17 +56,8 @@ void write_rows(Work& work) {
 
 }  // namespace
 
-std::vector<std::string> kernel_names() {
-  std::vector<std::string> names;
-  for (const Kernel& kernel : kernels()) names.push_back(kernel.name);
-  return names;
-}
-
 void linear_wgrad(LinearWgrad call, const std::string& name) {
-  const auto named = [&](const Kernel& kernel) { return name == kernel.name; };
-  const auto kernel = std::find_if(kernels().begin(), kernels().end(), named);
-  if (kernel == kernels().end()) throw std::invalid_argument("this processor has no kernel " + name);
-
+  const Kernel* const kernel = &kKernels[index_of(name)];
   if (call.T == 1 && !call.starts) {  // the samples are the tokens of one
     call.left.stride_t = call.left.stride_b;
     call.right.stride_t = call.right.stride_b;

@@ -1,17 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradient of a linear layer's weight and bias on a CPU, with every sample's squared norms.
 #pragma once
-#include <cstdint>
-#include <string>
-#include <vector>
+#include "kernel.h"
 
 namespace gnsfast::cpu {
-
-// [B, T, N]: ``left`` and ``right`` of dW = leftᵀ right.
-struct Side {
-  const void* data;
-  int64_t stride_b, stride_t, stride_n, N;
-};
 
 // Adam's: P = 1 / (sqrt(v) s + eps); v has the gradient's shape, and is null without a metric.
 struct Metric {
@@ -19,11 +11,8 @@ struct Metric {
   float s, eps;
 };
 
-// Runs ``work(data)`` on up to ``threads`` threads and waits for them: GOMP_parallel of OpenMP.
-using Parallel = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
-
 struct LinearWgrad {
-  Side left, right;
+  Side left, right;        // of dW = leftᵀ right
   bool bfloat16;           // else float32
   int64_t B, T;            // with ``sqnorms`` stride_b is T stride_t; with ``starts`` T is all rows
   const int64_t* starts;   // sample b owns rows starts[b] to starts[b + 1] of a side; or null
@@ -35,13 +24,9 @@ struct LinearWgrad {
   Metric weight, bias;
   float* rows;             // [weight, bias, both again under the metric; B + 2]
   int64_t row_stride;
-  int threads;
-  Parallel parallel;       // or null: then there is one thread
+  Team team;
 };
 
-// The kernels that this processor runs, the fastest first; an instruction set each.
-std::vector<std::string> kernel_names();
-
-void linear_wgrad(LinearWgrad call, const std::string& kernel);
+void linear_wgrad(LinearWgrad call, const std::string& instructions);
 
 }  // namespace gnsfast::cpu

@@ -15,7 +15,6 @@ namespace gnsfast::cpu {
 
 constexpr int kTokens = 256;          // of a chunk: more would lose digits, as one sum takes them all
 constexpr int kShort = 48;            // tokens: below, a block of dW fits into the cache as well
-constexpr int kFewTokens = 32;        // are added in float32, then in float64
 constexpr int kCached = 192 << 10;    // floats of left panels, for a second-level cache of 1 MiB
 constexpr int kWidest = 1024;         // columns of a block
 constexpr int64_t kEnough = 1 << 20;  // multiply-adds that are worth a thread
@@ -247,7 +246,7 @@ inline Work plan(const LinearWgrad& call, const Kernel& kernel) {
     work.parts |= chunk.resume;
     products += chunk.tokens * call.left.N * call.right.N;
   }
-  if (call.parallel) work.threads = int(std::clamp<int64_t>(products / kEnough, 1, call.threads));
+  work.threads = call.team.for_work(products / kEnough);
   // Short samples come back to a block's part of dW after few products, and the metric has as much.
   const bool dw_cached = work.samples == 1 && (work.tokens < kShort || call.weight.v);
   work.grid = grid_of(kernel, call.left.N, call.right.N, work.tokens, dw_cached, work.threads);

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of linear_wgrad.cpp, which includes this file once for each instruction set, after
-// kLanes of a vector, kVectors and kRows. A tile of dW, kRows x kColumns, stays in registers while a
-// sample's tokens go by.
+// The loops of linear_wgrad.cpp, for one instruction set. A tile of dW, kRows x kColumns, stays in
+// registers while a sample's tokens go by.
 
-constexpr int kColumns = kLanes * kVectors;
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
-typedef float Anywhere __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
+constexpr int kVectors = 2, kColumns = kLanes * kVectors;
+// The sums of a tile, 2 registers of right and 1 of left: 31 of AVX-512's 32, 15 of AVX2's 16.
+constexpr int kRows = kLanes == 16 ? 14 : 6;
 typedef int Lanes __attribute__((vector_size(kLanes * sizeof(int))));
 
 // As many numbers as a register has float64.
@@ -15,33 +14,12 @@ typedef float FewAnywhere __attribute__((vector_size(kFew * sizeof(float)), alig
 typedef int FewLanes __attribute__((vector_size(kFew * sizeof(int))));
 typedef double Doubles __attribute__((vector_size(kFew * sizeof(double)), may_alias));
 
-inline Vector load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
-inline void store(float* to, Vector v) { *reinterpret_cast<Anywhere*>(to) = v; }
-inline Vector broadcast(float value) { return value - Vector{}; }
-
-template <int kCount>
-double sum_of(const Vector (&vectors)[kCount]) {
-  double sum = 0;
-  for (const Vector& v : vectors) {
-    for (int k = 0; k < kLanes; ++k) sum += v[k];
-  }
-  return sum;
-}
-
 // The first ``count`` lanes; zeros in the others.
 template <class V, class L>
 V first(V v, int count) {
   L lane;
   for (size_t k = 0; k < sizeof(V) / sizeof(float); ++k) lane[k] = static_cast<int>(k);
   return lane < count - L{} ? v : V{};
-}
-
-inline float value(float x) { return x; }
-inline float value(Bfloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
 }
 
 // ``columns`` columns of some tokens, token by token; zeros fill up each to kWidth.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls the CPU kernel ``gnsfast._cpu``, which keeps a tile of a sample's gradient in registers
-until it is squared, and decides which tensors it takes. The reference computes all others.
+"""Calls the CPU kernels ``gnsfast._cpu``, which square a sample's gradient while it is in registers
+or in the cache, and decides which tensors they take. The reference computes all others.
 """
 
 import functools
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from gnsfast import reference
-from gnsfast.signatures import InProjectionWgrad, LinearWgrad, Metric, empty_rows, metric_of
+from gnsfast.signatures import (
+    EmbeddingWgrad,
+    InProjectionWgrad,
+    LinearWgrad,
+    Metric,
+    NormBackward,
+    empty_rows,
+    metric_of,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -78,6 +86,74 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
         own = slice(end, end := end + dy.shape[2])
         _wgrad(dy, x, dw[own], db[own] if a.bias else None, rows[part::parts])
     return _as(dw, a.dtype), _as(db, a.dtype), rows
+
+
+def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See ``NormBackward``. Documents and a metric are left to the reference."""
+    x, dy, parameters = a.x_BTF, a.dy_BTF, ((a.w_F, a.weight), (a.b_F, a.bias))
+    if a.starts is not None or a.constants_P2 is not None or not _same(x, dy):
+        return reference.norm_backward(a)
+    dx, F = torch.empty(x.shape, dtype=x.dtype), x.shape[2]
+    dw, db = (_empty(x, F if own and p is not None else 0) for p, own in parameters)
+    rows = empty_rows(x, a.weight + a.bias, a.samples)
+    mean, rstd = (t if t is None else t.float().contiguous() for t in (a.mean_BT1, a.rstd_BT1))
+    gain = a.w_F if a.w_F is None else a.w_F.float().contiguous()
+    _module().norm_backward(
+        instructions(),
+        dy.data_ptr(),
+        dy.stride(),
+        x.data_ptr(),
+        x.stride(),
+        x.dtype == torch.bfloat16,
+        tuple(x.shape),
+        _address(mean),
+        _address(rstd),
+        _address(gain),
+        a.eps,
+        a.offset,
+        dx.data_ptr(),
+        _address(dw if a.weight else None),
+        _address(db if a.bias else None),
+        rows.data_ptr(),
+        rows.stride(0),
+        torch.get_num_threads(),
+    )
+    dw, db = (t if p is None else _as(t, p.dtype) for t, (p, _) in zip((dw, db), parameters))
+    return dx, dw, db, rows
+
+
+def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
+    """See ``EmbeddingWgrad``. Documents and a metric are left to the reference."""
+    dy, ids = a.dy_BTD, a.ids_BT
+    if a.starts is not None or a.constants_P2 is not None or not _same(dy):
+        return reference.embedding_wgrad(a)
+    ids = ids.to(torch.int64)
+    dw = torch.zeros(a.num_embeddings, dy.shape[2], dtype=torch.float32)
+    rows = empty_rows(dy, 1, a.samples)
+    _module().embedding_wgrad(
+        instructions(),
+        dy.data_ptr(),
+        dy.stride(),
+        dy.dtype == torch.bfloat16,
+        ids.data_ptr(),
+        ids.stride(),
+        (*dy.shape, a.num_embeddings),
+        a.padding_idx,
+        dw.data_ptr(),
+        rows.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return _as(dw, a.dtype), rows
+
+
+def _same(*tensors: Tensor) -> bool:
+    """Whether a kernel takes these tensors: of one dtype that it knows, and none is empty."""
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and all(t.dtype == dtype and t.numel() and not _lazy(t) for t in tensors)
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
 
 
 def takes(x: Tensor, dy: Tensor, samples: int, segments: int = 0, metric: bool = False) -> bool:

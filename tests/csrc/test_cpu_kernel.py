@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernel under sanitizers and on threads, and bugs planted into it: ``csrc/cpu/check.cpp``
-compares random problems with loops in float64.
+"""The CPU kernels under sanitizers and on threads, and bugs planted into them:
+``csrc/cpu/check.cpp`` compares random problems with loops in float64.
 """
 
 import os
@@ -15,6 +15,8 @@ CSRC = Path(__file__).parents[2] / "csrc" / "cpu"
 FLAGS = "-std=c++17 -ffp-contract=fast -fno-math-errno -pthread -Wall -Wextra -Werror".split()
 FLAGS += ["-Wno-psabi", "-Wno-unknown-pragmas"]
 
+UNITS = ("linear_wgrad.cpp", "norm_backward.cpp", "embedding_wgrad.cpp")
+
 pytestmark = [
     pytest.mark.source,
     proof,
@@ -25,7 +27,7 @@ pytestmark = [
 def checked(folder: Path, *flags: str, seed: int = 1) -> "subprocess.CompletedProcess[str]":
     program = folder / "check"
     run = ["g++", *FLAGS, *flags, "-o", str(program)]
-    run += [str(folder / name) for name in ("check.cpp", "linear_wgrad.cpp")]
+    run += [str(folder / name) for name in ("check.cpp", *UNITS)]
     built = subprocess.run(run, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     poisoned = os.environ | {"MALLOC_PERTURB_": "90"}  # fresh memory holds no zeros
@@ -130,12 +132,62 @@ BUGS = {
         "cut(grid.rows - 1, i + 1, grid.in_rows)",
     ),
     "two threads share their memory": (
-        "shared.memory + thread * shared.bytes",
-        "shared.memory + 0 * thread * shared.bytes",
+        "shared.memory + thread * shared.each",
+        "shared.memory + 0 * thread * shared.each",
     ),
     "norms that are given are not taken": (
         "if (b < call.B && call.sqnorms)",
         "if (b < 0 && call.sqnorms)",
+    ),
+    "a norm's tail is not filled with zeros": (
+        "std::fill(memory + F, memory + padded(F), 0.f);",
+        "",
+    ),
+    "a norm's sums of few tokens stay for the next": (
+        "      std::fill(few, gain, 0.f);\n    }",
+        "    }",
+    ),
+    "a norm's tokens beyond the last 32 are lost": (
+        "if ((next - part.token) % kFewTokens && next < part.last_token) continue;",
+        "if ((next - part.token) % kFewTokens) continue;",
+    ),
+    "a sample of a norm has one part only": (
+        "if (work.parts > 1 && (index + 1) % work.parts) continue;",
+        "",
+    ),
+    "an RMS norm subtracts the mean of dx": (
+        "if constexpr (kCentered) of_dx[r] += weighed;",
+        "of_dx[r] += weighed;",
+    ),
+    "the gain's offset is lost": ("call.w[k] + call.offset", "call.w[k]"),
+    "bfloat16 is cut off, not rounded": (
+        "(bits + 0x7fff + (bits >> 16 & 1)) >> 16)",
+        "bits >> 16)",
+    ),
+    "the row of a norm's bias is its weight's": (
+        "if (call.db) finish(work, 1, call.db, row);",
+        "if (call.db) finish(work, 0, call.db, row);",
+    ),
+    "padding has a gradient": ("if (id != call.padding_idx) *end++", "*end++"),
+    "each token of an id is squared by itself": (
+        "[&](const Place& place) { return place.id != at->id; });",
+        "[&](const Place& place) { return &place != at; });",
+    ),
+    "an id's tokens beyond 32 are lost": (
+        "if (run.end - run.begin > kFewTokens) {",
+        "if (false) {",
+    ),
+    "dW is squared before its last sample": (
+        "run.last = !seen[id];",
+        "run.last = b == 0;",
+    ),
+    "the squares of an embedding's sample stay for the next": (
+        "found += std::exchange(squares[k], 0.0);",
+        "found += squares[k];",
+    ),
+    "the last columns of an embedding belong to no thread": (
+        "return int(blocks * at / parts);",
+        "return int((blocks - (blocks > 1)) * at / parts);",
     ),
 }
 

@@ -4,10 +4,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
+from cpu_cases import LAYOUTS, SETS, assert_row
 from torch import Tensor
 
 import gnsfast
@@ -17,30 +18,8 @@ from gnsfast.signatures import InProjectionWgrad, LinearWgrad
 
 pytestmark = pytest.mark.skipif(bool(cpu.missing()), reason=cpu.missing() or "the kernel is there")
 
-SETS = [] if cpu.missing() else cpu._module().kernels()
 EDGES = [(5, 9), (14, 32), (15, 33), (100, 70), (6, 600), (530, 40), (31, 1100)]
 """[O, I] around whole tiles, and beyond a block of them."""
-
-LAYOUTS: dict[str, Callable[[int, int, int], Tensor]] = {
-    "contiguous": lambda B, T, N: torch.randn(B, T, N),
-    "expanded": lambda B, T, N: torch.randn(1, T, N).expand(B, T, N),
-    "tokens first": lambda B, T, N: torch.randn(T, B, N).transpose(0, 1),
-    "features first": lambda B, T, N: torch.randn(B, N, T).mT,
-    "part of a tensor": lambda B, T, N: torch.randn(B + 1, T + 3, N + 5)[1:, 2:-1, 1:-4],
-}
-
-
-@pytest.fixture(params=SETS)
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(cpu, "instructions", lambda: request.param)
-    return str(request.param)
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def linear(x: Tensor, dy: Tensor, bias: bool = True, transposed: bool = False) -> LinearWgrad:
@@ -52,17 +31,6 @@ def single_samples(a: LinearWgrad) -> tuple[Tensor, Tensor]:
     pairs = list(zip(a.x_BTI.double(), a.dy_BTO.double()))
     grads = [x_TI.T @ dy_TO if a.transposed else dy_TO.T @ x_TI for x_TI, dy_TO in pairs]
     return torch.stack(grads), torch.stack([dy_TO.sum(0) for _, dy_TO in pairs])
-
-
-def assert_row(row: Tensor, total: Tensor, g_BN: Tensor) -> None:
-    """A gradient and its probe row, norm by norm. Roundings of few numbers do not average out."""
-    B, rtol = len(g_BN), 1e-6 if g_BN[0].numel() > 100 else 1e-5
-    sqnorm_B = g_BN.flatten(1).square().sum(1)
-    torch.testing.assert_close(row[:B].double(), sqnorm_B, rtol=rtol, atol=0)
-    typical = g_BN.square().mean().sqrt().item()
-    torch.testing.assert_close(total.double(), g_BN.sum(0), rtol=1e-5, atol=1e-5 * typical)
-    torch.testing.assert_close(row[B].double(), total.double().square().sum(), rtol=1e-6, atol=0)
-    assert row[B + 1] == 1 and len(row) == B + 2
 
 
 def assert_right(a: LinearWgrad) -> None:

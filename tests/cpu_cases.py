@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the CPU kernels share."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gnsfast.ops import cpu
+
+SETS = [] if cpu.missing() else cpu._module().kernels()
+
+LAYOUTS: dict[str, Callable[[int, int, int], Tensor]] = {
+    "contiguous": lambda B, T, N: torch.randn(B, T, N),
+    "expanded": lambda B, T, N: torch.randn(1, T, N).expand(B, T, N),
+    "tokens first": lambda B, T, N: torch.randn(T, B, N).transpose(0, 1),
+    "features first": lambda B, T, N: torch.randn(B, N, T).mT,
+    "part of a tensor": lambda B, T, N: torch.randn(B + 1, T + 3, N + 5)[1:, 2:-1, 1:-4],
+}
+
+
+def assert_row(row: Tensor, total: Tensor, g_BN: Tensor) -> None:
+    """A gradient and its probe row, norm by norm. Roundings of few numbers do not average out."""
+    B, rtol = len(g_BN), 1e-6 if g_BN[0].numel() > 100 else 1e-5
+    sqnorm_B = g_BN.flatten(1).square().sum(1)
+    torch.testing.assert_close(row[:B].double(), sqnorm_B, rtol=rtol, atol=0)
+    typical = g_BN.square().mean().sqrt().item()
+    torch.testing.assert_close(total.double(), g_BN.sum(0), rtol=1e-5, atol=1e-5 * typical)
+    torch.testing.assert_close(row[B].double(), total.double().square().sum(), rtol=1e-6, atol=0)
+    assert row[B + 1] == 1 and len(row) == B + 2
