@@ -139,9 +139,9 @@ BUGS = {
         "if (b < call.B && call.sqnorms)",
         "if (b < 0 && call.sqnorms)",
     ),
-    "a norm's tail is not filled with zeros": (
+    "a norm's tail is filled with ones": (
         "std::fill(memory + F, memory + padded(F), 0.f);",
-        "",
+        "std::fill(memory + F, memory + padded(F), 1.f);",
     ),
     "a norm's sums of few tokens stay for the next": (
         "      std::fill(few, gain, 0.f);\n    }",

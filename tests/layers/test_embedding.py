@@ -227,6 +227,14 @@ def test_shared_weights_need_convert() -> None:
         gnsfast.per_sample_sqnorms(model, 4)
 
 
+def test_two_heads_of_one_embedding_have_no_norms() -> None:
+    """Links hold the rows of one head's gradient, so the products of two heads would be missing."""
+    model = nn.ModuleDict({"e": nn.Embedding(7, 4), "a": nn.Linear(4, 7), "b": nn.Linear(4, 7)})
+    model["a"].weight = model["b"].weight = model["e"].weight
+    weight = gnsfast.coverage(gnsfast.convert(model)).rows[0]
+    assert not weight.static and "shared by 'e', 'a', 'b'" in weight.reason
+
+
 def test_plain_twin_is_plain() -> None:
     assert type(plain(gnsfast.Embedding(3, 2))) is nn.Embedding
 
