@@ -110,12 +110,12 @@ class Numbers:
                 p, q = p_q_U2K[u]
                 q[:], whole_U[u], seen_U5[u] = self._of_gradients(update, p, q, whole_U[u])
         flags_U5 = torch.cat([seen_U5[:, :3], lost_U2], 1)
-        extra = [p_q_U2K.new_zeros(len(updates), 0)]
+        extra_UE = p_q_U2K.new_zeros(len(updates), 0)
         if self._exchange.extra:
-            extra = [torch.stack([*map(self._extra, updates, metric_U2)])]
+            extra_UE = torch.stack([*map(self._extra, updates, metric_U2)])
         return self._exchange(
             *(p_q_U2K, whole_U, scalars_US, calls_U2R),
-            *(flags_U5, seen_U5[:, 3], seen_U5[:, 4], extra[0]),
+            *(flags_U5, seen_U5[:, 3], seen_U5[:, 4], extra_UE),
         )
 
     def _of_passes(self, passes: list[Pass]) -> tuple[Tensor, ...]:
