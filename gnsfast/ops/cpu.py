@@ -93,10 +93,14 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, dy, parameters = a.x_BTF, a.dy_BTF, ((a.w_F, a.weight), (a.b_F, a.bias))
     if a.starts is not None or a.constants_P2 is not None or not _same(x, dy):
         return reference.norm_backward(a)
-    dx, F = torch.empty(x.shape, dtype=x.dtype), x.shape[2]
+    dx, F = x.new_empty(x.shape), x.shape[2]
     dw, db = (_empty(x, F if own and p is not None else 0) for p, own in parameters)
     rows = empty_rows(x, a.weight + a.bias, a.samples)
-    mean, rstd = (t if t is None else t.float().contiguous() for t in (a.mean_BT1, a.rstd_BT1))
+    mean, rstd = a.mean_BT1, a.rstd_BT1
+    if mean is not None and rstd is not None:
+        mean, rstd = mean.float().contiguous(), rstd.float().contiguous()
+    else:  # an RMS norm, whose statistics the kernel computes
+        mean = rstd = None
     gain = a.w_F if a.w_F is None else a.w_F.float().contiguous()
     _module().norm_backward(
         instructions(),
@@ -128,7 +132,7 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     if a.starts is not None or a.constants_P2 is not None or not _same(dy):
         return reference.embedding_wgrad(a)
     ids = ids.to(torch.int64)
-    dw = torch.zeros(a.num_embeddings, dy.shape[2], dtype=torch.float32)
+    dw = dy.new_zeros((a.num_embeddings, dy.shape[2]), dtype=torch.float32)
     rows = empty_rows(dy, 1, a.samples)
     _module().embedding_wgrad(
         instructions(),

@@ -34,7 +34,9 @@ def _registered(name: str) -> Operator:
 
     def operator(a: Any) -> Any:
         # This avoids the dispatcher, which takes 5 µs, where it would not change the call.
-        if type(a[0]) is Tensor and not (is_compiling() or _modes() or _profiled()):
+        # For a subclass, such as the result of a collective under way, it makes a plain tensor.
+        plain = type(a[0]) is Tensor and type(a[1]) is Tensor
+        if plain and not (is_compiling() or _modes() or _profiled()):
             if run := on.get(a[0].device.type):
                 return run(a)
         return overload(*a)
