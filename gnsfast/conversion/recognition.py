@@ -2,8 +2,7 @@
 """Recognises layers whose own forward gives the same bits as a layer that has a kernel.
 
 The results on random input decide, in the dtypes that models mix. The code must also be straight
-(``straight.py``), so that it does the same for every other input. The RMS norms of Llama, OLMo, T5
-and Gemma need not be: the names of their classes identify them.
+(``straight.py``), so that it does the same for every other input.
 """
 
 import inspect
@@ -31,14 +30,13 @@ RMS_NORMS: dict[str, type[DropIn]] = {
     "as_it_is": layers.PlainRMSNorm,
     "narrow": layers.NarrowRMSNorm,
 }
-NAMED = {RMS_NORMS[name] for name in ("llama", "olmo", "t5", "gemma")}
-"""Of models that call a method of their own for the norm, so that their code is not straight."""
 CHANNELS_FIRST = layers.ChannelsFirstLayerNorm, layers.OwnGroupNorm
 DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32),
     (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
     (torch.float16, torch.float16),
     (torch.float64, torch.float64),
 )
@@ -59,9 +57,8 @@ def recognised(module: nn.Module) -> type[DropIn] | None:
     if not own.keys() <= {"weight", "bias"} or "weight" not in own:
         return None
     candidates = _candidates(module, own)
-    if not is_straight(module, forward_of(module, type(module)).code):
-        named = type(module).__name__.endswith(("RMSNorm", "RmsNorm", "T5LayerNorm"))
-        candidates = [c for c in candidates if named and c in NAMED]
+    if not candidates or not is_straight(forward_of(module, type(module))):
+        return None
     shapes = {name: _shape(module, name, p) for name, p in own.items()}
     for channels_first in (False, True):
         left = [c for c in candidates if (c in CHANNELS_FIRST) == channels_first]

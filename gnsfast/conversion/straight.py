@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which forwards are a straight line of operators, so that a trial on random input says what they
-do of any other. Branches that a module's settings decide (``if self._fast_norm:``) are taken out
-first: the layer is then the kernel's as long as the settings stay.
+do of any other. The methods of a module that its forward calls (``self._norm(x)``) must be such
+lines too. Branches that a module's settings decide (``if self._fast_norm:``) are taken out first:
+the layer is then the kernel's as long as the settings stay.
 """
 
 import ast
@@ -10,11 +11,11 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gnsfast.layers import Setting
 
@@ -45,16 +46,28 @@ BRANCHES = (
 )
 """Parts of the instructions that a straight forward has not."""
 
+DTYPES = {"float16", "bfloat16", "float32", "float64"}
+"""The dtypes of weights that trials try."""
+
 PLAIN = (bool, int, float, str, type(None))
 """The types of settings."""
 
 
-class Forward(NamedTuple):
-    """The code that a module runs, without the branches that it does not take, and the settings
-    that decide them.
+class Part(NamedTuple):
+    """A forward, or a method that it calls, and its code without the branches that it does not
+    take. Code that is not known is None.
     """
 
+    function: Any
     code: types.CodeType | None
+
+
+class Forward(NamedTuple):
+    """The forward of a module and its own methods that it calls, by name, and the settings that
+    decide their branches.
+    """
+
+    parts: dict[str, Part]
     settings: tuple[Setting, ...] = ()
 
 
@@ -62,16 +75,37 @@ def forward_of(module: nn.Module, cls: type[nn.Module]) -> Forward:
     """The forward of a ``module`` of class ``cls``. Its branches stay where its source is not
     known, or is not that of its code.
     """
-    code = getattr(cls.forward, "__code__", None)
+    parts: dict[str, Part] = {}
+    settings: dict[tuple[str, Any], Setting] = {}
+    left = ["forward"]
+    while left:
+        name = left.pop()
+        parts[name] = part = _decided(module, getattr(cls, name), settings)
+        read = set() if part.code is None else {*_reads(part.code)}
+        left += [n for n in read if n and n not in parts and _is_method(module, cls, n)]
+    return Forward(parts, tuple(settings.values()))
+
+
+def _decided(module: nn.Module, function: Any, settings: dict[tuple[str, Any], Setting]) -> Part:
+    """``function`` without the branches that settings decide. Those are put into ``settings``."""
+    code = getattr(function, "__code__", None)
     if code is None or (tree := _source(code)) is None:
-        return Forward(code)
-    decide = _Decide(module, code.co_varnames[:1], cls.forward.__globals__)
+        return Part(function, code)
+    decide = _Decide(module, code.co_varnames[:1], function.__globals__)
     of_module = ast.Module([decide.visit(copy.deepcopy(tree))], [])
     try:
         made = compile(ast.fix_missing_locations(of_module), "<forward>", "exec")
     except (SyntaxError, ValueError):  # a name of an outer function, or a block that is left empty
-        return Forward(code)
-    return Forward(next(_codes(made)), tuple(decide.settings.values()))
+        return Part(function, code)
+    settings |= decide.settings
+    return Part(function, next(_codes(made)))
+
+
+def _is_method(module: nn.Module, cls: type, name: str) -> bool:
+    """Whether a module's attribute is a function of its class, and of no tensor's."""
+    found = inspect.getattr_static(cls, name, None)
+    own = {*vars(module), *module._parameters, *module._buffers, *module._modules}
+    return isinstance(found, types.FunctionType) and name not in own and not hasattr(Tensor, name)
 
 
 @functools.cache
@@ -96,43 +130,59 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(each)
 
 
-def is_straight(module: nn.Module, code: types.CodeType | None) -> bool:
-    """Whether ``code`` of the forward of a module is a line of torch's operators on its input, its
-    weight and its bias: without branches, arguments or attributes that could change what it does of
-    other inputs, or later. It may only ask whether there is a bias.
+def is_straight(forward: Forward) -> bool:
+    """Whether all code of a forward is a line of torch's operators on its input, its weight and its
+    bias: without branches, arguments or attributes that could change what it does of other inputs,
+    or later. It may only ask whether there is a bias, and of which dtype the weight is, since
+    trials try each dtype.
     """
-    forward = type(module).forward
-    if code is None or len(inspect.signature(forward).parameters) != 2 or code.co_freevars:
+    methods = forward.parts.keys() - {"forward"}
+    return all(_is_line(part, methods) for part in forward.parts.values())
+
+
+def _is_line(part: Part, methods: Set[str]) -> bool:
+    function, code = part
+    if code is None or len(inspect.signature(function).parameters) != 2:
+        return False
+    if code.co_freevars or function.__defaults__:
         return False
     steps = list(dis.get_instructions(code))
-    if not all(_is_torch(forward, s.argval) for s in steps if s.opname == "LOAD_GLOBAL"):
+    if not all(_is_torch(function, s.argval) for s in steps if s.opname == "LOAD_GLOBAL"):
         return False
     if any(isinstance(each, types.CodeType) for each in code.co_consts):
         return False  # a function within it may hold anything
-    if not _reads_only(OWN, code.co_varnames[0], steps):
+    if not {*_reads(code)} <= OWN | methods:
         return False
     names = {s.opname for s in steps}
     odd = {s for s in names if any(each in s for each in BRANCHES) and "NONE" not in s}
-    return set(code.co_names) <= NAMES and odd <= {"JUMP_FORWARD"}
+    return {*code.co_names} <= NAMES | methods and odd <= {"JUMP_FORWARD"}
 
 
-def _reads_only(names: set[str], own: str, steps: list[dis.Instruction]) -> bool:
-    """Whether all that is done with the module, the variable ``own``, is to read these ``names``.
+def _reads(code: types.CodeType) -> Iterator[str]:
+    """The attributes that code reads of its module, and "" for anything else that it does with it.
     ``x.T`` is a matrix, and ``self.T`` could be a temperature.
     """
+    own, steps = code.co_varnames[:1], list(dis.get_instructions(code))
     for step, following in zip(steps, steps[1:]):
-        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-        if step.opname.startswith("LOAD_FAST") and own in loaded:
-            read = following.opname == "LOAD_ATTR" and following.argval in names
-            if not read or loaded.index(own) != len(loaded) - 1:
-                return False
-    return True
+        if "_FAST" not in step.opname:
+            continue
+        used = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if not {*own} & {*used}:
+            continue
+        loads = step.opname.rpartition("_FAST")[0].endswith("LOAD")
+        read = loads and own == used[-1:] and used.count(*own) == 1
+        named = following.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        yield following.argval if read and named else ""
 
 
-def _is_torch(forward: Any, name: str) -> bool:
-    found = forward.__globals__.get(name)
+def _is_torch(function: Any, name: str) -> bool:
+    found = function.__globals__.get(name)
     home = found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", None)
     return f"{home}.".startswith("torch.")
+
+
+def _returns(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Return) for each in ast.walk(node))
 
 
 class _Undecided(Exception):
@@ -168,6 +218,8 @@ class _Decide(ast.NodeTransformer):
         return [s for each in found for s in (each if isinstance(each, list) else [each])]
 
     def visit_If(self, node: ast.If) -> Any:
+        if self._is_of_dtype(node.test) and not _returns(node):
+            return self._block(node.body + node.orelse)  # trials take both sides
         if (taken := self._taken(node.test)) is None:
             return self.generic_visit(node)
         return self._block(node.body if taken else node.orelse)
@@ -177,11 +229,20 @@ class _Decide(ast.NodeTransformer):
             return self.generic_visit(node)
         return self.visit(node.body if taken else node.orelse)
 
+    def _is_of_dtype(self, test: ast.expr) -> bool:
+        """Whether a test compares the dtype of the weight with dtypes of torch."""
+        match test:
+            case ast.Compare(ast.Attribute(ast.Attribute(ast.Name(name), "weight"), "dtype"), _, of):
+                sides = [e for c in of for e in getattr(c, "elts", [c])]
+                named = {ast.unparse(each).removeprefix("torch.") for each in sides}
+                return (name,) == self.own and named <= DTYPES
+        return False
+
     def _taken(self, test: ast.expr) -> bool | None:
         before = dict(self.settings)
         try:
             value = self._value(test)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 raise _Undecided
             return bool(value)
         except _Undecided:
@@ -215,7 +276,7 @@ class _Decide(ast.NodeTransformer):
 
     def _plain(self, node: ast.expr) -> Any:
         value = self._value(node)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             raise _Undecided
         return value
 
@@ -235,7 +296,7 @@ class _Decide(ast.NodeTransformer):
     def _is_instance(self, of: ast.Attribute, kind: ast.expr) -> bool:
         value = self._value(of)
         cls = self.names.get(kind.id) if isinstance(kind, ast.Name) else None
-        if not isinstance(value, torch.Tensor) or not isinstance(cls, type):
+        if not isinstance(value, Tensor) or not isinstance(cls, type):
             raise _Undecided
         verdict = isinstance(value, cls)
         self.settings[of.attr, cls] = Setting(of.attr, cls, verdict)

@@ -11,6 +11,7 @@ from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
+from gnsfast import layers
 from gnsfast.conversion.recognition import recognised
 
 B, T, D = 3, 6, 8
@@ -111,6 +112,136 @@ def test_layer_norms_that_may_change(cls: Any) -> None:
 
 def test_a_linear_layer_with_a_temperature() -> None:
     assert recognised(OfScaledLinear(4, 3)) is None
+
+
+class LlamaRMSNorm(RMS):
+    """By its name another layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype, x = x.dtype, x.float()
+        if x.shape[1] > 4:
+            x = 2 * x
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x.to(dtype)
+
+
+class OfMethodRMSNorm(RMS):
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self._norm(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
+class OfMethods(OfMethodRMSNorm):
+    def _root(self, x: Tensor) -> Tensor:
+        return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * self._root(x) if self.offset == 0 else x + self.offset
+
+
+class OfBranchInMethod(OfMethodRMSNorm):
+    def _norm(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return 2 * y if x.shape[1] > 4 else y
+
+
+class OfBufferInMethod(OfMethodRMSNorm):
+    def _norm(self, x: Tensor) -> Tensor:
+        return self.alpha * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class OfDefaultInMethod(OfMethodRMSNorm):
+    def _norm(self, x: Tensor = 2 * torch.ones(D)) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class OfMethodThatATensorHas(OfMethodRMSNorm):
+    def softmax(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.softmax(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
+class OfMethodAsValue(OfMethodRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        me = self
+        return (me._norm(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
+class OfWeightsDtype(RMS):
+    """T5's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            x = x.to(self.weight.dtype)
+        return self.weight * x
+
+
+class OfReturnByDtype(RMS):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype == torch.float32:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        return self.alpha * x
+
+
+class OfSidesByDtype(RMS):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype == torch.float32:
+            y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        else:
+            y = self.alpha * x
+        return y
+
+
+class OfInputsDtype(RMS):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype in [torch.float16, torch.bfloat16]:
+            x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def shadowed() -> nn.Module:
+    module: Any = OfMethodRMSNorm()
+    module._norm = lambda x: OfMethodRMSNorm._norm(module, x) * (1 + (x.shape[1] > 4))
+    return module
+
+
+ODD = [OfBranchInMethod, OfBufferInMethod, OfDefaultInMethod, OfMethodThatATensorHas]
+ODD += [OfMethodAsValue, OfReturnByDtype, OfSidesByDtype, OfInputsDtype]
+
+
+@pytest.mark.parametrize("make", [LlamaRMSNorm, *ODD, shadowed])
+def test_names_and_methods_that_may_change(make: Any) -> None:
+    assert recognised(make()) is None
+
+
+def test_norms_of_a_misleading_name() -> None:
+    """A class that is Llama's by its name alone has its own norms."""
+    model, x = nn.Sequential(LlamaRMSNorm(), nn.Linear(D, D)), torch.randn(B, T, D)
+    loss = lambda model, x: model(x).square().sum()
+    loop = loop_sqnorms(model, loss, x, B)
+    with pytest.warns(match="has no kernel"):
+        gnsfast.convert(model)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        loss(model, x).backward()
+    assert_norms(norms, loop)
+
+
+@pytest.mark.parametrize(
+    "cls, wanted",
+    [
+        (OfMethodRMSNorm, layers.GemmaRMSNorm),
+        (OfMethods, layers.GemmaRMSNorm),
+        (OfWeightsDtype, layers.T5RMSNorm),
+    ],
+)
+def test_methods_and_dtypes_that_trials_try(cls: Any, wanted: Any) -> None:
+    assert recognised(cls()) is wanted
 
 
 class OfBias(RMS):
