@@ -12,6 +12,7 @@ from gnsfast.combinations import REPEATED, refuse
 from gnsfast.conversion.coverage_table import coverage
 from gnsfast.conversion.learning import Learned, learn
 from gnsfast.conversion.routes import (
+    cost_of_replays,
     held,
     original_class,
     own_parameters,
@@ -155,7 +156,7 @@ def convert(
         elif isinstance(module, DropIn):
             module.know(claims=())
     link_ties(named, claims_of)
-    _warn_of_replays(named, asked.replay, learned.cost)
+    _warn_of_replays(named, asked.replay, example is not None)
     _warn_of_gaps(model)
     return model
 
@@ -177,7 +178,7 @@ def _warn_of_gaps(model: nn.Module) -> None:
 
 
 def _warn_of_replays(
-    named: dict[str, nn.Module], asked: Collection[str], cost: float | None
+    named: dict[str, nn.Module], asked: Collection[str], has_example: bool
 ) -> None:
     """Warn once if modules are replayed that nobody asked for, and say what that costs."""
     slow = [
@@ -188,16 +189,13 @@ def _warn_of_replays(
     ]
     if not slow:
         return
-    costs = (
-        "This is slow. convert(model, example=batch) looks for faster routes and names their cost"
-        if cost is None
-        else f"This adds about {cost:.0%} to the time of a forward and backward pass"
-    )
+    costs = cost_of_replays([named[name] for name in slow])
+    help = "" if has_example else "convert(model, example=batch) looks for faster routes. "
     few = ", ".join(f"{name or 'the model'} ({type(named[name]).__name__})" for name in slow[:3])
     more = f" and {len(slow) - 3} more" if len(slow) > 3 else ""
     warnings.warn(
         f"{'One module has' if len(slow) == 1 else f'{len(slow)} modules have'} no kernel: {few}"
-        f"{more}. The backward pass therefore runs the forward again for each sample. {costs}. "
+        f"{more}. The backward pass therefore {costs}. {help}"
         "print(gnsfast.coverage(model)) shows the route of each parameter.",
         stacklevel=3,
     )

@@ -92,12 +92,6 @@ class Evidence:
         """Whether a module draws random numbers, as dropout does. A replay would draw others."""
         return path in self._random
 
-    def cost(self, path: str) -> float:
-        """The time that a replay of a module adds to a forward pass, as a fraction of that pass."""
-        _, turned, part, _ = self._looks
-        replays = len(self._samples.whole) / len(self._samples.part)
-        return replays * part.seconds[path] / turned.seconds[""]
-
     def takes_tables(self, modules: Collection[str]) -> bool:
         """Whether the outputs stay the same if these modules run once for each sample on what all
         samples share: an index [T], or whatever gives a table [1, ...].

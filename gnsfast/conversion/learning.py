@@ -10,7 +10,7 @@ from gnsfast.combinations import REPEATED, reason
 from gnsfast.conversion.evidence import Evidence, SamplesMeet, Steps
 from gnsfast.conversion.layouts import SHARES, laid
 from gnsfast.conversion.prints import SHARED, Lost, Rows
-from gnsfast.conversion.routes import KERNELS, may_copy, replayed
+from gnsfast.conversion.routes import KERNELS, cost_of_replays, may_copy, replayed
 from gnsfast.layers import (
     DropIn,
     Embedding,
@@ -30,8 +30,7 @@ class Learned(NamedTuple):
     are modules to replay with all their submodules, ``repeated`` those whose calls are joined.
     ``shared`` holds the places of the arguments that all samples of a replayed module share.
     ``copies`` says how a module uses copies of its parameters, ``uncopied`` which parameters cannot
-    have copies, and why. ``cost`` is the time that all replays add to a forward and backward pass,
-    as a fraction of it, or None if it was not measured.
+    have copies, and why.
     """
 
     layouts: dict[str, SampleLayout] = {}
@@ -42,7 +41,6 @@ class Learned(NamedTuple):
     shared: dict[str, frozenset[int]] = {}
     copies: dict[str, Steps] = {}
     uncopied: dict[str, dict[str, str]] = {}
-    cost: float | None = None
 
 
 def learn(
@@ -316,10 +314,9 @@ class _Learner:
         worth = {place for place, paths in around.items() if self._is_worth(place, paths)}
         failed = self.evidence.failed_replays(worth)
         for place, paths in around.items():
-            time = self.evidence.cost(place)
-            cost = f"adds about {time:.0%} to the time of a forward and backward pass"
+            cost = cost_of_replays([self.named[place]])
             if place in worth and place not in failed:
-                self.notes[place] = f"replayed sample by sample, which {cost}"
+                self.notes[place] = f"replayed: the backward pass {cost}"
                 continue
             for path in paths:
                 self.layouts.pop(path, None)
@@ -327,8 +324,8 @@ class _Learner:
                 reasons[path] = (
                     f"{why}; a replay of it failed: {failed[place]}"
                     if place in failed
-                    else f"{why}. convert(model, example=..., replay=[{place!r}]) covers it, and "
-                    f"{cost}"
+                    else f"{why}. convert(model, example=..., replay=[{place!r}]) covers it: the "
+                    f"backward pass then {cost}"
                 )
         whole = frozenset(p for p in worth - failed.keys() if around[p] != [p])
         shared = {
@@ -341,8 +338,7 @@ class _Learner:
             self.uncopied[path] = dict.fromkeys(self.uncopied[path], reasons.pop(path))
         repeated = frozenset(self.repeated)
         found = self.layouts, reasons, self.notes, whole, repeated, shared
-        whole_cost = sum(map(self.evidence.cost, worth - failed.keys()))
-        return Learned(*found, self.copies, self.uncopied, whole_cost)
+        return Learned(*found, self.copies, self.uncopied)
 
     def _is_worth(self, place: str, paths: list[str]) -> bool:
         """Whether a replay of ``place`` is worth the norms of ``paths``."""

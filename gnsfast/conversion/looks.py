@@ -4,7 +4,6 @@ outputs of each module.
 """
 
 import functools
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -46,9 +45,8 @@ class Look(TorchDispatchMode):
 
     ``calls``: the calls of each module, in the order in which the modules ended. ``inner``: the
     calls of torch's forward, for a module whose class wraps it. ``elsewhere``: id of a parameter ->
-    the innermost modules that used it while none of its ``owners`` ran. ``seconds``: the time of
-    all calls of a module, without that of the prints. ``random``: the modules that would have drawn
-    random numbers, as for dropout.
+    the innermost modules that used it while none of its ``owners`` ran. ``random``: the modules
+    that would have drawn random numbers, as for dropout.
 
     Args:
         owners: id of a parameter -> the modules that may use it.
@@ -76,7 +74,6 @@ class Look(TorchDispatchMode):
         self.calls: dict[str, list[Call]] = {}
         self.inner: dict[str, list[Call]] = {}
         self.elsewhere: dict[int, set[str]] = {}
-        self.seconds: dict[str, float] = {}
         self.random: set[str] = set()
         self._model, self._owners, self._bases = model, owners, bases
         self._samples, self._batch_dim = samples, batch_dim
@@ -94,7 +91,6 @@ class Look(TorchDispatchMode):
         }
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._running: list[str] = []
-        self._printing = 0.0
         self._paused = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Look":
@@ -161,7 +157,6 @@ class Look(TorchDispatchMode):
                 args, kwargs = pytree.tree_map_only(Tensor, self._expand_row, (args, kwargs))
             before = begun(module) if name in self._replays else None
             self._running.append(name)
-            begin, printing = _clock(), self._printing
             try:
                 with self._copying.around(name, self._model.get_submodule(name)):
                     output = forward(*args, **kwargs)
@@ -169,9 +164,6 @@ class Look(TorchDispatchMode):
                 self._running.pop()
             if expands:
                 output = pytree.tree_map_only(Tensor, self._expand_table, output)
-            if calls is self.calls:
-                seconds = _clock() - begin - (self._printing - printing)
-                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             plain = all(map(is_plain, pytree.tree_leaves((args, kwargs, output))))
             caller = next((n for n in reversed(self._running) if n != name), "")
             calls.setdefault(name, []).append(Call(inputs, self._prints(output), plain, caller))
@@ -233,11 +225,10 @@ class Look(TorchDispatchMode):
         return t.expand(self._samples, *t.shape[1:]) if t.ndim > 2 and len(t) == 1 else t
 
     def _prints(self, values: Any) -> Prints:
-        begin, self._paused = _clock(), True
+        self._paused = True
         leaves = pytree.tree_leaves(values)
         prints = tuple(self._print(t) if isinstance(t, Tensor) else None for t in leaves)
         self._paused = False
-        self._printing += _clock() - begin
         return prints
 
     def _without_chance(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,12 +272,6 @@ class Look(TorchDispatchMode):
                     self.elsewhere.setdefault(id(t), set()).add(self._running[-1])
             self._marks.note(func, leaves, result)
         return result
-
-
-def _clock() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 LIKELY = {"rand": 0.5, "rand_like": 0.5, "uniform": 0.5}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the route to the norms of a module's own parameters, or the reason why there is none."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -250,6 +251,15 @@ def _draws(module: nn.Module) -> bool:
     if isinstance(module, nn.RNNBase):
         return module.dropout > 0 and module.num_layers > 1
     return isinstance(module, RANDOM) and getattr(module, "p", 1.0) > 0
+
+
+def cost_of_replays(modules: Iterable[nn.Module]) -> str:
+    """What a backward pass does to replay these modules, counted in layers without children."""
+    layers = len({id(m) for root in modules for m in root.modules() if not m._modules})
+    return (
+        f"runs {'one layer' if layers == 1 else f'{layers} layers'} again for each sample, one "
+        f"after another ({64 * layers:,} calls in a batch of 64)"
+    )
 
 
 def replayed(module: nn.Module) -> Route:

@@ -14,7 +14,6 @@ import types
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from gnsfast.layers import Setting
@@ -232,7 +231,9 @@ class _Decide(ast.NodeTransformer):
     def _is_of_dtype(self, test: ast.expr) -> bool:
         """Whether a test compares the dtype of the weight with dtypes of torch."""
         match test:
-            case ast.Compare(ast.Attribute(ast.Attribute(ast.Name(name), "weight"), "dtype"), _, of):
+            case ast.Compare(
+                ast.Attribute(ast.Attribute(ast.Name(name), "weight"), "dtype"), _, of
+            ):
                 sides = [e for c in of for e in getattr(c, "elts", [c])]
                 named = {ast.unparse(each).removeprefix("torch.") for each in sides}
                 return (name,) == self.own and named <= DTYPES

@@ -16,6 +16,7 @@ from gnsfast.conversion.recognition import recognised
 
 B, T, D = 3, 6, 8
 FLAG = False
+TWOS = torch.full((D,), 2.0)
 
 
 class RMS(nn.Module):
@@ -153,7 +154,7 @@ class OfBufferInMethod(OfMethodRMSNorm):
 
 
 class OfDefaultInMethod(OfMethodRMSNorm):
-    def _norm(self, x: Tensor = 2 * torch.ones(D)) -> Tensor:
+    def _norm(self, x: Tensor = TWOS) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 

@@ -91,7 +91,7 @@ def test_an_example_finds_it() -> None:
     data = batch(model)
     gnsfast.convert(model, example=data[0])
     row = next(r for r in gnsfast.coverage(model).rows if r.parameter == "rows.weight_hh_l0")
-    assert row.static and row.reason.startswith("replayed sample by sample, which adds about")
+    assert row.static and row.reason.startswith("replayed: the backward pass runs one layer")
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         weighted_loss(model, data).backward()
     assert_norms(norms, loop_sqnorms(model, weighted_loss, data, B))
