@@ -30,7 +30,11 @@ RMS_NORMS: dict[str, type[DropIn]] = {
     "as_it_is": layers.PlainRMSNorm,
     "narrow": layers.NarrowRMSNorm,
 }
-CHANNELS_FIRST = layers.ChannelsFirstLayerNorm, layers.OwnGroupNorm
+LAYER_NORMS: tuple[type[DropIn], ...] = (
+    *(layers.OwnLayerNorm, layers.ChannelsFirstLayerNorm),
+    *(layers.Float32LayerNorm, layers.ChannelsFirstFloat32LayerNorm),
+)
+CHANNELS_FIRST = *LAYER_NORMS[1::2], layers.OwnGroupNorm
 DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -83,8 +87,7 @@ def _candidates(module: nn.Module, own: dict[str, nn.Parameter]) -> list[type[Dr
         return []
     if isinstance(module, nn.GroupNorm):
         return [layers.OwnGroupNorm]
-    norms: list[type[DropIn]] = [layers.OwnLayerNorm, layers.ChannelsFirstLayerNorm]
-    return norms if "bias" in own else [*RMS_NORMS.values(), *norms]
+    return [*(() if "bias" in own else RMS_NORMS.values()), *LAYER_NORMS]
 
 
 def _shape(module: nn.Module, name: str, p: Tensor) -> tuple[int, ...]:
@@ -162,11 +165,13 @@ def _plain(drop_in: type[DropIn], module: nn.Module) -> Forward:
         if drop_in is layers.OwnGroupNorm:
             groups: Any = module.num_groups
             return F.group_norm(x, groups, w, b, eps_of(module))
-        if drop_in is layers.OwnLayerNorm:
-            return F.layer_norm(x, w.shape, w, b, eps_of(module))
-        if drop_in is layers.ChannelsFirstLayerNorm:
-            x = x.permute(0, 2, 3, 1)
-            return F.layer_norm(x, w.shape, w, b, eps_of(module)).permute(0, 3, 1, 2)
+        if drop_in in LAYER_NORMS:
+            dtype, first = x.dtype, drop_in in CHANNELS_FIRST
+            if issubclass(drop_in, layers.Float32LayerNorm):
+                x, w, b = x.float(), w.float(), None if b is None else b.float()
+            x = x.permute(0, 2, 3, 1) if first else x
+            y = F.layer_norm(x, w.shape, w, b, eps_of(module)).to(dtype)
+            return y.permute(0, 3, 1, 2) if first else y
         variant = next(name for name, cls in RMS_NORMS.items() if cls is drop_in)
         return RMS_NORM_VARIANTS[variant][0](x, w, eps_of(module))
 

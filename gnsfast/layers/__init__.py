@@ -46,7 +46,9 @@ from gnsfast.layers.float8 import Float8Linear, is_float8, without_casts
 from gnsfast.layers.linear import CastLinear, Linear, OutProjection, TransposedLinear, in_parts
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
 from gnsfast.layers.norms import (
+    ChannelsFirstFloat32LayerNorm,
     ChannelsFirstLayerNorm,
+    Float32LayerNorm,
     Float32RMSNorm,
     GemmaRMSNorm,
     LayerNorm,
@@ -77,6 +79,7 @@ __all__ = [
     "Begun",
     "Bilinear",
     "CastLinear",
+    "ChannelsFirstFloat32LayerNorm",
     "ChannelsFirstLayerNorm",
     "Conv1d",
     "Conv2d",
@@ -90,6 +93,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Experts",
+    "Float32LayerNorm",
     "Float32RMSNorm",
     "Float8Linear",
     "GemmaRMSNorm",

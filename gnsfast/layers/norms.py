@@ -54,17 +54,33 @@ class OwnLayerNorm(OwnForward):
         return self._normed(*x, *named.values())  # models call their argument what they like
 
     def _normed(self, x: Tensor) -> Tensor:
-        bias, probe = getattr(self, "bias", None), self._measured.probe
-        plan = self._plan_for(x, features=1)
-        shape = self.weight.shape
-        return functional.layer_norm(x, shape, self.weight, bias, probe, plan, eps=eps_of(self))
+        return self._layer_norm(x, self.weight, getattr(self, "bias", None))
+
+    def _layer_norm(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        plan, probe = self._plan_for(x, features=1), self._measured.probe
+        return functional.layer_norm(x, w.shape, w, b, probe, plan, eps=eps_of(self))
 
 
-class ChannelsFirstLayerNorm(OwnLayerNorm):
-    """Drop-in for layer norms over the channels of an input [B, C, H, W]."""
+class Float32LayerNorm(OwnLayerNorm):
+    """Drop-in for layer norms that cast input and parameters to float32, then round."""
 
     def _normed(self, x: Tensor) -> Tensor:
+        b = getattr(self, "bias", None)
+        wide = x.float(), self.weight.float(), b if b is None else b.float()
+        return self._layer_norm(*wide).to(x.dtype)
+
+
+class _ChannelsFirst(OwnLayerNorm):
+    def _normed(self, x: Tensor) -> Tensor:
         return super()._normed(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ChannelsFirstLayerNorm(_ChannelsFirst, OwnLayerNorm):
+    """Drop-in for layer norms over the channels of an input [B, C, H, W]."""
+
+
+class ChannelsFirstFloat32LayerNorm(_ChannelsFirst, Float32LayerNorm):
+    """The same in float32."""
 
 
 class RMSNorm(DropIn, nn.RMSNorm):

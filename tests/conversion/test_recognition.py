@@ -14,6 +14,7 @@ from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
+from gnsfast.conversion.recognition import recognised
 
 B, T, D = 4, 6, 5
 
@@ -59,6 +60,49 @@ class OlmoCoreNorm(nn.Module):
         return (self.weight * x).to(dtype)
 
 
+class NormFp32(nn.LayerNorm):
+    """timm's layer norm in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight.float() if self.weight is not None else None
+        b = self.bias.float() if self.bias is not None else None
+        return F.layer_norm(x.float(), self.normalized_shape, w, b, self.eps).to(x.dtype)
+
+
+class Norm2dFp32(NormFp32):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        w = self.weight.float() if self.weight is not None else None
+        b = self.bias.float() if self.bias is not None else None
+        x = F.layer_norm(x.float(), self.normalized_shape, w, b, self.eps).to(x.dtype)
+        return x.permute(0, 3, 1, 2)
+
+
+class OlmoCoreLayerNorm(nn.Module):
+    """OLMo-core's layer norm, whose weight may have a shape of its own."""
+
+    def __init__(self, *weight_shape: int, bias: bool = True) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps, self.full_precision = (D,), 1e-6, True
+        self.weight_shape = weight_shape or (D,)
+        self.weight = nn.Parameter(torch.ones(self.weight_shape))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(D)) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(enabled=False, device_type=x.device.type):
+            dtype = x.dtype
+            if self.full_precision:
+                x = x.float()
+            if self.weight is not None and self.weight_shape != self.normalized_shape:
+                x = F.layer_norm(x, self.normalized_shape, eps=self.eps)
+                x = self.weight.type_as(x) * x
+            else:
+                w = None if self.weight is None else self.weight.type_as(x)
+                b = None if self.bias is None else self.bias.type_as(x)
+                x = F.layer_norm(x, self.normalized_shape, weight=w, bias=b, eps=self.eps)
+            return x.to(dtype)
+
+
 CASES: dict[str, tuple[Any, str, Any]] = {
     "cast linear": (lambda: CastedLinear(D, 3), "linear", lambda: torch.randn(B, T, D)),
     "matrix linear": (lambda: MatrixLinear(D, 3, False), "linear", lambda: torch.randn(B, T, D)),
@@ -66,6 +110,11 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     "without bias": (lambda: BiasNorm(D, False), "layer_norm", lambda: torch.randn(B, T, D)),
     "plain norm": (lambda: PlainNorm(D, 1e-3), "layer_norm", lambda: torch.randn(B, T, D)),
     "of channels": (lambda: Norm2d(D), "layer_norm", lambda: torch.randn(B, D, T, 2)),
+    "in float32": (lambda: NormFp32(D), "layer_norm", lambda: torch.randn(B, T, D)),
+    "of channels in float32": (
+        *(lambda: Norm2dFp32(D), "layer_norm", lambda: torch.randn(B, D, T, 2)),
+    ),
+    "OLMo-core's layer norm": (OlmoCoreLayerNorm, "layer_norm", lambda: torch.randn(B, T, D)),
     "OLMo-core": (OlmoCoreNorm, "rms_norm", lambda: torch.randn(B, T, D)),
     "embedding": (lambda: OwnEmbedding(7, D), "embedding", lambda: torch.randint(7, (B, T))),
 }
@@ -96,7 +145,7 @@ def test_recognised(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", ["cast linear", "nanoGPT's norm", "OLMo-core"])
+@pytest.mark.parametrize("name", ["cast linear", "nanoGPT's norm", "OLMo-core", "in float32"])
 def test_recognised_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     """An open layer gives what it gives closed, dtype included, or raises as it does closed."""
     make, _, inputs = CASES[name]
@@ -121,6 +170,10 @@ def test_recognised_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
                 one.double().square().sum().item(), rel=bar
             )
         assert torch.allclose(loop, grad, rtol=5e-2, atol=5e-2 * grad.abs().max().item())
+
+
+def test_a_weight_of_another_shape_is_replayed() -> None:
+    assert recognised(OlmoCoreLayerNorm(2, D)) is None
 
 
 class Scaled(CastedLinear):
