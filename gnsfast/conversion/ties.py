@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that several modules share."""
 
+import os
+
 from torch import nn
 
+from gnsfast.conversion.routes import LISTS, cost_of_replays, replayed
 from gnsfast.layers import DropIn, Embedding, Linear, OutProjection, Tie
 
 
@@ -29,7 +32,21 @@ def link_ties(named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]]
             for m in modules:
                 m.know(tie=tie)
         else:
-            paths = ", ".join(repr(path) for path, _, _ in sharers)
+            why = reasons[0] if reasons else _shared(named, [path for path, _, _ in sharers])
             for m, name in probed:
-                reason = reasons[0] if reasons else f"its weight is shared by {paths}"
-                m.know(uncovered={**m.gnsfast.uncovered, name: reason})
+                m.know(uncovered={**m.gnsfast.uncovered, name: why})
+
+
+def _shared(named: dict[str, nn.Module], paths: list[str]) -> str:
+    """Why a parameter of these modules has no norms, and what covers it."""
+    parts = os.path.commonprefix([path.split(".") for path in paths])
+    while parts and isinstance(named[".".join(parts)], LISTS):  # which has no forward
+        parts = parts[:-1]
+    around = ".".join(parts)
+    why = f"it is shared by {', '.join(map(repr, paths))}"
+    if replayed(named[around]).cls is None:
+        return why
+    return (
+        f"{why}. convert(model, replay=[{around!r}]) covers it: the backward pass then "
+        f"{cost_of_replays([named[around]])}"
+    )
