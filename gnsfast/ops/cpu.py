@@ -94,6 +94,9 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if a.starts is not None or a.constants_P2 is not None or not _same(x, dy):
         return reference.norm_backward(a)
     dx, F = x.new_empty(x.shape), x.shape[2]
+    others = (a.mean_BT1, a.rstd_BT1, a.w_F)
+    if any(t is not None and _lazy(t) for t in others) or (a.w_F is not None and len(a.w_F) != F):
+        return reference.norm_backward(a)
     dw, db = (_empty(x, F if own and p is not None else 0) for p, own in parameters)
     rows = empty_rows(x, a.weight + a.bias, a.samples)
     mean, rstd = a.mean_BT1, a.rstd_BT1
@@ -122,14 +125,17 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows.stride(0),
         torch.get_num_threads(),
     )
-    dw, db = (t if p is None else _as(t, p.dtype) for t, (p, _) in zip((dw, db), parameters))
+    dw, db = (
+        _as(t, p.dtype) if own and p is not None else t for t, (p, own) in zip((dw, db), parameters)
+    )
     return dx, dw, db, rows
 
 
 def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     """See ``EmbeddingWgrad``. Documents and a metric are left to the reference."""
     dy, ids = a.dy_BTD, a.ids_BT
-    if a.starts is not None or a.constants_P2 is not None or not _same(dy):
+    fits = ids.shape == dy.shape[:2] and _same(dy) and not _lazy(ids)
+    if a.starts is not None or a.constants_P2 is not None or not fits:
         return reference.embedding_wgrad(a)
     ids = ids.to(torch.int64)
     dw = dy.new_zeros((a.num_embeddings, dy.shape[2]), dtype=torch.float32)
@@ -151,9 +157,13 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
 
 
 def _same(*tensors: Tensor) -> bool:
-    """Whether a kernel takes these tensors: of one dtype that it knows, and none is empty."""
-    dtype = tensors[0].dtype
-    return dtype in DTYPES and all(t.dtype == dtype and t.numel() and not _lazy(t) for t in tensors)
+    """Whether a kernel takes these tensors: of one shape and one dtype that it knows, not empty."""
+    dtype, shape = tensors[0].dtype, tensors[0].shape
+    return (
+        dtype in DTYPES
+        and shape.numel() > 0
+        and all(t.dtype == dtype and t.shape == shape and not _lazy(t) for t in tensors)
+    )
 
 
 def _address(t: Tensor | None) -> int:
@@ -183,8 +193,10 @@ THIN = 4
 
 
 def _lazy(t: Tensor) -> bool:
-    """Whether the numbers in memory differ from those of ``t``: a lazy minus sign or lazy zeros."""
-    return t.is_neg() or t._is_zerotensor()
+    """Whether the numbers of ``t`` are not those in its memory: a lazy minus sign, lazy zeros, or a
+    tensor that consists of others and has no address.
+    """
+    return t.is_neg() or t._is_zerotensor() or t.data_ptr() == 0
 
 
 def takes_gram(B: int, T: int, M: int, N: int) -> bool:
