@@ -40,7 +40,7 @@ std::vector<Run> runs_of(const EmbeddingWgrad& call, int64_t b, Place* places) {
   Place* end = places;
   for (int64_t t = 0; t < call.T; ++t) {
     const int64_t id = call.ids[b * call.ids_stride_b + t * call.ids_stride_t];
-    if (id != call.padding_idx) *end++ = {id, t};
+    if (id < 0 || id != call.padding_idx) *end++ = {id, t};
   }
   std::sort(places, end, [](const Place& one, const Place& other) {
     return one.id != other.id ? one.id < other.id : one.token < other.token;

@@ -31,20 +31,39 @@ struct Rows {
   float *dx[kTogether], mean[kTogether], rstd[kTogether];
 };
 
+// What ``add(k, sums)`` adds to all sums at every vector ``k`` of a row: a few vectors in float32,
+// then in float64.
+template <int kCount, class Add>
+void sum_rows(int64_t end, float (&found)[kCount], const Add& add) {
+  constexpr int64_t kFew = kFewVectors * kLanes;
+  Vector few[kCount] = {};
+  int64_t k = 0;
+  for (; k < std::min(end, kFew); k += kLanes) add(k, few);
+  if (k < end) {
+    Wide total[kCount];
+    for (int s = 0; s < kCount; ++s) total[s] = __builtin_convertvector(few[s], Wide);
+    while (k < end) {
+      for (Vector& sum : few) sum = Vector{};
+      for (const int64_t stop = std::min(end, k + kFew); k < stop; k += kLanes) add(k, few);
+      for (int s = 0; s < kCount; ++s) total[s] += __builtin_convertvector(few[s], Wide);
+    }
+    for (int s = 0; s < kCount; ++s) few[s] = __builtin_convertvector(total[s], Vector);
+  }
+  for (int s = 0; s < kCount; ++s) found[s] = sum_of(few[s]);
+}
+
 // dx of ``kR`` rows; adds their dy x̂ to ``dw``, and where ``kCentered`` their dy to ``db``.
 template <int kR, bool kCentered>
 void take_rows(const Rows& rows, const float* gain, int64_t F, float eps, float* dw, float* db) {
   const int64_t end = padded(F);
-  Vector mean[kR] = {}, rstd[kR], of_dx[kR] = {}, along_x[kR] = {};
+  Vector mean[kR] = {}, rstd[kR];
   if constexpr (!kCentered) {
-    Vector squares[kR] = {};
-    for (int64_t k = 0; k < end; k += kLanes) {
+    float square[kR];
+    sum_rows(end, square, [&](int64_t k, auto& sum) {
 #pragma GCC unroll 4
-      for (int r = 0; r < kR; ++r) squares[r] += load(rows.x[r] + k) * load(rows.x[r] + k);
-    }
-    for (int r = 0; r < kR; ++r) {
-      rstd[r] = broadcast(1 / std::sqrt(sum_of(squares[r]) / float(F) + eps));
-    }
+      for (int r = 0; r < kR; ++r) sum[r] += load(rows.x[r] + k) * load(rows.x[r] + k);
+    });
+    for (int r = 0; r < kR; ++r) rstd[r] = broadcast(1 / std::sqrt(square[r] / float(F) + eps));
   } else {
     for (int r = 0; r < kR; ++r) {
       mean[r] = broadcast(rows.mean[r]);
@@ -53,19 +72,20 @@ void take_rows(const Rows& rows, const float* gain, int64_t F, float eps, float*
   }
   // Exactly zero where x is the mean, as a product plus a constant is not.
   const auto normed = [&](int r, int64_t k) { return (load(rows.x[r] + k) - mean[r]) * rstd[r]; };
-  for (int64_t k = 0; k < end; k += kLanes) {
+  float sums[kCentered ? 2 * kR : kR];  // along x, then of dx
+  sum_rows(end, sums, [&](int64_t k, auto& sum) {
     const Vector w = load(gain + k);
 #pragma GCC unroll 4
     for (int r = 0; r < kR; ++r) {
       const Vector weighed = load(rows.dy[r] + k) * w;
-      if constexpr (kCentered) of_dx[r] += weighed;
-      along_x[r] += weighed * normed(r, k);
+      sum[r] += weighed * normed(r, k);
+      if constexpr (kCentered) sum[kR + r] += weighed;
     }
-  }
-  Vector constant[kR], slope[kR];
+  });
+  Vector constant[kR] = {}, slope[kR];
   for (int r = 0; r < kR; ++r) {
-    constant[r] = broadcast(sum_of(of_dx[r]) / float(F));
-    slope[r] = broadcast(sum_of(along_x[r]) / float(F));
+    slope[r] = broadcast(sums[r] / float(F));
+    if constexpr (kCentered) constant[r] = broadcast(sums[kR + r] / float(F));
   }
   for (int64_t k = 0; k < end; k += kLanes) {
     const Vector w = load(gain + k);

@@ -13,6 +13,7 @@ namespace gnsfast::cpu {
 namespace {
 
 constexpr int kTogether = 4;          // rows
+constexpr int64_t kFewVectors = 64;   // of a row are added in float32, then in float64
 constexpr int kParts = 32;            // at least, where there are tokens enough
 constexpr int64_t kTokens = 64;       // of a part of a sample, at least
 constexpr int64_t kEnough = 1 << 15;  // numbers that are worth a thread

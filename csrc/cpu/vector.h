@@ -4,6 +4,8 @@
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Anywhere __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 
+typedef double Wide __attribute__((vector_size(kLanes * sizeof(double))));
+
 inline Vector load(const float* from) { return *reinterpret_cast<const Anywhere*>(from); }
 inline void store(float* to, Vector v) { *reinterpret_cast<Anywhere*>(to) = v; }
 inline Vector broadcast(float value) { return value - Vector{}; }

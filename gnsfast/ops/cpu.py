@@ -90,18 +90,23 @@ def in_projection_wgrad(a: InProjectionWgrad) -> tuple[Tensor, Tensor, Tensor]:
 
 def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See ``NormBackward``. Documents and a metric are left to the reference."""
-    x, dy, parameters = a.x_BTF, a.dy_BTF, ((a.w_F, a.weight), (a.b_F, a.bias))
-    if a.starts is not None or a.constants_P2 is not None or not _same(x, dy):
+    x, dy, mean, rstd, w, b = a.x_BTF, a.dy_BTF, a.mean_BT1, a.rstd_BT1, a.w_F, a.b_F
+    shape = x.shape
+    fits = dy.shape == shape and (w is None or w.numel() == shape[-1])
+    if a.starts is not None or a.constants_P2 is not None or not (fits and _same(x, dy)):
         return reference.norm_backward(a)
-    dx, F = x.new_empty(x.shape), x.shape[2]
-    dw, db = (_empty(x, F if own and p is not None else 0) for p, own in parameters)
-    rows = empty_rows(x, a.weight + a.bias, a.samples)
-    mean, rstd = a.mean_BT1, a.rstd_BT1
+    for t in (mean, rstd, w):
+        if t is not None and _lazy(t):
+            return reference.norm_backward(a)
     if mean is not None and rstd is not None:
         mean, rstd = mean.float().contiguous(), rstd.float().contiguous()
     else:  # an RMS norm, whose statistics the kernel computes
         mean = rstd = None
-    gain = a.w_F if a.w_F is None else a.w_F.float().contiguous()
+    gain = w if w is None else w.float().contiguous()
+    dx = x.new_empty(shape)
+    dw = _empty(x, shape[2] if a.weight and w is not None else 0)
+    db = _empty(x, shape[2] if a.bias and b is not None else 0)
+    rows = empty_rows(x, a.weight + a.bias, shape[0])
     _module().norm_backward(
         instructions(),
         dy.data_ptr(),
@@ -109,7 +114,7 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x.data_ptr(),
         x.stride(),
         x.dtype == torch.bfloat16,
-        tuple(x.shape),
+        shape,
         _address(mean),
         _address(rstd),
         _address(gain),
@@ -122,18 +127,23 @@ def norm_backward(a: NormBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows.stride(0),
         torch.get_num_threads(),
     )
-    dw, db = (t if p is None else _as(t, p.dtype) for t, (p, _) in zip((dw, db), parameters))
+    if a.weight and w is not None:
+        dw = _as(dw, w.dtype)
+    if a.bias and b is not None:
+        db = _as(db, b.dtype)
     return dx, dw, db, rows
 
 
 def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
     """See ``EmbeddingWgrad``. Documents and a metric are left to the reference."""
     dy, ids = a.dy_BTD, a.ids_BT
-    if a.starts is not None or a.constants_P2 is not None or not _same(dy):
+    shape = dy.shape
+    fits = ids.shape == shape[:2] and _same(dy)
+    if a.starts is not None or a.constants_P2 is not None or not fits:
         return reference.embedding_wgrad(a)
     ids = ids.to(torch.int64)
-    dw = dy.new_zeros((a.num_embeddings, dy.shape[2]), dtype=torch.float32)
-    rows = empty_rows(dy, 1, a.samples)
+    dw = dy.new_zeros((a.num_embeddings, shape[2]), dtype=torch.float32)
+    rows = empty_rows(dy, 1, shape[0])
     _module().embedding_wgrad(
         instructions(),
         dy.data_ptr(),
@@ -141,7 +151,7 @@ def embedding_wgrad(a: EmbeddingWgrad) -> tuple[Tensor, Tensor]:
         dy.dtype == torch.bfloat16,
         ids.data_ptr(),
         ids.stride(),
-        (*dy.shape, a.num_embeddings),
+        (*shape, a.num_embeddings),
         a.padding_idx,
         dw.data_ptr(),
         rows.data_ptr(),
@@ -183,8 +193,10 @@ THIN = 4
 
 
 def _lazy(t: Tensor) -> bool:
-    """Whether the numbers in memory differ from those of ``t``: a lazy minus sign or lazy zeros."""
-    return t.is_neg() or t._is_zerotensor()
+    """Whether the numbers of ``t``, which is not empty, are not those in its memory: it has a lazy
+    minus sign, or no memory, as lazy zeros and tensors that consist of others.
+    """
+    return t.is_neg() or t.data_ptr() == 0
 
 
 def takes_gram(B: int, T: int, M: int, N: int) -> bool:

@@ -155,9 +155,13 @@ BUGS = {
         "if (work.parts > 1 && (index + 1) % work.parts) continue;",
         "",
     ),
-    "an RMS norm subtracts the mean of dx": (
-        "if constexpr (kCentered) of_dx[r] += weighed;",
-        "of_dx[r] += weighed;",
+    "a layer norm does not subtract the mean of dx": (
+        "if constexpr (kCentered) constant[r] = broadcast(sums[kR + r] / float(F));",
+        "",
+    ),
+    "the first numbers of a wide row are added again": (
+        "for (Vector& sum : few) sum = Vector{};",
+        "",
     ),
     "the gain's offset is lost": ("call.w[k] + call.offset", "call.w[k]"),
     "bfloat16 is cut off, not rounded": (
@@ -168,7 +172,7 @@ BUGS = {
         "if (call.db) finish(work, 1, call.db, row);",
         "if (call.db) finish(work, 0, call.db, row);",
     ),
-    "padding has a gradient": ("if (id != call.padding_idx) *end++", "*end++"),
+    "padding has a gradient": ("if (id < 0 || id != call.padding_idx) *end++", "*end++"),
     "each token of an id is squared by itself": (
         "[&](const Place& place) { return place.id != at->id; });",
         "[&](const Place& place) { return &place != at; });",

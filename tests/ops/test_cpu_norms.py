@@ -2,11 +2,13 @@
 """The CPU kernels of norms and embeddings against loops over single samples in float64."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from cpu_cases import LAYOUTS, assert_row
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from gnsfast import reference
 from gnsfast.ops import cpu
@@ -83,7 +85,9 @@ def test_layouts(layout: str, instructions: str) -> None:
 def test_frozen_parameters(weight: bool, bias: bool, instructions: str) -> None:
     a = norm(*torch.randn(2, 3, 40, 33), "layer")._replace(weight=weight, bias=bias)
     assert_right(a)
-    assert [t.numel() for t in cpu.norm_backward(a)[1:3]] == [33 * weight, 33 * bias]
+    halves = a._replace(w_F=torch.ones(33).bfloat16(), b_F=torch.ones(33).bfloat16())
+    for found, want in zip(cpu.norm_backward(halves), halves.results()):
+        assert found.shape == want.shape and found.dtype == want.dtype
 
 
 def test_no_gain(instructions: str) -> None:
@@ -106,6 +110,18 @@ def test_long_samples_of_one_sign(instructions: str) -> None:
     torch.testing.assert_close(rows[1, 0], db.square().sum(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_wide_rows_of_one_sign(kind: str, instructions: str) -> None:
+    """One float32 sum over 2^16 equal numbers is 2e-4 off."""
+    x, dy = torch.full((1, 3, 1 << 16), 0.7), torch.full((1, 3, 1 << 16), 0.3)
+    x[..., ::2] *= 1 if kind == "rms" else -1
+    a = norm(dy, x, kind)._replace(w_F=torch.full((1 << 16,), 0.9))
+    dx, dw, _, rows = cpu.norm_backward(a)
+    want_dx, dw_BF, _ = of_single_samples(a)
+    assert_row(rows[0], dw, dw_BF)
+    torch.testing.assert_close(dx.double(), want_dx, rtol=0, atol=2e-6 * (0.3 * 1.9 / 0.7))
+
+
 def test_norms_that_the_reference_takes() -> None:
     x, dy = torch.randn(2, 4, 6, 8)
     whole = norm(dy[:1], x[:1], "layer")
@@ -116,6 +132,37 @@ def test_norms_that_the_reference_takes() -> None:
     for a in (documents, norm(dy.double(), x.double(), "rms"), norm(dy[:0], x[:0], "layer"), lazy):
         for found, want in zip(cpu.norm_backward(a), reference.norm_backward(a)):
             assert torch.equal(found, want)
+
+
+def like_the_reference(a: NormBackward) -> None:
+    for found, want in zip(cpu.norm_backward(a), reference.norm_backward(a)):
+        assert found.dtype == want.dtype
+        torch.testing.assert_close(found, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("F", [1, 5])
+def test_numbers_that_are_not_in_memory(F: int, instructions: str) -> None:
+    """A gain with a lazy minus sign, one of lazy zeros, and one that consists of other tensors."""
+    a = norm(*torch.randn(2, 3, 4, F), "layer")
+    imaginary = torch.complex(torch.zeros(F), torch.ones(F)).conj().imag
+    assert imaginary.is_neg()
+    for gain in (imaginary, torch._neg_view(torch.ones(F)), torch._efficientzerotensor(F)):
+        like_the_reference(a._replace(w_F=gain))
+    twice = TwoTensor(torch.full((F,), 3.0), torch.full((F,), 3.0))
+    assert twice.data_ptr() == 0  # the address of no gain at all
+    found: Any = cpu.norm_backward(a._replace(w_F=twice))[0]
+    torch.testing.assert_close(found.a, reference.norm_backward(a._replace(w_F=twice.a))[0])
+
+
+def test_shapes_that_do_not_fit(instructions: str) -> None:
+    """The kernels would read beyond the end of these."""
+    a = norm(*torch.randn(2, 3, 4, 5), "layer")
+    for odd in (a._replace(dy_BTF=torch.randn(1, 4, 5)), a._replace(w_F=torch.ones(1))):
+        with pytest.raises(RuntimeError, match="shape"):
+            cpu.norm_backward(odd)
+    few = EmbeddingWgrad(torch.randn(3, 4, 5), torch.zeros(1, 4).long(), 6, -1, torch.float32)
+    with pytest.raises(RuntimeError, match="size"):
+        cpu.embedding_wgrad(few)
 
 
 def tables(dy: Tensor, ids_BT: Tensor, V: int, padding_idx: int = -1) -> Tensor:
@@ -154,7 +201,7 @@ def test_an_id_outside_of_the_table(instructions: str) -> None:
     for wrong in (-1, 6):
         ids_BT = torch.tensor([[0, wrong]])
         with pytest.raises(IndexError, match="not in the table"):
-            cpu.embedding_wgrad(EmbeddingWgrad(torch.randn(1, 2, 5), ids_BT, 6, -2, torch.float32))
+            cpu.embedding_wgrad(EmbeddingWgrad(torch.randn(1, 2, 5), ids_BT, 6, -1, torch.float32))
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 129), (33, 40, 200)])
