@@ -140,7 +140,9 @@ CASES: dict[str, Callable[[], Runs]] = {
     "LayerNorm, long samples": lambda: layer_norm(4, 256),
     "GPT step": lambda: estimator(TinyGPT, gpt_loss, gpt_batch(TinyGPT)),
     "GPT step, asked": asked,
-    "GPT-2 step": lambda: estimator(NarrowGPT2, gpt_loss, gpt_batch(NarrowGPT2)),
+    "GPT-2 step, 3 blocks": lambda: estimator(
+        *(lambda: NarrowGPT2(layers=3), gpt_loss, gpt_batch(NarrowGPT2)),
+    ),
     "Perceptron, norms": lambda: norms(Perceptron, perceptron_loss, labelled()),
     "Perceptron, estimator": lambda: estimator(Perceptron, perceptron_loss, labelled()),
 }

@@ -12,8 +12,8 @@ class NarrowGPT2(GPT):
 
     B, T, vocabulary = 4, 16, 512
 
-    def __init__(self) -> None:
-        super().__init__(width=32, heads=2, layers=12)
+    def __init__(self, layers: int = 12) -> None:
+        super().__init__(width=32, heads=2, layers=layers)
         self.head.weight = self.tokens.weight
 
 
