@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The noise scale at the weights of the newest update.
 
-The window's mean lags behind a noise scale that moves. Here a straight line is fitted to tr Σ, and
-one to |G|², over the window; the weight of an update falls linearly with its age. The estimate is
-the ratio at the lines' end, with Fieller's interval from the deviations of both from their lines.
+The mean over a window lags behind a noise scale that moves. So one straight line is fitted to tr Σ
+over the window, and another to |G|². The weight of an update falls linearly with its age. The
+estimate is the ratio of the two lines at the newest update. Its interval is Fieller's, from the
+deviations of the updates from their lines.
 
-That is the interval of the trend. The noise scale itself leaves it from update to update, as |G|²
-does along directions in which the weights oscillate: by 40 % in a small GPT. No window can tell how
-far it is off at the last update, so the interval also holds the spread of these excursions. What of
-the deviations is measurement is independent between updates, since the samples are, and what
-neighbours have in common is the noise scale's own. The excursions' share of the variance is taken
-as twice the upper 95 % limit of the neighbours' correlation: right for those that last for about
-two updates, too much for longer ones. Those of a single update are not seen.
+That interval is for the trend alone. The noise scale itself leaves its trend for a few updates at a
+time, because |G|² changes along directions in which the weights oscillate: by 40 % in a small GPT.
+No window shows how far off it is at the newest update. So the interval is widened by the usual size
+of such an excursion, which neighbouring updates show. Their measurement errors are independent,
+since their samples are. What their deviations have in common is therefore the noise scale's own.
+The variance of the excursions is taken as twice the upper 95 % limit of the neighbours' covariance.
+That is right for excursions that last for about two updates, and too much for longer ones. An
+excursion of a single update is not seen.
 """
 
 import math

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which windows are resolved, and confidence limits that hold given that they are, or are not.
+"""Which windows are resolved, and confidence limits that allow for this choice.
 
-A window is resolved where the mean G of |G|² is so far above zero, in its standard errors, as that
-of a window without any signal is in ``FALSE`` of all cases. To show a value in these windows alone
-is to select those in which chance has made G large: of a noise scale far above the batch, limits
-that ignore this miss nearly always where they are shown. So the limits here are of G *given* what
-is shown. With μ for the true |G|² and A for the probability of a resolved window at μ, they hold
-each μ
+A window is *resolved* if the mean G of its |G|² is clearly above zero. Measured in standard errors,
+only a share ``FALSE`` of the windows without any signal come as far.
 
-    resolved      that P(G or more) does not reject, with a level of 5 % of A, less what the other
-                  limit, at 2.5 %, leaves out of the resolved windows
-    unresolved    that P(G or less) does not reject, with a level of 5 % of 1 - A
+Who looks at resolved windows alone selects those in which chance has made G large. Where the true
+noise scale is far above the batch size, limits that ignore this selection are wrong nearly every
+time that they are shown. So the limits here are conditional: they are of G, *given* whether the
+window is resolved. Let μ be the true |G|², and A the probability that a window with this μ is
+resolved. The interval holds each μ that its test does not reject:
 
-and for which at least ``SELDOM`` of the windows are shown like this one. Whatever the truth is, the
-interval then misses it in at most 5 % of the resolved windows (and of the unresolved ones), unless
-these are fewer than ``SELDOM`` of all. Far above the threshold A is 1 and the limits are the usual
-ones; they are wide close to it. A true |G|² is not negative: the limit above a G far below zero is
-at least (√2 - 1) |G|.
+    resolved      the test of P(G or more), at a level of 5 % of A, less what the other limit, at
+                  2.5 %, leaves out of the resolved windows
+    unresolved    the test of P(G or less), at a level of 5 % of 1 - A
+
+A μ for which fewer than ``SELDOM`` of the windows are shown like this one is left out as well.
+Whatever the truth is, the interval then misses it in at most 5 % of the resolved windows, and of
+the unresolved ones, unless these are fewer than ``SELDOM`` of all. Far above the threshold A is 1,
+and the limits are the usual ones. Close to it they are wide. A true |G|² is not negative: where G
+is far below zero, the limit above it is at least (√2 - 1) |G|.
 """
 
 import math
