@@ -150,17 +150,18 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
             "Samples with tokens have no gradient at all, so padding was counted. For each sample "
             "tokens is what the loss counts, which is 0 for padding."
         )
-    if another:
-        return (
-            "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
-            "backward passes. It has another norm_type, or was taken after clipping, or after a "
-            "GradScaler unscaled the gradients. In the last case pass grad_scaler=scaler to "
-            "GradientNoiseScale."
-        )
     if norms:
         return (
             "The processes gave different values of grad_norm to gns.update(). Each must give the "
             "norm of the whole gradient, in a pipeline the norm over all stages."
+        )
+    if another:
+        return (
+            "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
+            "backward passes. It has another norm_type, leaves parameters out, or was taken after "
+            "clipping, or after a GradScaler unscaled the gradients. Write gns.update(grad_norm="
+            "clip_grad_norm_(model.parameters(), max_norm)), whose norm_type is 2. In the last "
+            "case pass grad_scaler=scaler to GradientNoiseScale."
         )
     if weights:
         return (
