@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
+from gnsfast.estimator.between import begun_anew, written_before_backward
 from gnsfast.estimator.binding import Binding
 from gnsfast.estimator.dual_norms import DualNorms
 from gnsfast.estimator.exchange import FLAGS, Exchange
@@ -95,6 +96,8 @@ class Observer:
         self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
         spread = fsdp_degrees(self.model)
         replicas = [id(p) not in spread for p, _ in self._blocks]
+        # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
+        self._apart = [not is_dtensor(p) or id(p) in spread for p in self.parameters]
         averaged = averages(self._wrapped, self.processes, spread)
         self.given = GivenNorm(self._blocks, self.processes, averaged)
         # Several processes sum their numbers on the device. A single one needs no device.
@@ -149,8 +152,10 @@ class Observer:
         slab = self._slabs.slab(self.model, slots, self._sides)
         first = not self._passes
         measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
-        slab.open(documents, *measured, self.pass_over, self.dual.open(len(self._passes)))
-        self.slab, self._end, self._split = slab, None, False
+        begins = None if first or self.settings.local else self._begins
+        second = self.dual.open(len(self._passes))
+        slab.open(documents, *measured, self.pass_over, second, begins)
+        self.slab, self._end, self._split, self._written = slab, None, False, False
         self._alone = passes == 1 and self.processes.world == 1
         self._audited = self.audit.next(first)
         try:
@@ -164,6 +169,13 @@ class Observer:
         self._before = {n: checks.mark(p) for n, p in zip(self.names, self.parameters) if n in left}
         if first:
             self._leftover = None if self.settings.local else self._witness()
+
+    def _begins(self) -> None:
+        """Look for writes to the gradients of earlier passes when backward begins."""
+        assert self._watch is not None
+        before = [m if own else None for m, own in zip(self._last.marks, self._apart)]
+        named = list(zip(self.names, self.parameters))
+        self._written = written_before_backward(named, before, self._watch.arrived)
 
     def pass_over(self) -> None:
         """Note the state of the gradients after a backward pass."""
@@ -253,7 +265,11 @@ class Observer:
         if self._passes:
             self._refuse_next(divided, tokens is not None)
             if not self.settings.local and not dist.is_initialized():  # DDP changes to its buckets
-                self._refuse_gone(before.marks)
+                now = self._last.marks
+                self._written |= begun_anew(self.parameters, before.marks, now)
+            if self._written:
+                self.discard()
+                raise ObservationError(checks.BETWEEN)
         else:
             self._touched = [0] * len(self.names)
         for k, (name, p, mark) in enumerate(zip(self.names, self.parameters, self._last.marks)):
@@ -287,15 +303,6 @@ class Observer:
         if lengths != (self._passes[-1].tokens is not None):
             self.discard()
             raise ValueError("tokens must be given for all micro-batches or for none")
-
-    def _refuse_gone(self, before: list[Mark]) -> None:
-        """Raise if ``.grad`` began anew in this pass: a new tensor has version 0, a sum more."""
-        for p, old, now in zip(self.parameters, before, self._last.marks):
-            if old is None or old == now or now is not None and now[1] > old[1]:
-                continue
-            if now is None or type(p.grad) is Tensor:  # those of subclasses are summed to new ones
-                self.discard()
-                raise ObservationError(checks.BETWEEN)
 
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Update, list[int]]:
         """The update, and in how many own micro-batches each parameter got a gradient."""

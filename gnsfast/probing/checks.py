@@ -13,7 +13,7 @@ from gnsfast.layers import ATTEND_TO_EACH_OTHER, DropIn, in_parts
 BETWEEN = (
     "Gradients were changed between two micro-batches of an update, by another backward pass, "
     "clipping, or zero_grad without gns.update(). Put each backward pass of an update into its own "
-    "gns.microbatch(...) block."
+    "gns.microbatch(...) block, and call zero_grad after gns.update() only."
 )
 
 

@@ -3,6 +3,7 @@
 
 import contextlib
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +232,32 @@ def largest_entry(rank: int, wrap: str, microbatches: int) -> None:
             assert gns.compute().grad_sqnorm == pytest.approx(one_norm(update), rel=1e-5)
 
 
+def zeroed_in_a_block(rank: int, wrap: str, silent: bool) -> None:
+    """In the second block, before its backward pass. Without it nothing is wrong."""
+
+    def run(zeroed: bool) -> None:
+        model: Any = make()
+        if wrap == "fsdp":
+            fully_shard(model)
+        else:
+            model = DistributedDataParallel(model, gradient_as_bucket_view=wrap == "views")
+        gns = gnsfast.GradientNoiseScale(model)
+        for update in batches_of(2, 3, N):
+            for k, (x, y) in enumerate(update[rank]):
+                with model.no_sync() if silent and k < 2 else contextlib.nullcontext():
+                    with gns.microbatch(N):
+                        if zeroed and k == 1:
+                            model.zero_grad(set_to_none=False)
+                        F.cross_entropy(model(x), y).backward()
+            gns.update()
+            model.zero_grad(set_to_none=False)
+        assert gns.compute().updates == UPDATES
+
+    run(zeroed=False)
+    with pytest.raises(gnsfast.ObservationError, match="zero_grad after gns.update.. only"):
+        run(zeroed=True)
+
+
 def divide_factors(rank: int) -> None:
     """Two factors in one model are refused, with the remedy."""
     model = make()
@@ -296,3 +323,5 @@ def test_two_processes() -> None:
     spawn(each, args=(works,))
     cases = [(wrap, microbatches) for wrap in ("ddp", "fsdp") for microbatches in (1, 2)]
     spawn(each, args=([largest_entry], *cases))
+    cases = [("ddp", True), ("ddp", False), ("views", True), ("views", False), ("fsdp", False)]
+    spawn(each, args=([zeroed_in_a_block], *cases))
