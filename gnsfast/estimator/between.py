@@ -56,8 +56,16 @@ def written_before_backward(
         buffer = id(p.grad if base is None else base)
         arrivals[buffer] = arrivals.get(buffer, 0) + arrived.get(name, 0)
         if now is not None and now[0] == old[0]:
-            writes[buffer] = now[1] - old[1]
+            if not (arrivals[buffer] and _has_hooks(p)):
+                writes[buffer] = now[1] - old[1]
         elif not arrived.get(name, 0) and not (several and base is not None):
             return True  # but DDP makes new buckets after its first pass
     each = arrival_writes() * (1 + several * DDP_WRITES)
     return any(count > each * arrivals[buffer] for buffer, count in writes.items())
+
+
+def _has_hooks(p: nn.Parameter) -> bool:
+    """Whether anybody but the watch has a hook on a gradient that was accumulated, which may write
+    to it.
+    """
+    return len(p._post_accumulate_grad_hooks or ()) > 1

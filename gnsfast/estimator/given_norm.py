@@ -5,7 +5,7 @@ A norm of another kind, or of some of the parameters, is a plausible number: noi
 a whole gradient that is smaller than those of its passes. So some updates read the gradients too.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,9 +50,9 @@ class GivenNorm:
         return read
 
 
-def averages(model: nn.Module, processes: Processes, sharded: Any) -> bool:
-    """Whether backward passes leave the average over processes in ``.grad``. ``sharded`` holds the
-    parameters of FSDP2.
+def averages(model: nn.Module, processes: Processes, replicas: Sequence[bool]) -> bool:
+    """Whether backward passes leave the average over processes in ``.grad``. ``replicas`` says
+    which parameters FSDP2 does not hold, and so does not average.
     """
     wrapped = any(isinstance(m, DistributedDataParallel) for m in model.modules())
-    return processes.data == 1 or wrapped or bool(sharded)
+    return processes.data == 1 or wrapped or not any(replicas)

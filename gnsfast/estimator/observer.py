@@ -98,7 +98,7 @@ class Observer:
         replicas = [id(p) not in spread for p, _ in self._blocks]
         # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
         self._apart = [not is_dtensor(p) or id(p) in spread for p in self.parameters]
-        averaged = averages(self._wrapped, self.processes, spread)
+        averaged = averages(self._wrapped, self.processes, replicas)
         self.given = GivenNorm(self._blocks, self.processes, averaged)
         # Several processes sum their numbers on the device. A single one needs no device.
         where = self.device if self.processes.world > 1 else torch.device("cpu")

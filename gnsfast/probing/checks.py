@@ -173,7 +173,10 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
             "The processes have different gradients at gns.update(), so nobody has averaged them. "
             "Wrap the model in DistributedDataParallel or fully_shard, or pass a process_group "
             "that holds this process alone. If you average gradients by hand, do it before "
-            "gns.update(grad_norm=...), and give the norm of the average."
+            "gns.update(grad_norm=...), and give the norm of the average. FSDP2 does not average "
+            "its ignored_params: leave them out of fully_shard's ignored_params, freeze them, or "
+            "average each as it arrives, by p.register_post_accumulate_grad_hook(lambda p: "
+            "dist.all_reduce(p.grad.div_(dist.get_world_size())))."
         )
     if stale:
         return (

@@ -183,6 +183,19 @@ def test_gradients_zeroed_in_place_in_a_later_block_are_noticed(
         run(zeroed=True)
 
 
+def test_a_hook_that_writes_to_what_has_arrived_is_no_zeroing() -> None:
+    def rewrite(p: Any) -> None:
+        p.grad.mul_(1).add_(0)
+
+    model, gns = made()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(rewrite)
+    for _ in range(3):
+        block(model, gns)
+    gns.update()
+    assert gns.compute().updates == 1
+
+
 def witnesses(monkeypatch: pytest.MonkeyPatch, microbatches: int, **settings: Any) -> int:
     """How often an update reads norms of gradients."""
     read = []
