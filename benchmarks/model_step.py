@@ -35,7 +35,7 @@ add the probes' rows, three for the norms of a few gradients."""
 AUDITED = 32
 """The parameters audited in one pass (``probing.gradient_watch.AT_ONCE``), by a kernel each."""
 
-SCALARS = 19
+SCALARS = 20
 """Numbers of an update's vector beside two for each parameter and two for each row of a probe."""
 
 SECTOR = 32

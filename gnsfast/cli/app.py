@@ -362,6 +362,7 @@ def branch(
                 launcher=launcher,
                 make_run=make_run,
                 noise_scale=noise_scale,
+                factor=factor,
                 on_branch=None if as_json else lambda b: typer.echo(branch_.branch_line(b)),
             )
     except KeyboardInterrupt:

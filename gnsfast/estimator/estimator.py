@@ -297,8 +297,9 @@ class GradientNoiseScale:
 
         Args:
             grad_norm: the 2-norm of the whole gradient before clipping, as ``clip_grad_norm_``
-                returns it. Then no gradient is read, and there are no noise scales by module. The
-                error of this norm remains: on a CPU torch's is 1e-3 low for 16M elements.
+                returns it. Then no gradient is read (but in the first update and in one of each
+                hundred, to compare), and there are no noise scales by module. The error of this
+                norm remains: on a CPU torch's is 1e-3 low for 16M elements.
 
         Nothing waits for the device, except for ``metric="spectral"``. With several processes this
         is a collective: if one of them raises, the others wait for it.
@@ -323,7 +324,7 @@ class GradientNoiseScale:
         self._touched = [a + b for a, b in zip(self._touched, touched)]
         self._measured += 1
         if self._measured % AUDIT_EVERY == 0:
-            observer.audit.again()
+            observer.audit_again()
 
     def compute(self) -> NoiseScale:
         """The noise scale over the window, with its 95 % interval. It waits for the device.

@@ -20,6 +20,8 @@ gradients were changed after backward; they were not zero before the first micro
 ``grad_norm`` does not fit the probes; samples without tokens have gradients; samples with tokens
 have none; processes have different gradients; they have different values of ``grad_norm``; they
 have different weights of the same samples."""
+ANOTHER = 2
+"""The place of "``grad_norm`` does not fit" among them."""
 DISAGREEMENTS = 3
 """The last of these compare processes."""
 
@@ -63,20 +65,22 @@ class Exchange:
         scalars_US: Tensor,
         calls_U2R: Tensor,
         flags_U5: Tensor,
-        norm_U: Tensor,
+        norm_U2: Tensor,
         replica_U: Tensor,
         extra_UE: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The numbers [U, width] and the flags of U updates, from this process's shares of them.
 
-        ``flags_U5`` are the first five of ``FLAGS``. ``norm_U`` comes from a given ``grad_norm``,
-        ``replica_U`` from the gradients that data-parallel replicas share; both may be zero.
+        ``flags_U5`` are the first five of ``FLAGS``. ``norm_U2`` holds a given ``grad_norm``, which
+        may be zero, and what an audit has read of it, which is NaN without one. ``replica_U`` comes
+        from the gradients that data-parallel replicas share, and may be zero.
         ``extra_UE`` are the numbers of a metric or of groups.
         """
         on, U = self.processes, len(whole_U)
         whole_U1 = whole_U[:, None]
         if on.world == 1:  # it agrees with itself, and half of the arithmetic is for others
             agreed = calls_U2R.new_zeros(U, DISAGREEMENTS)
+            flags_U5[:, ANOTHER] += another_norm(*norm_U2.unbind(1))
             return (
                 torch.cat([sums_U2K.flatten(1), whole_U1, scalars_US, extra_UE], 1),
                 torch.cat([calls_U2R.flatten(1), flags_U5, agreed], 1),
@@ -92,7 +96,7 @@ class Exchange:
             weights.flatten(1),
             self.stages.of_rows(calls_U2R).flatten(1),
             flags_U5,
-            torch.stack([norm_U, norm_U.square()], 1),
+            torch.cat([norm_U2, norm_U2[:, :1].square()], 1),
             shared.flatten(1),
             extra_UE,
         ]
@@ -101,18 +105,27 @@ class Exchange:
         p_q, whole_U1, weights, calls, own_flags, norms, shared, extra_UE = vector.split(
             [t.shape[1] for t in parts], 1
         )
+        norm_U, read_U, squares_U = norms.unbind(1)
+        own_flags[:, ANOTHER] += another_norm(norm_U / on.world, read_U)
         weights = weights.view(U, on.stages, -1)
         first = weights[:, :1]
         weights_differ = (weights - first).abs() > 1e-6 * first.abs()
         disagreements = [
             _differ(*shared.view(U, -1, 3).unbind(2)).any(1),
-            _differ(norms.new_tensor(on.world), *norms.T),
+            _differ(norms.new_tensor(on.world), norm_U, squares_U),
             weights_differ.flatten(1).any(1),
         ]
         return (
             torch.cat([p_q, whole_U1, weights[:, 0], extra_UE], 1),
             torch.cat([calls, own_flags, torch.stack(disagreements, 1).double()], 1),
         )
+
+
+def another_norm(given: Tensor, read: Tensor) -> Tensor:
+    """Whether the square of a ``grad_norm`` is not what was read, which half precision moves by up
+    to 1e-2. After an overflow there is nothing to compare, nor where ``read`` is NaN.
+    """
+    return given.isfinite() & ((given - read).abs() > 0.03 * read)
 
 
 def _differ(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:

@@ -45,6 +45,16 @@ class Sqnorms(NamedTuple):
         return found
 
 
+class EndOfPass(NamedTuple):
+    """The gradients after a backward pass: the mark of each one, the norms of a few, and of all in
+    an audit of a given norm.
+    """
+
+    marks: list[Mark]
+    witness: Tensor | None
+    read: Sqnorms | None = None
+
+
 def grad_sqnorms(blocks: list[Block], processes: Processes) -> Sqnorms:
     """Read the gradients. All processes have an equal share of a replicated gradient, and each has
     its own shard of a sharded one. Nothing waits for the device.

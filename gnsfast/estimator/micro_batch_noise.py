@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -25,6 +26,7 @@ from gnsfast.combinations import MICRO_BATCHES, SHARDED, SPECTRAL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Settings
 from gnsfast.parallel import parameters_at_rest
+from gnsfast.probing import checks
 from gnsfast.tensors import is_dtensor
 
 
@@ -93,3 +95,21 @@ def trainable(model: nn.Module, feature: str, settings: Settings) -> dict[str, n
             and (id(p) not in rows if settings.matrices is None else p in settings.matrices)
         }
     return found
+
+
+def refuse_numbers(p: Tensor, q: Tensor, scalars: Tensor, flags: Tensor, world: int) -> None:
+    """Raise if the numbers of updates of a ``TwoBatchNoiseScale`` cannot be those of their
+    micro-batches.
+    """
+    written, stale, another, one, square = flags.T
+    apart = world * square - one.square() > 1e-5 * one.square()
+    none = torch.zeros_like(one)
+    own = [written, stale, another, none, none, apart, none, none]
+    if wrong := checks.explain_flags([float(flag.nansum()) for flag in own]):
+        raise ObservationError(wrong)
+    if bool((q > (1 + 1e-3) * scalars[:, 2] * p).any()):  # by Cauchy-Schwarz
+        raise ObservationError(
+            "The gradient of an update is larger than those of its micro-batches allow. A "
+            "backward pass ran outside of gns.microbatch, or grad_norm or scale is not that of "
+            "these gradients. With a gradient scaler pass grad_scaler=scaler."
+        )

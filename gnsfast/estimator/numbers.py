@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gnsfast.estimator.adam_metric import NoMetric
-from gnsfast.estimator.exchange import Exchange
+from gnsfast.estimator.exchange import Exchange, another_norm
 from gnsfast.estimator.gradients import Sqnorms, rewritten
 from gnsfast.estimator.sample_groups import GroupMeasure, GroupRows
 from gnsfast.estimator.settings import Settings
@@ -45,16 +45,19 @@ def kept(value: Any) -> Any:
 
 class Update(NamedTuple):
     """What an update left. q comes from the final gradients (``sqnorms``), from the norm of the
-    whole gradient (``norm``), or from the probes. ``witnesses`` are the norms of some gradients
-    after the last backward pass and at ``update()``, and ``leftover`` those before the first pass.
-    ``loss_scale`` is the factor that the gradients still have. ``dual`` is this process's share of
-    the numbers of ``DualNorms``.
+    whole gradient (``norm``), or from the probes. A pass that was ``alone``, on one process, lets
+    ``norm`` be compared with the probes, others with ``read`` if it is not None. ``witnesses`` are
+    the norms of some gradients after the last backward pass and at ``update()``, and ``leftover``
+    those before the first pass. ``loss_scale`` is the factor that the gradients still have.
+    ``dual`` is this process's share of the numbers of ``DualNorms``.
     """
 
     passes: list[Pass]
     by_probe: bool
+    alone: bool
     leftover: Tensor | None
     norm: Tensor | None
+    read: Sqnorms | None
     sqnorms: Sqnorms | None
     witnesses: tuple[Tensor | None, Tensor | None]
     loss_scale: Tensor | None
@@ -104,18 +107,18 @@ class Numbers:
         calls_U2R, scalars_US, lost_U2 = rest
         p_q_U2K = sums / self._processes.tensor  # all tensor-parallel processes found the same
         whole_U = p_q_U2K[:, 1].sum(1)
-        seen_U5 = whole_U.new_zeros(len(updates), 5)
+        seen_U6 = whole_U.new_zeros(len(updates), 6)
         for u, update in enumerate(updates):
             if not update.by_probe or update.norm is not None:
                 p, q = p_q_U2K[u]
-                q[:], whole_U[u], seen_U5[u] = self._of_gradients(update, p, q, whole_U[u])
-        flags_U5 = torch.cat([seen_U5[:, :3], lost_U2], 1)
+                q[:], whole_U[u], seen_U6[u] = self._of_gradients(update, p, q, whole_U[u])
+        flags_U5 = torch.cat([seen_U6[:, :3], lost_U2], 1)
         extra_UE = p_q_U2K.new_zeros(len(updates), 0)
         if self._exchange.extra:
             extra_UE = torch.stack([*map(self._extra, updates, metric_U2)])
         return self._exchange(
             *(p_q_U2K, whole_U, scalars_US, calls_U2R),
-            *(flags_U5, seen_U5[:, 3], seen_U5[:, 4], extra_UE),
+            *(flags_U5, seen_U6[:, 3:5], seen_U6[:, 5], extra_UE),
         )
 
     def _of_passes(self, passes: list[Pass]) -> tuple[Tensor, ...]:
@@ -170,11 +173,12 @@ class Numbers:
         self, update: Update, p: Tensor, q: Tensor, whole: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, its sum, and what an update's gradients or their norm show: whether they were written
-        to, were not zero before, or differ from the probes; then the given norm and the part of
-        ``whole`` that all replicas share.
+        to, were not zero before, or differ from the probes; then the given norm, this process's
+        share of what it is compared with, and the part of ``whole`` that all replicas share.
         """
         zero = torch.zeros_like(whole)
         written = another = replica = handed = stale = zero
+        read = torch.full_like(whole, torch.nan)
         norm = (
             None
             if update.norm is None
@@ -182,11 +186,16 @@ class Numbers:
         )
         if update.by_probe:
             if norm is not None:  # it is only compared, since the probes are more accurate
-                another = ((norm - whole).abs() > 0.02 * whole).double()
-            return q, whole, torch.stack([written, stale, another, handed, replica])
+                another = another_norm(norm, whole).double()
+            return q, whole, torch.stack([written, stale, another, handed, read, replica])
         if update.leftover is not None:
             stale = (update.leftover.sum() != 0).double()
         if norm is not None:
+            if update.alone:
+                read = whole
+            elif update.read is not None:
+                read = update.read.shares(self.device).sum()
+                read = loss_factors.without_scale(read, update.passes[-1].loss_scale)
             handed, whole = norm, norm * self._processes.divisor**2 / self._processes.world
             # With noise alone it is about p. A gradient scaler's factor, at least 512, would
             # be squared.
@@ -198,7 +207,7 @@ class Numbers:
             q = loss_factors.without_scale(shares, update.loss_scale) * divided
             whole, replica = q.sum(), (q * self._replicas).sum()
             written = self._written(update)
-        return q, whole, torch.stack([written, stale, another, handed, replica])
+        return q, whole, torch.stack([written, stale, another, handed, read, replica])
 
     def _extra(self, update: Update, metric_2: Tensor) -> Tensor:
         """This process's share of the numbers of a metric, dual norms and groups."""

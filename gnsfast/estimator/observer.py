@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
+from gnsfast.estimator.between import begun_anew, written_before_backward
+from gnsfast.estimator.binding import Binding
 from gnsfast.estimator.dual_norms import DualNorms
 from gnsfast.estimator.exchange import FLAGS, Exchange
+from gnsfast.estimator.given_norm import GivenNorm, averages
+from gnsfast.estimator.gradients import EndOfPass
 from gnsfast.estimator.numbers import Numbers, Pass, Update, kept
 from gnsfast.estimator.sample_groups import GroupMeasure
-from gnsfast.estimator.settings import EndOfPass, Mark, Settings
+from gnsfast.estimator.settings import Mark, Settings
 from gnsfast.estimator.stages import Stages
 from gnsfast.functional import document_slots
 from gnsfast.noise_scale import loss_factors
@@ -75,7 +79,6 @@ class Observer:
                 "gnsfast.convert(model) first"
             )
         parameters = parameters_at_rest(self.model)
-        at_rest = dict(zip(map(id, self.model.parameters()), parameters.values()))
         self.names = list(slab.rows)
         self.parameters = [parameters[name] for name in self.names]
         self.paths = {name: [path for path, _, _ in rows] for name, rows in slab.rows.items()}
@@ -93,12 +96,10 @@ class Observer:
         self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
         spread = fsdp_degrees(self.model)
         replicas = [id(p) not in spread for p, _ in self._blocks]
-        self._owners = [
-            (module._parameters, key, p)
-            for module in self.model.modules()
-            for key, p in module._parameters.items()
-            if p is not None and not is_dtensor(at_rest[id(p)])  # FSDP2 swaps those in and out
-        ]
+        # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
+        self._apart = [not is_dtensor(p) or id(p) in spread for p in self.parameters]
+        averaged = averages(self._wrapped, self.processes, replicas)
+        self.given = GivenNorm(self._blocks, self.processes, averaged)
         # Several processes sum their numbers on the device. A single one needs no device.
         where = self.device if self.processes.world > 1 else torch.device("cpu")
         self.audit = Audit(self.names, where)
@@ -106,11 +107,7 @@ class Observer:
             *(self._slabs.slab(self.model, 1, self._sides), self.exchange, s, replicas),
             *(self.audit, self.metric, self.groups, where),
         )
-        self._all = list(parameters.values())
-        self._trainable = self._signature()
-
-    def _signature(self) -> list[tuple[bool, torch.device]]:
-        return [(p.requires_grad, p.device) for p in self._all]
+        self._binding = Binding(self.model, parameters)
 
     @property
     def probes(self) -> list[Tensor]:
@@ -142,7 +139,7 @@ class Observer:
             )
         self._changed |= self._slabs.refresh(self.model)
         if self._changed:
-            self._refuse_changes()
+            self._binding.check()
             self._changed = False
         refuse_context_parallel()
         if not self._passes and self.processes.world > 1 and not self.settings.local:
@@ -155,8 +152,10 @@ class Observer:
         slab = self._slabs.slab(self.model, slots, self._sides)
         first = not self._passes
         measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
-        slab.open(documents, *measured, self.pass_over, self.dual.open(len(self._passes)))
-        self.slab, self._end, self._split = slab, None, False
+        begins = None if first or self.settings.local else self._begins
+        second = self.dual.open(len(self._passes))
+        slab.open(documents, *measured, self.pass_over, second, begins)
+        self.slab, self._end, self._split, self._written = slab, None, False, False
         self._alone = passes == 1 and self.processes.world == 1
         self._audited = self.audit.next(first)
         try:
@@ -171,21 +170,21 @@ class Observer:
         if first:
             self._leftover = None if self.settings.local else self._witness()
 
-    def _refuse_changes(self) -> None:
-        replaced = any(owner.get(key) is not p for owner, key, p in self._owners)
-        if replaced or self._signature() != self._trainable:
-            raise ObservationError(
-                "Parameters were frozen, unfrozen, moved or replaced since the first micro-batch, "
-                "so old and new measurements cannot be averaged. Call gns.reset()."
-            )
+    def _begins(self) -> None:
+        """Look for writes to the gradients of earlier passes when backward begins."""
+        assert self._watch is not None
+        before = [m if own else None for m, own in zip(self._last.marks, self._apart)]
+        named = list(zip(self.names, self.parameters))
+        self._written = written_before_backward(named, before, self._watch.arrived)
 
     def pass_over(self) -> None:
         """Note the state of the gradients after a backward pass."""
         s = self.settings
         # An update of this pass alone reads no gradient; with another pass, that one's end counts.
-        spared = s.local or (s.by_probe and self._alone and not self._passes)
-        few = None if spared else self._witness()
-        self._end = EndOfPass(self._marks(), few)
+        alone = self._alone and not self._passes
+        few = None if s.local or (s.by_probe and alone) else self._witness()
+        read = None if s.local or alone or not s.takes_norm else self.given.read()
+        self._end = EndOfPass(self._marks(), few, read)
         self._split |= in_context_parallel()
 
     def _witness(self) -> Tensor | None:
@@ -266,7 +265,11 @@ class Observer:
         if self._passes:
             self._refuse_next(divided, tokens is not None)
             if not self.settings.local and not dist.is_initialized():  # DDP changes to its buckets
-                self._refuse_gone(before.marks)
+                now = self._last.marks
+                self._written |= begun_anew(self.parameters, before.marks, now)
+            if self._written:
+                self.discard()
+                raise ObservationError(checks.BETWEEN)
         else:
             self._touched = [0] * len(self.names)
         for k, (name, p, mark) in enumerate(zip(self.names, self.parameters, self._last.marks)):
@@ -301,15 +304,6 @@ class Observer:
             self.discard()
             raise ValueError("tokens must be given for all micro-batches or for none")
 
-    def _refuse_gone(self, before: list[Mark]) -> None:
-        """Raise if ``.grad`` began anew in this pass: a new tensor has version 0, a sum more."""
-        for p, old, now in zip(self.parameters, before, self._last.marks):
-            if old is None or old == now or now is not None and now[1] > old[1]:
-                continue
-            if now is None or type(p.grad) is Tensor:  # those of subclasses are summed to new ones
-                self.discard()
-                raise ObservationError(checks.BETWEEN)
-
     def finish(self, grad_norm: float | Tensor | None) -> tuple[Update, list[int]]:
         """The update, and in how many own micro-batches each parameter got a gradient."""
         passes, s = self._passes, self.settings
@@ -320,7 +314,7 @@ class Observer:
             )
         self._passes, self.after_update = [], self._marks()
         norm = None if grad_norm is None else gradients.given_sqnorm(grad_norm, self.device)
-        alone = self._alone and sum(each.passes for each in passes) == 1
+        alone = self._alone and len(passes) == 1
         by_probe = s.local or (alone and s.by_probe)
         sqnorms, now = None, None
         if norm is None and not by_probe and self.names:
@@ -334,7 +328,9 @@ class Observer:
             passes=passes,
             by_probe=by_probe,
             leftover=self._leftover,
+            alone=alone,
             norm=norm,
+            read=self.given.finish(norm is not None, self._last.read),
             sqnorms=sqnorms,
             witnesses=(self._last.witness, now),
             loss_scale=loss_scale,
@@ -342,6 +338,11 @@ class Observer:
             dual=self.dual.finish(passes, loss_scale),
         )
         return update, self._touched
+
+    def audit_again(self) -> None:
+        """Audit the gradients of all parameters and one more given norm."""
+        self.audit.again()
+        self.given.again()
 
     def refuse_norm(self) -> None:
         """Raise if the norm of the whole gradient is not enough."""

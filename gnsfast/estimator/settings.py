@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of an estimator, and the state of gradients after a pass."""
+"""The settings of an estimator."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,14 +111,6 @@ class Settings:
     @property
     def local(self) -> bool:
         return self.source == "local"
-
-
-@dataclass(frozen=True)
-class EndOfPass:
-    """The gradients after a backward pass: the mark of each one, and the norms of a few."""
-
-    marks: list[Mark]
-    witness: Tensor | None
 
 
 def ordered_names(names: Any) -> tuple[str, ...]:

@@ -88,33 +88,44 @@ def refuse_parts(batch: Any) -> None:
 
     Each process then has T positions, in one piece, or in two to balance the load. All its rows
     begin at the same position, so that processes begin at 0, s, 2s and so on, where s is T or
-    T / 2. Every process must call this, as they exchange where they begin. This waits for the
-    device.
+    T / 2. In the second case those that begin at 0 leave out positions, else rows only overlap.
+    Consecutive pieces of a text, one for each process, have the same positions as parts, and are
+    refused too. Every process must call this, as they exchange where they begin. This waits for
+    the device.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, _begin(batch))
-    if None in found or len({T for T, _ in found}) > 1:
+    if None in found or len({T for T, _, _ in found}) > 1:
         return
-    T, begins = found[0][0], sorted({begin for _, begin in found})
+    T, begins = found[0][0], sorted({begin for _, begin, _ in found})
     steps = {2 * (b - a) for a, b in pairwise(begins)}
-    if T > 2 and begins[0] == 0 and len(steps) == 1 and steps <= {T, 2 * T}:
-        raise ObservationError(
-            f"All rows of this process's batch begin at position {found[dist.get_rank()][1]}, and "
-            f"those of all processes at {begins}, with {T} positions each. gnsfast takes them for "
-            f"parts of the same samples, and {OF_PARTS} If each row is a whole sample, let its "
-            "position_ids begin at 0, or leave them out of the batch."
-        )
+    if T <= 2 or begins[0] != 0 or len(steps) != 1 or not steps <= {T, 2 * T}:
+        return
+    if steps == {T} and any(begin == 0 and unbroken for _, begin, unbroken in found):
+        return
+    raise ObservationError(
+        f"All rows of this process's batch begin at position {found[dist.get_rank()][1]}, and "
+        f"those of all processes at {begins}, with {T} positions each. gnsfast takes them for "
+        f"parts of the same samples, and {OF_PARTS} Consecutive pieces of one text, dealt to the "
+        "processes, have the same positions and cannot be told apart from parts. If each row is "
+        "such a piece and a whole sample, let its position_ids begin at 0, which is the same to "
+        "rotary and other relative positions, or leave them out of the batch. To keep them, "
+        "measure in a loop of your own: gnsfast.GradientNoiseScale does not read positions."
+    )
 
 
-def _begin(batch: Any) -> tuple[int, int] | None:
-    """T and the position where all rows of a batch begin, if there is one."""
+def _begin(batch: Any) -> tuple[int, int, bool] | None:
+    """T, the position where all rows of a batch begin, if there is one, and whether no row leaves
+    out a position.
+    """
     position_ids = batch.get("position_ids") if isinstance(batch, Mapping) else None
     if not isinstance(position_ids, Tensor) or position_ids.ndim != 2:
         return None
     begins = position_ids[:, 0].unique().tolist()
-    return (position_ids.shape[1], int(begins[0])) if len(begins) == 1 else None
+    unbroken = bool((position_ids.diff() == 1).all())
+    return (position_ids.shape[1], int(begins[0]), unbroken) if len(begins) == 1 else None
 
 
 def _short(name: str) -> str:

@@ -13,7 +13,7 @@ from gnsfast.layers import ATTEND_TO_EACH_OTHER, DropIn, in_parts
 BETWEEN = (
     "Gradients were changed between two micro-batches of an update, by another backward pass, "
     "clipping, or zero_grad without gns.update(). Put each backward pass of an update into its own "
-    "gns.microbatch(...) block."
+    "gns.microbatch(...) block, and call zero_grad after gns.update() only."
 )
 
 
@@ -150,17 +150,18 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
             "Samples with tokens have no gradient at all, so padding was counted. For each sample "
             "tokens is what the loss counts, which is 0 for padding."
         )
-    if another:
-        return (
-            "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
-            "backward passes. It has another norm_type, or was taken after clipping, or after a "
-            "GradScaler unscaled the gradients. In the last case pass grad_scaler=scaler to "
-            "GradientNoiseScale."
-        )
     if norms:
         return (
             "The processes gave different values of grad_norm to gns.update(). Each must give the "
             "norm of the whole gradient, in a pipeline the norm over all stages."
+        )
+    if another:
+        return (
+            "The grad_norm given to gns.update() is not the 2-norm of the gradient from the "
+            "backward passes. It has another norm_type, leaves parameters out, or was taken after "
+            "clipping, or after a GradScaler unscaled the gradients. Write gns.update(grad_norm="
+            "clip_grad_norm_(model.parameters(), max_norm)), whose norm_type is 2. In the last "
+            "case pass grad_scaler=scaler to GradientNoiseScale."
         )
     if weights:
         return (
@@ -172,7 +173,10 @@ def explain_flags(flags: list[float], takes_norm: bool = True) -> str | None:
             "The processes have different gradients at gns.update(), so nobody has averaged them. "
             "Wrap the model in DistributedDataParallel or fully_shard, or pass a process_group "
             "that holds this process alone. If you average gradients by hand, do it before "
-            "gns.update(grad_norm=...), and give the norm of the average."
+            "gns.update(grad_norm=...), and give the norm of the average. FSDP2 does not average "
+            "its ignored_params: leave them out of fully_shard's ignored_params, freeze them, or "
+            "average each as it arrives, by p.register_post_accumulate_grad_hook(lambda p: "
+            "dist.all_reduce(p.grad.div_(dist.get_world_size())))."
         )
     if stale:
         return (

@@ -103,6 +103,7 @@ class ProbeSlab:
         self._measures: dict[str, int] = {}  # of each module, in the last pass
         self._opened: dict[str, Opened] = {}  # without documents, groups, metric
         self._at_end: Callable[[], None] | None = None
+        self._at_start: Callable[[], None] | None = None
         self._waiting = False
         self._hooked: set[tuple[str, int]] = set()
 
@@ -259,14 +260,16 @@ class ProbeSlab:
         moments: Mapping[str, Sequence[Tensor]] = {},
         at_end: Callable[[], None] | None = None,
         second: Mapping[str, tuple[Any, ...]] = {},
+        at_start: Callable[[], None] | None = None,
     ) -> None:
         """Forget the last pass and let the modules fill the probes.
 
         ``documents`` says where packed samples begin. ``members`` holds the samples of each group.
         ``moments`` holds v of the parameters, for each module whose metric is known; the caller has
         filled in their ``constants``. ``at_end`` is called after each backward pass and its
-        averages over processes. ``second`` says where each module adds second moments
-        (``Plan.second``). A batch norm that would use the statistics of the batch is refused.
+        averages over processes, ``at_start`` when the first one has reached a probe. ``second``
+        says where each module adds second moments (``Plan.second``). A batch norm that would use
+        the statistics of the batch is refused.
         """
         self._refuse_batch_statistics()
         if documents is not None:
@@ -286,6 +289,7 @@ class ProbeSlab:
         for probe in self._probes.values():
             probe.grad = None
         self._watch_end(at_end)
+        self._at_start = at_start
         for path, opened in openings.items():
             self.modules[path].open_probe(opened)
         for path in self._repeated:
@@ -346,6 +350,9 @@ class ProbeSlab:
         if self._at_end is None or self._waiting:
             return
         self._waiting = True
+        if self._at_start is not None:
+            self._at_start()
+            self._at_start = None
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(self._end))
 
@@ -361,7 +368,7 @@ class ProbeSlab:
 
     def close(self) -> None:
         """Make all modules plain torch modules again."""
-        self._at_end = None
+        self._at_end = self._at_start = None
         for module in self.modules.values():
             module.close_probe()
         for tie in self._ties:

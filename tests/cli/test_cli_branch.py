@@ -49,7 +49,7 @@ def test_as_json_and_again(tmp_path: Path) -> None:
 
 
 def test_factor(tmp_path: Path) -> None:
-    """Written where it is known; where it is not, the result is still there."""
+    """Written where it is known; where it cannot be, no branch is trained."""
     done = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "adam")
     assert done.exit_code == 0, done.output
     found = CriticalBatchFactor.load(tmp_path / "cbs" / "factor.json")
@@ -57,8 +57,14 @@ def test_factor(tmp_path: Path) -> None:
     unknown = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "l1", out=tmp_path / "other")
     assert one_line(unknown) and "--factor must be 'euclidean', 'adam'" in unknown.stderr
     bare = branch(tmp_path, "branch_runs:ScriptedRun", "--factor", "adam", out=tmp_path / "bare")
-    assert bare.exit_code == 2 and "the adam noise scale was not measured" in bare.stderr
-    assert CriticalBatch.load(tmp_path / "bare").value > 0
+    assert one_line(bare) and "has no method noise_scale()), so there will be" in bare.stderr
+    muon = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "spectral", out=tmp_path / "m")
+    assert one_line(muon) and "Measured: euclidean, adam, sign. Ask" in muon.stderr
+    for name in ("bare", "m"):
+        assert (tmp_path / name / "checkpoint").is_dir()
+        assert not list((tmp_path / name).glob("*branch*")), "a branch was trained"
+    goes_on = branch(tmp_path, "branch_runs:MeasuredRun", "--factor", "sign", out=tmp_path / "m")
+    assert goes_on.exit_code == 0, goes_on.output
 
 
 def test_repeats(tmp_path: Path) -> None:

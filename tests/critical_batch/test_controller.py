@@ -9,6 +9,7 @@ import pytest
 import torch
 from controller_cases import CHECK, UNKNOWN, at_least, feed, make, noise, warm
 
+import gnsfast
 from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.control import BatchSizeController, cosine
 
@@ -172,7 +173,7 @@ def test_learning_rate(lr: str, step: float, total: float) -> None:
 
 def test_warns_once_an_episode() -> None:
     controller = warm()
-    over, fits = noise(4.44), noise(4.45)  # times 1.5, 2 and 1.2: 15.98 and 16.02
+    over, fits = (noise(low, upper=7.9) for low in (4.44, 4.45))  # times 1.5, 2: 13.32 and 13.35
     assert feed(controller, [over, over, fits, over, over, UNKNOWN, over, over]) == []
     [warned] = feed(controller, [over])
     assert warned.warning and warned.old == warned.new == 16 and warned.lr_factor == 1.0
@@ -184,6 +185,18 @@ def test_warns_once_an_episode() -> None:
     assert feed(controller, [at_least(8.0)] * 3) == []  # at least 16 is recovered
     assert [d.warning for d in feed(controller, [over] * 4)] == [True]
     assert feed(controller, [at_least(7.9)] * 3 + [over] * 4) == []  # at least 15.8 is not
+
+
+def test_no_warning_where_the_interval_holds_the_batch_size() -> None:
+    """The estimate alone is far below the batch size of 16; ``flag`` calls it unresolved."""
+    controller = warm()
+    unresolved, too_large = noise(0.5, 2.0, 20.0), noise(0.5, 2.0, 7.9)
+    assert gnsfast.flag(16, unresolved, 2.0).verdict == "unresolved"
+    assert feed(controller, [unresolved] * 9 + [noise(0.5, 2.0, 8.0)] * 9) == []  # its end is 16
+    assert gnsfast.flag(16, too_large, 2.0).verdict == "too large"
+    assert feed(controller, [too_large, too_large, unresolved, too_large, too_large]) == []
+    [warned] = feed(controller, [too_large])
+    assert warned.warning and warned.reason.endswith("size of 4, which is at most 15.8")
 
 
 def test_what_is_not_a_number_is_no_evidence() -> None:

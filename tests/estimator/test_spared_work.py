@@ -151,6 +151,51 @@ def test_gradients_that_begin_anew_in_a_block_are_noticed(late: bool) -> None:
     gns.compute()
 
 
+@pytest.mark.parametrize("forward_first", [False, True])
+@pytest.mark.parametrize("shape", ["two layers", "one weight", "one buffer"])
+def test_gradients_zeroed_in_place_in_a_later_block_are_noticed(
+    shape: str, forward_first: bool
+) -> None:
+    """Autograd then adds to the same tensors, which lack the passes before."""
+    model = nn.Sequential(nn.Linear(D, D, bias=False))
+    if shape != "one weight":
+        model.append(nn.Linear(D, 1))
+    gns = gnsfast.GradientNoiseScale(gnsfast.convert(model))
+    if shape == "one buffer":
+        sizes = [p.numel() for p in model.parameters()]
+        for p, part in zip(model.parameters(), torch.zeros(sum(sizes)).split(sizes)):
+            p.grad = part.view_as(p)
+
+    def run(zeroed: bool) -> None:
+        with gns.microbatch(N):
+            loss = model(torch.randn(N, D)).square().mean() if forward_first else None
+            if zeroed:
+                model.zero_grad(set_to_none=False)
+            (model(torch.randn(N, D)).square().mean() if loss is None else loss).backward()
+
+    for _ in range(3):
+        run(zeroed=False)
+    gns.update()
+    assert gns.compute().updates == 1
+    model.zero_grad(set_to_none=False)
+    run(zeroed=False)
+    with pytest.raises(gnsfast.ObservationError, match="zero_grad after gns.update.. only"):
+        run(zeroed=True)
+
+
+def test_a_hook_that_writes_to_what_has_arrived_is_no_zeroing() -> None:
+    def rewrite(p: Any) -> None:
+        p.grad.mul_(1).add_(0)
+
+    model, gns = made()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(rewrite)
+    for _ in range(3):
+        block(model, gns)
+    gns.update()
+    assert gns.compute().updates == 1
+
+
 def witnesses(monkeypatch: pytest.MonkeyPatch, microbatches: int, **settings: Any) -> int:
     """How often an update reads norms of gradients."""
     read = []

@@ -114,6 +114,17 @@ def test_a_grad_norm_or_a_scaler_that_is_another() -> None:
         with pytest.raises(ObservationError, match="grad_norm"):
             gns.compute()
         gns.reset()
+    for kind in (math.inf, 3.0, 2.0):
+        for _ in range(2):
+            passes(model, gns)
+            gns.update(nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type=kind))
+            model.zero_grad()
+        if kind == 2.0:
+            assert gns.compute().updates == 2
+        else:
+            with pytest.raises(ObservationError, match="not the 2-norm"):
+                gns.compute()
+        gns.reset()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(2):

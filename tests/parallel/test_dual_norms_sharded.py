@@ -233,8 +233,52 @@ def memory(rank: int) -> None:
     assert owned.tolist() == [1] * len(spectral.parameters)
 
 
+def averaged(p: Any) -> None:
+    """As the message says."""
+    p.register_post_accumulate_grad_hook(
+        lambda p: dist.all_reduce(p.grad.div_(dist.get_world_size()))
+    )
+
+
+def ignored(rank: int, names: str, parts: int, average: bool) -> None:
+    """FSDP2 leaves its ``ignored_params`` whole and averages none of them."""
+    updates = batches_of(2, parts, 4)
+    model = make()
+    apart = {p for name, p in model.named_parameters() if name.startswith(names)}
+    for p in apart if average else ():
+        averaged(p)
+    fully_shard(model, ignored_params=apart)
+    gns = gnsfast.GradientNoiseScale(model, metric=METRICS)
+    measure(gns, model, [u[rank] for u in updates])
+    if average:
+        check(gns, measure(alone(model := make()), model, [in_one(u) for u in updates]))
+    else:
+        with pytest.raises(gnsfast.ObservationError, match="does not average its ignored_params"):
+            gns.compute()
+
+
+def ignored_and_averaged_late(rank: int) -> None:
+    """A given norm is that of the averages, and no gradient at the end of a pass is one."""
+    model = make()
+    apart: Any = {p for name, p in model.named_parameters() if name.startswith("down")}
+    fully_shard(model, ignored_params=apart)
+    gns = gnsfast.GradientNoiseScale(model)
+    for batch in batches_of(2, 2, 4)[0][rank]:
+        with gns.microbatch(4):
+            loss_of(model, batch).backward()
+    for p in apart:
+        dist.all_reduce(p.grad.div_(2))
+    others: Any = [p.grad for p in model.parameters() if p not in apart and p.grad is not None]
+    total = torch.stack([grad.to_local().square().sum() for grad in others]).sum()
+    dist.all_reduce(total)
+    gns.update(grad_norm=(total + sum(p.grad.square().sum() for p in apart)).sqrt())
+    assert gns.compute().updates == 1
+
+
 def several(rank: int) -> None:
-    each(rank, [mixed_precision, tied, memory])
+    each(rank, [mixed_precision, tied, memory, ignored_and_averaged_late])
+    cases = (("norm", 1, False), ("square", 2, False), ("norm", 2, True), ("up", 1, True))
+    each(rank, [ignored], *cases, (("embed", "square"), 2, True))
     each(rank, [overflow], ("sign", "embed"), ("spectral", "up"))
 
 

@@ -2,6 +2,8 @@
 """The noise scale of several processes is that of one process with the same global batch."""
 
 import contextlib
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +212,52 @@ def averaged_by_hand(rank: int) -> None:
     assert gns.compute().grad_sqnorm == pytest.approx(one_norm(update), rel=1e-5)
 
 
+def largest_entry(rank: int, wrap: str, microbatches: int) -> None:
+    """Another norm than the gradient's, which is smaller, and after it the right one."""
+    update, model = batches_of(2, microbatches, N)[0], make()
+    for wrong in (True, False):
+        wrapped = DistributedDataParallel(model) if wrap == "ddp" else fully_shard(make())
+        gns = gnsfast.GradientNoiseScale(wrapped)
+        for x, y in update[rank]:
+            with gns.microbatch(N):
+                F.cross_entropy(wrapped(x), y).backward()
+        kind = math.inf if wrong else 2.0
+        norm = torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1e-2, norm_type=kind)
+        gns.update(grad_norm=norm)
+        wrapped.zero_grad()
+        if wrong:
+            with pytest.raises(gnsfast.ObservationError, match="not the 2-norm"):
+                gns.compute()
+        else:
+            assert gns.compute().grad_sqnorm == pytest.approx(one_norm(update), rel=1e-5)
+
+
+def zeroed_in_a_block(rank: int, wrap: str, silent: bool) -> None:
+    """In the second block, before its backward pass. Without it nothing is wrong."""
+
+    def run(zeroed: bool) -> None:
+        model: Any = make()
+        if wrap == "fsdp":
+            fully_shard(model)
+        else:
+            model = DistributedDataParallel(model, gradient_as_bucket_view=wrap == "views")
+        gns = gnsfast.GradientNoiseScale(model)
+        for update in batches_of(2, 3, N):
+            for k, (x, y) in enumerate(update[rank]):
+                with model.no_sync() if silent and k < 2 else contextlib.nullcontext():
+                    with gns.microbatch(N):
+                        if zeroed and k == 1:
+                            model.zero_grad(set_to_none=False)
+                        F.cross_entropy(model(x), y).backward()
+            gns.update()
+            model.zero_grad(set_to_none=False)
+        assert gns.compute().updates == UPDATES
+
+    run(zeroed=False)
+    with pytest.raises(gnsfast.ObservationError, match="zero_grad after gns.update.. only"):
+        run(zeroed=True)
+
+
 def divide_factors(rank: int) -> None:
     """Two factors in one model are refused, with the remedy."""
     model = make()
@@ -273,3 +321,7 @@ def test_two_processes() -> None:
         unused_on_one_rank,
     )
     spawn(each, args=(works,))
+    cases = [(wrap, microbatches) for wrap in ("ddp", "fsdp") for microbatches in (1, 2)]
+    spawn(each, args=([largest_entry], *cases))
+    cases = [("ddp", True), ("ddp", False), ("views", True), ("views", False), ("fsdp", False)]
+    spawn(each, args=([zeroed_in_a_block], *cases))

@@ -110,9 +110,13 @@ def positions(*begins: int) -> dict[str, Tensor]:
     return {"position_ids": torch.tensor(begins)[:, None] + torch.arange(T)}
 
 
+def two_pieces(rank: int) -> Tensor:
+    """The second of four pieces goes with the third, and the first with the last."""
+    return torch.cat([torch.arange(T // 2) + k * T // 2 for k in (rank, 3 - rank)])
+
+
 PIECES = {  # where the rows of each of two processes begin
     "in one piece": ([0, 0], [T, T]),
-    "in two pieces": ([0, 0], [T // 2, T // 2]),
     "one row": ([0], [T]),
 }
 
@@ -125,6 +129,7 @@ WHOLE = {
     "a fixed offset": ([T // 2] * 2, [T // 2] * 2),
     "no first part": ([T, T], [2 * T, 2 * T]),
     "a hole": ([0, 0], [3 * T, 3 * T]),
+    "rows that overlap": ([0, 0], [T // 2, T // 2]),
 }
 
 
@@ -135,6 +140,10 @@ def exchanged(rank: int) -> None:
         said = f"position {own}, .* at {re.escape(str(seen))}.*let its position_ids begin at 0"
         with pytest.raises(gnsfast.ObservationError, match=said):
             refuse_parts(positions(*begins[rank]))
+    for rows in (1, 2):
+        said = rf"position {rank * T // 2}, .* at \[0, {T // 2}\].*does not read positions"
+        with pytest.raises(gnsfast.ObservationError, match=said):
+            refuse_parts({"position_ids": two_pieces(rank).expand(rows, T)})
     for name, begins in WHOLE.items():
         try:
             refuse_parts(positions(*begins[rank]))

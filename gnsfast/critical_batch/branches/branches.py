@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gnsfast.arguments import integer
+from gnsfast.arguments import check_choice, integer
 from gnsfast.critical_batch.branches.branch_executors import (
     Call,
     Here,
@@ -30,6 +30,7 @@ from gnsfast.critical_batch.branches.noise_scale_records import (
 )
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.errors import BranchError
+from gnsfast.noise_scale import METRICS
 from gnsfast.parallel import first, process_count
 
 
@@ -49,6 +50,7 @@ def measure_critical_batch(
     launcher: str | None = None,
     make_run: Callable[[], BranchRun] | None = None,
     noise_scale: bool = True,
+    factor: str | None = None,
     on_branch: Callable[[Branch], None] | None = None,
 ) -> CriticalBatch:
     """Measure the critical batch size at the present state of ``run``, as Merrill et al. do.
@@ -99,10 +101,13 @@ def measure_critical_batch(
             it calls ``torch.distributed.init_process_group``. A script that passes it needs the
             guard ``if __name__ == "__main__"``.
         noise_scale: call ``run.noise_scale()``, where the run has it and the folder does not.
+        factor: the metric of a factor that will be asked of the result. Where its noise scale was
+            not measured, this raises before a branch is trained.
         on_branch: called with each branch: first those in the folder, then each as it ends.
 
     Raises:
-        ValueError: for an invalid setting, or one that differs from the folder's.
+        ValueError: for an invalid setting, or one that differs from the folder's, and where the
+            noise scale for ``factor`` was not measured.
         BranchError: where a branch with k <= 1 diverged, or the base k = 1 failed: finished
             branches are kept, and other failures are named in ``missing``. Also where another
             process is measuring in the folder.
@@ -112,6 +117,10 @@ def measure_critical_batch(
     plan = Plan(
         *(tuple(k), delta_tokens, tolerance, alpha, lr, loss, save_every_tokens, noise_scale)
     )
+    if factor is not None:
+        check_choice("factor", factor, METRICS)
+        if not noise_scale:
+            raise ValueError("factor needs the noise scale: leave out noise_scale=False")
     here = run is not None and not (integer("workers", workers, 0) or executor)
     _check_processes(run, make_run, here, workers, executor, launcher)
     if run is not None:
@@ -138,9 +147,11 @@ def measure_critical_batch(
         else:
             settings = _prepare(run, files, plan)
             stack.enter_context(restored(run, files))
+        scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
+        if factor is not None:
+            _refuse_unmeasured(factor, scales)
         works = [Work(submit, files, job) for job in plan.jobs(settings["batch_size"])]
         branches, missing = _train(files, works, on_branch)
-        scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
     if 1.0 in missing:
         raise BranchError(
             f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it. "
@@ -150,6 +161,21 @@ def measure_critical_batch(
     result = CriticalBatch(branches=branches, missing=missing, **own, **scales)
     first(lambda: files.write_result(result.record()))
     return result
+
+
+def _refuse_unmeasured(factor: str, scales: dict[str, Any]) -> None:
+    """Raise ValueError if the noise scale that a factor is to be computed with is not there."""
+    known = [m for m in METRICS if scales.get("noise_scale" if m == "euclidean" else m) is not None]
+    if factor in known:
+        return
+    why = f" ({scales['noise_scale_reason']})" if scales.get("noise_scale_reason") else ""
+    raise ValueError(
+        f"The {factor} noise scale was not measured at the checkpoint{why}, so there will be no "
+        f"factor for it, and no branch was begun. Measured: {', '.join(known) or 'none'}. Ask for "
+        "the factor of one of these, or for none. A TorchRun measures spectral for "
+        "torch.optim.Muon, sign for any other optimizer, and adam too for an Adam or AdamW that "
+        "has stepped."
+    )
 
 
 def _check_processes(

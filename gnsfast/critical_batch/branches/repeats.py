@@ -23,6 +23,7 @@ def measure_repeatedly(
     delta_tokens: int,
     k: Iterable[float] = (0.5, 1, 2, 4, 8),
     noise_scale: bool = True,
+    factor: str | None = None,
     **how: Any,
 ) -> CriticalBatch:
     """Measure one checkpoint several times, each time on other data, and return ``averaged``.
@@ -51,7 +52,8 @@ def measure_repeatedly(
     path, ks = Path(folder), tuple(k)
     how |= {"k": ks, "delta_tokens": delta_tokens}
     longest = delta_tokens + round(max(ks, default=1) * run.batch_size) * run.tokens_per_sample
-    found = [measure_critical_batch(run, folder=path, noise_scale=noise_scale, **how)]
+    measured: dict[str, Any] = {"noise_scale": noise_scale, "factor": factor}
+    found = [measure_critical_batch(run, folder=path, **measured, **how)]
     files = BranchFolder(path)
     with restored(run, files):
         for number in range(1, repeats):

@@ -59,8 +59,8 @@ class BatchSizeController(ChangingBatchSize):
             than the noise scale's window see some updates twice.
         check_every: tokens between two checks; by default 1/400 of ``total_tokens``.
         over: warn where the batch size exceeds the estimate times this, again each time that the
-            excess has doubled, and anew once it has recovered. Only a noise scale with a bounded
-            interval can cause a warning.
+            excess has doubled, and anew once it has recovered. The whole interval must be below the
+            batch size, as for the verdict "too large" of ``gnsfast.flag``.
         data_parallel, micro_batch: processes, and samples of a micro-batch on each, by default the
             first batch in one piece. Every batch size is a multiple of their product.
 
@@ -206,7 +206,7 @@ class BatchSizeController(ChangingBatchSize):
         counted = {
             "grow": growing and e.may_grow and e.lower >= larger,
             "shrink": smaller is not None and e.may_warn and e.upper < B,
-            "over": e.may_warn and excess > self._limit,
+            "over": e.may_warn and e.upper < B and excess > self._limit,
             "recovered": e.lower >= B or (e.may_warn and excess <= s.over),
         }
         self._rows = {row: self._rows[row] + 1 if now else 0 for row, now in counted.items()}
@@ -228,7 +228,7 @@ class BatchSizeController(ChangingBatchSize):
         limit, self._limit, self._rows["over"] = self._limit, 2 * excess, 0
         return self._note(
             f"the batch size of {B:,} is more than {limit:.3g} times the estimated critical batch "
-            f"size of {in_samples(e.value)}",
+            f"size of {in_samples(e.value)}, which is at most {in_samples(e.upper)}",
             warning=True,
         )
 

@@ -57,8 +57,8 @@ class Decision:
 class Estimate:
     """The critical batch size by one measurement: noise scale times factor, in samples.
 
-    ``may_grow``: ``lower`` may justify a larger batch. ``may_warn``: ``value`` may justify a
-    warning.
+    ``may_grow``: ``lower`` may justify a larger batch. ``may_warn``: ``upper`` may justify a
+    smaller batch or a warning.
     """
 
     value: float = math.nan
