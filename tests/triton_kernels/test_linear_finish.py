@@ -146,7 +146,7 @@ BIASES = {
     "a chunk that is shorter": (2, 513, 24),
     "many samples": (27, 3, 20),
     "many samples, several columns": (15, 9, 260),
-    "more samples than a program adds": (260, 2, 650),
+    "more samples than a program adds": (260, 2, 150),
     "one token": (5, 1, 40),
     "one sample of one token": (1, 1, 200),
     "many of one token": (150, 1, 150),
