@@ -62,8 +62,8 @@ def linear(B: int, T: int) -> Runs:
     """A wide output: an extra pass over dy is 3 % of what gnsfast adds. A narrow input: valgrind
     takes long for a GEMM.
     """
-    x, dy = torch.randn(B, T, 16, requires_grad=True), torch.randn(B, T, 256)
-    return layer(lambda: nn.Linear(16, 256), x, dy)
+    x, dy = torch.randn(B, T, 8, requires_grad=True), torch.randn(B, T, 256)
+    return layer(lambda: nn.Linear(8, 256), x, dy)
 
 
 def embedding() -> Runs:
