@@ -33,17 +33,17 @@ NAMES = OWN | {
 """What a straight forward may name."""
 
 BRANCHES = (
-    "JUMP",
-    "FOR_",
-    "STORE_ATTR",
-    "STORE_GLOBAL",
-    "SUBSCR",
-    "SLICE",
-    "IMPORT",
-    "YIELD",
-    "WITH",
+    *("JUMP", "FOR_", "STORE_ATTR", "STORE_GLOBAL", "SUBSCR", "SLICE", "IMPORT", "YIELD", "WITH"),
+    *("COMPARE_OP", "CONTAINS_OP", "IS_OP", "UNARY_NOT", "TO_BOOL"),
+    *("FLOOR_DIVIDE", "MODULO", "SHIFT", "XOR", "BINARY_AND", "BINARY_OR"),  # of Python 3.10
+    *("INPLACE_AND", "INPLACE_OR"),
 )
-"""Parts of the instructions that a straight forward has not."""
+"""Parts of the instructions that a straight forward has not. A comparison of tensors is a branch
+too: ``(x > 1e9) * x`` is zero in a trial.
+"""
+
+SMOOTH = {"+", "-", "*", "/", "**", "@"}
+"""The operators between tensors that are none."""
 
 DTYPES = {"float16", "bfloat16", "float32", "float64"}
 """The dtypes of weights that trials try."""
@@ -74,6 +74,8 @@ def forward_of(module: nn.Module, cls: type[nn.Module]) -> Forward:
     """The forward of a ``module`` of class ``cls``. Its branches stay where its source is not
     known, or is not that of its code.
     """
+    if not _has_plain_attributes(cls):
+        return Forward({"forward": Part(cls.forward, None)})
     parts: dict[str, Part] = {}
     settings: dict[tuple[str, Any], Setting] = {}
     left = ["forward"]
@@ -98,6 +100,19 @@ def _decided(module: nn.Module, function: Any, settings: dict[tuple[str, Any], S
         return Part(function, code)
     settings |= decide.settings
     return Part(function, next(_codes(made)))
+
+
+def _has_plain_attributes(cls: type[nn.Module]) -> bool:
+    """Whether a class finds its attributes as any module does, and no property is among them that a
+    forward may read.
+    """
+    usual = cls.__getattribute__ is object.__getattribute__
+    found = (inspect.getattr_static(cls, name, None) for name in OWN)
+    return (
+        usual
+        and cls.__getattr__ is nn.Module.__getattr__
+        and not any(hasattr(each, "__get__") for each in found)
+    )
 
 
 def _is_method(module: nn.Module, cls: type, name: str) -> bool:
@@ -152,9 +167,15 @@ def _is_line(part: Part, methods: Set[str]) -> bool:
         return False  # a function within it may hold anything
     if not {*_reads(code)} <= OWN | methods:
         return False
-    names = {s.opname for s in steps}
-    odd = {s for s in names if any(each in s for each in BRANCHES) and "NONE" not in s}
-    return {*code.co_names} <= NAMES | methods and odd <= {"JUMP_FORWARD"}
+    return {*code.co_names} <= NAMES | methods and not any(map(_may_branch, steps))
+
+
+def _may_branch(step: dis.Instruction) -> bool:
+    if step.opname == "BINARY_OP":
+        return step.argrepr.removesuffix("=") not in SMOOTH
+    if "NONE" in step.opname or step.opname == "JUMP_FORWARD":  # whether there is a bias
+        return False
+    return any(each in step.opname for each in BRANCHES)
 
 
 def _reads(code: types.CodeType) -> Iterator[str]:

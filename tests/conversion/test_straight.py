@@ -206,6 +206,38 @@ class OfInputsDtype(RMS):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
 
 
+class OfProperty(OfMethodRMSNorm):
+    calls = 0
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.ones(D))
+
+    @property
+    def eps(self) -> float:
+        OfProperty.calls += 1
+        return 1e-6 if OfProperty.calls < 200 else 1.0
+
+
+class OfOwnAttributes(OfMethodRMSNorm):
+    def __getattribute__(self, name: str) -> Any:
+        if name == "_norm":
+            return lambda x: OfMethodRMSNorm._norm(self, x) * (1 + (x.shape[1] > 4))
+        return super().__getattribute__(name)
+
+
+class OfComparison(RMS):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        return y + y * (x.square().mean() > 1e8)
+
+
+class OfFloor(RMS):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        return y + y * (x.square() // 1e9)
+
+
 def shadowed() -> nn.Module:
     module: Any = OfMethodRMSNorm()
     module._norm = lambda x: OfMethodRMSNorm._norm(module, x) * (1 + (x.shape[1] > 4))
@@ -213,7 +245,16 @@ def shadowed() -> nn.Module:
 
 
 ODD = [OfBranchInMethod, OfBufferInMethod, OfDefaultInMethod, OfMethodThatATensorHas]
-ODD += [OfMethodAsValue, OfReturnByDtype, OfSidesByDtype, OfInputsDtype]
+ODD += [
+    OfProperty,
+    OfOwnAttributes,
+    OfComparison,
+    OfFloor,
+    OfMethodAsValue,
+    OfReturnByDtype,
+    OfSidesByDtype,
+    OfInputsDtype,
+]
 
 
 @pytest.mark.parametrize("make", [LlamaRMSNorm, *ODD, shadowed])
