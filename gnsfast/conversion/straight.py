@@ -14,12 +14,14 @@ import types
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from gnsfast.layers import Setting
+from gnsfast.layers import EPS, Setting
 
 OWN = {
-    *("weight", "bias", "eps", "variance_epsilon", "normalized_shape", "num_groups"),
+    *("weight", "bias", *EPS, "normalized_shape", "num_groups"),
     *("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
 }
 """What a straight forward may read of its module."""
@@ -34,13 +36,18 @@ NAMES = OWN | {
 
 BRANCHES = (
     *("JUMP", "FOR_", "STORE_ATTR", "STORE_GLOBAL", "SUBSCR", "SLICE", "IMPORT", "YIELD", "WITH"),
-    *("COMPARE_OP", "CONTAINS_OP", "IS_OP", "UNARY_NOT", "TO_BOOL"),
+    *("UNPACK", "SETUP_", "COMPARE_OP", "CONTAINS_OP", "IS_OP", "UNARY_NOT", "TO_BOOL"),
     *("FLOOR_DIVIDE", "MODULO", "SHIFT", "XOR", "BINARY_AND", "BINARY_OR"),  # of Python 3.10
     *("INPLACE_AND", "INPLACE_OR"),
 )
 """Parts of the instructions that a straight forward has not. A comparison of tensors is a branch
 too: ``(x > 1e9) * x`` is zero in a trial.
 """
+
+CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+"""What a straight forward may take from torch by a global name. A tensor or a dtype may change."""
+
+MISSING = object()
 
 SMOOTH = {"+", "-", "*", "/", "**", "@"}
 """The operators between tensors that are none."""
@@ -62,12 +69,14 @@ class Part(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """The forward of a module and its own methods that it calls, by name, and the settings that
-    decide their branches.
+    """The forward of a module and its own methods that it calls, by name, and what must stay as it
+    is: the settings that decide their branches, the attributes that they may read, the methods.
+    ``without_autocast`` says whether a part turns autocast off.
     """
 
     parts: dict[str, Part]
     settings: tuple[Setting, ...] = ()
+    without_autocast: bool = False
 
 
 def forward_of(module: nn.Module, cls: type[nn.Module]) -> Forward:
@@ -77,29 +86,49 @@ def forward_of(module: nn.Module, cls: type[nn.Module]) -> Forward:
     if not _has_plain_attributes(cls):
         return Forward({"forward": Part(cls.forward, None)})
     parts: dict[str, Part] = {}
-    settings: dict[tuple[str, Any], Setting] = {}
-    left = ["forward"]
+    settings = _read_later(module)
+    left, casts = ["forward"], False
     while left:
         name = left.pop()
-        parts[name] = part = _decided(module, getattr(cls, name), settings)
-        read = set() if part.code is None else {*_reads(part.code)}
-        left += [n for n in read if n and n not in parts and _is_method(module, cls, n)]
-    return Forward(parts, tuple(settings.values()))
+        parts[name], without = _decided(module, getattr(cls, name), settings)
+        casts |= without
+        code = parts[name].code
+        read = set() if code is None else {*_reads(code)}
+        methods = [n for n in read if n and n not in parts and _is_method(module, cls, n)]
+        settings |= {(n, None): Setting(n, None, getattr(cls, n)) for n in methods}
+        left += methods
+    return Forward(parts, tuple(settings.values()), casts)
 
 
-def _decided(module: nn.Module, function: Any, settings: dict[tuple[str, Any], Setting]) -> Part:
-    """``function`` without the branches that settings decide. Those are put into ``settings``."""
+def _read_later(module: nn.Module) -> dict[tuple[str, Any], Setting]:
+    """The attributes that a forward or a kernel may read in each call, apart from parameters."""
+    own = OWN - {name for name, p in module._parameters.items() if p is not None}
+    found = {name: inspect.getattr_static(module, name, MISSING) for name in own}
+    found |= {name: None for name in own & module._parameters.keys()}
+    return {
+        (name, None): Setting(name, None, value)
+        for name, value in found.items()
+        if value is not MISSING
+    }
+
+
+def _decided(
+    module: nn.Module, function: Any, settings: dict[tuple[str, Any], Setting]
+) -> tuple[Part, bool]:
+    """``function`` without the branches that settings decide, which are put into ``settings``, and
+    whether it turns autocast off.
+    """
     code = getattr(function, "__code__", None)
     if code is None or (tree := _source(code)) is None:
-        return Part(function, code)
+        return Part(function, code), False
     decide = _Decide(module, code.co_varnames[:1], function.__globals__)
     of_module = ast.Module([decide.visit(copy.deepcopy(tree))], [])
     try:
         made = compile(ast.fix_missing_locations(of_module), "<forward>", "exec")
     except (SyntaxError, ValueError):  # a name of an outer function, or a block that is left empty
-        return Part(function, code)
+        return Part(function, code), False
     settings |= decide.settings
-    return Part(function, next(_codes(made)))
+    return Part(function, next(_codes(made))), decide.without_autocast
 
 
 def _has_plain_attributes(cls: type[nn.Module]) -> bool:
@@ -116,10 +145,11 @@ def _has_plain_attributes(cls: type[nn.Module]) -> bool:
 
 
 def _is_method(module: nn.Module, cls: type, name: str) -> bool:
-    """Whether a module's attribute is a function of its class, and of no tensor's."""
+    """Whether a module's attribute is a function of its class, and no name of torch's."""
     found = inspect.getattr_static(cls, name, None)
     own = {*vars(module), *module._parameters, *module._buffers, *module._modules}
-    return isinstance(found, types.FunctionType) and name not in own and not hasattr(Tensor, name)
+    torchs = any(hasattr(home, name) for home in (Tensor, F, torch))
+    return isinstance(found, types.FunctionType) and name not in own and not torchs
 
 
 @functools.cache
@@ -151,6 +181,9 @@ def is_straight(forward: Forward) -> bool:
     trials try each dtype.
     """
     methods = forward.parts.keys() - {"forward"}
+    values = [s.value for s in forward.settings if s.kind is None and s.name in OWN]
+    if not all(isinstance(v, PLAIN) for value in values for v in _each(value)):
+        return False  # a tensor, which may change unseen
     return all(_is_line(part, methods) for part in forward.parts.values())
 
 
@@ -158,7 +191,7 @@ def _is_line(part: Part, methods: Set[str]) -> bool:
     function, code = part
     if code is None or len(inspect.signature(function).parameters) != 2:
         return False
-    if code.co_freevars or function.__defaults__:
+    if code.co_freevars or function.__defaults__ or getattr(code, "co_exceptiontable", b""):
         return False
     steps = list(dis.get_instructions(code))
     if not all(_is_torch(function, s.argval) for s in steps if s.opname == "LOAD_GLOBAL"):
@@ -197,12 +230,18 @@ def _reads(code: types.CodeType) -> Iterator[str]:
 
 def _is_torch(function: Any, name: str) -> bool:
     found = function.__globals__.get(name)
+    if not isinstance(found, CODE):
+        return False
     home = found.__name__ if inspect.ismodule(found) else getattr(found, "__module__", None)
     return f"{home}.".startswith("torch.")
 
 
 def _returns(node: ast.AST) -> bool:
     return any(isinstance(each, ast.Return) for each in ast.walk(node))
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 class _Undecided(Exception):
@@ -215,6 +254,7 @@ class _Decide(ast.NodeTransformer):
     def __init__(self, module: nn.Module, own: tuple[str, ...], names: dict[str, Any]) -> None:
         self.module, self.own, self.names = module, own, names
         self.settings: dict[tuple[str, Any], Setting] = {}
+        self.without_autocast = False
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
@@ -223,13 +263,15 @@ class _Decide(ast.NodeTransformer):
         return node
 
     def visit_With(self, node: ast.With) -> Any:
-        """Autocast that is switched off: a kernel computes without it."""
+        """Autocast that is switched off for the device of a tensor."""
         match node.items:
             case [ast.withitem(ast.Call(ast.Attribute(ast.Name("torch"), "autocast"), [], named))]:
                 values = {n.arg: n.value for n in named}
                 off = values.keys() == {"enabled", "device_type"}
+                off = off and ast.unparse(values["device_type"]).endswith(".device.type")
                 if off and isinstance(enabled := values["enabled"], ast.Constant):
                     if enabled.value is False and node.items[0].optional_vars is None:
+                        self.without_autocast = True
                         return self._block(node.body)
         return self.generic_visit(node)
 
@@ -309,8 +351,7 @@ class _Decide(ast.NodeTransformer):
             self.settings[key, None] = Setting(key, None, None)
             return None
         value = inspect.getattr_static(self.module, key, self)
-        each = value if isinstance(value, tuple) else (value,)
-        if key == "training" or not all(isinstance(v, PLAIN) for v in each):
+        if key == "training" or not all(isinstance(v, PLAIN) for v in _each(value)):
             raise _Undecided
         self.settings[key, None] = Setting(key, None, value)
         return value

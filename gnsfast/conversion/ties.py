@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that several modules share."""
 
+import glob
 import os
 
 from torch import nn
@@ -40,13 +41,15 @@ def link_ties(named: dict[str, nn.Module], claims_of: dict[str, tuple[str, ...]]
 def _shared(named: dict[str, nn.Module], paths: list[str]) -> str:
     """Why a parameter of these modules has no norms, and what covers it."""
     parts = os.path.commonprefix([path.split(".") for path in paths])
-    while parts and isinstance(named[".".join(parts)], LISTS):  # which has no forward
+    while parts and isinstance(named[".".join(parts)], LISTS):
         parts = parts[:-1]
     around = ".".join(parts)
+    has_forward = type(named[around]).forward is not nn.Module.forward
     why = f"it is shared by {', '.join(map(repr, paths))}"
-    if replayed(named[around]).cls is None:
+    if not has_forward or replayed(named[around]).cls is None:
         return why
     return (
-        f"{why}. convert(model, replay=[{around!r}]) covers it: the backward pass then "
+        f"{why}. convert(model, replay=[{glob.escape(around)!r}]) covers it, if each pass calls "
+        "that module once, with the samples along dimension 0: the backward pass then "
         f"{cost_of_replays([named[around]])}"
     )

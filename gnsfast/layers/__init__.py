@@ -46,6 +46,7 @@ from gnsfast.layers.float8 import Float8Linear, is_float8, without_casts
 from gnsfast.layers.linear import CastLinear, Linear, OutProjection, TransposedLinear, in_parts
 from gnsfast.layers.multihead_attention import ATTENTION, MultiheadAttention
 from gnsfast.layers.norms import (
+    EPS,
     ChannelsFirstFloat32LayerNorm,
     ChannelsFirstLayerNorm,
     Float32LayerNorm,
@@ -91,6 +92,7 @@ __all__ = [
     "Copied",
     "DropIn",
     "Embedding",
+    "EPS",
     "EmbeddingBag",
     "Experts",
     "Float32LayerNorm",

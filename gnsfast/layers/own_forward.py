@@ -20,7 +20,8 @@ class OwnForward(DropIn):
 
     def _refuse_other_settings(self, opened: Opened) -> None:
         for name, kind, value in self.gnsfast.settings:
-            found = getattr(self, name)
+            found = getattr(self, name, None)
+            found = getattr(found, "__func__", found)  # of a method
             tensor = isinstance(found, Tensor)
             if (
                 (not tensor and found == value)

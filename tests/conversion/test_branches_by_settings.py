@@ -105,10 +105,10 @@ class OlmoQwenRMSNorm(RMS):
             return x
 
 
-class NarrowRMSNorm(OlmoCoreRMSNorm):
-    def __init__(self) -> None:
-        super().__init__()
-        self.full_precision = False
+class NarrowRMSNorm(RMS):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight.type_as(x) * x
 
 
 class LitRMSNorm(RMS):

@@ -48,3 +48,23 @@ def test_no_replay_is_named_that_would_draw_again() -> None:
     model[0].dropout = nn.Dropout(0.5)
     (row,) = (r for r in gnsfast.coverage(gnsfast.convert(model)).rows if not r.static)
     assert row.reason == "it is shared by '0.layers.0', '0.layers.1'"
+
+
+def test_no_replay_is_named_of_a_module_without_a_forward() -> None:
+    model = nn.ModuleDict({"a": nn.Conv1d(D, D, 1), "b": nn.Conv1d(D, D, 1)})
+    model["b"].weight = model["a"].weight
+    (row,) = (r for r in gnsfast.coverage(gnsfast.convert(model)).rows if not r.static)
+    assert row.reason == "it is shared by 'a', 'b'"
+
+
+def test_a_name_that_reads_as_a_pattern() -> None:
+    model, x = nn.Sequential(), torch.randn(B, D)
+    model.add_module("b[1]", Twins())
+    loop = loop_sqnorms(model, squares, x, B)
+    (row,) = (r for r in gnsfast.coverage(gnsfast.convert(model)).rows if not r.static)
+    named = re.search(r"replay=\['(.*)'\]\) cov", row.reason)
+    assert named is not None
+    gnsfast.convert(model, replay=[named[1]])
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        squares(model, x).backward()
+    assert_norms(norms, loop)
