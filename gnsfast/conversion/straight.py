@@ -149,7 +149,8 @@ def _is_method(module: nn.Module, cls: type, name: str) -> bool:
     found = inspect.getattr_static(cls, name, None)
     own = {*vars(module), *module._parameters, *module._buffers, *module._modules}
     torchs = any(hasattr(home, name) for home in (Tensor, F, torch))
-    return isinstance(found, types.FunctionType) and name not in own and not torchs
+    function = isinstance(found, types.FunctionType) and found.__name__ == name
+    return function and name not in own and not torchs
 
 
 @functools.cache

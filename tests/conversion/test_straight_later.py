@@ -3,6 +3,7 @@
 that change after ``convert``, which is an error.
 """
 
+import pickle
 from typing import Any
 
 import pytest
@@ -111,10 +112,16 @@ class OfTensor(RMS):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
 
 
+class OfLambda(RMS):
+    """A module must go through pickle, and a lambda does not."""
+
+    _norm = lambda self, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
 GLOBALS = [OfGlobalDtype, OfGlobalModule, OfGlobalTensor]
 
 
-@pytest.mark.parametrize("cls", [OfSizes, OfErrors, OfTorchsName, OfTensor, *GLOBALS])
+@pytest.mark.parametrize("cls", [OfSizes, OfErrors, OfTorchsName, OfTensor, OfLambda, *GLOBALS])
 def test_code_that_a_trial_does_not_show(cls: Any) -> None:
     assert recognised(cls()) is None
 
@@ -150,8 +157,9 @@ def test_a_change_of_a_norm_is_an_error(name: str, value: Any) -> None:
     assert recognised(RMS()) is not None
     model = gnsfast.convert(nn.Sequential(RMS()))
     x = torch.randn(B, T, D)
-    with gnsfast.per_sample_sqnorms(model, B):
-        model(x).sum().backward()
+    again = pickle.loads(pickle.dumps(model))
+    with gnsfast.per_sample_sqnorms(again, B):
+        again(x).sum().backward()
     setattr(model[0], name, value)
     with (
         pytest.raises(gnsfast.ObservationError, match=rf"0 \(RMS\): {name} is .*convert\(model\)"),
