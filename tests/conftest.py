@@ -4,9 +4,11 @@ NaN.
 """
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 
+import interpreter
 import pytest
 import torch
 
@@ -14,6 +16,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which determinist
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 torch.backends.cudnn.allow_tf32 = False  # torch leaves it on: convolutions have 10 bits then
+
+
+def pytest_sessionstart() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        interpreter.spare_work()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,13 +71,11 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module")
-def frozen() -> Iterator[None]:
-    """``Trainer.train()`` collects garbage: 0.3 s over all that imports have made, but not here."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """What imports have made stays. Each ``Trainer.train()`` would search it for garbage: 0.3 s."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

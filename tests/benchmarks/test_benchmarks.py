@@ -54,7 +54,7 @@ def tiny() -> Iterator[None]:
 
 
 @pytest.fixture
-def few(frozen: None) -> Iterator[None]:
+def few() -> Iterator[None]:
     with rehearsal.few():
         yield
 

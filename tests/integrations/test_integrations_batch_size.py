@@ -32,7 +32,6 @@ from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_batch_size import BatchSizeCallback
 from gnsfast.integrations.transformers_branches import TrainerRun
 
-pytestmark = pytest.mark.usefixtures("frozen")
 EPOCH, STEPS = 25 * T, 35  # five epochs of 7 steps of 4 samples; their last ones have one sample
 
 

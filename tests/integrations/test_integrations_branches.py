@@ -16,8 +16,6 @@ from gnsfast.integrations.transformers_branches import TrainerRun
 
 EPOCH = 25 * T
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 
 def run_of(folder: Path, checkpoint: Any = None, **options: Any) -> TrainerRun:
     return TrainerRun(trainer_of(folder, **options), checkpoint, tokens_per_sample=T)

@@ -28,8 +28,6 @@ import gnsfast
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_branches import TrainerRun
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 
 def run_of(folder: Path, checkpoint: Any = None, **options: Any) -> TrainerRun:
     return TrainerRun(trainer_of(folder, **options), checkpoint, tokens_per_sample=T)

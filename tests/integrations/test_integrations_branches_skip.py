@@ -13,7 +13,6 @@ import gnsfast
 from gnsfast.critical_batch.branches import averaged, measure_critical_batch, measure_repeatedly
 from gnsfast.integrations.transformers_branches import TrainerRun
 
-pytestmark = pytest.mark.usefixtures("frozen")
 STEP, LAST = 4 * T, T  # an epoch has seven steps, of which the last one is a single sample
 
 

@@ -26,8 +26,6 @@ from gnsfast.integrations.lightning import GNSMonitor
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import identity
 
-pytestmark = pytest.mark.usefixtures("frozen")
-
 
 def measured(model: nn.Module, tokens_per_sample: int) -> CriticalBatchFactor:
     run = RunIdentity.of(

@@ -19,7 +19,6 @@ from gnsfast.integrations.lightning import GNSMonitor
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_branches import TrainerRun
 
-pytestmark = pytest.mark.usefixtures("frozen")
 BOTH = ("sign", "spectral")
 
 

@@ -23,7 +23,6 @@ from gnsfast.integrations.trackers import JSONLTracker
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_batch_size import BatchSizeCallback
 
-pytestmark = pytest.mark.usefixtures("frozen")
 MERRILLS = [(0, 4), (30, 8), (250, 16), (400, 8), (500, 4)]  # and back, as no paper does
 CHANGES = [(40, 8), (250, 16), (455, 8), (500, 4)]  # at the steps that both sizes end
 
