@@ -332,12 +332,24 @@ def test_the_table_is_whole() -> None:
         assert pair <= {*table.FEATURES}
 
 
-def test_the_guide_shows_the_table() -> None:
+def test_the_guide_shows_the_tables() -> None:
     columns = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED, REPEATED, TENSOR_PARALLEL)
     guide = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
     for layer in table.LAYERS:
         cells = ("-" if reason(layer, [feature]) else "yes" for feature in columns)
         assert f"| {layer} | {' | '.join(cells)} |" in guide
+
+    def cell(row: str, column: str) -> str:
+        why = table.APART.get(frozenset((row, column)))
+        return "eager" if why == table.OUTSIDE else "yes" if why is None else "-"
+
+    names = ["documents", "Adam's metric", "sign", "spectral", "groups", "shared weight"]
+    names += ["several calls", "sign and spectral from micro-batches"]
+    columns = (*columns, table.PIPELINE, table.SHARDED, table.COMPILED)
+    for name, row in zip(names, (*columns[:7], table.MICRO_BATCHES), strict=True):
+        cells = ("" if row == column else cell(row, column) for column in columns)
+        line = f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |")
+        assert line in guide, line
 
 
 def test_coverage_reads_the_table() -> None:

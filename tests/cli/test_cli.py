@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.cli
 import typer.main
 from rich.text import Text
 from typer.testing import CliRunner
@@ -24,6 +25,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CHECK_BATCHES", 10)
     monkeypatch.setattr(run, "CHECK_SAMPLES", 64)
     monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_the_page_of_options() -> None:
+    arguments = ["gnsfast.cli.app", "utils", "docs", "--name", "gnsfast", "--title", "All options"]
+    page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
+    found = CliRunner().invoke(typer.cli.app, arguments).output.strip()
+    how = f"python -m typer {' '.join(arguments[:5])} --title 'All options' --output {page}"
+    assert found == page.read_text(encoding="utf-8").strip(), how
 
 
 def demo(tmp_path: Path, *options: str, code: int = 0) -> str:

@@ -19,13 +19,15 @@ LEARNED = ("sinks", "logit_scale", "q_gain", "k_gain")
 def unseen(T: int, S: int, options: dict[str, Any]) -> Tensor:
     """[T, S], pair by pair."""
     window, cu = options.get("window"), options.get("cu_seqlens")
-    out = torch.zeros(T, S, dtype=torch.bool)
-    for t in range(T):
-        for s in range(S):
-            out[t, s] = bool(options.get("is_causal")) and s > t
-            out[t, s] |= window is not None and abs(t - s) >= window
-            out[t, s] |= cu is not None and bool(((cu > t) != (cu > s)).any())
-    return out
+    starts = [] if cu is None else cu.tolist()
+
+    def is_unseen(t: int, s: int) -> bool:
+        later = bool(options.get("is_causal")) and s > t
+        far = window is not None and abs(t - s) >= window
+        return later or far or any((start > t) != (start > s) for start in starts)
+
+    rows = [[is_unseen(t, s) for s in range(S)] for t in range(T)]
+    return torch.tensor(rows, dtype=torch.bool).reshape(T, S)
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, learned: Any, **options: Any) -> Tensor:
