@@ -11,6 +11,7 @@ from torch import nn
 from gnsfast.combinations import REPEATED, refuse
 from gnsfast.conversion.coverage_table import coverage
 from gnsfast.conversion.learning import Learned, learn
+from gnsfast.conversion.recognition import Tried
 from gnsfast.conversion.routes import (
     cost_of_replays,
     held,
@@ -265,13 +266,14 @@ def _routes(
     """The class that each module becomes, from the class that it had before any ``convert``."""
     before = {name: type(module) for name, module in named.items()}
     routes: dict[str, type[DropIn]] = {}
+    tried: Tried = {}
     try:
         for module in named.values():
             if (original := original_class(type(module))) is not type(module):
                 module.__class__ = original
         for name, module in named.items():
             if claims_of[name]:
-                route = replayed(module) if name in whole else route_of(module)
+                route = replayed(module) if name in whole else route_of(module, tried)
                 if route.cls is not None:
                     routes[name] = route.cls
         for name in [n for n, cls in routes.items() if issubclass(cls, MultiheadAttention)]:

@@ -55,8 +55,14 @@ SCALES = torch.tensor([[1e-3], [1.0], [1e3]])
 """
 
 
-def recognised(module: nn.Module) -> type[DropIn] | None:
-    """The drop-in that computes the same as ``module``, or None."""
+Tried = dict[Any, type[DropIn] | None]
+"""What trials of earlier modules gave: class, shapes and settings -> the drop-in."""
+
+
+def recognised(module: nn.Module, tried: Tried | None = None) -> type[DropIn] | None:
+    """The drop-in that computes the same as ``module``, or None. Modules that are alike, as the
+    norms of all blocks are, need one trial, of 30 ms: ``tried`` keeps it.
+    """
     own = {n: p for n, p in module._parameters.items() if p is not None}
     arguments = inspect.signature(module.forward).parameters.values()
     if module._modules or "forward" in vars(module) or len(arguments) != 1:
@@ -69,6 +75,18 @@ def recognised(module: nn.Module) -> type[DropIn] | None:
     if forward.without_autocast:
         candidates = [c for c in candidates if c in IN_FLOAT32]
     shapes = {name: _shape(module, name, p) for name, p in own.items()}
+    settings = ((s.name, s.kind, repr(s.value)) for s in forward.settings)
+    key = type(module), *shapes.items(), *settings
+    tried = {} if tried is None else tried
+    if key not in tried:
+        tried[key] = _by_trial(module, candidates, shapes)
+    return tried[key]
+
+
+def _by_trial(
+    module: nn.Module, candidates: list[type[DropIn]], shapes: dict[str, tuple[int, ...]]
+) -> type[DropIn] | None:
+    """The first of the ``candidates`` that agrees with a module in every trial."""
     for channels_first in (False, True):
         left = [c for c in candidates if (c in CHANNELS_FIRST) == channels_first]
         for x, parameters in _inputs(module, shapes, channels_first):

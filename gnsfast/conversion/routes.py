@@ -10,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from gnsfast import layers
-from gnsfast.conversion.recognition import recognised
+from gnsfast.conversion.recognition import Tried, recognised
 from gnsfast.conversion.straight import forward_of
 from gnsfast.layers import (
     ATTENTION,
@@ -139,8 +139,8 @@ def held(module: nn.Module) -> dict[str, nn.Module]:
     return {n: c for n, c in children.items() if isinstance(c, CONTAINERS) or n in computed}
 
 
-def route_of(module: nn.Module) -> Route:
-    """The route of a module that owns parameters."""
+def route_of(module: nn.Module, tried: Tried | None = None) -> Route:
+    """The route of a module that owns parameters. ``tried`` is of modules before it."""
     if isinstance(module, DropIn):
         return Route(type(module))
     own = module._parameters
@@ -154,7 +154,7 @@ def route_of(module: nn.Module) -> Route:
         return Route(combine(type(module), layers.Float8Linear, over=True))
     for base, drop_in in KERNELS.items():
         if isinstance(module, base):
-            return _drop_in(module, base, drop_in)
+            return _drop_in(module, base, drop_in, tried)
     if (
         type(module).__module__ == "transformers.pytorch_utils"
         and type(module).__name__ == "Conv1D"
@@ -166,12 +166,12 @@ def route_of(module: nn.Module) -> Route:
         return Route(None if reason else combine(type(module), Experts, over=True), reason)
     if owns_router(module):
         return Route(combine(type(module), Router, over=True))
-    return _own_way(module)
+    return _own_way(module, tried)
 
 
-def _own_way(module: nn.Module) -> Route:
+def _own_way(module: nn.Module, tried: Tried | None) -> Route:
     """The route of a module with its own forward: a kernel if it computes the same, or a replay."""
-    drop_in = recognised(module)
+    drop_in = recognised(module, tried)
     return replayed(module) if drop_in is None else Route(combine(type(module), drop_in, over=True))
 
 
@@ -206,7 +206,9 @@ def may_copy(module: nn.Module, claims: tuple[str, ...]) -> bool:
     return bool(claims) and own.keys() >= {*claims} and real and not (odd or lazy)
 
 
-def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) -> Route:
+def _drop_in(
+    module: nn.Module, base: type[nn.Module], drop_in: type[DropIn], tried: Tried | None
+) -> Route:
     if any(is_wrapper(p) and not is_dtensor(p) for p in own_parameters(module).values()):
         return replayed(module)  # a quantized weight, whose gradient may be quantized too
     if base is nn.MultiheadAttention:
@@ -227,7 +229,7 @@ def _drop_in(module: nn.Module, base: type[nn.Module], drop_in: type[DropIn]) ->
         return Route(drop_in)
     if _reaches_super(type(module), base):
         return Route(combine(type(module), drop_in, over=False))
-    return _own_way(module)
+    return _own_way(module, tried)
 
 
 def _reaches_super(cls: type, base: type) -> bool:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gnsfast
+from gnsfast.conversion import recognition
 from gnsfast.conversion.recognition import recognised
 
 B, T, D = 3, 6, 8
@@ -188,3 +189,29 @@ def test_a_change_of_an_embedding_is_an_error(name: str, value: float) -> None:
         gnsfast.per_sample_sqnorms(model, B),
     ):
         model(torch.zeros(B, T).long())
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int, by: float) -> None:
+        super().__init__()
+        self.weight, self.by, self.eps = nn.Parameter(torch.ones(width)), by, 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by == 1:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, 2 * self.weight, self.eps)
+
+
+def test_modules_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, by_trial = [], recognition._by_trial
+
+    def counted(module: Any, *args: Any) -> Any:
+        tried.append((module.by, len(module.weight)))
+        return by_trial(module, *args)
+
+    monkeypatch.setattr(recognition, "_by_trial", counted)
+    norms = [Scaled(D, 1), Scaled(D, 2), Scaled(D, 1), Scaled(D, 2), Scaled(4, 1)]
+    model = gnsfast.convert(nn.ModuleList(norms))
+    assert tried == [(1, D), (2, D), (1, 4)]
+    routes = [row.route for row in gnsfast.coverage(model).rows]
+    assert routes == ["rms_norm", "replay", "rms_norm", "replay", "rms_norm"]
