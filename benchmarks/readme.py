@@ -115,9 +115,8 @@ def origin(newest: Record, root: Path) -> str:
     if "CPU kernel" in about:
         where += f", CPU kernel {about['CPU kernel']}"
     return (
-        "The numbers are medians (and quartiles) of rounds in turn with plain PyTorch on one "
-        f"machine ({where}), at commit {about['commit']}. "
-        f"`{newest.command}` measures them; [the record]({_link(newest, root)}) has the rest."
+        "Each ran in turn with plain PyTorch; these are medians and quartiles "
+        f"({where}, commit {about['commit']}; `{newest.command}`, [record]({_link(newest, root)}))."
     )
 
 
@@ -159,8 +158,9 @@ def counted() -> str:
             ratios.append(f"{1 + counted.overhead:.2f} ({where})")
         rows.append(f"{' or '.join(ratios)} for {name}")
     return (
-        "A model of an H200 (`python -m benchmarks model`) counts the time of a step, over plain "
-        f"PyTorch's, as {' and '.join(rows)}, if our loops reach 0.9 of cuBLAS's speed."
+        "A calculation for an H200 (`python -m benchmarks model`) predicts the time of a step over "
+        f"plain PyTorch's as {' and '.join(rows)}. It assumes that our loops reach 0.9 of "
+        "cuBLAS's speed."
     )
 
 

@@ -298,7 +298,7 @@ def test_the_readmes_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "| **gnsfast** | **1.030** (1.020 to 1.050) | **1.050** (1.040 to 1.070) | 1.00 |" in text
     )
     assert "| sums | 1.100 (1.090 to 1.120) | 1.120 (1.110 to 1.140) | 1.01 | sum only |" in text
-    assert "one machine (a CPU, 2 cores, torch 2.13), at commit abc. `python -m benchm" in text
+    assert "(a CPU, 2 cores, torch 2.13, commit abc; `python -m benchm" in text
     assert "(results/2026-12-01-cpu.md)" in text and "(results/2026-12-01-cpu.svg)" in text
     assert "No GPU has run the kernels yet." in text
 
