@@ -158,9 +158,9 @@ def counted() -> str:
             ratios.append(f"{1 + counted.overhead:.2f} ({where})")
         rows.append(f"{' or '.join(ratios)} for {name}")
     return (
-        "A calculation for an H200 (`python -m benchmarks model`) predicts the time of a step over "
-        f"plain PyTorch's as {' and '.join(rows)}. It assumes that our loops reach 0.9 of "
-        "cuBLAS's speed."
+        "Counted for an H200, not measured (`python -m benchmarks model`), a step takes these "
+        "multiples of plain PyTorch's time, if our loops reach 0.9 of cuBLAS's speed: "
+        f"{' and '.join(rows)}."
     )
 
 
