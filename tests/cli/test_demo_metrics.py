@@ -61,6 +61,7 @@ def test_what_is_refused(tmp_path: Path, options: list[str], message: str) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.second
 def test_spectral_noise_scale_is_that_of_muons_matrices() -> None:
     demo = run.Run(run.Settings(20, 2, optimizer="muon", metrics=("spectral",)))
     found = next(demo.train()).scale

@@ -276,6 +276,7 @@ def clipped_run() -> TorchRun:
     return run
 
 
+@pytest.mark.second
 def test_a_run_made_with_other_settings(tmp_path: Path) -> None:
     """Branches of another run than the one that is measured would be compared in silence."""
     how = {"executor": Own(), "make_run": clipped_run, "k": (1, 2)}

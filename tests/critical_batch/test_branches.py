@@ -321,6 +321,7 @@ def wait(until: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.second
 def test_a_real_run_is_back_at_its_checkpoint(tmp_path: Path) -> None:
     """Bit for bit, also after an exception: it trains on as the run that was never branched."""
     unbranched = [step.loss for step in branch_runs.trained().train(400)]

@@ -148,6 +148,7 @@ def test_what_is_said() -> None:
     assert "micro-batches" not in str(ordinary)
 
 
+@pytest.mark.second
 def test_excess_is_that_of_noise() -> None:
     """Of Gaussian samples without a mean, by both estimators on the same data."""
     n, width, draws = 16, 30, 400
@@ -226,5 +227,6 @@ def sharded(rank: int) -> None:
         TwoBatchNoiseScale(fully_shard(nn.Linear(4, 4)))
 
 
+@pytest.mark.dist
 def test_processes() -> None:
     spawn(each, args=([in_ddp, sharded],))
