@@ -15,9 +15,11 @@ from torch import nn
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers at the end, whether they were written to or replaced."""
+    """Restore all buffers at the end, whether they were written to or replaced. Others are not
+    written to, because graphs may hold them.
+    """
     held = [(m, dict(m._buffers)) for m in model.modules()]
-    values = [(b, b.detach().clone()) for b in model.buffers()]
+    values = [(b, b._version, b.detach().clone()) for b in model.buffers()]
     try:
         yield
     finally:
@@ -25,25 +27,34 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+            for buffer, version, value in values:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Restore all training flags at the end."""
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers and training flags at the end. Inside, gradients are None."""
     grads = [(p, p.grad) for p in model.parameters()]
-    modes = [(m, m.training) for m in model.modules()]
     for p, _ in grads:
         p.grad = None
     try:
-        with kept_buffers(model):
+        with kept_buffers(model), kept_modes(model):
             yield
     finally:
         for p, grad in grads:
             p.grad = grad
-        for module, training in modes:
-            module.training = training
 
 
 class _Generator(NamedTuple):

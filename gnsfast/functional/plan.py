@@ -38,6 +38,8 @@ class Plan(NamedTuple):
         module: the layer's name in messages.
         calls: a ``Calls``, new for each pass, if the pass calls the layer several times. The
             operands of all calls stay in memory until the backward of the last one.
+        uses: decides in backward whether the rows are the norms of the parameters, or a part that
+            is joined with other uses of them.
         second: objects to which the backward pass adds other sums over samples (``Squares``,
             ``Grams``, ``Halves``).
 
@@ -60,6 +62,7 @@ class Plan(NamedTuple):
     module: str | None = None
     calls: Any = None
     second: tuple[Any, ...] = ()
+    uses: Any = None
 
     def samples(self, probe: Tensor) -> int:
         """B, from a probe. If the plan held B, torch.compile would build a graph for each B."""
@@ -89,7 +92,8 @@ class Plan(NamedTuple):
         )
         if simple and not is_dtensor(weight):
             return
-        if tied or is_dtensor(weight) or not self.is_plain or self.second:
+        limited = tied or is_dtensor(weight) or not self.is_plain or self.second
+        if limited and self.uses is None:
             features = self.features(layer, is_dtensor(weight), tied, probe.is_cuda)
             combinations.refuse(layer, features, self.module)
         metric = parameters if self.constants_P2 is not None else 0
@@ -200,6 +204,11 @@ class Plan(NamedTuple):
                 self._replace(calls=None), operator, a, wanted
             )
             return kept
+        if self.uses is not None:
+            joined: tuple[Tensor, ...] = self.uses.keep(
+                self._replace(uses=None), operator, a, wanted, at_BS
+            )
+            return joined
         for sums in self.second:
             sums.add(operator, a, wanted)
         if self.groups is None:

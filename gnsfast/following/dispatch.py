@@ -1,0 +1,567 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class that trainable parameters have while a block is open: it sees each function of torch
+that takes one of them, with the arguments that it really gets.
+
+Such a function is one of four things. A function with a kernel (``kernels.py``) is served by
+``gnsfast.functional``. One of parameters and constants alone gives another tensor of this kind. An
+element-wise one is a reduction (``elementwise.py``). Any other is run again for each sample in
+backward (``replay.py``).
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gnsfast import functional
+from gnsfast.following.elementwise import spread
+from gnsfast.following.kernels import KERNELS, bare, plan_for
+from gnsfast.following.layouts import (
+    ALONE,
+    FIRST,
+    SHARED,
+    UNKNOWN,
+    Chosen,
+    Layout,
+    Place,
+    owners_of,
+)
+from gnsfast.following.leaf import (
+    MADE,
+    ROWS,
+    SAME,
+    Expression,
+    Leaf,
+    Span,
+    Step,
+    compiling,
+    expression_of,
+    first_leaf,
+    twin_of,
+)
+from gnsfast.following.replay import Replay, flatten, replayed
+
+unfollowed = torch._C.DisableTorchFunctionSubclass
+
+
+class Tracked(Tensor):
+    """A tensor made of parameters and constants alone, while a block is open."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+class Measured(nn.Parameter):
+    """A trainable parameter while a block is open."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        if id(self) not in memo:
+            with unfollowed():
+                memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with unfollowed():
+            return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, {})
+
+
+_measured: dict[type, type] = {nn.Parameter: Measured}
+_plain: dict[type, type] = {Measured: nn.Parameter}
+
+
+def attach(leaf: Leaf, p: Any) -> None:
+    """Let functions of ``p`` be seen, as those of ``leaf``."""
+    cls = type(p)
+    if cls in _plain:
+        return
+    if cls not in _measured:  # such as a DTensor
+        own = {"__torch_function__": Measured.__dict__["__torch_function__"]}
+        _measured[cls] = made = type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
+        _plain[made] = cls
+    leaf.current = p
+    p._gnsfast = leaf.whole
+    p.__class__ = _measured[cls]
+
+
+def detach(p: Any) -> None:
+    """Make ``p`` what it was."""
+    if type(p) in _plain:
+        p.__class__ = _plain[type(p)]
+        del p._gnsfast
+
+
+def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of ``func``, which takes a parameter or a tensor that was made of one."""
+    if not torch.is_grad_enabled():
+        with unfollowed():
+            return func(*args, **kwargs)
+    if (opened := OPENED.get(func)) is not None:
+        return opened(*args, **kwargs)
+    with unfollowed():
+        if (kernel := KERNELS.get(func)) is not None:
+            y = kernel(*args, **kwargs)
+            if y is not NotImplemented:
+                return y
+        return _without_kernel(func, args, kwargs)
+
+
+KEEPS = frozenset(
+    "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to float "
+    "double half bfloat16 type type_as movedim swapaxes swapdims view_as reshape_as T mT ravel "
+    "adjoint __neg__ neg".split()
+)
+"""Functions whose result holds each element of their argument once."""
+
+PIECES = frozenset(
+    "narrow select chunk split unbind tensor_split split_with_sizes __iter__ __getitem__".split()
+)
+"""Functions whose results hold each element of their argument at most once."""
+
+ELEMENTWISE = frozenset(
+    f"__{kind}{name}__"
+    for name in ("add", "sub", "mul", "truediv", "pow")
+    for kind in ("", "r", "i")
+) | frozenset(
+    "add sub mul div pow lerp addcmul addcdiv maximum minimum where multiply subtract divide "
+    "true_divide rsub add_ sub_ mul_ div_ masked_fill masked_fill_ expand_as".split()
+)
+"""Functions that broadcast their arguments against each other."""
+
+QUERIES = frozenset(
+    "__get__ size dim numel nelement __len__ ndimension is_floating_point is_complex is_contiguous "
+    "element_size get_device stride detach requires_grad_ register_hook data_ptr storage_offset "
+    "__repr__ __format__ is_shared untyped_storage zero_ __hash__ new_zeros new_ones new_empty "
+    "register_post_accumulate_grad_hook new_full new_tensor zeros_like ones_like empty_like type_ "
+    "is_same_size item tolist __bool__".split()
+)
+"""Functions that give no gradient to a parameter."""
+
+CASTS = frozenset(("to", "type_as"))
+COPIES = frozenset("expand expand_as repeat broadcast_to".split())
+RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
+
+_views = {getattr(Tensor, name).__get__: name for name in ("T", "mT")}
+_products = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+NAMES: dict[Any, str] = {**_views, **dict.fromkeys(_products, "matmul")}
+
+
+def name_of(func: Any) -> str:
+    """The name of a function of torch in the steps of an example."""
+    name: str = NAMES.get(func) or func.__name__
+    return name
+
+
+def _opened(f: Any) -> Any:
+    """A function of ``torch.nn.functional`` that does not ask for a tensor subclass first."""
+    own = {**f.__globals__, "has_torch_function": lambda *_: False}
+    opened = types.FunctionType(f.__code__, own, f.__name__, f.__defaults__, f.__closure__)
+    opened.__kwdefaults__ = f.__kwdefaults__
+    return opened
+
+
+OPENED: dict[Any, Any] = {
+    f: _opened(f) for f in (F.multi_head_attention_forward, torch.autograd.grad)
+}
+"""Functions of torch whose own functions are seen one by one. (Inside of ``unfollowed`` a backward
+pass could not unpack the tensors of a checkpoint.)
+"""
+
+
+class Call:
+    """A call of a function without a kernel: ``leaves`` are its arguments, flattened. At the places
+    ``own`` are parameters, or tensors made of them, which need a gradient.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.name = func, name_of(func)
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.own, self.expressions = [], []
+        for i, t in enumerate(self.leaves):
+            e = expression_of(t) if isinstance(t, Tensor) else None
+            if e is not None and t.requires_grad:
+                self.own.append(i)
+                self.expressions.append(e)
+        self.others = [
+            i for i, t in enumerate(self.leaves) if isinstance(t, Tensor) and i not in self.own
+        ]
+
+    def run(self) -> Any:
+        """The result of the function for ``leaves`` as they are."""
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        return self.func(*args, **kwargs)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the function writes to its first argument."""
+        name = self.name
+        dunder = name.startswith("__")
+        return name.startswith("__i") if dunder else name.endswith("_")
+
+
+def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function without a kernel, or of one that no kernel serves."""
+    name = name_of(func)
+    if name in QUERIES:
+        return func(*args, **kwargs)
+    if name == "__getitem__" and not compiling():
+        args = numbered(args)
+    call = Call(func, args, kwargs)
+    if not call.own or any(leaf.left_out for e in call.expressions for leaf in e.leaves):
+        return func(*args, **kwargs)
+    if name == "backward":
+        for leaf in call.expressions[0].leaves:
+            leaf.fail("a loss is made of parameters alone, and belongs to no sample")
+        return func(*args, **kwargs)
+    leaf = first_leaf(call.expressions)
+    step = leaf.step(name)
+    places = _places(call, step, leaf)
+    if _is_of_parameters(call, step, places):
+        copies = name in COPIES and (step is None or step.copies)
+        return _of_parameters(call, leaf, copies)
+    if name in ELEMENTWISE or (name == "scaled_dot_product_attention" and call.own == [3]):
+        spreads = _spreads(call, step, places, leaf)
+        if spreads is not None:
+            for i, t in zip(call.own, spreads):
+                call.leaves[i] = t
+            return call.run()
+    if compiling():
+        return _lost(call, leaf)
+    return _replay(call, step, places, leaf)
+
+
+def numbered(args: Any) -> Any:
+    """The arguments of an index. That of a parameter by one number which is a tensor becomes that
+    number.
+    """
+    t, index = args
+    alone = isinstance(index, Tensor) and index.ndim == 0
+    if alone and not index.is_floating_point() and index.dtype != torch.bool:
+        return t, int(index)
+    return args
+
+
+def _places(call: Call, step: Step | None, leaf: Leaf) -> dict[int, Place]:
+    """Where the samples lie in the other tensors of a call."""
+    found: dict[int, Place] = {}
+    for i in call.others:
+        t = call.leaves[i]
+        if step is not None:
+            place = step.arguments[i] if i < len(step.arguments) else None
+            found[i] = UNKNOWN if place is None else place
+        elif leaf.samples == 1:
+            found[i] = ALONE if t.ndim else SHARED
+        elif t.ndim:
+            found[i] = FIRST if t.shape[0] == leaf.samples else UNKNOWN
+        else:
+            found[i] = SHARED
+    return found
+
+
+def _is_of_parameters(call: Call, step: Step | None, places: dict[int, Place]) -> bool:
+    """Whether a function takes nothing but parameters and constants."""
+    if call.name in CASTS or not call.others:
+        return True
+    shared = all(place == SHARED for place in places.values())
+    return shared and (step is None or all(place == SHARED for place in step.results))
+
+
+def _spreads(
+    call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf
+) -> list[Tensor] | None:
+    """The parameters of an element-wise function, broadcast to its result, in which the samples are
+    known; None where they are not.
+    """
+    leaves = call.leaves
+    layout: Place
+    if call.name == "scaled_dot_product_attention":
+        shape = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
+    else:
+        shape = torch.broadcast_shapes(*(t.shape for t in leaves if isinstance(t, Tensor)))
+    if leaf.starts is not None:
+        layout = FIRST
+    elif step is None:
+        layout = ALONE if leaf.samples == 1 else FIRST
+    elif step.chosen and not compiling():
+        owner_N = owners_of(leaves[call.others[0]], leaf.samples)
+        layout = UNKNOWN if owner_N is None else Chosen(owner_N)
+    elif call.name == "expand_as":
+        layout = places[call.others[0]]
+    else:
+        layout = step.results[0] if step.results else UNKNOWN
+    values = [leaves[i] for i in call.own]
+    if isinstance(layout, Chosen):
+        if len(shape) < 2 or shape[0] != len(layout.owner_N):
+            return None
+    elif not isinstance(layout, Layout):
+        return None
+    elif leaf.starts is None and not layout.fits(shape, leaf.samples):
+        return None
+    if call.is_in_place and 0 in call.own:
+        return None
+    # A 0-d tensor does not change the dtype of a result, and its broadcast copy would.
+    others = [leaves[i].dtype for i in call.others]
+    if any(t.ndim == 0 and any(t.dtype != other for other in others) for t in values):
+        return None
+    found = [spread_out(t, shape, layout) for t in values]
+    return None if any(t is None for t in found) else [t for t in found if t is not None]
+
+
+def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen) -> Tensor | None:
+    """A tensor made of parameters, broadcast to ``shape``; None if it has a part for each sample,
+    or for single tokens of packed documents.
+    """
+    expression = expression_of(e)
+    assert expression is not None
+    leaf, missing = expression.leaves[0], len(shape) - e.ndim
+    if missing < 0:
+        return None
+    wide = (1,) * missing + tuple(e.shape)
+    d = layout.dim if isinstance(layout, Layout) else 0
+    if leaf.starts is not None:
+        at = _end_of_tokens(shape, leaf)
+        if at is None or any(size != 1 for size in wide[:at]):
+            return None
+    elif wide[d] != 1:
+        return None
+    if expression.kind == ROWS and layout == FIRST and (y := _as_rows(expression, shape)) is not None:
+        return y
+    if compiling() and expression.kind != SAME:
+        return None
+    if not compiling():
+        expression.note_use()
+    plan = plan_for([expression], [e], FIRST)._replace(uses=None, module=None)
+    joins = None if compiling() else expression
+    return spread(bare(e), leaf.probe, plan, shape, layout, joins)
+
+
+def _end_of_tokens(shape: torch.Size, leaf: Leaf) -> int | None:
+    """How many leading dimensions of ``shape`` hold the tokens of packed documents."""
+    return next((k for k in range(1, len(shape)) if shape[:k].numel() == leaf.tokens), None)
+
+
+def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:
+    """Rows of a table at ids that all samples share, looked up for each sample."""
+    leaf = expression.leaves[0]
+    assert expression.rows is not None
+    ids, padding_idx = expression.rows
+    B, n = leaf.samples, len(shape)
+    if shape[0] != B:
+        return None
+    if ids.ndim == n - 1 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.ndim != n - 2 and not (ids.ndim == n - 1 and ids.shape[0] == B):
+        return None
+    if not compiling():
+        leaf.whole.note_use()
+    ids = ids.expand(B, *ids.shape[ids.ndim - n + 2 :])
+    plan = plan_for([leaf.whole], [leaf.current], FIRST)
+    y, _ = functional.embedding(
+        ids, bare(leaf.current), leaf.probe, plan, padding_idx=padding_idx
+    )
+    return y.expand(shape)
+
+
+def _of_parameters(call: Call, leaf: Leaf, copies: bool) -> Any:
+    """The result of a function of parameters and constants, which is followed too."""
+    if copies and call.own == [0] and (y := _copied(call, leaf)) is not None:
+        return y
+    eager = not compiling()
+    before = [call.leaves[i]._version for i in call.own] if eager else []
+    out = call.run()
+    is_written = eager and [call.leaves[i]._version for i in call.own] != before
+    found = {each.index: each for e in call.expressions for each in e.leaves}
+    leaves = tuple(found[k] for k in sorted(found))
+    results, spec = pytree.tree_flatten(tuple(out) if hasattr(out, "__next__") else out)
+    arguments = {id(t) for t in call.leaves}
+    for k, t in enumerate(results):
+        if not isinstance(t, Tensor) or not t.requires_grad:
+            continue
+        if id(t) in arguments and not is_written:
+            continue
+        made = _expression(call, leaves, k, t, is_written)
+        if made.kind == MADE:
+            if not eager:
+                results[k] = _marked_lost(t, leaf)
+                continue
+            made.graph()
+        if not eager:
+            t = results[k] = t.as_subclass(Tracked)
+        elif type(t) is Tensor:
+            t.__class__ = Tracked
+        t._gnsfast = made  # type: ignore[attr-defined]
+    if len(results) == 1 and type(out) not in (list, tuple) and not hasattr(out, "__next__"):
+        return results[0]
+    return pytree.tree_unflatten(results, spec)
+
+
+def _expression(
+    call: Call, leaves: tuple[Leaf, ...], k: int, t: Tensor, is_written: bool
+) -> Expression:
+    """What result number ``k`` of a function of parameters is made of."""
+    first, name = call.expressions[0], call.name
+    make = None if compiling() else _remade(call, k, is_written)
+    keeps = len(call.own) == 1 and first.kind == SAME and not is_written
+    if keeps and name in KEEPS:
+        return Expression(leaves, SAME, make, span=first.span)
+    if keeps and name in PIECES and (name != "__getitem__" or _is_plain_index(call.leaves[1:])):
+        return Expression(leaves, SAME, make, span=None if compiling() else Span.of(t))
+    if name == "embedding" and call.own == [1] and first.is_whole:
+        padding_idx = call.leaves[2] if len(call.leaves) > 2 else None
+        return Expression(leaves, ROWS, make, rows=(call.leaves[0], padding_idx))
+    return Expression(leaves, MADE, make)
+
+
+def _is_plain_index(index: list[Any]) -> bool:
+    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index)
+
+
+def _remade(call: Call, k: int, is_written: bool) -> Callable[..., Tensor]:
+    """A function that computes result number ``k`` again, from other tensors for the leaves."""
+    func, spec, own, expressions = call.func, call.spec, call.own, call.expressions
+    constants = [t.detach() if isinstance(t, Tensor) else t for t in call.leaves]
+
+    def make(value: Callable[[Leaf], Tensor]) -> Tensor:
+        arguments = list(constants)
+        for i, e in zip(own, expressions):
+            one = e.graph() if value is twin_of else e.make(value)
+            arguments[i] = one.clone() if is_written else one
+        args, kwargs = pytree.tree_unflatten(arguments, spec)
+        out = func(*args, **kwargs)
+        out = tuple(out) if hasattr(out, "__next__") else out
+        result: Tensor = pytree.tree_leaves(out)[k]
+        return result
+
+    return make
+
+
+class Copied(NamedTuple):
+    """How a parameter is repeated for each sample: along dimension ``dim`` of the result, which
+    holds ``each`` rows of it for a sample. ``less`` are the other numbers of ``repeat``.
+    """
+
+    dim: int
+    each: int
+    less: tuple[int, ...] | None
+
+
+def copied_along(name: str, arguments: list[Any], B: int) -> Copied | None:
+    """How ``expand`` or ``repeat`` repeats its first argument for each of B samples, if it does."""
+    e, sizes = arguments[0], [n for n in arguments[1:] if isinstance(n, int)]
+    if name == "expand_as":
+        sizes = list(arguments[1].shape)
+    new = len(sizes) - e.ndim
+    for d, n in enumerate(sizes):
+        each = 1 if d < new else e.shape[d - new]
+        if n == B and B > 1 and (each == 1 or name == "repeat"):
+            own = (*sizes[:d], 1, *sizes[d + 1 :])
+            needed = name == "repeat" and any(k != 1 for k in own)
+            return Copied(d, each, own if needed else None)
+    return None
+
+
+def _copied(call: Call, leaf: Leaf) -> Tensor | None:
+    """A parameter that is repeated for each sample: its copies are data."""
+    copied = copied_along(call.name, call.leaves, leaf.samples)
+    if copied is None:
+        return None
+    with torch.no_grad():
+        shape = call.run().shape
+    e, d = call.leaves[0], copied.dim
+    if copied.less is not None:
+        e = _of_parameters(Call(Tensor.repeat, (e, *copied.less), {}), leaf, copies=False)
+    if copied.each > 1:  # rows (B, each) along one dimension
+        e = _of_parameters(Call(Tensor.unsqueeze, (e, d - len(shape) - 1), {}), leaf, copies=False)
+        shape = torch.Size((*shape[:d], leaf.samples, copied.each, *shape[d + 1 :]))
+    if not e.requires_grad:
+        return None
+    y = spread_out(e, shape, Layout(d))
+    if y is None:
+        return None
+    y = y.flatten(d, d + 1) if copied.each > 1 else y
+    return y.contiguous() if call.name == "repeat" else y
+
+
+def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
+    """The result of a function that is run again for each sample in backward."""
+    B, leaves = leaf.samples, call.leaves
+    own: list[Tensor] = []
+    replay = Replay(call.func, leaves, call.spec, call.own, call.expressions, places, B)
+    versions = [t._version if isinstance(t, Tensor) else 0 for t in leaves]
+    out = call.run()
+    flat = [*flatten(out)]
+    if not any(t.requires_grad for t in flat):
+        return out
+    if step is None:
+        some = ALONE if B == 1 else FIRST
+        results: list[Place] = [some if some.fits(t.shape, B) else UNKNOWN for t in flat]
+    else:
+        results = [*step.results][: len(flat)]
+        results += [UNKNOWN] * (len(flat) - len(results))
+    if call.name in RECURRENT:
+        first = leaves[-1] is True
+        states = [Layout(1)] * len(call.others)
+        places |= dict(zip(call.others, [Layout(0 if first else 1), *states]))
+        results = [Layout(0 if first else 1), Layout(1), Layout(1)][: len(flat)]
+    shapes = [list(leaves[i].shape) for i in places], [list(t.shape) for t in flat]
+    fits = all(
+        not isinstance(place, Layout) or place.fits(leaves[i].shape, B)
+        for i, place in places.items()
+    )
+    lost = any(place == UNKNOWN for place in places.values()) or not fits
+    lost |= any(
+        not isinstance(place, Layout) or not place.fits(t.shape, B)
+        for place, t in zip(results, flat)
+        if t.requires_grad
+    )
+    is_written = any(
+        isinstance(t, Tensor) and t._version != v for t, v in zip(leaves, versions)
+    ) or any(t is leaf for t in flat for leaf in leaves)
+    for expression in call.expressions:
+        expression.note_use()
+        for each in expression.leaves:
+            if is_written:
+                each.fail(f"{call.name} writes to data")
+            elif leaf.starts is not None:
+                each.fail(f"{call.name} has no norms for packed documents")
+            elif lost:
+                where = f"{shapes[0]} -> {shapes[1]}"
+                each.fail(f"the samples were not found in {call.name}, {where}")
+    if is_written or lost or leaf.starts is not None:
+        return out
+    replay.results = [p for p, t in zip(results, flat) if t.requires_grad]  # type: ignore[misc]
+    own = [e.leaves[0].probe for e in call.expressions]
+    return replayed(replay, out, own)
+
+
+class _Lost(torch.autograd.Function):
+    """Passes on a tensor that compiled code cannot follow, and says so in the probe's counter."""
+
+    @staticmethod
+    def forward(ctx: Any, e: Tensor, probe: Tensor) -> Tensor:
+        ctx.shape = probe.shape
+        return e.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, g.new_full(ctx.shape, float("nan"), dtype=torch.float32)
+
+
+def _marked_lost(t: Tensor, leaf: Leaf) -> Tensor:
+    marked: Tensor = _Lost.apply(t, leaf.probe)
+    return marked
+
+
+def _lost(call: Call, leaf: Leaf) -> Any:
+    """The result of a function that compiled code cannot follow."""
+    call.leaves[call.own[0]] = _marked_lost(call.leaves[call.own[0]], leaf)
+    return call.run()

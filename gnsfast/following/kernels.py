@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of torch that have a kernel: where a parameter is their argument, and the samples
+are known, ``gnsfast.functional`` takes their place.
+
+Each entry of ``KERNELS`` takes the arguments of its function and returns ``NotImplemented`` where
+it does not serve them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gnsfast import functional
+from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout, Place, owners_of
+from gnsfast.following.leaf import (
+    Expression,
+    compiling,
+    expression_of,
+    first_leaf,
+)
+from gnsfast.following.sample_gradients import Operands
+from gnsfast.functional import Plan
+from gnsfast.signatures import OPERATORS, RESULTS
+
+ROWS_AT = {
+    arguments: RESULTS[name].index("rows")
+    for name, arguments in OPERATORS.items()
+    if "rows" in RESULTS[name]
+}
+"""Operator's arguments -> which of its results holds the probe rows."""
+
+
+class Joining:
+    """Decides in backward whether the rows of a kernel are the norms of its parameters, or a part
+    that is joined with other uses (``Plan.uses``).
+    """
+
+    def __init__(self, expressions: tuple[Expression, ...]) -> None:
+        self.expressions = expressions
+
+    def keep(
+        self, plan: Plan, operator: Callable[[Any], Any], a: Any, wanted: Any, at_BS: Any
+    ) -> tuple[Any, ...]:
+        """The results of the operator. The rows of joined uses are zeros, and kept as parts."""
+        at = ROWS_AT[type(a)]
+        asked = bool(plan.second) or plan.groups is not None or plan.constants_P2 is not None
+        serves = not asked or "constants_P2" in a._fields
+        found = list(plan.run(operator, a, wanted, at_BS) if serves else operator(a))
+        joined = [not serves or e.is_joined for e in self.expressions]
+        if not any(joined):
+            return tuple(found)
+        which = [k for k, want in enumerate(wanted) if want]
+        P = len(which)
+        own = type(a)._make(t.detach() if isinstance(t, Tensor) else t for t in a)
+        rows, kept = found[at], [None] * P
+        if serves:
+            kept, found[at] = [rows[k::P].clone() for k in range(P)], rows.clone()
+        else:
+            shape = (1 + (plan.constants_P2 is not None)) * P, rows.shape[1] + _groups(plan)
+            found[at] = rows.new_zeros(shape)
+        for k, (number, expression) in enumerate(zip(which, self.expressions)):
+            if joined[k]:
+                part = Operands(plan, operator, own, number, kept[k])
+                expression.leaves[0].parts.append((expression, part))
+                found[at][k::P] = 0.0
+        return tuple(found)
+
+
+def _groups(plan: Plan) -> int:
+    return 0 if plan.groups is None else len(plan.groups.sizes_G)
+
+
+def plan_for(
+    expressions: list[Expression], values: list[Tensor], layout: Layout, transposed: bool = False
+) -> Plan:
+    """The plan of a use, which is made once as long as the same is measured."""
+    leaf = expressions[0].leaves[0]
+    dim = 1 if layout.interleaved else 0
+    if compiling() or leaf.is_sharded:
+        return Plan(batch_dim=dim, transposed=transposed, starts=leaf.starts)
+    key = (*map(id, expressions), dim, transposed)
+    if (plan := leaf.plans.get(key)) is not None:
+        return plan
+    facts = merged([e.facts(value) for e, value in zip(expressions, values)])
+    plan = Plan(batch_dim=dim, transposed=transposed, starts=leaf.starts, **facts)
+    plan = plan._replace(uses=Joining(tuple(expressions)), module=leaf.name)
+    if all(e.is_whole for e in expressions):
+        leaf.plans[key] = plan
+    return plan
+
+
+def merged(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The facts of several parameters of one function."""
+    first, *more = facts
+    if not more or not first:
+        return first
+    found = dict(first)
+    if "moments" in first:
+        found["moments"] = tuple(v for each in facts for v in each["moments"])
+        found["constants_P2"] = torch.cat([each["constants_P2"] for each in facts])
+    second = [each.get("second", ()) for each in facts]
+    if any(second):
+        found["second"] = tuple(sums.joined(more) for sums, *more in zip(*second))
+    return found
+
+
+def probe_of(expressions: list[Expression]) -> Tensor:
+    """The probe of a use of one parameter, or of two."""
+    first = expressions[0].leaves[0]
+    if len(expressions) == 1:
+        probe: Tensor = first.probe
+        return probe
+    second = expressions[1].leaves[0]
+    if first.next is second:
+        pair: Tensor = first.pair
+        return pair
+    own = first.probe, second.probe
+    return torch.cat([*(t[:1] for t in own), *(t[1:] for t in own)])
+
+
+def trained(*parameters: Any) -> tuple[list[Expression], list[Tensor]]:
+    """What those of ``parameters`` that need a gradient are made of, and their values. Nothing if
+    one of them is not followed: a kernel serves all or none.
+    """
+    expressions, values = [], []
+    for t in parameters:
+        if t is None or not t.requires_grad:
+            continue
+        expression = expression_of(t)
+        if expression is None:
+            return [], []
+        expressions.append(expression)
+        values.append(t)
+    return expressions, values
+
+
+def place_of_input(
+    name: str, x: Tensor, expressions: list[Expression], place: int
+) -> Layout | Chosen | None:
+    """Where the samples of ``x`` lie, for a use by a kernel; None where that is not known."""
+    leaf = first_leaf(expressions)
+    if not leaf.samples and leaf.probe is None:
+        return None
+    step = leaf.step(name)
+    found: Place | None
+    if step is None:
+        found = ALONE if leaf.samples == 1 else FIRST
+    elif step.chosen and not compiling():
+        owner_N = owners_of(x, leaf.samples) if x.ndim == 2 else None
+        found = None if owner_N is None else Chosen(owner_N)
+    else:
+        found = step.arguments[place] if place < len(step.arguments) else None
+    if leaf.starts is not None:
+        found = FIRST
+    elif isinstance(found, Layout) and not found.fits(x.shape, leaf.samples):
+        found = None
+    if not isinstance(found, (Layout, Chosen)):
+        if not compiling():
+            leaf.functions -= 1  # the next kind of function looks for the same step
+        return None
+    return found
+
+
+def note(expressions: list[Expression]) -> None:
+    """Note a use of each of ``expressions``."""
+    if not compiling():
+        for expression in expressions:
+            expression.note_use()
+
+
+def undone(expressions: list[Expression]) -> Any:
+    """Leave the function to the next kind."""
+    if not compiling():
+        first_leaf(expressions).functions -= 1
+    return NotImplemented
+
+
+def bare(t: Any) -> Any:
+    """``t`` for a kernel. Dynamo looks at the class of what is handed to functions of torch."""
+    return t.view_as(t) if compiling() and expression_of(t) is not None else t
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    *,
+    transposed: bool = False,
+    name: str = "linear",
+    place: int = 0,
+) -> Any:
+    """``F.linear(x, weight, bias)``; ``place`` is that of ``x`` among the function's arguments."""
+    expressions, values = trained(weight, bias)
+    if not expressions or expression_of(x) is not None:
+        return NotImplemented
+    layout = place_of_input(name, x, expressions, place)
+    if layout is None:
+        return NotImplemented
+    leaf = first_leaf(expressions)
+    if isinstance(layout, Chosen):
+        return _of_chosen_rows(x, weight, bias, expressions, values, layout, transposed)
+    B, whole = leaf.samples, leaf.starts is not None or x.shape[layout.dim] == leaf.samples
+    if layout.dim and not whole:
+        return undone(expressions)
+    if not whole and layout.interleaved and x.ndim > 2:
+        return undone(expressions)
+    moved = layout.dim
+    if moved == 1 and x.ndim > 2:  # the plan's other layout, [T, B, ...]
+        layout, moved = Layout(0, True), 0
+    elif moved:
+        x = x.movedim(moved, 0)
+    if whole and not layout.interleaved:
+        layout = FIRST
+    note(expressions)
+    plan = plan_for(expressions, values, layout, transposed)
+    links = leaf.links if weight is leaf.current and leaf.is_tied else ()
+    y = functional.linear(x, bare(weight), bare(bias), probe_of(expressions), plan, links)
+    return y.movedim(0, moved).contiguous() if moved else y
+
+
+def _of_chosen_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Any,
+    expressions: list[Expression],
+    values: list[Tensor],
+    layout: Chosen,
+    transposed: bool,
+) -> Tensor:
+    """``F.linear`` for rows that the data have chosen: they are sorted by sample."""
+    B = first_leaf(expressions).samples
+    order_N = layout.owner_N.argsort(stable=True)
+    ends_B = torch.bincount(layout.owner_N, minlength=B).cumsum(0)
+    starts = torch.cat([ends_B.new_zeros(1), ends_B])
+    note(expressions)
+    plan = plan_for(expressions, values, FIRST, transposed)._replace(starts=starts)
+    x = x.index_select(0, order_N)  # not an index, which ``owners_of`` would take for a choice
+    y = functional.linear(x, weight, bias, probe_of(expressions), plan)
+    return y.index_select(0, order_N.argsort())
+
+
+def product(x: Tensor, weight: Any, *more: Any, **options: Any) -> Any:
+    """``x @ weight``"""
+    plain = not more and not options and isinstance(weight, Tensor)
+    if not plain or weight.ndim != 2 or x.ndim < 2 or expression_of(weight) is None:
+        return NotImplemented
+    return linear(x, weight, transposed=True, name="matmul")
+
+
+def addmm(
+    bias: Tensor, x: Tensor, weight: Any, *more: Any, beta: Any = 1, alpha: Any = 1, **options: Any
+) -> Any:
+    """``torch.addmm(bias, x, weight)``"""
+    plain = not more and not options and beta == 1 and alpha == 1
+    if not plain or bias.ndim != 1 or expression_of(weight) is None:
+        return NotImplemented
+    return linear(x, weight, bias, transposed=True, name="addmm", place=1)
+
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """``F.embedding(ids, weight, padding_idx)``"""
+    expressions, values = trained(weight)
+    special = max_norm is not None or scale_grad_by_freq or sparse
+    if special or not expressions or expression_of(ids) is not None:
+        return NotImplemented
+    leaf = expressions[0].leaves[0]
+    layout = place_of_input("embedding", ids, expressions, 0)
+    if not isinstance(layout, Layout):
+        return undone(expressions) if layout is not None else NotImplemented
+    if layout.dim > 1 or (layout.dim == 0 and layout.interleaved):
+        return undone(expressions)
+    tied = leaf.is_tied and weight is leaf.current
+    if not tied:
+        note(expressions)
+    plan = plan_for(expressions, values, Layout(0, layout.dim == 1))
+    if tied:
+        plan = plan._replace(uses=None)
+    y, link = functional.embedding(
+        ids,
+        bare(weight),
+        probe_of(expressions),
+        plan,
+        leaf.links if tied else (),
+        padding_idx=padding_idx,
+        tied=tied,
+    )
+    if link is not None:
+        leaf.links = (*leaf.links, link)
+    return y
+
+
+def layer_norm(
+    x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    """``F.layer_norm(x, normalized_shape, weight, bias, eps)``"""
+    return _norm("layer_norm", x, tuple(normalized_shape), weight, bias, eps)
+
+
+def rms_norm(x: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    """``F.rms_norm(x, normalized_shape, weight, eps)``"""
+    return _norm("rms_norm", x, tuple(normalized_shape), weight, None, eps)
+
+
+def _norm(name: str, x: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, eps: Any) -> Any:
+    expressions, values = trained(weight, bias)
+    if not expressions or expression_of(x) is not None:
+        return NotImplemented
+    layout = place_of_input(name, x, expressions, 0)
+    if layout is None:
+        return NotImplemented
+    leaf = first_leaf(expressions)
+    lead = x.ndim - len(shape)
+    if isinstance(layout, Chosen) or not lead or layout.dim >= lead or layout.dim > 1:
+        return undone(expressions)
+    sequence_first = layout.dim == 1
+    if sequence_first and (x.shape[1] != leaf.samples or len(shape) > 1):
+        return undone(expressions)
+    if layout.dim == 0 and layout.interleaved and lead > 1:
+        return undone(expressions)
+    note(expressions)
+    plan = plan_for(expressions, values, Layout(0, sequence_first or layout.interleaved))
+    probe = probe_of(expressions)
+    if name == "rms_norm":
+        return functional.rms_norm(x, bare(weight), probe, plan, eps=eps)
+    return functional.layer_norm(x, shape, bare(weight), bare(bias), probe, plan, eps=eps)
+
+
+def conv(dims: int, transposed: bool = False) -> Callable[..., Any]:
+    """``F.conv1d`` and its likes."""
+    name = f"conv{'_transpose' if transposed else ''}{dims}d"
+
+    def wide(value: Any) -> tuple[int, ...]:
+        own = (value,) if isinstance(value, int) else tuple(value)
+        return own * dims if len(own) == 1 else own
+
+    def plain(
+        x: Tensor,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        return run(x, weight, bias, stride, padding, dilation, groups, None)
+
+    def backwards(
+        x: Tensor,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        return run(x, weight, bias, stride, padding, dilation, groups, wide(output_padding))
+
+    def run(
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: int,
+        output_padding: tuple[int, ...] | None,
+    ) -> Any:
+        expressions, values = trained(weight, bias)
+        if not expressions or isinstance(padding, str) or x.ndim != dims + 2:
+            return NotImplemented
+        if expression_of(x) is not None:
+            return NotImplemented
+        layout = place_of_input(name, x, expressions, 0)
+        if layout is None:
+            return NotImplemented
+        fits = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
+        if not fits or first_leaf(expressions).starts is not None:
+            return undone(expressions)
+        note(expressions)
+        return functional.conv(
+            x,
+            bare(weight),
+            bare(bias),
+            probe_of(expressions),
+            plan_for(expressions, values, FIRST),
+            stride=wide(stride),
+            padding=wide(padding),
+            dilation=wide(dilation),
+            groups=groups,
+            output_padding=output_padding,
+        )
+
+    return backwards if transposed else plain
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    F.linear: linear,
+    torch.addmm: addmm,
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), product
+    ),
+    F.embedding: embedding,
+    F.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    F.conv1d: conv(1),
+    F.conv2d: conv(2),
+    F.conv3d: conv(3),
+    F.conv_transpose1d: conv(1, transposed=True),
+    F.conv_transpose2d: conv(2, transposed=True),
+    F.conv_transpose3d: conv(3, transposed=True),
+}

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainable parameter while a block is open, and the tensors that are made of it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
+from gnsfast.functional import Groups, Link, Plan
+
+compiling = torch.compiler.is_compiling
+
+
+class Step(NamedTuple):
+    """What an example has shown of one function that takes a parameter, or a tensor made of it: its
+    name, and where the samples lie in its arguments and its results. ``copies``: the result is a
+    copy of the parameter for each sample. ``chosen``: its rows were chosen by the data.
+    """
+
+    name: str
+    arguments: tuple[Place | None, ...] = ()
+    results: tuple[Place, ...] = ()
+    copies: bool = False
+    chosen: bool = False
+
+    @property
+    def is_use(self) -> bool:
+        """Whether the parameter meets the data here."""
+        return any(isinstance(place, (Layout, str)) and place != SHARED for place in self.results)
+
+
+class Facts(NamedTuple):
+    """What is measured of a leaf beside the norm of each sample: groups of samples, the norms under
+    a metric (v, and s and eps [1, 2]), and objects that sum over samples (``Plan.second``).
+    """
+
+    groups: Groups | None = None
+    v: Tensor | None = None
+    constants_12: Tensor | None = None
+    second: tuple[Any, ...] = ()
+
+
+NOTHING = Facts()
+
+
+class Leaf:
+    """A trainable parameter: its probes, and what the open block has found about it.
+
+    ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
+    itself. ``steps`` are the functions that took it in the example, in their order. ``probe`` is
+    for uses of this leaf, ``pair`` for those of this leaf and the ``next`` one together.
+    ``facts`` and ``starts`` (of packed documents) are for its plans. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it has none at all.
+    """
+
+    def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
+        self.name, self.parameter, self.index = name, p, index
+        self.current: Tensor = p
+        self.whole = Expression((self,), SAME, lambda value: value(self), is_whole=True)
+        self.next: Leaf | None = None
+        self.samples = 0
+        self.probe: Any = None
+        self.pair: Any = None
+        self.facts = NOTHING
+        self.starts: Tensor | None = None
+        self.tokens = 0
+        self.plans: dict[Any, Plan] = {}
+        self.left_out = ""
+        self.is_sharded = hasattr(p, "placements")
+        self.learn([])
+        self.is_learned = False
+        self.open()
+
+    def learn(self, steps: list[Step]) -> None:
+        """Take over what an example has shown."""
+        self.steps, self.is_learned = tuple(steps), True
+        self.by_name: dict[str, Step] = {}
+        for step in steps:
+            first = self.by_name.setdefault(step.name, step)
+            if first != step:  # only its place in the order tells which of them a function is
+                lost = (UNKNOWN,) * len(step.arguments), (UNKNOWN,) * len(step.results)
+                self.by_name[step.name] = Step(step.name, *lost)
+        uses = [step for step in steps if step.is_use]
+        named = [step.name for step in uses]
+        self.is_tied = "embedding" in named[:-1] and named[-1] == "linear" and (
+            set(named[:-1]) == {"embedding"}
+        )
+
+    def open(self) -> None:
+        """Forget the pass before."""
+        self.functions = self.uses = 0
+        self.joined, self.failed = False, ""
+        self.links: tuple[Link, ...] = ()
+        self.spans: list[Span | None] = []
+        self.parts: list[tuple[Expression, Any]] = []
+        self.twin: Tensor | None = None
+        self.whole.twin = None
+
+    def step(self, name: str) -> Step | None:
+        """What the example has shown of the next function that takes this parameter. None without
+        an example; a step whose places are ``UNKNOWN`` if the example had no such function.
+        """
+        if compiling():  # a counter would need a graph for each of its values
+            return self.by_name.get(name)
+        number = self.functions
+        self.functions = number + 1
+        if not self.is_learned:
+            return None
+        step = self.steps[number % len(self.steps)] if self.steps else Step("")
+        return step if step.name == name else self.by_name.get(name, Step(name))
+
+    def fail(self, why: str) -> None:
+        """Note that the norms of this pass would be wrong; the first reason counts."""
+        self.failed = self.failed or why
+
+
+class Span(NamedTuple):
+    """A piece of a parameter's memory."""
+
+    storage: int
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, t: Tensor) -> "Span":
+        last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+        start = t.storage_offset()
+        return cls(t.untyped_storage().data_ptr(), start, start + last + 1)
+
+    def is_apart(self, other: "Span | None") -> bool:
+        """Whether two pieces have no element in common."""
+        if other is None or self.storage != other.storage:
+            return False
+        return self.end <= other.start or other.end <= self.start
+
+
+SAME, MADE, ROWS = "same", "made", "rows"
+"""What an expression is. ``SAME``: each element of the parameter at most once and unchanged, so
+that norms are kept. ``ROWS``: rows of a table, at ids that all samples share. ``MADE``: anything
+else.
+"""
+
+
+class Expression:
+    """What a tensor made of parameters and constants alone is made of.
+
+    ``make`` computes it from a function that gives a tensor for each leaf. ``span`` is the piece of
+    the parameter's memory that it is, if it is one. ``rows`` are the ids and the padding index of
+    ``ROWS``.
+    """
+
+    def __init__(
+        self,
+        leaves: tuple[Leaf, ...],
+        kind: str,
+        make: Callable[[Callable[[Leaf], Tensor]], Tensor],
+        *,
+        span: Span | None = None,
+        rows: tuple[Tensor, int | None] | None = None,
+        is_whole: bool = False,
+    ) -> None:
+        self.leaves, self.kind, self.make, self.span, self.rows = leaves, kind, make, span, rows
+        self.is_whole = is_whole
+        self.twin: Tensor | None = None
+
+    def graph(self) -> Tensor:
+        """The same tensor in a graph of its own, which leads to a ``twin`` of each leaf. Each
+        sample's gradient is pulled back through it.
+        """
+        if self.twin is None:
+            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                self.twin = self.make(twin_of)
+        return self.twin
+
+    def note_use(self) -> None:
+        """Note a use. Several uses of the same elements are joined, as is what arithmetic made."""
+        if recomputing():
+            return
+        for leaf in self.leaves:
+            leaf.uses += 1
+            if self.kind != SAME or (leaf.uses > 1 and not all(map(self._is_apart, leaf.spans))):
+                leaf.joined = True
+            leaf.spans.append(self.span)
+
+    def _is_apart(self, other: Span | None) -> bool:
+        return self.span is not None and self.span.is_apart(other)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the rows of one use are not yet those of the parameter."""
+        leaf = self.leaves[0]
+        if self.kind != SAME or leaf.joined:
+            return True
+        return bool(leaf.facts.second) and not self.is_whole
+
+    def facts(self, like: Tensor | None = None) -> dict[str, Any]:
+        """What is measured of it, as fields of a ``Plan``. ``like`` is its value. Where norms are
+        not kept, the metric is one: these rows are not used.
+        """
+        facts = self.leaves[0].facts
+        if facts is NOTHING:
+            return {}
+        found: dict[str, Any] = {"groups": facts.groups}
+        if self.is_whole:
+            found["second"] = facts.second
+        if facts.v is None:
+            return found
+        if self.kind == SAME:
+            v = facts.v if self.is_whole else self.make(_moment)
+            return found | {"moments": (v,), "constants_P2": facts.constants_12}
+        assert like is not None and facts.constants_12 is not None
+        one = facts.constants_12.new_tensor([[0.0, 1.0]])
+        return found | {"moments": (torch.zeros_like(like),), "constants_P2": one}
+
+
+def _moment(leaf: Leaf) -> Tensor:
+    assert leaf.facts.v is not None
+    return leaf.facts.v
+
+
+def twin_of(leaf: Leaf) -> Tensor:
+    """A leaf of a graph of its own, with the value of the parameter."""
+    if leaf.twin is None:
+        leaf.twin = leaf.current.detach().as_subclass(Tensor).requires_grad_()
+    return leaf.twin
+
+
+def recomputing() -> bool:
+    """Whether a non-reentrant checkpoint runs its forward again, whose graph is never used."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+def expression_of(t: Any) -> Expression | None:
+    """What a tensor made of parameters alone is made of; None for any other value."""
+    return getattr(t, "_gnsfast", None)
+
+
+def first_leaf(expressions: list[Expression]) -> Leaf:
+    """The leaf of ``expressions`` whose steps tell what a function is: the first in the model."""
+    if len(expressions) == 1 and len(expressions[0].leaves) == 1:
+        return expressions[0].leaves[0]
+    return min((e.leaves[0] for e in expressions), key=lambda leaf: leaf.index)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof of what an example has shown: on the same few samples, the norms of one measured pass
+beside a loop over single samples of the very same model.
+
+The loss weighs the model's outputs at random, so that no gradients cancel. Gradients come from
+``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or other processes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnsfast.following.layouts import Layout, Place
+from gnsfast.following.leaf import Leaf
+from gnsfast.following.learning import Example
+from gnsfast.tensors import tensors_of
+
+
+class Proof(NamedTuple):
+    """What a proof has found. ``reason`` says why there is none; else ``wrong`` holds the
+    parameters that failed, with the reason, and ``unproven`` those that got no gradient.
+    """
+
+    reason: str = ""
+    wrong: dict[str, str] = {}
+    unproven: frozenset[str] = frozenset()
+
+
+class Weighed(NamedTuple):
+    """A result of the model: its number, where its samples lie, and a random weight for each
+    entry.
+    """
+
+    number: int
+    layout: Layout
+    weight: Tensor
+
+    def of_sample(self, b: int, n: int, copies: int) -> "Weighed":
+        """The weights of sample ``b``, and zeros for further copies of it."""
+        own, d = self.layout.of_sample(self.weight, b, n), self.layout.dim
+        zeros = [torch.zeros_like(own)] * (copies - 1)
+        if self.layout.interleaved:
+            return self._replace(weight=torch.stack([own, *zeros], d + 1).flatten(d, d + 1))
+        return self._replace(weight=torch.cat([own, *zeros], d))
+
+
+def weighed(results: Sequence[Tensor], places: Sequence[Place], n: int) -> list[Weighed]:
+    """The results that belong to single samples, each with random weights."""
+    found = []
+    for k, (t, place) in enumerate(zip(results, places)):
+        fits = isinstance(place, Layout) and t.requires_grad and place.fits(t.shape, n)
+        if fits and isinstance(place, Layout):
+            weight = torch.randn(t.shape, dtype=torch.float32, device=t.device).to(t.dtype)
+            found.append(Weighed(k, place, weight))
+    return found
+
+
+def loss_of(results: Sequence[Tensor], weights: list[Weighed]) -> Tensor:
+    """The sum of all results with their weights. Infinite entries, as of masks, do not count."""
+    parts = []
+    for each in weights:
+        t = results[each.number]
+        parts.append((t * each.weight)[t.isfinite()].sum(dtype=torch.float64))
+    return torch.stack([p.to(parts[0].device) for p in parts]).sum()
+
+
+def truths(
+    leaves: list[Leaf],
+    run: Callable[..., Any],
+    example: Example,
+    weights: list[Weighed],
+    held: Callable[[], Any],
+    copies: int,
+) -> "list[dict[Leaf, float]] | str":
+    """Each sample's squared norm of each leaf, by a pass over ``copies`` of this sample alone, of
+    which the loss counts one; or why the model does not take single samples.
+    """
+    found: list[dict[Leaf, float]] = []
+    values = [leaf.current for leaf in leaves]
+    for b in range(example.n):
+        one = example.part([b] * copies)
+        own = [w.of_sample(b, example.n, copies) for w in weights]
+        try:
+            with held(), torch.enable_grad():
+                results = tensors_of(run(*one.args, **one.kwargs))
+                for w in own:
+                    if w.number >= len(results) or results[w.number].shape != w.weight.shape:
+                        return "for a single sample its results have another shape"
+                loss = loss_of(results, own)
+                grads = torch.autograd.grad(loss, values, allow_unused=True)
+        except Exception as error:  # the model's own, whatever it is: then there is no proof
+            return f"the model does not take a single sample ({first_line(error)})"
+        found.append(
+            {leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(leaves, grads)}
+        )
+    return found
+
+
+def _sqnorm(g: Tensor) -> float:
+    g = g.coalesce().values() if g.is_sparse else g
+    g = g.full_tensor() if hasattr(g, "full_tensor") else g
+    return g.detach().double().square().sum().item()
+
+
+def judge(
+    leaves: list[Leaf], norms: dict[Leaf, Tensor], truth: list[dict[Leaf, float]], rtol: float
+) -> Proof:
+    """The parameters whose norms differ from those of single samples by more than ``rtol``."""
+    totals = [sum(each.values()) for each in truth]
+    wrong: dict[str, str] = {}
+    unproven = set()
+    for leaf in leaves:
+        if leaf not in norms:
+            continue
+        own = norms[leaf].tolist()
+        eps = torch.finfo(leaf.current.dtype).eps
+        real = [each[leaf] for each in truth]
+        noise = [8 * eps * total**0.5 for total in totals]
+        if not any(r**0.5 > small for r, small in zip(real, noise)):
+            unproven.add(leaf.name)
+        for o, r, small in zip(own, real, noise):
+            # Rounding adds an error to the gradient, not to its square.
+            if not abs(o**0.5 - r**0.5) <= rtol * r**0.5 + small:
+                wrong[leaf.name] = (
+                    f"its norm for a sample of the first batch is {o:.6g}, and {r:.6g} for the same "
+                    "sample alone: samples meet in the model, or were not told apart"
+                )
+                break
+    return Proof("", wrong, frozenset(unproven))
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of an error's message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the gradients of single samples to the rows of a probe, and the joining of several uses."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnsfast import ops
+from gnsfast.following.leaf import SAME, Expression, Leaf
+from gnsfast.functional import Plan
+from gnsfast.signatures import (
+    OPERATORS,
+    RESULTS,
+    ConvWgrad,
+    EmbeddingWgrad,
+    LinearWgrad,
+    NormBackward,
+)
+from gnsfast.tensors import accumulate_dtype
+
+AS_BIAS = False, True
+"""A gradient of each sample is that of the bias of a linear layer."""
+
+
+def reduced(g_BTP: Tensor, plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The sum over samples and tokens in ``dtype``, and the probe rows, of gradients [B, T, P] whose
+    sum over T is a sample's gradient.
+    """
+    a = plan.linear_wgrad(g_BTP, g_BTP, AS_BIAS, dtype)
+    _, total, rows, _ = plan.run(ops.linear_wgrad, a, AS_BIAS)
+    return total, rows
+
+
+class Operands(NamedTuple):
+    """A use whose operator can be asked again: the operator's arguments ``a``. The expression
+    is its weight (``which`` is 0) or its bias (1). ``rows`` are None where the operator does not
+    measure all that is asked for.
+    """
+
+    plan: Plan
+    operator: Callable[[Any], tuple[Tensor, ...]]
+    a: Any
+    which: int
+    rows: Tensor | None
+
+    def gradient(self, b: int) -> Tensor:
+        """Sample b's gradient of the expression: the operator's, for this sample alone."""
+        a = self.a
+        if isinstance(a, ConvWgrad):
+            each = len(a.x) // a.samples
+            own = [t[b * each : (b + 1) * each] for t in (a.x, a.dy)]
+            a = a._replace(x=own[0], dy=own[1], samples=1)
+        else:
+            fields = TOKENS[type(a)]
+            own = [t if t is None else self._of_sample(t, b) for t in a[:fields]]
+            a = type(a)(*own, *a[fields:])._replace(starts=None, moments=[], constants_P2=None)
+        if "dtype" in a._fields:
+            a = a._replace(dtype=accumulate_dtype(a[0].dtype))
+        kinds = RESULTS[NAMES[type(a)]]
+        sums = [t for t, kind in zip(self.operator(a), kinds) if kind == "sum"]
+        return sums[self.which]
+
+    def _of_sample(self, t: Tensor, b: int) -> Tensor:
+        if self.a.starts is None:
+            return t[b : b + 1]
+        start, end = (int(n) for n in self.a.starts[b : b + 2])
+        return t.reshape(-1, t.shape[-1])[None, start:end]
+
+
+class Dense(NamedTuple):
+    """A use that has each sample's gradient, ``of(b)``; ``rows`` are those of the probe."""
+
+    of: Callable[[int], Tensor]
+    rows: Tensor
+
+    def gradient(self, b: int) -> Tensor:
+        """Sample b's gradient of the expression."""
+        return self.of(b)
+
+
+Part = Operands | Dense
+
+
+def settle(leaves: list[Leaf], B: int) -> dict[Leaf, Tensor]:
+    """The probe rows [M, B + 2 + G] of each leaf whose uses left parts: of the norm of their sum.
+
+    A leaf that is used whole by one kernel several times asks the kernel once, for the tokens of
+    all uses. Else each sample's gradient is pulled back through the expressions of all uses.
+    """
+    parts: dict[Leaf, list[tuple[Expression, Part]]] = {}
+    for leaf in leaves:
+        for expression, part in leaf.parts:
+            for each in expression.leaves:
+                parts.setdefault(each, []).append((expression, part))
+    found: dict[Leaf, Tensor] = {}
+    for leaf, own in parts.items():
+        rows = _together(leaf, own)
+        if rows is not None:
+            found[leaf] = rows
+    left = [leaf for leaf in parts if leaf not in found]
+    uses = {id(part): (e, part) for leaf in left for e, part in parts[leaf]}
+    try:
+        return found | (_pulled_back(left, uses, B) if left else {})
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        for leaf in left:
+            leaf.fail(f"its samples' gradients cannot be pulled back to it: {why}")
+        return found
+
+
+def _together(leaf: Leaf, parts: list[tuple[Expression, Part]]) -> Tensor | None:
+    """The rows of a leaf that needs no pulling back: of one use, or of several of one kernel."""
+    if any(expression.kind != SAME or expression.leaves != (leaf,) for expression, _ in parts):
+        return None
+    if len(parts) == 1:
+        return parts[0][1].rows
+    uses = [part for expression, part in parts if expression.is_whole]
+    if len(uses) < len(parts) or not all(isinstance(use, Operands) for use in uses):
+        return None
+    operands: Any = uses
+    return _joined(leaf, operands)
+
+
+def _joined(leaf: Leaf, uses: list[Operands]) -> Tensor | None:
+    """The rows of several uses by one kernel, of which it sees all tokens as one sample's."""
+    first = uses[0]
+    a = first.a
+    if type(a) not in TOKENS or any(type(use.a) is not type(a) for use in uses):
+        return None
+    if any(use.which != first.which or use.plan.starts is not None for use in uses):
+        return None
+    fields, weight = TOKENS[type(a)], first.which == 0
+    if any(_options(use.a, fields) != _options(a, fields) for use in uses):
+        return None
+    columns = [[use.a[k] for use in uses] for k in range(fields)]
+    own = [None if column[0] is None else torch.cat(column, 1) for column in columns]
+    a = type(a)(*own, *a[fields:])
+    wanted: tuple[bool, ...] = (True,)
+    if not isinstance(a, EmbeddingWgrad):
+        a, wanted = a._replace(weight=weight, bias=not weight), (weight, not weight)
+    plan = first.plan._replace(**leaf.whole.facts())
+    if isinstance(a, (LinearWgrad, EmbeddingWgrad, NormBackward)):
+        a = a._replace(moments=list(plan.moments), constants_P2=plan.constants_P2)
+    found = plan.run(first.operator, a, wanted)
+    return found[RESULTS[NAMES[type(a)]].index("rows")]
+
+
+TOKENS: dict[type, int] = {LinearWgrad: 2, EmbeddingWgrad: 2, NormBackward: 4}
+"""Operators whose first so many fields have the tokens of a sample in dimension 1."""
+
+NAMES = {arguments: name for name, arguments in OPERATORS.items()}
+
+
+def _options(a: Any, fields: int) -> list[Any]:
+    """The settings of an operator that all calls must share."""
+    shared = [t for t in a[fields:] if not isinstance(t, (Tensor, list))]
+    if isinstance(a, (LinearWgrad, NormBackward)):  # which parameters are wanted is no setting
+        at = a._fields.index("weight") - fields
+        del shared[max(at, 0) : max(at, 0) + 2]
+    return shared
+
+
+def _pulled_back(
+    leaves: list[Leaf], parts: dict[int, tuple[Expression, Part]], B: int
+) -> dict[Leaf, Tensor]:
+    """The rows of leaves, from each sample's gradient of every use, sample by sample."""
+    ends = [expression.graph() for expression, _ in parts.values()]
+    twins: list[Tensor] = []
+    for leaf in leaves:
+        leaf.whole.graph()
+        assert leaf.twin is not None
+        twins.append(leaf.twin)
+
+    def gradients() -> Iterator[tuple[Tensor, ...]]:
+        for b in range(B):
+            of_parts = [
+                part.gradient(b).reshape(end.shape).to(end.dtype)
+                for end, (_, part) in zip(ends, parts.values())
+            ]
+            yield torch.autograd.grad(
+                ends, twins, of_parts, retain_graph=True, materialize_grads=True
+            )
+
+    return dict(zip(leaves, streamed(gradients(), leaves, B)))
+
+
+def streamed(gradients: Iterator[tuple[Tensor, ...]], leaves: list[Leaf], B: int) -> list[Tensor]:
+    """The rows of leaves whose gradients come sample by sample. They are held only where groups of
+    samples need sums of their own.
+    """
+    totals = [torch.zeros_like(leaf.current, dtype=_acc(leaf)).flatten() for leaf in leaves]
+    held: list[list[Tensor]] = [[] for _ in leaves]
+    plans = [Plan(**flat(leaf.whole.facts())) for leaf in leaves]
+    for found in gradients:
+        for total, own, g, plan in zip(totals, held, found, plans):
+            g_11P = g.to(total.dtype).reshape(1, 1, -1)
+            total += g_11P[0, 0]
+            own.append(g_11P if plan.groups else reduced(g_11P, plan, total.dtype)[1][:, :1])
+    rows = []
+    for total, own, plan in zip(totals, held, plans):
+        if plan.groups is not None:
+            rows.append(reduced(torch.cat(own), plan, total.dtype)[1])
+            continue
+        of_sum = reduced(total[None, None], plan._replace(second=()), total.dtype)[1]
+        rows.append(torch.cat([*own, of_sum[:, 1:]], 1))
+    return rows
+
+
+def _acc(leaf: Leaf) -> torch.dtype:
+    return accumulate_dtype(leaf.current.dtype)
+
+
+def flat(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts of an expression, for a gradient that is one row."""
+    return facts | {"moments": tuple(v.flatten() for v in facts.get("moments", ()))}
