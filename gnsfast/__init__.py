@@ -2,9 +2,10 @@
 """Measures per-sample gradient norms and the gradient noise scale inside the backward pass."""
 
 from gnsfast import functional
-from gnsfast.conversion import Coverage, CoverageRow, convert, coverage
+from gnsfast.configure import configure, convert
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.estimator import GradientNoiseScale, TwoBatchNoiseScale
+from gnsfast.following import Coverage, CoverageRow, coverage
 from gnsfast.functional import cu_seqlens
 from gnsfast.layers import (
     BatchNorm1d,
@@ -80,6 +81,7 @@ __all__ = [
     "VerifiedParameter",
     "__version__",
     "brute_force_noise_scale",
+    "configure",
     "convert",
     "coverage",
     "cu_seqlens",

@@ -14,7 +14,7 @@ from gnsfast.combinations import METRIC, TENSOR_PARALLEL, refuse
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import NoiseScale, loss_factors, summarize_adam
-from gnsfast.parallel import Processes, parameters_at_rest
+from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
 from gnsfast.reference import metric_sqnorm
 from gnsfast.tensors import is_dtensor, local_part
@@ -26,11 +26,11 @@ class NoMetric:
     """The measurement of an update without a metric. It does nothing and adds no numbers."""
 
     width = 0
-    modules: frozenset[str] = frozenset()
+    measured: frozenset[str] = frozenset()
 
-    def open(self, slab: ProbeSlab, first: bool) -> dict[str, list[Tensor]]:
-        """v of the parameters, for each module whose metric is known. ``first`` says that this
-        micro-batch begins an update.
+    def open(self, first: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        """v, and s and eps [1, 2], of each parameter whose metric is known. ``first`` says that
+        this micro-batch begins an update.
         """
         return {}
 
@@ -55,7 +55,7 @@ class NoMetric:
 
 
 class AdamMetric(NoMetric):
-    """Σ_b ‖g_b‖²_P and ‖Σ_b g_b‖²_P, over the parameters whose layers support a metric.
+    """Σ_b ‖g_b‖²_P and ‖Σ_b g_b‖²_P, over all parameters that have norms.
 
     It uses the v of the beginning of the update. If a parameter gets a gradient but has no v, as
     before the optimizer's first step, the numbers of the update are NaN.
@@ -78,26 +78,12 @@ class AdamMetric(NoMetric):
         self._processes = processes
         if processes.tensor > 1:
             refuse(None, [METRIC, TENSOR_PARALLEL])
-        self.modules = slab.taking(METRIC)
-        self.left_out = slab.left_out(self.modules)
-        if not self.modules:
-            raise ValueError(
-                f"No layer of {type(model).__name__} has norms under Adam's metric. Linear, "
-                "Embedding, LayerNorm, RMSNorm and similar layers have them. Leave metric='adam' "
-                "out."
-            )
-        parameters = parameters_at_rest(model)
-        at_rest = dict(zip(model.parameters(), parameters.values()))
-        self._own = {
-            path: [at_rest[p] for p in slab.modules[path].probed_parameters().values()]
-            for path in self.modules
-        }
-        taken = {p for own in self._own.values() for p in own}
-        self._names = {p: name for name, p in parameters.items() if p in taken}
-        self._called = {name: p for p, name in self._names.items()}
+        self._called: dict[str, Any] = dict(slab.parameters)
+        self._names = {p: name for name, p in self._called.items()}
+        self.measured, self.left_out = frozenset(self._called), ()
         self._sharded = {p for p in self._names if is_dtensor(p)}
         self._group_of = _parameter_groups(self._optimizer, self._names)
-        self._slab: ProbeSlab | None = None
+        self._constants: dict[str, Tensor] = {}
         self._moments: dict[nn.Parameter, Tensor] = {}
         self._gathered: dict[nn.Parameter, Tensor] = {}  # those of sharded parameters, whole
         self._marks: list[Any] = []
@@ -116,7 +102,7 @@ class AdamMetric(NoMetric):
             return NoMetric()
         return AdamMetric(model, slab, settings, processes, device)
 
-    def open(self, slab: ProbeSlab, first: bool) -> dict[str, list[Tensor]]:
+    def open(self, first: bool) -> dict[str, tuple[Tensor, Tensor]]:
         found = {p: self._moment(p, name) for p, name in self._names.items()}
         moments = {p: v for p, v in found.items() if v is not None}
         if first:
@@ -126,13 +112,13 @@ class AdamMetric(NoMetric):
             if first or self._local:
                 self._gathered = {p: _whole(v) for p, v in moments.items() if p in self._sharded}
             moments = moments | self._gathered
-        self._slab = slab
-        for device, rows in slab.weighed.items():
-            self._fill(slab.constants[device], rows)
+        constants = self._constants_of(moments)
+        known = {self._names[p] for p in moments}
+        partly = {_module(name) for name in self._called if name not in known}
         return {
-            path: [moments[p] for p in own]
-            for path, own in self._own.items()
-            if moments.keys() >= {*own}
+            name: (moments[p], constants[name])
+            for p, name in self._names.items()
+            if p in moments and _module(name) not in partly
         }
 
     def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
@@ -142,17 +128,13 @@ class AdamMetric(NoMetric):
         if by_probe:
             return None
         self._refuse_step(self._moments)
-        assert self._slab is not None
         q = torch.zeros((), dtype=torch.float64, device=self._device)
-        left = dict(self._moments)
-        for device, rows in self._slab.weighed.items():
-            constants = self._slab.constants[device].unbind()
-            for row, name in rows:
-                constants_2, p = constants[row], self._called[name]
-                v = left.pop(p, None)  # a tied weight has several rows
-                if v is not None and p.grad is not None:
-                    found = metric_sqnorm(local_part(p.grad.detach()), local_part(v), constants_2)
-                    q += (found / self._processes.copies(p.grad)).to(q.device)
+        constants = self._constants_of(self._moments)
+        for p, v in self._moments.items():
+            if p.grad is not None:
+                constants_2 = constants[self._names[p]][0]
+                found = metric_sqnorm(local_part(p.grad.detach()), local_part(v), constants_2)
+                q += (found / self._processes.copies(p.grad)).to(q.device)
         return q
 
     def numbers(
@@ -200,24 +182,24 @@ class AdamMetric(NoMetric):
             )
         return v
 
-    def _fill(self, constants_R2: Tensor, weighed: list[tuple[int, str]]) -> None:
-        """Fill in s and eps of each row whose parameter has a v. They are computed on the device
-        that holds the optimizer's step count, so nothing waits for that device.
+    def _constants_of(self, moments: Mapping[Any, Tensor]) -> dict[str, Tensor]:
+        """s and eps [1, 2] of each parameter that has a v, always in the same memory. They are
+        computed on the device that holds the optimizer's step count, so nothing waits for it.
         """
-        by_device: dict[torch.device, list[tuple[int, Tensor, Any, float]]] = {}
-        for row, name in weighed:
-            p = self._called[name]
-            if p in self._moments:
-                step, group = torch.as_tensor(self._step(p)), self._group_of[p]
-                of_row = row, step, group["betas"][1], group["eps"]
-                by_device.setdefault(step.device, []).append(of_row)
-        for where, found in by_device.items():
-            rows, steps, betas, eps = zip(*found)
+        by_device: dict[Any, list[tuple[str, Tensor, Any, float]]] = {}
+        for p in moments:
+            step, group = torch.as_tensor(self._step(p)), self._group_of[p]
+            of_row = self._names[p], step, group["betas"][1], group["eps"]
+            by_device.setdefault((step.device, p.device), []).append(of_row)
+        found: dict[str, Tensor] = {}
+        for (where, to), rows in by_device.items():
+            names, steps, betas, eps = zip(*rows)
             t, beta2 = torch.stack(steps).double().flatten(), _numbers(betas, where)
-            values = torch.stack([(1 - beta2**t).rsqrt(), _numbers(eps, where)], 1)
-            to = constants_R2.device
-            index = torch.tensor(rows).to(to, non_blocking=True)
-            constants_R2.index_copy_(0, index, values.to(to, non_blocking=True))
+            values_R2 = torch.stack([(1 - beta2**t).rsqrt(), _numbers(eps, where)], 1)
+            for name, value_12 in zip(names, values_R2.to(to, non_blocking=True).split(1)):
+                own = self._constants.setdefault(name, torch.empty_like(value_12))
+                found[name] = own.copy_(value_12)
+        return found
 
     def _step(self, p: nn.Parameter) -> Any:
         return self._optimizer.state[p]["step"]
@@ -237,6 +219,10 @@ class AdamMetric(NoMetric):
                 "second moments are no longer those of the measured norms. Call gns.update() "
                 "before optimizer.step()."
             )
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:

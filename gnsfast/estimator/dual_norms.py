@@ -29,6 +29,7 @@ from gnsfast.noise_scale import (
     dual_norms,
     summarize_dual,
 )
+from gnsfast.following import Leaf
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
 
@@ -64,11 +65,11 @@ class DualNorms:
         return sum(NUMBERS * len(each.parameters) for each in self.of.values())
 
     def open(self, passes: int) -> dict[str, tuple[Any, ...]]:
-        """Where each module adds its sums in the pass that follows ``passes`` of the update."""
+        """Where each parameter adds its sums in the pass that follows ``passes`` of the update."""
         found: dict[str, tuple[Any, ...]] = {}
         for each in self.of.values():
-            for path, sums in each.open(self._first_sample(passes), passes == 0).items():
-                found[path] = (*found.get(path, ()), *sums)
+            for name, sums in each.open(self._first_sample(passes), passes == 0).items():
+                found[name] = (*found.get(name, ()), *sums)
         return found
 
     def _first_sample(self, passes: int) -> int:
@@ -171,24 +172,18 @@ class DualNorm:
         processes: Processes,
     ) -> None:
         self._settings, self._several = settings, processes.world > 1
-        self.modules: dict[str, list[str]] = {}
         if settings.micro_batches:
             self.parameters = trainable(model, self.feature, settings)
         else:
-            names = {p: name for name, p in model.named_parameters()}
-            self.modules = {
-                path: [names[p] for p in slab.modules[path].probed_parameters().values()]
-                for path in slab.taking(self.feature)
-            }
-            taken = {name for own in self.modules.values() for name in own}
             self.parameters = {
-                name: p
-                for name, p in slab.parameters.items()
-                if name in taken and self._takes(p, settings)
+                leaf.name: leaf.parameter
+                for leaf in slab.leaves
+                if self._measures(leaf) and self._takes(leaf.parameter, settings)
             }
         if not self.parameters:
             raise ValueError(f"No parameter has {self.feature}. {self.needs}")
-        self.left_out = tuple(name for name in slab.rows if name not in self.parameters)
+        self._samples_alone = not settings.micro_batches
+        self.left_out = tuple(n for n in slab.parameters if n not in self.parameters)
         shaped = {name: (p, self._shape(p)) for name, p in self.parameters.items()}
         self._holdings = self._hold(shaped, processes, settings.group)
         arriving = self.parameters if settings.micro_batches else {}
@@ -202,6 +197,10 @@ class DualNorm:
 
     def _takes(self, p: nn.Parameter, settings: Settings) -> bool:
         """Whether a parameter is measured."""
+        return True
+
+    def _measures(self, leaf: Leaf) -> bool:
+        """Whether single samples of a parameter can be measured."""
         return True
 
     def _shape(self, p: Tensor) -> Sequence[int]:
@@ -220,16 +219,14 @@ class DualNorm:
     _hold: Callable[..., Held] = staticmethod(held)
 
     def open(self, first_sample: int, first: bool) -> dict[str, tuple[Any, ...]]:
-        """Where each module adds its sums; ``first`` forgets those of the last update."""
+        """Where each parameter adds its sums; ``first`` forgets those of the last update."""
         self._first_half = not first_sample
         found = {}
         for holding in self._holdings.values() if first else ():
             holding.forget()
-        for path, names in self.modules.items():
-            of = [self._holdings.get(name) for name in names]
-            if own := [each for each in of if each is not None]:
-                halves = Halves(partial(begun, of, 1), first_sample, self.feature)
-                found[path] = self._sink(partial(begun, own, 0)), halves
+        for name, holding in self._holdings.items() if self._samples_alone else ():
+            halves = Halves(partial(begun, [holding], 1), first_sample, self.feature)
+            found[name] = self._sink(partial(begun, [holding], 0)), halves
         return found
 
     def _arrived(self, name: str, grad: Tensor) -> None:
@@ -341,6 +338,9 @@ class SpectralNorm(DualNorm):
 
     def _takes(self, p: nn.Parameter, settings: Settings) -> bool:
         return p.ndim == 2 and (settings.matrices is None or p in settings.matrices)
+
+    def _measures(self, leaf: Leaf) -> bool:
+        return not leaf.is_known_joined and {*leaf.routes} <= {"linear", "matmul", "addmm"}
 
     def _shape(self, p: Tensor) -> Sequence[int]:
         return (min(p.shape), min(p.shape))

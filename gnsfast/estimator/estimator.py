@@ -18,10 +18,10 @@ from gnsfast.estimator.ledger import Ledger
 from gnsfast.estimator.observer import Observer
 from gnsfast.estimator.saved_state import identity, refuse_other
 from gnsfast.estimator.settings import Settings, measured, ordered_names
-from gnsfast.layers import DropIn
+from gnsfast.following import Followed
 from gnsfast.noise_scale import NOT_MEASURED, NoiseScale, loss_factors, summarize
 from gnsfast.parallel import PipelinePasses
-from gnsfast.probing import AUDIT_EVERY
+from gnsfast.probing import AUDIT_EVERY, unwrapped
 
 
 class GradientNoiseScale:
@@ -33,8 +33,8 @@ class GradientNoiseScale:
     averages both, and the ratio is taken last.
 
     Args:
-        model: a model made of gnsfast's layers, usually through ``gnsfast.convert``. Parameters
-            that no layer covers are left out of both tr Σ and |G|².
+        model: any model. Nothing in it is changed. Parameters without norms are left out of both
+            tr Σ and |G|² (``gnsfast.coverage``).
         source: where |G|² comes from. ``"global"``: from the gradient of the whole update, over all
             micro-batches and processes. ``update()`` reads it from ``.grad``, unless ``grad_norm``
             is given. ``"auto"``: the same, but an update of one micro-batch on one process takes
@@ -68,12 +68,12 @@ class GradientNoiseScale:
     hook may rewrite a gradient as it arrives. A hook after accumulation is not noticed.
 
     Raises:
-        ValueError: for a model without gnsfast layers, or settings that do not go together.
+        ValueError: for a model without parameters, or settings that do not go together.
         ObservationError: if a pass, a gradient or a micro-batch is missing or counted twice.
 
     Source: McCandlish et al. 2018 (arXiv 1812.06162), appendix A, with B_small = 1.
 
-    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> model = torch.nn.Linear(5, 2)
     >>> gns = gnsfast.GradientNoiseScale(model)
     >>> for x in torch.randn(8, 16, 5):
     ...     with gns.microbatch(16):
@@ -103,10 +103,8 @@ class GradientNoiseScale:
     ) -> None:
         if decay is not None and not 0 < decay <= 1:
             raise ValueError(f"decay must be above 0 and at most 1, not {decay!r}")
-        if stages is None and not any(isinstance(m, DropIn) for m in model.modules()):
-            raise ValueError(
-                f"{type(model).__name__} has no gnsfast layer. Call gnsfast.convert(model) first."
-            )
+        if stages is None and not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(f"{type(model).__name__} has no trainable parameter to measure")
         self.model, self.decay = model, decay
         self.window, self.every = integer("window", window), integer("every", every)
         self._settings = Settings(
@@ -139,10 +137,17 @@ class GradientNoiseScale:
         """The observer. It is made at the first micro-batch, after wrapping and sharding."""
         if self._observer is None:
             with torch.inference_mode(False):  # a trainer may save its state under it
-                o = self._observer = Observer(self.model, self._settings)
-                self._ledger = Ledger(self.window, o.exchange, o.numbers)
-            self._touched = [0] * len(o.names)
+                self._observer = Observer(self.model, self._settings)
         return self._observer
+
+    def _settle(self) -> Observer:
+        """The observer, when it is known which parameters have norms."""
+        observer = self._start()
+        if not observer.is_settled:
+            observer.is_settled = True
+            self._ledger = Ledger(self.window, observer.exchange, observer.numbers)
+            self._touched = [0] * len(observer.names)
+        return observer
 
     @contextmanager
     def microbatch(
@@ -226,11 +231,12 @@ class GradientNoiseScale:
     def _due(self) -> bool:
         return self._seen % self.every == 0
 
-    def attach(self) -> Attachment:
+    def attach(self, batch_dim: int = 0) -> Attachment:
         """Make every training forward of the model a micro-batch, so that ``microbatch`` is not
         needed. ``remove()`` on the result ends this.
 
-        The batch size is read from the first tensor among the model's arguments. Losses must be
+        The batch size is that of dimension ``batch_dim`` of the first tensor among the model's
+        arguments. Losses must be
         means over samples (or sums, as ``loss_reduction`` says). Forward passes without grad mode
         are ignored. If losses are divided by the number of micro-batches, so are tr Σ and |G|²; the
         noise scale stays the same. Construct this with the compiled or wrapped model that you call.
@@ -239,6 +245,7 @@ class GradientNoiseScale:
             raise ObservationError("gns.attach() was called before: call remove() on its result")
         if self._settings.groups:
             raise ValueError("gns.attach() cannot know groups: use gns.microbatch(n, groups=...)")
+        self._batch_dim = batch_dim
         hooks = self._before_forward, self._after_forward, self._after_removal
         self._attachment = Attachment(self.model, *hooks)
         return self._attachment
@@ -265,9 +272,8 @@ class GradientNoiseScale:
                 "gns.attach() reads the batch size off a tensor among the model's arguments, and "
                 "there is none. Use gns.microbatch(num_samples)."
             )
-        layout = next(m.gnsfast.layout for m in self.model.modules() if isinstance(m, DropIn))
-        num_samples = x.shape[layout.batch_dim if x.ndim > layout.batch_dim else 0]
-        self._open(integer("num_samples", num_samples))
+        num_samples = x.shape[self._batch_dim if x.ndim > self._batch_dim else 0]
+        self._open(integer("num_samples", num_samples)).show(args, kwargs)
         self._attached, self._forward_ended = num_samples, False
 
     def _pass_done(self) -> bool:
@@ -316,7 +322,7 @@ class GradientNoiseScale:
         if not due:
             return
         self._close_attached()
-        observer = self._start()
+        observer = self._settle()
         if grad_norm is not None:
             observer.refuse_norm()
         update, touched = observer.finish(grad_norm)
@@ -344,7 +350,7 @@ class GradientNoiseScale:
             ObservationError: if backward did not go through a module once for each micro-batch, or
                 a weight was used outside of its module. The message names the module.
         """
-        if self._observer is None:
+        if self._observer is None or not self._observer.is_settled:
             return NoiseScale(
                 **vars(NOT_MEASURED), drift=False, updates=0, skipped=0, samples=0, per_module={}
             )
@@ -366,7 +372,7 @@ class GradientNoiseScale:
         of a stage, as ``torch.distributed.checkpoint`` expects. Under FSDP2 with ``metric="sign"``
         or ``"spectral"`` it is a collective: all processes must call it.
         """
-        observer = self._start()
+        observer = self._settle()
         if observer.midway:
             raise ObservationError(
                 "gns.state_dict() was called in the middle of an update: call gns.update() first"
@@ -388,9 +394,15 @@ class GradientNoiseScale:
         Raises:
             ValueError: for a state of another model or other settings. It names the difference.
         """
+        followed = Followed.of(unwrapped(self.model))
+        left_out = set(state.get("left_out", ()))
+        if not followed.is_learned:  # the run that was saved knew what its batches showed
+            for leaf in followed.leaves:
+                if leaf.name in left_out and not leaf.left_out:
+                    leaf.left_out = "left out in the run whose state was loaded"
         refuse_other(state, identity(Observer(self.model, self._settings), self.window, self.every))
         self.reset()
-        self._start()
+        self._settle()
         self._seen, self._measured = state["seen"], state["measured"]
         self._ledger.count = self._measured
         self._ledger.ring.copy_(state["ring"])

@@ -48,8 +48,8 @@ class Exchange:
 
     @property
     def flags(self) -> int:
-        """How many flags: the calls and surplus calls of each probe row, then ``FLAGS``."""
-        return 2 * len(self.stages.labels) + FLAGS
+        """How many flags: the calls and surplus calls of each unit, then ``FLAGS``."""
+        return 2 * len(self.stages.units) + FLAGS
 
     def split(self, vectors_UW: Tensor) -> list[Tensor]:
         """The parts of U updates: p [U, K], q [U, K], the whole q [U, 1], the scalars
@@ -94,7 +94,7 @@ class Exchange:
             self.stages.of_units(sums_U2K).flatten(1),
             whole_U1,
             weights.flatten(1),
-            self.stages.of_rows(calls_U2R).flatten(1),
+            self.stages.of_units(calls_U2R).flatten(1),
             flags_U5,
             torch.cat([norm_U2, norm_U2[:, :1].square()], 1),
             shared.flatten(1),

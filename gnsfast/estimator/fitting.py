@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnsfast.combinations import METRIC, SIGN, SPECTRAL
-from gnsfast.probing import ProbeSlab, unwrapped
+from gnsfast.following import Followed
+from gnsfast.probing import unwrapped
 
 
 def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:
@@ -18,13 +18,16 @@ def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:
     ``"adam"`` for an Adam or AdamW that has stepped. A metric is left out if no layer of the model
     supports it.
     """
-    wanted = {"sign": SIGN}
+    wanted: tuple[str, ...] = ("sign",)
     if isinstance(optimizer, torch.optim.Muon):
-        wanted = {"spectral": SPECTRAL}
+        wanted = ("spectral",)
     elif isinstance(optimizer, torch.optim.Adam) and optimizer.state:
-        wanted = {"adam": METRIC, "sign": SIGN}
-    slab = ProbeSlab(unwrapped(model), num_samples=1)
-    return tuple(metric for metric, feature in wanted.items() if slab.taking(feature))
+        wanted = ("adam", "sign")
+    leaves = Followed.of(unwrapped(model)).covered
+    matrices = any(leaf.parameter.ndim == 2 for leaf in leaves)
+    if not leaves or ("spectral" in wanted and not matrices):
+        return ()
+    return wanted
 
 
 def optimizer_for(metric: str | Sequence[str] | None, optimizer: Any) -> Any:

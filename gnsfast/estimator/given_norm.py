@@ -6,11 +6,12 @@ a whole gradient that is smaller than those of its passes. So some updates read 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gnsfast.estimator.gradients import Block, Sqnorms, grad_sqnorms
+from gnsfast.estimator.gradients import Sqnorms, grad_sqnorms
 from gnsfast.parallel import Processes
 
 
@@ -19,13 +20,13 @@ class GivenNorm:
     first update and in one after each ``again``. Where nobody gives a norm, only the first is read.
 
     Args:
-        blocks: all that the norm holds.
+        parameters: all that the norm holds.
         averaged: whether gradients at the end of a backward pass are those of all processes. Where
             the caller averages them later by hand, there is nothing to compare.
     """
 
-    def __init__(self, blocks: list[Block], processes: Processes, averaged: bool) -> None:
-        self._blocks, self._processes, self._averaged = blocks, processes, averaged
+    def __init__(self, parameters: list[Any], processes: Processes, averaged: bool) -> None:
+        self._parameters, self._processes, self._averaged = parameters, processes, averaged
         self._open, self._ever, self._seen = True, False, False
 
     def again(self) -> None:
@@ -35,9 +36,9 @@ class GivenNorm:
     def read(self) -> Sqnorms | None:
         """This process's share of the norms at the end of a pass, or None if none is needed."""
         wanted = self._averaged and self._open and (self._ever or not self._seen)
-        if not wanted or all(p.grad is None for p, _ in self._blocks):
+        if not wanted or all(p.grad is None for p in self._parameters):
             return None
-        return grad_sqnorms(self._blocks, self._processes)
+        return grad_sqnorms(self._parameters, self._processes)
 
     def finish(self, given: bool, read: Sqnorms | None) -> Sqnorms | None:
         """End an update: what its norm is compared with, if it has one."""

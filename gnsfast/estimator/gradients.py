@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Squared norms of the gradients that an optimizer is about to use."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gnsfast import reference
-from gnsfast.conversion import coverage
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Mark
 from gnsfast.noise_scale import loss_factors
@@ -20,25 +20,21 @@ WITNESSES = 8
 """How many gradients ``witness`` reads."""
 
 
-Block = tuple[nn.Parameter, tuple[slice, ...]]
-"""A parameter and a block of it. Without slices it is the whole parameter."""
-
-
 class Sqnorms(NamedTuple):
-    """This process's share of ‖p.grad[block]‖² for K blocks, before any arithmetic. For each device
-    it holds the ``indices`` of the blocks, their ``norms``, and how many ``copies`` share each.
+    """This process's share of ‖p.grad‖² for K parameters, before any arithmetic. For each device it
+    holds the ``indices`` of the parameters, their ``norms``, and how many ``copies`` share each.
     """
 
-    blocks: int
+    parameters: int
     indices: list[list[int]]
     norms: list[Tensor]
     copies: list[list[int]]
 
     def shares(self, device: torch.device) -> Tensor:
-        """float64 [K]: the shares of all processes add up to the squared norm. The share of a block
-        without a gradient is zero.
+        """float64 [K]: the shares of all processes add up to the squared norm. The share of a
+        parameter without a gradient is zero.
         """
-        found = torch.zeros(self.blocks, dtype=torch.float64, device=device)
+        found = torch.zeros(self.parameters, dtype=torch.float64, device=device)
         for own, norms, copies in zip(self.indices, self.norms, self.copies):
             index, of = (torch.tensor(t).to(device, non_blocking=True) for t in (own, copies))
             found[index] = norms.to(device, non_blocking=True).double().square() / of
@@ -55,17 +51,16 @@ class EndOfPass(NamedTuple):
     read: Sqnorms | None = None
 
 
-def grad_sqnorms(blocks: list[Block], processes: Processes) -> Sqnorms:
+def grad_sqnorms(parameters: Sequence[Any], processes: Processes) -> Sqnorms:
     """Read the gradients. All processes have an equal share of a replicated gradient, and each has
     its own shard of a sharded one. Nothing waits for the device.
     """
     by_device: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
-    for k, (p, block) in enumerate(blocks):
+    for k, p in enumerate(parameters):
         if p.grad is not None:
             grad, copies = _local(p.grad.detach()), processes.copies(p.grad)
-            grad = _within(grad, p.grad, block) if block else grad
             by_device.setdefault(grad.device, []).append((k, grad, copies))
-    found = Sqnorms(len(blocks), [], [], [])
+    found = Sqnorms(len(parameters), [], [], [])
     for where, shares in by_device.items():
         index, grads, shared = (list(each) for each in zip(*shares))
         if where.type == "cpu":
@@ -89,13 +84,12 @@ def refuse_unscaled_stage(scaler: GradScaler | None) -> None:
         )
 
 
-def refuse_partial_norm(model: nn.Module) -> None:
+def refuse_partial_norm(left_out: Sequence[str]) -> None:
     """Raise if the norm of the whole gradient includes parameters without per-sample norms."""
-    rows = coverage(model).rows
-    if open_rows := [r.parameter for r in rows if not r.static and r.route != "frozen"]:
+    if left_out:
         raise ValueError(
             "grad_norm is the norm of all parameters, but these have no per-sample norms: "
-            f"{', '.join(open_rows[:5])}. Call gns.update() without grad_norm."
+            f"{', '.join(left_out[:5])}. Call gns.update() without grad_norm."
         )
 
 
@@ -198,21 +192,6 @@ def refuse_rewritten(
         )
     if now != [m and (m[0], m[1] + writes) for m in before]:
         raise ObservationError(checks.explain_rewritten(takes_norm))
-
-
-def _within(local: Tensor, grad: Any, block: tuple[slice, ...]) -> Tensor:
-    """The part of a block that is on this process, whose shard holds some rows of the gradient."""
-    if is_dtensor(grad):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offset = compute_local_shape_and_global_offset(
-            grad.shape, grad.device_mesh, grad.placements
-        )
-        block = tuple(
-            slice(*(min(max(end - first, 0), size) for end in (s.start, s.stop)))
-            for s, first, size in zip(block, offset, shape)
-        )
-    return local[block]
 
 
 def _local(grad: Any) -> Tensor:

@@ -17,16 +17,18 @@ from gnsfast.estimator.gradients import Sqnorms, rewritten
 from gnsfast.estimator.sample_groups import GroupMeasure, GroupRows
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import loss_factors
-from gnsfast.probing import Audit, ProbeSlab, checks
+from gnsfast.probing import Audit, ProbeSlab
 
 
 class Pass(NamedTuple):
-    """What a micro-batch left. ``rows`` comes from ``ProbeSlab.sums``. ``samples`` holds each
+    """What a micro-batch left. ``rows`` comes from ``ProbeSlab.sums``, and
+    ``weighed`` from ``metric_sums``. ``samples`` holds each
     sample's squared norm if ``tokens`` is known for each. ``loss_scale`` is the factor of a
     gradient scaler, ``divided`` the factor that a pipeline's schedule applies after the pass.
     """
 
     rows: list[Tensor]
+    weighed: list[Tensor]
     num_samples: int
     passes: int
     tokens: int | Tensor | None
@@ -82,15 +84,9 @@ class Numbers:
         self._exchange, self._processes = exchange, exchange.processes
         self._settings, self.device = settings, device
         self._audit, self._metric, self._groups = audit, metric, groups
-        self._units, self._names = len(slab.units), len(slab.rows)
         self._no_rows = torch.zeros(0, 3, dtype=torch.float64, device=device)  # of an empty stage
-        self._owners, self._plain = slab.owners(device), slab.plain(device)
-        index = {name: k for k, name in enumerate(slab.rows)}
-        parameters = [index[unit.parameter] for unit in slab.units.values()]
-        self._parameters = torch.tensor(parameters, dtype=torch.int64, device=device)
+        self._units, self._order = len(slab.units), slab.order(device)
         self._replicas = torch.tensor(replicas, dtype=torch.float64, device=device)
-        single = [p != "" and not checks.may_repeat(slab.modules[path]) for path, p in slab.labels]
-        self._single = torch.tensor(single, dtype=torch.float64, device=device)
 
     def __call__(self, updates: list[Update]) -> tuple[Tensor, Tensor]:
         """The vectors [U, width] and the flags of U updates. They do not depend on which updates
@@ -127,15 +123,21 @@ class Numbers:
         """
         K, P = self._units, len(passes)
         parts = (t.to(self.device) for each in passes for t in each.rows)
-        rows_R3P = torch.cat([self._no_rows, *parts]).view(P, len(self._owners), 3).permute(1, 2, 0)
-        sums = rows_R3P.new_zeros(K + 2, 2, P).index_add_(0, self._owners, rows_R3P[:, :2])
-        self._add_audits(passes, sums[:K])
+        rows_K3P = torch.cat([self._no_rows, *parts]).view(P, K, 3).permute(1, 2, 0)
+        rows_K3P = torch.zeros_like(rows_K3P).index_copy_(0, self._order, rows_K3P)
+        sums = rows_K3P[:, :2].contiguous()
+        weighed = sums.new_zeros(P, 2)
+        for k, each in enumerate(passes):
+            if each.weighed:
+                weighed[k] = torch.stack([t[:, :2].sum(0).to(self.device) for t in each.weighed]).sum(0)
+        self._add_audits(passes, sums)
         for k, each in enumerate(passes):
             if each.loss_scale is not None:
                 sums[..., k] = loss_factors.without_scale(sums[..., k], each.loss_scale)
+                weighed[k] = loss_factors.without_scale(weighed[k], each.loss_scale)
         divided, times = (self._vector(t) for t in zip(*((e.divided**2, e.passes) for e in passes)))
-        calls = rows_R3P[self._plain, 2]
-        surplus = (calls - times).clamp(min=0) * self._single[:, None]
+        calls = rows_K3P[:, 2]
+        surplus = (calls - times).clamp(min=0)
         lost = sums.new_zeros(P, 2)
         for k, each in enumerate(passes):
             if each.samples:
@@ -143,8 +145,8 @@ class Numbers:
                 sqnorm_B = torch.stack([t.to(self.device) for t in each.samples]).sum(0)
                 lost[k] = torch.stack(loss_factors.misplaced(sqnorm_B, each.tokens))
         return (
-            (sums[:K] * divided).permute(2, 1, 0),
-            sums[K + 1].T,
+            (sums * divided).permute(2, 1, 0),
+            weighed,
             torch.stack([calls.T, torch.where(calls.isnan(), calls, surplus).T], 1),
             torch.stack([self._scalars(each) for each in passes]),
             lost,
@@ -154,10 +156,7 @@ class Numbers:
         audited = [k for k, each in enumerate(passes) if each.arrived]
         if not audited:
             return
-        sums = sums_K2P[..., audited]
-        of_parameters = sums.new_zeros(self._names, *sums.shape[1:])
-        of_parameters.index_add_(0, self._parameters, sums)
-        for k, found in zip(audited, of_parameters.permute(2, 1, 0)):
+        for k, found in zip(audited, sums_K2P[..., audited].permute(2, 1, 0)):
             self._audit.add(found, passes[k].arrived)
 
     def _scalars(self, each: Pass) -> Tensor:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects what the probes and gradients of an update show, micro-batch by micro-batch."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator import gradients
 from gnsfast.estimator.adam_metric import AdamMetric
 from gnsfast.estimator.between import begun_anew, written_before_backward
-from gnsfast.estimator.binding import Binding
 from gnsfast.estimator.dual_norms import DualNorms
 from gnsfast.estimator.exchange import FLAGS, Exchange
 from gnsfast.estimator.given_norm import GivenNorm, averages
@@ -21,14 +22,15 @@ from gnsfast.estimator.numbers import Numbers, Pass, Update, kept
 from gnsfast.estimator.sample_groups import GroupMeasure
 from gnsfast.estimator.settings import Mark, Settings
 from gnsfast.estimator.stages import Stages
+from gnsfast.following import Followed
 from gnsfast.functional import document_slots
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import (
     PipelinePasses,
     find_processes,
     fsdp_degrees,
+    gathered,
     in_context_parallel,
-    parameters_at_rest,
     refuse_context_parallel,
 )
 from gnsfast.probing import (
@@ -37,7 +39,6 @@ from gnsfast.probing import (
     GradientWatch,
     ProbeSlab,
     Sides,
-    Slabs,
     checks,
     unwrapped,
 )
@@ -48,25 +49,28 @@ class Observer:
     """Collects what probes and gradients show, on the device, without waiting for it.
 
     ``finish`` returns an update. ``numbers`` turns it into a float64 vector and the flags that
-    ``check`` reads (``Exchange``). The vector holds p and q of each of K units (parameters, or
-    blocks of them), the whole q, and the scalars of the weights.
+    ``check`` reads (``Exchange``). The vector holds p and q of each of K units, which are parameters,
+    the whole q, and the scalars of the weights. ``is_settled``: an update has ended, so the units
+    stay what they are.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._wrapped, self.model, self.settings = model, unwrapped(model), settings
-        self._slabs, self._changed = Slabs(), False
-        self.slab: ProbeSlab | None = None
+        self.is_settled = False
+        self._reopen: Callable[[], None] = lambda: None
+        self.slab: ProbeSlab | None = None  # while a micro-batch is open
         self._passes: list[Pass] = []  # of the update under way
         self._touched: list[int] = []
         self._watch: GradientWatch | None = None  # of the open pass, as is
         self._end: EndOfPass | None = None
         self._last = EndOfPass([], None)  # of the pass before
         self.after_update: list[Mark] | None = None
-        self._slabs.refresh(self.model)
-        self._bind(self._slabs.slab(self.model, 1))
+        self._slab = ProbeSlab(model)
+        self._bind()
 
-    def _bind(self, slab: ProbeSlab) -> None:
-        s = self.settings
+    def _bind(self) -> None:
+        """Make what depends on which parameters have norms."""
+        s, slab = self.settings, self._slab
         self.processes = find_processes(self._wrapped, s.group, s.stages)
         if self.processes.world > 1 and not s.local:
             factor = gradients.divide_factor(self._wrapped)
@@ -75,49 +79,65 @@ class Observer:
         self.units = self.stages.units
         if not self.units:
             raise ValueError(
-                f"{type(self.model).__name__} has no trainable parameter in a gnsfast module: call "
-                "gnsfast.convert(model) first"
+                f"{type(self.model).__name__} has no trainable parameter with per-sample norms"
             )
-        parameters = parameters_at_rest(self.model)
-        self.names = list(slab.rows)
-        self.parameters = [parameters[name] for name in self.names]
-        self.paths = {name: [path for path, _, _ in rows] for name, rows in slab.rows.items()}
-        self.labels, self.modules = slab.labels, slab.modules
-        own = list(slab.units.values())
-        self._blocks = [(parameters[unit.parameter], unit.block) for unit in own]
+        self.names = list(slab.parameters)
+        self.parameters: list[Any] = list(slab.parameters.values())
+        self.left_out = [leaf.name for leaf in slab.followed.leaves if leaf.left_out]
         self._smallest = sorted(self.parameters, key=Tensor.numel)
-        first = next(iter((*self.parameters, *parameters.values())), None)
+        first = next(iter((*self.parameters, *self.model.parameters())), None)
         self.device = torch.device("cpu") if first is None else first.device
         self.metric = AdamMetric.of(self.model, slab, s, self.processes, self.device)
         self.dual = DualNorms(self.model, slab, s, self.processes, self.device)
-        self.groups = GroupMeasure(s, slab, self.processes)
-        self._sides = Sides(self.metric.modules, self.groups.modules, len(s.groups))
+        self.groups = GroupMeasure(s, self.processes)
+        slab.sides = Sides(self.metric.measured, len(s.groups))
         self.widths = [self.metric.width, self.dual.width, self.groups.width]
         self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
         spread = fsdp_degrees(self.model)
-        replicas = [id(p) not in spread for p, _ in self._blocks]
+        replicas = [id(p) not in spread for p in self.parameters]
         # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
         self._apart = [not is_dtensor(p) or id(p) in spread for p in self.parameters]
         averaged = averages(self._wrapped, self.processes, replicas)
-        self.given = GivenNorm(self._blocks, self.processes, averaged)
+        self.given = GivenNorm(self.parameters, self.processes, averaged)
         # Several processes sum their numbers on the device. A single one needs no device.
         where = self.device if self.processes.world > 1 else torch.device("cpu")
         self.audit = Audit(self.names, where)
         self.numbers = Numbers(
-            *(self._slabs.slab(self.model, 1, self._sides), self.exchange, s, replicas),
+            *(slab, self.exchange, s, replicas),
             *(self.audit, self.metric, self.groups, where),
         )
-        self._binding = Binding(self.model, parameters)
+        self._touched = [0] * len(self.names)
+
+    def _learned(self) -> None:
+        """Take over what the first batch has shown: which parameters have norms."""
+        if self.processes.world > 1:
+            self._agree()
+        covered = [leaf.name for leaf in self._slab.followed.covered]
+        if covered == self.names and not self.settings.dual:
+            return
+        if self.is_settled:
+            raise ObservationError(
+                "The first batch of several samples shows that other parameters have norms than "
+                "those of the updates before it. Call gns.reset()."
+            )
+        self._slab.refresh()
+        self._bind()
+        self._reopen()
+
+    def _agree(self) -> None:
+        """Leave out what any process leaves out."""
+        leaves = {leaf.name: leaf for leaf in self._slab.followed.leaves}
+        own = {name: leaf.left_out for name, leaf in leaves.items()}
+        if self.settings.stages is not None:  # they have different parameters
+            return
+        for other in gathered(own, self.settings.group):
+            for name, why in other.items():
+                leaves[name].left_out = leaves[name].left_out or why
 
     @property
     def probes(self) -> list[Tensor]:
         """The probes of the open micro-batch."""
         return [] if self.slab is None else self.slab.probes
-
-    @property
-    def all_labels(self) -> list[tuple[str, str]]:
-        """The module and parameter of each probe row, over all pipeline stages."""
-        return self.stages.labels
 
     @property
     def midway(self) -> bool:
@@ -137,10 +157,11 @@ class Observer:
                 "A micro-batch is already open. Each gns.microbatch(...) block takes one forward "
                 "and one backward pass."
             )
-        self._changed |= self._slabs.refresh(self.model)
-        if self._changed:
-            self._binding.check()
-            self._changed = False
+        if Followed.of(self.model) is not self._slab.followed:
+            raise ObservationError(
+                "Parameters were frozen, unfrozen, moved or replaced since the first micro-batch, "
+                "so old and new measurements cannot be averaged. Call gns.reset()."
+            )
         refuse_context_parallel()
         if not self._passes and self.processes.world > 1 and not self.settings.local:
             gradients.refuse_new_factor(self._wrapped, self.processes.factor)
@@ -149,18 +170,38 @@ class Observer:
         if cu_seqlens is not None:
             slots = -(-(len(cu_seqlens) - 1) // SLOTS) * SLOTS
             documents = document_slots(cu_seqlens, num_samples, slots)
-        slab = self._slabs.slab(self.model, slots, self._sides)
-        first = not self._passes
-        measured = self.groups.open(groups, num_samples), self.metric.open(slab, first)
+        slab, first = self._slab, not self._passes
+        members, moments, second = self._sides(groups, num_samples)
         begins = None if first or self.settings.local else self._begins
-        second = self.dual.open(len(self._passes))
-        slab.open(documents, *measured, self.pass_over, second, begins)
+        slab.open(
+            slots, documents, members, moments, self.pass_over, second, begins, passes
+        )
+        slab.followed.on_learned = self._learned
+        self._reopen = partial(self._open_again, groups, num_samples)
         self.slab, self._end, self._split, self._written = slab, None, False, False
         self._alone = passes == 1 and self.processes.world == 1
+        self._by_marks = passes == 1 and not dist.is_initialized()  # DDP writes to whole buckets
+        self._watch_gradients()
+
+    def _sides(self, groups: Any, num_samples: int) -> Any:
+        """What is measured beside the samples' norms in the next pass."""
+        members = self.groups.open(groups, num_samples)
+        moments = self.metric.open(not self._passes)
+        return members, moments, self.dual.open(len(self._passes))
+
+    def _open_again(self, groups: Any, num_samples: int) -> None:
+        """Measure the open pass as the first batch has shown."""
+        assert self._watch is not None
+        self._watch.stop()
+        self.dual.closed()
+        self._slab.reopen(*self._sides(groups, num_samples))
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        first = not self._passes
         self._audited = self.audit.next(first)
         try:
-            by_marks = passes == 1 and not dist.is_initialized()  # DDP writes to whole buckets
-            self._watch = GradientWatch(slab.parameters, self._audited, by_marks)
+            self._watch = GradientWatch(self._slab.parameters, self._audited, self._by_marks)
         except RuntimeError:
             self.discard()
             raise
@@ -169,6 +210,10 @@ class Observer:
         self._before = {n: checks.mark(p) for n, p in zip(self.names, self.parameters) if n in left}
         if first:
             self._leftover = None if self.settings.local else self._witness()
+
+    def show(self, args: Any, kwargs: Any) -> None:
+        """Show the batch of the open micro-batch, before the model gets it."""
+        self._slab.followed.show(args, kwargs)
 
     def _begins(self) -> None:
         """Look for writes to the gradients of earlier passes when backward begins."""
@@ -211,7 +256,7 @@ class Observer:
 
     def reached(self) -> bool:
         """Whether backward has reached a probe of the open micro-batch."""
-        return self.slab is not None and self.slab.reached
+        return self.slab is not None and self.slab.is_reached
 
     def discard(self) -> None:
         """Close the probes and forget the update, whose gradients are not complete."""
@@ -254,6 +299,10 @@ class Observer:
         except (ObservationError, ValueError):
             self.discard()
             raise
+        rows, weighed = slab.sums(), slab.metric_sums()
+        each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
+        samples = slab.sample_sqnorms() if each else []
+        of_groups = self.groups.rows(slab)
         slab.close()
         self.dual.passed()
         watch.stop()
@@ -277,17 +326,17 @@ class Observer:
             if name in self._before:  # the second condition: by another backward pass
                 arrivals = self._before[name] != mark or (mark is None and p.grad is not None)
             self._touched[k] += min(arrivals, passes)
-        each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
         left = Pass(
-            rows=slab.sums(),
+            rows=rows,
+            weighed=weighed,
             num_samples=num_samples,
             passes=passes,
             tokens=kept(tokens),
             scale=1.0 if scale is None else kept(scale),
             divided=divided,
             loss_scale=self._loss_scale(),
-            samples=slab.sample_sqnorms() if each else [],
-            groups=self.groups.rows(slab),
+            samples=samples,
+            groups=of_groups,
             arrived=watch.norms,
         )
         self._passes.append(left)
@@ -319,7 +368,7 @@ class Observer:
         sqnorms, now = None, None
         if norm is None and not by_probe and self.names:
             self._refuse_rewritten()
-            sqnorms = gradients.grad_sqnorms(self._blocks, self.processes)
+            sqnorms = gradients.grad_sqnorms(self.parameters, self.processes)
             now = self._witness()
         touched = {name for name, times in zip(self.names, self._touched) if times}
         done = loss_factors.unscaled(s.grad_scaler)
@@ -350,7 +399,7 @@ class Observer:
             raise ValueError("source='local' does not use grad_norm: call gns.update()")
         self.metric.refuse_norm()
         self.dual.refuse_norm()
-        gradients.refuse_partial_norm(self._wrapped)
+        gradients.refuse_partial_norm(self.left_out)
 
     def _refuse_rewritten(self) -> None:
         """Raise if the gradients are not those of the last backward pass."""
@@ -372,26 +421,16 @@ class Observer:
 
     def check(self, flags: Tensor, touched: list[int]) -> None:
         """Raise if the flags of all passes so far, which are on the host, show a wrong norm."""
-        calls_2R = self.stages.own_rows(flags[:-FLAGS].view(2, -1), len(self.labels))
+        calls_2K = self.stages.own_units(flags[:-FLAGS].view(2, -1), len(self.names))
         if wrong := checks.explain_flags(flags[-FLAGS:].tolist(), self.settings.takes_norm):
             raise ObservationError(wrong)
-        seen: dict[str, float] = {}
-        counted: set[tuple[str, str]] = set()  # a parameter may have several rows
-        for (path, name), count, more in zip(self.labels, *calls_2R.tolist()):
-            if not name:
-                continue
-            module = self.modules[path]
-            module.called(count)
+        for name, count, more, times in zip(self.names, *calls_2K.tolist(), touched):
             if more != 0:  # NaN too
-                raise ObservationError(checks.explain_calls(path, module, more + 1))
-            if (path, name) not in counted:
-                counted.add((path, name))
-                seen[name] = seen.get(name, 0.0) + count
-        for name, times in zip(self.names, touched):
-            if seen[name] < (times if self.processes.world == 1 else min(times, 1)):
-                raise ObservationError(checks.explain_unseen(name, self.paths[name][0], self.model))
+                raise ObservationError(checks.explain_calls(name, more + 1))
+            if count < (times if self.processes.world == 1 else min(times, 1)):
+                raise ObservationError(checks.explain_unseen(name))
         named = dict(zip(self.names, self.parameters))
-        if wrong := self.audit.check(named, self.paths, self.modules):
+        if wrong := self.audit.check(named, self._slab.followed.is_half):
             raise ObservationError(wrong)
 
 

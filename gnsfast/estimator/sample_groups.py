@@ -29,12 +29,11 @@ class GroupRows(NamedTuple):
 
 
 class GroupMeasure:
-    """The measurement of each group, over the parameters whose layers support groups."""
+    """The measurement of each group, over all parameters that have norms."""
 
     def __init__(
         self,
         settings: Settings,
-        slab: ProbeSlab,
         processes: Processes,
     ) -> None:
         names = self.names = settings.groups
@@ -47,13 +46,7 @@ class GroupMeasure:
                 "GradientNoiseScale(groups=[...]) the same list on each."
             )
         self._index = {name: k for k, name in enumerate(names)}
-        self.modules = slab.taking(GROUPS) if names else frozenset()
-        self.left_out = slab.left_out(self.modules)
-        if names and not self.modules:
-            raise ValueError(
-                "No layer of the model has norms of groups. Linear, Embedding, LayerNorm, RMSNorm "
-                "and similar layers have them. Leave groups out."
-            )
+        self.left_out: tuple[str, ...] = ()
         self._members: list[Tensor] = []
         self._loss_reduction = settings.loss_reduction
 

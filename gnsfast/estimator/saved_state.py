@@ -10,8 +10,8 @@ def identity(observer: Observer, window: int, every: int) -> dict[str, Any]:
     """The properties of the model and the settings to which measurements belong."""
     s = observer.settings
     return {
-        "parameters": list(dict.fromkeys(unit.parameter for unit in observer.units)),
-        "rows": observer.all_labels,
+        "parameters": [unit.parameter for unit in observer.units],
+        "left_out": list(observer.left_out),
         "units": [(unit.parameter, unit.module) for unit in observer.units],
         "local": s.local,
         "loss_reduction": s.loss_reduction,

@@ -13,16 +13,12 @@ from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import gathered
 from gnsfast.probing import ProbeSlab, Unit
 
-Label = tuple[str, str]
-
-
 class Part(NamedTuple):
-    """One stage: its units, its probe rows, the number of its trainable elements, and the trainable
+    """One stage: its units, the number of its trainable elements, and the trainable
     parameters that no unit covers, with their numbers of elements.
     """
 
     units: list[Unit]
-    labels: list[Label]
     trainable: int
     left_out: dict[str, int]
 
@@ -41,10 +37,8 @@ class Stages:
             for name, p in model.named_parameters()
             if p.requires_grad
         }
-        left_out = {n: count for n, count in trainable.items() if n not in slab.rows}
-        found = [
-            Part(list(slab.units.values()), slab.labels, sum(trainable.values()), left_out),
-        ]
+        left_out = {n: count for n, count in trainable.items() if n not in slab.parameters}
+        found = [Part(slab.units, sum(trainable.values()), left_out)]
         self.rank = 0
         if group is not None:
             found, self.rank = gathered(found[0], group), dist.get_rank(group)
@@ -53,9 +47,7 @@ class Stages:
             found = [_renamed(k, part) for k, part in enumerate(found)]
         before = found[: self.rank]
         self._first = sum(len(part.units) for part in before)
-        self._row = sum(len(part.labels) for part in before)
         self.units = list(chain(*(part.units for part in found)))
-        self.labels = list(chain(*(part.labels for part in found)))
         self._trainable = sum(part.trainable for part in found)
         self._left_out = {name: n for part in found for name, n in part.left_out.items()}
 
@@ -68,13 +60,9 @@ class Stages:
         """Pad this stage's [..., K] with zeros to the units of all stages."""
         return F.pad(t, (self._first, len(self.units) - self._first - t.shape[-1]))
 
-    def of_rows(self, t: Tensor) -> Tensor:
-        """Pad this stage's [..., R] with zeros to the probe rows of all stages."""
-        return F.pad(t, (self._row, len(self.labels) - self._row - t.shape[-1]))
-
-    def own_rows(self, t: Tensor, count: int) -> Tensor:
-        """The ``count`` rows of this stage in [..., R], the probe rows of all stages."""
-        return t.narrow(-1, self._row, count)
+    def own_units(self, t: Tensor, count: int) -> Tensor:
+        """The ``count`` units of this stage in [..., K], the units of all stages."""
+        return t.narrow(-1, self._first, count)
 
 
 def _renamed(stage: int, part: Part) -> Part:
@@ -82,8 +70,7 @@ def _renamed(stage: int, part: Part) -> Part:
         return f"stage{stage}.{path}" if path else f"stage{stage}"
 
     return Part(
-        [Unit(name(u.parameter), name(u.module), u.block) for u in part.units],
-        [(name(path), name(p) if p else p) for path, p in part.labels],
+        [Unit(name(u.parameter), name(u.module)) for u in part.units],
         part.trainable,
         {name(p): count for p, count in part.left_out.items()},
     )

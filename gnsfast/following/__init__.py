@@ -1,7 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the trainable parameters of a model as it is, through every function that takes them."""
 
+from gnsfast.following.coverage import Coverage, CoverageRow, coverage
 from gnsfast.following.learning import batch_norms
+from gnsfast.following.leaf import NOTHING, Facts, Leaf
 from gnsfast.following.model import Followed
+from gnsfast.following.options import EXCLUDED, set_excluded
 
-__all__ = ["Followed", "batch_norms"]
+__all__ = [
+    "EXCLUDED",
+    "NOTHING",
+    "Coverage",
+    "CoverageRow",
+    "Facts",
+    "Followed",
+    "Leaf",
+    "batch_norms",
+    "coverage",
+    "set_excluded",
+]

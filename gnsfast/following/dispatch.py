@@ -138,7 +138,7 @@ ELEMENTWISE = frozenset(
 """Functions that broadcast their arguments against each other."""
 
 QUERIES = frozenset(
-    "__get__ size dim numel nelement __len__ ndimension is_floating_point is_complex is_contiguous "
+    "__get__ __set__ __delete__ size dim numel nelement __len__ ndimension is_floating_point is_complex is_contiguous "
     "element_size get_device stride detach requires_grad_ register_hook data_ptr storage_offset "
     "__repr__ __format__ is_shared untyped_storage zero_ __hash__ new_zeros new_ones new_empty "
     "register_post_accumulate_grad_hook new_full new_tensor zeros_like ones_like empty_like type_ "
@@ -183,7 +183,7 @@ class Call:
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.name = func, name_of(func)
+        self.func, self.name, self._given = func, name_of(func), (args, kwargs)
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.own, self.expressions = [], []
         for i, t in enumerate(self.leaves):
@@ -196,8 +196,14 @@ class Call:
         ]
 
     def run(self) -> Any:
-        """The result of the function for ``leaves`` as they are."""
-        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        """The result of the function."""
+        args, kwargs = self._given
+        return self.func(*args, **kwargs)
+
+    def run_with(self, values: dict[int, Any]) -> Any:
+        """The result of the function with other values at some places."""
+        leaves = [values.get(i, t) for i, t in enumerate(self.leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return self.func(*args, **kwargs)
 
     @property
@@ -231,9 +237,7 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     if name in ELEMENTWISE or (name == "scaled_dot_product_attention" and call.own == [3]):
         spreads = _spreads(call, step, places, leaf)
         if spreads is not None:
-            for i, t in zip(call.own, spreads):
-                call.leaves[i] = t
-            return call.run()
+            return call.run_with(dict(zip(call.own, spreads)))
     if compiling():
         return _lost(call, leaf)
     return _replay(call, step, places, leaf)
@@ -563,5 +567,5 @@ def _marked_lost(t: Tensor, leaf: Leaf) -> Tensor:
 
 def _lost(call: Call, leaf: Leaf) -> Any:
     """The result of a function that compiled code cannot follow."""
-    call.leaves[call.own[0]] = _marked_lost(call.leaves[call.own[0]], leaf)
-    return call.run()
+    first = call.own[0]
+    return call.run_with({first: _marked_lost(call.leaves[first], leaf)})

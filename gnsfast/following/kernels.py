@@ -24,6 +24,7 @@ from gnsfast.following.leaf import (
 from gnsfast.following.sample_gradients import Operands
 from gnsfast.functional import Plan
 from gnsfast.signatures import OPERATORS, RESULTS
+from gnsfast.tensors import is_dtensor
 
 ROWS_AT = {
     arguments: RESULTS[name].index("rows")
@@ -48,8 +49,10 @@ class Joining:
         at = ROWS_AT[type(a)]
         asked = bool(plan.second) or plan.groups is not None or plan.constants_P2 is not None
         serves = not asked or "constants_P2" in a._fields
-        found = list(plan.run(operator, a, wanted, at_BS) if serves else operator(a))
         joined = [not serves or e.is_joined for e in self.expressions]
+        if plan.second and any(joined):  # what is summed over samples is summed when all are joined
+            plan, joined = plan._replace(second=()), [True] * len(joined)
+        found = list(plan.run(operator, a, wanted, at_BS) if serves else operator(a))
         if not any(joined):
             return tuple(found)
         which = [k for k, want in enumerate(wanted) if want]
@@ -79,8 +82,11 @@ def plan_for(
     """The plan of a use, which is made once as long as the same is measured."""
     leaf = expressions[0].leaves[0]
     dim = 1 if layout.interleaved else 0
-    if compiling() or leaf.is_sharded:
-        return Plan(batch_dim=dim, transposed=transposed, starts=leaf.starts)
+    if is_dtensor(values[0]):
+        return Plan(batch_dim=dim, transposed=transposed)
+    if compiling():
+        facts = merged([e.facts(value) for e, value in zip(expressions, values)])
+        return Plan(batch_dim=dim, transposed=transposed, starts=leaf.starts, **facts)
     key = (*map(id, expressions), dim, transposed)
     if (plan := leaf.plans.get(key)) is not None:
         return plan
@@ -101,9 +107,9 @@ def merged(facts: list[dict[str, Any]]) -> dict[str, Any]:
     if "moments" in first:
         found["moments"] = tuple(v for each in facts for v in each["moments"])
         found["constants_P2"] = torch.cat([each["constants_P2"] for each in facts])
-    second = [each.get("second", ()) for each in facts]
-    if any(second):
-        found["second"] = tuple(sums.joined(more) for sums, *more in zip(*second))
+    second = [{(type(s), s.feature): s for s in each.get("second", ())} for each in facts]
+    kinds = dict.fromkeys(kind for own in second for kind in own)
+    found["second"] = tuple(kind[0].merged([own.get(kind) for own in second]) for kind in kinds)
     return found
 
 
@@ -217,6 +223,7 @@ def linear(
     note(expressions)
     plan = plan_for(expressions, values, layout, transposed)
     links = leaf.links if weight is leaf.current and leaf.is_tied else ()
+    leaf.is_taken = bool(links)
     y = functional.linear(x, bare(weight), bare(bias), probe_of(expressions), plan, links)
     return y.movedim(0, moved).contiguous() if moved else y
 
@@ -283,9 +290,13 @@ def embedding(
     tied = leaf.is_tied and weight is leaf.current
     if not tied:
         note(expressions)
+    elif not compiling():
+        leaf.uses += 1
     plan = plan_for(expressions, values, Layout(0, layout.dim == 1))
     if tied:
         plan = plan._replace(uses=None)
+        if leaf.is_taken and (compiling() or torch._C._current_graph_task_id() == -1):
+            leaf.links, leaf.is_taken = (), False  # the model runs once more
     y, link = functional.embedding(
         ids,
         bare(weight),

@@ -51,7 +51,8 @@ class Leaf:
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
     itself. ``steps`` are the functions that took it in the example, in their order. ``probe`` is
     for uses of this leaf, ``pair`` for those of this leaf and the ``next`` one together.
-    ``facts`` and ``starts`` (of packed documents) are for its plans. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it has none at all.
+    ``facts`` and ``starts`` (of packed documents) are for its plans. ``known_uses`` and
+    ``is_known_joined`` tell of uses in compiled code, which does not count. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it has none at all.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -83,19 +84,35 @@ class Leaf:
                 self.by_name[step.name] = Step(step.name, *lost)
         uses = [step for step in steps if step.is_use]
         named = [step.name for step in uses]
-        self.is_tied = "embedding" in named[:-1] and named[-1] == "linear" and (
-            set(named[:-1]) == {"embedding"}
-        )
+        self.is_tied = named[-1:] == ["linear"] and set(named[:-1]) == {"embedding"}
+        self.known_uses, self.is_known_joined = 1, False
 
     def open(self) -> None:
-        """Forget the pass before."""
-        self.functions = self.uses = 0
+        """Forget the block before."""
         self.joined, self.failed = False, ""
-        self.links: tuple[Link, ...] = ()
-        self.spans: list[Span | None] = []
+        self.next_pass()
         self.parts: list[tuple[Expression, Any]] = []
         self.twin: Tensor | None = None
         self.whole.twin = None
+
+    def next_pass(self) -> None:
+        """Begin to count the functions that take this parameter."""
+        self.functions = self.uses = 0
+        self.links: tuple[Link, ...] = ()
+        self.is_taken = False
+        self.spans: list[Span | None] = []
+
+    @property
+    def expected(self) -> int:
+        """How many uses a pass has, each of which counts once in backward."""
+        if self.joined:
+            return 1
+        return self.uses or self.known_uses
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """The functions in which it meets the data, as far as an example has shown."""
+        return tuple(dict.fromkeys(step.name for step in self.steps if step.is_use))
 
     def step(self, name: str) -> Step | None:
         """What the example has shown of the next function that takes this parameter. None without

@@ -2,43 +2,60 @@
 """A model whose parameters are followed: what is known of it between blocks."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import proof
 from gnsfast.following.dispatch import attach, detach
-from gnsfast.following.learning import Example, Learned, batch_norms, learn
+from gnsfast.following.learning import Example, Learned, learn
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
+from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.following.sample_gradients import settle
+from gnsfast.functional import Documents
 from gnsfast.kept import kept_buffers, kept_chance, kept_modes
+from gnsfast.parallel import parameters_at_rest
 from gnsfast.tensors import tensors_of
 
 
 class Followed:
     """The trainable parameters of a model, and what its first batch has shown of them.
 
-    ``checked`` says how far the norms are proven: an empty string, or why they are not.
+    ``proof`` says how far the norms are proven. ``on_learned`` is called when a batch has shown
+    which parameters have norms.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self.leaves = [Leaf(name, p, k) for k, (name, p) in enumerate(named)]
+        self._version = _registrations[0]
+        names = excluded_names(model)
+        at_rest = parameters_at_rest(model)
+        self.leaves: list[Leaf] = []
+        for name, p in model.named_parameters():
+            if p.requires_grad and not nn.parameter.is_lazy(p):
+                leaf = Leaf(name, at_rest[name], len(self.leaves))
+                leaf.left_out = EXCLUDED if name in names else ""
+                self.leaves.append(leaf)
         for leaf, after in zip(self.leaves, self.leaves[1:]):
             if leaf.name.rpartition(".")[0] == after.name.rpartition(".")[0]:
                 leaf.next = after
         self._held = [(m._parameters, n, p) for m in model.modules() for n, p in _own(m)]
-        self._trained = [p.requires_grad for _, _, p in self._held]
+        self._facts = [(p.requires_grad, p.device) for _, _, p in self._held]
         self._probes: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         self._units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+        self._watched: set[Any] = set()
+        self._arrives: Callable[[], None] | None = None
         self._hooks: list[Any] = []
         self.is_open = self.is_learning = self.is_learned = False
-        self.unproven = "no batch has gone through the model in a block"
-        self.proof = proof.Proof(self.unproven)
+        self.on_learned: Callable[[], None] | None = None
+        self.proof = proof.Proof("no batch has gone through the model in a block")
+        self.observed: set[str] | None = None
+        self.is_audited = self.is_half = False
 
     @classmethod
     def of(cls, model: nn.Module) -> "Followed":
@@ -48,95 +65,198 @@ class Followed:
             found = _known[model] = cls(model)
         return found
 
+    @staticmethod
+    def forget(model: nn.Module) -> None:
+        """Learn anew, such as with other options."""
+        _known.pop(model, None)
+
     @property
     def model(self) -> nn.Module:
         model = self._model()
         assert model is not None
         return model
 
+    @property
+    def covered(self) -> list[Leaf]:
+        """The leaves that have norms."""
+        return [leaf for leaf in self.leaves if not leaf.left_out]
+
     def is_current(self) -> bool:
         """Whether the model has the same parameters, of which the same are trained."""
+        if self._version != _registrations[0]:
+            model = self.model
+            now = [(m._parameters, n, p) for m in model.modules() for n, p in _own(m)]
+            same = len(now) == len(self._held) and all(
+                a is b and n == o and p is q for (a, n, p), (b, o, q) in zip(now, self._held)
+            )
+            if not (same or self._units):
+                return False
+            self._version = _registrations[0]
+        if self._units:  # FSDP2 swaps parameters in and out
+            return True
         return all(
-            own.get(name) is p and p.requires_grad is trained
-            for (own, name, p), trained in zip(self._held, self._trained)
+            own.get(name) is p and p.requires_grad is trained and p.device == device
+            for (own, name, p), (trained, device) in zip(self._held, self._facts)
         )
 
-    def open(self, samples: int, facts: dict[str, Facts] = {}, starts: Tensor | None = None) -> None:
-        """Follow the parameters from here on."""
+    def open(
+        self,
+        caller: nn.Module,
+        samples: int,
+        facts: Mapping[str, Facts] = {},
+        documents: Documents | None = None,
+        passes: int = 1,
+    ) -> None:
+        """Follow the parameters from here on. ``caller`` is the wrapper that the user calls. With
+        several ``passes`` each forward of the model, such as of a pipeline's micro-batch, has its
+        own samples.
+        """
+        if self.is_open:
+            raise ObservationError(
+                "A block is open on this model already. End the other per_sample_sqnorms or "
+                "gns.microbatch block first."
+            )
         self.is_open = True
-        self._open(samples, facts, starts)
-        sharded = {id(leaf.parameter): leaf for leaf in self.leaves if leaf.is_sharded}
+        self._open(samples, facts, documents)
         if self._units:
+            sharded = {id(leaf.parameter): leaf for leaf in self.leaves if leaf.is_sharded}
             self._hooks += [m.register_forward_pre_hook(_attaching(sharded)) for m in self._units]
         for leaf in self.leaves:
             if not (self._units and leaf.is_sharded):
                 attach(leaf, leaf.parameter)
-        if not self.is_learned:
-            hook = self.model.register_forward_pre_hook(self._first, with_kwargs=True, prepend=True)
-            self._hooks.append(hook)
+        if passes > 1:
+            self._hooks.append(self.model.register_forward_pre_hook(self._next_pass))
+        hook = caller.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        self._hooks.append(hook)
 
-    def _open(self, samples: int, facts: dict[str, Facts], starts: Tensor | None) -> None:
+    def reopen(self, facts: Mapping[str, Facts]) -> None:
+        """Measure other things in the open pass, before it has begun."""
+        samples, _, documents = self._now
+        self._open(samples, facts, documents)
+
+    def _open(
+        self, samples: int, facts: Mapping[str, Facts], documents: Documents | None
+    ) -> None:
+        starts = None if documents is None else documents.starts
+        self._now = samples, facts, documents
         for leaf, (probe, pair) in zip(self.leaves, self._probes_for(samples, facts)):
             probe.grad = pair.grad = None
             own = facts.get(leaf.name, NOTHING)
             if own is not leaf.facts or starts is not leaf.starts:
                 leaf.plans.clear()
-            leaf.facts, leaf.starts = own, starts
-            leaf.tokens = 0 if starts is None else int(starts[-1])
+            leaf.facts = own
+            if starts is not leaf.starts:
+                leaf.starts = starts if starts is None else starts.to(leaf.current.device)
+                leaf.tokens = 0 if documents is None else documents.tokens
             leaf.probe, leaf.pair, leaf.samples = probe, pair, samples
             leaf.open()
 
     def _probes_for(
-        self, samples: int, facts: dict[str, Facts]
+        self, samples: int, facts: Mapping[str, Facts]
     ) -> list[tuple[Tensor, Tensor]]:
         """Leaves of zeros [M, B + 2 + G], which store one number each."""
         some = next(iter(facts.values()), NOTHING)
         groups = 0 if some.groups is None else len(some.groups.sizes_G)
-        key = samples, groups, tuple(name for name, own in facts.items() if own.v is not None)
+        weighed = frozenset(name for name, own in facts.items() if own.v is not None)
+        key = samples, groups, weighed
+        self._key = key
         if key not in self._probes:
+            if len(self._probes) >= PROBES:
+                oldest = next(iter(self._probes))
+                self._watched.discard(oldest)
+                del self._probes[oldest]
             made = []
             for leaf in self.leaves:
-                rows = 2 if facts.get(leaf.name, NOTHING).v is not None else 1
-                zero = torch.zeros((), dtype=torch.float32, device=leaf.current.device)
-                shape = rows, samples + 2 + groups
-                pair = 2 * rows, samples + 2 + groups
-                made.append(
-                    (zero.expand(shape).requires_grad_(), zero.expand(pair).requires_grad_())
-                )
+                rows, columns = 1 + (leaf.name in weighed), samples + 2 + groups
+                zero = torch.zeros((), dtype=torch.float32, device=leaf.parameter.device)
+                own = zero.expand(rows, columns).requires_grad_()
+                made.append((own, zero.expand(2 * rows, columns).requires_grad_()))
             self._probes[key] = made
         return self._probes[key]
 
-    def _first(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Learn from the first batch, before the model gets it."""
-        if self.is_learning or self.is_learned or not torch.is_grad_enabled():
+    def call_on_arrival(self, arrives: Callable[[], None] | None) -> None:
+        """Call ``arrives`` whenever backward reaches a probe of the open pass."""
+        self._arrives = arrives
+        if arrives is None or self._key in self._watched:
             return
-        self.learn(args, kwargs)
+        self._watched.add(self._key)  # once: a hook takes 8 µs to register, and 1 to run
+        own = weakref.ref(self)  # Python cannot see that C++ holds it
+        for probe in self.probes:
+            probe.register_post_accumulate_grad_hook(partial(_arrived, own))
+
+    @property
+    def probes(self) -> list[Tensor]:
+        """The probes of the open pass."""
+        return [probe for leaf in self.leaves for probe in (leaf.probe, leaf.pair)]
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether backward has reached a probe of the last pass."""
+        return any(probe.grad is not None for probe in self.probes)
+
+    def forget_probes(self) -> None:
+        """Make new probes for the next pass, since the graph of a failed pass may hold the old."""
+        self._probes.clear()
+        self._watched.clear()
+
+    def _next_pass(self, module: nn.Module, args: Any) -> None:
+        """Begin to count the functions of the next pass."""
+        for leaf in self.leaves:
+            if leaf.joined:
+                leaf.fail("a pipeline's stage uses it several times in a pass")
+            leaf.next_pass()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Learn from the first batch, before the model gets it, and see that a batch has as many
+        samples as the block.
+        """
+        if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self.show(args, kwargs)
+
+    def show(self, args: Any, kwargs: Any) -> None:
+        """Show the batch of the open block.
+
+        Raises:
+            SampleShapeError: if none of its tensors has as many samples as the block.
+        """
+        samples, _, documents = self._now
+        shapes = [t.shape for t in tensors_of((args, kwargs))]
+        if documents is None and shapes and not any(samples in shape[:2] for shape in shapes):
+            some = ", ".join(str(list(shape)) for shape in shapes[:4])
+            raise SampleShapeError(
+                f"{type(self.model).__name__}: the block has {samples} samples, but the model got "
+                f"tensors of shape {some}, none of which has dimension 0 or 1 of that size. Check "
+                "num_samples."
+            )
+        if not self.is_learned:
+            self.learn(args, kwargs)
 
     def learn(self, args: Any, kwargs: Any) -> None:
         """Learn from a batch of as many samples as the open block has, and prove it."""
-        samples = self.leaves[0].samples
-        self.is_learned = True
+        samples, facts, documents = self._now
         if samples < 2:
-            self.is_learned = False
             self.proof = proof.Proof("a block of one sample shows nothing")
             return
-        example = Example.of(args, kwargs, samples)
+        self.is_learned = True
+        example = None if documents else Example.of(args, kwargs, samples)
         if example is None:
-            self.proof = proof.Proof(f"no argument of the model has {samples} samples")
+            why = f"no argument of the model has {samples} samples"
+            self.proof = proof.Proof("samples are packed documents" if documents else why)
             return
-        facts = {leaf.name: leaf.facts for leaf in self.leaves if leaf.facts is not NOTHING}
-        starts = self.leaves[0].starts
         self.is_learning = True
         try:
             with torch.compiler.set_stance("force_eager"):
                 learned = learn(self.leaves, self.model, example, self._as_it_was)
-                self.proof = self._prove(example, learned)
+                self.proof, self.is_half = self._prove(example, learned), learned.is_half
         finally:
             self.is_learning = False
         for leaf in self.leaves:
-            if leaf.name in self.proof.wrong:
-                leaf.left_out = self.proof.wrong[leaf.name]
-        self._open(samples, facts, starts)
+            if not leaf.left_out:
+                leaf.left_out = self.proof.wrong.get(leaf.name, "")
+        self._open(samples, facts, documents)
+        if self.on_learned is not None:
+            self.on_learned()
 
     def _prove(self, example: Example, learned: Learned) -> proof.Proof:
         """The proof of an example. Where the model draws random numbers, it is in evaluation mode."""
@@ -170,6 +290,8 @@ class Followed:
             for t, g in zip(inputs, grads):
                 t.grad = g
             norms = {leaf: rows[0, :n] for leaf, rows in self.rows().items()}
+            for leaf in self.leaves:
+                leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
         failed = {leaf.name: leaf.failed for leaf in self.leaves if leaf.failed}
         for leaf in self.leaves:
             detach(leaf.current)
@@ -194,9 +316,19 @@ class Followed:
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """Restore buffers and random state."""
-        with kept_buffers(self.model), kept_chance(self.model):
-            yield
+        """Restore buffers and random state, and run no hook of a parameter meanwhile."""
+        hooked = [(p, p._backward_hooks) for p in self._parameters() if p._backward_hooks]
+        for p, _ in hooked:
+            p._backward_hooks = None
+        try:
+            with kept_buffers(self.model), kept_chance(self.model):
+                yield
+        finally:
+            for p, hooks in hooked:
+                p._backward_hooks = hooks
+
+    def _parameters(self) -> list[Any]:
+        return [leaf.current for leaf in self.leaves]
 
     def rows(self) -> dict[Leaf, Tensor]:
         """The probe rows [M, B + 2 + G] of the leaves that the last pass reached."""
@@ -219,6 +351,9 @@ class Followed:
                     found[leaf] = rows
                 for leaf in self.leaves:
                     leaf.parts.clear()
+        for leaf in found:
+            if leaf.is_known_joined and not leaf.uses:
+                leaf.fail("compiled code uses it several times, which only eager code joins")
         return found
 
     def close(self) -> None:
@@ -233,16 +368,40 @@ class Followed:
                 leaf.current = leaf.parameter
             leaf.links = ()
             leaf.twin = leaf.whole.twin = None
+            leaf.parts.clear()
         self.is_open = False
 
 
+PROBES = 8
+"""How many numbers of samples the probes are kept for. A run with more of them makes probes
+again."""
+
 DRAWS = "the model draws random numbers"
+
+_registrations = [0]
+"""How many parameters and modules were registered so far: a change of a model is then noticed
+without a walk over its modules in each block. (A replaced parameter is noticed in its place.)"""
+
+
+def _registered(module: nn.Module, name: str, value: Any) -> None:
+    if value is not None:
+        _registrations[0] += 1
+
+
+nn.modules.module.register_module_parameter_registration_hook(_registered)
+nn.modules.module.register_module_module_registration_hook(_registered)
 
 _known: "weakref.WeakKeyDictionary[nn.Module, Followed]" = weakref.WeakKeyDictionary()
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module._parameters.items() if p is not None)
+
+
+def _arrived(followed: "weakref.ref[Followed]", probe: Tensor) -> None:
+    own = followed()
+    if own is not None and own._arrives is not None:
+        own._arrives()
 
 
 def _attaching(leaves: dict[int, Leaf]) -> Callable[..., None]:
@@ -259,5 +418,3 @@ def _attaching(leaves: dict[int, Leaf]) -> Callable[..., None]:
 
     return attach_all
 
-
-__all__ = ["Followed", "batch_norms"]

@@ -34,7 +34,13 @@ class Sums:
     """Sums to which a module's backward adds, in one pass of autograd."""
 
     feature: str
+    sums: Callable[[], Sequence[Any]]
     _pass: int | None = None
+
+    @classmethod
+    def merged(cls, each: Sequence[Any]) -> Any:
+        """The sums of several parameters of one function, with None for one without sums."""
+        raise NotImplementedError
 
     def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         """Add the samples of the operator's arguments ``a``.
@@ -64,13 +70,18 @@ class Squares(Sums):
     def __init__(self, sums: Callable[[], Sequence[Any]]) -> None:
         self.sums = sums
 
+    @classmethod
+    def merged(cls, each: Sequence[Any]) -> "Squares":
+        return cls(lambda: _sums_of(each))
+
     def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         if isinstance(a, EmbeddingWgrad):
             sum_SD, _, id_S = sample_sums(a)
             self._add_rows(id_S, sum_SD.square())
             return
         for total, squares in zip(self.sums(), SQUARES[type(a)](a), strict=True):
-            total += squares.view_as(total)
+            if total is not None:
+                total += squares.view_as(total)
 
     def add_cross_terms(self, ids_BT: Tensor, products_BTD: Tensor) -> None:
         """Add the 2 a b of (a + b)², for an embedding's gradient a and a later use's b of the same
@@ -93,6 +104,10 @@ class Grams(Sums):
     def __init__(self, sums: Callable[[], Sequence[Any]]) -> None:
         self.sums = sums
 
+    @classmethod
+    def merged(cls, each: Sequence[Any]) -> "Grams":
+        return cls(lambda: [total for total in _sums_of(each) if total is not None])
+
     def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         O, I = a.dy_BTO.shape[-1], a.x_BTI.shape[-1]
         side = O > I or (O == I and a.transposed)  # a stored [I, O] weight has its rows on side 1
@@ -107,6 +122,11 @@ class Halves(Sums):
 
     def __init__(self, sums: Callable[[], Sequence[Any]], first: int, feature: str) -> None:
         self.sums, self.first, self.feature = sums, first, feature
+
+    @classmethod
+    def merged(cls, each: Sequence[Any]) -> "Halves":
+        some = next(sums for sums in each if sums is not None)
+        return cls(lambda: _sums_of(each), some.first, some.feature)
 
     def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         inputs, kinds = BY_SAMPLE[type(a)]
@@ -123,6 +143,10 @@ class Halves(Sums):
         for total, part in zip(self.sums(), compress(found, wanted), strict=True):
             if total is not None:
                 total += part.view_as(total)
+
+
+def _sums_of(each: Sequence[Any]) -> list[Any]:
+    return [None if sums is None else sums.sums()[0] for sums in each]
 
 
 def _linear(a: LinearWgrad) -> Iterator[Tensor]:

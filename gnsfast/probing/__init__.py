@@ -6,7 +6,6 @@ from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
 from gnsfast.probing.sample_norms import SampleNorms, per_sample_sqnorms
 from gnsfast.probing.slab import ProbeSlab, Sides, Unit
-from gnsfast.probing.slabs import Slabs
 from gnsfast.probing.verification import Verification, VerifiedParameter, verify
 from gnsfast.probing.wrappers import unwrapped
 
@@ -18,7 +17,6 @@ __all__ = [
     "ProbeSlab",
     "SampleNorms",
     "Sides",
-    "Slabs",
     "Unit",
     "Verification",
     "VerifiedParameter",

@@ -2,13 +2,8 @@
 """Checks for everything that would silently make a norm wrong, and their error messages."""
 
 import math
-from collections.abc import Mapping
 
-from torch import Tensor, nn
-
-from gnsfast.combinations import REPEATED, reason
-from gnsfast.conversion import fused_loss_of, project_of
-from gnsfast.layers import ATTEND_TO_EACH_OTHER, DropIn, in_parts
+from torch import Tensor
 
 BETWEEN = (
     "Gradients were changed between two micro-batches of an update, by another backward pass, "
@@ -26,92 +21,52 @@ def mark(p: Tensor) -> tuple[int, int] | None:
     return id(p.grad), p.grad._version + getattr(p.grad, "_local_tensor", p.grad)._version
 
 
-def may_repeat(module: DropIn) -> bool:
-    """Whether a module may be called several times. An embedding that shares its weight may, since
-    links make any number of its uses exact.
+def explain_calls(name: str, calls: float) -> str:
+    """Why the norms of a parameter are wrong after ``calls`` calls in one block. A NaN means that
+    compiled code used it in a way that only eager code follows.
     """
-    return module.gnsfast.tie is not None and module.gnsfast.route == "embedding"
-
-
-def explain_calls(path: str, module: DropIn, calls: float) -> str:
-    """Why the norms are wrong after ``calls`` calls in one block. A NaN means that a replay gave
-    other outputs, or that the samples of an index are not clear.
-    """
-    where = f"{path or 'the model'} ({type(module).__name__})"
-    if calls != calls and module.gnsfast.route == "embedding":
-        return (
-            f"{where}: its index has no batch dimension. An index [1, T] counts as positions that "
-            "all samples share, an index [B] as one entry for each sample. Here that is not clear, "
-            "for one of these reasons: an irregular index [1, T], consecutive numbers [B], a pass "
-            "that used only the first sample's rows, or one gradient for all samples' rows (a sum "
-            "over dimension 0). Check num_samples. If all samples share the index, call "
-            f"convert(model, broadcast=[{path!r}]). {leave_out(path)}"
-        )
-    if calls != calls and module.gnsfast.route in ("in_projection", "out_projection"):
-        return f"{where}: {ATTEND_TO_EACH_OTHER}"
     if calls != calls:
         return (
-            f"{where}: replaying it sample by sample gave other outputs than its forward pass. It "
-            "has dropout or a state, or the samples were not found in one of its arguments. "
-            f"{leave_out(path)}"
+            f"{name}: compiled code uses it in a way that only eager code follows, or documents "
+            "that attend to each other. Leave the module that calls it out of torch.compile. "
+            f"{leave_out(name)}"
         )
-    many = f"{where}: backward went through it {int(calls)} times in one block"
-    once = "A block takes one forward and one backward pass."
-    if module.gnsfast.repeated:
-        return (
-            f"{many}, where all calls of one backward pass count as one. {once} Activation "
-            "checkpointing with use_reentrant=True runs several backward passes: set "
-            f"use_reentrant=False. {in_parts(path, module)}{leave_out(path)}"
-        )
-    apart = reason(module.gnsfast.route, module.gnsfast.features(REPEATED))
-    replay = f"replay=[{path!r}], " if apart else ""
     return (
-        f"{many}, and the norms of several calls do not add up. {once} If the model calls this "
-        f"module several times in one pass, call convert(model, {replay}repeated=[{path!r}]), "
-        f"which joins the calls. {in_parts(path, module)}{leave_out(path)}"
+        f"{name}: backward went through its uses {int(calls)} times in one block, and the norms of "
+        "several passes do not add up. A block takes one forward and one backward pass. "
+        "Activation checkpointing with use_reentrant=True runs several backward passes where a "
+        "parameter is used in several checkpoints: set use_reentrant=False. A loss in parts, as "
+        "torchtitan's ChunkedLossWrapper, runs one for each part: compute it by "
+        f"gnsfast.Linear.cross_entropy. {leave_out(name)}"
     )
 
 
-def leave_out(path: str) -> str:
-    """The remedies that are left for any module."""
-    or_exclude = f", and convert(model, exclude=[{path!r}]) leaves the module out" if path else ""
-    return f"convert(model, example=batch) looks for a route{or_exclude}."
+def leave_out(name: str) -> str:
+    """The remedy that is left for any parameter."""
+    return f"gnsfast.configure(model, exclude=[{name!r}]) leaves it out."
 
 
-def explain_unseen(name: str, path: str, model: nn.Module) -> str:
-    """Why a parameter has no norms if it got a gradient although its module was not called."""
-    if project := project_of(model.get_submodule(path)):
-        return (
-            f"{name} got a gradient, but gnsfast's {path!r} was not called, so its norms would be "
-            f"missing. {project} bound a forward of its own to the module: switch that kernel off. "
-            f"{leave_out(path)}"
-        )
-    if project := fused_loss_of(model, path):
-        return (
-            f"{name} got a gradient, but its module {path!r} was not called, so its norms would be "
-            f"missing. The model's forward is that of {project}, whose fused loss takes the weight "
-            f"as a tensor. Compute the loss with {path}.cross_entropy(hidden, labels), which keeps "
-            f"no logits in memory either, or switch off the fused loss of {project}. "
-            f"{leave_out(path)}"
-        )
+def explain_unseen(name: str) -> str:
+    """Why a parameter has no norms although it got a gradient."""
     return (
-        f"{name} got a gradient, but its module {path!r} was not called, so its norms would be "
-        "missing. Either the weight is used as a tensor, as fused kernels and losses do, or its "
-        "forward ran before the block, or backward(inputs=...) left it out. In place of a fused "
-        f"loss use the head's own cross_entropy. {leave_out(path)}"
+        f"{name} got a gradient, but no function of torch took it inside the block, so its norms "
+        "would be missing. Either a kernel or an autograd function of its own takes it, as those of "
+        "Liger-Kernel and of fused losses do, or the forward pass ran before the block, or "
+        f"backward(inputs=...) left it out. In place of a fused loss use "
+        f"gnsfast.Linear.cross_entropy. {leave_out(name)}"
     )
 
 
 def explain_sums(
     p: Tensor,
     name: str,
-    modules: Mapping[str, DropIn],
     ours: float,
     real: float,
     samples: float,
     model: float,
+    is_half: bool,
 ) -> str | None:
-    """What is wrong if not all of a parameter's gradient passed through its modules, or None.
+    """What is wrong if not all of a parameter's gradient was measured, or None.
 
     ``ours`` is the squared norm that the probes saw, ``real`` that of the gradient. ``samples`` is
     the sum of the samples' squared norms, and ``model`` the same over all parameters. A gradient
@@ -119,18 +74,15 @@ def explain_sums(
     Overflows are not checked, because a gradient scaler skips them.
     """
     # bfloat16 autocast moved the squared norm of a replayed bias of 3 channels by 1 %.
-    half = p.dtype.itemsize < 4 or any(m.gnsfast.half for m in modules.values())
-    tolerance = 3e-2 if half else 1e-3
+    tolerance = 3e-2 if p.dtype.itemsize < 4 or is_half else 1e-3
     if not math.isfinite(real + ours + samples + model):
         return None
     if abs(ours - real) <= tolerance * max(ours, real) + 1e-6 * samples + 1e-10 * model:
         return None
-    where = " and ".join(repr(path) if path else "the model" for path in modules)
     return (
-        f"{name}: the squared norm of its gradient is {real:.6g}, but the part that passed through "
-        f"{where} has {ours:.6g}. The weight is also used outside of its module, as in F.linear(x, "
-        "module.weight), a fused loss or a penalty on the weights, so its norms would be wrong. "
-        f"{leave_out(next(iter(modules)))}"
+        f"{name}: the squared norm of its gradient is {real:.6g}, but the part that was measured "
+        f"has {ours:.6g}. A kernel or an autograd function of its own also takes it, or a penalty "
+        f"on the weights, so its norms would be wrong. {leave_out(name)}"
     )
 
 

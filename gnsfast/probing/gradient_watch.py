@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gnsfast import reference
-from gnsfast.layers import DropIn
 from gnsfast.probing import checks
 from gnsfast.tensors import is_dtensor
 
@@ -162,13 +161,12 @@ class Audit:
     def check(
         self,
         parameters: Mapping[str, Tensor],
-        paths: Mapping[str, list[str]],
-        modules: Mapping[str, DropIn],
+        is_half: bool,
     ) -> str | None:
         """The message for a wrong norm, or None. It waits for the device."""
         for name, (ours, real, samples, whole) in zip(self.names, self._found.T.tolist()):
-            own = {path: modules[path] for path in paths[name]}
-            wrong = checks.explain_sums(parameters[name], name, own, ours, real, samples, whole)
+            found = ours, real, samples, whole
+            wrong = checks.explain_sums(parameters[name], name, *found, is_half)
             if wrong is not None:
                 return wrong
             if ours > 0:

@@ -1,44 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probes of a whole model."""
+"""The probes of a whole model, parameter by parameter."""
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gnsfast.combinations import CUDA, DOCUMENTS, reason, refuse
 from gnsfast.errors import ObservationError
-from gnsfast.functional import Calls, Documents, Groups, Plan
-from gnsfast.layers import (
-    BATCH_NORM,
-    DropIn,
-    Opened,
-    Tie,
-    batch_statistics_error,
-    uses_batch_statistics,
-)
-from gnsfast.parallel import parameters_at_rest
+from gnsfast.following import NOTHING, Facts, Followed, Leaf, batch_norms
+from gnsfast.functional import Documents, Groups
+from gnsfast.probing.wrappers import unwrapped
 
 
 class Unit(NamedTuple):
-    """A parameter, or a block of one, that has norms of its own."""
+    """A parameter that has norms of its own, and the module that holds it."""
 
     parameter: str
     module: str
-    block: tuple[slice, ...]
 
 
 class Sides(NamedTuple):
-    """What is measured beside the samples' norms. Modules in ``metric`` have one more row for each
-    parameter, and modules in ``groups`` have columns for ``num_groups`` groups of samples.
+    """What is measured beside the samples' norms: the parameters in ``metric`` have one more row,
+    and all parameters have columns for ``num_groups`` groups of samples.
     """
 
     metric: frozenset[str] = frozenset()
-    groups: frozenset[str] = frozenset()
     num_groups: int = 0
 
 
@@ -46,304 +33,205 @@ NO_SIDES = Sides()
 
 
 class ProbeSlab:
-    """The probes of all covered modules of a model, and what the last pass left in them.
+    """The probes of all covered parameters of a model, and what the last pass left in them.
 
-    A module has a row for each parameter, then the same rows under a metric. Backward delivers them
-    as the gradient of the module's probe, without a copy. ``grad`` holds the rows of all modules.
+    A parameter has one row, and a second one under a metric. Backward delivers them as the gradient
+    of its probes. ``caller`` is the model with the wrappers that the user calls.
     """
 
-    def __init__(self, model: nn.Module, num_samples: int, sides: Sides = NO_SIDES) -> None:
-        self.num_samples, self.sides = num_samples, sides
-        self.modules = {name: m for name, m in model.named_modules() if _covered(m)}
-        self._batch_norms = [(n, m) for n, m in model.named_modules() if isinstance(m, BATCH_NORM)]
-        self.rows: dict[str, list[tuple[str, torch.device, int]]] = {}
-        self.units: dict[tuple[str, str], Unit] = {}
-        self.weighed: dict[torch.device, list[tuple[int, str]]] = {}
-        self._spans: dict[str, tuple[torch.device, int, int]] = {}
-        self.parameters: dict[str, nn.Parameter] = {}
-        names = {id(p): name for name, p in model.named_parameters()}
-        at_rest = parameters_at_rest(model)
-        owners: dict[torch.device, list[int]] = {}
-        labels: dict[torch.device, list[tuple[str, str]]] = {}
-        index: dict[tuple[str, str], int] = {}
-        for path, module in self.modules.items():
-            parameters, own = module.probed_parameters(), module.probe_rows()
-            device = next(iter(parameters.values())).device
-            owner = owners.setdefault(device, [])
-            first = len(owner)
-            self._spans[path] = device, first, len(own)
-            for row, (name, part, block) in enumerate(own, first):
-                if name in module.gnsfast.uncovered:
-                    owner.append(NOBODY)
-                    labels.setdefault(device, []).append(("", ""))
-                    continue
-                full = names[id(parameters[name])]
-                self.parameters[full] = at_rest[full]
-                self.rows.setdefault(full, []).append((path, device, row))
-                where = ".".join(filter(None, (full.rpartition(".")[0], part)))
-                self.units.setdefault((full, part), Unit(full, where, block))
-                owner.append(index.setdefault((full, part), len(index)))
-                labels.setdefault(device, []).append((path, full))
-            if path in sides.metric:
-                owner += [METRIC] * len(own)
-                weighed = self.weighed.setdefault(device, [])
-                own_names = (names[id(p)] for p in parameters.values())
-                weighed += [(first + row, name) for row, name in enumerate(own_names)]
-        self._refuse_untied()
-        self.devices = list(owners)
-        self.constants = {
-            d: torch.zeros(len(owners[d]), 2, dtype=torch.float64, device=d) for d in self.weighed
-        }
-        self._zero = {d: torch.zeros((), dtype=torch.float32, device=d) for d in owners}
-        self.labels = [label for of_device in labels.values() for label in of_device]
-        self._owners = owners
-        self._ties = {m.gnsfast.tie for m in self.modules.values()} - {None}
-        self._repeated = [path for path, m in self.modules.items() if m.gnsfast.repeated]
-        self._probes: dict[tuple[str, int], Tensor] = {}
-        self._measures: dict[str, int] = {}  # of each module, in the last pass
-        self._opened: dict[str, Opened] = {}  # without documents, groups, metric
+    def __init__(self, caller: nn.Module, sides: Sides = NO_SIDES) -> None:
+        self._caller, self.sides = caller, sides
+        self.model = unwrapped(caller)
+        self.followed = Followed.of(self.model)
+        self.refresh()
         self._at_end: Callable[[], None] | None = None
         self._at_start: Callable[[], None] | None = None
         self._waiting = False
-        self._hooked: set[tuple[str, int]] = set()
+        self.num_samples = 0
+        self._passes = 1
 
-    def owners(self, device: torch.device) -> Tensor:
-        """On ``device``, the index of each row's unit. Rows without one of the K units have the
-        index K if their parameter is not covered, and K + 1 if they are under a metric.
-        """
-        K = len(self.units)
-        last = {NOBODY: K, METRIC: K + 1}
-        found = [last.get(o, o) for o in chain(*self._owners.values())]
+    def refresh(self) -> None:
+        """Take over which parameters have norms."""
+        self.leaves = self.followed.covered
+        self.parameters = {leaf.name: leaf.parameter for leaf in self.leaves}
+        self.units = [Unit(leaf.name, leaf.name.rpartition(".")[0]) for leaf in self.leaves]
+        self._of_device: dict[torch.device, list[int]] = {}
+        for k, leaf in enumerate(self.leaves):
+            self._of_device.setdefault(leaf.parameter.device, []).append(k)
+        self.devices = list(self._of_device)
+        self._found: dict[Leaf, Tensor] | None = None
+        self._allowed: dict[tuple[int, ...], dict[torch.device, Tensor]] = {}
+
+    def order(self, device: torch.device) -> Tensor:
+        """On ``device``, the number of the parameter of each row in ``sums``."""
+        found = [k for rows in self._of_device.values() for k in rows]
         return torch.tensor(found, dtype=torch.int64, device=device)
 
-    def plain(self, device: torch.device) -> Tensor:
-        """On ``device``, the rows that are not under a metric, in the order of ``labels``."""
-        rows = _not_weighed(chain(*self._owners.values()))
-        return torch.tensor(rows, dtype=torch.int64, device=device)
-
-    def _refuse_untied(self) -> None:
-        for name, rows in self.rows.items():
-            paths = list(dict.fromkeys(path for path, _, _ in rows))
-            ties = {self.modules[path].gnsfast.tie for path in paths}
-            if len(paths) > 1 and (len(ties) > 1 or None in ties):
-                users = ", ".join(map(repr, paths))
-                raise ValueError(
-                    f"{name} is shared by {users}. Call gnsfast.convert(model), which links them."
-                )
-        tied: dict[Tie, tuple[str, object]] = {}
-        for path, module in self.modules.items():
-            if module.gnsfast.tie is not None:
-                first, weight = tied.setdefault(module.gnsfast.tie, (path, module.weight))
-                if module.weight is not weight:
-                    raise ValueError(
-                        f"{first!r} and {path!r} shared one weight when gnsfast.convert(model) was "
-                        "called, and have two different weights at this point. Share the weight "
-                        "again, or call gnsfast.convert(model) again."
-                    )
-
-    def taking(self, feature: str) -> frozenset[str]:
-        """The modules that measure a ``feature`` of ``combinations``. All their parameters are
-        covered, and all modules that share one of them measure the feature too.
-        """
-        taking = {
-            path
-            for path, m in self.modules.items()
-            if not reason(m.gnsfast.route, m.gnsfast.features(feature))
-            and not m.gnsfast.uncovered.keys() & m.probed_parameters().keys()
-        }
-        while True:
-            apart = {
-                path
-                for rows in self.rows.values()
-                if not (paths := {path for path, _, _ in rows}) <= taking
-                for path in paths & taking
-            }
-            if not apart:
-                return frozenset(taking)
-            taking -= apart
-
-    def left_out(self, taking: frozenset[str]) -> tuple[str, ...]:
-        """The parameters of modules that are not in ``taking``."""
-        return tuple(
-            name for name, rows in self.rows.items() if not {path for path, _, _ in rows} <= taking
-        )
-
     @property
-    def reached(self) -> bool:
-        """Whether backward has reached a probe of the last pass."""
-        return any(probe.grad is not None for probe in self._probes.values())
+    def rows(self) -> dict[Leaf, Tensor]:
+        """The rows [M, B + 2 + G] that the last pass left, of the parameters that it reached."""
+        if self._found is None:
+            self._found = self.followed.rows()
+        return self._found
 
-    @cached_property
-    def grad(self) -> dict[torch.device, Tensor]:
-        """[R, B + 2] on each device: the rows of the last pass, which are zero where backward did
-        not go.
-        """
-        parts: dict[torch.device, list[Tensor]] = {d: [] for d in self.devices}
-        for path, (device, _, count) in self._spans.items():
-            rows = count * (1 + (path in self.sides.metric))
-            found = self.rows_of(path)
-            if found is not None:
-                grouped = path in self.sides.groups
-                parts[device].append(found[:, : self.num_samples + 2] if grouped else found)
-            if missing := rows - (0 if found is None else len(found)):
-                parts[device].append(self._zero[device].expand(missing, self.num_samples + 2))
-        return {device: torch.cat(rows) for device, rows in parts.items()}
-
-    def rows_of(self, path: str) -> Tensor | None:
-        """[M P, B + 2 + G]: the rows that the last pass left in a module's probe, or None."""
-        return self._probe(path, self._measures.get(path, 1)).grad
+    def rows_of(self, leaf: Leaf) -> Tensor:
+        """The rows of a parameter, which are zeros where backward did not go."""
+        found = self.rows.get(leaf)
+        return torch.zeros_like(leaf.probe) if found is None else found
 
     def sums(self) -> list[Tensor]:
         """float64 [R, 3] on each of ``devices``: the sum of the samples' squared norms, the squared
-        norm of their sum, and the calls of each row in the last pass.
+        norm of their sum, and the calls of each parameter. A call is one pass in which all its uses
+        were reached at most once; NaN stands for a use that gave no norms.
         """
+        return [self._sums(device, 0) for device in self.devices]
+
+    def metric_sums(self) -> list[Tensor]:
+        """float64 [R, 3] on each of ``devices``: the same under the metric, zeros without one."""
+        return [self._sums(device, 1) for device in self.devices] if self.sides.metric else []
+
+    def _sums(self, device: torch.device, measure: int) -> Tensor:
         B = self.num_samples
-        return [
-            torch.cat([grad[:, :B].sum(1, True, dtype=torch.float64), grad[:, B:].double()], 1)
-            for grad in self.grad.values()
-        ]
+        own = [self.rows_of(self.leaves[k]) for k in self._of_device[device]]
+        if measure:
+            zero = torch.zeros_like(own[0][:1])
+            own = [rows[measure:] if len(rows) > measure else zero for rows in own]
+        grad = torch.cat([rows[:1] for rows in own]) if own else torch.zeros(0, B + 2)
+        sums = grad[:, :B].sum(1, True, dtype=torch.float64)
+        found = torch.cat([sums, grad[:, B : B + 2].double()], 1)
+        calls, allowed = found[:, 2], self._allowed_on(device)
+        found[:, 2] = (calls != 0).double() * self._passes + (calls - allowed).clamp(min=0.0)
+        return found
+
+    def _allowed_on(self, device: torch.device) -> Tensor:
+        """How many uses of each parameter a pass has, which is 1 where compiled code has them."""
+        uses = tuple(max(leaf.expected, 1) * self._passes for leaf in self.leaves)
+        if uses not in self._allowed:
+            self._allowed.clear()
+            own = {d: [float(uses[k]) for k in rows] for d, rows in self._of_device.items()}
+            self._allowed[uses] = {
+                d: torch.tensor(v, dtype=torch.float64).to(d, non_blocking=True)
+                for d, v in own.items()
+            }
+        return self._allowed[uses][device]
 
     def groups(self) -> list[Tensor]:
-        """float32 [rows, B + 2 + G] on each device: the rows of modules that measure groups."""
+        """float32 [rows, B + 2 + G] on each device: the rows of parameters with groups."""
         parts: dict[torch.device, list[Tensor]] = {}
-        for path in self.sides.groups:
-            if (found := self.rows_of(path)) is not None:
-                parts.setdefault(found.device, []).append(found)
+        for leaf, rows in self.rows.items():
+            if not leaf.left_out:
+                parts.setdefault(rows.device, []).append(rows[:1])
         return [torch.cat(rows) for rows in parts.values()]
 
     def sample_sqnorms(self) -> list[Tensor]:
-        """[B] float64 on each device: each sample's squared norm over all rows but those under a
-        metric, from the last pass.
-        """
-        found = []
-        for device, grad in self.grad.items():
-            rows = grad[:, : self.num_samples]
-            if self.sides.metric:
-                rows = rows.index_select(0, self._plain_of[device])
-            found.append(rows.sum(0, dtype=torch.float64))
-        return found
+        """[B] float64 on each device: each sample's squared norm over all covered parameters."""
+        B, parts = self.num_samples, {}
+        for leaf, rows in self.rows.items():
+            if not leaf.left_out:
+                parts.setdefault(rows.device, []).append(rows[:1, :B])
+        return [torch.cat(rows).sum(0, dtype=torch.float64) for rows in parts.values()]
 
-    @cached_property
-    def _plain_of(self) -> dict[torch.device, Tensor]:
-        """The rows of each device that are not under a metric."""
-        return {
-            d: torch.tensor(_not_weighed(owners)).to(d, non_blocking=True)
-            for d, owners in self._owners.items()
-        }
+    @property
+    def is_reached(self) -> bool:
+        """Whether backward has reached a probe of the last pass."""
+        return self.followed.is_reached
 
     @property
     def probes(self) -> list[Tensor]:
-        """The probes of the open pass. Before the first pass, the probes without a metric."""
-        return [self._probe(path, self._measures.get(path, 1)) for path in self.modules]
+        """The probes of the open pass."""
+        return self.followed.probes
 
-    def _refuse_batch_statistics(self) -> None:
-        for path, module in self._batch_norms:
-            if uses_batch_statistics(module):
-                raise batch_statistics_error(path, module)
+    def refuse_batch_statistics(self) -> None:
+        """Raise if a batch norm would use the statistics of the batch."""
+        for name, module in batch_norms(self.model):
+            raise ObservationError(
+                f"{name or 'the model'} ({type(module).__name__}): batch statistics tie the "
+                "samples together, so no per-sample gradient exists. Call eval() on it, use "
+                "GroupNorm or LayerNorm instead, or measure with gnsfast.TwoBatchNoiseScale(model)."
+            )
 
     def refuse_odd_pass(self) -> None:
-        """Raise after ``create_graph=True``, which gives gradients a graph of their own, and if a
-        batch norm was put into training mode inside the block.
+        """Raise after ``create_graph=True``, which gives gradients a graph of their own, if a batch
+        norm was put into training mode inside the block, and for parameters that the pass used in
+        a way that gives no norms.
         """
-        self._refuse_batch_statistics()
-        for (path, _), probe in self._probes.items():
-            if probe.grad is not None and probe.grad.requires_grad:
+        self.refuse_batch_statistics()
+        if any(p.grad is not None and p.grad.requires_grad for p in self.probes):
+            raise ObservationError(
+                "A pass with backward(create_graph=True) has no per-sample norms. Run the pass "
+                "that you measure without it."
+            )
+        self._found = None
+        _ = self.rows
+        for leaf in self.leaves:
+            if leaf.failed:
                 raise ObservationError(
-                    f"{path or 'the model'}: a pass with backward(create_graph=True) has no "
-                    "per-sample norms. Run the pass that you measure without it."
+                    f"{leaf.name}: {leaf.failed}. If this is no mistake, leave it out: "
+                    f"gnsfast.configure(model, exclude=[{leaf.name!r}])."
                 )
 
     def open(
         self,
+        num_samples: int,
         documents: Documents | None = None,
         members: Sequence[Tensor] = (),
-        moments: Mapping[str, Sequence[Tensor]] = {},
+        moments: Mapping[str, tuple[Tensor, Tensor]] = {},
         at_end: Callable[[], None] | None = None,
         second: Mapping[str, tuple[Any, ...]] = {},
         at_start: Callable[[], None] | None = None,
+        passes: int = 1,
     ) -> None:
-        """Forget the last pass and let the modules fill the probes.
+        """Forget the last pass and let the parameters fill the probes.
 
         ``documents`` says where packed samples begin. ``members`` holds the samples of each group.
-        ``moments`` holds v of the parameters, for each module whose metric is known; the caller has
-        filled in their ``constants``. ``at_end`` is called after each backward pass and its
-        averages over processes, ``at_start`` when the first one has reached a probe. ``second``
-        says where each module adds second moments (``Plan.second``). A batch norm that would use
-        the statistics of the batch is refused.
+        ``moments`` holds v, and s and eps [1, 2], of each parameter whose metric is known.
+        ``at_end`` is called after each backward pass and its averages over processes, ``at_start``
+        when the first one has reached a probe. ``second`` holds what sums over samples
+        (``Plan.second``). ``passes``: so many passes of ``num_samples`` samples follow.
         """
-        self._refuse_batch_statistics()
-        if documents is not None:
-            self._refuse_documents()
-        if taken := [path for path, m in self.modules.items() if m.is_open]:
-            raise ObservationError(
-                f"{taken[0] or 'the model'}: a probe is open on it already. End the other "
-                "per_sample_sqnorms or gns.microbatch block of this model first."
-            )
-        self.__dict__.pop("grad", None)
-        alone = documents is None and not members and not moments and not second
-        openings = self._opened if alone else {}
-        openings = openings or self._openings(documents, members, moments, second)
-        self._opened = openings if alone else {}
-        for tie in self._ties:
-            tie.reset()
-        for probe in self._probes.values():
-            probe.grad = None
+        self.refuse_batch_statistics()
+        self.num_samples, self._passes, self._found = num_samples, passes, None
+        facts = self._facts(members, moments, second)
+        self.followed.open(self._caller, num_samples, facts, documents, passes)
         self._watch_end(at_end)
         self._at_start = at_start
-        for path, opened in openings.items():
-            self.modules[path].open_probe(opened)
-        for path in self._repeated:
-            plan = openings[path].plan._replace(calls=Calls())
-            self.modules[path].open_probe(openings[path]._replace(plan=plan))
 
-    def _openings(
+    def reopen(
         self,
-        documents: Documents | None,
         members: Sequence[Tensor],
-        moments: Mapping[str, Sequence[Tensor]],
+        moments: Mapping[str, tuple[Tensor, Tensor]],
         second: Mapping[str, tuple[Any, ...]],
-    ) -> dict[str, Opened]:
-        """What each module is told to measure."""
-        placed = {d: documents and documents.to(d) for d in self.devices}
-        sets = Groups.of(*members) if members else None
-        groups = {d: sets and sets.to(d) for d in self.devices}
-        openings = {}
-        for path, module in self.modules.items():
-            device, first, count = self._spans[path]
-            v, constants = tuple(moments.get(path, ())), None
-            if v:
-                constants = self.constants[device][first : first + count]
-            own_groups = groups[device] if path in self.sides.groups else None
-            measures = self._measures[path] = 1 + bool(v)
-            # The model itself has no name, but a parameter's name can be given to ``exclude``.
-            bare = module.gnsfast.route in ("copies", "replay")
-            name = path or (module.gnsfast.claims[0] if bare else type(module).__name__)
-            probe = self._probe(path, measures)
-            facts: Any = dict(groups=own_groups, moments=v, constants_P2=constants, module=name)
-            plan = Plan(**facts, second=second.get(path, ()))
-            openings[path] = Opened(probe, name, self.num_samples, plan, placed[device])
-        return openings
+    ) -> None:
+        """Measure other things in the open pass, before it has begun."""
+        self.followed.reopen(self._facts(members, moments, second))
+        self._watch_end(self._at_end)
 
-    def _probe(self, path: str, measures: int) -> Tensor:
-        """The leaf whose gradient is the module's rows. It is made once and stores one number."""
-        key = path, measures
-        if key not in self._probes:
-            device, _, count = self._spans[path]
-            groups = self.sides.num_groups if path in self.sides.groups else 0
-            shape = measures * count, self.num_samples + 2 + groups
-            self._probes[key] = self._zero[device].expand(shape).requires_grad_()
-        return self._probes[key]
+    def _facts(
+        self,
+        members: Sequence[Tensor],
+        moments: Mapping[str, tuple[Tensor, Tensor]],
+        second: Mapping[str, tuple[Any, ...]],
+    ) -> dict[str, Facts]:
+        if not members and not moments and not second:
+            return {}
+        groups = Groups.of(*members) if members else None
+        found = {}
+        for leaf in self.followed.leaves:
+            v, constants = moments.get(leaf.name, (None, None))
+            own = Facts(
+                groups and groups.to(leaf.parameter.device),
+                v,
+                constants,
+                second.get(leaf.name, ()),
+            )
+            found[leaf.name] = NOTHING if own == NOTHING else own
+        return found
 
     def _watch_end(self, at_end: Callable[[], None] | None) -> None:
         self._at_end, self._waiting = at_end, False
-        for key, probe in self._probes.items() if at_end is not None else ():
-            if key not in self._hooked:  # once: a hook takes 8 µs to register, and 1 to run
-                self._hooked.add(key)
-                # A method would keep the slab alive: Python cannot see that C++ holds it.
-                arrives = weakref.WeakMethod(self._arrives)
-                probe.register_post_accumulate_grad_hook(partial(_call, arrives))
+        self.followed.call_on_arrival(None if at_end is None else self._arrives)
 
-    def _arrives(self, probe: Tensor) -> None:
+    def _arrives(self) -> None:
         """Call ``at_end`` after this pass. A callback that another callback queues runs after the
         callbacks in which DDP and FSDP2 finish their gradients.
         """
@@ -361,40 +249,12 @@ class ProbeSlab:
         if self._at_end is not None:
             self._at_end()
 
-    def _refuse_documents(self) -> None:
-        for path, module in self.modules.items():
-            where = () if self._spans[path][0].type == "cpu" else (CUDA,)
-            refuse(module.gnsfast.route, module.gnsfast.features(DOCUMENTS, *where), path)
-
     def close(self) -> None:
-        """Make all modules plain torch modules again."""
+        """Make the model what it was."""
         self._at_end = self._at_start = None
-        for module in self.modules.values():
-            module.close_probe()
-        for tie in self._ties:
-            tie.reset()
+        self.followed.call_on_arrival(None)
+        self.followed.close()
 
     def forget(self) -> None:
         """Make new probes for the next pass, since the graph of a failed pass may hold the old."""
-        self._probes.clear()
-        self._opened.clear()
-        self._hooked.clear()
-
-
-def _call(method: "weakref.WeakMethod[Any]", probe: Tensor) -> None:
-    if (function := method()) is not None:
-        function(probe)
-
-
-NOBODY, METRIC = -1, -2
-"""Owners of rows without a unit: rows of uncovered parameters, and rows under a metric."""
-
-
-def _not_weighed(owners: Iterable[int]) -> list[int]:
-    return [row for row, owner in enumerate(owners) if owner != METRIC]
-
-
-def _covered(module: nn.Module) -> bool:
-    return isinstance(module, DropIn) and bool(
-        module.probed_parameters().keys() - module.gnsfast.uncovered
-    )
+        self.followed.forget_probes()

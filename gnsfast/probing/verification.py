@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast import reference
-from gnsfast.conversion import coverage
+from gnsfast.following import Followed, coverage
 from gnsfast.kept import kept, kept_chance
-from gnsfast.layers import DropIn
 from gnsfast.probing.sample_norms import per_sample_sqnorms
 from gnsfast.tensors import map_tensors, tensors_of
 
@@ -91,7 +90,7 @@ def verify(
         ValueError: for a batch without tensors or samples, and for an unknown reduction.
         SampleShapeError, ObservationError: as in ``per_sample_sqnorms``.
 
-    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> model = torch.nn.Linear(5, 2)
     >>> gnsfast.verify(model, lambda m, x: m(x).square().mean(), torch.randn(3, 5)).ok
     True
     """
@@ -179,11 +178,11 @@ def _splits(summed: dict[str, Tensor | None], total: dict[str, Tensor], rtol: fl
 
 @contextmanager
 def _left_as_found(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers, training flags, random state and ``audited`` at the end."""
-    audited = [(m, m.gnsfast.audited) for m in model.modules() if isinstance(m, DropIn)]
+    """Restore gradients, buffers, training flags, random state and ``is_audited`` at the end."""
+    followed = Followed.of(model)
+    is_audited = followed.is_audited
     try:
         with kept(model), kept_chance(model):
             yield
-    finally:
-        for module, was in audited:  # a pass in eval mode does not audit what training runs
-            module.know(audited=was)
+    finally:  # a pass in eval mode does not audit what training runs
+        followed.is_audited = is_audited

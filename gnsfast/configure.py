@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of a model: what is left out, and an example of a batch."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from gnsfast.following import Followed, set_excluded
+from gnsfast.probing import unwrapped
+from gnsfast.tensors import tensors_of
+
+
+def configure(
+    model: nn.Module,
+    *,
+    exclude: Iterable[str] = (),
+    example: Any = None,
+    num_samples: int | None = None,
+) -> nn.Module:
+    """Set what is left out of ``model``, or show where its samples are before the first block.
+    Returns ``model``, which stays as it is. Most models need neither.
+
+    Args:
+        exclude: patterns (``fnmatch``) of parameters, and of modules with all their parameters,
+            that get no norms.
+        example: what the model is called with: a tensor, a tuple of arguments, a dict of keyword
+            arguments, or a function that calls the model, under its own autocast. It is needed only
+            where the model is not called as a whole, or to read ``coverage`` before training.
+        num_samples: the number of samples in ``example``, by default the size of dimension 0 of its
+            first tensor.
+
+    A second call replaces the options of the first.
+
+    Raises:
+        ValueError: for a pattern that matches nothing, and for an example with one sample.
+
+    >>> model = gnsfast.configure(torch.nn.Linear(5, 2), exclude=["bias"])
+    >>> [row.static for row in gnsfast.coverage(model).rows]
+    [True, False]
+    """
+    inner = unwrapped(model)
+    set_excluded(inner, exclude)
+    Followed.forget(inner)
+    if example is not None:
+        _show(model, example, num_samples)
+    return model
+
+
+def _show(model: nn.Module, example: Any, num_samples: int | None) -> None:
+    inner = unwrapped(model)
+    followed = Followed.of(inner)
+    if num_samples is None:
+        num_samples = _samples(inner, example)
+    if num_samples < 2:
+        raise ValueError(
+            f"The example has {num_samples} samples. It takes two or more to tell a sample from a "
+            "batch, and three are best."
+        )
+    followed.open(model, num_samples)
+    try:
+        if callable(example):
+            example()
+        elif isinstance(example, Mapping):
+            followed.learn((), dict(example))
+        else:
+            followed.learn(example if isinstance(example, tuple) else (example,), {})
+    finally:
+        followed.close()
+
+
+def _samples(model: nn.Module, example: Any) -> int:
+    """The size of dimension 0 of the first tensor that the model gets."""
+    seen: list[Any] = [example]
+    if callable(example):
+        seen = []
+        hook = model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+        )
+        try:
+            example()
+        finally:
+            hook.remove()
+    sizes = [t.shape[0] for t in tensors_of(seen) if t.ndim]
+    if not sizes:
+        raise ValueError("The example has no tensor, or does not call the model as a whole.")
+    return int(sizes[0])
+
+
+def convert(model: nn.Module, *, example: Any = None, exclude: Any = None) -> nn.Module:
+    """Return ``model`` as it is: models need no conversion any more. Use ``gnsfast.configure`` for
+    the options.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True):
+    ...     model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> type(model).__module__
+    'torch.nn.modules.linear'
+    """
+    warnings.warn(
+        "gnsfast.convert(model) is no longer needed, because models are measured as they are. Its "
+        "options are those of gnsfast.configure(model, exclude=[...], example=batch).",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return configure(model, exclude=exclude or (), example=example)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of parameters: how their per-sample norms are found, or why there are none."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, SIGN, SPECTRAL
+from gnsfast.following.learning import batch_norms
+from gnsfast.following.model import Followed
+
+MEASURES = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS)
+BATCH_STATISTICS = "batch statistics tie samples together: no per-sample gradient exists"
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """One parameter.
+
+    ``route`` names the functions in which it meets the data. ``static`` says whether it has norms.
+    ``observed`` says whether backward reached it in the last pass, and is None before the first.
+    ``reason`` says why there are no norms, or why they are not proven. ``measures`` names what can
+    be measured beside the samples' norms.
+    """
+
+    parameter: str
+    elements: int
+    route: str
+    static: bool
+    observed: bool | None
+    reason: str
+    measures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The result of ``gnsfast.coverage``. It prints as a table. ``proof`` says why the norms are
+    not proven; it is empty if they are.
+    """
+
+    rows: tuple[CoverageRow, ...]
+    proof: str = ""
+
+    @property
+    def covered_fraction(self) -> float:
+        """The share of the trainable elements whose parameters have per-sample norms."""
+        return self._fraction([r for r in self.rows if r.static])
+
+    def measured_fraction(self, measure: str) -> float:
+        """The share of the trainable elements that support ``measure``, one of ``measures``."""
+        return self._fraction([r for r in self.rows if measure in r.measures])
+
+    def _fraction(self, rows: list[CoverageRow]) -> float:
+        total = sum(r.elements for r in self.rows if r.route != "frozen")
+        return sum(r.elements for r in rows) / total if total else 1.0
+
+    def __str__(self) -> str:
+        head = ("parameter", "elements", "route", "static", "observed", "reason")
+        words = {True: "yes", False: "no", None: "-"}
+        table = [head] + [
+            (
+                r.parameter,
+                f"{r.elements:,}",
+                r.route or "-",
+                words[r.static],
+                words[r.observed],
+                r.reason,
+            )
+            for r in self.rows
+        ]
+        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+        lines = []
+        for row in table:
+            cells = [
+                c.rjust(w) if i == 1 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
+        lines += [f"  with {each}: {self.measured_fraction(each):.1%}" for each in MEASURES]
+        lines.append(f"not proven: {self.proof}" if self.proof else "proven on the first batch")
+        return "\n".join(lines)
+
+
+def coverage(model: nn.Module) -> Coverage:
+    """Show for each parameter of ``model`` how its per-sample norms are found, or why there are
+    none.
+
+    The first batch in a block (or ``gnsfast.configure(model, example=batch)``) shows this. Before
+    it, every trainable parameter counts as covered.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8))
+    >>> gnsfast.coverage(model).rows[2].reason
+    'batch statistics tie samples together: no per-sample gradient exists'
+    """
+    followed = Followed.of(model)
+    leaves = {leaf.name: leaf for leaf in followed.leaves}
+    tied = {id(p) for _, m in batch_norms(model) for p in m.parameters()}
+    rows = []
+    for name, p in model.named_parameters():
+        if nn.parameter.is_lazy(p):
+            why = "its shape is not known yet: run a forward pass first"
+            rows.append(CoverageRow(name, 0, "", False, None, why))
+            continue
+        leaf = leaves.get(name)
+        if leaf is None:
+            rows.append(CoverageRow(name, p.numel(), "frozen", False, None, ""))
+            continue
+        why = leaf.left_out or (BATCH_STATISTICS if id(p) in tied else "")
+        if why:
+            rows.append(CoverageRow(name, p.numel(), "", False, None, why))
+            continue
+        observed = None if followed.observed is None else name in followed.observed
+        unproven = name in followed.proof.unproven
+        note = "not proven: the first batch gave it no gradient" if unproven else ""
+        measures = tuple(m for m in MEASURES if m != SPECTRAL or p.ndim == 2)
+        route = " + ".join(leaf.routes)
+        rows.append(CoverageRow(name, p.numel(), route, True, observed, note, measures))
+    return Coverage(tuple(rows), followed.proof.reason)
