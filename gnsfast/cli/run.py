@@ -118,7 +118,7 @@ class Run:
         self.settings = settings
         torch.manual_seed(settings.seed)
         self.text = tiny_gpt.read_text()
-        self.model = gnsfast.convert(tiny_gpt.TinyGPT())
+        self.model = tiny_gpt.TinyGPT()
         self.optimizer = optimizers.make(settings.optimizer, self.model)
         self.gns = gnsfast.GradientNoiseScale(self.model, **self._others())
         self.generator = torch.Generator().manual_seed(settings.seed)

@@ -45,7 +45,7 @@ class RunIdentity:
         data: str | None = None,
         tokens_per_sample: int | None = None,
     ) -> "RunIdentity":
-        """That of a run. The same with DDP, FSDP2, ``torch.compile`` and ``convert`` as without."""
+        """That of a run. The same with DDP, FSDP2, and ``torch.compile`` as without."""
         return RunIdentity(
             None if model is None else _model(model),
             None if optimizer is None else _optimizer(optimizer),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``TwoBatchNoiseScale``: the noise scale of a model that is not converted.
+"""``TwoBatchNoiseScale``: the noise scale from gradients alone.
 
 The unit k is one backward pass of one process, with U_k = Σ u_b over its samples. Its gradient is
 that of a small batch, the sum of all units that of the large one:
@@ -42,7 +42,7 @@ were not zero before it, whether ``grad_norm`` is another norm; q of a process a
 
 
 class TwoBatchNoiseScale:
-    """Measure the gradient noise scale tr Σ / |G|² of any model, without ``gnsfast.convert``.
+    """Measure the gradient noise scale tr Σ / |G|² of any model, from its gradients alone.
 
     It compares the gradient of each micro-batch, of each process, with that of the whole update, so
     it holds all parameters that are trained, whatever their layers are. An update needs two
@@ -302,7 +302,7 @@ class TwoBatchNoiseScale:
                 "TwoBatchNoiseScale compares the gradients of the backward passes of an update, "
                 "and this update had 1 on 1 process. Use 2 or more, better 4: accumulate gradients "
                 "with a gns.microbatch block for each pass, or train with more processes. "
-                "GradientNoiseScale measures a single pass of a converted model."
+                "GradientNoiseScale measures a single pass."
             )
         p_P, scalars = (torch.stack(each).sum(0) for each in zip(*passes))
         still = None if loss_factors.unscaled(self._scaler) else self._loss_scale

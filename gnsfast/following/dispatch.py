@@ -118,9 +118,12 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 KEEPS = frozenset(
     "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to float "
     "double half bfloat16 type type_as movedim swapaxes swapdims view_as reshape_as T mT ravel "
-    "adjoint __neg__ neg".split()
+    "adjoint".split()
 )
 """Functions whose result holds each element of their argument once."""
+
+SHIFTS = frozenset("__neg__ neg __add__ __radd__ __sub__ __rsub__".split())
+"""Functions whose result has the parameter's gradient, or its negative, if shapes stay."""
 
 PIECES = frozenset(
     "narrow select chunk split unbind tensor_split split_with_sizes __iter__ __getitem__".split()
@@ -415,10 +418,12 @@ def _expression(
     first, name = call.expressions[0], call.name
     make = None if compiling() else _remade(call, k, is_written)
     keeps = len(call.own) == 1 and first.kind == SAME and not is_written
-    if keeps and name in KEEPS:
-        return Expression(leaves, SAME, make, span=first.span)
+    shifted = first.is_shifted or name in SHIFTS
+    if keeps and (name in KEEPS or (name in SHIFTS and t.shape == call.leaves[call.own[0]].shape)):
+        return Expression(leaves, SAME, make, span=first.span, is_shifted=shifted)
     if keeps and name in PIECES and (name != "__getitem__" or _is_plain_index(call.leaves[1:])):
-        return Expression(leaves, SAME, make, span=None if compiling() else Span.of(t))
+        span = None if compiling() or first.is_shifted else Span.of(t)
+        return Expression(leaves, SAME, make, span=span, is_shifted=first.is_shifted)
     if name == "embedding" and call.own == [1] and first.is_whole:
         padding_idx = call.leaves[2] if len(call.leaves) > 2 else None
         return Expression(leaves, ROWS, make, rows=(call.leaves[0], padding_idx))

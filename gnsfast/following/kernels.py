@@ -7,6 +7,7 @@ it does not serve them.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from gnsfast import functional
 from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout, Place, owners_of
 from gnsfast.following.leaf import (
+    NOTHING,
     Expression,
     compiling,
     expression_of,
@@ -416,7 +418,191 @@ def conv(dims: int, transposed: bool = False) -> Callable[..., Any]:
     return backwards if transposed else plain
 
 
+def _channels(
+    name: str,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    normalised: Callable[[Tensor], Tensor],
+    y: Callable[[Any, Any], Tensor],
+) -> Any:
+    """A norm with a gain and a bias for each channel."""
+    expressions, values = trained(weight, bias)
+    if not expressions or expression_of(x) is not None or x.ndim < 2:
+        return NotImplemented
+    layout = place_of_input(name, x, expressions, 0)
+    if layout is None:
+        return NotImplemented
+    fits = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
+    if not fits or first_leaf(expressions).starts is not None:
+        return undone(expressions)
+    note(expressions)
+    plan, probe = plan_for(expressions, values, FIRST), probe_of(expressions)
+    own = (t if t is None else t.detach() for t in (weight, bias))
+    return functional.channel_norm(
+        y(*own), x, bare(weight), bare(bias), probe, plan, normalised=normalised
+    )
+
+
+def group_norm(
+    x: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    """``F.group_norm(x, num_groups, weight, bias, eps)``"""
+    normalised = partial(F.group_norm, num_groups=num_groups, eps=eps)
+    y = partial(F.group_norm, x, num_groups, eps=eps)
+    return _channels(
+        "group_norm", x, weight, bias, normalised, lambda w, b: y(weight=w, bias=b)
+    )
+
+
+def batch_norm(
+    x: Tensor,
+    mean: Any,
+    var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """``F.batch_norm(x, mean, var, weight, bias, eps=eps)``"""
+    if training or mean is None or var is None:
+        return NotImplemented
+
+    def normalised(t: Tensor) -> Tensor:
+        shape = (1, -1, *(1,) * (t.ndim - 2))
+        rstd = (var.to(t.dtype) + eps).rsqrt()
+        return (t - mean.to(t.dtype).view(shape)) * rstd.view(shape)
+
+    def y(w: Any, b: Any) -> Tensor:
+        return F.batch_norm(x, mean, var, w, b, False, momentum, eps)
+
+    return _channels("batch_norm", x, weight, bias, normalised, y)
+
+
+def instance_norm(
+    x: Tensor,
+    mean: Any = None,
+    var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """``F.instance_norm(x, weight=weight, bias=bias, eps=eps)``"""
+    if not use_input_stats:
+        return batch_norm(x, mean, var, weight, bias, False, momentum, eps)
+
+    def y(w: Any, b: Any) -> Tensor:
+        return F.instance_norm(x, mean, var, w, b, True, momentum, eps)
+
+    normalised = partial(F.instance_norm, eps=eps)
+    return _channels("instance_norm", x, weight, bias, normalised, y)
+
+
+def bilinear(x1: Tensor, x2: Tensor, weight: Any, bias: Any = None) -> Any:
+    """``F.bilinear(x1, x2, weight, bias)``"""
+    expressions, values = trained(weight, bias)
+    if not expressions or any(expression_of(x) is not None for x in (x1, x2)):
+        return NotImplemented
+    layout = place_of_input("bilinear", x1, expressions, 0)
+    if layout is None:
+        return NotImplemented
+    if not isinstance(layout, Layout) or layout.dim or layout.interleaved:
+        return undone(expressions)
+    note(expressions)
+    plan = plan_for(expressions, values, FIRST)
+    return functional.bilinear(x1, x2, bare(weight), bare(bias), probe_of(expressions), plan)
+
+
+def embedding_bag(
+    ids: Tensor,
+    weight: Any,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """``F.embedding_bag(ids, weight, offsets, mode=mode)``, where each bag is a sample."""
+    expressions, _ = trained(weight)
+    if not expressions or mode == "max" or scale_grad_by_freq or sparse:
+        return NotImplemented
+    leaf = expressions[0].leaves[0]
+    bags = ids if offsets is None else offsets[:-1] if include_last_offset else offsets
+    plain = expressions[0].is_whole and leaf.starts is None and not leaf.facts.second
+    if not plain or leaf.facts != NOTHING or not bags.ndim or bags.shape[0] % max(leaf.samples, 1):
+        return NotImplemented
+    if offsets is None and place_of_input("embedding_bag", ids, expressions, 0) != FIRST:
+        return NotImplemented
+    if max_norm is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, ids.contiguous(), max_norm, norm_type)
+    note(expressions)
+    return functional.embedding_bag(
+        ids,
+        bare(weight),
+        leaf.probe,
+        offsets=offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )
+
+
+def cross_entropy(
+    x: Tensor, weight: Any, labels: Tensor, *, bias: Any = None, **options: Any
+) -> Any:
+    """``functional.linear_cross_entropy(x, weight, labels)``"""
+    expressions, values = trained(weight, bias)
+    if not expressions:
+        return functional.linear_cross_entropy(x, weight, labels, bias=bias, **options)
+    layout = place_of_input("linear_cross_entropy", x, expressions, 0)
+    leaf = first_leaf(expressions)
+    own = dict(options, bias=bare(bias))
+    if not isinstance(layout, Layout) or layout.dim > 1:
+        for expression in expressions:
+            expression.leaves[0].fail("the samples were not found in its cross entropy")
+        return functional.linear_cross_entropy(x, weight.detach(), labels, **own)
+    note(expressions)
+    dim = 1 if layout.dim == 1 or layout.interleaved else 0
+    plan = plan_for(expressions, values, Layout(0, dim == 1))
+    links = leaf.links if weight is leaf.current and leaf.is_tied else ()
+    leaf.is_taken = bool(links)
+    return functional.linear_cross_entropy(
+        x, bare(weight), labels, probe=probe_of(expressions), plan=plan, links=links, **own
+    )
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """``functional.attention(q, k, v, sinks=...)``"""
+    parameters = [options.get(name) for name in ("sinks", "logit_scale", "q_gain", "k_gain")]
+    expressions, values = trained(*parameters)
+    if not expressions:
+        return functional.attention(q, k, v, **options)
+    layout = place_of_input("attention", q, expressions, 0)
+    note(expressions)
+    if not isinstance(layout, Layout) or layout.dim or layout.interleaved:
+        for expression in expressions:
+            expression.leaves[0].fail("the samples were not found in its attention")
+    probe = torch.cat([expression.leaves[0].probe for expression in expressions])
+    return functional.attention(q, k, v, probe=probe, **options)
+
+
 KERNELS: dict[Any, Callable[..., Any]] = {
+    F.group_norm: group_norm,
+    F.batch_norm: batch_norm,
+    F.instance_norm: instance_norm,
+    F.bilinear: bilinear,
+    F.embedding_bag: embedding_bag,
+    functional.linear_cross_entropy: cross_entropy,
+    functional.attention: attention,
     F.linear: linear,
     torch.addmm: addmm,
     **dict.fromkeys(

@@ -164,7 +164,8 @@ class Expression:
 
     ``make`` computes it from a function that gives a tensor for each leaf. ``span`` is the piece of
     the parameter's memory that it is, if it is one. ``rows`` are the ids and the padding index of
-    ``ROWS``.
+    ``ROWS``. ``is_shifted``: a constant was added or the sign changed, so that what is known of the
+    parameter (v of a metric) is not arranged by ``make``.
     """
 
     def __init__(
@@ -176,9 +177,10 @@ class Expression:
         span: Span | None = None,
         rows: tuple[Tensor, int | None] | None = None,
         is_whole: bool = False,
+        is_shifted: bool = False,
     ) -> None:
         self.leaves, self.kind, self.make, self.span, self.rows = leaves, kind, make, span, rows
-        self.is_whole = is_whole
+        self.is_whole, self.is_shifted = is_whole, is_shifted
         self.twin: Tensor | None = None
 
     def graph(self) -> Tensor:
@@ -209,7 +211,9 @@ class Expression:
         leaf = self.leaves[0]
         if self.kind != SAME or leaf.joined:
             return True
-        return bool(leaf.facts.second) and not self.is_whole
+        if leaf.facts is NOTHING:
+            return False
+        return self.is_shifted or (bool(leaf.facts.second) and not self.is_whole)
 
     def facts(self, like: Tensor | None = None) -> dict[str, Any]:
         """What is measured of it, as fields of a ``Plan``. ``like`` is its value. Where norms are
@@ -223,7 +227,7 @@ class Expression:
             found["second"] = facts.second
         if facts.v is None:
             return found
-        if self.kind == SAME:
+        if self.kind == SAME and not self.is_shifted:
             v = facts.v if self.is_whole else self.make(_moment)
             return found | {"moments": (v,), "constants_P2": facts.constants_12}
         assert like is not None and facts.constants_12 is not None

@@ -12,12 +12,8 @@ are those of ``torch.nn.functional``.
 from gnsfast.functional._attention import attention
 from gnsfast.functional._autocast import autocast_dtype as autocast_dtype
 from gnsfast.functional._bilinear import bilinear
-from gnsfast.functional._channel_norm import attach_parameters, spread
+from gnsfast.functional._channel_norm import channel_norm
 from gnsfast.functional._conv import conv
-from gnsfast.functional._copies import Copies as Copies
-from gnsfast.functional._copies import Unfollowed as Unfollowed
-from gnsfast.functional._copies import Use as Use
-from gnsfast.functional._copies import copies_of
 from gnsfast.functional._cross_entropy import linear_cross_entropy
 from gnsfast.functional._embedding import embedding
 from gnsfast.functional._embedding_bag import embedding_bag
@@ -25,9 +21,7 @@ from gnsfast.functional._experts import grouped_linear
 from gnsfast.functional._in_projection import in_projection
 from gnsfast.functional._linear import linear
 from gnsfast.functional._links import Link as Link
-from gnsfast.functional._norms import RMS_NORM_VARIANTS as RMS_NORM_VARIANTS
 from gnsfast.functional._norms import layer_norm, rms_norm
-from gnsfast.functional.calls import Calls as Calls
 from gnsfast.functional.documents import Documents as Documents
 from gnsfast.functional.documents import cu_seqlens as cu_seqlens
 from gnsfast.functional.documents import document_slots as document_slots
@@ -41,11 +35,10 @@ from gnsfast.ops import Groups
 __all__ = [
     "Groups",
     "Plan",
-    "attach_parameters",
     "attention",
     "bilinear",
+    "channel_norm",
     "conv",
-    "copies_of",
     "embedding",
     "embedding_bag",
     "grouped_linear",
@@ -54,5 +47,4 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "rms_norm",
-    "spread",
 ]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from gnsfast import ops
 from gnsfast.functional._autocast import autocast_dtype, without_autocast
@@ -114,6 +115,26 @@ def attention(
     >>> torch.allclose(probe.grad[0, 3], sinks.grad.square().sum())
     True
     """
+    own = sinks, logit_scale, q_gain, k_gain
+    if has_torch_function(own):  # parameters that are measured
+        seen: Tensor = handle_torch_function(
+            attention,
+            own,
+            q,
+            k,
+            v,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+            logit_scale=logit_scale,
+            q_gain=q_gain,
+            k_gain=k_gain,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+        return seen
     _check(q, k, v, attn_mask, window, sinks, logit_scale, q_gain, k_gain, cu_seqlens)
     parameters = (sinks, logit_scale, q_gain, k_gain)
     grouped = q.shape[1] != k.shape[1]

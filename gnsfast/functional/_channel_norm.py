@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gain and bias of the channels of a normalised input."""
+"""Gain and bias of the channels of a normalised input, as in group norm, instance norm and batch
+norm with running statistics.
+"""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,81 +14,26 @@ from gnsfast import ops
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.tensors import accumulate_dtype
 
-WANTED = False, True  # a parameter's copies are the outputs of a linear layer that is all bias
+AS_BIAS = False, True
+"""A gradient of each sample is that of the bias of a linear layer."""
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, probe: Tensor, plan: Plan, rows: int, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
-        plan.check("channel_norm", probe, len(parameters), parameters[0])
-        ctx.save_for_backward(*plan.tensors())
-        ctx.samples, ctx.plan = plan.samples(probe), plan.without_tensors()
-        ctx.rows, ctx.channels = rows, parameters[0].numel()
-        return tuple(p.repeat(rows) for p in parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dcopies: Tensor) -> tuple[Tensor | None, ...]:
-        plan, B = ctx.plan.restored(ctx.saved_tensors), ctx.samples
-        rows_a_sample = ctx.rows // max(B, 1)
-        grads, found = [], []
-        for i, dcopy in enumerate(dcopies):
-            own = plan._replace(moments=plan.moments[i : i + 1])
-            if plan.constants_P2 is not None:
-                own = own._replace(constants_P2=plan.constants_P2[i : i + 1])
-            g_BTC = dcopy.reshape(B, rows_a_sample, ctx.channels)
-            a = own.linear_wgrad(g_BTC, g_BTC, WANTED, dcopy.dtype)
-            _, grad, rows_M, _ = own.run(ops.linear_wgrad, a, WANTED)
-            grads.append(grad)
-            found.append(rows_M)
-        return torch.stack(found, 1).flatten(0, 1), None, None, *grads
-
-
-def spread(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: int,
-    probe: Tensor,
-    plan: Plan = PLAIN,
-) -> tuple[Tensor | None, Tensor | None]:
-    """``weight.repeat(rows), bias.repeat(rows)`` whose backward fills ``probe``.
-
-    The n rows [n, C, ...] of an input become the channels of one row [1, n · C, ...]. A norm layer
-    of torch then takes a gain and a bias for each of them, whose gradients are those of the rows.
-    ``plan`` is that of ``linear``. A parameter that is frozen, or None, has no row in the probe.
-
-    >>> x, w = torch.randn(3, 4, 7), torch.ones(4, requires_grad=True)
-    >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
-    >>> gains, _ = gnsfast.functional.spread(w, None, 3, probe)
-    >>> normed = torch.nn.functional.group_norm(x, 2)
-    >>> (normed.view(12, 7) * gains[:, None]).sum().backward()
-    >>> torch.allclose(probe.grad[0, :3], normed.sum(2).square().sum(1), atol=1e-5)
-    True
-    """
-    both = weight, bias
-    trained = [p for p in both if p is not None and p.requires_grad]
-    copies = iter(_Spread.apply(probe, plan, rows, *trained) if trained else ())
-    spread_out = (
-        None if p is None else next(copies) if p.requires_grad else p.repeat(rows) for p in both
-    )
-    return next(spread_out), next(spread_out)
-
-
-class _Attach(torch.autograd.Function):
+class _ChannelNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         y: Tensor,
         x: Tensor,
-        mean_NC: Tensor,
-        rstd_NC: Tensor,
         w: Tensor | None,
         b: Tensor | None,
+        probe: Tensor,
+        plan: Plan,
+        normalised: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.save_for_backward(x, mean_NC, rstd_NC)
-        ctx.dtypes = [None if t is None else t.dtype for t in (w, b)]
+        plan.check("channel_norm", probe, sum(ctx.needs_input_grad[2:4]), w)
+        ctx.save_for_backward(x, *plan.tensors())
+        ctx.plan, ctx.samples = plan.without_tensors(), plan.samples(probe)
+        ctx.normalised, ctx.dtypes = normalised, [None if t is None else t.dtype for t in (w, b)]
         # Autograd forbids in-place operations on a view that a custom Function returns.
         out: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
         return out
@@ -93,41 +41,60 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean_NC, rstd_NC = ctx.saved_tensors
-        acc, dw, db = accumulate_dtype(x.dtype), None, None
-        if ctx.needs_input_grad[4]:
-            mean = mean_NC.to(acc).view(*mean_NC.shape, *(1,) * (x.ndim - 2))
-            dw_NC = _over_positions(torch.sub(x, mean).mul_(dy), acc) * rstd_NC
-            dw = dw_NC.flatten().to(ctx.dtypes[0])
-        if ctx.needs_input_grad[5]:
-            db = _over_positions(dy, acc).flatten().to(ctx.dtypes[1])
-        return dy, None, None, None, dw, db
+        x, *saved = ctx.saved_tensors
+        plan, (need_w, need_b) = ctx.plan.restored(saved), ctx.needs_input_grad[2:4]
+        acc = accumulate_dtype(x.dtype)
+        wide = dy.to(acc)
+        found: list[Tensor] = []
+        if need_w:
+            found.append(_of_rows(wide * ctx.normalised(x.to(acc))))
+        if need_b:
+            found.append(_of_rows(wide))
+        grads, rows = [], []
+        for k, g_NC in enumerate(found):
+            own = plan._replace(moments=plan.moments[k : k + 1])
+            if plan.constants_P2 is not None:
+                own = own._replace(constants_P2=plan.constants_P2[k : k + 1])
+            g_BTC = g_NC.reshape(ctx.samples, -1, g_NC.shape[1])
+            a = own.linear_wgrad(g_BTC, g_BTC, AS_BIAS, acc)
+            _, grad, rows_M, _ = own.run(ops.linear_wgrad, a, AS_BIAS)
+            grads.append(grad)
+            rows.append(rows_M)
+        each = iter(grads)
+        dw, db = (
+            next(each).to(dtype) if need else None
+            for need, dtype in zip((need_w, need_b), ctx.dtypes)
+        )
+        return dy, None, dw, db, torch.stack(rows, 1).flatten(0, 1), None, None
 
 
-def _over_positions(t: Tensor, dtype: torch.dtype) -> Tensor:
+def _of_rows(t: Tensor) -> Tensor:
     """The sum [N, C] over the positions. (``t.sum(())`` would be the sum over the whole tensor.)"""
-    return t.sum(tuple(range(2, t.ndim)), dtype=dtype) if t.ndim > 2 else t.to(dtype)
+    return t.sum(tuple(range(2, t.ndim))) if t.ndim > 2 else t
 
 
-def attach_parameters(
+def channel_norm(
     y: Tensor,
     x: Tensor,
-    mean_NC: Tensor,
-    rstd_NC: Tensor,
-    weights: Tensor | None,
-    biases: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    probe: Tensor,
+    plan: Plan = PLAIN,
+    *,
+    normalised: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return ``y`` = (x - mean) rstd w + b, which was computed without gradients of w and b. Its
-    backward gives the gradients of each row to ``weights`` and ``biases`` [n · C]. The statistics
-    are [n, C] or [1, C].
+    """``y``, which is ``normalised(x) * weight + bias`` for each channel and was computed with
+    ``weight.detach()`` and ``bias.detach()``. Its backward gives their gradients and fills
+    ``probe``. ``plan`` is that of ``linear``; x is [n, C, ...], with n / B rows for each sample.
 
-    >>> x, w = torch.randn(3, 4, 7), torch.ones(12, requires_grad=True)
-    >>> zero, one = torch.zeros(1, 4), torch.ones(1, 4)
-    >>> gnsfast.functional.attach_parameters(x, x, zero, one, w, None).sum().backward()
-    >>> torch.allclose(w.grad, x.sum(2).flatten())
+    >>> x, w = torch.randn(3, 4, 7), torch.ones(4, requires_grad=True)
+    >>> probe = torch.zeros(1, 3 + 2, requires_grad=True)
+    >>> normalised = lambda t: torch.nn.functional.group_norm(t, 2)
+    >>> y = normalised(x)
+    >>> z = gnsfast.functional.channel_norm(y, x, w, None, probe, normalised=normalised)
+    >>> z.sum().backward()
+    >>> torch.allclose(probe.grad[0, :3], normalised(x).sum(2).square().sum(1), atol=1e-5)
     True
     """
-    if weights is None and biases is None:
-        return y
-    out: Tensor = _Attach.apply(y, x, mean_NC, rstd_NC, weights, biases)
+    out: Tensor = _ChannelNorm.apply(y, x, weight, bias, probe, plan, normalised)
     return out

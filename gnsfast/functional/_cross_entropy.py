@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
 
 from gnsfast import ops
 from gnsfast.combinations import REPEATED, refuse
@@ -279,8 +280,22 @@ def linear_cross_entropy(
     >>> probe.grad.shape
     torch.Size([1, 5])
     """
-    if plan.calls is not None:
-        refuse("linear_cross_entropy", [REPEATED], plan.module)
+    if has_torch_function((weight, bias)):  # a parameter that is measured
+        seen: Tensor = handle_torch_function(
+            linear_cross_entropy,
+            (weight, bias),
+            x,
+            weight,
+            labels,
+            bias=bias,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            z_loss=z_loss,
+            shift=shift,
+        )
+        return seen
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:

@@ -28,8 +28,6 @@ class _Embedding(torch.autograd.Function):
         plan: Plan,
         padding_idx: int | None,
         tied: bool,
-        shared: bool,
-        trusted: Tensor | None,
         *links: Tensor,
     ) -> tuple[Tensor, ...]:
         plan.check("embedding", probe, 1, w, tied or bool(links))
@@ -37,10 +35,10 @@ class _Embedding(torch.autograd.Function):
         ctx.wgrad = (
             partial(ops.sharded_embedding_wgrad, w) if is_dtensor(w) else ops.embedding_wgrad
         )
-        ctx.save_for_backward(ids, trusted, *links[::3], *plan.tensors())
+        ctx.save_for_backward(ids, *links[::3], *plan.tensors())
         ctx.samples, ctx.links = _samples(probe, plan), len(links) // 3
         ctx.plan = plan.without_tensors()
-        ctx.num_embeddings, ctx.parameter_dtype, ctx.shared = w.shape[0], w.dtype, shared
+        ctx.num_embeddings, ctx.parameter_dtype = w.shape[0], w.dtype
         ctx.padding_idx = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
         y = F.embedding(ids, w, padding_idx)
         if not tied:
@@ -53,10 +51,10 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
-        ids, trusted, *saved = ctx.saved_tensors
+        ids, *saved = ctx.saved_tensors
         link_ids, plan = saved[: ctx.links], ctx.plan.restored(saved[ctx.links :])
         if dy is None:  # the loss does not depend on the output, so it has no cross terms either
-            return (None,) * (8 + 3 * len(link_ids))
+            return (None,) * (6 + 3 * len(link_ids))
         to_links: list[Tensor | None] = []
         with without_autocast(dy):
             dy_BTD = samples_first(dy, ctx.samples, plan.batch_dim)
@@ -76,20 +74,7 @@ class _Embedding(torch.autograd.Function):
                 if link_ids:
                     linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
                     to_links = link_grads(link_ids, linked, dw, *of_groups)
-            if trusted is not None:
-                calls = plan.samples(rows) + 1
-                trusted = trusted & ~(_summed(dy_BTD) & ctx.shared)
-                rows[:, calls] = torch.where(trusted, rows[:, calls], torch.nan)
-        return None, dw, rows, *(None,) * 5, *to_links
-
-
-def _summed(dy_BTD: Tensor) -> Tensor:
-    """Whether only the first sample's rows of a shared table were used, or rows were summed over
-    samples (``e.sum(0)``). In the first case only the first sample has a gradient. In the second
-    all samples have the same one.
-    """
-    first_only = (dy_BTD[:1] != 0).any() & ~(dy_BTD[1:] != 0).any()
-    return first_only | ((dy_BTD == dy_BTD[:1]).all() & (dy_BTD[:1] != 0).any())
+        return None, dw, rows, *(None,) * 3, *to_links
 
 
 def _samples(probe: Tensor, plan: Plan) -> int:
@@ -106,9 +91,6 @@ def embedding(
     *,
     padding_idx: int | None = None,
     tied: bool = False,
-    shared: bool = False,
-    bare: bool = False,
-    known: bool = False,
 ) -> tuple[Tensor, Link | None]:
     """``torch.nn.functional.embedding(ids, weight, padding_idx)`` whose backward fills ``probe``.
 
@@ -122,12 +104,6 @@ def embedding(
         probe, plan, links: as in ``linear``.
         padding_idx: the id that gets no gradient.
         tied: whether later layers share ``weight``.
-        shared: whether ``ids`` is one row, expanded to all samples. The call counter becomes NaN if
-            the ids are neither consecutive nor constant, if only the first sample's rows were used,
-            or if all samples' rows got the same gradient.
-        bare: whether ``ids`` is [B], one id for each sample. The call counter becomes NaN if the
-            ids are consecutive, like positions.
-        known: whether ``shared`` or ``bare`` is certain, so that any ids are accepted.
 
     >>> ids, w = torch.tensor([[1, 1], [0, 2]]), torch.zeros(4, 3, requires_grad=True)
     >>> probe = torch.zeros(1, 2 + 2, requires_grad=True)
@@ -135,18 +111,8 @@ def embedding(
     >>> probe.grad[0, :2]  # gradients of a repeated id are added, then squared
     tensor([12.,  6.])
     """
-    if plan.calls is not None:
-        if tied or links:  # they make any number of calls exact
-            plan = plan._replace(calls=None)
-        else:
-            probe, weight = plan.calls.enter("embedding", plan, (probe, weight))
-    trusted = None
-    if shared or bare:
-        step = (ids[0] if shared else ids).flatten().diff()
-        trusted = ((step == 1) | (step == 0)).all() if shared else (step != 1).any()
-        trusted |= known
     out: tuple[Tensor, ...] = _Embedding.apply(
-        ids, weight, probe, plan, padding_idx, tied, shared, trusted, *chain(*links)
+        ids, weight, probe, plan, padding_idx, tied, *chain(*links)
     )
     if not tied:
         return out[0], None

@@ -86,9 +86,6 @@ def linear(
     """
     if plan.transposed and links:
         raise ValueError("links need a weight [out_features, in_features], not a transposed one")
-    if plan.calls is not None:
-        probe, weight, bias = plan.calls.enter("linear", plan, (probe, weight, bias), links)
-        links = ()
     if (dtype := autocast_dtype(x)) is not None and x.is_floating_point():
         x = x.to(dtype)
     y: Tensor = _Linear.apply(x, weight, bias, probe, plan, *chain(*links))

@@ -36,8 +36,6 @@ class Plan(NamedTuple):
         moments: v of each trainable parameter, for norms under the metric 1 / (√v s + eps).
         constants_P2: s and eps of each. For Adam's v after t steps, s is 1 / √(1 - beta2^t).
         module: the layer's name in messages.
-        calls: a ``Calls``, new for each pass, if the pass calls the layer several times. The
-            operands of all calls stay in memory until the backward of the last one.
         uses: decides in backward whether the rows are the norms of the parameters, or a part that
             is joined with other uses of them.
         second: objects to which the backward pass adds other sums over samples (``Squares``,
@@ -60,7 +58,6 @@ class Plan(NamedTuple):
     moments: tuple[Tensor, ...] = ()
     constants_P2: Tensor | None = None
     module: str | None = None
-    calls: Any = None
     second: tuple[Any, ...] = ()
     uses: Any = None
 
@@ -83,9 +80,7 @@ class Plan(NamedTuple):
         if probe.ndim != 2 or probe.shape[0] != rows or probe.dtype != torch.float32:
             raise ValueError(
                 f"probe must be float32 [{rows}, B + 2], with a row for each trainable parameter "
-                f"(and measure), not {probe.dtype} {list(probe.shape)}. If a parameter was frozen, "
-                "unfrozen or parametrized after gnsfast.convert(model), call convert again, "
-                "outside of an open block."
+                f"(and measure), not {probe.dtype} {list(probe.shape)}"
             )
         simple = self.is_plain and not (
             tied or self.moments or self.experts or self.transposed or self.second
@@ -122,7 +117,6 @@ class Plan(NamedTuple):
             **{sums.feature: True for sums in self.second},
             combinations.GROUPS: self.groups is not None,
             combinations.TIED: tied,
-            combinations.REPEATED: self.calls is not None,
             combinations.TENSOR_PARALLEL: tensor_parallel,
             combinations.COMPILED: torch.compiler.is_compiling(),
             combinations.CUDA: cuda,
@@ -195,15 +189,9 @@ class Plan(NamedTuple):
         at_BS: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """``operator(a)``, at once or group by group. ``wanted`` says which gradients are needed.
-        For repeated calls the sums are None, because ``calls`` computes them after the last call.
         With groups one more result holds rows ``at_BS`` of the weight gradient of each sample's
         group.
         """
-        if self.calls is not None:
-            kept: tuple[Tensor, ...] = self.calls.keep(
-                self._replace(calls=None), operator, a, wanted
-            )
-            return kept
         if self.uses is not None:
             joined: tuple[Tensor, ...] = self.uses.keep(
                 self._replace(uses=None), operator, a, wanted, at_BS

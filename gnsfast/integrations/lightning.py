@@ -33,7 +33,7 @@ STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"}
 
 
 class GNSMonitor(Callback):
-    """Measure the noise scale of a ``LightningModule`` whose layers ``gnsfast.convert`` swapped.
+    """Measure the noise scale of a ``LightningModule`` as it is.
 
     Equals a hand-written loop with ``gns.microbatch(n, scale=1 / accumulate_grad_batches)`` around
     each forward and backward pass and ``gns.update()`` before clipping. The result is logged every
@@ -67,7 +67,7 @@ class GNSMonitor(Callback):
             that changes.
 
     Raises:
-        ValueError: when training starts, for a model without gnsfast layers: convert it in the
+        ValueError: when training starts, for a model without trainable parameters, or a pass in the
             module's ``__init__``, or in ``configure_model`` before ``fully_shard``.
         ObservationError: in the first step, where the batch is a mapping whose ``position_ids``
             show parts of the same samples on several processes.
@@ -263,5 +263,5 @@ def _refuse(trainer: Any, pl_module: Any) -> None:
         raise NotImplementedError(
             f"GNSMonitor does not support {type(strategy).__name__}. Use one device, "
             "strategy='ddp', or FSDP 2: strategy=ModelParallelStrategy(data_parallel_size=..., "
-            "tensor_parallel_size=1), with convert and fully_shard in configure_model"
+            "tensor_parallel_size=1), with fully_shard in configure_model"
         )

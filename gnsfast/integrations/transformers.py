@@ -37,7 +37,7 @@ WRAPPED = ("training_step", "compute_loss", "log")
 
 
 class GNSCallback(TrainerCallback):
-    """Measure the noise scale of ``Trainer(model=gnsfast.convert(model), callbacks=[this])``.
+    """Measure the noise scale of ``Trainer(model=model, callbacks=[this])``.
 
     Equals a hand-written loop with a ``gns.microbatch(n, tokens=counts, scale=...)`` around each
     forward and backward pass and a ``gns.update()`` before clipping. The result is added to
@@ -76,7 +76,7 @@ class GNSCallback(TrainerCallback):
             that changes.
 
     Raises:
-        ValueError: at the start of training, for a model without gnsfast layers; in a step, if
+        ValueError: at the start of training, for a model without trainable parameters; in a step, if
             ``loss="auto"`` finds another loss (a router's balance, class weights) or a
             ``compute_loss`` that returns no outputs.
         ObservationError: in the first step, where ``position_ids`` show parts of the same samples

@@ -26,7 +26,6 @@ from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import TrainerBatches, identity
 from gnsfast.integrations.transformers_start import begin, refuse_undivided
 from gnsfast.kept import kept_buffers
-from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
 
 FILE, FORMAT = "trainer_run.pt", 2
@@ -217,9 +216,9 @@ class TrainerRun:
     @property
     def noise_scale_reason(self) -> str | None:
         """Why ``noise_scale()`` is None."""
-        if any(isinstance(m, DropIn) for m in self.trainer.model.modules()):
+        if any(p.requires_grad for p in self.trainer.model.parameters()):
             return None
-        return "the model has no gnsfast layer: call gnsfast.convert(model) before its Trainer"
+        return "the model has no trainable parameter"
 
     def noise_scale(self) -> NoiseScale | None:
         """The noise scale at the present weights, also in the metrics that fit the optimizer, as

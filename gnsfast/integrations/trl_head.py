@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gnsfast.conversion import project_of
 from gnsfast.errors import ObservationError
-from gnsfast.layers import Linear
+from gnsfast.functional import linear_cross_entropy
 
 
 @contextmanager
@@ -31,9 +30,9 @@ def measured_head(model: Any, packed: Callable[[], bool]) -> Iterator[None]:
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     theirs, head = vars(model).get("forward"), None
-    if theirs is not None and project_of(model) == "TRL":
+    if theirs is not None and _is_of_trl(theirs):
         head = model.get_output_embeddings()
-    if not isinstance(head, Linear) or not head.weight.requires_grad:
+    if head is None or not head.weight.requires_grad:
         yield
         return
     model.forward = _Forward(model, theirs, packed)
@@ -41,6 +40,13 @@ def measured_head(model: Any, packed: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         model.forward = theirs
+
+
+def _is_of_trl(forward: Any) -> bool:
+    """Whether a forward that was bound to a model is TRL's."""
+    f = getattr(forward, "__func__", forward)
+    module: str = getattr(f, "__module__", "") or ""
+    return module.partition(".")[0] == "trl"
 
 
 class _Forward:
@@ -81,7 +87,8 @@ class _Forward:
                 logits, labels_BT = logits[:, :-1], labels_BT[:, 1:]
             return -F.cross_entropy(logits.mT, labels_BT, reduction="none")
         options = {"reduction": "none", "softcap": self.cap, "shift": shift}
-        loss_BT: Tensor = head.cross_entropy(hidden_BTD, labels_BT, **options)
+        weight, bias = head.weight, getattr(head, "bias", None)
+        loss_BT = linear_cross_entropy(hidden_BTD, weight, labels_BT, bias=bias, **options)
         return -loss_BT[:, :-1] if shift else -loss_BT
 
     def _compare(self, ours: Tensor, theirs: Tensor) -> None:
@@ -97,6 +104,6 @@ class _Forward:
                 "the log-probabilities of TRL's fused head differ from those of lm_head by "
                 f"{off:.3g} in the mean, so {type(self.model).__name__} changes its logits in a "
                 "way that gnsfast does not know (a scale, a temperature). Leave the head out: "
-                "gnsfast.convert(model, exclude=['lm_head'])"
+                "gnsfast.configure(model, exclude=['lm_head'])"
             )
         self.compared = True

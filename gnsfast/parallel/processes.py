@@ -109,7 +109,7 @@ def _find(
             raise NotImplementedError(
                 f"{path or 'the model'} is wrapped by FullyShardedDataParallel (FSDP 1), which "
                 "leaves no gradient of a single parameter: use torch.distributed.fsdp.fully_shard "
-                "(FSDP 2), after gnsfast.convert(model)"
+                "(FSDP 2)"
             )
         if isinstance(module, nn.parallel.DistributedDataParallel):
             ranks = set(dist.get_process_group_ranks(module.process_group))

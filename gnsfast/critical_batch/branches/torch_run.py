@@ -23,7 +23,6 @@ from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
 from gnsfast.kept import kept
-from gnsfast.layers import DropIn
 from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import find_processes, fsdp_degrees, mean, process_count
 
@@ -308,12 +307,13 @@ class TorchRun:
         that of spectral descent for ``Muon``, and that of sign descent for any other optimizer.
 
         Weights, gradients, buffers, random numbers and data position are restored afterwards. The
-        result is None if the model has no gnsfast layer, and ``noise_scale_reason`` then says so.
+        result is None if the model has no trainable parameter, and ``noise_scale_reason`` then says
+        so.
         """
         integer("batches", batches, 2)
         self.noise_scale_reason = ""
-        if not any(isinstance(m, DropIn) for m in self.model.modules()):
-            self.noise_scale_reason = "the model has no gnsfast layer: call gnsfast.convert(model)"
+        if not any(p.requires_grad for p in self.model.parameters()):
+            self.noise_scale_reason = "the model has no trainable parameter"
             return None
         metric = fitting_metrics(self.model, self.optimizer)
         optimizer = optimizer_for(metric, self.optimizer)

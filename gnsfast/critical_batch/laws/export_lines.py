@@ -99,7 +99,7 @@ def hugging_face_lines(
             "batch = ScheduledBatchSize(",
             f'    schedule, lr="{lr}", data_parallel={processes}, micro_batch={micro_batch}',
             ")",
-            "gns = GNSCallback()  # Trainer(model=gnsfast.convert(model), callbacks=callbacks)",
+            "gns = GNSCallback()  # Trainer(model=model, callbacks=callbacks)",
             "callbacks = [gns, BatchSizeCallback(batch, gns)]",
             f"# TrainingArguments(max_steps={hugging_face_max_steps(schedule)}, "
             f"per_device_train_batch_size={micro_batch},",
