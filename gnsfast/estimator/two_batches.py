@@ -123,9 +123,8 @@ class TwoBatchNoiseScale:
             self._processes = find_processes(self.model, self._group, None)
             if self._processes.tensor > 1:
                 refuse(None, [MICRO_BATCHES, TENSOR_PARALLEL])
-            self._blocks: list[gradients.Block] = [(p, ()) for p in self._all]
             averaged = averages(self.model, self._processes, [True])
-            self._given = GivenNorm(self._blocks, self._processes, averaged)
+            self._given = GivenNorm(self._all, self._processes, averaged)
 
     def _look(self) -> None:
         if not self._parameters:
@@ -342,7 +341,7 @@ class TwoBatchNoiseScale:
                 "No parameter has a gradient. Call gns.update() before optimizer.zero_grad()."
             )
         gradients.refuse_rewritten(self._ends, now, self._scaler, self._device, True)
-        q_P = gradients.grad_sqnorms(self._blocks, self._processes).shares(self._device)
+        q_P = gradients.grad_sqnorms(self._all, self._processes).shares(self._device)
         return loss_factors.without_scale(q_P, loss_scale) * self._processes.divisor**2
 
     def compute(self) -> NoiseScale:

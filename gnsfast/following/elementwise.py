@@ -57,7 +57,8 @@ def of_samples(g: Tensor, own: torch.Size, layout: Layout | Chosen, B: int) -> T
     wide = (1,) * (g.ndim - len(own)) + tuple(own)
     if isinstance(layout, Layout) and layout.dim < g.ndim - 1 and wide[:-1] == (1,) * (g.ndim - 1):
         if wide[-1] > 1:  # the operator adds up the tokens
-            return layout.samples_first(g, B).reshape(B, -1, g.shape[-1])
+            F = g.shape[-1]
+            return layout.samples_first(g, B).reshape(B, g.numel() // max(B * F, 1), F)
     acc = accumulate_dtype(g.dtype)
     d = layout.dim if isinstance(layout, Layout) else 0
     dims = [i for i in range(g.ndim) if wide[i] == 1 and i != d]
@@ -65,7 +66,8 @@ def of_samples(g: Tensor, own: torch.Size, layout: Layout | Chosen, B: int) -> T
     if isinstance(layout, Chosen):
         g_B = g.new_zeros(B, *g.shape[1:]).index_add_(0, layout.owner_N, g)
         return g_B.reshape(B, 1, own.numel())
-    return layout.samples_first(g, B).reshape(B, -1, own.numel())
+    P = own.numel()
+    return layout.samples_first(g, B).reshape(B, g.numel() // max(B * P, 1), P)
 
 
 def of_tokens(g: Tensor, own: torch.Size) -> Tensor:

@@ -191,7 +191,12 @@ def bare(t: Any) -> Any:
     return t.view_as(t) if compiling() and expression_of(t) is not None else t
 
 
-def linear(
+def linear(input: Tensor, weight: Tensor, bias: Any = None) -> Any:
+    """``F.linear(input, weight, bias)``"""
+    return _linear(input, weight, bias)
+
+
+def _linear(
     x: Tensor,
     weight: Tensor,
     bias: Any = None,
@@ -200,7 +205,9 @@ def linear(
     name: str = "linear",
     place: int = 0,
 ) -> Any:
-    """``F.linear(x, weight, bias)``; ``place`` is that of ``x`` among the function's arguments."""
+    """``x @ weight.T + bias``; ``place`` is that of ``x`` among the arguments of function
+    ``name``.
+    """
     expressions, values = trained(weight, bias)
     if not expressions or expression_of(x) is not None:
         return NotImplemented
@@ -251,26 +258,26 @@ def _of_chosen_rows(
     return y.index_select(0, order_N.argsort())
 
 
-def product(x: Tensor, weight: Any, *more: Any, **options: Any) -> Any:
+def product(x: Tensor, *more: Any, **options: Any) -> Any:
     """``x @ weight``"""
-    plain = not more and not options and isinstance(weight, Tensor)
-    if not plain or weight.ndim != 2 or x.ndim < 2 or expression_of(weight) is None:
+    if len(more) != 1 or options or not isinstance(more[0], Tensor):
         return NotImplemented
-    return linear(x, weight, transposed=True, name="matmul")
+    [weight] = more
+    if weight.ndim != 2 or x.ndim < 2 or expression_of(weight) is None:
+        return NotImplemented
+    return _linear(x, weight, transposed=True, name="matmul")
 
 
-def addmm(
-    bias: Tensor, x: Tensor, weight: Any, *more: Any, beta: Any = 1, alpha: Any = 1, **options: Any
-) -> Any:
+def addmm(bias: Tensor, *factors: Any, **options: Any) -> Any:
     """``torch.addmm(bias, x, weight)``"""
-    plain = not more and not options and beta == 1 and alpha == 1
-    if not plain or bias.ndim != 1 or expression_of(weight) is None:
+    if len(factors) != 2 or options or bias.ndim != 1 or expression_of(factors[1]) is None:
         return NotImplemented
-    return linear(x, weight, bias, transposed=True, name="addmm", place=1)
+    x, weight = factors
+    return _linear(x, weight, bias, transposed=True, name="addmm", place=1)
 
 
 def embedding(
-    ids: Tensor,
+    input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
@@ -278,7 +285,8 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """``F.embedding(ids, weight, padding_idx)``"""
+    """``F.embedding(input, weight, padding_idx)``"""
+    ids = input
     expressions, values = trained(weight)
     special = max_norm is not None or scale_grad_by_freq or sparse
     if special or not expressions or expression_of(ids) is not None:
@@ -314,15 +322,15 @@ def embedding(
 
 
 def layer_norm(
-    x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    """``F.layer_norm(x, normalized_shape, weight, bias, eps)``"""
-    return _norm("layer_norm", x, tuple(normalized_shape), weight, bias, eps)
+    """``F.layer_norm(input, normalized_shape, weight, bias, eps)``"""
+    return _norm("layer_norm", input, tuple(normalized_shape), weight, bias, eps)
 
 
-def rms_norm(x: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
-    """``F.rms_norm(x, normalized_shape, weight, eps)``"""
-    return _norm("rms_norm", x, tuple(normalized_shape), weight, None, eps)
+def rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    """``F.rms_norm(input, normalized_shape, weight, eps)``"""
+    return _norm("rms_norm", input, tuple(normalized_shape), weight, None, eps)
 
 
 def _norm(name: str, x: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, eps: Any) -> Any:
@@ -358,7 +366,7 @@ def conv(dims: int, transposed: bool = False) -> Callable[..., Any]:
         return own * dims if len(own) == 1 else own
 
     def plain(
-        x: Tensor,
+        input: Tensor,
         weight: Any,
         bias: Any = None,
         stride: Any = 1,
@@ -366,10 +374,10 @@ def conv(dims: int, transposed: bool = False) -> Callable[..., Any]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        return run(x, weight, bias, stride, padding, dilation, groups, None)
+        return run(input, weight, bias, stride, padding, dilation, groups, None)
 
     def backwards(
-        x: Tensor,
+        input: Tensor,
         weight: Any,
         bias: Any = None,
         stride: Any = 1,
@@ -378,7 +386,7 @@ def conv(dims: int, transposed: bool = False) -> Callable[..., Any]:
         groups: int = 1,
         dilation: Any = 1,
     ) -> Any:
-        return run(x, weight, bias, stride, padding, dilation, groups, wide(output_padding))
+        return run(input, weight, bias, stride, padding, dilation, groups, wide(output_padding))
 
     def run(
         x: Tensor,
@@ -445,64 +453,72 @@ def _channels(
 
 
 def group_norm(
-    x: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    """``F.group_norm(x, num_groups, weight, bias, eps)``"""
+    """``F.group_norm(input, num_groups, weight, bias, eps)``"""
     normalised = partial(F.group_norm, num_groups=num_groups, eps=eps)
-    y = partial(F.group_norm, x, num_groups, eps=eps)
+    y = partial(F.group_norm, input, num_groups, eps=eps)
     return _channels(
-        "group_norm", x, weight, bias, normalised, lambda w, b: y(weight=w, bias=b)
+        "group_norm", input, weight, bias, normalised, lambda w, b: y(weight=w, bias=b)
     )
 
 
 def batch_norm(
-    x: Tensor,
-    mean: Any,
-    var: Any,
+    input: Tensor,
+    running_mean: Any,
+    running_var: Any,
     weight: Any = None,
     bias: Any = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """``F.batch_norm(x, mean, var, weight, bias, eps=eps)``"""
+    """``F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)``"""
+    mean, var = running_mean, running_var
     if training or mean is None or var is None:
         return NotImplemented
 
-    def normalised(t: Tensor) -> Tensor:
-        shape = (1, -1, *(1,) * (t.ndim - 2))
-        rstd = (var.to(t.dtype) + eps).rsqrt()
-        return (t - mean.to(t.dtype).view(shape)) * rstd.view(shape)
+    normalised = partial(_by_running, mean=mean, var=var, eps=eps)
 
     def y(w: Any, b: Any) -> Tensor:
-        return F.batch_norm(x, mean, var, w, b, False, momentum, eps)
+        return F.batch_norm(input, mean, var, w, b, False, momentum, eps)
 
-    return _channels("batch_norm", x, weight, bias, normalised, y)
+    return _channels("batch_norm", input, weight, bias, normalised, y)
 
 
 def instance_norm(
-    x: Tensor,
-    mean: Any = None,
-    var: Any = None,
+    input: Tensor,
+    running_mean: Any = None,
+    running_var: Any = None,
     weight: Any = None,
     bias: Any = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """``F.instance_norm(x, weight=weight, bias=bias, eps=eps)``"""
-    if not use_input_stats:
-        return batch_norm(x, mean, var, weight, bias, False, momentum, eps)
+    """``F.instance_norm(input, weight=weight, bias=bias, eps=eps)``"""
+    mean, var = running_mean, running_var
+    if use_input_stats:
+        normalised: Callable[[Tensor], Tensor] = partial(F.instance_norm, eps=eps)
+    else:
+        normalised = partial(_by_running, mean=mean, var=var, eps=eps)
 
     def y(w: Any, b: Any) -> Tensor:
-        return F.instance_norm(x, mean, var, w, b, True, momentum, eps)
+        return F.instance_norm(input, mean, var, w, b, use_input_stats, momentum, eps)
 
-    normalised = partial(F.instance_norm, eps=eps)
-    return _channels("instance_norm", x, weight, bias, normalised, y)
+    return _channels("instance_norm", input, weight, bias, normalised, y)
 
 
-def bilinear(x1: Tensor, x2: Tensor, weight: Any, bias: Any = None) -> Any:
-    """``F.bilinear(x1, x2, weight, bias)``"""
+def _by_running(t: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """``t``, normalised by running statistics."""
+    shape = (1, -1, *(1,) * (t.ndim - 2))
+    rstd = (var.to(t.dtype) + eps).rsqrt()
+    return (t - mean.to(t.dtype).view(shape)) * rstd.view(shape)
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Any, bias: Any = None) -> Any:
+    """``F.bilinear(input1, input2, weight, bias)``"""
+    x1, x2 = input1, input2
     expressions, values = trained(weight, bias)
     if not expressions or any(expression_of(x) is not None for x in (x1, x2)):
         return NotImplemented
@@ -517,7 +533,7 @@ def bilinear(x1: Tensor, x2: Tensor, weight: Any, bias: Any = None) -> Any:
 
 
 def embedding_bag(
-    ids: Tensor,
+    input: Tensor,
     weight: Any,
     offsets: Any = None,
     max_norm: float | None = None,
@@ -530,6 +546,7 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """``F.embedding_bag(ids, weight, offsets, mode=mode)``, where each bag is a sample."""
+    ids = input
     expressions, _ = trained(weight)
     if not expressions or mode == "max" or scale_grad_by_freq or sparse:
         return NotImplemented

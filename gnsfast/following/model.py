@@ -222,7 +222,8 @@ class Followed:
         """
         samples, _, documents = self._now
         shapes = [t.shape for t in tensors_of((args, kwargs))]
-        if documents is None and shapes and not any(samples in shape[:2] for shape in shapes):
+        wrong = shapes and not any(samples in shape[:2] for shape in shapes)
+        if documents is None and samples > 1 and wrong:
             some = ", ".join(str(list(shape)) for shape in shapes[:4])
             raise SampleShapeError(
                 f"{type(self.model).__name__}: the block has {samples} samples, but the model got "

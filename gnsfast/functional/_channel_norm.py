@@ -55,7 +55,8 @@ class _ChannelNorm(torch.autograd.Function):
             own = plan._replace(moments=plan.moments[k : k + 1])
             if plan.constants_P2 is not None:
                 own = own._replace(constants_P2=plan.constants_P2[k : k + 1])
-            g_BTC = g_NC.reshape(ctx.samples, -1, g_NC.shape[1])
+            B, (N, C) = ctx.samples, g_NC.shape
+            g_BTC = g_NC.reshape(B, N // max(B, 1), C)
             a = own.linear_wgrad(g_BTC, g_BTC, AS_BIAS, acc)
             _, grad, rows_M, _ = own.run(ops.linear_wgrad, a, AS_BIAS)
             grads.append(grad)
