@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from gnsfast import reference
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.settings import Mark
+from gnsfast.following import unfollowed
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes, parameter_groups
 from gnsfast.probing import checks
@@ -146,9 +147,11 @@ def witness(smallest: list[nn.Parameter], device: torch.device) -> Tensor | None
     few: dict[torch.device, list[Tensor]] = {}
     left = WITNESSES
     for p in smallest:
-        if p.grad is None or p.grad.is_sparse:
+        with unfollowed():
+            grad = p.grad
+        if grad is None or grad.is_sparse:
             continue
-        grad = _local(p.grad.detach())
+        grad = _local(grad.detach())
         if grad.numel():
             few.setdefault(grad.device, []).append(grad)
             left -= 1

@@ -252,7 +252,7 @@ class Observer:
                     )
 
     def _marks(self) -> list[Mark]:
-        return [checks.mark(p) for p in self.parameters]
+        return checks.marks(self.parameters)
 
     def reached(self) -> bool:
         """Whether backward has reached a probe of the open micro-batch."""

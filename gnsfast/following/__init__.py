@@ -2,6 +2,7 @@
 """Follows the trainable parameters of a model as it is, through every function that takes them."""
 
 from gnsfast.following.coverage import Coverage, CoverageRow, coverage
+from gnsfast.following.dispatch import unfollowed
 from gnsfast.following.learning import batch_norms
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
 from gnsfast.following.model import Followed
@@ -18,4 +19,5 @@ __all__ = [
     "batch_norms",
     "coverage",
     "set_excluded",
+    "unfollowed",
 ]

@@ -48,9 +48,12 @@ class Joining:
         self, plan: Plan, operator: Callable[[Any], Any], a: Any, wanted: Any, at_BS: Any
     ) -> tuple[Any, ...]:
         """The results of the operator. The rows of joined uses are zeros, and kept as parts."""
-        at = ROWS_AT[type(a)]
-        asked = bool(plan.second) or plan.groups is not None or plan.constants_P2 is not None
-        serves = not asked or "constants_P2" in a._fields
+        is_plain = plan.groups is None and plan.constants_P2 is None and not plan.second
+        if is_plain and at_BS is None and not any(e.is_joined for e in self.expressions):
+            alone: tuple[Any, ...] = operator(a)
+            return alone
+        at, plan = ROWS_AT[type(a)], plan._replace(uses=None)
+        serves = is_plain or "constants_P2" in a._fields
         joined = [not serves or e.is_joined for e in self.expressions]
         if plan.second and any(joined):  # what is summed over samples is summed when all are joined
             plan, joined = plan._replace(second=()), [True] * len(joined)

@@ -76,6 +76,8 @@ class Plan(NamedTuple):
         """Raise for a probe of another shape, for groups that do not hold each sample once, and for
         features that cannot be measured together (``combinations``).
         """
+        if self.uses is not None and self.is_plain:
+            return  # it was made for these parameters
         rows = parameters * (1 + (self.constants_P2 is not None))
         if probe.ndim != 2 or probe.shape[0] != rows or probe.dtype != torch.float32:
             raise ValueError(
@@ -193,9 +195,7 @@ class Plan(NamedTuple):
         group.
         """
         if self.uses is not None:
-            joined: tuple[Tensor, ...] = self.uses.keep(
-                self._replace(uses=None), operator, a, wanted, at_BS
-            )
+            joined: tuple[Tensor, ...] = self.uses.keep(self, operator, a, wanted, at_BS)
             return joined
         for sums in self.second:
             sums.add(operator, a, wanted)

@@ -2,8 +2,11 @@
 """Checks for everything that would silently make a norm wrong, and their error messages."""
 
 import math
+from collections.abc import Iterable
 
 from torch import Tensor
+
+from gnsfast.following import unfollowed
 
 BETWEEN = (
     "Gradients were changed between two micro-batches of an update, by another backward pass, "
@@ -14,11 +17,23 @@ BETWEEN = (
 
 def mark(p: Tensor) -> tuple[int, int] | None:
     """A value that changes whenever ``p.grad`` is written to."""
-    if p.grad is None:
-        return None
-    # Some writes to a DTensor change its own version, others that of its local tensor. Clipping
-    # changes neither.
-    return id(p.grad), p.grad._version + getattr(p.grad, "_local_tensor", p.grad)._version
+    return marks((p,))[0]
+
+
+def marks(parameters: Iterable[Tensor]) -> list[tuple[int, int] | None]:
+    """The ``mark`` of each of ``parameters``."""
+    found: list[tuple[int, int] | None] = []
+    with unfollowed():
+        for p in parameters:
+            grad = p.grad
+            if grad is None:
+                found.append(None)
+                continue
+            # Some writes to a DTensor change its own version, others that of its local tensor.
+            # Clipping changes neither.
+            local = getattr(grad, "_local_tensor", None)
+            found.append((id(grad), grad._version + (grad if local is None else local)._version))
+    return found
 
 
 def explain_calls(name: str, calls: float) -> str:

@@ -47,9 +47,9 @@ class GradientWatch:
         self.arrived: Counter[str] = Counter()
         self.norms: dict[str, list[Tensor]] = {}
         whole = {name for name, p in parameters.items() if not is_dtensor(p)}
-        self.watched = {n for n in whole if not by_marks or parameters[n].grad is not None}
-        named = ((name, parameters[name]) for name in self.watched)
-        self._held = {name: checks.mark(p) for name, p in named if p.grad is not None}
+        marks = dict(zip(parameters, checks.marks(parameters.values())))
+        self.watched = {n for n in whole if not by_marks or marks[n] is not None}
+        self._held = {name: marks[name] for name in self.watched if marks[name] is not None}
         self._handles: list[RemovableHandle] = []
         try:
             for name in audited:
