@@ -3,7 +3,6 @@
 
 from gnsfast.following.coverage import Coverage, CoverageRow, coverage
 from gnsfast.following.dispatch import unfollowed
-from gnsfast.following.learning import batch_norms
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
 from gnsfast.following.model import Followed
 from gnsfast.following.options import EXCLUDED, set_excluded
@@ -16,7 +15,6 @@ __all__ = [
     "Facts",
     "Followed",
     "Leaf",
-    "batch_norms",
     "coverage",
     "set_excluded",
     "unfollowed",

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from gnsfast.combinations import DOCUMENTS, GROUPS, METRIC, SIGN, SPECTRAL
-from gnsfast.following.learning import batch_norms
 from gnsfast.following.model import Followed
 
 MEASURES = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS)
@@ -94,7 +93,7 @@ def coverage(model: nn.Module) -> Coverage:
     """
     followed = Followed.of(model)
     leaves = {leaf.name: leaf for leaf in followed.leaves}
-    tied = {id(p) for _, m in batch_norms(model) for p in m.parameters()}
+    tied = {id(p) for _, m in followed.mixing for p in m.parameters()}
     rows = []
     for name, p in model.named_parameters():
         if nn.parameter.is_lazy(p):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -484,13 +484,3 @@ def _number(x_ND: Tensor) -> Tensor:
     """A number for each row."""
     weights = torch.arange(1, x_ND.shape[1] + 1, dtype=torch.float64, device=x_ND.device)
     return x_ND.double() @ weights.mul(0.7391).sin_()
-
-
-def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The batch norms of a model that use the statistics of the batch."""
-    kinds = nn.modules.batchnorm._BatchNorm
-    return [
-        (name, m)
-        for name, m in model.named_modules()
-        if isinstance(m, kinds) and (m.training or m.running_mean is None)
-    ]

@@ -47,6 +47,8 @@ class Followed:
         self._held = [(m._parameters, n, p) for m in model.modules() for n, p in _own(m)]
         self._facts = [(p.requires_grad, p.device) for _, _, p in self._held]
         self._probes: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        kinds = nn.modules.batchnorm._BatchNorm
+        self._batch_norms = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
         self._units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
         self._watched: set[Any] = set()
         self._arrives: Callable[[], None] | None = None
@@ -80,6 +82,11 @@ class Followed:
     def covered(self) -> list[Leaf]:
         """The leaves that have norms."""
         return [leaf for leaf in self.leaves if not leaf.left_out]
+
+    @property
+    def mixing(self) -> list[tuple[str, nn.Module]]:
+        """The batch norms that use the statistics of the batch, which tie samples together."""
+        return [(n, m) for n, m in self._batch_norms if m.training or m.running_mean is None]
 
     def is_current(self) -> bool:
         """Whether the model has the same parameters, of which the same are trained."""
@@ -282,10 +289,9 @@ class Followed:
                 why = DRAWS if drew else "no result of the model belongs to single samples"
                 return proof.Proof(why)
             inputs = [t for leaf in self.leaves for t in (leaf.probe, leaf.pair)]
-            values = [leaf.current for leaf in self.leaves]
             loss = proof.loss_of(results, weights)
             try:
-                grads = torch.autograd.grad(loss, [*inputs, *values], allow_unused=True)
+                grads = torch.autograd.grad(loss, inputs, allow_unused=True)
             except RuntimeError as error:  # as of a checkpoint with use_reentrant=True
                 return proof.Proof(proof.first_line(error))
             for t, g in zip(inputs, grads):
@@ -299,8 +305,7 @@ class Followed:
         try:
             # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that
             # is stored channels-last.
-            kinds = nn.modules.batchnorm._BatchNorm
-            copies = 1 + any(isinstance(m, kinds) for m in self.model.modules())
+            copies = 1 + bool(self._batch_norms)
             truth = proof.truths(
                 self.leaves, self.model, example, weights, self._as_it_was, copies
             )

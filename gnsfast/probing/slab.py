@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
-from gnsfast.following import NOTHING, Facts, Followed, Leaf, batch_norms
+from gnsfast.following import NOTHING, Facts, Followed, Leaf
 from gnsfast.functional import Documents, Groups
 from gnsfast.probing.wrappers import unwrapped
 
@@ -143,7 +143,7 @@ class ProbeSlab:
 
     def refuse_batch_statistics(self) -> None:
         """Raise if a batch norm would use the statistics of the batch."""
-        for name, module in batch_norms(self.model):
+        for name, module in self.followed.mixing:
             raise ObservationError(
                 f"{name or 'the model'} ({type(module).__name__}): batch statistics tie the "
                 "samples together, so no per-sample gradient exists. Call eval() on it, use "
