@@ -63,9 +63,9 @@ def _show(model: nn.Module, example: Any, num_samples: int | None) -> None:
         if callable(example):
             example()
         elif isinstance(example, Mapping):
-            followed.learn((), dict(example))
+            followed.show((), dict(example))
         else:
-            followed.learn(example if isinstance(example, tuple) else (example,), {})
+            followed.show(example if isinstance(example, tuple) else (example,), {})
     finally:
         followed.close()
 

@@ -129,7 +129,9 @@ class Numbers:
         weighed = sums.new_zeros(P, 2)
         for k, each in enumerate(passes):
             if each.weighed:
-                weighed[k] = torch.stack([t[:, :2].sum(0).to(self.device) for t in each.weighed]).sum(0)
+                weighed[k] = torch.stack(
+                    [t[:, :2].sum(0).to(self.device) for t in each.weighed]
+                ).sum(0)
         self._add_audits(passes, sums)
         for k, each in enumerate(passes):
             if each.loss_scale is not None:

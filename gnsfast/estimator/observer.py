@@ -173,9 +173,7 @@ class Observer:
         slab, first = self._slab, not self._passes
         members, moments, second = self._sides(groups, num_samples)
         begins = None if first or self.settings.local else self._begins
-        slab.open(
-            slots, documents, members, moments, self.pass_over, second, begins, passes
-        )
+        slab.open(slots, documents, members, moments, self.pass_over, second, begins, passes)
         slab.followed.on_learned = self._learned
         self._reopen = partial(self._open_again, groups, num_samples)
         self.slab, self._end, self._split, self._written = slab, None, False, False

@@ -13,6 +13,7 @@ from gnsfast.noise_scale import NoiseScale
 from gnsfast.parallel import gathered
 from gnsfast.probing import ProbeSlab, Unit
 
+
 class Part(NamedTuple):
     """One stage: its units, the number of its trainable elements, and the trainable
     parameters that no unit covers, with their numbers of elements.

@@ -109,8 +109,11 @@ def coverage(model: nn.Module) -> Coverage:
             rows.append(CoverageRow(name, p.numel(), "", False, None, why))
             continue
         observed = None if followed.observed is None else name in followed.observed
-        unproven = name in followed.proof.unproven
-        note = "not proven: the first batch gave it no gradient" if unproven else ""
+        note = ""
+        if name in followed.proof.unproven:
+            note = "not proven: the first batch gave it no gradient"
+        elif followed.is_learned and not leaf.is_learned:
+            note = "not proven: it is used outside of the modules that the model calls"
         measures = tuple(m for m in MEASURES if m != SPECTRAL or p.ndim == 2)
         route = " + ".join(leaf.routes)
         rows.append(CoverageRow(name, p.numel(), route, True, observed, note, measures))

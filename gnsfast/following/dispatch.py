@@ -93,11 +93,13 @@ def attach(leaf: Leaf, p: Any) -> None:
     p.__class__ = _measured[cls]
 
 
-def detach(p: Any) -> None:
-    """Make ``p`` what it was."""
-    if type(p) in _plain:
-        p.__class__ = _plain[type(p)]
-        del p._gnsfast
+def detach(p: Any) -> bool:
+    """Make ``p`` what it was. Returns whether it was attached."""
+    if type(p) not in _plain:
+        return False
+    p.__class__ = _plain[type(p)]
+    del p._gnsfast
+    return True
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
@@ -118,7 +120,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 KEEPS = frozenset(
     "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to float "
     "double half bfloat16 type type_as movedim swapaxes swapdims view_as reshape_as T mT ravel "
-    "adjoint".split()
+    "adjoint H mH".split()
 )
 """Functions whose result holds each element of their argument once."""
 
@@ -153,7 +155,7 @@ CASTS = frozenset(("to", "type_as"))
 COPIES = frozenset("expand expand_as repeat broadcast_to".split())
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 
-_views = {getattr(Tensor, name).__get__: name for name in ("T", "mT")}
+_views = {getattr(Tensor, name).__get__: name for name in ("T", "mT", "H", "mH")}
 _products = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 NAMES: dict[Any, str] = {**_views, **dict.fromkeys(_products, "matmul")}
 
@@ -221,7 +223,7 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a function without a kernel, or of one that no kernel serves."""
     name = name_of(func)
     if name in QUERIES:
-        return func(*args, **kwargs)
+        return _queried(func, args, kwargs)
     if name == "__getitem__" and not compiling():
         args = numbered(args)
     call = Call(func, args, kwargs)
@@ -246,6 +248,15 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     return _replay(call, step, places, leaf)
 
 
+def _queried(func: Any, args: Any, kwargs: Any) -> Any:
+    """The answer of a function that gives no gradient to a parameter."""
+    out = func(*args, **kwargs)
+    if isinstance(out, Tensor) and out.grad_fn is not None and (e := expression_of(args[0])):
+        for leaf in e.leaves if not compiling() else ():  # such as ``w.real``
+            leaf.fail(f"{name_of(func)} of a parameter is not followed")
+    return out
+
+
 def numbered(args: Any) -> Any:
     """The arguments of an index. That of a parameter by one number which is a tensor becomes that
     number.
@@ -263,8 +274,8 @@ def _places(call: Call, step: Step | None, leaf: Leaf) -> dict[int, Place]:
     for i in call.others:
         t = call.leaves[i]
         if step is not None:
-            place = step.arguments[i] if i < len(step.arguments) else None
-            found[i] = UNKNOWN if place is None else place
+            place = step.arguments[i] if i < len(step.arguments) else UNKNOWN
+            found[i] = SHARED if place is None else place  # a parameter's, which is left out now
         elif leaf.samples == 1:
             found[i] = ALONE if t.ndim else SHARED
         elif t.ndim:
@@ -340,7 +351,11 @@ def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen) -> Tensor 
             return None
     elif wide[d] != 1:
         return None
-    if expression.kind == ROWS and layout == FIRST and (y := _as_rows(expression, shape)) is not None:
+    if (
+        expression.kind == ROWS
+        and layout == FIRST
+        and (y := _as_rows(expression, shape)) is not None
+    ):
         return y
     if compiling() and expression.kind != SAME:
         return None
@@ -372,9 +387,7 @@ def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:
         leaf.whole.note_use()
     ids = ids.expand(B, *ids.shape[ids.ndim - n + 2 :])
     plan = plan_for([leaf.whole], [leaf.current], FIRST)
-    y, _ = functional.embedding(
-        ids, bare(leaf.current), leaf.probe, plan, padding_idx=padding_idx
-    )
+    y, _ = functional.embedding(ids, bare(leaf.current), leaf.probe, plan, padding_idx=padding_idx)
     return y.expand(shape)
 
 
@@ -542,6 +555,11 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
                 each.fail(f"{call.name} writes to data")
             elif leaf.starts is not None:
                 each.fail(f"{call.name} has no norms for packed documents")
+            elif lost and not any(leaves[i].ndim for i in call.others):
+                each.fail(
+                    f"{call.name} joins it with a number of the whole batch, as a penalty on the "
+                    "weights does, which belongs to no sample"
+                )
             elif lost:
                 where = f"{shapes[0]} -> {shapes[1]}"
                 each.fail(f"the samples were not found in {call.name}, {where}")

@@ -625,9 +625,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     functional.attention: attention,
     F.linear: linear,
     torch.addmm: addmm,
-    **dict.fromkeys(
-        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), product
-    ),
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), product),
     F.embedding: embedding,
     F.layer_norm: layer_norm,
     F.rms_norm: rms_norm,

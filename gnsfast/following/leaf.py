@@ -73,8 +73,11 @@ class Leaf:
         self.is_learned = False
         self.open()
 
-    def learn(self, steps: list[Step]) -> None:
-        """Take over what an example has shown."""
+    def learn(self, steps: list[Step], routes: tuple[str, ...] = ()) -> None:
+        """Take over what an example has shown: the functions that take this parameter before all
+        others in the model, and the ``routes``, those in which it meets the data.
+        """
+        self.routes = routes
         self.steps, self.is_learned = tuple(steps), True
         self.by_name: dict[str, Step] = {}
         for step in steps:
@@ -108,11 +111,6 @@ class Leaf:
         if self.joined:
             return 1
         return self.uses or self.known_uses
-
-    @property
-    def routes(self) -> tuple[str, ...]:
-        """The functions in which it meets the data, as far as an example has shown."""
-        return tuple(dict.fromkeys(step.name for step in self.steps if step.is_use))
 
     def step(self, name: str) -> Step | None:
         """What the example has shown of the next function that takes this parameter. None without

@@ -69,6 +69,7 @@ class Look(TorchFunctionMode):
         self.seen: dict[Leaf, list[Seen]] = {}
         self.copied: set[Leaf] = set()
         self.results: list[Tensor] = []
+        self.uses: dict[Leaf, dict[str, None]] = {}
         self.is_half = False
 
     def begin(self, batch: Any) -> None:
@@ -125,6 +126,8 @@ class Look(TorchFunctionMode):
     ) -> tuple[bool, Any, list[Tensor]]:
         """Note a call. Where it repeats a parameter for each sample, the results are data."""
         leaf = min(leaves, key=lambda each: each.index)
+        for each in leaves if of_data else ():
+            self.uses.setdefault(each, {})[name] = None
         arguments = pytree.tree_leaves((args, kwargs))
         marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
         copied = None
@@ -157,6 +160,7 @@ class Look(TorchFunctionMode):
             number = len(self.seen[leaf]) - 1
             return of_data or (leaf, number) in self.growing, out, results
         self.copied.add(leaf)
+        self.uses.setdefault(leaf, {})[name] = None
         if self.sample >= 0 and self.varied:
             with torch.no_grad():
                 out = out.clone()
@@ -302,7 +306,7 @@ def learn(
                 )
             looks, found = plain, own
     for leaf in leaves:
-        leaf.learn(found.get(leaf, []))
+        leaf.learn(found.get(leaf, []), tuple(looks.base.uses.get(leaf, ())))
         leaf.functions = 0
     return Learned(_results(looks, example.n), looks.base.is_half)
 
@@ -353,7 +357,10 @@ def _growing(base: Look, fewer: Look, n: int) -> set[tuple[Leaf, int]]:
             if call.of_data or call.copies or (leaf, k) in base.growing:
                 continue
             pairs = zip(call.results, small.results)
-            if any(a is not None and b is not None and grown(a.shape, tuple(b.shape), n) for a, b in pairs):
+            if any(
+                a is not None and b is not None and grown(a.shape, tuple(b.shape), n)
+                for a, b in pairs
+            ):
                 found.add((leaf, k))
                 break
     return found

@@ -2,7 +2,7 @@
 """A model whose parameters are followed: what is known of it between blocks."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,8 +36,9 @@ class Followed:
         names = excluded_names(model)
         at_rest = parameters_at_rest(model)
         self.leaves: list[Leaf] = []
+        trained = {id(p) for p in _trained(model)}
         for name, p in model.named_parameters():
-            if p.requires_grad and not nn.parameter.is_lazy(p):
+            if id(p) in trained:
                 leaf = Leaf(name, at_rest[name], len(self.leaves))
                 leaf.left_out = EXCLUDED if name in names else ""
                 self.leaves.append(leaf)
@@ -55,7 +56,14 @@ class Followed:
         self._hooks: list[Any] = []
         self.is_open = self.is_learning = self.is_learned = False
         self.on_learned: Callable[[], None] | None = None
-        self.proof = proof.Proof("no batch has gone through the model in a block")
+        self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names_of = {m: n for n, m in model.named_modules() if m is not model}
+        of = {id(p): self.leaves[k] for k, p in enumerate(_trained(model))}
+        self._aliases = {
+            n: of[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in of
+        }
+        self._now: Any = (0, {}, None)
+        self.proof = proof.Proof(NOT_BEGUN)
         self.observed: set[str] | None = None
         self.is_audited = self.is_half = False
 
@@ -135,18 +143,34 @@ class Followed:
             self._hooks.append(self.model.register_forward_pre_hook(self._next_pass))
         hook = caller.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         self._hooks.append(hook)
+        if not self.is_learned:
+            self._hooks += [
+                m.register_forward_pre_hook(self._before_part, with_kwargs=True, prepend=True)
+                for m in self.model.modules()
+                if m not in self._looked and m is not self.model
+            ]
 
     def reopen(self, facts: Mapping[str, Facts]) -> None:
-        """Measure other things in the open pass, before it has begun."""
-        samples, _, documents = self._now
-        self._open(samples, facts, documents)
+        """Measure other things of the parameters that the open pass has not used yet."""
+        for leaf in self.leaves:
+            if not leaf.uses:
+                leaf.facts = facts.get(leaf.name, leaf.facts)
+                leaf.plans.clear()
 
     def _open(
-        self, samples: int, facts: Mapping[str, Facts], documents: Documents | None
+        self,
+        samples: int,
+        facts: Mapping[str, Facts],
+        documents: Documents | None,
+        leaves: Sequence[Leaf] | None = None,
     ) -> None:
+        """Begin a pass for some ``leaves``, or for all."""
         starts = None if documents is None else documents.starts
-        self._now = samples, facts, documents
-        for leaf, (probe, pair) in zip(self.leaves, self._probes_for(samples, facts)):
+        if leaves is None:
+            leaves, self._now = self.leaves, (samples, facts, documents)
+        probes = self._probes_for(samples, facts)
+        for leaf in leaves:
+            probe, pair = probes[leaf.index]
             probe.grad = pair.grad = None
             own = facts.get(leaf.name, NOTHING)
             if own is not leaf.facts or starts is not leaf.starts:
@@ -158,15 +182,14 @@ class Followed:
             leaf.probe, leaf.pair, leaf.samples = probe, pair, samples
             leaf.open()
 
-    def _probes_for(
-        self, samples: int, facts: Mapping[str, Facts]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def _probes_for(self, samples: int, facts: Mapping[str, Facts]) -> list[tuple[Tensor, Tensor]]:
         """Leaves of zeros [M, B + 2 + G], which store one number each."""
         some = next(iter(facts.values()), NOTHING)
         groups = 0 if some.groups is None else len(some.groups.sizes_G)
         weighed = frozenset(name for name, own in facts.items() if own.v is not None)
         key = samples, groups, weighed
-        self._key = key
+        if key == (self._now[0], groups, weighed):
+            self._key = key
         if key not in self._probes:
             if len(self._probes) >= PROBES:
                 oldest = next(iter(self._probes))
@@ -237,87 +260,111 @@ class Followed:
                 f"tensors of shape {some}, none of which has dimension 0 or 1 of that size. Check "
                 "num_samples."
             )
-        if not self.is_learned:
-            self.learn(args, kwargs)
+        self.learn(self.model, args, kwargs)
 
-    def learn(self, args: Any, kwargs: Any) -> None:
-        """Learn from a batch of as many samples as the open block has, and prove it."""
-        samples, facts, documents = self._now
-        if samples < 2:
-            self.proof = proof.Proof("a block of one sample shows nothing")
+    def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Learn from what a part of a model gets that is not called as a whole."""
+        if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        self.is_learned = True
+        self.learn(module, args, kwargs)
+
+    def learn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Learn from what ``module``, the model or a part of it, gets in the open block, and prove
+        it. A block of one sample shows nothing.
+        """
+        samples, facts, documents = self._now
+        if module in self._looked or samples < 2:
+            return
+        self._looked.update(module.modules())
+        self.is_learned = module is self.model or all(
+            m in self._looked for m in self.model.modules() if m is not self.model
+        )
+        leaves = self._leaves_of(module)
         example = None if documents else Example.of(args, kwargs, samples)
         if example is None:
             why = f"no argument of the model has {samples} samples"
-            self.proof = proof.Proof("samples are packed documents" if documents else why)
-            return
-        self.is_learning = True
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                learned = learn(self.leaves, self.model, example, self._as_it_was)
-                self.proof, self.is_half = self._prove(example, learned), learned.is_half
-        finally:
-            self.is_learning = False
-        for leaf in self.leaves:
-            if not leaf.left_out:
-                leaf.left_out = self.proof.wrong.get(leaf.name, "")
-        self._open(samples, facts, documents)
+            found = proof.Proof("samples are packed documents" if documents else why)
+        else:
+            found = self._learned_from(module, leaves, example)
+            self._open(samples, facts, documents, leaves)
+        for leaf in leaves:
+            leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
+        self.proof = self.proof.joined(found, first=self.proof.reason == NOT_BEGUN)
         if self.on_learned is not None:
             self.on_learned()
 
-    def _prove(self, example: Example, learned: Learned) -> proof.Proof:
+    def _leaves_of(self, module: nn.Module) -> list[Leaf]:
+        """The leaves that a module holds, also those that another one holds too."""
+        if module is self.model:
+            return self.leaves
+        at = self._names_of[module]
+        found = {leaf.index: leaf for n, leaf in self._aliases.items() if n.startswith(f"{at}.")}
+        return [found[k] for k in sorted(found)]
+
+    def _learned_from(self, module: nn.Module, leaves: list[Leaf], example: Example) -> proof.Proof:
+        self.is_learning = True
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                learned = learn(leaves, module, example, self._as_it_was)
+                self.is_half |= learned.is_half
+                return self._prove(module, leaves, example, learned)
+        finally:
+            self.is_learning = False
+
+    def _prove(
+        self, module: nn.Module, leaves: list[Leaf], example: Example, learned: Learned
+    ) -> proof.Proof:
         """The proof of an example. Where the model draws random numbers, it is in evaluation mode."""
         if self._units:
             return proof.Proof("its parameters are sharded (fully_shard)")
-        found = self._compared(example, learned)
+        found = self._compared(module, leaves, example, learned)
         if found.reason == DRAWS:
-            with kept_modes(self.model):
-                self.model.eval()
-                found = self._compared(example, learned)
+            with kept_modes(module):
+                module.eval()
+                found = self._compared(module, leaves, example, learned)
         return found
 
-    def _compared(self, example: Example, learned: Learned) -> proof.Proof:
+    def _compared(
+        self, module: nn.Module, leaves: list[Leaf], example: Example, learned: Learned
+    ) -> proof.Proof:
         n, own = example.n, example.replaced(-1)
-        self._open(n, {}, None)
+        self._open(n, {}, None, leaves)
         before = torch.get_rng_state()
         with self._as_it_was(), torch.enable_grad():
-            results = tensors_of(self.model(*own.args, **own.kwargs))
-            drew = not torch.equal(torch.get_rng_state(), before)
+            results = tensors_of(module(*own.args, **own.kwargs))
+            failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
+            if not torch.equal(torch.get_rng_state(), before):
+                return proof.Proof(DRAWS, failed)
             weights = proof.weighed(results, learned.results, n)
-            if drew or not weights:
-                why = DRAWS if drew else "no result of the model belongs to single samples"
-                return proof.Proof(why)
-            inputs = [t for leaf in self.leaves for t in (leaf.probe, leaf.pair)]
+            if not weights:
+                return proof.Proof("no result of the model belongs to single samples", failed)
+            inputs = [t for leaf in leaves for t in (leaf.probe, leaf.pair)]
             loss = proof.loss_of(results, weights)
             try:
                 grads = torch.autograd.grad(loss, inputs, allow_unused=True)
             except RuntimeError as error:  # as of a checkpoint with use_reentrant=True
-                return proof.Proof(proof.first_line(error))
+                return proof.Proof(proof.first_line(error), failed)
             for t, g in zip(inputs, grads):
                 t.grad = g
-            norms = {leaf: rows[0, :n] for leaf, rows in self.rows().items()}
-            for leaf in self.leaves:
+            norms = {leaf: rows[0, :n] for leaf, rows in self.rows(leaves).items()}
+            for leaf in leaves:
                 leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
-        failed = {leaf.name: leaf.failed for leaf in self.leaves if leaf.failed}
-        for leaf in self.leaves:
-            detach(leaf.current)
+        failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
+        open_leaves = [leaf for leaf in self.leaves if detach(leaf.current)]
         try:
             # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that
             # is stored channels-last.
             copies = 1 + bool(self._batch_norms)
-            truth = proof.truths(
-                self.leaves, self.model, example, weights, self._as_it_was, copies
-            )
+            truth = proof.truths(leaves, module, example, weights, self._as_it_was, copies)
         finally:
-            for leaf in self.leaves:
+            for leaf in open_leaves:
                 attach(leaf, leaf.current)
         if isinstance(truth, str):
             return proof.Proof(truth, failed)
         zero = torch.zeros(n)
-        covered = [leaf for leaf in self.leaves if leaf.name not in failed]
-        own = {leaf: norms.get(leaf, zero) for leaf in covered}
-        judged = proof.judge(covered, own, truth, 5e-2 if learned.is_half else 1e-3)
+        covered = [leaf for leaf in leaves if leaf.name not in failed]
+        found = {leaf: norms.get(leaf, zero) for leaf in covered}
+        judged = proof.judge(covered, found, truth, 5e-2 if learned.is_half else 1e-3)
         return judged._replace(wrong=failed | judged.wrong)
 
     @contextmanager
@@ -336,10 +383,11 @@ class Followed:
     def _parameters(self) -> list[Any]:
         return [leaf.current for leaf in self.leaves]
 
-    def rows(self) -> dict[Leaf, Tensor]:
+    def rows(self, leaves: Sequence[Leaf] | None = None) -> dict[Leaf, Tensor]:
         """The probe rows [M, B + 2 + G] of the leaves that the last pass reached."""
         found: dict[Leaf, Tensor] = {}
-        for leaf in self.leaves:
+        leaves = self.leaves if leaves is None else leaves
+        for leaf in leaves:
             own = []
             if leaf.probe.grad is not None:
                 own.append((leaf, leaf.probe.grad))
@@ -348,14 +396,14 @@ class Followed:
                 own += [(leaf, leaf.pair.grad[0::2]), (leaf.next, leaf.pair.grad[1::2])]
             for each, rows in own:
                 found[each] = found[each] + rows if each in found else rows
-        if any(leaf.parts for leaf in self.leaves):
-            B = self.leaves[0].samples
+        if any(leaf.parts for leaf in leaves):
+            B = leaves[0].samples
             with torch.no_grad():
-                for leaf, rows in settle(self.leaves, B).items():
+                for leaf, rows in settle(list(leaves), B).items():
                     if leaf in found and bool((found[leaf][:, B + 1] != 0).any()):
                         leaf.fail("it is used in several ways that cannot be joined")
                     found[leaf] = rows
-                for leaf in self.leaves:
+                for leaf in leaves:
                     leaf.parts.clear()
         for leaf in found:
             if leaf.is_known_joined and not leaf.uses:
@@ -382,6 +430,7 @@ PROBES = 8
 """How many numbers of samples the probes are kept for. A run with more of them makes probes
 again."""
 
+NOT_BEGUN = "no batch has gone through the model in a block"
 DRAWS = "the model draws random numbers"
 
 _registrations = [0]
@@ -398,6 +447,11 @@ nn.modules.module.register_module_parameter_registration_hook(_registered)
 nn.modules.module.register_module_module_registration_hook(_registered)
 
 _known: "weakref.WeakKeyDictionary[nn.Module, Followed]" = weakref.WeakKeyDictionary()
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    own = model.parameters()
+    return [p for p in own if p.requires_grad and not nn.parameter.is_lazy(p)]
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -423,4 +477,3 @@ def _attaching(leaves: dict[int, Leaf]) -> Callable[..., None]:
                     attach(leaf, own._unsharded_param)
 
     return attach_all
-

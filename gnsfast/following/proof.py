@@ -27,6 +27,13 @@ class Proof(NamedTuple):
     wrong: dict[str, str] = {}
     unproven: frozenset[str] = frozenset()
 
+    def joined(self, other: "Proof", first: bool) -> "Proof":
+        """The proof of two parts of a model; of the other one if it is the ``first``."""
+        if first:
+            return other
+        reason = self.reason or other.reason
+        return Proof(reason, self.wrong | other.wrong, self.unproven | other.unproven)
+
 
 class Weighed(NamedTuple):
     """A result of the model: its number, where its samples lie, and a random weight for each
@@ -92,9 +99,7 @@ def truths(
                 grads = torch.autograd.grad(loss, values, allow_unused=True)
         except Exception as error:  # the model's own, whatever it is: then there is no proof
             return f"the model does not take a single sample ({first_line(error)})"
-        found.append(
-            {leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(leaves, grads)}
-        )
+        found.append({leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(leaves, grads)})
     return found
 
 
