@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from gnsfast.following import Followed, set_excluded
-from gnsfast.probing import unwrapped
+from gnsfast.probing import ProbeSlab, unwrapped
 from gnsfast.tensors import tensors_of
 
 
@@ -35,6 +35,7 @@ def configure(
 
     Raises:
         ValueError: for a pattern that matches nothing, and for an example with one sample.
+        ObservationError: for an example, if a batch norm uses the statistics of its batch.
 
     >>> model = gnsfast.configure(torch.nn.Linear(5, 2), exclude=["bias"])
     >>> [row.static for row in gnsfast.coverage(model).rows]
@@ -50,7 +51,9 @@ def configure(
 
 def _show(model: nn.Module, example: Any, num_samples: int | None) -> None:
     inner = unwrapped(model)
-    followed = Followed.of(inner)
+    slab = ProbeSlab(model)
+    slab.refuse_batch_statistics()
+    followed = slab.followed
     if num_samples is None:
         num_samples = _samples(inner, example)
     if num_samples < 2:

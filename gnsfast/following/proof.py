@@ -129,11 +129,19 @@ def judge(
             # Rounding adds an error to the gradient, not to its square.
             if not abs(o**0.5 - r**0.5) <= rtol * r**0.5 + small:
                 wrong[leaf.name] = (
-                    f"its norm for a sample of the first batch is {o:.6g}, and {r:.6g} for the same "
-                    "sample alone: samples meet in the model, or were not told apart"
+                    f"its norm for a sample of the first batch is {o:.6g}, and {r:.6g} for the "
+                    "same sample alone: samples meet in the model, or were not told apart"
                 )
+                if not any(own):
+                    wrong[leaf.name] = UNSEEN
                 break
     return Proof("", wrong, frozenset(unproven))
+
+
+UNSEEN = (
+    "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "
+    "its own does"
+)
 
 
 def first_line(error: BaseException) -> str:
