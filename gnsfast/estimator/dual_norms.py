@@ -21,6 +21,7 @@ from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
 from gnsfast.estimator.micro_batch_noise import Arrivals, trainable
 from gnsfast.estimator.numbers import Pass
 from gnsfast.estimator.settings import Settings
+from gnsfast.following import Leaf
 from gnsfast.functional import Grams, Halves, Squares
 from gnsfast.noise_scale import (
     NUMBERS,
@@ -29,7 +30,6 @@ from gnsfast.noise_scale import (
     dual_norms,
     summarize_dual,
 )
-from gnsfast.following import Leaf
 from gnsfast.parallel import Processes
 from gnsfast.probing import ProbeSlab
 

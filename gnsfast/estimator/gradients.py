@@ -15,7 +15,7 @@ from gnsfast.following import unfollowed
 from gnsfast.noise_scale import loss_factors
 from gnsfast.parallel import Processes, parameter_groups
 from gnsfast.probing import checks
-from gnsfast.tensors import accumulate_dtype, is_dtensor, local_part
+from gnsfast.tensors import accumulate_dtype, local_part
 
 WITNESSES = 8
 """How many gradients ``witness`` reads."""

@@ -49,9 +49,9 @@ class Observer:
     """Collects what probes and gradients show, on the device, without waiting for it.
 
     ``finish`` returns an update. ``numbers`` turns it into a float64 vector and the flags that
-    ``check`` reads (``Exchange``). The vector holds p and q of each of K units, which are parameters,
-    the whole q, and the scalars of the weights. ``is_settled``: an update has ended, so the units
-    stay what they are.
+    ``check`` reads (``Exchange``). The vector holds p and q of each of K units, which are
+    parameters, the whole q, and the scalars of the weights. ``is_settled``: an update has ended, so
+    the units stay what they are.
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:

@@ -118,9 +118,9 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 KEEPS = frozenset(
-    "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to float "
-    "double half bfloat16 type type_as movedim swapaxes swapdims view_as reshape_as T mT ravel "
-    "adjoint H mH".split()
+    "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to "
+    "float double half bfloat16 type type_as movedim swapaxes swapdims view_as reshape_as T mT "
+    "ravel adjoint H mH".split()
 )
 """Functions whose result holds each element of their argument once."""
 
@@ -143,7 +143,8 @@ ELEMENTWISE = frozenset(
 """Functions that broadcast their arguments against each other."""
 
 QUERIES = frozenset(
-    "__get__ __set__ __delete__ size dim numel nelement __len__ ndimension is_floating_point is_complex is_contiguous "
+    "__get__ __set__ __delete__ size dim numel nelement __len__ ndimension is_floating_point "
+    "is_complex is_contiguous "
     "element_size get_device stride detach requires_grad_ register_hook data_ptr storage_offset "
     "__repr__ __format__ is_shared untyped_storage zero_ __hash__ new_zeros new_ones new_empty "
     "register_post_accumulate_grad_hook new_full new_tensor zeros_like ones_like empty_like type_ "
@@ -418,7 +419,7 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool) -> Any:
             t = results[k] = t.as_subclass(Tracked)
         elif type(t) is Tensor:
             t.__class__ = Tracked
-        t._gnsfast = made  # type: ignore[attr-defined]
+        t._gnsfast = made
     if len(results) == 1 and type(out) not in (list, tuple) and not hasattr(out, "__next__"):
         return results[0]
     return pytree.tree_unflatten(results, spec)
@@ -429,7 +430,7 @@ def _expression(
 ) -> Expression:
     """What result number ``k`` of a function of parameters is made of."""
     first, name = call.expressions[0], call.name
-    make = None if compiling() else _remade(call, k, is_written)
+    make = _remade(call, k, is_written)
     keeps = len(call.own) == 1 and first.kind == SAME and not is_written
     shifted = first.is_shifted or name in SHIFTS
     if keeps and (name in KEEPS or (name in SHIFTS and t.shape == call.leaves[call.own[0]].shape)):
@@ -533,7 +534,8 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
         first = leaves[-1] is True
         states = [Layout(1)] * len(call.others)
         places |= dict(zip(call.others, [Layout(0 if first else 1), *states]))
-        results = [Layout(0 if first else 1), Layout(1), Layout(1)][: len(flat)]
+        of_results: list[Place] = [Layout(0 if first else 1), Layout(1), Layout(1)]
+        results = of_results[: len(flat)]
     shapes = [list(leaves[i].shape) for i in places], [list(t.shape) for t in flat]
     fits = all(
         not isinstance(place, Layout) or place.fits(leaves[i].shape, B)

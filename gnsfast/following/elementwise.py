@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that meet the data element by element: gains, biases, position tables, class tokens."""
+"""Parameters that meet the data element by element: gains, biases, tables, class tokens."""
 
 from typing import Any
 

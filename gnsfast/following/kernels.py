@@ -220,7 +220,7 @@ def _linear(
     leaf = first_leaf(expressions)
     if isinstance(layout, Chosen):
         return _of_chosen_rows(x, weight, bias, expressions, values, layout, transposed)
-    B, whole = leaf.samples, leaf.starts is not None or x.shape[layout.dim] == leaf.samples
+    whole = leaf.starts is not None or x.shape[layout.dim] == leaf.samples
     if layout.dim and not whole:
         return undone(expressions)
     if not whole and layout.interleaved and x.ndim > 2:

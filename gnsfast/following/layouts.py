@@ -32,15 +32,16 @@ class Layout(NamedTuple):
         d, n = self.dim, t.shape[self.dim]
         if n == B:
             return t.movedim(d, 0) if d else t
-        if self.interleaved:
-            return t.unflatten(d, (n // B, B)).movedim(d + 1, 0)
-        return t.unflatten(d, (B, n // B)).movedim(d, 0)
+        parts, own = ((n // B, B), d + 1) if self.interleaved else ((B, n // B), d)
+        first: Tensor = torch.unflatten(t, d, parts).movedim(own, 0)
+        return first
 
     def of_sample(self, t: Tensor, b: int, B: int) -> Tensor:
         """Sample b's part of ``t``, with as many dimensions."""
         each = t.shape[self.dim] // B
         if self.interleaved:
-            return t.unflatten(self.dim, (each, B)).select(self.dim + 1, b)
+            rows: Tensor = torch.unflatten(t, self.dim, (each, B))
+            return rows.select(self.dim + 1, b)
         return t.narrow(self.dim, b * each, each)
 
 
@@ -141,7 +142,8 @@ def owners_of(x: Tensor, B: int) -> Tensor | None:
             chosen = index.ndim == 1 and index.dtype == torch.int64 and B and rows % B == 0
             if chosen and (len(index) == n if start is None else len(index) >= start + n):
                 first = start or 0
-                return index.as_subclass(Tensor)[first : first + n] // (rows // B)
+                owner_N: Tensor = index.as_subclass(Tensor)[first : first + n] // (rows // B)
+                return owner_N
         todo += [(f, nr, start) for f, nr in fn.next_functions]
     return None
 

@@ -49,10 +49,11 @@ class Leaf:
     """A trainable parameter: its probes, and what the open block has found about it.
 
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
-    itself. ``steps`` are the functions that took it in the example, in their order. ``probe`` is
-    for uses of this leaf, ``pair`` for those of this leaf and the ``next`` one together.
-    ``facts`` and ``starts`` (of packed documents) are for its plans. ``known_uses`` and
-    ``is_known_joined`` tell of uses in compiled code, which does not count. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it has none at all.
+    itself. ``steps`` are the functions that took it in the example, in their order, and ``routes``
+    those in which it meets the data. ``probe`` is for uses of this leaf, ``pair`` for those of this
+    leaf and the ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its
+    plans. ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not
+    count. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it has none.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -140,7 +141,7 @@ class Span(NamedTuple):
     @classmethod
     def of(cls, t: Tensor) -> "Span":
         last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
-        start = t.storage_offset()
+        start = int(t.storage_offset())
         return cls(t.untyped_storage().data_ptr(), start, start + last + 1)
 
     def is_apart(self, other: "Span | None") -> bool:

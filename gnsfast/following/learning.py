@@ -42,8 +42,8 @@ FEW = 3
 class Seen(NamedTuple):
     """A call of a function that takes a parameter. ``arguments`` and ``results`` are copies of its
     tensors, None for parameters and other values. ``of_data``: one of them was made from the batch;
-    ``is_data`` says which were made from the batch
-    and need a gradient. ``has_grad``: it was called in grad mode. ``owner_N`` are the samples of rows that an index has chosen.
+    ``is_data`` says which of them were, and need a gradient. ``has_grad``: it was called in grad
+    mode. ``owner_N`` are the samples of rows that an index has chosen.
     """
 
     name: str
@@ -214,7 +214,8 @@ def _copy(t: Any) -> Tensor | None:
     if not isinstance(t, Tensor):
         return None
     t = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return t.detach().as_subclass(Tensor).clone()
+    copied: Tensor = t.detach().as_subclass(Tensor).clone()
+    return copied
 
 
 class Example(NamedTuple):
@@ -453,8 +454,8 @@ def _lost_in(found: dict[Leaf, list[Step]]) -> set[tuple[Leaf, int]]:
 
 
 def _chosen(leaf: Leaf, looks: Looks, n: int) -> set[str]:
-    """The functions whose rows the data have chosen: each sample keeps its rows, in any order, while
-    others are replaced.
+    """The functions whose rows the data have chosen: each sample keeps its rows, in any order,
+    while others are replaced.
     """
     names = {call.name for call in looks.base.seen[leaf]}
     return {name for name in names if _keeps_rows(leaf, name, looks, n)}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import proof
 from gnsfast.following.dispatch import attach, detach
-from gnsfast.following.learning import Example, Learned, learn
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
+from gnsfast.following.learning import Example, Learned, learn
 from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.following.sample_gradients import settle
 from gnsfast.functional import Documents
@@ -314,7 +314,7 @@ class Followed:
     def _prove(
         self, module: nn.Module, leaves: list[Leaf], example: Example, learned: Learned
     ) -> proof.Proof:
-        """The proof of an example. Where the model draws random numbers, it is in evaluation mode."""
+        """The proof of an example, in evaluation mode where the model draws random numbers."""
         if self._units:
             return proof.Proof("its parameters are sharded (fully_shard)")
         found = self._compared(module, leaves, example, learned)

@@ -25,8 +25,8 @@ AS_BIAS = False, True
 
 
 def reduced(g_BTP: Tensor, plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The sum over samples and tokens in ``dtype``, and the probe rows, of gradients [B, T, P] whose
-    sum over T is a sample's gradient.
+    """The sum over samples and tokens in ``dtype``, and the probe rows. Of the gradients [B, T, P]
+    the sum over T is that of a sample.
     """
     a = plan.linear_wgrad(g_BTP, g_BTP, AS_BIAS, dtype)
     _, total, rows, _ = plan.run(ops.linear_wgrad, a, AS_BIAS)
@@ -50,8 +50,8 @@ class Operands(NamedTuple):
         a = self.a
         if isinstance(a, ConvWgrad):
             each = len(a.x) // a.samples
-            own = [t[b * each : (b + 1) * each] for t in (a.x, a.dy)]
-            a = a._replace(x=own[0], dy=own[1], samples=1)
+            x, dy = (t[b * each : (b + 1) * each] for t in (a.x, a.dy))
+            a = a._replace(x=x, dy=dy, samples=1)
         else:
             fields = TOKENS[type(a)]
             own = [t if t is None else self._of_sample(t, b) for t in a[:fields]]

@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gnsfast import ops
-from gnsfast.combinations import REPEATED, refuse
 from gnsfast.functional._autocast import autocast_dtype, without_autocast
 from gnsfast.functional._links import Link, link_grads
 from gnsfast.functional.plan import PLAIN, Plan, samples_first

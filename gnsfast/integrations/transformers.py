@@ -76,8 +76,8 @@ class GNSCallback(TrainerCallback):
             that changes.
 
     Raises:
-        ValueError: at the start of training, for a model without trainable parameters; in a step, if
-            ``loss="auto"`` finds another loss (a router's balance, class weights) or a
+        ValueError: at the start of training, for a model without trainable parameters; in a step,
+            if ``loss="auto"`` finds another loss (a router's balance, class weights) or a
             ``compute_loss`` that returns no outputs.
         ObservationError: in the first step, where ``position_ids`` show parts of the same samples
             on several processes.

@@ -86,7 +86,7 @@ class _Forward:
             if shift:
                 logits, labels_BT = logits[:, :-1], labels_BT[:, 1:]
             return -F.cross_entropy(logits.mT, labels_BT, reduction="none")
-        options = {"reduction": "none", "softcap": self.cap, "shift": shift}
+        options: Any = {"reduction": "none", "softcap": self.cap, "shift": shift}
         weight, bias = head.weight, getattr(head, "bias", None)
         loss_BT = linear_cross_entropy(hidden_BTD, weight, labels_BT, bias=bias, **options)
         return -loss_BT[:, :-1] if shift else -loss_BT

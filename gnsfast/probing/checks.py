@@ -65,8 +65,8 @@ def explain_unseen(name: str) -> str:
     """Why a parameter has no norms although it got a gradient."""
     return (
         f"{name} got a gradient, but no function of torch took it inside the block, so its norms "
-        "would be missing. Either a kernel or an autograd function of its own takes it, as those of "
-        "Liger-Kernel and of fused losses do, or the forward pass ran before the block, or "
+        "would be missing. Either a kernel or an autograd function of its own takes it, as those "
+        "of Liger-Kernel and of fused losses do, or the forward pass ran before the block, or "
         f"backward(inputs=...) left it out. In place of a fused loss use "
         f"gnsfast.Linear.cross_entropy. {leave_out(name)}"
     )

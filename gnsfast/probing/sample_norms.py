@@ -64,9 +64,9 @@ class per_sample_sqnorms:
             beyond ``num_samples`` are padding. Documents must not attend to each other, so the
             attention mask must be block-diagonal.
         audit: compares the gradient that arrives at each parameter with what was measured, in the
-            ``"first"`` pass of a model or ``"always"``. It finds functions that torch does not show,
-            and reads the gradients once more. Parameters that are sharded or have a user's hook are
-            not audited.
+            ``"first"`` pass of a model or ``"always"``. It finds functions that torch does not
+            show, and reads the gradients once more. Parameters that are sharded or have a user's
+            hook are not audited.
 
     The block yields a mapping from parameter names to [B] float32, whose method ``total()`` gives
     [B] over all parameters. The first batch that the model gets in a block shows where the samples

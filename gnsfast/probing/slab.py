@@ -125,7 +125,8 @@ class ProbeSlab:
 
     def sample_sqnorms(self) -> list[Tensor]:
         """[B] float64 on each device: each sample's squared norm over all covered parameters."""
-        B, parts = self.num_samples, {}
+        B = self.num_samples
+        parts: dict[torch.device, list[Tensor]] = {}
         for leaf, rows in self.rows.items():
             if not leaf.left_out:
                 parts.setdefault(rows.device, []).append(rows[:1, :B])
