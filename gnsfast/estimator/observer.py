@@ -78,9 +78,7 @@ class Observer:
         self.stages = Stages(self.model, slab, s.stages)
         self.units = self.stages.units
         if not self.units:
-            raise ValueError(
-                f"{type(self.model).__name__} has no trainable parameter with per-sample norms"
-            )
+            raise ObservationError(checks.explain_nothing(slab.followed))
         self.names = list(slab.parameters)
         self.parameters: list[Any] = list(slab.parameters.values())
         self.left_out = [leaf.name for leaf in slab.followed.leaves if leaf.left_out]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from gnsfast.following import unfollowed
+from gnsfast.following import Followed, unfollowed
 
 BETWEEN = (
     "Gradients were changed between two micro-batches of an update, by another backward pass, "
@@ -53,6 +53,16 @@ def explain_calls(name: str, calls: float) -> str:
         "parameter is used in several checkpoints: set use_reentrant=False. A loss in parts, as "
         "torchtitan's ChunkedLossWrapper, runs one for each part: compute it by "
         f"gnsfast.Linear.cross_entropy. {leave_out(name)}"
+    )
+
+
+def explain_nothing(followed: Followed) -> str:
+    """Why a model has no norms at all."""
+    first = next(leaf for leaf in followed.leaves if leaf.left_out)
+    return (
+        f"No parameter of {type(followed.model).__name__} has per-sample norms. {first.name}: "
+        f"{first.left_out}. gnsfast.coverage(model) lists the others, and "
+        "gnsfast.TwoBatchNoiseScale(model) needs no per-sample norms."
     )
 
 

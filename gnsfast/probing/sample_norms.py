@@ -171,6 +171,8 @@ class per_sample_sqnorms:
                 raise ObservationError(checks.explain_calls(name, calls))
             if not calls and self._got_gradient(name):
                 raise ObservationError(checks.explain_unseen(name))
+        if not slab.leaves:
+            raise ObservationError(checks.explain_nothing(slab.followed))
         if not slab.followed.observed:
             raise ObservationError(NO_BACKWARD)
         self._check_sums(sums)
