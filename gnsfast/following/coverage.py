@@ -34,11 +34,12 @@ class CoverageRow:
 @dataclass(frozen=True)
 class Coverage:
     """The result of ``gnsfast.coverage``. It prints as a table. ``proof`` says why the norms are
-    not proven; it is empty if they are.
+    not proven; it is empty if they are. ``seconds``: how long the first batch took to show this.
     """
 
     rows: tuple[CoverageRow, ...]
     proof: str = ""
+    seconds: float = 0.0
 
     @property
     def covered_fraction(self) -> float:
@@ -76,7 +77,8 @@ class Coverage:
             lines.append("  ".join(cells).rstrip())
         lines.append(f"covered: {self.covered_fraction:.1%} of the trainable elements")
         lines += [f"  with {each}: {self.measured_fraction(each):.1%}" for each in MEASURES]
-        lines.append(f"not proven: {self.proof}" if self.proof else "proven on the first batch")
+        proven = f"proven on the first batch, in {self.seconds:.2f} s"
+        lines.append(f"not proven: {self.proof}" if self.proof else proven)
         return "\n".join(lines)
 
 
@@ -117,4 +119,4 @@ def coverage(model: nn.Module) -> Coverage:
         measures = tuple(m for m in MEASURES if m != SPECTRAL or p.ndim == 2)
         route = " + ".join(leaf.routes)
         rows.append(CoverageRow(name, p.numel(), route, True, observed, note, measures))
-    return Coverage(tuple(rows), followed.proof.reason)
+    return Coverage(tuple(rows), followed.proof.reason, followed.proof.seconds)

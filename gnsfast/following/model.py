@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model whose parameters are followed: what is known of it between blocks."""
 
+import logging
+import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -279,6 +282,7 @@ class Followed:
         self.is_learned = module is self.model or all(
             m in self._looked for m in self.model.modules() if m is not self.model
         )
+        begun = time.perf_counter()
         leaves = self._leaves_of(module)
         example = None if documents else Example.of(args, kwargs, samples)
         if example is None:
@@ -289,7 +293,9 @@ class Followed:
             self._open(samples, facts, documents, leaves)
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
+        found = found._replace(seconds=time.perf_counter() - begun)
         self.proof = self.proof.joined(found, first=self.proof.reason == NOT_BEGUN)
+        _report(module, leaves, found)
         if self.on_learned is not None:
             self.on_learned()
 
@@ -304,7 +310,7 @@ class Followed:
     def _learned_from(self, module: nn.Module, leaves: list[Leaf], example: Example) -> proof.Proof:
         self.is_learning = True
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with _in_eager_mode():
                 learned = learn(leaves, module, example, self._as_it_was)
                 self.is_half |= learned.is_half
                 return self._prove(module, leaves, example, learned)
@@ -447,6 +453,29 @@ nn.modules.module.register_module_parameter_registration_hook(_registered)
 nn.modules.module.register_module_module_registration_hook(_registered)
 
 _known: "weakref.WeakKeyDictionary[nn.Module, Followed]" = weakref.WeakKeyDictionary()
+
+
+def _report(module: nn.Module, leaves: Sequence[Leaf], found: proof.Proof) -> None:
+    """A line in the log, which is a warning where parameters have no norms."""
+    left_out = [leaf for leaf in leaves if leaf.left_out and leaf.left_out != EXCLUDED]
+    level = logging.WARNING if left_out else logging.INFO
+    few = "; ".join(f"{leaf.name}: {leaf.left_out}" for leaf in left_out[:3])
+    logging.getLogger("gnsfast").log(
+        level,
+        "%s: the first batch showed %d of %d parameters in %.2f s, %s.%s",
+        type(module).__name__,
+        len(leaves) - len(left_out),
+        len(leaves),
+        found.seconds,
+        f"not proven ({found.reason})" if found.reason else "proven",
+        f" Left out: {few}" + (", ..." if len(left_out) > 3 else "") if few else "",
+    )
+
+
+def _in_eager_mode() -> AbstractContextManager[Any]:
+    """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
+    compiled = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -21,18 +21,21 @@ from gnsfast.tensors import tensors_of
 class Proof(NamedTuple):
     """What a proof has found. ``reason`` says why there is none; else ``wrong`` holds the
     parameters that failed, with the reason, and ``unproven`` those that got no gradient.
+    ``seconds``: how long the first batch took, with all that it shows.
     """
 
     reason: str = ""
     wrong: dict[str, str] = {}
     unproven: frozenset[str] = frozenset()
+    seconds: float = 0.0
 
     def joined(self, other: "Proof", first: bool) -> "Proof":
         """The proof of two parts of a model; of the other one if it is the ``first``."""
         if first:
             return other
         reason = self.reason or other.reason
-        return Proof(reason, self.wrong | other.wrong, self.unproven | other.unproven)
+        unproven, seconds = self.unproven | other.unproven, self.seconds + other.seconds
+        return Proof(reason, self.wrong | other.wrong, unproven, seconds)
 
 
 class Weighed(NamedTuple):
