@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from gnsfast import functional
 from gnsfast.following.elementwise import spread
-from gnsfast.following.kernels import KERNELS, bare, plan_for
+from gnsfast.following.kernels import KERNELS
 from gnsfast.following.layouts import (
     ALONE,
     FIRST,
@@ -44,6 +44,7 @@ from gnsfast.following.leaf import (
     twin_of,
 )
 from gnsfast.following.replay import Replay, flatten, replayed
+from gnsfast.following.uses import bare, plan_for
 
 unfollowed = torch._C.DisableTorchFunctionSubclass
 

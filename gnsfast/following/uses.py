@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A use: a function with a kernel that takes parameters and data, with the plan and the probe that
+its kernel needs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout, owners_of
+from gnsfast.following.leaf import Expression, Leaf, compiling, expression_of, first_leaf
+from gnsfast.following.sample_gradients import Operands
+from gnsfast.functional import Plan
+from gnsfast.signatures import OPERATORS, RESULTS
+from gnsfast.tensors import is_dtensor
+
+ROWS_AT = {
+    arguments: RESULTS[name].index("rows")
+    for name, arguments in OPERATORS.items()
+    if "rows" in RESULTS[name]
+}
+"""Operator's arguments -> which of its results holds the probe rows."""
+
+
+class Joining:
+    """Decides in backward whether the rows of a kernel are the norms of its parameters, or a part
+    that is joined with other uses (``Plan.uses``).
+    """
+
+    def __init__(self, expressions: tuple[Expression, ...]) -> None:
+        self.expressions = expressions
+
+    def keep(
+        self, plan: Plan, operator: Callable[[Any], Any], a: Any, wanted: Any, at_BS: Any
+    ) -> tuple[Any, ...]:
+        """The results of the operator. The rows of joined uses are zeros, and kept as parts."""
+        is_plain = plan.groups is None and plan.constants_P2 is None and not plan.second
+        if is_plain and at_BS is None and not any(e.is_joined for e in self.expressions):
+            alone: tuple[Any, ...] = operator(a)
+            return alone
+        at, plan = ROWS_AT[type(a)], plan._replace(uses=None)
+        serves = is_plain or "constants_P2" in a._fields
+        joined = [not serves or e.is_joined for e in self.expressions]
+        if plan.second and any(joined):  # what is summed over samples is summed when all are joined
+            plan, joined = plan._replace(second=()), [True] * len(joined)
+        found = list(plan.run(operator, a, wanted, at_BS) if serves else operator(a))
+        if not any(joined):
+            return tuple(found)
+        which = [k for k, want in enumerate(wanted) if want]
+        P = len(which)
+        own = type(a)._make(t.detach() if isinstance(t, Tensor) else t for t in a)
+        rows, kept = found[at], [None] * P
+        if serves:
+            kept, found[at] = [rows[k::P].clone() for k in range(P)], rows.clone()
+        else:
+            shape = (1 + (plan.constants_P2 is not None)) * P, rows.shape[1] + _groups(plan)
+            found[at] = rows.new_zeros(shape)
+        for k, (number, expression) in enumerate(zip(which, self.expressions)):
+            if joined[k]:
+                part = Operands(plan, operator, own, number, kept[k])
+                expression.leaves[0].parts.append((expression, part))
+                found[at][k::P] = 0.0
+        return tuple(found)
+
+
+def _groups(plan: Plan) -> int:
+    return 0 if plan.groups is None else len(plan.groups.sizes_G)
+
+
+def plan_for(
+    expressions: list[Expression], values: list[Tensor], layout: Layout, transposed: bool = False
+) -> Plan:
+    """The plan of a use, which is made once as long as the same is measured. A plan knows samples
+    in dimension 0, and in dimension 1 or interleaved in dimension 0, which is the same.
+    """
+    leaf = expressions[0].leaves[0]
+    dim = 1 if layout.interleaved or layout.dim == 1 else 0
+    if is_dtensor(values[0]):
+        return Plan(batch_dim=dim, transposed=transposed)
+    if compiling():
+        facts = merged([e.facts(value) for e, value in zip(expressions, values)])
+        return Plan(batch_dim=dim, transposed=transposed, starts=leaf.starts, **facts)
+    key = (*map(id, expressions), dim, transposed)
+    if (plan := leaf.plans.get(key)) is not None:
+        return plan
+    facts = merged([e.facts(value) for e, value in zip(expressions, values)])
+    plan = Plan(batch_dim=dim, transposed=transposed, starts=leaf.starts, **facts)
+    plan = plan._replace(uses=Joining(tuple(expressions)), module=leaf.name)
+    if all(e.is_whole for e in expressions):
+        leaf.plans[key] = plan
+    return plan
+
+
+def merged(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The facts of several parameters of one function."""
+    first, *more = facts
+    if not more or not first:
+        return first
+    found = dict(first)
+    if "moments" in first:
+        found["moments"] = tuple(v for each in facts for v in each["moments"])
+        found["constants_P2"] = torch.cat([each["constants_P2"] for each in facts])
+    second = [{(type(s), s.feature): s for s in each.get("second", ())} for each in facts]
+    kinds = dict.fromkeys(kind for own in second for kind in own)
+    found["second"] = tuple(kind[0].merged([own.get(kind) for own in second]) for kind in kinds)
+    return found
+
+
+def probe_of(expressions: list[Expression]) -> Tensor:
+    """The probe of a use of one parameter, or of two."""
+    first = expressions[0].leaves[0]
+    if len(expressions) == 1:
+        probe: Tensor = first.probe
+        return probe
+    second = expressions[1].leaves[0]
+    if first.next is second:
+        pair: Tensor = first.pair
+        return pair
+    own = first.probe, second.probe
+    return torch.cat([*(t[:1] for t in own), *(t[1:] for t in own)])
+
+
+def trained(parameters: tuple[Any, ...]) -> tuple[list[Expression], list[Tensor]]:
+    """What those of ``parameters`` that need a gradient are made of, and their values. Nothing if
+    one of them is not followed: a kernel serves all or none.
+    """
+    expressions, values = [], []
+    for t in parameters:
+        if t is None or not t.requires_grad:
+            continue
+        expression = expression_of(t)
+        if expression is None:
+            return [], []
+        expressions.append(expression)
+        values.append(t)
+    return expressions, values
+
+
+class Use(NamedTuple):
+    """A use that a kernel serves. ``leaf`` is the first of its parameters in the model."""
+
+    leaf: Leaf
+    layout: Layout | Chosen
+    plan: Plan
+    probe: Tensor
+
+
+Takes = Callable[[Tensor, Layout, Leaf], bool]
+"""Whether a kernel takes data with their samples in a layout, for the pass that a leaf is in."""
+
+
+def in_first(x: Tensor, layout: Layout, leaf: Leaf) -> bool:
+    """Samples of consecutive rows in dimension 0, no packed documents."""
+    return layout.dim == 0 and not layout.interleaved and leaf.starts is None
+
+
+def in_rows(x: Tensor, layout: Layout, leaf: Leaf, features: int = 1) -> bool:
+    """What a plan can say: samples in dimension 0, one row of each in dimension 1, or interleaved
+    rows [N, features]. The last ``features`` dimensions hold no samples.
+    """
+    lead = x.ndim - features
+    if layout.dim >= lead:
+        return False
+    if layout.dim == 1:
+        return features == 1 and x.shape[1] == leaf.samples
+    return layout.dim == 0 and (not layout.interleaved or lead == 1)
+
+
+def begin(
+    name: str,
+    x: Tensor,
+    parameters: tuple[Any, ...],
+    takes: Takes | None = in_first,
+    *,
+    place: int = 0,
+    transposed: bool = False,
+) -> Use | None:
+    """The use of ``parameters`` by function ``name``, whose argument number ``place`` is ``x``;
+    None where no kernel serves it. Without ``takes`` any layout will do, also rows that the data
+    have chosen.
+    """
+    expressions, values = trained(parameters)
+    if not expressions or expression_of(x) is not None:
+        return None
+    leaf = first_leaf(expressions)
+    layout = _place(leaf, name, x, place)
+    if layout is None or (takes and (isinstance(layout, Chosen) or not takes(x, layout, leaf))):
+        if not compiling():
+            leaf.functions -= 1  # the next kind of function looks for the same step
+        return None
+    if not compiling():
+        for expression in expressions:
+            expression.note_use()
+    own = layout if isinstance(layout, Layout) else FIRST
+    plan = plan_for(expressions, values, own, transposed)
+    return Use(leaf, layout, plan, probe_of(expressions))
+
+
+def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | None:
+    """Where the samples of ``x`` lie; None where that is not known."""
+    step, B = leaf.step(name), leaf.samples
+    if leaf.starts is not None:
+        return FIRST
+    if step is None:
+        found: Any = ALONE if B == 1 else FIRST
+    elif step.chosen and not compiling():
+        owner_N = owners_of(x, B) if x.ndim == 2 else None
+        return None if owner_N is None else Chosen(owner_N)
+    else:
+        found = step.arguments[place] if place < len(step.arguments) else None
+    return found if isinstance(found, Layout) and found.fits(x.shape, B) else None
+
+
+def bare(t: Any) -> Any:
+    """``t`` for a kernel. Dynamo looks at the class of what is handed to functions of torch."""
+    return t.view_as(t) if compiling() and expression_of(t) is not None else t
