@@ -17,7 +17,7 @@ from torch import Tensor
 from gnsfast import functional
 from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import NOTHING, Leaf, compiling, expression_of
-from gnsfast.following.uses import Use, bare, begin, in_first, in_rows
+from gnsfast.following.uses import Use, bare, begin, in_first, in_rows, trained
 
 
 def linear(input: Tensor, weight: Tensor, bias: Any = None) -> Any:
@@ -104,12 +104,14 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """``F.embedding(input, weight, padding_idx)``"""
-    if max_norm is not None or scale_grad_by_freq or sparse:
+    if scale_grad_by_freq or sparse:
         return NotImplemented
     use = begin("embedding", input, (weight,), partial(in_rows, features=0))
     if use is None:
         return NotImplemented
     leaf, _, plan, probe = use
+    if max_norm is not None:
+        _renormalise(weight, input, max_norm, norm_type)
     tied = leaf.is_tied and weight is leaf.current
     if tied:
         plan = plan._replace(uses=None)
@@ -122,6 +124,12 @@ def embedding(
     if link is not None:
         leaf.links = (*leaf.links, link)
     return y
+
+
+def _renormalise(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
+    """What torch does to the rows ``ids`` before it looks them up."""
+    with torch.no_grad():
+        torch.embedding_renorm_(weight, ids.contiguous(), max_norm, norm_type)
 
 
 def layer_norm(
@@ -311,8 +319,7 @@ def embedding_bag(
     if use is None:
         return NotImplemented
     if max_norm is not None:
-        with torch.no_grad():
-            torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
+        _renormalise(weight, input, max_norm, norm_type)
     return functional.embedding_bag(
         input,
         bare(weight),
@@ -348,8 +355,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     use = begin("attention", q, parameters)
     if use is None:
         return NotImplemented
-    trained = [e for t in parameters if (e := expression_of(t)) is not None and t.requires_grad]
-    probe = torch.cat([e.leaves[0].probe for e in trained])
+    expressions, _ = trained(parameters)
+    probe = torch.cat([e.leaves[0].probe for e in expressions])
     return functional.attention(q, k, v, probe=probe, **options)
 
 
