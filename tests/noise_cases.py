@@ -12,7 +12,7 @@ I, N = 6, 8
 def make(batch_dim: int = 0) -> nn.Module:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(I, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 3))
-    return gnsfast.convert(model, batch_dim=batch_dim)
+    return model
 
 
 def draw(count: int, n: int = N) -> list[tuple[Tensor, Tensor]]:

@@ -202,7 +202,7 @@ def single_grads(case: Case, documents: bool) -> dict[str, Tensor]:
 def converted(case: Case, **options: Any) -> nn.Module:
     """The model by its routes; only an example shows how a model uses its own parameters."""
     alone = any(isinstance(m, Gains) for m in case.model.modules())
-    return gnsfast.convert(case.model, example=case.x if alone else None, **options)
+    return gnsfast.configure(case.model, example=case.x if alone else None, **options)
 
 
 def measured(case: Case, features: tuple[str, ...], part: str = "*") -> ProbeSlab:
@@ -353,7 +353,7 @@ def test_the_guide_shows_the_tables() -> None:
 
 
 def test_coverage_reads_the_table() -> None:
-    model = gnsfast.convert(nn.Sequential(nn.Linear(D, D), Conv()))
+    model = nn.Sequential(nn.Linear(D, D), Conv())
     found = gnsfast.coverage(model)
     measures = {r.parameter: r.measures for r in found.rows}
     assert measures["0.weight"] == (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS)
@@ -361,4 +361,4 @@ def test_coverage_reads_the_table() -> None:
     share = (D * D + D) / sum(p.numel() for p in model.parameters())
     assert [found.measured_fraction(f) for f in (METRIC, GROUPS)] == pytest.approx([share, share])
     assert f"  with {METRIC}: {share:.1%}" in str(found)
-    assert gnsfast.coverage(gnsfast.convert(Tied())).measured_fraction(SPECTRAL) == 0.0
+    assert gnsfast.coverage(Tied()).measured_fraction(SPECTRAL) == 0.0

@@ -86,7 +86,7 @@ def test_plans_by_hand(pair: tuple[str, str]) -> None:
 
 def test_estimator() -> None:
     """What a model is asked for as a whole."""
-    model = gnsfast.convert(nn.Sequential(nn.Linear(D, 5)))
+    model = nn.Sequential(nn.Linear(D, 5))
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(NotImplementedError, match=re.escape(reason(None, [METRIC, GROUPS]))):
         gnsfast.GradientNoiseScale(model, groups=["a"], metric="adam", optimizer=optimizer)

@@ -48,7 +48,7 @@ def test_layers(make: Callable[[], tuple[nn.Module, torch.Tensor]], nowhere: lis
 
 def test_documents(nowhere: list[str]) -> None:
     """A weight that is an embedding twice and the head: the pass with the most kinds of terms."""
-    model, batch = gnsfast.convert(Packed(tied=True)), draw()
+    model, batch = Packed(tied=True), draw()
     starts = gnsfast.cu_seqlens(batch[1])
     with gnsfast.per_sample_sqnorms(model, len(LENGTHS), cu_seqlens=starts):
         packed_loss(model, batch).backward()

@@ -29,10 +29,13 @@ class NoMetric:
     measured: frozenset[str] = frozenset()
 
     def open(self, first: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        """v, and s and eps [1, 2], of each parameter whose metric is known. ``first`` says that
-        this micro-batch begins an update.
+        """v, and s and eps [1, 2], of each parameter that has them: none before the optimizer's
+        first step. ``first`` says that this micro-batch begins an update.
         """
         return {}
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Measure some parameters no more, in the pass that has just been opened."""
 
     def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
         """This process's share of q, from ``.grad``. None if the probes have it."""
@@ -113,13 +116,13 @@ class AdamMetric(NoMetric):
                 self._gathered = {p: _whole(v) for p, v in moments.items() if p in self._sharded}
             moments = moments | self._gathered
         constants = self._constants_of(moments)
-        known = {self._names[p] for p in moments}
-        partly = {_module(name) for name in self._called if name not in known}
-        return {
-            name: (moments[p], constants[name])
-            for p, name in self._names.items()
-            if p in moments and _module(name) not in partly
-        }
+        return {self._names[p]: (v, constants[self._names[p]]) for p, v in moments.items()}
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        for p in [self._called.pop(name) for name in names]:
+            del self._names[p]
+            self._moments.pop(p, None)
+        self.measured, self._marks = frozenset(self._called), self._mark(self._moments)
 
     def finish(self, by_probe: bool, touched: set[str]) -> Tensor | None:
         self._gathered = {}
@@ -219,10 +222,6 @@ class AdamMetric(NoMetric):
                 "second moments are no longer those of the measured norms. Call gns.update() "
                 "before optimizer.step()."
             )
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _parameter_groups(optimizer: Any, names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, Any]:

@@ -18,10 +18,9 @@ from gnsfast.errors import ObservationError
 from gnsfast.estimator.dual_factors import Factors, factors
 from gnsfast.estimator.eager import EAGER
 from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
-from gnsfast.estimator.micro_batch_noise import Arrivals, trainable
+from gnsfast.estimator.micro_batch_noise import Arrivals, measurable, trained
 from gnsfast.estimator.numbers import Pass
 from gnsfast.estimator.settings import Settings
-from gnsfast.following import Leaf
 from gnsfast.functional import Grams, Halves, Squares
 from gnsfast.noise_scale import (
     NUMBERS,
@@ -75,6 +74,11 @@ class DualNorms:
     def _first_sample(self, passes: int) -> int:
         """Passes take turns, so that both halves get samples even if each pass has only one."""
         return (passes + self._rank) % 2
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Measure single samples of some parameters no more."""
+        for each in self.of.values() if not self._settings.micro_batches else ():
+            each.leave_out(names)
 
     def opened(self) -> None:
         """Begin to watch a pass. If the modules of a compiled model add to sums, it runs in eager
@@ -162,7 +166,7 @@ class DualNorm:
     """The measurement in one dual norm, and V, the running mean of C."""
 
     feature = SIGN
-    needs = "Linear, Embedding, LayerNorm and RMSNorm layers have it. Leave metric='sign' out."
+    needs = "None is trained. Leave metric='sign' out."
 
     def __init__(
         self,
@@ -173,15 +177,10 @@ class DualNorm:
     ) -> None:
         self._settings, self._several = settings, processes.world > 1
         if settings.micro_batches:
-            self.parameters = trainable(model, self.feature, settings)
+            self.parameters = measurable(model, trained(model), self.feature, settings)
         else:
-            self.parameters = {
-                leaf.name: leaf.parameter
-                for leaf in slab.leaves
-                if self._measures(leaf) and self._takes(leaf.parameter, settings)
-            }
-        if not self.parameters:
-            raise ValueError(f"No parameter has {self.feature}. {self.needs}")
+            self.parameters = measurable(model, slab.parameters, self.feature, settings)
+        self._refuse_none()
         self._samples_alone = not settings.micro_batches
         self.left_out = tuple(n for n in slab.parameters if n not in self.parameters)
         shaped = {name: (p, self._shape(p)) for name, p in self.parameters.items()}
@@ -195,13 +194,17 @@ class DualNorm:
         some = next(iter(self.parameters.values()))
         self._samples = torch.zeros((), dtype=torch.float64, device=some.device)
 
-    def _takes(self, p: nn.Parameter, settings: Settings) -> bool:
-        """Whether a parameter is measured."""
-        return True
+    def _refuse_none(self) -> None:
+        if not self.parameters:
+            raise ValueError(f"No parameter has {self.feature}. {self.needs}")
 
-    def _measures(self, leaf: Leaf) -> bool:
-        """Whether single samples of a parameter can be measured."""
-        return True
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Measure some parameters no more."""
+        for name in names:
+            for of in (self.parameters, self._holdings, self._moments):
+                of.pop(name, None)
+        self.left_out = tuple(n for n in self.left_out if n not in names)
+        self._refuse_none()
 
     def _shape(self, p: Tensor) -> Sequence[int]:
         """The shape of a parameter's second moments."""
@@ -321,8 +324,8 @@ class SpectralNorm(DualNorm):
 
     feature = SPECTRAL
     needs = (
-        "Matrices of Linear layers have it, unless they are shared; with optimizer=... only those "
-        "that it trains. Leave metric='spectral' out."
+        "Matrices have it, except for embeddings; with optimizer=... only those that it trains. "
+        "Leave metric='spectral' out."
     )
     _sink = Grams
     _square = staticmethod(dual_norms.gram)
@@ -335,12 +338,6 @@ class SpectralNorm(DualNorm):
     @staticmethod
     def _add(moments: Tensor, grad: Tensor) -> None:
         moments += dual_norms.gram(grad)
-
-    def _takes(self, p: nn.Parameter, settings: Settings) -> bool:
-        return p.ndim == 2 and (settings.matrices is None or p in settings.matrices)
-
-    def _measures(self, leaf: Leaf) -> bool:
-        return not leaf.is_known_joined and {*leaf.routes} <= {"linear", "matmul", "addmm"}
 
     def _shape(self, p: Tensor) -> Sequence[int]:
         return (min(p.shape), min(p.shape))

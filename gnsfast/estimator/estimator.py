@@ -236,10 +236,10 @@ class GradientNoiseScale:
         needed. ``remove()`` on the result ends this.
 
         The batch size is that of dimension ``batch_dim`` of the first tensor among the model's
-        arguments. Losses must be
-        means over samples (or sums, as ``loss_reduction`` says). Forward passes without grad mode
-        are ignored. If losses are divided by the number of micro-batches, so are tr Σ and |G|²; the
-        noise scale stays the same. Construct this with the compiled or wrapped model that you call.
+        arguments. Losses must be means over samples (or sums, as ``loss_reduction`` says). Forward
+        passes without grad mode are ignored. If losses are divided by the number of micro-batches,
+        so are tr Σ and |G|²; the noise scale stays the same. Construct this with the compiled or
+        wrapped model that you call.
         """
         if self._attachment is not None:
             raise ObservationError("gns.attach() was called before: call remove() on its result")
@@ -260,7 +260,7 @@ class GradientNoiseScale:
             self.discard()
 
     def _before_forward(self, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or not self._due or self._inside:
+        if self._is_learning or not torch.is_grad_enabled() or not self._due or self._inside:
             return
         if self._attached is not None and not self._forward_ended:
             self.discard()  # the last forward pass ended in an error
@@ -282,7 +282,12 @@ class GradientNoiseScale:
         return self._attached is not None and observer is not None and observer.reached()
 
     def _after_forward(self) -> None:
-        self._forward_ended = True
+        self._forward_ended = self._forward_ended or not self._is_learning
+
+    @property
+    def _is_learning(self) -> bool:
+        """Whether the model runs for what it shows of its samples."""
+        return Followed.of(unwrapped(self.model)).is_learning
 
     def _close_attached(self) -> None:
         if self._attached is None:

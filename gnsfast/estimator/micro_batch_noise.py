@@ -80,21 +80,22 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def trainable(model: nn.Module, feature: str, settings: Settings) -> dict[str, nn.Parameter]:
-    """The parameters that are measured: all that are trained. In the spectral norm these are the
-    matrices in ``settings.matrices``, or all matrices except for the weights of embeddings.
+def measurable(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], feature: str, settings: Settings
+) -> dict[str, nn.Parameter]:
+    """The parameters that have a dual norm: all. In the spectral norm these are the matrices in
+    ``settings.matrices``, or all matrices except for the weights of embeddings.
     """
-    found = trained(model)
-    if feature == SPECTRAL:
-        looked_up = (nn.Embedding, nn.EmbeddingBag)
-        rows = {id(m.weight) for m in model.modules() if isinstance(m, looked_up)}
-        found = {
-            name: p
-            for name, p in found.items()
-            if p.ndim == 2
-            and (id(p) not in rows if settings.matrices is None else p in settings.matrices)
-        }
-    return found
+    if feature != SPECTRAL:
+        return dict(parameters)
+    looked_up = (nn.Embedding, nn.EmbeddingBag)
+    rows = {id(m.weight) for m in model.modules() if isinstance(m, looked_up)}
+    return {
+        name: p
+        for name, p in parameters.items()
+        if p.ndim == 2
+        and (id(p) not in rows if settings.matrices is None else p in settings.matrices)
+    }
 
 
 def refuse_numbers(p: Tensor, q: Tensor, scalars: Tensor, flags: Tensor, world: int) -> None:

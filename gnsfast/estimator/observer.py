@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects what the probes and gradients of an update show, micro-batch by micro-batch."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +55,6 @@ class Observer:
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._wrapped, self.model, self.settings = model, unwrapped(model), settings
         self.is_settled = False
-        self._reopen: Callable[[], None] = lambda: None
         self.slab: ProbeSlab | None = None  # while a micro-batch is open
         self._passes: list[Pass] = []  # of the update under way
         self._touched: list[int] = []
@@ -65,16 +62,22 @@ class Observer:
         self._end: EndOfPass | None = None
         self._last = EndOfPass([], None)  # of the pass before
         self.after_update: list[Mark] | None = None
-        self._slab = ProbeSlab(model)
+        s, slab = settings, ProbeSlab(model)
+        self._slab = slab
+        self.processes = find_processes(self._wrapped, s.group, s.stages)
+        if self.processes.world > 1 and not s.local:
+            factor = gradients.divide_factor(self._wrapped)
+            self.processes = replace(self.processes, factor=factor)
+        first = next(iter((*slab.parameters.values(), *self.model.parameters())), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        self.metric = AdamMetric.of(self.model, slab, s, self.processes, self.device)
+        self.dual = DualNorms(self.model, slab, s, self.processes, self.device)
+        self.groups = GroupMeasure(s, self.processes)
         self._bind()
 
     def _bind(self) -> None:
         """Make what depends on which parameters have norms."""
         s, slab = self.settings, self._slab
-        self.processes = find_processes(self._wrapped, s.group, s.stages)
-        if self.processes.world > 1 and not s.local:
-            factor = gradients.divide_factor(self._wrapped)
-            self.processes = replace(self.processes, factor=factor)
         self.stages = Stages(self.model, slab, s.stages)
         self.units = self.stages.units
         if not self.units:
@@ -83,11 +86,6 @@ class Observer:
         self.parameters: list[Any] = list(slab.parameters.values())
         self.left_out = [leaf.name for leaf in slab.followed.leaves if leaf.left_out]
         self._smallest = sorted(self.parameters, key=Tensor.numel)
-        first = next(iter((*self.parameters, *self.model.parameters())), None)
-        self.device = torch.device("cpu") if first is None else first.device
-        self.metric = AdamMetric.of(self.model, slab, s, self.processes, self.device)
-        self.dual = DualNorms(self.model, slab, s, self.processes, self.device)
-        self.groups = GroupMeasure(s, self.processes)
         slab.sides = Sides(self.metric.measured, len(s.groups))
         self.widths = [self.metric.width, self.dual.width, self.groups.width]
         self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
@@ -110,17 +108,24 @@ class Observer:
         """Take over what the first batch has shown: which parameters have norms."""
         if self.processes.world > 1:
             self._agree()
-        covered = [leaf.name for leaf in self._slab.followed.covered]
-        if covered == self.names and not self.settings.dual:
+        covered = {leaf.name for leaf in self._slab.followed.covered}
+        lost = [name for name in self.names if name not in covered]
+        if not lost:
             return
-        if self.is_settled:
+        if self.is_settled or self._passes:
+            self.discard()
             raise ObservationError(
-                "The first batch of several samples shows that other parameters have norms than "
-                "those of the updates before it. Call gns.reset()."
+                f"A batch of several samples shows that {', '.join(lost[:5])} cannot be measured "
+                "(gnsfast.coverage(model) says why), after other passes were measured with it. "
+                f"Call gns.reset(), or before training gnsfast.configure(model, exclude={lost})."
             )
+        assert self._watch is not None
+        self._watch.stop()
         self._slab.refresh()
+        for each in (self.metric, self.dual):
+            each.leave_out(lost)
         self._bind()
-        self._reopen()
+        self._watch_gradients()
 
     def _agree(self) -> None:
         """Leave out what any process leaves out."""
@@ -173,25 +178,17 @@ class Observer:
         begins = None if first or self.settings.local else self._begins
         slab.open(slots, documents, members, moments, self.pass_over, second, begins, passes)
         slab.followed.on_learned = self._learned
-        self._reopen = partial(self._open_again, groups, num_samples)
         self.slab, self._end, self._split, self._written = slab, None, False, False
         self._alone = passes == 1 and self.processes.world == 1
         self._by_marks = passes == 1 and not dist.is_initialized()  # DDP writes to whole buckets
         self._watch_gradients()
+        self.dual.opened()  # after the watch, which does not audit parameters with hooks
 
     def _sides(self, groups: Any, num_samples: int) -> Any:
         """What is measured beside the samples' norms in the next pass."""
         members = self.groups.open(groups, num_samples)
         moments = self.metric.open(not self._passes)
         return members, moments, self.dual.open(len(self._passes))
-
-    def _open_again(self, groups: Any, num_samples: int) -> None:
-        """Measure the open pass as the first batch has shown."""
-        assert self._watch is not None
-        self._watch.stop()
-        self.dual.closed()
-        self._slab.reopen(*self._sides(groups, num_samples))
-        self._watch_gradients()
 
     def _watch_gradients(self) -> None:
         first = not self._passes
@@ -201,7 +198,6 @@ class Observer:
         except RuntimeError:
             self.discard()
             raise
-        self.dual.opened()  # after the watch, which does not audit parameters with hooks
         left = set(self.names) - self._watch.watched
         self._before = {n: checks.mark(p) for n, p in zip(self.names, self.parameters) if n in left}
         if first:

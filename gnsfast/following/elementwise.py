@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from gnsfast.following.layouts import Chosen, Layout
 from gnsfast.following.leaf import Expression
-from gnsfast.following.sample_gradients import Dense, reduced
+from gnsfast.following.sample_gradients import Dense, is_wanted, leave, reduced
 from gnsfast.functional import Plan
 from gnsfast.tensors import accumulate_dtype
 
@@ -28,7 +28,10 @@ class _Spread(torch.autograd.Function):
         expression: Expression | None,
     ) -> Tensor:
         ctx.own, ctx.dtype, ctx.device = e.shape, e.dtype, e.device
+        if expression is not None and expression.is_parted:
+            plan = Plan(starts=plan.starts)
         ctx.plan, ctx.layout, ctx.expression = plan.without_tensors(), layout, expression
+        ctx.use, ctx.rows = object(), probe.shape
         ctx.samples = plan.samples(probe)
         ctx.save_for_backward(*plan.tensors())
         return e.detach().expand(shape)
@@ -42,11 +45,11 @@ class _Spread(torch.autograd.Function):
         else:
             g_BTP = of_tokens(g, ctx.own)
         total, rows = reduced(g_BTP, plan, ctx.dtype)
-        if ctx.expression is not None and ctx.expression.is_joined:
+        if ctx.expression is not None and ctx.expression.is_parted:
             starts = plan.starts
-            part = Dense(lambda b: _of_one(g_BTP, starts, b), rows)
-            ctx.expression.leaves[0].parts.append((ctx.expression, part))
-            rows = torch.zeros_like(rows)
+            if is_wanted([ctx.expression]):
+                leave(ctx.expression, Dense(lambda b: _of_one(g_BTP, starts, b)), ctx.use)
+            rows = rows.new_zeros(ctx.rows)
         return total.reshape(ctx.own), rows, None, None, None, None
 
 

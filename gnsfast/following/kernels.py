@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gnsfast import functional
 from gnsfast.following.layouts import Chosen, Layout
-from gnsfast.following.leaf import NOTHING, Leaf, compiling, expression_of
-from gnsfast.following.uses import Use, bare, begin, in_first, in_rows, trained
+from gnsfast.following.leaf import Leaf, compiling, expression_of, recomputing
+from gnsfast.following.uses import Use, bare, begin, in_rows, trained
 
 
 def linear(input: Tensor, weight: Tensor, bias: Any = None) -> Any:
@@ -112,16 +112,25 @@ def embedding(
     leaf, _, plan, probe = use
     if max_norm is not None:
         _renormalise(weight, input, max_norm, norm_type)
+    links: tuple[functional.Link, ...] = ()
+    again = not compiling() and recomputing()
     tied = leaf.is_tied and weight is leaf.current
-    if tied:
+    if tied and (compiling() or again or torch._C._current_graph_task_id() == -1):
         plan = plan._replace(uses=None)
-        if leaf.is_taken and (compiling() or torch._C._current_graph_task_id() == -1):
-            leaf.links, leaf.is_taken = (), False  # the model runs once more
-    links = leaf.links if tied else ()
+        if not again and not compiling():
+            leaf.spans.pop()  # links join it with later uses
+        if again:
+            links = leaf.links[: _number_of(input, leaf.links)]  # those before it
+        elif leaf.is_taken:  # the model runs once more
+            leaf.links, leaf.is_taken = (), False
+        else:
+            links = leaf.links
+    else:
+        tied = False
     y, link = functional.embedding(
         input, bare(weight), probe, plan, links, padding_idx=padding_idx, tied=tied
     )
-    if link is not None:
+    if link is not None and not again:
         leaf.links = (*leaf.links, link)
     return y
 
@@ -130,6 +139,15 @@ def _renormalise(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
     """What torch does to the rows ``ids`` before it looks them up."""
     with torch.no_grad():
         torch.embedding_renorm_(weight, ids.contiguous(), max_norm, norm_type)
+
+
+def _number_of(ids: Tensor, links: tuple[functional.Link, ...]) -> int:
+    """Which of the links is that of ``ids``."""
+    if len(links) == 1:
+        return 0
+    own = ids.flatten().sort().values
+    same = (torch.equal(link[0].flatten().sort().values, own) for link in links)
+    return next((k for k, is_own in enumerate(same) if is_own), len(links))
 
 
 def layer_norm(
@@ -315,7 +333,8 @@ def embedding_bag(
     bags = input
     if offsets is not None:  # there is one offset for each bag
         bags = offsets[:-1] if include_last_offset else offsets
-    use = begin("embedding_bag", bags, (weight,), _of_bags, place=0 if offsets is None else 2)
+    place = 0 if offsets is None else 2
+    use = begin("embedding_bag", bags, (weight,), place=place, has_plan=False)
     if use is None:
         return NotImplemented
     if max_norm is not None:
@@ -330,11 +349,6 @@ def embedding_bag(
         include_last_offset=include_last_offset,
         padding_idx=padding_idx,
     )
-
-
-def _of_bags(x: Tensor, layout: Layout, leaf: Leaf) -> bool:
-    """A bag measures nothing beside the norms of its samples."""
-    return in_first(x, layout, leaf) and leaf.facts is NOTHING
 
 
 def cross_entropy(
@@ -352,7 +366,7 @@ def cross_entropy(
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """``functional.attention(q, k, v, sinks=...)``"""
     parameters = tuple(options.get(name) for name in ("sinks", "logit_scale", "q_gain", "k_gain"))
-    use = begin("attention", q, parameters)
+    use = begin("attention", q, parameters, has_plan=False)
     if use is None:
         return NotImplemented
     expressions, _ = trained(parameters)

@@ -33,7 +33,8 @@ class Step(NamedTuple):
 
 class Facts(NamedTuple):
     """What is measured of a leaf beside the norm of each sample: groups of samples, the norms under
-    a metric (v, and s and eps [1, 2]), and objects that sum over samples (``Plan.second``).
+    a metric (v, and s and eps [1, 2]), and objects that sum over samples (``Plan.second``). A leaf
+    that has no v yet is measured as if it were zero, and the numbers are not used.
     """
 
     groups: Groups | None = None
@@ -44,6 +45,12 @@ class Facts(NamedTuple):
 
 NOTHING = Facts()
 
+ADD_UP = (
+    "the norms of several passes do not add up. A block takes one forward and one backward pass. A "
+    "loss in parts, as torchtitan's ChunkedLossWrapper, runs one for each part: compute it by "
+    "gnsfast.Linear.cross_entropy, or gnsfast.functional.linear_cross_entropy"
+)
+
 
 class Leaf:
     """A trainable parameter: its probes, and what the open block has found about it.
@@ -52,8 +59,10 @@ class Leaf:
     itself. ``steps`` are the functions that took it in the example, in their order, and ``routes``
     those in which it meets the data. ``probe`` is for uses of this leaf, ``pair`` for those of this
     leaf and the ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its
-    plans. ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which does not
-    count. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it has none.
+    plans. ``parts`` are what its uses left in backward, by use. ``has_turns``: a pipeline's
+    schedule takes passes in turns. ``known_uses`` and ``is_known_joined`` tell of uses in compiled
+    code, which does not count. ``failed`` says why its norms would be wrong in this pass,
+    ``left_out`` why it has none.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -69,6 +78,7 @@ class Leaf:
         self.tokens = 0
         self.plans: dict[Any, Plan] = {}
         self.left_out = ""
+        self.has_turns = False
         self.is_sharded = hasattr(p, "placements")
         self.learn([])
         self.is_learned = False
@@ -95,7 +105,7 @@ class Leaf:
         """Forget the block before."""
         self.joined, self.failed = False, ""
         self.next_pass()
-        self.parts: list[tuple[Expression, Any]] = []
+        self.parts: dict[object, tuple[Expression, Any]] = {}
         self.twin: Tensor | None = None
         self.whole.twin = None
 
@@ -109,8 +119,6 @@ class Leaf:
     @property
     def expected(self) -> int:
         """How many uses a pass has, each of which counts once in backward."""
-        if self.joined:
-            return 1
         return self.uses or self.known_uses
 
     def step(self, name: str) -> Step | None:
@@ -125,6 +133,13 @@ class Leaf:
             return None
         step = self.steps[number % len(self.steps)] if self.steps else Step("")
         return step if step.name == name else self.by_name.get(name, Step(name))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether backward has gone through a use of it, and is not running."""
+        if not self.parts and self.probe.grad is None:
+            return False
+        return not self.has_turns and torch._C._current_graph_task_id() == -1
 
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""
@@ -196,6 +211,8 @@ class Expression:
         if recomputing():
             return
         for leaf in self.leaves:
+            if leaf.is_over:
+                leaf.fail("it is used again after a backward pass of this block, and " + ADD_UP)
             leaf.uses += 1
             if self.kind != SAME or (leaf.uses > 1 and not all(map(self._is_apart, leaf.spans))):
                 leaf.joined = True
@@ -214,6 +231,15 @@ class Expression:
             return False
         return self.is_shifted or (bool(leaf.facts.second) and not self.is_whole)
 
+    @property
+    def is_parted(self) -> bool:
+        """The same where no kernel has all tokens: it has no sums over samples, and under a metric
+        no documents.
+        """
+        leaf = self.leaves[0]
+        special = bool(leaf.facts.second) or (leaf.starts is not None and leaf.facts is not NOTHING)
+        return special or self.is_joined
+
     def facts(self, like: Tensor | None = None) -> dict[str, Any]:
         """What is measured of it, as fields of a ``Plan``. ``like`` is its value. Where norms are
         not kept, the metric is one: these rows are not used.
@@ -224,12 +250,12 @@ class Expression:
         found: dict[str, Any] = {"groups": facts.groups}
         if self.is_whole:
             found["second"] = facts.second
-        if facts.v is None:
+        if facts.constants_12 is None:
             return found
-        if self.kind == SAME and not self.is_shifted:
+        if facts.v is not None and self.kind == SAME and not self.is_shifted:
             v = facts.v if self.is_whole else self.make(_moment)
             return found | {"moments": (v,), "constants_P2": facts.constants_12}
-        assert like is not None and facts.constants_12 is not None
+        assert like is not None
         one = facts.constants_12.new_tensor([[0.0, 1.0]])
         return found | {"moments": (torch.zeros_like(like),), "constants_P2": one}
 

@@ -142,6 +142,8 @@ class Followed:
         for leaf in self.leaves:
             if not (self._units and leaf.is_sharded):
                 attach(leaf, leaf.parameter)
+        for leaf in self.leaves:
+            leaf.has_turns = passes > 1
         if passes > 1:
             self._hooks.append(self.model.register_forward_pre_hook(self._next_pass))
         hook = caller.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
@@ -152,13 +154,6 @@ class Followed:
                 for m in self.model.modules()
                 if m not in self._looked and m is not self.model
             ]
-
-    def reopen(self, facts: Mapping[str, Facts]) -> None:
-        """Measure other things of the parameters that the open pass has not used yet."""
-        for leaf in self.leaves:
-            if not leaf.uses:
-                leaf.facts = facts.get(leaf.name, leaf.facts)
-                leaf.plans.clear()
 
     def _open(
         self,
@@ -189,9 +184,9 @@ class Followed:
         """Leaves of zeros [M, B + 2 + G], which store one number each."""
         some = next(iter(facts.values()), NOTHING)
         groups = 0 if some.groups is None else len(some.groups.sizes_G)
-        weighed = frozenset(name for name, own in facts.items() if own.v is not None)
-        key = samples, groups, weighed
-        if key == (self._now[0], groups, weighed):
+        measures = 1 + (some.constants_12 is not None)
+        key = samples, groups, measures
+        if key == (self._now[0], groups, measures):
             self._key = key
         if key not in self._probes:
             if len(self._probes) >= PROBES:
@@ -200,10 +195,9 @@ class Followed:
                 del self._probes[oldest]
             made = []
             for leaf in self.leaves:
-                rows, columns = 1 + (leaf.name in weighed), samples + 2 + groups
                 zero = torch.zeros((), dtype=torch.float32, device=leaf.parameter.device)
-                own = zero.expand(rows, columns).requires_grad_()
-                made.append((own, zero.expand(2 * rows, columns).requires_grad_()))
+                own, pair = (zero.expand(n * measures, samples + 2 + groups) for n in (1, 2))
+                made.append((own.requires_grad_(), pair.requires_grad_()))
             self._probes[key] = made
         return self._probes[key]
 
@@ -310,7 +304,9 @@ class Followed:
     def _learned_from(self, module: nn.Module, leaves: list[Leaf], example: Example) -> proof.Proof:
         self.is_learning = True
         try:
-            with _in_eager_mode():
+            # A checkpoint around the model must not count what is saved here.
+            own_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+            with _in_eager_mode(), own_hooks:
                 learned = learn(leaves, module, example, self._as_it_was)
                 self.is_half |= learned.is_half
                 return self._prove(module, leaves, example, learned)
@@ -406,8 +402,8 @@ class Followed:
             B = leaves[0].samples
             with torch.no_grad():
                 for leaf, rows in settle(list(leaves), B).items():
-                    if leaf in found and bool((found[leaf][:, B + 1] != 0).any()):
-                        leaf.fail("it is used in several ways that cannot be joined")
+                    if leaf in found:  # of uses that were not joined, if it is not zeros
+                        rows[:, B + 1].masked_fill_(found[leaf][:, B + 1] != 0, torch.inf)
                     found[leaf] = rows
                 for leaf in leaves:
                     leaf.parts.clear()
@@ -485,6 +481,10 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module._parameters.items() if p is not None)
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def _arrived(followed: "weakref.ref[Followed]", probe: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from gnsfast.following.layouts import Chosen, Layout, Place
 from gnsfast.following.leaf import Expression
-from gnsfast.following.sample_gradients import Dense, flat, reduced
+from gnsfast.following.sample_gradients import Dense, flat, is_wanted, leave, reduced
 from gnsfast.functional import Plan
 from gnsfast.tensors import accumulate_dtype
 
@@ -65,26 +65,26 @@ class Replay:
         return torch.autograd.grad(ys, ends, own_dys, allow_unused=True)
 
     def rows(self, dys: tuple[Tensor | None, ...]) -> list[Tensor]:
-        """The probe rows of each expression. Those that are joined with other uses are zeros, and
-        are left as parts.
-        """
+        """The probe rows of each expression. Those of joined uses are zeros, and left as parts."""
         held: list[list[Tensor]] = [[] for _ in self.expressions]
         for b in range(self.samples):
             for own, g, i in zip(held, self.gradients(b, dys), self.own):
                 like = self.leaves[i]
                 g = torch.zeros_like(like) if g is None else g
                 own.append(g.to(accumulate_dtype(like.dtype)).reshape(1, 1, -1))
-        rows = []
-        for own, expression, i in zip(held, self.expressions, self.own):
-            empty = self.leaves[i].new_zeros(0, 1, self.leaves[i].numel())
-            g_B1P = torch.cat(own) if own else empty
-            found = reduced(g_B1P, Plan(**flat(expression.facts(self.leaves[i]))), g_B1P.dtype)[1]
-            if expression.is_joined:
-                part = Dense(_sample_of(g_B1P, self.leaves[i].shape), found)
-                expression.leaves[0].parts.append((expression, part))
-                found = torch.zeros_like(found)
-            rows.append(found)
-        return rows
+        return [
+            self._row(number, torch.cat(own) if own else None) for number, own in enumerate(held)
+        ]
+
+    def _row(self, number: int, g_B1P: Tensor | None) -> Tensor:
+        expression, like = self.expressions[number], self.leaves[self.own[number]]
+        if g_B1P is None:
+            g_B1P = like.new_zeros(0, 1, like.numel(), dtype=accumulate_dtype(like.dtype))
+        if expression.is_parted:
+            if is_wanted([expression]):
+                leave(expression, Dense(_sample_of(g_B1P, like.shape)), (self, number))
+            return torch.zeros_like(expression.leaves[0].probe)
+        return reduced(g_B1P, Plan(**flat(expression.facts(like))), g_B1P.dtype)[1]
 
 
 def _sample_of(g_B1P: Tensor, shape: torch.Size) -> Callable[[int], Tensor]:

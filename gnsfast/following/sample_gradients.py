@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the gradients of single samples to the rows of a probe, and the joining of several uses."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gnsfast import ops
-from gnsfast.following.leaf import SAME, Expression, Leaf
+from gnsfast.following.leaf import ADD_UP, SAME, Expression, Leaf
 from gnsfast.functional import Plan
 from gnsfast.signatures import (
     OPERATORS,
@@ -70,10 +70,9 @@ class Operands(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A use that has each sample's gradient, ``of(b)``; ``rows`` are those of the probe."""
+    """A use that has each sample's gradient, ``of(b)``."""
 
     of: Callable[[int], Tensor]
-    rows: Tensor
 
     def gradient(self, b: int) -> Tensor:
         """Sample b's gradient of the expression."""
@@ -81,6 +80,28 @@ class Dense(NamedTuple):
 
 
 Part = Operands | Dense
+
+
+def leave(expression: Expression, part: Part, use: object) -> None:
+    """Leave a part of the norms of a joined parameter. ``use`` tells one use from all others."""
+    leaf = expression.leaves[0]
+    if use in leaf.parts:
+        for each in expression.leaves:
+            each.fail("backward went through a use of it 2 times in one block, and " + ADD_UP)
+    leaf.parts[use] = expression, part
+
+
+def is_wanted(expressions: Sequence[Expression]) -> bool:
+    """Whether the backward pass that is running asks for norms. ``autograd.grad`` and
+    ``backward(inputs=...)`` of other tensors do not.
+    """
+    first, *more = (e.leaves[0] for e in expressions)
+    probe = first.pair if more and first.next is more[0] else first.probe
+    try:
+        node = torch.autograd.graph.get_gradient_edge(probe).node
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # ``autograd.grad`` of the probe itself, as in a proof
+        return True
 
 
 def settle(leaves: list[Leaf], B: int) -> dict[Leaf, Tensor]:
@@ -91,7 +112,7 @@ def settle(leaves: list[Leaf], B: int) -> dict[Leaf, Tensor]:
     """
     parts: dict[Leaf, list[tuple[Expression, Part]]] = {}
     for leaf in leaves:
-        for expression, part in leaf.parts:
+        for expression, part in leaf.parts.values():
             for each in expression.leaves:
                 parts.setdefault(each, []).append((expression, part))
     found: dict[Leaf, Tensor] = {}
@@ -102,20 +123,23 @@ def settle(leaves: list[Leaf], B: int) -> dict[Leaf, Tensor]:
     left = [leaf for leaf in parts if leaf not in found]
     uses = {id(part): (e, part) for leaf in left for e, part in parts[leaf]}
     try:
-        return found | (_pulled_back(left, uses, B) if left else {})
+        found |= _pulled_back(left, uses, B) if left else {}
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         for leaf in left:
             leaf.fail(f"its samples' gradients cannot be pulled back to it: {why}")
-        return found
+    for leaf, rows in found.items():
+        rows[:, B + 1] = len(parts[leaf])
+    return found
 
 
 def _together(leaf: Leaf, parts: list[tuple[Expression, Part]]) -> Tensor | None:
     """The rows of a leaf that needs no pulling back: of one use, or of several of one kernel."""
     if any(expression.kind != SAME or expression.leaves != (leaf,) for expression, _ in parts):
         return None
-    if len(parts) == 1:
-        return parts[0][1].rows
+    first = parts[0][1]
+    if len(parts) == 1 and isinstance(first, Operands) and not leaf.facts.second:
+        return first.rows
     uses = [part for expression, part in parts if expression.is_whole]
     if len(uses) < len(parts) or not all(isinstance(use, Operands) for use in uses):
         return None
@@ -131,6 +155,8 @@ def _joined(leaf: Leaf, uses: list[Operands]) -> Tensor | None:
         return None
     if any(use.which != first.which or use.plan.starts is not None for use in uses):
         return None
+    if not all(sums.serves(a) for sums in leaf.facts.second):
+        return None
     fields, weight = TOKENS[type(a)], first.which == 0
     if any(_options(use.a, fields) != _options(a, fields) for use in uses):
         return None
@@ -140,7 +166,9 @@ def _joined(leaf: Leaf, uses: list[Operands]) -> Tensor | None:
     wanted: tuple[bool, ...] = (True,)
     if not isinstance(a, EmbeddingWgrad):
         a, wanted = a._replace(weight=weight, bias=not weight), (weight, not weight)
-    plan = first.plan._replace(**leaf.whole.facts())
+    plan = first.plan._replace(**leaf.whole.facts(leaf.current))
+    if isinstance(a, LinearWgrad):  # that of a bilinear form is a list of matrices
+        plan = plan._replace(moments=tuple(v.flatten(1) if v.ndim > 2 else v for v in plan.moments))
     if isinstance(a, (LinearWgrad, EmbeddingWgrad, NormBackward)):
         a = a._replace(moments=list(plan.moments), constants_P2=plan.constants_P2)
     found = plan.run(first.operator, a, wanted)
@@ -192,10 +220,13 @@ def streamed(gradients: Iterator[tuple[Tensor, ...]], leaves: list[Leaf], B: int
     """
     totals = [torch.zeros_like(leaf.current, dtype=_acc(leaf)).flatten() for leaf in leaves]
     held: list[list[Tensor]] = [[] for _ in leaves]
-    plans = [Plan(**flat(leaf.whole.facts())) for leaf in leaves]
-    for found in gradients:
-        for total, own, g, plan in zip(totals, held, found, plans):
-            g_11P = g.to(total.dtype).reshape(1, 1, -1)
+    plans = [Plan(**flat(leaf.whole.facts(leaf.current))) for leaf in leaves]
+    for b, found in enumerate(gradients):
+        for leaf, total, own, g, plan in zip(leaves, totals, held, found, plans):
+            g = g.to(total.dtype)
+            for sums in leaf.facts.second:
+                sums.add_sample(b, g)
+            g_11P = g.reshape(1, 1, -1)
             total += g_11P[0, 0]
             own.append(g_11P if plan.groups else reduced(g_11P, plan, total.dtype)[1][:, :1])
     rows = []
@@ -203,7 +234,7 @@ def streamed(gradients: Iterator[tuple[Tensor, ...]], leaves: list[Leaf], B: int
         if plan.groups is not None:
             rows.append(reduced(torch.cat(own), plan, total.dtype)[1])
             continue
-        of_sum = reduced(total[None, None], plan._replace(second=()), total.dtype)[1]
+        of_sum = reduced(total[None, None], plan, total.dtype)[1]
         rows.append(torch.cat([*own, of_sum[:, 1:]], 1))
     return rows
 
@@ -213,5 +244,6 @@ def _acc(leaf: Leaf) -> torch.dtype:
 
 
 def flat(facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts of an expression, for a gradient that is one row."""
-    return facts | {"moments": tuple(v.flatten() for v in facts.get("moments", ()))}
+    """The facts of an expression, for a gradient that is one row of each sample."""
+    moments = tuple(v.flatten() for v in facts.get("moments", ()))
+    return facts | {"moments": moments, "second": ()}

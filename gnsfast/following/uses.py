@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 
 from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout, owners_of
-from gnsfast.following.leaf import Expression, Leaf, compiling, expression_of, first_leaf
-from gnsfast.following.sample_gradients import Operands
+from gnsfast.following.leaf import (
+    NOTHING,
+    Expression,
+    Leaf,
+    compiling,
+    expression_of,
+    first_leaf,
+)
+from gnsfast.following.sample_gradients import Operands, is_wanted, leave
 from gnsfast.functional import Plan
 from gnsfast.signatures import OPERATORS, RESULTS
 from gnsfast.tensors import is_dtensor
@@ -29,23 +36,38 @@ class Joining:
     that is joined with other uses (``Plan.uses``).
     """
 
-    def __init__(self, expressions: tuple[Expression, ...]) -> None:
-        self.expressions = expressions
+    def __init__(self, expressions: tuple[Expression, ...], use: object = None) -> None:
+        self.expressions, self._use = expressions, use or self
+
+    def of(self, k: int) -> "Joining":
+        """The same of parameter number ``k`` alone."""
+        return Joining((self.expressions[k],), (self._use, k))
+
+    def splits(self, plan: Plan) -> bool:
+        """Whether the operator may be called for one part of the weight after the other."""
+        return _is_plain(plan) and not any(e.is_joined for e in self.expressions)
 
     def keep(
         self, plan: Plan, operator: Callable[[Any], Any], a: Any, wanted: Any, at_BS: Any
     ) -> tuple[Any, ...]:
         """The results of the operator. The rows of joined uses are zeros, and kept as parts."""
-        is_plain = plan.groups is None and plan.constants_P2 is None and not plan.second
-        if is_plain and at_BS is None and not any(e.is_joined for e in self.expressions):
+        is_plain = _is_plain(plan)
+        joined = [e.is_joined for e in self.expressions]
+        if is_plain and at_BS is None and not any(joined):
             alone: tuple[Any, ...] = operator(a)
             return alone
-        at, plan = ROWS_AT[type(a)], plan._replace(uses=None)
-        serves = is_plain or "constants_P2" in a._fields
-        joined = [not serves or e.is_joined for e in self.expressions]
-        if plan.second and any(joined):  # what is summed over samples is summed when all are joined
+        at, plan, asked = ROWS_AT[type(a)], plan._replace(uses=None), is_wanted(self.expressions)
+        serves = is_plain or ("constants_P2" in a._fields and plan.starts is None)
+        serves &= all(sums.serves(a) for sums in plan.second)
+        if not serves or (plan.second and any(joined)):
+            # What is summed over samples is summed when all are joined.
             plan, joined = plan._replace(second=()), [True] * len(joined)
-        found = list(plan.run(operator, a, wanted, at_BS) if serves else operator(a))
+        if not asked:
+            plan = plan._replace(second=())
+        if serves:
+            found = list(plan.run(operator, a, wanted, at_BS))
+        else:
+            found = list(operator(_without_metric(a)))
         if not any(joined):
             return tuple(found)
         which = [k for k, want in enumerate(wanted) if want]
@@ -55,18 +77,28 @@ class Joining:
         if serves:
             kept, found[at] = [rows[k::P].clone() for k in range(P)], rows.clone()
         else:
-            shape = (1 + (plan.constants_P2 is not None)) * P, rows.shape[1] + _groups(plan)
+            groups = 0 if plan.groups is None else len(plan.groups.sizes_G)
+            shape = (1 + (plan.constants_P2 is not None)) * P, rows.shape[1] + groups
             found[at] = rows.new_zeros(shape)
         for k, (number, expression) in enumerate(zip(which, self.expressions)):
             if joined[k]:
-                part = Operands(plan, operator, own, number, kept[k])
-                expression.leaves[0].parts.append((expression, part))
                 found[at][k::P] = 0.0
+                if asked:
+                    part = Operands(plan, operator, own, number, kept[k])
+                    leave(expression, part, (self._use, k))
         return tuple(found)
 
 
-def _groups(plan: Plan) -> int:
-    return 0 if plan.groups is None else len(plan.groups.sizes_G)
+def _is_plain(plan: Plan) -> bool:
+    """Whether only the norms of samples are measured."""
+    return plan.groups is None and plan.constants_P2 is None and not plan.second
+
+
+def _without_metric(a: Any) -> Any:
+    """The arguments of an operator, which then measures norms only."""
+    if "constants_P2" not in a._fields:
+        return a
+    return a._replace(moments=[], constants_P2=None)
 
 
 def plan_for(
@@ -82,7 +114,7 @@ def plan_for(
     if compiling():
         facts = merged([e.facts(value) for e, value in zip(expressions, values)])
         return Plan(batch_dim=dim, transposed=transposed, starts=leaf.starts, **facts)
-    key = (*map(id, expressions), dim, transposed)
+    key = (*map(id, expressions), dim, transposed, leaf.uses)
     if (plan := leaf.plans.get(key)) is not None:
         return plan
     facts = merged([e.facts(value) for e, value in zip(expressions, values)])
@@ -95,11 +127,11 @@ def plan_for(
 
 def merged(facts: list[dict[str, Any]]) -> dict[str, Any]:
     """The facts of several parameters of one function."""
-    first, *more = facts
-    if not more or not first:
-        return first
-    found = dict(first)
-    if "moments" in first:
+    some = next((each for each in facts if each), {})
+    if len(facts) == 1 or not some:
+        return some
+    found = dict(some)
+    if "moments" in some:
         found["moments"] = tuple(v for each in facts for v in each["moments"])
         found["constants_P2"] = torch.cat([each["constants_P2"] for each in facts])
     second = [{(type(s), s.feature): s for s in each.get("second", ())} for each in facts]
@@ -176,13 +208,17 @@ def begin(
     *,
     place: int = 0,
     transposed: bool = False,
+    has_plan: bool = True,
 ) -> Use | None:
     """The use of ``parameters`` by function ``name``, whose argument number ``place`` is ``x``;
     None where no kernel serves it. Without ``takes`` any layout will do, also rows that the data
-    have chosen.
+    have chosen. A function that ``has_plan`` False measures nothing but the norms of parameters
+    that have one use.
     """
     expressions, values = trained(parameters)
     if not expressions or expression_of(x) is not None:
+        return None
+    if not has_plan and not all(map(_is_alone, expressions)):
         return None
     leaf = first_leaf(expressions)
     layout = _place(leaf, name, x, place)
@@ -196,6 +232,13 @@ def begin(
     own = layout if isinstance(layout, Layout) else FIRST
     plan = plan_for(expressions, values, own, transposed)
     return Use(leaf, layout, plan, probe_of(expressions))
+
+
+def _is_alone(expression: Expression) -> bool:
+    """Whether nothing but norms is measured of a parameter that has one use."""
+    leaf = expression.leaves[0]
+    several = leaf.uses or leaf.known_uses > 1
+    return expression.is_whole and leaf.facts is NOTHING and not several
 
 
 def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | None:

@@ -52,9 +52,7 @@ class _ChannelNorm(torch.autograd.Function):
             found.append(_of_rows(wide))
         grads, rows = [], []
         for k, g_NC in enumerate(found):
-            own = plan._replace(moments=plan.moments[k : k + 1])
-            if plan.constants_P2 is not None:
-                own = own._replace(constants_P2=plan.constants_P2[k : k + 1])
+            own = plan.of(k)
             B, (N, C) = ctx.samples, g_NC.shape
             g_BTC = g_NC.reshape(B, N // max(B, 1), C)
             a = own.linear_wgrad(g_BTC, g_BTC, AS_BIAS, acc)

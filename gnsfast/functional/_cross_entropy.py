@@ -101,6 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if probe is not None:
             plan.check("linear_cross_entropy", probe, need_w + need_b, w_VD, bool(links))
         ctx.samples = None if probe is None else plan.samples(probe)
+        ctx.probe_shape = None if probe is None else probe.shape
         ctx.plan = plan.without_tensors()
         ctx.softcap, ctx.smoothing, ctx.z_loss = softcap, smoothing, z_loss
         head = _Head(w_VD, b_V, x_ND.dtype, softcap)
@@ -137,9 +138,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         B: int | None = ctx.samples
         probe_rows, to_links = None, []
         if B is not None:
-            probe_rows = x_ND.new_zeros((need_w + need_b, B + 2), dtype=torch.float64)
+            shape = ctx.probe_shape
+            probe_rows = x_ND.new_zeros(shape, dtype=torch.float64)
         with without_autocast(dloss_N1):
-            for part in _parts(len(w_VD), x_ND):
+            splits = plan.uses is None or plan.uses.splits(plan)
+            for part in _parts(len(w_VD), x_ND) if splits else [slice(0, len(w_VD))]:
                 dz_NC = tokens.dlogits(head.logits(x_ND, part), part, ctx.softcap).to(x_ND.dtype)
                 if dx is not None:
                     w_CD = w_VD[part].to(x_ND.dtype)
@@ -158,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 linked = torch.cat([_link_rows(head, tokens, x_ND, ids) for ids in link_ids], 1)
                 to_links = link_grads(link_ids, linked, dw)
         if probe_rows is not None:
-            probe_rows[:, -1] = 1.0  # one call, however many parts
+            probe_rows[:, B + 1].clamp_(max=1.0)  # one call, however many parts
             probe_rows = probe_rows.to(torch.float32)
         dx = dx if dx is None else dx.to(x_ND.dtype)
         return dx, dw, db, probe_rows, *(None,) * 5, *to_links

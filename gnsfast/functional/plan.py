@@ -151,6 +151,16 @@ class Plan(NamedTuple):
         own: Any = dict(groups=Groups._make(groups) if groups else None, moments=tuple(moments))
         return self._replace(starts=starts, constants_P2=constants_P2, **own)
 
+    def of(self, k: int) -> "Plan":
+        """The plan of parameter number ``k`` alone."""
+        constants = self.constants_P2
+        return self._replace(
+            moments=self.moments[k : k + 1],
+            constants_P2=None if constants is None else constants[k : k + 1],
+            second=tuple(sums.of(k) for sums in self.second),
+            uses=self.uses and self.uses.of(k),
+        )
+
     def rows(self, t: Tensor, B: int) -> Tensor:
         """``t`` as [B, T, features], or for documents as one list [N, features]."""
         if self.starts is not None:

@@ -7,16 +7,15 @@ every second gradient costs half a weight gradient, squares cost one or more, an
 g_b g_bᵀ of wide layers several. Only measured updates compute them.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gnsfast import ops
 from gnsfast.combinations import SIGN, SPECTRAL
-from gnsfast.errors import ObservationError
 from gnsfast.functional.plan import Operator
 from gnsfast.reference import normed_input, sample_sums, sum_tokens
 from gnsfast.signatures import (
@@ -31,11 +30,10 @@ from gnsfast.tensors import accumulate_dtype
 
 
 class Sums:
-    """Sums to which a module's backward adds, in one pass of autograd."""
+    """Sums to which the backward pass adds."""
 
     feature: str
     sums: Callable[[], Sequence[Any]]
-    _pass: int | None = None
 
     @classmethod
     def merged(cls, each: Sequence[Any]) -> Any:
@@ -43,23 +41,22 @@ class Sums:
         raise NotImplementedError
 
     def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
-        """Add the samples of the operator's arguments ``a``.
-
-        Raises:
-            ObservationError: in a second pass, whose samples would count twice.
-        """
-        current = torch._C._current_graph_task_id()
-        if self._pass not in (None, current):
-            raise ObservationError(
-                f"Two backward passes went through a layer in one block, and {self.feature} would "
-                "count its samples twice. Call torch.autograd.grad or backward(inputs=...) for "
-                "other gradients outside of the block."
-            )
-        self._pass = current
-        self._add(operator, a, wanted)
-
-    def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
+        """Add the samples of the operator's arguments ``a``."""
         raise NotImplementedError
+
+    def serves(self, a: Any) -> bool:
+        """Whether the sums follow from an operator's arguments ``a``."""
+        raise NotImplementedError
+
+    def add_sample(self, b: int, g: Tensor) -> None:
+        """Add sample b's gradient of the one parameter of these sums."""
+        raise NotImplementedError
+
+    def of(self, k: int) -> Any:
+        """The sums of parameter number ``k`` alone."""
+        own = copy.copy(self)
+        own.sums = lambda: [self.sums()[k]]
+        return own
 
 
 class Squares(Sums):
@@ -74,7 +71,14 @@ class Squares(Sums):
     def merged(cls, each: Sequence[Any]) -> "Squares":
         return cls(lambda: _sums_of(each))
 
-    def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
+    def serves(self, a: Any) -> bool:
+        return type(a) in SQUARES or isinstance(a, EmbeddingWgrad)
+
+    def add_sample(self, b: int, g: Tensor) -> None:
+        [total] = self.sums()
+        total += g.square().view_as(total)
+
+    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         if isinstance(a, EmbeddingWgrad):
             sum_SD, _, id_S = sample_sums(a)
             self._add_rows(id_S, sum_SD.square())
@@ -108,7 +112,15 @@ class Grams(Sums):
     def merged(cls, each: Sequence[Any]) -> "Grams":
         return cls(lambda: [total for total in _sums_of(each) if total is not None])
 
-    def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
+    def serves(self, a: Any) -> bool:
+        return isinstance(a, LinearWgrad) and a.weight
+
+    def add_sample(self, b: int, g: Tensor) -> None:
+        [sum_SS] = self.sums()
+        g = g.mT if g.shape[0] > g.shape[1] else g
+        sum_SS += g @ g.mT
+
+    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         O, I = a.dy_BTO.shape[-1], a.x_BTI.shape[-1]
         side = O > I or (O == I and a.transposed)  # a stored [I, O] weight has its rows on side 1
         [sum_SS] = self.sums()
@@ -128,7 +140,15 @@ class Halves(Sums):
         some = next(sums for sums in each if sums is not None)
         return cls(lambda: _sums_of(each), some.first, some.feature)
 
-    def _add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
+    def serves(self, a: Any) -> bool:
+        return type(a) in BY_SAMPLE
+
+    def add_sample(self, b: int, g: Tensor) -> None:
+        [total] = self.sums()
+        if b % 2 == self.first:
+            total += g.view_as(total)
+
+    def add(self, operator: Operator, a: Any, wanted: Sequence[bool]) -> None:
         inputs, kinds = BY_SAMPLE[type(a)]
         # The kernels of norms assume that statistics are contiguous.
         own = (t if t is None else t[self.first :: 2].contiguous() for t in a[:inputs])

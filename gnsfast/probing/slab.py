@@ -20,6 +20,10 @@ class Unit(NamedTuple):
     module: str
 
 
+ONE = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
+"""s and eps of a parameter without a v, whose numbers are not used."""
+
+
 class Sides(NamedTuple):
     """What is measured beside the samples' norms: the parameters in ``metric`` have one more row,
     and all parameters have columns for ``num_groups`` groups of samples.
@@ -197,16 +201,6 @@ class ProbeSlab:
         self._watch_end(at_end)
         self._at_start = at_start
 
-    def reopen(
-        self,
-        members: Sequence[Tensor],
-        moments: Mapping[str, tuple[Tensor, Tensor]],
-        second: Mapping[str, tuple[Any, ...]],
-    ) -> None:
-        """Measure other things in the open pass, before it has begun."""
-        self.followed.reopen(self._facts(members, moments, second))
-        self._watch_end(self._at_end)
-
     def _facts(
         self,
         members: Sequence[Tensor],
@@ -218,11 +212,11 @@ class ProbeSlab:
         groups = Groups.of(*members) if members else None
         found = {}
         for leaf in self.followed.leaves:
-            v, constants = moments.get(leaf.name, (None, None))
+            v, constants = moments.get(leaf.name, (None, ONE.to(leaf.parameter.device)))
             own = Facts(
                 groups and groups.to(leaf.parameter.device),
                 v,
-                constants,
+                constants if moments else None,
                 second.get(leaf.name, ()),
             )
             found[leaf.name] = NOTHING if own == NOTHING else own

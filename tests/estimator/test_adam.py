@@ -124,7 +124,7 @@ def test_grad_scaler(unscale: bool) -> None:
 
 def test_a_tie_is_read_once() -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(gnsfast.convert(Tied()), nn.Flatten())
+    model = nn.Sequential(Tied(), nn.Flatten())
     updates: Updates = [
         [(torch.randint(0, 7, (N, 3)), (torch.rand(N) < 0.1).long()) for _ in range(2)]
         for _ in range(5)
@@ -199,7 +199,6 @@ def test_a_parameter_that_comes_later() -> None:
     one update without a measurement.
     """
     model = nn.ModuleDict({"a": nn.Linear(I, 3), "b": nn.Linear(I, 3)})
-    gnsfast.convert(model)
     optimizer = adam(model)
     gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
     counts = []
@@ -254,7 +253,7 @@ def test_what_is_left_out() -> None:
             return y
 
     torch.manual_seed(1)
-    model, updates = gnsfast.convert(Model()), [draw(2) for _ in range(5)]
+    model, updates = Model(), [draw(2) for _ in range(5)]
     optimizer = warm(model)
     gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
     found = run(model, gns, updates)

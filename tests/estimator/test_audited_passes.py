@@ -27,7 +27,7 @@ def audited(
         found.append(now)
         return norm(grad)
 
-    model = gnsfast.convert(nn.Linear(D, D, bias=False))
+    model = nn.Linear(D, D, bias=False)
     gns = gnsfast.GradientNoiseScale(model)
     with monkeypatch.context() as patch:
         patch.setattr(gradient_watch, "norm_on_cpu", counted)
@@ -66,7 +66,7 @@ def test_few_audits_while_the_numbers_wait(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("every", [0, 10])
 @pytest.mark.parametrize("A, period", [(3, 1), (1, 5), (2, 5), (6, 1)])
 def test_a_misuse_in_the_last_micro_batch_raises(A: int, period: int, every: int) -> None:
-    model = gnsfast.convert(nn.Linear(D, D, bias=False))
+    model = nn.Linear(D, D, bias=False)
     gns = gnsfast.GradientNoiseScale(model)
 
     def run() -> None:

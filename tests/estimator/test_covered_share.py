@@ -44,7 +44,7 @@ def test_a_result_says_what_it_is_of() -> None:
     with pytest.warns(
         UserWarning, match=r"Only 16 % of the .* largest .* without norms is mix: .* lists"
     ):
-        model = gnsfast.convert(Partly())
+        model = Partly()
     result = measured(model)
     assert result.covered == pytest.approx(12 / 75)
     assert result.covered == pytest.approx(gnsfast.coverage(model).covered_fraction)
@@ -63,7 +63,7 @@ def test_what_is_excluded_on_purpose_is_said_without_a_warning(
     model = nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        gnsfast.convert(model, exclude=[exclude])
+        gnsfast.configure(model, exclude=[exclude])
     result = measured(model)
     assert result.covered == pytest.approx(covered) and result.left_out == left_out
 
@@ -71,7 +71,7 @@ def test_what_is_excluded_on_purpose_is_said_without_a_warning(
 def test_the_whole_model_needs_no_words() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = gnsfast.convert(nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 2)))
+        model = nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 2))
     result = measured(model)
     assert (result.covered, result.left_out) == (1.0, ())
     assert "trainable elements" not in str(result)
@@ -89,7 +89,7 @@ def test_a_group_says_what_it_leaves_out() -> None:
             out: Tensor = self.head(self.conv(x[:, None])[..., 0])
             return out
 
-    result = measured(gnsfast.convert(Mixed()), groups=["a", "b"])
+    result = measured(Mixed(), groups=["a", "b"])
     assert result.covered == 1.0
     [line] = [each for each in str(result).splitlines() if each.startswith("a: ")]
     assert line.endswith("3 updates (12 samples), 2 parameters left out")
@@ -100,5 +100,5 @@ def test_nothing_to_cover_is_no_gap() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for model in (frozen, nn.ReLU(), nn.Sequential(nn.ReLU())):
-            assert gnsfast.convert(model) is model
-        gnsfast.convert(nn.Linear(2, 2), exclude=["*"])
+            assert model is model
+        gnsfast.configure(nn.Linear(2, 2), exclude=["*"])

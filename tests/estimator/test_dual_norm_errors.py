@@ -116,7 +116,7 @@ def test_a_half_without_a_gradient() -> None:
 def test_a_parameter_without_variance(seed: int) -> None:
     """The bias of this loss has one gradient in all samples: it is in both bounds of ‖G‖."""
     torch.manual_seed(seed)
-    model = gnsfast.convert(nn.Linear(5, 2))
+    model = nn.Linear(5, 2)
     gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"])
     for x in torch.randn(30, 8, 5) + 1:
         with gns.microbatch(8):

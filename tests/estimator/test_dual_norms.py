@@ -93,7 +93,7 @@ def check(
 def test_against_single_samples(parts: int) -> None:
     """Both norms at once, in one, two and four micro-batches, of one, many and no tokens."""
     torch.manual_seed(0)
-    model = gnsfast.convert(Ids().double())
+    model = Ids().double()
     data = tokens(9, 4, 8)
     gns = gnsfast.GradientNoiseScale(model, metric=["spectral", "sign"])
     found = run(model, gns, data, parts)
@@ -111,7 +111,7 @@ def test_against_single_samples(parts: int) -> None:
 def test_tied_weights() -> None:
     """The square of the sum over the uses of a weight, also the cross terms."""
     torch.manual_seed(0)
-    model = gnsfast.convert(Tied().double())
+    model = Tied().double()
     data = tokens(7, 7, 6)
     found = run(model, gnsfast.GradientNoiseScale(model, metric="sign"), data).sign
     check(found, [sample_grads(model, loss_of, batch, 6) for batch in data], "sign")
@@ -125,7 +125,7 @@ def test_frozen_and_transposed_weights() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(conv1d(6, 4), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), conv1d(5, 5))
     net[2].weight.requires_grad_(False)
-    model = gnsfast.convert(net.double())
+    model = net.double()
     data = [
         (torch.randn(6, 2, 4).double(), (torch.rand(6, 2) < 0.2).long()) for _ in range(UPDATES)
     ]
@@ -151,7 +151,7 @@ def test_several_calls() -> None:
             y: Tensor = self.out(torch.tanh(self.one(torch.tanh(self.one(x)))))
             return y
 
-    model = gnsfast.convert(Twice().double(), repeated=["one"])
+    model = Twice().double()
     data = [
         (torch.randn(6, 3, 5).double(), (torch.rand(6, 3) < 0.2).long()) for _ in range(UPDATES)
     ]
@@ -283,7 +283,7 @@ def test_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in ("reference", "triton"):
         monkeypatch.setenv("GNSFAST_BACKEND", backend)
         torch.manual_seed(9)
-        model = gnsfast.convert(Ids())
+        model = Ids()
         gns = gnsfast.GradientNoiseScale(model, metric=["sign", "spectral"])
         results.append(run(model, gns, tokens(9, 4, 5)[:3]))
     for metric in ("sign", "spectral"):
@@ -313,7 +313,7 @@ def test_refusals() -> None:
         F.cross_entropy(model(x), y).backward()
     with pytest.raises(ValueError, match="metric='sign' needs the gradients"):
         gns.update(grad_norm=1.0)
-    conv = gnsfast.convert(nn.Sequential(nn.Conv2d(1, 2, 3)))
+    conv = nn.Sequential(nn.Conv2d(1, 2, 3))
     with pytest.raises(ValueError, match="No parameter has the sign noise scale"):
         with gnsfast.GradientNoiseScale(conv, metric="sign").microbatch(2):
             pass

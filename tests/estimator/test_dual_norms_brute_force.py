@@ -50,7 +50,7 @@ def gram(g: Tensor) -> Tensor:
 def check(samples: int, layers: int, updates: int) -> None:
     torch.manual_seed(0)
     data = tiny_gpt.draw(tiny_gpt.read_text(), samples, torch.Generator().manual_seed(1))[:, :33]
-    model = gnsfast.convert(tiny_gpt.TinyGPT(width=16, heads=2, layers=layers))
+    model = tiny_gpt.TinyGPT(width=16, heads=2, layers=layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
         tiny_gpt.loss_of(model, data[torch.randint(samples, (N,))]).backward()

@@ -170,7 +170,7 @@ class TestErrors:
             gnsfast.GradientNoiseScale(nn.Linear(2, 2))
 
     def test_state_of_another_model(self) -> None:
-        other = gnsfast.convert(nn.Sequential(nn.Linear(I, 2)))
+        other = nn.Sequential(nn.Linear(I, 2))
         state = gnsfast.GradientNoiseScale(other).state_dict()
         with pytest.raises(ValueError, match=r"another model.*3\.weight"):
             self.gns.load_state_dict(state)
@@ -196,7 +196,7 @@ class TestErrors:
         self.goes_on()
 
     def test_grad_norm_of_more_than_is_covered(self) -> None:
-        model = gnsfast.convert(nn.Sequential(nn.Linear(I, 4), nn.LayerNorm(4)), exclude=["1"])
+        model = gnsfast.configure(nn.Sequential(nn.Linear(I, 4), nn.LayerNorm(4)), exclude=["1"])
         gns = gnsfast.GradientNoiseScale(model)
         with gns.microbatch(N):
             model(self.x).sum().backward()

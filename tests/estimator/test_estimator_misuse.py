@@ -101,7 +101,7 @@ def test_audit_of_a_layer_that_joins_later() -> None:
             out: Tensor = F.linear(self.b(h), self.b.weight) if both else h
             return out
 
-    model = gnsfast.convert(Joining())
+    model = Joining()
     gns = gnsfast.GradientNoiseScale(model)
     for step in range(3):
         with gns.microbatch(N):
@@ -317,7 +317,7 @@ def test_unused_module_is_no_error() -> None:
             out: Tensor = self.b(x) if second else self.a(x)
             return out
 
-    model = gnsfast.convert(Gate())
+    model = Gate()
     gns = gnsfast.GradientNoiseScale(model)
     for k in range(6):
         for second in (False, k % 2 == 0):

@@ -42,7 +42,7 @@ def conv() -> nn.Module:
 )
 def test_fitting_metrics(make: Any, kind: Any, steps: int, fit: tuple[str, ...]) -> None:
     """And the estimator measures what fits."""
-    model = gnsfast.convert(make())
+    model = make()
     optimizer = stepped(kind, model, steps)
     assert fitting_metrics(model, optimizer) == fit
     GradientNoiseScale(model, metric=fit, optimizer=optimizer_for(fit, optimizer)).state_dict()

@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 def make() -> nn.Module:
     torch.manual_seed(1)
-    return gnsfast.convert(Model())
+    return Model()
 
 
 def draw(groups: list[str]) -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ def test_what_is_left_out() -> None:
             out: Tensor = self.head(self.mix(self.up(self.tokens(ids)).mT).mT)
             return out
 
-    result = measure(gnsfast.convert(Mixed()), batches()[:2])
+    result = measure(Mixed(), batches()[:2])
     assert result.per_group["web"].left_out == ("mix.weight", "mix.bias")
 
 

@@ -58,7 +58,7 @@ MODELS: dict[str, Any] = {
 
 def make(name: str) -> nn.Module:
     torch.manual_seed(1)
-    return gnsfast.convert(MODELS[name]())
+    return MODELS[name]()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,7 +84,7 @@ def measure_compiled(model: nn.Module, updates: list[Any], **options: Any) -> gn
 def test_compiled(backend: str, tied: bool) -> None:
     """Batches of one size are one graph, however their samples divide into groups."""
     torch.manual_seed(1)
-    model = gnsfast.convert(Tied() if tied else Model())
+    model = Tied() if tied else Model()
     updates = [(groups, batch) for groups, batch in batches() if len(groups) == 5]
     updates += [(["web"] * 5, updates[0][1]), (["code", *["web"] * 4], updates[1][1])]
     counter = CompileCounterWithBackend(backend)
@@ -102,7 +102,7 @@ def test_compiled_with_a_graph_break_and_other_batch_sizes() -> None:
             return out
 
     torch.manual_seed(1)
-    model, updates = gnsfast.convert(Broken()), batches()[:4]
+    model, updates = Broken(), batches()[:4]
     check(measure_compiled(model, updates, backend="aot_eager"), model, updates)
 
 

@@ -19,7 +19,7 @@ from gnsfast.noise_scale import loss_factors
 def run(asked_every: int, updates: int, passes: int = 1, window: int = 64) -> gnsfast.NoiseScale:
     """Train; ask for the noise scale in between, each so many updates."""
     torch.manual_seed(0)
-    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     gns = gnsfast.GradientNoiseScale(model, window=window)
     for k in range(1, updates + 1):
@@ -53,7 +53,7 @@ def mixed(asked_every: int) -> gnsfast.NoiseScale:
     tokens for each sample; under a gradient scaler whose factor changes.
     """
     torch.manual_seed(0)
-    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=3)
     gns = gnsfast.GradientNoiseScale(model, grad_scaler=scaler)
@@ -112,7 +112,7 @@ def test_flags_of_old_updates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module called twice long ago is an error still, though the window has passed it."""
     monkeypatch.setattr(ledger, "MOST", 2)
     layer = nn.Linear(5, 5)
-    model = gnsfast.convert(nn.Sequential(layer))
+    model = nn.Sequential(layer)
     gns = gnsfast.GradientNoiseScale(model, window=2)
     for twice in [True] + [False] * 9:
         with gns.microbatch(4):
@@ -127,7 +127,7 @@ def test_flags_of_old_updates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parameters_are_audited_in_turns() -> None:
     """A weight that is used outside of its module is found, at the latest after all others."""
     layers = [nn.Linear(3, 3, bias=False) for _ in range(80)]
-    model = gnsfast.convert(nn.Sequential(*layers))
+    model = nn.Sequential(*layers)
     gns = gnsfast.GradientNoiseScale(model)
     x = torch.randn(4, 3)
     for passes in range(1, 4):
@@ -155,7 +155,7 @@ class Both(nn.Module):
 
 def test_a_pass_that_overflows_is_no_audit() -> None:
     """Half precision begins so: the scaler skips the first step."""
-    model = gnsfast.convert(Both())
+    model = Both()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     scaler = GradScaler("cpu", init_scale=1e30, backoff_factor=1e-27)
     gns = gnsfast.GradientNoiseScale(model, grad_scaler=scaler)
@@ -172,7 +172,7 @@ def test_a_pass_that_overflows_is_no_audit() -> None:
 
 def test_a_pass_that_is_dropped_is_no_audit() -> None:
     """By discard() between two blocks; nor is a pass without a gradient of the parameter."""
-    model = gnsfast.convert(Both())
+    model = Both()
     gns = gnsfast.GradientNoiseScale(model)
     for k in range(6):
         with gns.microbatch(5):
@@ -186,7 +186,7 @@ def test_a_pass_that_is_dropped_is_no_audit() -> None:
 
 
 def test_changed_parameters_are_refused_until_reset() -> None:
-    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 4)))
+    model = nn.Sequential(nn.Linear(5, 4))
     gns = gnsfast.GradientNoiseScale(model)
 
     def step() -> None:
@@ -232,7 +232,7 @@ def test_an_interrupted_compute_loses_nothing(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.second
 def test_estimators_and_models_are_freed() -> None:
     """Also the slabs of batch sizes that are long gone."""
-    model = gnsfast.convert(nn.Linear(4, 3))
+    model = nn.Linear(4, 3)
     gns = gnsfast.GradientNoiseScale(model)
     slabs = weakref.WeakSet()
     for B in range(2, 22):
@@ -252,7 +252,7 @@ def test_estimators_and_models_are_freed() -> None:
 
 def test_halved_gradients_of_half_precision_are_seen() -> None:
     """Their norm is taken in float32: in float16 it overflows."""
-    model = gnsfast.convert(nn.Linear(64, 64).half())
+    model = nn.Linear(64, 64).half()
     gns = gnsfast.GradientNoiseScale(model, source="global")
     with gns.microbatch(8):
         (1e4 * model(torch.randn(8, 64).half()).sum(1).mean()).backward()
@@ -265,7 +265,7 @@ def test_halved_gradients_of_half_precision_are_seen() -> None:
 
 def test_a_state_saved_under_inference_mode() -> None:
     """As Lightning does, before the first step."""
-    model = gnsfast.convert(nn.Linear(5, 4))
+    model = nn.Linear(5, 4)
     gns = gnsfast.GradientNoiseScale(model)
     with torch.inference_mode():
         gns.state_dict()

@@ -48,7 +48,7 @@ def test_unbiased_over_all_draws(
         monkeypatch.setattr(
             kind, "_numbers", lambda _, of, total: parts.append(of) or torch.zeros(7)
         )
-    model = gnsfast.convert(nn.Linear(3, 3, bias=False).double())
+    model = nn.Linear(3, 3, bias=False).double()
     gns = gnsfast.GradientNoiseScale(model, metric=metric, noise_from="micro_batches")
     counts = torch.ones(n) if lengths is None else torch.tensor(lengths)
     u = counts.double() / counts.sum()
@@ -140,7 +140,7 @@ def check(found: Any, units: list[dict[str, Tensor]], metric: str, rel: float) -
 @pytest.mark.parametrize("scaled", [False, True])
 def test_all_parameters_against_units(scaled: bool) -> None:
     torch.manual_seed(0)
-    model = gnsfast.convert(Everything().double(), **ROUTES)
+    model = Everything().double()
     data = draw()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     gns = gnsfast.GradientNoiseScale(model, grad_scaler=scaler, **BOTH)
@@ -180,7 +180,7 @@ def test_every_layer(route: str) -> None:
 
 def test_groups() -> None:
     """With a noise scale of each group, which its samples show, beside that of all."""
-    model = gnsfast.convert(nn.Linear(6, 3))
+    model = nn.Linear(6, 3)
     gns = gnsfast.GradientNoiseScale(model, groups=["a", "b"], **BOTH)
     for k in range(2 * K):
         with gns.microbatch(4, groups=["a", "b", "b", "a"], scale=1 / K):
@@ -194,7 +194,7 @@ def test_groups() -> None:
 
 def test_matrices_of_an_optimizer() -> None:
     """Also an embedding, which is left out otherwise."""
-    model = gnsfast.convert(Everything().double(), **ROUTES)
+    model = Everything().double()
     own = [model.tied.first.weight, model.lstm.weight_hh_l0, model.out.bias]
     optimizer = torch.optim.SGD(own)
     gns = gnsfast.GradientNoiseScale(
@@ -208,13 +208,13 @@ def test_sparse_gradients_and_half_precision() -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(16, 3))
     data = draw()
-    plain = gnsfast.convert(net.double())
+    plain = net.double()
     dense = nn.Sequential(nn.Embedding(7, 4).double(), *net[1:])
     dense[0].weight.data.copy_(net[0].weight.data)
     units = list(unit_grads(dense, data))
     gns = gnsfast.GradientNoiseScale(plain, **BOTH)
     check(run(plain, gns, data).sign, units, "sign", 1e-6)
-    model = gnsfast.convert(dense.bfloat16())
+    model = dense.bfloat16()
     gns = gnsfast.GradientNoiseScale(model, **BOTH)
     check(run(model, gns, data).sign, list(unit_grads(model, data)), "sign", 0.03)
 
@@ -223,7 +223,7 @@ def test_one_unit() -> None:
     """An error before anything was measured; later an update that does not count."""
     torch.manual_seed(2)
     data = draw()
-    model = gnsfast.convert(Everything(), **ROUTES)
+    model = Everything()
 
     def single(gns: Any) -> None:
         with gns.microbatch(B):
@@ -265,7 +265,7 @@ def test_a_gradient_in_parts() -> None:
             y: Tensor = self.out(x)
             return y
 
-    model = gnsfast.convert(Parts(), exclude=["one"])
+    model = gnsfast.configure(Parts(), exclude=["one"])
     gns = gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches")
     with pytest.raises(gnsfast.ObservationError, match="one.weight got its gradient in several"):
         with gns.microbatch(B):
@@ -292,7 +292,7 @@ def test_compiled_model() -> None:
 
     for compiled in (False, True):
         torch.manual_seed(4)
-        model = gnsfast.convert(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3)))
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
         called = torch.compile(model, backend=backend) if compiled else model
         gns = gnsfast.GradientNoiseScale(called, every=2, **BOTH)
         results.append(run(called, gns, data))
@@ -303,7 +303,7 @@ def test_compiled_model() -> None:
 def test_documents_and_totals_of_tokens() -> None:
     """A pass is a unit, whatever its samples are."""
     torch.manual_seed(5)
-    model = gnsfast.convert(nn.Linear(6, 3).double())
+    model = nn.Linear(6, 3).double()
     starts, tokens = torch.tensor([0, 3, 8, 12]), torch.tensor([3, 5, 4])
     data = torch.randn(UPDATES * K, 1, 12, 6).double()
     results = []
@@ -333,14 +333,14 @@ def test_documents_and_totals_of_tokens() -> None:
 
 
 def test_refusals() -> None:
-    model = gnsfast.convert(nn.Linear(3, 3))
+    model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="noise_from='micro_batches' needs metric='sign'"):
         gnsfast.GradientNoiseScale(model, noise_from="micro_batches")
     with pytest.raises(ValueError, match="noise_from must be .*'micro_batches'.*, not 'ranks'"):
         gnsfast.GradientNoiseScale(model, metric="sign", noise_from="ranks")
     with pytest.raises(ValueError, match="metric='sign' needs the gradient of the whole update"):
         gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches", source="local")
-    lookup = gnsfast.convert(nn.Sequential(nn.Embedding(3, 3)))
+    lookup = nn.Sequential(nn.Embedding(3, 3))
     with pytest.raises(ValueError, match="No parameter has the spectral noise scale"):
         with gnsfast.GradientNoiseScale(lookup, **BOTH).microbatch(2):
             pass

@@ -31,7 +31,7 @@ class Fused(nn.Module):
 
 
 def made(**settings: Any) -> tuple[nn.Module, gnsfast.GradientNoiseScale]:
-    model = gnsfast.convert(Fused())
+    model = Fused()
     return model, gnsfast.GradientNoiseScale(model, **settings)
 
 
@@ -160,7 +160,7 @@ def test_gradients_zeroed_in_place_in_a_later_block_are_noticed(
     model = nn.Sequential(nn.Linear(D, D, bias=False))
     if shape != "one weight":
         model.append(nn.Linear(D, 1))
-    gns = gnsfast.GradientNoiseScale(gnsfast.convert(model))
+    gns = gnsfast.GradientNoiseScale(model)
     if shape == "one buffer":
         sizes = [p.numel() for p in model.parameters()]
         for p, part in zip(model.parameters(), torch.zeros(sum(sizes)).split(sizes)):

@@ -120,7 +120,7 @@ def test_against_units(how: str) -> None:
 
 def test_as_single_samples_where_each_is_a_micro_batch() -> None:
     """One sample per micro-batch: the numbers of ``GradientNoiseScale``, and the same error."""
-    model = gnsfast.convert(nn.Linear(6, 3).double())
+    model = nn.Linear(6, 3).double()
     one, two = gnsfast.GradientNoiseScale(model), TwoBatchNoiseScale(model)
     for k in range(24):
         x = torch.randn(1, 6).double()
@@ -143,7 +143,7 @@ def test_what_is_said() -> None:
         str(found)
     )
     assert metrics(found)["gns/b_simple_from_micro_batches"] == 1.0
-    ordinary = gnsfast.GradientNoiseScale(gnsfast.convert(nn.Linear(2, 2))).compute()
+    ordinary = gnsfast.GradientNoiseScale(nn.Linear(2, 2)).compute()
     assert "gns/b_simple_from_micro_batches" not in metrics(ordinary)
     assert "micro-batches" not in str(ordinary)
 
@@ -152,7 +152,7 @@ def test_what_is_said() -> None:
 def test_excess_is_that_of_noise() -> None:
     """Of Gaussian samples without a mean, by both estimators on the same data."""
     n, width, draws = 16, 30, 400
-    model = gnsfast.convert(nn.Linear(width, 1, bias=False).double())
+    model = nn.Linear(width, 1, bias=False).double()
     one = gnsfast.GradientNoiseScale(model, window=1)
     two = TwoBatchNoiseScale(model, window=1)
     values = []

@@ -53,7 +53,7 @@ def test_a_step_never_waits(loss_of: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("GNSFAST_BACKEND", "triton")
     # Labels out of range are looked for on a CPU alone.
     monkeypatch.setattr(cross_entropy, "_label", lambda label, *args: label)
-    model = gnsfast.convert(Tied())
+    model = Tied()
     gns = gnsfast.GradientNoiseScale(model)
     ids, y = torch.randint(0, 23, (2, 3, 9))
 

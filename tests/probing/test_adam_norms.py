@@ -86,24 +86,24 @@ def test_norms_of_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outer, "TILE", 400)  # 40 x 30: tiles of ten rows
     monkeypatch.setattr(outer, "GROUP", 2000)  # five samples together
     layer, x = LAYERS[name]
-    model = gnsfast.convert(layer())
+    model = layer()
     assert_norms(model, x(), len(x()))
 
 
 def test_norms_of_a_transposed_layer() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    assert_norms(gnsfast.convert(conv1d(3, 5)), torch.randn(4, 9, 5), 4)
+    assert_norms(conv1d(3, 5), torch.randn(4, 9, 5), 4)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 def test_norms_beside_a_frozen_parameter(frozen: str) -> None:
     layer = nn.LayerNorm(5) if frozen == "weight" else nn.Linear(5, 3)
     getattr(layer, frozen).requires_grad_(False)
-    assert_norms(gnsfast.convert(layer), torch.randn(4, 9, 5), 4)
+    assert_norms(layer, torch.randn(4, 9, 5), 4)
 
 
 def test_norms_of_float64_and_sequence_first() -> None:
-    model = gnsfast.convert(nn.Linear(5, 3).double(), batch_dim=1)
+    model = nn.Linear(5, 3).double()
     assert_norms(model, torch.randn(9, 4, 5).double(), 4, rtol=1e-6, batch_dim=1)
 
 

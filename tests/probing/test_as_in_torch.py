@@ -21,7 +21,6 @@ def check(model: nn.Module, batch: Any, loss: Any, **options: Any) -> None:
     batch_dim = options.get("batch_dim", 0)
     plain = copy.deepcopy(model)
     loss(plain, batch).backward()
-    gnsfast.convert(model, **options)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         value = loss(model, batch)
         value.backward()
@@ -92,7 +91,7 @@ def test_output_that_the_loss_does_not_use() -> None:
 
 def test_output_that_only_an_earlier_pass_used() -> None:
     """A gradient that lies in ``.grad`` since then did not arrive in this pass."""
-    model = gnsfast.convert(nn.Sequential(nn.Linear(D, D), Scaled()))
+    model = nn.Sequential(nn.Linear(D, D), Scaled())
     for outputs in (slice(0, 2), slice(1, 2), slice(0, 2)):
         x, loss = torch.randn(B, D), lambda m, x, used=outputs: sum(map(_squares, m(x)[used]))
         with gnsfast.per_sample_sqnorms(model, B) as norms:
@@ -135,7 +134,7 @@ def test_replay_leaves_buffers_alone() -> None:
             self.steps += 1
             return self.gain * x
 
-    model = gnsfast.convert(Counting())
+    model = Counting()
     with gnsfast.per_sample_sqnorms(model, B):
         square(model, torch.randn(B, D)).backward()
     assert model.steps == 1
@@ -158,7 +157,7 @@ def test_masked_outputs_of_a_replay() -> None:
 
     loss = lambda m, x: m(x).softmax(-1).square().sum()
     check(Masked(-torch.inf), torch.randn(B, D), loss)
-    model = gnsfast.convert(Masked(-1e9, p=0.5))
+    model = Masked(-1e9, p=0.5)
     with pytest.raises(gnsfast.ObservationError, match="other outputs than its forward"):
         with gnsfast.per_sample_sqnorms(model, B):
             loss(model, torch.randn(B, D)).backward()
@@ -166,7 +165,7 @@ def test_masked_outputs_of_a_replay() -> None:
 
 def test_replayed_input_written_to_later() -> None:
     """Torch's own check of saved tensors speaks."""
-    model = gnsfast.convert(nn.PReLU(D))
+    model = nn.PReLU(D)
     x = torch.randn(B, D)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         with gnsfast.per_sample_sqnorms(model, B):
@@ -195,7 +194,7 @@ def test_tokens_that_cancel() -> None:
         loss = lambda m, batch: (m(batch[0]) * batch[1]).sum()
         truth = loop_sqnorms(layer, loss, batch, B)["weight"]
         plain = torch.stack([(g.T @ a).square().sum() for a, g in zip(*batch)])
-        gnsfast.convert(model := copy.deepcopy(layer))
+        model := copy.deepcopy(layer)
         with gnsfast.per_sample_sqnorms(model, B) as norms:
             loss(model, batch).backward()
         error = lambda ours: ((ours.double() - truth).abs() / truth).max()  # noqa: B023
@@ -234,7 +233,7 @@ def test_unused_tied_embedding() -> None:
 
 
 def test_zero_grad_and_clipping_inside_of_the_block() -> None:
-    model = gnsfast.convert(nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)))
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         with gnsfast.per_sample_sqnorms(model, B) as norms:
@@ -261,7 +260,7 @@ def test_own_getstate_is_kept() -> None:
         def __getstate__(self) -> dict[str, Any]:
             return {k: v for k, v in self.__dict__.items() if k != "handle"}
 
-    assert "handle" not in copy.deepcopy(gnsfast.convert(nn.Sequential(Holder())))[0].__dict__
+    assert "handle" not in copy.deepcopy(nn.Sequential(Holder()))[0].__dict__
 
 
 class Bank(nn.Module):
@@ -283,7 +282,6 @@ def test_a_layer_that_is_replaced_inside_of_a_falsy_module() -> None:
     model = nn.Sequential(Bank(), nn.Linear(4, 2))
     x = torch.randn(3, 4)
     for _ in range(2):
-        gnsfast.convert(model)
         with gnsfast.per_sample_sqnorms(model, 3) as norms:
             model(x).square().sum().backward()
         assert (norms["0.up.weight"] > 0).all()
@@ -292,7 +290,7 @@ def test_a_layer_that_is_replaced_inside_of_a_falsy_module() -> None:
 
 def test_a_compiled_submodule() -> None:
     """``torch.compile`` of a part gives a module that has no length, and no truth value."""
-    model = gnsfast.convert(nn.Sequential(nn.Linear(4, 4), torch.compile(Block(), backend="eager")))
+    model = nn.Sequential(nn.Linear(4, 4), torch.compile(Block(), backend="eager"))
     with gnsfast.per_sample_sqnorms(model, 3) as norms:
         model(torch.randn(3, 4)).square().sum().backward()
     assert all((norm_B > 0).all() for norm_B in norms.values())

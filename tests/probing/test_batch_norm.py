@@ -26,7 +26,7 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_refused_until_it_is_frozen() -> None:
-    model, x = gnsfast.convert(Net()), torch.randn(B, 5)
+    model, x = Net(), torch.randn(B, 5)
     blocks = {
         "norms": lambda: gnsfast.per_sample_sqnorms(model, B),
         "estimator": lambda: gnsfast.GradientNoiseScale(model).microbatch(B),
@@ -50,7 +50,7 @@ def test_refused_until_it_is_frozen() -> None:
 
 
 def test_nothing_to_freeze_it_by() -> None:
-    model = gnsfast.convert(Net(track_running_stats=False)).eval()
+    model = Net(track_running_stats=False).eval()
     with pytest.raises(gnsfast.ObservationError, match=r"bn1.*LayerNorm instead\.$"):
         with gnsfast.per_sample_sqnorms(model, B):
             pass
@@ -58,14 +58,14 @@ def test_nothing_to_freeze_it_by() -> None:
 
 def test_without_parameters_and_out_of_reach() -> None:
     """It need not have a norm of its own, nor a gradient that passes it."""
-    model = gnsfast.convert(nn.Sequential(nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3)))
+    model = nn.Sequential(nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3))
     with pytest.raises(gnsfast.ObservationError, match=r"0 \(BatchNorm1d\)"):
         with gnsfast.per_sample_sqnorms(model, B):
             pass
 
 
 def test_thawed_inside_the_block() -> None:
-    model = gnsfast.convert(Net()).eval()
+    model = Net().eval()
     with pytest.raises(gnsfast.ObservationError, match="bn1.*ties its samples"):
         with gnsfast.per_sample_sqnorms(model, B):
             model.train()
@@ -73,7 +73,7 @@ def test_thawed_inside_the_block() -> None:
 
 
 def test_what_coverage_and_verify_say() -> None:
-    model = gnsfast.convert(Net())
+    model = Net()
     rows = {r.parameter: r for r in gnsfast.coverage(model).rows}
     assert "batch statistics" in rows["bn1.weight"].reason and not rows["bn1.weight"].static
     assert gnsfast.verify(model, lambda m, x: m(x).square().mean(), torch.randn(B, 5)).ok
@@ -84,13 +84,13 @@ def test_instance_norm_ties_nothing() -> None:
     model = nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True), nn.Linear(5, 3))
     x = torch.randn(B, 3, 5)
     loop = loop_sqnorms(model, square, x, B)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), B) as norms:
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
         square(model, x).backward()
     assert_norms(norms, loop)
 
 
 def test_the_estimator_goes_on() -> None:
-    model, x = gnsfast.convert(Net()), torch.randn(B, 5)
+    model, x = Net(), torch.randn(B, 5)
     gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum")
     with pytest.raises(gnsfast.ObservationError, match="bn1"), gns.microbatch(B):
         pass
@@ -103,7 +103,7 @@ def test_the_estimator_goes_on() -> None:
 
 def test_a_frozen_batch_norm_that_starts_to_train_inside_the_block() -> None:
     """It has no parameter to be measured, so only the end of the block looks at it again."""
-    model = gnsfast.convert(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))).eval()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)).eval()
     with pytest.raises(gnsfast.ObservationError, match=r"1 \(BatchNorm1d\): batch norm by"):
         with gnsfast.per_sample_sqnorms(model, 3):
             model.train()

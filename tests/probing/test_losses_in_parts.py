@@ -68,7 +68,7 @@ def draw() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("repeated", [None, ["head"]], ids=["once", "repeated"])
 def test_the_message_says_what_is_exact(tied: bool, repeated: Any) -> None:
-    model = gnsfast.convert(Model(tied), repeated=repeated)
+    model = Model(tied)
     with pytest.raises(gnsfast.ObservationError, match=f"^head.*{INSTEAD}.*exclude=.'head"):
         with gnsfast.per_sample_sqnorms(model, B):
             in_parts(model, draw()).backward()
@@ -84,7 +84,7 @@ def test_the_message_says_what_is_exact(tied: bool, repeated: Any) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_instead(tied: bool) -> None:
     """The same loss and gradients as in parts, and the norms of single samples."""
-    model, batch = gnsfast.convert(Model(tied)), draw()
+    model, batch = Model(tied), draw()
     loop = loop_sqnorms(model, at_once, batch, B)
     theirs = in_parts(model, batch)
     theirs.backward()
@@ -101,7 +101,7 @@ def test_instead(tied: bool) -> None:
 
 def test_without_the_head() -> None:
     """The other layers have one backward pass, so they are exact with the loss in parts."""
-    model, batch = gnsfast.convert(Model(tied=False), exclude=["head"]), draw()
+    model, batch = gnsfast.configure(Model(tied=False), exclude=["head"]), draw()
     loop = loop_sqnorms(model, at_once, batch, B)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         in_parts(model, batch).backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that a model calls several times, at half precision and under autocast."""
+"""Parameters that a model uses several times, at half precision and under autocast."""
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ def test_bfloat16() -> None:
     for b in range(B):
         grads = torch.autograd.grad(square(model, x[b : b + 1]), list(model.parameters()))
         own[b] = sum(g.double().square().sum() for g in grads)
-    gnsfast.convert(model, repeated=["layer"])
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         square(model, x).backward()
     want = torch.stack(list(loop.values())).sum(0)
@@ -42,7 +41,6 @@ def test_autocast(outside: bool) -> None:
     for b in range(B):
         grads = torch.autograd.grad(cast(model, ids[b : b + 1]), list(model.parameters()))
         own[b] = sum(g.double().square().sum() for g in grads)
-    gnsfast.convert(model, repeated=["block", "steps"])
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         value = cast(model, ids)
         with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
@@ -54,7 +52,6 @@ def test_autocast(outside: bool) -> None:
 def test_backward_under_autocast_of_a_forward_without_it() -> None:
     model, x = scattered(Again(nn.LayerNorm(D))), torch.randn(B, T, D)
     loop = loop_sqnorms(model, square, x, B)
-    gnsfast.convert(model, repeated=["layer"])
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         value = square(model, x)
         with torch.autocast("cpu", torch.bfloat16):
@@ -77,7 +74,6 @@ def test_calls_of_two_dtypes() -> None:
 
     model, x = Mixed(), torch.randn(B, T, D)
     loop = loop_sqnorms(model, square, x, B)
-    gnsfast.convert(model, repeated=["layer"])
     with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
         square(model, x).backward()
     assert_norms(norms, loop, rtol=3e-2)

@@ -56,7 +56,6 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 def converted(mode: str = "", **options: Any) -> Again:
     model = Again(mode, **options)
-    gnsfast.convert(model, repeated=["*"])
     return model
 
 
@@ -102,7 +101,7 @@ def test_reentrant_checkpoints_are_refused(x: Tensor) -> None:
 def test_no_output_is_used(x: Tensor) -> None:
     """As of a module that is not called."""
     model = converted()
-    other = gnsfast.convert(nn.Linear(D, D))
+    other = nn.Linear(D, D)
     both = nn.ModuleList([model, other])
     with gnsfast.per_sample_sqnorms(both, B) as norms:
         model(x)
@@ -133,7 +132,7 @@ def test_an_output_without_a_gradient(x: Tensor) -> None:
 
     model, ids = Lookup(), torch.randint(0, 7, (B, T))
     loop = loop_sqnorms(model, square, ids, B)
-    assert_norms(run(gnsfast.convert(model, repeated=["words"]), ids), loop)
+    assert_norms(run(model, ids), loop)
 
 
 def test_a_module_named_without_need(x: Tensor) -> None:
@@ -179,7 +178,7 @@ def test_an_exception_in_backward(x: Tensor) -> None:
 @pytest.mark.parametrize("replay", [[], ["norm"]], ids=["kernels", "replay"])
 def test_gradient_of_the_inputs_first(replay: list[str], x: Tensor) -> None:
     """A backward pass that does not ask for the parameters keeps operands that nobody uses."""
-    model = gnsfast.convert(Again(), repeated=["*"], replay=replay)
+    model = Again()
     loop = loop_sqnorms(model, square, x, B)
     plain = copy.deepcopy(model)
     square(plain, x).backward()
@@ -284,7 +283,7 @@ def test_lookup_between_two_calls_of_a_tied_head() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.head(self.words(ids)) + self.head(self.words(ids).sin())
 
-    model = gnsfast.convert(Tied(), repeated=["head"])
+    model = Tied()
     with pytest.raises(ObservationError, match="words: it is looked up after the head"):
         run(model, torch.randint(0, D, (B, T)))
 
@@ -303,13 +302,13 @@ def test_a_tied_embedding_is_exact_without_it() -> None:
 
     model, ids = Tied(), torch.randint(0, D, (B, T))
     loop = loop_sqnorms(model, square, ids, B)
-    assert_norms(run(gnsfast.convert(model, repeated=["words"]), ids), loop)
+    assert_norms(run(model, ids), loop)
 
 
 @pytest.mark.parametrize("replay", [[], ["norm"]], ids=["kernels", "replay"])
 def test_nothing_is_left_after_the_block(replay: list[str], x: Tensor) -> None:
     """Neither a graph nor operands, also without the garbage collector; copies and pickles work."""
-    model = gnsfast.convert(Again(), repeated=["*"], replay=replay)
+    model = Again()
     left = []
 
     def watch() -> None:
@@ -342,14 +341,11 @@ def test_nothing_is_left_after_the_block(replay: list[str], x: Tensor) -> None:
 
 def test_the_error_names_the_remedy(x: Tensor) -> None:
     model = Again()
-    gnsfast.convert(model)
     with pytest.raises(ObservationError) as found:
         run(model, x)
     for said in "3 times", "convert(model, repeated=['norm'])", "convert(model, example=batch)":
         assert said in str(found.value)
-    gnsfast.convert(model, repeated=["norm", "layer"])
     run(model, x)
-    gnsfast.convert(model)
     with pytest.raises(ObservationError, match="3 times"):
         run(model, x)
 
@@ -358,15 +354,13 @@ def test_convert_refuses() -> None:
     attention = nn.TransformerEncoderLayer(D, 2, batch_first=True, dropout=0.0)
     why = reason("in_projection", [REPEATED])
     with pytest.raises(NotImplementedError, match=f"self_attn: {why}.*replay="):
-        gnsfast.convert(attention, repeated=["*"])
     assert type(attention.linear1) is nn.Linear  # nothing was changed
-    gnsfast.convert(attention, repeated=["*"], exclude=["self_attn"])
+    gnsfast.configure(attention, repeated=["*"], exclude=["self_attn"])
     with pytest.raises(ValueError, match="repeated: no module has a name that matches 'tower'"):
-        gnsfast.convert(Again(), repeated=["tower"])
+        Again()
     with pytest.raises(
         ValueError, match="repeated: the modules that match 'dropout' have no parameters"
     ):
-        gnsfast.convert(attention, repeated=["dropout"])
 
 
 def test_compiled_layers_are_refused(x: Tensor) -> None:

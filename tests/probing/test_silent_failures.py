@@ -35,7 +35,7 @@ def test_called_twice() -> None:
             return super().forward(self.first(x))
 
     with pytest.raises(ObservationError, match=r"first \(Linear\).*2 times"):
-        run(gnsfast.convert(Twice()), torch.randn(4, 5))
+        run(Twice(), torch.randn(4, 5))
 
 
 def test_never_called() -> None:
@@ -46,7 +46,7 @@ def test_never_called() -> None:
             return F.linear(torch.tanh(self.first(x)), self.last.weight, self.last.bias)
 
     with pytest.raises(ObservationError, match=r"last\.weight.*'last' was not called"):
-        run(gnsfast.convert(Fused()), torch.randn(4, 5))
+        run(Fused(), torch.randn(4, 5))
 
 
 @pytest.mark.parametrize(("use", "share"), [("linear", 1.0), ("penalty", 1.0), ("penalty", 1e-3)])
@@ -61,7 +61,7 @@ def test_weight_also_used_as_a_tensor(use: str, share: float) -> None:
             return F.linear(y, w) if use == "linear" else y + share * w.sum()
 
     with pytest.raises(ObservationError, match=r"first\.weight.*outside of its module"):
-        run(gnsfast.convert(Reused()), torch.randn(4, 5))
+        run(Reused(), torch.randn(4, 5))
 
 
 def test_gradients_that_start_at_zero_are_checked_too() -> None:
@@ -71,7 +71,7 @@ def test_gradients_that_start_at_zero_are_checked_too() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(super().forward(x), self.first.weight)
 
-    model = gnsfast.convert(Reused())
+    model = Reused()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     with pytest.raises(ObservationError, match=r"first\.weight.*outside of its module"):
@@ -80,14 +80,14 @@ def test_gradients_that_start_at_zero_are_checked_too() -> None:
 
 def test_overflow_is_no_failure() -> None:
     """A loss scaled beyond float32, as a gradient scaler tries: norms that are not finite."""
-    model = gnsfast.convert(Model())
+    model = Model()
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         (model(torch.randn(4, 5)).square().sum() * 1e38).backward()
     assert not norms.total().isfinite().all()
 
 
 def test_clipping_hooks_are_no_failure() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     model.first.weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
     run(model, torch.randn(4, 5))
 
@@ -102,7 +102,7 @@ def test_tied_head_written_by_hand() -> None:
             return F.linear(self.tokens(ids), self.tokens.weight)
 
     with pytest.raises(ObservationError, match=r"tokens\.weight.*outside of its module"):
-        run(gnsfast.convert(Tied()), torch.randint(0, 7, (4, 9)))
+        run(Tied(), torch.randint(0, 7, (4, 9)))
 
 
 def test_unused_module_is_no_failure() -> None:
@@ -110,7 +110,7 @@ def test_unused_module_is_no_failure() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.first(x)
 
-    model = gnsfast.convert(Unused())
+    model = Unused()
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         model(torch.randn(4, 5)).sum().backward()
     assert norms["last.weight"].tolist() == [0.0] * 4
@@ -119,7 +119,7 @@ def test_unused_module_is_no_failure() -> None:
 
 def test_unused_module_with_an_older_gradient() -> None:
     """Accumulation: what an earlier pass left in ``.grad`` does not count as this pass's."""
-    model = gnsfast.convert(Model())
+    model = Model()
     run(model, torch.randn(4, 5))
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         model.first(torch.randn(4, 5)).sum().backward()
@@ -127,7 +127,7 @@ def test_unused_module_with_an_older_gradient() -> None:
 
 
 def test_backward_twice() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     with pytest.raises(ObservationError, match="2 times"):
         with gnsfast.per_sample_sqnorms(model, 4):
             loss = model(torch.randn(4, 5)).sum()
@@ -136,7 +136,7 @@ def test_backward_twice() -> None:
 
 
 def test_two_micro_batches_in_one_block() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     with pytest.raises(ObservationError, match="2 times"):
         with gnsfast.per_sample_sqnorms(model, 4):
             for _ in range(2):
@@ -144,7 +144,7 @@ def test_two_micro_batches_in_one_block() -> None:
 
 
 def test_no_backward() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     with pytest.raises(ObservationError, match="No backward pass"):
         with gnsfast.per_sample_sqnorms(model, 4):
             loss = model(torch.randn(4, 5)).sum()
@@ -153,7 +153,7 @@ def test_no_backward() -> None:
 
 def test_double_backward_is_refused() -> None:
     """A gradient penalty goes through backward, where nothing of a sample can be told."""
-    model, x = gnsfast.convert(Model()), torch.randn(4, 5, requires_grad=True)
+    model, x = Model(), torch.randn(4, 5, requires_grad=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         with gnsfast.per_sample_sqnorms(model, 4):
             (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
@@ -161,7 +161,7 @@ def test_double_backward_is_refused() -> None:
 
 
 def test_forward_before_the_block() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     loss = model(torch.randn(4, 5)).sum()
     with pytest.raises(ObservationError, match="its forward ran before the block"):
         with gnsfast.per_sample_sqnorms(model, 4):
@@ -169,7 +169,7 @@ def test_forward_before_the_block() -> None:
 
 
 def test_backward_after_the_block() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     with pytest.raises(ObservationError, match="No backward pass"):
         with gnsfast.per_sample_sqnorms(model, 4):
             loss = model(torch.randn(4, 5)).sum()
@@ -181,39 +181,39 @@ def test_wrong_num_samples(num_samples: int) -> None:
     with pytest.raises(
         SampleShapeError, match=rf"first \(Linear\): expected {num_samples} samples"
     ):
-        run(gnsfast.convert(Model()), torch.randn(4, 5), num_samples)
+        run(Model(), torch.randn(4, 5), num_samples)
 
 
 @pytest.mark.parametrize("num_samples", [-1, 2.0, True, None])
 def test_num_samples_that_is_no_count(num_samples: object) -> None:
     with pytest.raises(ValueError, match="num_samples must be a whole number"):
-        gnsfast.per_sample_sqnorms(gnsfast.convert(Model()), num_samples)  # type: ignore[arg-type]
+        gnsfast.per_sample_sqnorms(Model(), num_samples)  # type: ignore[arg-type]
 
 
 def test_rows_that_do_not_divide() -> None:
-    model = gnsfast.convert(Model(), fold=["first", "last"])
+    model = Model()
     with pytest.raises(SampleShapeError, match="dimension 0 has size 10"):
         run(model, torch.randn(10, 5))
 
 
 def test_flattened_rows_name_the_remedy() -> None:
     with pytest.raises(SampleShapeError, match=r"3 consecutive rows.*fold=\['first'\]"):
-        run(gnsfast.convert(Model()), torch.randn(12, 5))
+        run(Model(), torch.randn(12, 5))
 
 
 def test_sequence_first_by_mistake() -> None:
     with pytest.raises(SampleShapeError, match="batch_dim=1"):
-        run(gnsfast.convert(Model()), torch.randn(9, 4, 5))
+        run(Model(), torch.randn(9, 4, 5))
 
 
 def test_no_batch_dimension() -> None:
     with pytest.raises(SampleShapeError, match=r"first.*no batch dimension"):
-        run(gnsfast.convert(Model()), torch.randn(5))
+        run(Model(), torch.randn(5))
 
 
 def test_reentrant_checkpointing_is_exact() -> None:
     """Its inner backward reaches the probes like any other."""
-    model, x = gnsfast.convert(Model()), torch.randn(4, 5, requires_grad=True)
+    model, x = Model(), torch.randn(4, 5, requires_grad=True)
     with gnsfast.per_sample_sqnorms(model, 4) as want:
         model(x).square().sum().backward()
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
@@ -227,7 +227,7 @@ def test_not_converted() -> None:
 
 
 def test_open_twice() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     with pytest.raises(ObservationError, match="first: a probe is open"):
         with gnsfast.per_sample_sqnorms(model, 4), gnsfast.per_sample_sqnorms(model, 4):
             pass
@@ -235,7 +235,7 @@ def test_open_twice() -> None:
 
 
 def test_norms_before_the_end() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         model(torch.randn(4, 5)).sum().backward()
         with pytest.raises(ObservationError, match="Read them after it"):
@@ -244,7 +244,7 @@ def test_norms_before_the_end() -> None:
 
 
 def test_user_error_passes_through_and_closes() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     with pytest.raises(ZeroDivisionError):
         with gnsfast.per_sample_sqnorms(model, 4):
             raise ZeroDivisionError
@@ -261,7 +261,7 @@ def test_cuda_without_a_kernel_is_named() -> None:
 
 
 def make() -> nn.Module:
-    return gnsfast.convert(Model())
+    return Model()
 
 
 def test_weight_used_as_a_tensor_in_later_passes() -> None:
@@ -282,7 +282,7 @@ def test_audit_is_on_in_ordinary_situations(before: str) -> None:
             y = super().forward(x)
             return F.linear(y, self.first.weight) if self.training else y
 
-    model, x = gnsfast.convert(Reused()), torch.randn(4, 5)
+    model, x = Reused(), torch.randn(4, 5)
     if before == "gradients":
         model(x).sum().backward()
     elif before == "a hook":
@@ -308,7 +308,7 @@ def test_only_the_first_row_of_a_shared_lookup() -> None:
             return self.last(x) + self.table(torch.arange(6)[None])[0].sum(0)
 
     with pytest.raises(ObservationError, match="table.*only the first sample's rows"):
-        run(gnsfast.convert(First()), torch.randn(4, 5))
+        run(First(), torch.randn(4, 5))
 
 
 def test_one_sample_where_four_were_promised() -> None:
@@ -319,7 +319,7 @@ def test_one_sample_where_four_were_promised() -> None:
             return self.last(self.table(ids))
 
     with pytest.raises(ObservationError, match="table.*irregular index"):
-        run(gnsfast.convert(Tokens()), torch.tensor([[3, 1, 4, 1, 5]]))
+        run(Tokens(), torch.tensor([[3, 1, 4, 1, 5]]))
 
 
 def test_bare_positions_as_many_as_samples() -> None:
@@ -328,8 +328,8 @@ def test_bare_positions_as_many_as_samples() -> None:
             return self.last(x + self.table(torch.arange(x.shape[1])))
 
     with pytest.raises(ObservationError, match="table.*consecutive numbers"):
-        run(gnsfast.convert(Positions()), torch.randn(4, 4, 5))
-    model = gnsfast.convert(Positions(), broadcast=["table"])
+        run(Positions(), torch.randn(4, 4, 5))
+    model = Positions()
     run(model, torch.randn(4, 4, 5))
 
 
@@ -343,12 +343,12 @@ def test_untied_after_convert() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.head(self.last(self.table(ids)))
 
-    model, ids = gnsfast.convert(Tied()), torch.randint(0, 6, (4, 3))
+    model, ids = Tied(), torch.randint(0, 6, (4, 3))
     run(model, ids)
     model.head.weight = nn.Parameter(torch.randn(6, 5))
     with pytest.raises(ValueError, match="'table' and 'head' shared one weight"):
         run(model, ids)
-    run(gnsfast.convert(model), ids)
+    run(model, ids)
 
 
 def test_graph_of_gradients() -> None:

@@ -15,7 +15,7 @@ from gnsfast.probing import Slabs
 
 
 def make() -> nn.Sequential:
-    return gnsfast.convert(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
 def norms_of(model: nn.Module, B: int = 6) -> dict[str, Tensor]:
@@ -55,11 +55,10 @@ def add_module(model: nn.Sequential) -> None:
 
 
 def exclude(model: nn.Sequential) -> None:
-    gnsfast.convert(model, exclude=["2"])
+    gnsfast.configure(model, exclude=["2"])
 
 
 def fold(model: nn.Sequential) -> None:
-    gnsfast.convert(model, fold=["0"])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_a_model_is_freed() -> None:
 
 def test_gradients_may_be_zeroed_inside_a_block() -> None:
     """Of a module, too, that this pass does not use."""
-    model = gnsfast.convert(nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)]))
+    model = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)])
     sum(layer(torch.randn(6, 5)).sum() for layer in model).backward()
     for set_to_none in (False, True):
         with gnsfast.per_sample_sqnorms(model, 6) as norms:
@@ -114,7 +113,7 @@ def test_gradients_may_be_zeroed_inside_a_block() -> None:
 
 def test_clipping_inside_a_block_is_no_gradient() -> None:
     """Of a module that this pass does not use, and that has a gradient of an earlier one."""
-    model = gnsfast.convert(nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)]))
+    model = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)])
     for layer in model:
         with gnsfast.per_sample_sqnorms(model, 6) as norms:
             layer(torch.randn(6, 5)).square().sum().backward()
@@ -124,7 +123,7 @@ def test_clipping_inside_a_block_is_no_gradient() -> None:
 
 def test_a_gradient_that_is_gone_was_there() -> None:
     """A weight that is used as a tensor is found, though the block sets its gradient to None."""
-    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4, bias=False)))
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4, bias=False))
     norms_of(model)
     x = torch.randn(6, 5)
     with (

@@ -29,7 +29,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def test_right() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     table = gnsfast.verify(model, mean_loss, batch())
     assert table.ok
     assert {r.parameter: r.verdict for r in table.rows} == {
@@ -43,7 +43,7 @@ def test_right() -> None:
 
 
 def test_sum_and_token_mean() -> None:
-    model, data = gnsfast.convert(Model()), batch()
+    model, data = Model(), batch()
     total = gnsfast.verify(
         model, lambda m, b: 36 * mean_loss(m, b), data
     )  # a mean, whatever its factor
@@ -63,7 +63,7 @@ def test_sum_and_token_mean() -> None:
 
 def test_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module whose norms lie gets the verdict, and only that one."""
-    model = gnsfast.convert(Model())
+    model = Model()
     honest = gnsfast.functional.linear
 
     def lying(x: Tensor, *args: Tensor, **options: int) -> Tensor:
@@ -77,7 +77,7 @@ def test_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_samples_tied_by_the_loss() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
 
     def contrastive(m: nn.Module, b: dict[str, Tensor]) -> Tensor:
         z = m(b["ids"]).mean(1)
@@ -88,23 +88,22 @@ def test_samples_tied_by_the_loss() -> None:
 
 def test_sequence_first_by_mistake_with_as_many_tokens() -> None:
     """T = B: no shape can tell, the loop does."""
-    model, x = gnsfast.convert(nn.Linear(5, 3)), torch.randn(4, 4, 5)
+    model, x = nn.Linear(5, 3), torch.randn(4, 4, 5)
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
         return m(x).square().mean()
 
     assert gnsfast.verify(model, loss, x).ok
     assert not gnsfast.verify(model, loss, x, batch_dim=1).ok
-    gnsfast.convert(model, batch_dim=1)
     assert gnsfast.verify(model, loss, x, batch_dim=1).ok
 
 
 def test_half_precision() -> None:
-    assert gnsfast.verify(gnsfast.convert(Model().bfloat16()), mean_loss, batch()).ok
+    assert gnsfast.verify(Model().bfloat16(), mean_loss, batch()).ok
 
 
 def test_leaves_the_model_as_it_was() -> None:
-    model = gnsfast.convert(Model())
+    model = Model()
     mean_loss(model, batch()).backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     copies = {n: None if g is None else g.clone() for n, g in grads.items()}
@@ -124,14 +123,14 @@ def test_leaves_the_model_as_it_was() -> None:
 
 
 def test_uncovered_is_listed() -> None:
-    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), exclude=["1"])
+    model = gnsfast.configure(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), exclude=["1"])
     table = gnsfast.verify(model, lambda m, x: m(x).mean(), torch.randn(4, 5))
     assert table.ok and [r.verdict for r in table.rows] == ["ok", "ok", "uncovered", "uncovered"]
     assert table.rows[2].reason == "excluded by convert"
 
 
 def test_wrong_arguments() -> None:
-    model = gnsfast.convert(nn.Linear(5, 5))
+    model = nn.Linear(5, 5)
     with pytest.raises(ValueError, match="at least one tensor"):
         gnsfast.verify(model, lambda m, x: m(x), [1])
     with pytest.raises(ValueError, match="'mean' or 'sum'"):
@@ -140,7 +139,7 @@ def test_wrong_arguments() -> None:
 
 def test_one_image_with_its_channels_last() -> None:
     """Plain torch is wrong here, so the loop has to take a contiguous copy."""
-    model, image_HWC = gnsfast.convert(nn.BatchNorm2d(3).eval()), torch.randn(6, 5, 3)
+    model, image_HWC = nn.BatchNorm2d(3).eval(), torch.randn(6, 5, 3)
     x, r = image_HWC.permute(2, 0, 1)[None], torch.randn(1, 3, 6, 5)
     loss = lambda m, b: (m(b[0]) * b[1]).sum()  # noqa: E731
     assert gnsfast.verify(model, loss, (x, r)).ok
