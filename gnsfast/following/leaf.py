@@ -61,8 +61,8 @@ class Leaf:
     leaf and the ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its
     plans. ``parts`` are what its uses left in backward, by use. ``has_turns``: a pipeline's
     schedule takes passes in turns. ``known_uses`` and ``is_known_joined`` tell of uses in compiled
-    code, which does not count. Links join the first ``linked_uses`` of a tie. ``failed`` says why
-    its norms would be wrong in this pass, ``left_out`` why it has none.
+    code, which does not count. ``failed`` says why its norms would be wrong in this pass,
+    ``left_out`` why it has none.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -99,7 +99,6 @@ class Leaf:
         uses = [step for step in steps if step.is_use]
         named = [step.name for step in uses]
         self.is_tied = named[-1:] == ["linear"] and set(named[:-1]) == {"embedding"}
-        self.linked_uses = len(uses) if self.is_tied else 0
         self.known_uses, self.is_known_joined = 1, False
 
     def open(self) -> None:
@@ -215,8 +214,6 @@ class Expression:
             if leaf.is_over:
                 leaf.fail("it is used again after a backward pass of this block, and " + ADD_UP)
             leaf.uses += 1
-            if leaf.uses <= leaf.linked_uses:
-                continue
             if self.kind != SAME or (leaf.uses > 1 and not all(map(self._is_apart, leaf.spans))):
                 leaf.joined = True
             leaf.spans.append(self.span)
