@@ -44,7 +44,6 @@ def assert_as_in_torch(
     norms of single terms of the loss in float64. ``dim`` None: one unbatched sample.
     """
     plain = copy.deepcopy(model)
-    model = gnsfast.convert(model, **options)
     assert model.state_dict().keys() == plain.state_dict().keys()
     with torch.no_grad():
         for a, b in zip(outputs_of(model, args, kwargs), outputs_of(plain, args, kwargs)):

@@ -123,9 +123,9 @@ def assert_folded(layer: nn.Module, x: Tensor) -> None:
 
     loop = loop_sqnorms(layer, loss, [t.unflatten(0, (B, 3)) for t in (x, r)], B)
     with pytest.raises(gnsfast.SampleShapeError, match="fold"):
-        with gnsfast.per_sample_sqnorms(gnsfast.convert(layer), B):
+        with gnsfast.per_sample_sqnorms(layer, B):
             layer(x)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), B) as norms:
+    with gnsfast.per_sample_sqnorms(layer, B) as norms:
         weighted_loss(layer, (x, r)).backward()
     assert_norms(norms, loop)
 

@@ -25,7 +25,7 @@ class Packed(nn.Module):
         super().__init__()
         self.tokens, self.places = nn.Embedding(V, D, padding_idx=2), nn.Embedding(16, D)
         self.before, self.after = nn.LayerNorm(D), nn.RMSNorm(D)
-        self.mix, self.head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
+        self.mix, self.head = nn.Linear(D, D), gnsfast.Linear(D, V, bias=False)
         self.again = nn.Embedding(V, D)
         if tied:  # three ways
             self.head.weight = self.again.weight = self.tokens.weight
@@ -70,7 +70,6 @@ def loop(model: nn.Module, loss: Any, batch: Any, lengths: list[int]) -> dict[st
 
 
 def norms_of(model: nn.Module, loss: Any, batch: Any, starts: Tensor, **options: Any) -> Any:
-    gnsfast.convert(model)
     with gnsfast.per_sample_sqnorms(model, len(LENGTHS), cu_seqlens=starts, **options) as norms:
         loss(model, batch).backward()
     return norms
@@ -115,6 +114,37 @@ def test_models(family: str) -> None:
     assert_norms(norms_of(model, loss, batch, gnsfast.cu_seqlens(batch[1])), truth, rtol=3e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 12), (12,)])
+def test_positions_that_rows_share(shape: tuple[int, ...]) -> None:
+    """Two rows of documents share one index of positions, as GPT-2 makes it."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(16, D)
+            self.head = nn.Linear(D, V)
+
+        def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+            x = self.tokens(ids) + self.places(places)
+            out: Tensor = self.head(torch.tanh(x))
+            return out
+
+    model, (ids, _, labels) = Shared(), (t.view(2, 12) for t in draw())
+    starts = torch.tensor([0, 5, 12, 24])
+    parts = [(0, 0, 5), (0, 5, 12), (1, 0, 12)]
+    truth: dict[str, list[Tensor]] = {}
+    wide = copy.deepcopy(model).double()
+    for row, a, b in parts:
+        wide.zero_grad()
+        logits = wide(ids[row, a:b], torch.arange(a, b))
+        F.cross_entropy(logits, labels[row, a:b], reduction="sum").backward()
+        for name, p in wide.named_parameters():
+            truth.setdefault(name, []).append(p.grad.square().sum())
+    with gnsfast.per_sample_sqnorms(model, 3, cu_seqlens=starts) as norms:
+        packed_loss(model, (ids, torch.arange(12).view(shape), labels)).backward()
+    assert_norms(norms, {name: torch.stack(each) for name, each in truth.items()})
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_chunked_cross_entropy(reduction: str) -> None:
     model, batch = Packed(tied=False), draw()
@@ -125,7 +155,7 @@ def test_chunked_cross_entropy(reduction: str) -> None:
         return m.head.cross_entropy(m.hidden(ids, places), labels, reduction=reduction).sum()
 
     assert_norms(norms_of(model, loss, batch, gnsfast.cu_seqlens(batch[1])), truth)
-    with pytest.raises(NotImplementedError, match="Compute the loss from the head's output"):
+    with pytest.raises(gnsfast.ObservationError, match="linear_cross_entropy has no norms for packed"):
         norms_of(Packed(tied=True), loss, batch, gnsfast.cu_seqlens(batch[1]))
 
 
@@ -135,9 +165,7 @@ def test_a_tied_weight_with_empty_documents() -> None:
     lengths = [*LENGTHS[:2], 0, *LENGTHS[2:]]
     truth = loop(model, packed_loss, batch, LENGTHS)
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    with gnsfast.per_sample_sqnorms(
-        gnsfast.convert(model), len(lengths), cu_seqlens=starts
-    ) as norms:
+    with gnsfast.per_sample_sqnorms(model, len(lengths), cu_seqlens=starts) as norms:
         packed_loss(model, batch).backward()
     filled = [b for b, length in enumerate(lengths) if length]
     assert_norms({n: norm[filled] for n, norm in norms.items()}, truth)
@@ -147,7 +175,6 @@ def test_a_tied_weight_with_empty_documents() -> None:
 def test_compiled() -> None:
     model, batch = Packed(tied=False), draw()
     truth, starts = loop(model, packed_loss, batch, LENGTHS), gnsfast.cu_seqlens(batch[1])
-    gnsfast.convert(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with gnsfast.per_sample_sqnorms(model, len(LENGTHS), cu_seqlens=starts) as norms:
         packed_loss(compiled, batch).backward()
@@ -157,7 +184,7 @@ def test_compiled() -> None:
 def test_noise_scale() -> None:
     """Documents of a packed row measure what the same documents padded to one length do."""
     torch.manual_seed(1)
-    model = gnsfast.convert(Packed(tied=False))
+    model = Packed(tied=False)
     results = []
     for packed in (True, False):
         torch.manual_seed(2)
@@ -208,7 +235,7 @@ def padded_rows() -> tuple[tuple[Tensor, ...], Tensor]:
 @pytest.mark.parametrize("case", ["right", "first five", "padding counted"])
 def test_padding_between_documents(case: str) -> None:
     """Padding counts as a document with 0 tokens, which is no sample; else it is an error."""
-    model = gnsfast.convert(Packed(tied=False))
+    model = Packed(tied=False)
     batch, tokens = padded_rows()
     if case == "first five":
         tokens = tokens[:5]
@@ -230,24 +257,16 @@ class TestErrors:
         batch = draw()
         short = gnsfast.cu_seqlens(batch[1])
         short[-1] -= 1
-        with pytest.raises(gnsfast.SampleShapeError, match=r"tokens.*ends at token 23.*\[1, 24\]"):
+        with pytest.raises(
+            gnsfast.SampleShapeError, match=r"ends at token 23.*\[1, 24\].*last document"
+        ):
             norms_of(Packed(tied=False), packed_loss, batch, short)
 
-    @pytest.mark.parametrize("shape", [(1, 12), (12,)])
-    def test_positions_that_rows_share(self, shape: tuple[int, ...]) -> None:
-        model, places = gnsfast.convert(Packed(tied=False)), torch.arange(12).view(shape)
-        said = r"places \(Embedding\): all 2 .*\[(1, )?12\].* position_ids of shape \[2, 12\] that"
-        with pytest.raises(gnsfast.SampleShapeError, match=said):
-            with gnsfast.per_sample_sqnorms(model, 3, cu_seqlens=torch.tensor([0, 5, 12, 24])):
-                model(draw()[0].view(2, 12), places)
-
-    def test_positions_that_models_make(self) -> None:
-        """GPT-2 counts to [1, T] where it is given no positions."""
+    def test_documents_that_see_each_other(self) -> None:
+        """GPT-2 takes rows for documents where it is given no positions."""
         sizes = dict(n_embd=8, n_layer=1, n_head=2, n_positions=32)
-        model = gnsfast.convert(hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=V, **sizes)))
-        with pytest.raises(
-            gnsfast.SampleShapeError, match=r"wpe .*position_ids of shape \[2, 12\]"
-        ):
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=V, **sizes))
+        with pytest.raises(gnsfast.ObservationError, match="attend to each other.*position_ids"):
             with gnsfast.per_sample_sqnorms(model, 3, cu_seqlens=torch.tensor([0, 5, 12, 24])):
                 model(draw()[0].view(2, 12))
 
@@ -264,33 +283,31 @@ class TestErrors:
         with pytest.raises(ValueError, match=message):
             norms_of(Packed(tied=False), packed_loss, draw(), starts)
 
-    def test_sequence_first_rows(self) -> None:
-        model = gnsfast.convert(nn.Linear(3, 3), batch_dim=1)
-        with pytest.raises(gnsfast.SampleShapeError, match="need a single row here"):
-            with gnsfast.per_sample_sqnorms(model, 2, cu_seqlens=torch.tensor([0, 4, 8])):
-                model(torch.randn(4, 2, 3))
+    def test_functions_that_take_none(self) -> None:
+        class Mixes(Packed):
+            def __init__(self) -> None:
+                super().__init__(tied=False)
+                self.conv = nn.Conv1d(D, D, 1)
 
-    def test_layers_that_take_none(self) -> None:
-        model = nn.Sequential(nn.Conv1d(2, 2, 1))
-        with pytest.raises(NotImplementedError, match="^0: conv has no norms for documents"):
-            norms_of(model, packed_loss, draw(), torch.tensor([0, 1, 2, 3, 4, 5]))
+            def hidden(self, ids: Tensor, places: Tensor) -> Tensor:
+                return self.conv(super().hidden(ids, places).mT).mT
+
+        batch = draw()
+        with pytest.raises(gnsfast.ObservationError, match="^conv.weight: .*packed documents"):
+            norms_of(Mixes(), packed_loss, batch, gnsfast.cu_seqlens(batch[1]))
 
     @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("trained", ["all", "out_proj"])
-    def test_attention_without_a_mask(self, trained: str, causal: bool) -> None:
-        """It mixes the documents of a row, also before an output projection trained alone."""
+    def test_attention_without_a_mask(self, causal: bool) -> None:
+        """It mixes the documents of a row."""
         model = nn.MultiheadAttention(8, 2, batch_first=True)
-        for p in (model.in_proj_weight, model.in_proj_bias):
-            p.requires_grad_(trained == "all")
         given = dict(is_causal=True, attn_mask=torch.ones(4, 4).triu(1).bool()) if causal else {}
-        loss_of = lambda m, x: m(x, x, x, **given)[0].square().sum()
-        starts = torch.tensor([0, 3, 8])
-        with pytest.raises(gnsfast.ObservationError, match="without a mask, .* attn_mask"):
-            with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 2, cu_seqlens=starts):
-                loss_of(model, torch.randn(2, 4, 8)).backward()
+        starts = torch.tensor([0, 3, 4, 8])
+        with pytest.raises(gnsfast.ObservationError, match="attend to each other.*attn_mask"):
+            with gnsfast.per_sample_sqnorms(model, 3, cu_seqlens=starts):
+                model(*[torch.randn(2, 4, 8)] * 3, **given)
 
     def test_tokens_are_needed(self) -> None:
-        gns = gnsfast.GradientNoiseScale(gnsfast.convert(Packed(tied=False)))
+        gns = gnsfast.GradientNoiseScale(Packed(tied=False))
         with pytest.raises(ValueError, match="pass tokens="):
             with gns.microbatch(5, cu_seqlens=gnsfast.cu_seqlens(draw()[1])):
                 pass

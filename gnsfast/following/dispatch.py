@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gnsfast import functional
+from gnsfast.following import packed
 from gnsfast.following.elementwise import spread
 from gnsfast.following.kernels import KERNELS
 from gnsfast.following.layouts import (
@@ -28,7 +29,6 @@ from gnsfast.following.layouts import (
     Chosen,
     Layout,
     Place,
-    owners_of,
 )
 from gnsfast.following.leaf import (
     MADE,
@@ -278,10 +278,10 @@ def _places(call: Call, step: Step | None, leaf: Leaf) -> dict[int, Place]:
         if step is not None:
             place = step.arguments[i] if i < len(step.arguments) else UNKNOWN
             found[i] = SHARED if place is None else place  # a parameter's, which is left out now
-        elif leaf.samples == 1:
+        elif leaf.lanes == 1:
             found[i] = ALONE if t.ndim else SHARED
         elif t.ndim:
-            found[i] = FIRST if t.shape[0] == leaf.samples else UNKNOWN
+            found[i] = FIRST if t.shape[0] == leaf.lanes else UNKNOWN
         else:
             found[i] = SHARED
     return found
@@ -307,12 +307,10 @@ def _spreads(
         shape = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
     else:
         shape = torch.broadcast_shapes(*(t.shape for t in leaves if isinstance(t, Tensor)))
-    if leaf.starts is not None:
-        layout = FIRST
-    elif step is None:
-        layout = ALONE if leaf.samples == 1 else FIRST
+    if step is None:
+        layout = ALONE if leaf.lanes == 1 else FIRST
     elif step.chosen and not compiling():
-        owner_N = owners_of(leaves[call.others[0]], leaf.samples)
+        owner_N = packed.owners(leaves[call.others[0]], leaf)
         layout = UNKNOWN if owner_N is None else Chosen(owner_N)
     elif call.name == "expand_as":
         layout = places[call.others[0]]
@@ -324,7 +322,10 @@ def _spreads(
             return None
     elif not isinstance(layout, Layout):
         return None
-    elif leaf.starts is None and not layout.fits(shape, leaf.samples):
+    elif leaf.starts is not None and leaf.rows <= 1:  # a single row is in order
+        if not leaf.rows and shape[:1] != (1,):
+            return None
+    elif not layout.fits(shape, leaf.lanes):
         return None
     if call.is_in_place and 0 in call.own:
         return None
@@ -347,30 +348,27 @@ def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen) -> Tensor 
         return None
     wide = (1,) * missing + tuple(e.shape)
     d = layout.dim if isinstance(layout, Layout) else 0
-    if leaf.starts is not None:
-        at = _end_of_tokens(shape, leaf)
-        if at is None or any(size != 1 for size in wide[:at]):
-            return None
-    elif wide[d] != 1:
+    if wide[d] != 1:
         return None
-    if (
-        expression.kind == ROWS
-        and layout == FIRST
-        and (y := _as_rows(expression, shape)) is not None
-    ):
+    first = layout.dim == 0 and not layout.interleaved if isinstance(layout, Layout) else False
+    if expression.kind == ROWS and first and (y := _as_rows(expression, shape)) is not None:
         return y
+    each = 1
+    if leaf.starts is not None and isinstance(layout, Layout):
+        rows = layout.samples_first(torch.empty(shape, device="meta"), leaf.rows or 1).shape
+        inner = next((k for k, size in enumerate(wide) if size != 1), len(wide)) - len(wide)
+        each = packed.rows_of_token(rows[: len(rows) + inner], leaf)
+        if not each:
+            return None
     if compiling() and expression.kind != SAME:
         return None
     if not compiling():
         expression.note_use()
-    plan = plan_for([expression], [e], FIRST)._replace(uses=None, module=None)
+    plan = plan_for([expression], [e], FIRST, each=each)._replace(uses=None, module=None)
+    if isinstance(layout, Chosen):
+        plan = plan._replace(starts=None)
     joins = None if compiling() else expression
-    return spread(bare(e), leaf.probe, plan, shape, layout, joins)
-
-
-def _end_of_tokens(shape: torch.Size, leaf: Leaf) -> int | None:
-    """How many leading dimensions of ``shape`` hold the tokens of packed documents."""
-    return next((k for k in range(1, len(shape)) if shape[:k].numel() == leaf.tokens), None)
+    return spread(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
 
 
 def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:
@@ -378,8 +376,8 @@ def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:
     leaf = expression.leaves[0]
     assert expression.rows is not None
     ids, padding_idx = expression.rows
-    B, n = leaf.samples, len(shape)
-    if shape[0] != B:
+    B, n = leaf.lanes, len(shape)
+    if shape[0] != B or (leaf.starts is not None and shape[:-1].numel() != leaf.tokens):
         return None
     if ids.ndim == n - 1 and ids.shape[0] == 1:
         ids = ids[0]
@@ -495,7 +493,7 @@ def copied_along(name: str, arguments: list[Any], B: int) -> Copied | None:
 
 def _copied(call: Call, leaf: Leaf) -> Tensor | None:
     """A parameter that is repeated for each sample: its copies are data."""
-    copied = copied_along(call.name, call.leaves, leaf.samples)
+    copied = copied_along(call.name, call.leaves, leaf.lanes)
     if copied is None:
         return None
     with torch.no_grad():
@@ -505,7 +503,7 @@ def _copied(call: Call, leaf: Leaf) -> Tensor | None:
         e = _of_parameters(Call(Tensor.repeat, (e, *copied.less), {}), leaf, copies=False)
     if copied.each > 1:  # rows (B, each) along one dimension
         e = _of_parameters(Call(Tensor.unsqueeze, (e, d - len(shape) - 1), {}), leaf, copies=False)
-        shape = torch.Size((*shape[:d], leaf.samples, copied.each, *shape[d + 1 :]))
+        shape = torch.Size((*shape[:d], leaf.lanes, copied.each, *shape[d + 1 :]))
     if not e.requires_grad:
         return None
     y = spread_out(e, shape, Layout(d))
@@ -517,7 +515,7 @@ def _copied(call: Call, leaf: Leaf) -> Tensor | None:
 
 def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
     """The result of a function that is run again for each sample in backward."""
-    B, leaves = leaf.samples, call.leaves
+    B, leaves = leaf.lanes, call.leaves
     own: list[Tensor] = []
     replay = Replay(call.func, leaves, call.spec, call.own, call.expressions, places, B)
     versions = [t._version if isinstance(t, Tensor) else 0 for t in leaves]
@@ -551,20 +549,20 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
     is_written = any(
         isinstance(t, Tensor) and t._version != v for t, v in zip(leaves, versions)
     ) or any(t is leaf for t in flat for leaf in leaves)
+    where = f"{shapes[0]} -> {shapes[1]}"
     for expression in call.expressions:
         expression.note_use()
         for each in expression.leaves:
             if is_written:
                 each.fail(f"{call.name} writes to data")
             elif leaf.starts is not None:
-                each.fail(f"{call.name} has no norms for packed documents")
+                each.fail(f"{call.name} has no norms for packed documents here, {where}")
             elif lost and not any(leaves[i].ndim for i in call.others):
                 each.fail(
                     f"{call.name} joins it with a number of the whole batch, as a penalty on the "
                     "weights does, which belongs to no sample"
                 )
             elif lost:
-                where = f"{shapes[0]} -> {shapes[1]}"
                 each.fail(f"the samples were not found in {call.name}, {where}")
     if is_written or lost or leaf.starts is not None:
         return out

@@ -26,13 +26,14 @@ class _Spread(torch.autograd.Function):
         shape: torch.Size,
         layout: Layout | Chosen,
         expression: Expression | None,
+        rows: int,
     ) -> Tensor:
         ctx.own, ctx.dtype, ctx.device = e.shape, e.dtype, e.device
         if expression is not None and expression.is_parted:
             plan = Plan(starts=plan.starts)
         ctx.plan, ctx.layout, ctx.expression = plan.without_tensors(), layout, expression
-        ctx.use, ctx.rows = object(), probe.shape
-        ctx.samples = plan.samples(probe)
+        ctx.use, ctx.shape = object(), probe.shape
+        ctx.samples, ctx.rows = plan.samples(probe), rows or 1
         ctx.save_for_backward(*plan.tensors())
         return e.detach().expand(shape)
 
@@ -43,14 +44,14 @@ class _Spread(torch.autograd.Function):
         if plan.starts is None:
             g_BTP = of_samples(g, ctx.own, ctx.layout, ctx.samples)
         else:
-            g_BTP = of_tokens(g, ctx.own)
+            g_BTP = of_tokens(ctx.layout.samples_first(g, ctx.rows), ctx.own)
         total, rows = reduced(g_BTP, plan, ctx.dtype)
         if ctx.expression is not None and ctx.expression.is_parted:
             starts = plan.starts
             if is_wanted([ctx.expression]):
                 leave(ctx.expression, Dense(lambda b: _of_one(g_BTP, starts, b)), ctx.use)
-            rows = rows.new_zeros(ctx.rows)
-        return total.reshape(ctx.own), rows, None, None, None, None
+            rows = rows.new_zeros(ctx.shape)
+        return total.reshape(ctx.own), rows, None, None, None, None, None
 
 
 def of_samples(g: Tensor, own: torch.Size, layout: Layout | Chosen, B: int) -> Tensor:
@@ -74,7 +75,9 @@ def of_samples(g: Tensor, own: torch.Size, layout: Layout | Chosen, B: int) -> T
 
 
 def of_tokens(g: Tensor, own: torch.Size) -> Tensor:
-    """The same for packed documents, as [N, elements] with a row for each token."""
+    """The same for packed documents, of which ``g`` begins with the tokens, as [N, elements] with a
+    row, or several, for each token.
+    """
     lead = g.ndim - len(own)
     wide = (1,) * lead + tuple(own)
     first = next((i for i, size in enumerate(wide) if size != 1), g.ndim)
@@ -99,9 +102,11 @@ def spread(
     shape: torch.Size,
     layout: Layout | Chosen,
     expression: Expression | None,
+    rows: int,
 ) -> Tensor:
-    """``e.expand(shape)`` whose backward fills ``probe``; in ``shape`` the samples lie as
-    ``layout`` says. ``expression`` says in backward whether the norms are joined with others.
+    """``e.expand(shape)`` whose backward fills ``probe``; in ``shape`` the samples, or the ``rows``
+    of packed documents, lie as ``layout`` says. ``expression`` says in backward whether the norms
+    are joined with others.
     """
-    y: Tensor = _Spread.apply(e, probe, plan, shape, layout, expression)
+    y: Tensor = _Spread.apply(e, probe, plan, shape, layout, expression, rows)
     return y

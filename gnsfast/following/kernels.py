@@ -62,15 +62,19 @@ def _linear(
     if isinstance(layout, Chosen):
         return _of_chosen_rows(use, x, weight, bias)
     moved = layout.dim if layout.dim > 1 or (layout.dim == 1 and x.ndim == 2) else 0
-    if moved:
+    if moved and leaf.starts is None:
         x, plan = x.movedim(moved, 0), plan._replace(batch_dim=0)
-    y = functional.linear(x, bare(weight), bare(bias), probe, plan, _links(leaf, weight))
-    return y.movedim(0, moved).contiguous() if moved else y
+    own = bare(weight), bare(bias), probe, plan, _links(leaf, weight)
+    if moved and leaf.starts is None:
+        return functional.linear(x, *own).movedim(0, moved).contiguous()
+    return use.run(lambda x: functional.linear(x, *own), x)
 
 
-def _of_features(x: Tensor, layout: Layout, leaf: Leaf) -> bool:
-    """A linear layer takes one row of each sample in any dimension, and several in dimension 0."""
-    if in_rows(x, layout, leaf):
+def _of_features(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
+    """A linear layer takes one row of each sample in any dimension, several in dimension 0, and rows
+    that the data have chosen.
+    """
+    if isinstance(layout, Chosen) or in_rows(x, layout, leaf):
         return True
     return layout.dim > 0 and x.shape[layout.dim] == leaf.samples
 
@@ -106,7 +110,7 @@ def embedding(
     """``F.embedding(input, weight, padding_idx)``"""
     if scale_grad_by_freq or sparse:
         return NotImplemented
-    use = begin("embedding", input, (weight,), partial(in_rows, features=0))
+    use = begin("embedding", input, (weight,), partial(in_rows, features=0), features=0)
     if use is None:
         return NotImplemented
     leaf, _, plan, probe = use
@@ -127,12 +131,16 @@ def embedding(
             links = leaf.links
     else:
         tied = False
-    y, link = functional.embedding(
-        input, bare(weight), probe, plan, links, padding_idx=padding_idx, tied=tied
-    )
-    if link is not None and not again:
-        leaf.links = (*leaf.links, link)
-    return y
+
+    def looked_up(ids: Tensor) -> Tensor:
+        y, link = functional.embedding(
+            ids, bare(weight), probe, plan, links, padding_idx=padding_idx, tied=tied
+        )
+        if link is not None and not again:
+            leaf.links = (*leaf.links, link)
+        return y
+
+    return use.run(looked_up, input)
 
 
 def _renormalise(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
@@ -156,20 +164,22 @@ def layer_norm(
     """``F.layer_norm(input, normalized_shape, weight, bias, eps)``"""
     shape = tuple(normalized_shape)
     takes = partial(in_rows, features=len(shape))
-    use = begin("layer_norm", input, (weight, bias), takes)
+    use = begin("layer_norm", input, (weight, bias), takes, features=len(shape))
     if use is None:
         return NotImplemented
     own = bare(weight), bare(bias), use.probe, use.plan
-    return functional.layer_norm(input, shape, *own, eps=eps)
+    return use.run(lambda x: functional.layer_norm(x, shape, *own, eps=eps), input)
 
 
 def rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
     """``F.rms_norm(input, normalized_shape, weight, eps)``"""
-    takes = partial(in_rows, features=len(tuple(normalized_shape)))
-    use = begin("rms_norm", input, (weight,), takes)
+    features = len(tuple(normalized_shape))
+    takes = partial(in_rows, features=features)
+    use = begin("rms_norm", input, (weight,), takes, features=features)
     if use is None:
         return NotImplemented
-    return functional.rms_norm(input, bare(weight), use.probe, use.plan, eps=eps)
+    own = bare(weight), use.probe, use.plan
+    return use.run(lambda x: functional.rms_norm(x, *own, eps=eps), input)
 
 
 def conv(
@@ -355,12 +365,18 @@ def cross_entropy(
     x: Tensor, weight: Any, labels: Tensor, *, bias: Any = None, **options: Any
 ) -> Any:
     """``functional.linear_cross_entropy(x, weight, labels)``"""
-    use = begin("linear_cross_entropy", x, (weight, bias), in_rows)
+    use = begin("linear_cross_entropy", x, (weight, bias), _in_order)
     if use is None:
         return NotImplemented
     own: Any = dict(options, bias=bare(bias), probe=use.probe, plan=use.plan)
     links = _links(use.leaf, weight)
     return functional.linear_cross_entropy(x, bare(weight), labels, links=links, **own)
+
+
+def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
+    """The labels lie as the rows do, so packed documents must lie in their order."""
+    in_order = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
+    return in_rows(x, layout, leaf) and (in_order or leaf.starts is None)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

@@ -59,7 +59,8 @@ class Leaf:
     itself. ``steps`` are the functions that took it in the example, in their order, and ``routes``
     those in which it meets the data. ``probe`` is for uses of this leaf, ``pair`` for those of this
     leaf and the ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its
-    plans. ``parts`` are what its uses left in backward, by use. ``has_turns``: a pipeline's
+    plans; documents have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known.
+    ``parts`` are what its uses left in backward, by use. ``has_turns``: a pipeline's
     schedule takes passes in turns. ``known_uses`` and ``is_known_joined`` tell of uses in compiled
     code, which does not count. ``failed`` says why its norms would be wrong in this pass,
     ``left_out`` why it has none.
@@ -75,7 +76,7 @@ class Leaf:
         self.pair: Any = None
         self.facts = NOTHING
         self.starts: Tensor | None = None
-        self.tokens = 0
+        self.tokens = self.rows = 0
         self.plans: dict[Any, Plan] = {}
         self.left_out = ""
         self.has_turns = False
@@ -115,6 +116,13 @@ class Leaf:
         self.links: tuple[Link, ...] = ()
         self.is_taken = False
         self.spans: list[Span | None] = []
+
+    @property
+    def lanes(self) -> int:
+        """How many parts of the batch ``steps`` tell apart: samples, or the rows that hold packed
+        documents.
+        """
+        return self.samples if self.starts is None else self.rows
 
     @property
     def expected(self) -> int:
@@ -287,6 +295,9 @@ def expression_of(t: Any) -> Expression | None:
 
 def first_leaf(expressions: list[Expression]) -> Leaf:
     """The leaf of ``expressions`` whose steps tell what a function is: the first in the model."""
-    if len(expressions) == 1 and len(expressions[0].leaves) == 1:
-        return expressions[0].leaves[0]
-    return min((e.leaves[0] for e in expressions), key=lambda leaf: leaf.index)
+    first = expressions[0].leaves[0]
+    for expression in expressions[1:]:  # Dynamo knows no min(key=)
+        leaf = expression.leaves[0]
+        if leaf.index < first.index:
+            first = leaf
+    return first

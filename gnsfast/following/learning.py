@@ -28,12 +28,12 @@ from gnsfast.following.layouts import (
     UNKNOWN,
     Layout,
     Place,
-    Print,
     grown,
     owners_of,
     place_of,
 )
 from gnsfast.following.leaf import Leaf, Step, expression_of
+from gnsfast.functional import Documents
 from gnsfast.tensors import map_tensors, tensors_of
 
 FEW = 3
@@ -41,22 +41,21 @@ FEW = 3
 
 
 class Seen(NamedTuple):
-    """A call of a function that takes a parameter. ``arguments`` and ``results`` are prints of its
+    """A call of a function that takes a parameter. ``arguments`` and ``results`` are copies of its
     tensors, None for parameters and other values. ``of_data``: one of them was made from the batch;
     ``is_data`` says which of them were, and need a gradient. ``has_grad``: it was called in grad
-    mode. ``owner_N`` are the samples of rows that an index has chosen, and ``number_N`` says
-    what is in each.
+    mode. ``owner_N`` are the samples of rows that an index has chosen.
     """
 
     name: str
-    arguments: list[Print | None]
-    results: list[Print | None]
+    arguments: list[Tensor | None]
+    results: list[Tensor | None]
     of_data: bool
     is_data: tuple[list[bool], list[bool]]
     copies: bool
     has_grad: bool
     owner_N: Tensor | None
-    number_N: Tensor | None
+    rows_N: Tensor | None
 
 
 class Look(TorchFunctionMode):
@@ -70,14 +69,15 @@ class Look(TorchFunctionMode):
         self.sample, self.varied, self.growing = sample, varied, growing
         self.seen: dict[Leaf, list[Seen]] = {}
         self.copied: set[Leaf] = set()
-        self.results: list[Print] = []
+        self.results: list[Tensor] = []
         self.uses: dict[Leaf, dict[str, None]] = {}
         self.is_half = False
 
-    def begin(self, batch: Any) -> None:
-        """Mark the tensors of the batch."""
-        for t in tensors_of(batch):
-            _mark(t, DATA)
+    def begin(self, example: "Example") -> None:
+        """Mark the tensors that have samples."""
+        for t, d in zip(tensors_of((example.args, example.kwargs)), example.dims):
+            if d is not None:
+                _mark(t, DATA)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,17 +148,14 @@ class Look(TorchFunctionMode):
         self.seen.setdefault(leaf, []).append(
             Seen(
                 name,
-                [
-                    Print.of(t) if isinstance(t, Tensor) and not isinstance(m, Leaf) else None
-                    for t, m in zip(arguments, marks)
-                ],
-                [Print.of(t) for t in results],
+                [_copy(t) if not isinstance(m, Leaf) else None for t, m in zip(arguments, marks)],
+                [_copy(t) for t in results],
                 of_data,
                 active,
                 copied is not None,
                 torch.is_grad_enabled(),
                 owner_N,
-                None if owner_N is None or x is None else _number(x.detach()),
+                None if owner_N is None or x is None else x.detach().clone(),
             )
         )
         if copied is None:
@@ -215,6 +212,14 @@ def _values(args: Any, kwargs: Any) -> Iterator[Any]:
             yield value
 
 
+def _copy(t: Any) -> Tensor | None:
+    if not isinstance(t, Tensor):
+        return None
+    t = t.full_tensor() if hasattr(t, "full_tensor") else t
+    copied: Tensor = t.detach().as_subclass(Tensor).clone()
+    return copied
+
+
 class Example(NamedTuple):
     """Samples of a batch: the arguments ``args`` and ``kwargs`` of a model, of which the tensors in
     ``dims`` have their n samples along these dimensions.
@@ -236,6 +241,38 @@ class Example(NamedTuple):
         whole = cls(tuple(args), dict(kwargs), B, dims)
         return whole.part(range(min(B, FEW)))
 
+    @classmethod
+    def of_documents(
+        cls, args: Any, kwargs: Any, rows: int, documents: Documents
+    ) -> "Example | None":
+        """A few ``rows`` of packed documents as samples. Of a single row they are parts of one
+        length, each from the start of a document on. None if documents go on in the next row.
+        """
+        N, starts = documents.tokens, [*dict.fromkeys(documents.starts.tolist())]
+        if rows != 1:
+            apart = rows > 1 and all(k * N // rows in starts for k in range(rows))
+            return cls.of(args, kwargs, rows) if apart else None
+        T, first = N // FEW, [0]
+        while T > 1 and len(first) < 2:
+            first = [s for s in starts if s + T <= N]
+            T = T if len(first) > 1 else T // 2
+        given = [t for t in tensors_of((args, kwargs)) if t.ndim]
+        if len(first) < 2 or any(t.shape[0] != 1 or N not in t.shape for t in given):
+            return None
+        n = min(len(first), FEW)
+        first = [first[k * (len(first) - 1) // (n - 1)] for k in range(n)]
+
+        def cut(t: Tensor) -> Tensor:
+            parts = [t.detach()] * n
+            for d, size in enumerate(t.shape):
+                if d and size == N:
+                    parts = [own.narrow(d, s, T) for own, s in zip(parts, first)]
+            return torch.cat(parts) if t.ndim else t.detach().clone()
+
+        dims = tuple(0 if t.ndim else None for t in tensors_of((args, kwargs)))
+        args, kwargs = map_tensors(cut, (tuple(args), dict(kwargs)))
+        return cls(args, kwargs, n, dims)
+
     def part(self, samples: Any) -> "Example":
         """Some of the samples."""
         chosen = list(samples)
@@ -243,10 +280,12 @@ class Example(NamedTuple):
 
         def pick(t: Tensor) -> Tensor:
             d = next(dims)
-            t = t.detach()
+            own = t.detach()
             if d is None:
-                return t.clone()
-            return t.index_select(d, torch.tensor(chosen, device=t.device))
+                own = own.clone()
+            else:
+                own = own.index_select(d, torch.tensor(chosen, device=t.device))
+            return own.requires_grad_(t.requires_grad)
 
         args, kwargs = map_tensors(pick, (self.args, self.kwargs))
         return Example(args, kwargs, len(chosen), self.dims)
@@ -258,8 +297,8 @@ class Example(NamedTuple):
         def pick(t: Tensor) -> Tensor:
             d, new = next(dims), t.detach().clone()
             if d is not None and b >= 0:
-                new.select(d, b).copy_(t.select(d, (b + 1) % self.n))
-            return new
+                new.select(d, b).copy_(t.detach().select(d, (b + 1) % self.n))
+            return new.requires_grad_(t.requires_grad)
 
         args, kwargs = map_tensors(pick, (self.args, self.kwargs))
         return self._replace(args=args, kwargs=kwargs)
@@ -322,10 +361,10 @@ def _looks(
         for leaf in leaves:
             leaf.samples = own.n
         found = Look(sample, varied, growing)
-        found.begin((own.args, own.kwargs))
+        found.begin(own)
         with held(), torch.enable_grad(), found:
             out = run(*own.args, **own.kwargs)
-        found.results = [Print.of(t) for t in tensors_of(out)]
+        found.results = [t.detach() for t in tensors_of(out)]
         return found
 
     def few() -> Look | None:
@@ -356,7 +395,8 @@ def _growing(base: Look, fewer: Look, n: int) -> set[tuple[Leaf, int]]:
                 continue
             pairs = zip(call.results, small.results)
             if any(
-                a is not None and b is not None and grown(a.shape, b.shape, n) for a, b in pairs
+                a is not None and b is not None and grown(a.shape, tuple(b.shape), n)
+                for a, b in pairs
             ):
                 found.add((leaf, k))
                 break
@@ -371,7 +411,7 @@ def _results(looks: Looks, n: int) -> list[Place]:
     for k, t in enumerate(looks.base.results):
         others = {b: o.results[k] for b, o in looks.others.items() if len(o.results) > k}
         small = looks.fewer and looks.fewer.results[k : k + 1]
-        fewer = small[0].shape if small else None
+        fewer = tuple(small[0].shape) if small else None
         place = place_of(t, others, fewer, n) if len(others) == n else UNKNOWN
         if place == UNKNOWN:
             place = grown(t.shape, fewer, n)
@@ -417,7 +457,7 @@ def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> St
                 own.append(None if t is None else UNKNOWN)
                 continue
             small = getattr(fewer, kind)[k] if fewer else None
-            place = place_of(t, same, None if small is None else small.shape, n)
+            place = place_of(t, same, None if small is None else tuple(small.shape), n)
             if place is None:  # nothing changed: an activation that is zero, or a constant
                 place = NO_CHANGE if data[k] else SHARED
             own.append(place)
@@ -429,7 +469,7 @@ def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> St
         for k, t in enumerate(getattr(call, kind)):
             if own[k] == NO_CHANGE:  # it lies as the others do
                 d = (first or Layout()).dim
-                fits = len(t.shape) > d and t.shape[d] >= n and t.shape[d] % n == 0
+                fits = t.ndim > d and t.shape[d] >= n and t.shape[d] % n == 0
                 other = Layout(d, bool(first and first.interleaved), fits and t.shape[d] > n)
                 own[k] = other if fits else UNKNOWN
     kept = tuple(p for p in results if p is not None)
@@ -465,7 +505,7 @@ def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool:
         if not calls:  # an expert that no sample was sent to
             return [torch.zeros(0, dtype=torch.float64)] * n
         owners = torch.cat([call.owner_N for call in calls if call.owner_N is not None])
-        rows = torch.cat([call.number_N for call in calls if call.number_N is not None])
+        rows = torch.cat([_number(call.rows_N) for call in calls if call.rows_N is not None])
         return [rows[owners == b].sort().values for b in range(n)]
 
     first = of(looks.base)

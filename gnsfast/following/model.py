@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import proof
 from gnsfast.following.dispatch import attach, detach
+from gnsfast.following.layouts import Place
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
 from gnsfast.following.learning import Example, Learned, learn
 from gnsfast.following.options import EXCLUDED, excluded_names
@@ -23,7 +24,7 @@ from gnsfast.following.sample_gradients import settle
 from gnsfast.functional import Documents
 from gnsfast.kept import kept_buffers, kept_chance, kept_modes
 from gnsfast.parallel import parameters_at_rest
-from gnsfast.tensors import tensors_of
+from gnsfast.tensors import map_tensors, tensors_of
 
 
 class Followed:
@@ -68,7 +69,8 @@ class Followed:
         self._now: Any = (0, {}, None)
         self.proof = proof.Proof(NOT_BEGUN)
         self.observed: set[str] | None = None
-        self.is_audited = self.is_half = False
+        self.is_audited = self.is_half = self.is_apart = False
+        self._places: list[Place] = []
 
     @classmethod
     def of(cls, model: nn.Module) -> "Followed":
@@ -249,15 +251,29 @@ class Followed:
         """
         samples, _, documents = self._now
         shapes = [t.shape for t in tensors_of((args, kwargs))]
-        wrong = shapes and not any(samples in shape[:2] for shape in shapes)
-        if documents is None and samples > 1 and wrong:
-            some = ", ".join(str(list(shape)) for shape in shapes[:4])
+        some = ", ".join(str(list(shape)) for shape in shapes[:4])
+        if documents is not None:
+            if shapes and not self._rows_in(args, kwargs):
+                raise SampleShapeError(
+                    f"{type(self.model).__name__}: cu_seqlens ends at token {documents.tokens}, "
+                    f"but the model got tensors of shape {some}, none of which has so many tokens "
+                    "in its leading dimensions. If padding follows, add it as a last document."
+                )
+        elif samples > 1 and shapes and not any(samples in shape[:2] for shape in shapes):
             raise SampleShapeError(
                 f"{type(self.model).__name__}: the block has {samples} samples, but the model got "
                 f"tensors of shape {some}, none of which has dimension 0 or 1 of that size. Check "
                 "num_samples."
             )
         self.learn(self.model, args, kwargs)
+        if documents is not None and not self.is_apart:
+            self._see_documents_apart(args, kwargs, documents)
+
+    def _rows_in(self, args: Any, kwargs: Any) -> int:
+        """How many rows of a batch hold the packed documents; 0 if that is not known."""
+        tokens = self._now[2].tokens
+        found = (_rows_of(t.shape, tokens) for t in tensors_of((args, kwargs)))
+        return next((rows for rows in found if rows), 0)
 
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from what a part of a model gets that is not called as a whole."""
@@ -269,22 +285,32 @@ class Followed:
         """Learn from what ``module``, the model or a part of it, gets in the open block, and prove
         it. A block of one sample shows nothing.
         """
-        samples, facts, documents = self._now
-        if module in self._looked or samples < 2:
+        samples, _, documents = self._now
+        leaves = self._leaves_of(module)
+        if documents is not None:
+            samples = self._rows_in(args, kwargs)
+            if module is self.model or module not in self._looked:
+                for leaf in leaves:
+                    leaf.rows = samples
+        if module in self._looked or (samples < 2 and documents is None):
             return
+        begun = time.perf_counter()
+        if documents is None:
+            example = Example.of(args, kwargs, samples)
+        else:
+            example = Example.of_documents(args, kwargs, samples, documents)
+            if example is None:  # the next batch may show more
+                found = proof.Proof("rows of packed documents are not samples here")
+                self.proof = self.proof.joined(found, first=self.proof.reason == NOT_BEGUN)
+                return
         self._looked.update(module.modules())
         self.is_learned = module is self.model or all(
             m in self._looked for m in self.model.modules() if m is not self.model
         )
-        begun = time.perf_counter()
-        leaves = self._leaves_of(module)
-        example = None if documents else Example.of(args, kwargs, samples)
         if example is None:
-            why = f"no argument of the model has {samples} samples"
-            found = proof.Proof("samples are packed documents" if documents else why)
+            found = proof.Proof(f"no argument of the model has {samples} samples")
         else:
             found = self._learned_from(module, leaves, example)
-            self._open(samples, facts, documents, leaves)
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
@@ -302,16 +328,66 @@ class Followed:
         return [found[k] for k in sorted(found)]
 
     def _learned_from(self, module: nn.Module, leaves: list[Leaf], example: Example) -> proof.Proof:
+        with self._looking(leaves):
+            self._open(example.n, {}, None, leaves)
+            try:
+                learned = learn(leaves, module, example, self._as_it_was)
+            except Exception as error:  # the model's own, whatever it is
+                what = "does not take some of the samples of its batch"
+                return proof.Proof(f"the model {what} ({proof.first_line(error)})")
+            self.is_half |= learned.is_half
+            if module is self.model:
+                self._places = learned.results
+            return self._prove(module, leaves, example, learned)
+
+    @contextmanager
+    def _looking(self, leaves: list[Leaf]) -> Iterator[None]:
+        """Run the model for our own ends, and then let the user's pass begin."""
+        samples, facts, documents = self._now
         self.is_learning = True
         try:
             # A checkpoint around the model must not count what is saved here.
             own_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
             with _in_eager_mode(), own_hooks:
-                learned = learn(leaves, module, example, self._as_it_was)
-                self.is_half |= learned.is_half
-                return self._prove(module, leaves, example, learned)
+                yield
         finally:
             self.is_learning = False
+            self._open(samples, facts, documents, leaves)
+
+    def _see_documents_apart(self, args: Any, kwargs: Any, documents: Documents) -> None:
+        """Raise if packed documents attend to each other: a loss of every second document must give
+        the others no gradient.
+        """
+        self.is_apart, samples, rows = True, self._now[0], self.leaves[0].rows
+        if self._units or (rows > 1 and not self._places):
+            return
+        for k in (0, 1):
+            with self._looking(self.leaves), self._as_it_was(), torch.enable_grad():
+                self._open(samples, {}, documents)
+                given, named = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
+                results = tensors_of(self.model(*given, **named))
+                loss = proof.loss_of_documents(results, self._places, documents, rows, k)
+                if loss is None:
+                    return
+                try:
+                    grads = torch.autograd.grad(loss, self.probes, allow_unused=True)
+                except RuntimeError:  # as of a checkpoint with use_reentrant=True
+                    return
+                for t, g in zip(self.probes, grads):
+                    t.grad = g
+                for leaf, own in self.rows().items():
+                    norms = own[0, :samples]
+                    mixed = norms[1 - k :: 2].sum() > 1e-12 * norms[k::2].sum()
+                    if leaf.failed or leaf.left_out or not mixed:
+                        continue
+                    self.is_apart = False
+                    raise ObservationError(
+                        f"{type(self.model).__name__}: the packed documents attend to each other, "
+                        f"as the gradients of {leaf.name} show. The attention mask must be "
+                        "block-diagonal: position_ids that begin again at 0 with every document "
+                        "for models of transformers, attn_mask [rows * heads, T, T] for "
+                        "torch.nn.MultiheadAttention."
+                    )
 
     def _prove(
         self, module: nn.Module, leaves: list[Leaf], example: Example, learned: Learned
@@ -323,7 +399,8 @@ class Followed:
         if found.reason == DRAWS:
             with kept_modes(module):
                 module.eval()
-                found = self._compared(module, leaves, example, learned)
+                own = self._compared(module, leaves, example, learned)
+            found = own._replace(wrong=found.wrong | own.wrong)
         return found
 
     def _compared(
@@ -485,6 +562,13 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _same(t: Tensor) -> Tensor:
     return t
+
+
+def _rows_of(shape: torch.Size, tokens: int) -> int:
+    """How many rows hold ``tokens`` tokens in a tensor of the batch; 0 if it does not hold them."""
+    if shape[:1].numel() == tokens:
+        return 1
+    return shape[0] if shape[:2].numel() == tokens else 0
 
 
 def _arrived(followed: "weakref.ref[Followed]", probe: Tensor) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gnsfast.following.layouts import Layout, Place
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Example
+from gnsfast.functional import Documents
 from gnsfast.tensors import tensors_of
 
 
@@ -74,6 +75,28 @@ def loss_of(results: Sequence[Tensor], weights: list[Weighed]) -> Tensor:
         t = results[each.number]
         parts.append((t * each.weight)[t.isfinite()].sum(dtype=torch.float64))
     return torch.stack([p.to(parts[0].device) for p in parts]).sum()
+
+
+def loss_of_documents(
+    results: Sequence[Tensor], places: Sequence[Place], documents: Documents, rows: int, first: int
+) -> Tensor | None:
+    """The weighted sum of the results of every second document from the ``first`` on; None if no
+    result has the tokens.
+    """
+    parts = []
+    for k, t in enumerate(results):
+        place = places[k] if k < len(places) else Layout()
+        if not t.requires_grad or not isinstance(place, Layout):
+            continue
+        if rows > 1 and place.fits(t.shape, rows):
+            t = place.samples_first(t, rows)
+        at = next((k for k in range(1, t.ndim + 1) if t.shape[:k].numel() == documents.tokens), 0)
+        if at:
+            numbers = torch.arange(documents.tokens, device=t.device)
+            document_N = torch.bucketize(numbers, documents.starts[1:].to(t.device), right=True)
+            t = t.reshape(documents.tokens, -1)[document_N % 2 == first]
+            parts.append((t * torch.randn_like(t))[t.isfinite()].sum(dtype=torch.float64))
+    return torch.stack([p.to(parts[0].device) for p in parts]).sum() if parts else None
 
 
 def truths(

@@ -66,7 +66,8 @@ class Operands(NamedTuple):
         if self.a.starts is None:
             return t[b : b + 1]
         start, end = (int(n) for n in self.a.starts[b : b + 2])
-        return t.reshape(-1, t.shape[-1])[None, start:end]
+        rows = t.flatten() if t.dtype == torch.int64 else t.reshape(-1, t.shape[-1])  # of ids
+        return rows[None, start:end]
 
 
 class Dense(NamedTuple):

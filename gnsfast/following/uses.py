@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout, owners_of
+from gnsfast.following import packed
+from gnsfast.following.layouts import ALONE, FIRST, UNKNOWN, Chosen, Layout
 from gnsfast.following.leaf import (
     NOTHING,
     Expression,
@@ -102,23 +103,31 @@ def _without_metric(a: Any) -> Any:
 
 
 def plan_for(
-    expressions: list[Expression], values: list[Tensor], layout: Layout, transposed: bool = False
+    expressions: list[Expression],
+    values: list[Tensor],
+    layout: Layout,
+    transposed: bool = False,
+    each: int = 1,
 ) -> Plan:
     """The plan of a use, which is made once as long as the same is measured. A plan knows samples
-    in dimension 0, and in dimension 1 or interleaved in dimension 0, which is the same.
+    in dimension 0, and in dimension 1 or interleaved in dimension 0, which is the same. Packed
+    documents have ``each`` rows for a token.
     """
     leaf = expressions[0].leaves[0]
     dim = 1 if layout.interleaved or layout.dim == 1 else 0
+    dim, starts = (dim, None) if leaf.starts is None else (0, leaf.starts)
+    if starts is not None and each > 1:
+        starts = starts * each
     if is_dtensor(values[0]):
         return Plan(batch_dim=dim, transposed=transposed)
     if compiling():
         facts = merged([e.facts(value) for e, value in zip(expressions, values)])
-        return Plan(batch_dim=dim, transposed=transposed, starts=leaf.starts, **facts)
-    key = (*map(id, expressions), dim, transposed, leaf.uses)
+        return Plan(batch_dim=dim, transposed=transposed, starts=starts, **facts)
+    key = (*map(id, expressions), dim, transposed, each, leaf.uses)
     if (plan := leaf.plans.get(key)) is not None:
         return plan
     facts = merged([e.facts(value) for e, value in zip(expressions, values)])
-    plan = Plan(batch_dim=dim, transposed=transposed, starts=leaf.starts, **facts)
+    plan = Plan(batch_dim=dim, transposed=transposed, starts=starts, **facts)
     plan = plan._replace(uses=Joining(tuple(expressions)), module=leaf.name)
     if all(e.is_whole for e in expressions):
         leaf.plans[key] = plan
@@ -178,20 +187,32 @@ class Use(NamedTuple):
     plan: Plan
     probe: Tensor
 
+    def run(self, kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """``kernel(x)``, which sees packed documents in their order."""
+        if self.leaf.starts is None or not isinstance(self.layout, Layout):
+            return kernel(x)
+        x, back = packed.in_order(x, self.layout, self.leaf)
+        return back(kernel(x))
 
-Takes = Callable[[Tensor, Layout, Leaf], bool]
+
+Takes = Callable[[Tensor, Layout | Chosen, Leaf], bool]
 """Whether a kernel takes data with their samples in a layout, for the pass that a leaf is in."""
 
 
-def in_first(x: Tensor, layout: Layout, leaf: Leaf) -> bool:
+def in_first(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
     """Samples of consecutive rows in dimension 0, no packed documents."""
+    if isinstance(layout, Chosen):
+        return False
     return layout.dim == 0 and not layout.interleaved and leaf.starts is None
 
 
-def in_rows(x: Tensor, layout: Layout, leaf: Leaf, features: int = 1) -> bool:
+def in_rows(x: Tensor, layout: Layout | Chosen, leaf: Leaf, features: int = 1) -> bool:
     """What a plan can say: samples in dimension 0, one row of each in dimension 1, or interleaved
-    rows [N, features]. The last ``features`` dimensions hold no samples.
+    rows [N, features]. The last ``features`` dimensions hold no samples. Packed documents may lie
+    in any way.
     """
+    if isinstance(layout, Chosen) or leaf.starts is not None:
+        return isinstance(layout, Layout)
     lead = x.ndim - features
     if layout.dim >= lead:
         return False
@@ -204,16 +225,16 @@ def begin(
     name: str,
     x: Tensor,
     parameters: tuple[Any, ...],
-    takes: Takes | None = in_first,
+    takes: Takes = in_first,
     *,
     place: int = 0,
+    features: int = 1,
     transposed: bool = False,
     has_plan: bool = True,
 ) -> Use | None:
     """The use of ``parameters`` by function ``name``, whose argument number ``place`` is ``x``;
-    None where no kernel serves it. Without ``takes`` any layout will do, also rows that the data
-    have chosen. A function that ``has_plan`` False measures nothing but the norms of parameters
-    that have one use.
+    None where no kernel serves it. The last ``features`` dimensions of ``x`` hold no samples. A
+    function that ``has_plan`` False measures nothing but the norms of parameters that have one use.
     """
     expressions, values = trained(parameters)
     if not expressions or expression_of(x) is not None:
@@ -222,15 +243,27 @@ def begin(
         return None
     leaf = first_leaf(expressions)
     layout = _place(leaf, name, x, place)
-    if layout is None or (takes and (isinstance(layout, Chosen) or not takes(x, layout, leaf))):
+    each = 1
+    if layout is None or not takes(x, layout, leaf):
+        layout = None
+    elif leaf.starts is not None and isinstance(layout, Layout):
+        own = packed.in_order(x, layout, leaf)[0].shape
+        each = packed.rows_of_token(own[: len(own) - features], leaf)
+        if not each:
+            layout = None
+            leaf.fail(
+                f"its input of shape {list(x.shape)} does not hold the {leaf.tokens} tokens of the "
+                "packed documents in its leading dimensions"
+            )
+    if layout is None:
         if not compiling():
             leaf.functions -= 1  # the next kind of function looks for the same step
         return None
     if not compiling():
         for expression in expressions:
             expression.note_use()
-    own = layout if isinstance(layout, Layout) else FIRST
-    plan = plan_for(expressions, values, own, transposed)
+    dim = layout if isinstance(layout, Layout) else FIRST
+    plan = plan_for(expressions, values, dim, transposed, each)
     return Use(leaf, layout, plan, probe_of(expressions))
 
 
@@ -244,15 +277,16 @@ def _is_alone(expression: Expression) -> bool:
 def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | None:
     """Where the samples of ``x`` lie; None where that is not known."""
     step, B = leaf.step(name), leaf.samples
-    if leaf.starts is not None:
-        return FIRST
-    if step is None:
-        found: Any = ALONE if B == 1 else FIRST
-    elif step.chosen and not compiling():
-        owner_N = owners_of(x, B) if x.ndim == 2 else None
+    found: Any = None
+    if step is not None and step.chosen and not compiling():
+        owner_N = packed.owners(x, leaf) if x.ndim == 2 else None
         return None if owner_N is None else Chosen(owner_N)
-    else:
-        found = step.arguments[place] if place < len(step.arguments) else None
+    if step is not None:
+        found = step.arguments[place] if place < len(step.arguments) else UNKNOWN
+    if leaf.starts is not None:
+        return packed.place_of(found, x, leaf)
+    if step is None:
+        found = ALONE if B == 1 else FIRST
     return found if isinstance(found, Layout) and found.fits(x.shape, B) else None
 
 

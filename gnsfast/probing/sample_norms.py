@@ -62,7 +62,7 @@ class per_sample_sqnorms:
             all rows of the batch are one list, they are the first row of each document, and then
             the end of the last. ``gnsfast.cu_seqlens`` makes them from position ids. Documents
             beyond ``num_samples`` are padding. Documents must not attend to each other, so the
-            attention mask must be block-diagonal.
+            attention mask must be block-diagonal. Two more passes of the first batch see to it.
         audit: compares the gradient that arrives at each parameter with what was measured, in the
             ``"first"`` pass of a model or ``"always"``. It finds functions that torch does not
             show, and reads the gradients once more. Parameters that are sharded or have a user's
@@ -81,8 +81,8 @@ class per_sample_sqnorms:
             parameter in another way than the first batch, or if a gradient arrived that no function
             of torch gave. The message names the parameter.
 
-    No check finds packed documents that attend to each other, or samples that only some batches tie
-    together. Only ``gnsfast.verify`` sees the user's own loss.
+    No check finds samples that only some batches tie together. Only ``gnsfast.verify`` sees the
+    own loss of the user.
 
     On a GPU tensor cores truncate as they accumulate, so half-precision norms of long samples come
     out low. In a simulation with independent tokens, a squared norm was low by 1.9e-5 at 8,192

@@ -54,7 +54,7 @@ def test_closed() -> None:
 
 
 def test_sequence_first() -> None:
-    layer = gnsfast.convert(gnsfast.Bilinear(5, 6, 3), batch_dim=1)
+    layer = gnsfast.Bilinear(5, 6, 3)
     assert_bilinear(layer, batch_of(7, 4), 4, batch_dim=1)
 
 
@@ -89,7 +89,7 @@ def test_same_input_twice(bias: bool) -> None:
 
     model, batch = Quadratic(), (torch.randn(4, 7, 5), torch.randn(4, 7, 3))
     loop = loop_sqnorms(copy.deepcopy(model), weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 4) as norms:
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
         weighted_loss(model, batch).backward()
     assert {row.route for row in gnsfast.coverage(model).rows} == {"linear", "bilinear"}
     assert_norms(norms, loop)

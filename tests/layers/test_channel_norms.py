@@ -247,7 +247,7 @@ def test_model(compiled: bool) -> None:
     """Also of another number of samples, for which the compiler makes it a variable, and channels
     last.
     """
-    model = gnsfast.convert(scattered(cnn()).eval())
+    model = scattered(cnn()).eval()
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     for B, last in ((3, False), (5, False), (5, True)):
         batch = torch.randn(B, 3, 5, 5), torch.randn(B, 4)
@@ -311,7 +311,6 @@ class Own(nn.BatchNorm2d):
 def test_subclasses(layer: nn.Module, route: str) -> None:
     batch = drawn(4), drawn(4)
     loop = loop_sqnorms(scattered(layer), weighted_loss, batch, 4)
-    gnsfast.convert(layer)
     assert {row.route for row in gnsfast.coverage(layer).rows} == {route}
     with gnsfast.per_sample_sqnorms(layer, 4) as norms:
         weighted_loss(layer, batch).backward()

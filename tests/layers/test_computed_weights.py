@@ -100,7 +100,7 @@ def one_by_one(make: Callable[[], nn.Module], x: Tensor, loss: Any = squares) ->
 def test_per_sample(name: str, example: bool, training: bool) -> None:
     x = torch.randn(B, T, D)
     plain, model = made(name).train(training), made(name).train(training)
-    gnsfast.convert(model, example=x if example else None)
+    gnsfast.configure(model, example=x if example else None)
     assert gnsfast.coverage(model).covered_fraction == 1
     want = squares(plain, x)
     want.backward()
@@ -165,7 +165,7 @@ def test_each_call_goes_on_from_the_vectors_of_the_last(norm: str, options: Any)
         return far_from_converged(Twice(NORMS[norm]))
 
     x = torch.randn(B, T, D)
-    model = gnsfast.convert(make(), **({"example": x} if options == "example" else options))
+    model = gnsfast.configure(make(), **({"example": x} if options == "example" else options))
     assert gnsfast.coverage(model).covered_fraction == 1
     assert_norms(run(model, x), one_by_one(make, x))
 
@@ -186,7 +186,7 @@ def test_a_cached_weight_is_computed_again(norm: str, outside: bool, options: An
             return squares(model, x)
 
     x = torch.randn(B, T, D)
-    model = gnsfast.convert(make(), **options)
+    model = make()
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         if outside:
             cached(model, x).backward()
@@ -198,19 +198,16 @@ def test_a_cached_weight_is_computed_again(norm: str, outside: bool, options: An
 
 def test_removed_and_parametrized_again() -> None:
     x, model = torch.randn(B, T, D), nn.Sequential(nn.Linear(D, D), nn.Linear(D, 3))
-    gnsfast.convert(model)
     parametrizations.weight_norm(model[0])
     with pytest.raises(ValueError, match="If a parameter was frozen, unfrozen or parametrized"):
         run(model, x)
-    gnsfast.convert(model)
     parametrize.register_parametrization(model[0], "bias", nn.Softplus())
-    gnsfast.convert(model)
     assert_norms(run(model, x), loop_sqnorms(model, squares, x, B))
     for name in ("weight", "bias"):
         parametrize.remove_parametrizations(model[0], name)
     assert "not converted" in said(model, "0.weight").reason
     # Torch has put the weight behind the bias, or the bias behind the weight.
-    assert set(gnsfast.convert(model)[0]._parameters) == {"weight", "bias"}
+    assert set(model[0]._parameters) == {"weight", "bias"}
     assert type(model[0]) is gnsfast.Linear
     model.zero_grad()
     assert_norms(run(model, x), loop_sqnorms(model, squares, x, B))
@@ -221,12 +218,11 @@ def test_weight_behind_its_bias() -> None:
     parametrize.remove_parametrizations(layer, "weight")
     assert list(layer._parameters) == ["bias", "weight"]
     x = torch.randn(B, T, D)
-    assert_norms(run(gnsfast.convert(layer), x), loop_sqnorms(layer, squares, x, B))
+    assert_norms(run(layer, x), loop_sqnorms(layer, squares, x, B))
 
 
 def test_a_copy_measures_nothing() -> None:
     x, model = torch.randn(B, T, D), nn.Sequential(parametrizations.weight_norm(nn.Linear(D, D)))
-    gnsfast.convert(model)
     with gnsfast.per_sample_sqnorms(model, B):
         twin = copy.deepcopy(model)
         assert model[0].is_open and not twin[0].is_open
@@ -238,7 +234,7 @@ def test_a_copy_measures_nothing() -> None:
 def test_frozen(frozen: str) -> None:
     x, model = torch.randn(B, T, D), nn.Sequential(parametrizations.weight_norm(nn.Linear(D, D)))
     model.get_parameter(f"0.parametrizations.weight.{frozen}").requires_grad_(False)
-    assert_norms(run(gnsfast.convert(model), x), loop_sqnorms(model, squares, x, B))
+    assert_norms(run(model, x), loop_sqnorms(model, squares, x, B))
 
 
 class Tied(nn.Module):
@@ -253,8 +249,8 @@ class Tied(nn.Module):
 def test_used_as_a_tensor() -> None:
     ids = torch.randint(0, 9, (B, T))
     with pytest.raises(gnsfast.ObservationError, match="original0.*used outside of its module"):
-        run(gnsfast.convert(Tied()), ids)
-    model = gnsfast.convert(Tied(), example=ids)
+        run(Tied(), ids)
+    model = gnsfast.configure(Tied(), example=ids)
     assert_norms(run(model, ids), loop_sqnorms(model, squares, ids, B))
 
 
@@ -262,10 +258,9 @@ def test_one_parametrization_of_two_layers() -> None:
     model, shared = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)), nn.PReLU()
     for layer in model:
         parametrize.register_parametrization(layer, "weight", shared)
-    gnsfast.convert(model)
     row = said(model, "0.parametrizations.weight.0.weight")
     assert row.reason.startswith("it is shared by '0', '1'. convert(model, replay=['']) covers it")
-    excluded = said(gnsfast.convert(model, exclude=["1"]), "1.parametrizations.weight.original")
+    excluded = said(gnsfast.configure(model, exclude=["1"]), "1.parametrizations.weight.original")
     assert excluded.reason == "excluded by convert"
 
 
@@ -291,13 +286,13 @@ def test_inside_recurrent_layers_and_attention(norm: str) -> None:
         torch.manual_seed(0)
         return Rows(NORMS[norm])
 
-    x, model = torch.randn(B, T, D), gnsfast.convert(make())
+    x, model = torch.randn(B, T, D), make()
     assert_norms(run(model, x), one_by_one(make, x))
 
 
 def test_spectral_norm_inside_them_is_named() -> None:
     """They look at a weight several times in each call, and each look moves it."""
-    rows = gnsfast.coverage(gnsfast.convert(Rows(parametrizations.spectral_norm))).rows
+    rows = gnsfast.coverage(Rows(parametrizations.spectral_norm)).rows
     assert {row.reason for row in rows} == {
         "its spectral norm is updated several times in each call"
     }

@@ -85,7 +85,7 @@ def test_output_size() -> None:
     model, x = Sized(), drawn(3)
     batch = x, torch.randn_like(model(x))
     loop = loop_sqnorms(model, weighted_loss, batch, 3)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 3) as norms:
+    with gnsfast.per_sample_sqnorms(model, 3) as norms:
         weighted_loss(model, batch).backward()
     assert {row.route for row in gnsfast.coverage(model).rows} == {"conv"}
     assert_norms(norms, loop)
@@ -126,7 +126,6 @@ def test_compiled() -> None:
     x = drawn(3, 3)
     batch = x, torch.randn_like(model(x))
     loop = loop_sqnorms(model, weighted_loss, batch, 3)
-    gnsfast.convert(model)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     with gnsfast.per_sample_sqnorms(model, 3) as norms:
         weighted_loss(run, batch).backward()

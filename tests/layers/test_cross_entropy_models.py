@@ -95,7 +95,7 @@ TIES = {
 def test_ties_are_exact(model: Tied, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if together:
         monkeypatch.setattr(_cross_entropy, "CHUNK", 2 * T * T)  # two samples, then one
-    gnsfast.convert(model).zero_grad()
+    model.zero_grad()
     batch = tied_batch(len(model.tables))
     with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
         model.loss(*batch).backward()
@@ -103,7 +103,7 @@ def test_ties_are_exact(model: Tied, together: bool, monkeypatch: pytest.MonkeyP
 
 
 def test_tie_at_half_precision() -> None:
-    model, batch = gnsfast.convert(Tied()), tied_batch()
+    model, batch = Tied(), tied_batch()
     loop = loop_sqnorms(model, tied_loss, batch, B)
     torch_error = 0.0
     with torch.autocast("cpu", torch.bfloat16):
@@ -121,9 +121,8 @@ def test_tie_at_half_precision() -> None:
 
 def test_no_tensor_holds_all_logits() -> None:
     """2 x 40 tokens, 3000 words: no tensor is larger than the weight, a twentieth of the logits."""
-    model = gnsfast.convert(nn.Sequential(nn.Embedding(3000, 4), nn.Linear(4, 3000, bias=False)))
+    model = nn.Sequential(nn.Embedding(3000, 4), nn.Linear(4, 3000, bias=False))
     model[1].weight = model[0].weight
-    gnsfast.convert(model)
     ids = torch.randint(0, 3000, (2, 40))
     with gnsfast.per_sample_sqnorms(model, 2), Largest() as largest:
         model[1].cross_entropy(model[0](ids), ids, shift=True).backward()
@@ -137,7 +136,7 @@ def test_no_tensor_holds_all_logits() -> None:
 
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cross_entropy, "LEAST", 200)  # two parts are enough to trace
-    model, batch = gnsfast.convert(Tied()), tied_batch()
+    model, batch = Tied(), tied_batch()
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         torch.compile(model.loss, backend="aot_eager", fullgraph=True)(*batch).backward()
     assert_norms(norms, loop_sqnorms(model, tied_loss, batch, B))
@@ -168,7 +167,6 @@ def test_transformers(name: str) -> None:
         return m.lm_head.cross_entropy(hidden, b["labels"], shift=True)
 
     loop = loop_sqnorms(model, of_model, batch, 3)
-    gnsfast.convert(model)
     torch.testing.assert_close(of_head(model, batch), want)
     with gnsfast.per_sample_sqnorms(model, 3, audit="always") as norms:
         of_head(model, batch).backward()
@@ -181,7 +179,7 @@ def test_triton(tied: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("triton", reason="triton is there on Linux alone")
     monkeypatch.setenv("GNSFAST_BACKEND", "triton")
     if tied:
-        model, batch = gnsfast.convert(Tied()).to(device), tied_batch()
+        model, batch = Tied().to(device), tied_batch()
         loop = loop_sqnorms(copy.deepcopy(model).cpu(), tied_loss, batch, B)
         with gnsfast.per_sample_sqnorms(model, B) as norms:
             model.loss(*(t.to(device) for t in batch)).backward()

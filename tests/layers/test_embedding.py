@@ -53,7 +53,7 @@ def test_large_table() -> None:
 
 
 def test_sequence_first() -> None:
-    layer = gnsfast.convert(nn.Embedding(6, 5), batch_dim=1)
+    layer = nn.Embedding(6, 5)
     assert_layer(layer, ids(9, 4), 4, batch_dim=1)
 
 
@@ -73,13 +73,13 @@ class Positions(nn.Module):
 def test_position_ids_of_one_row() -> None:
     model, batch = Positions(batch=True), (ids(4, 9), torch.randn(4, 9, 5))
     loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 4) as norms:
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
         weighted_loss(model, batch).backward()
     assert_norms(norms, loop)
 
 
 def test_a_bare_index_that_counts_to_B_is_not_clear() -> None:
-    model, batch = gnsfast.convert(Positions(batch=False)), (ids(4, 4), torch.randn(4, 4, 5))
+    model, batch = Positions(batch=False), (ids(4, 4), torch.randn(4, 4, 5))
     with pytest.raises(gnsfast.ObservationError, match="positions.*no batch dimension"):
         with gnsfast.per_sample_sqnorms(model, 4):
             weighted_loss(model, batch).backward()
@@ -88,11 +88,9 @@ def test_a_bare_index_that_counts_to_B_is_not_clear() -> None:
 def test_a_bare_index_is_refused_unless_named() -> None:
     model, batch = Positions(batch=False, step=2), (ids(4, 9), torch.randn(4, 9, 5))
     loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    gnsfast.convert(model)
     with pytest.raises(gnsfast.SampleShapeError, match=r"positions.*shape \[9\]"):
         with gnsfast.per_sample_sqnorms(model, 4):
             weighted_loss(model, batch).backward()
-    gnsfast.convert(model, broadcast=["positions"])
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         weighted_loss(model, batch).backward()
     assert_norms(norms, loop)
@@ -100,7 +98,7 @@ def test_a_bare_index_is_refused_unless_named() -> None:
 
 @pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
 def test_uncoverable_options_are_named(option: str) -> None:
-    model = gnsfast.convert(nn.Embedding(6, 5, **{option: True}))
+    model = nn.Embedding(6, 5, **{option: True})
     (row,) = gnsfast.coverage(model).rows
     assert not row.static and "sparse or scaled by frequency" in row.reason
 
@@ -135,7 +133,7 @@ class HeadFirst(nn.Module):
 
 
 def test_an_embedding_after_its_tied_head_is_refused() -> None:
-    model = gnsfast.convert(HeadFirst())
+    model = HeadFirst()
     with pytest.raises(gnsfast.ObservationError, match="table: it is looked up after the head"):
         with gnsfast.per_sample_sqnorms(model, 4):
             model(torch.randn(4, 9, 5)).sum().backward()
@@ -155,7 +153,6 @@ TIES = {
 @pytest.mark.parametrize("steps", [1, 3])
 def test_ties_are_exact(model: Tied, steps: int) -> None:
     """Cross terms included: without them these norms are off by up to half."""
-    gnsfast.convert(model)
     for _ in range(steps):
         model.zero_grad()
         batch = (*(ids(4, 9) for _ in model.tables), torch.randn(4, 9 - model.start, 6))
@@ -171,7 +168,7 @@ def test_tied_embedding_called_twice_is_exact() -> None:
     model.tables = nn.ModuleList([model.tables[0], model.tables[0]])
     batch = (ids(4, 9), ids(4, 9), torch.randn(4, 9, 6))
     loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 4) as norms:
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
         weighted_loss(model, batch).backward()
     assert_norms(norms, loop)
 
@@ -182,7 +179,7 @@ def test_tied_head_called_twice_is_refused() -> None:
             y = super().forward(*ids_BT)
             return y + self.head(y[..., :5])
 
-    model, batch = gnsfast.convert(Twice()), (ids(4, 9), torch.randn(4, 9, 6))
+    model, batch = Twice(), (ids(4, 9), torch.randn(4, 9, 6))
     with pytest.raises(gnsfast.ObservationError, match=r"head \(Linear\).*2 times"):
         with gnsfast.per_sample_sqnorms(model, 4):
             weighted_loss(model, batch).backward()
@@ -196,14 +193,14 @@ def test_tied_head_without_its_embedding() -> None:
         return (m.head(b[0]) * b[1]).sum()
 
     loop = loop_sqnorms(model, loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(model), 4) as norms:
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
         loss(model, batch).backward()
     assert_norms(norms, loop)
 
 
 def test_abandoned_forward_leaves_no_link() -> None:
     """A forward pass without backward must not reach into the next one."""
-    model, batch = gnsfast.convert(Tied()), (ids(4, 9), torch.randn(4, 9, 6))
+    model, batch = Tied(), (ids(4, 9), torch.randn(4, 9, 6))
     with pytest.raises(gnsfast.ObservationError, match="No backward"):
         with gnsfast.per_sample_sqnorms(model, 4):
             model.tables[0](batch[0])
@@ -215,7 +212,7 @@ def test_abandoned_forward_leaves_no_link() -> None:
 def test_other_shared_weights_are_left_out_by_name() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     model[1].weight = model[0].weight
-    weight, *biases = gnsfast.coverage(gnsfast.convert(model)).rows
+    weight, *biases = gnsfast.coverage(model).rows
     assert not weight.static and "shared by '0', '1'" in weight.reason
     assert all(row.static for row in biases)
 
@@ -231,7 +228,7 @@ def test_two_heads_of_one_embedding_have_no_norms() -> None:
     """Links hold the rows of one head's gradient, so the products of two heads would be missing."""
     model = nn.ModuleDict({"e": nn.Embedding(7, 4), "a": nn.Linear(4, 7), "b": nn.Linear(4, 7)})
     model["a"].weight = model["b"].weight = model["e"].weight
-    weight = gnsfast.coverage(gnsfast.convert(model)).rows[0]
+    weight = gnsfast.coverage(model).rows[0]
     assert not weight.static and "shared by 'e', 'a', 'b'" in weight.reason
 
 
@@ -251,7 +248,7 @@ def test_sum_of_a_shared_lookup() -> None:
             out: Tensor = torch.tanh(x + self.places(torch.arange(5)[None]).sum(0))
             return out
 
-    model = gnsfast.convert(Sum())
+    model = Sum()
     with pytest.raises(gnsfast.ObservationError, match=r"places.*a sum over dimension 0"):
         with gnsfast.per_sample_sqnorms(model, 4):
             model(torch.randn(4, 5, 3)).sum().backward()

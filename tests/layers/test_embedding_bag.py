@@ -103,7 +103,6 @@ def test_bags_folded_into_samples() -> None:
         with pytest.raises(gnsfast.SampleShapeError, match="fold"):
             with gnsfast.per_sample_sqnorms(layer, B):
                 layer(x)
-        gnsfast.convert(layer, fold=[""])
         assert_bag(layer, list(x), x)
         layer.zero_grad()
         assert_bag(layer, list(x), x.flatten(), torch.arange(3 * B) * L)
@@ -167,6 +166,6 @@ def test_compiled() -> None:
     [(dict(mode="max"), "mode='max'"), (dict(sparse=True), "gradients are sparse")],
 )
 def test_without_norms(options: dict[str, Any], said: str) -> None:
-    model = gnsfast.convert(nn.ModuleList([nn.EmbeddingBag(V, D, **options)]))
+    model = nn.ModuleList([nn.EmbeddingBag(V, D, **options)])
     (row,) = gnsfast.coverage(model).rows
     assert not row.static and said in row.reason

@@ -44,7 +44,7 @@ def chosen(block: nn.Module, name: str, x: Tensor) -> Tensor:
 
 def assert_block(plain: nn.Module, data: Any, B: int, **options: Any) -> Any:
     """Closed: torch's bits. Open: outputs and gradients as before, and single samples' norms."""
-    block = gnsfast.convert(copy.deepcopy(plain), **options)
+    block = copy.deepcopy(plain)
     assert torch.equal(loss(block, data), loss(plain, data))
     with gnsfast.per_sample_sqnorms(block, B, audit="always") as norms:
         ours = loss(block, data)
@@ -106,7 +106,7 @@ def test_frozen(name: str, trained: str) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_no_sample(name: str) -> None:
     """An empty batch has gradients of zero, as transformers' grouped_mm gives."""
-    block = gnsfast.convert(make(name, 2))
+    block = make(name, 2)
     with gnsfast.per_sample_sqnorms(block, 0) as norms:
         loss(block, batch(0, 4)).backward()
     assert all(n.shape == (0,) for n in norms.values())
@@ -130,7 +130,7 @@ def test_autocast(used: str) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return loss(block, batch)
 
-    block = gnsfast.convert(copy.deepcopy(plain))
+    block = copy.deepcopy(plain)
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
         ours = cast_loss(block, data)
         ours.backward()
@@ -150,7 +150,7 @@ def test_autocast(used: str) -> None:
 def test_bfloat16() -> None:
     block, data = make("gpt_oss", 2).bfloat16(), tuple(t.bfloat16() for t in batch(3, 7))
     plain = copy.deepcopy(block)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(block), 3) as norms:
+    with gnsfast.per_sample_sqnorms(block, 3) as norms:
         loss(block, data).backward()
     loop = loop_sqnorms(plain, loss, data, 3)
     assert_norms(norms, loop, rtol=0.05)
@@ -166,7 +166,7 @@ def test_on_gpu(name: str, dtype: torch.dtype) -> None:
     index = torch.randint(0, EXPERTS, (3, 40, 2), device="cuda")
     x, weights, r = (torch.randn(3, 40, n, device="cuda", dtype=dtype) for n in (H, 2, H))
     data = (x, index, weights, r)
-    block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
+    block = copy.deepcopy(plain)
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
         loss_of_rows(block, data).backward()
     loop = {n: t.cpu() for n, t in loop_sqnorms(plain, loss_of_rows, data, 3).items()}
@@ -189,7 +189,7 @@ def test_blocks_that_take_any_rows() -> None:
     data = batch(3, 7)
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
-    block = gnsfast.convert(copy.deepcopy(model))
+    block = copy.deepcopy(model)
     with pytest.raises(gnsfast.SampleShapeError, match=r"\[21, 16\].*fold=\['experts'\]"):
         with gnsfast.per_sample_sqnorms(block, 3):
             loss(block, data)
@@ -197,7 +197,7 @@ def test_blocks_that_take_any_rows() -> None:
 
     model.bfloat16()  # its router multiplies in float32
     data = tuple(t.bfloat16() for t in data)
-    gnsfast.convert(block.bfloat16(), fold=["experts"])
+    block.bfloat16()
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
         loss(block, data).backward()
     for b in range(3):
@@ -217,7 +217,7 @@ def test_experts_without_a_gate() -> None:
         nn.init.normal_(p, std=0.3)
     index = torch.randint(0, EXPERTS, (3, 4, 2))
     data = (torch.randn(3, 4, H), index, torch.rand(3, 4, 2), torch.randn(3, 4, H))
-    block = gnsfast.convert(copy.deepcopy(plain), fold=[""])
+    block = copy.deepcopy(plain)
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
         loss_of_rows(block, data).backward()
     assert set(norms) == {"up_proj", "down_proj"}
@@ -234,7 +234,7 @@ def test_a_block_that_picks_rows() -> None:
             _, weights, index = self.gate(rows)
             return self.experts(rows, index, weights)
 
-    block = gnsfast.convert(Picks(config(hf.MixtralConfig, 2)))
+    block = Picks(config(hf.MixtralConfig, 2))
     for num_samples in (4, 8):  # as many rows as samples, too
         with pytest.raises(
             gnsfast.SampleShapeError, match=r"^gate .*does not know whether the block"
@@ -244,7 +244,7 @@ def test_a_block_that_picks_rows() -> None:
 
 
 def test_a_wrong_number_of_samples() -> None:
-    block = gnsfast.convert(make("mixtral", 2))
+    block = make("mixtral", 2)
     with pytest.raises(gnsfast.SampleShapeError, match=r"gate .*expected 4 samples.*\[21, 16\]"):
         with gnsfast.per_sample_sqnorms(block, 4):
             loss(block, batch(3, 7))
@@ -254,7 +254,7 @@ def test_load_balancing_loss() -> None:
     """It ties the samples together, so the pass is refused; its output alone is not."""
     model, data = mixtral()
     model.config.output_router_logits = True
-    gnsfast.convert(scattered(model))
+    scattered(model)
     with pytest.raises(gnsfast.ObservationError, match=r"mlp.experts .*load-balancing loss"):
         with gnsfast.per_sample_sqnorms(model, B):
             loss_of(model, data)
@@ -264,7 +264,7 @@ def test_load_balancing_loss() -> None:
 
 
 def test_other_kernels_are_refused() -> None:
-    block = gnsfast.convert(make("mixtral", 2))
+    block = make("mixtral", 2)
     block.experts.config._experts_implementation = "sonicmoe"
     with pytest.raises(
         gnsfast.ObservationError, match="not with experts_implementation='sonicmoe'"
@@ -279,7 +279,7 @@ def test_experts_without_a_route() -> None:
     normed.experts.has_post_expert_norm = True
     odd.experts.scale = nn.Parameter(torch.ones(EXPERTS))
     for block, reason in ((normed, "a norm after each expert"), (odd, "parameters .*, scale")):
-        rows = {r.parameter: r for r in gnsfast.coverage(gnsfast.convert(block)).rows}
+        rows = {r.parameter: r for r in gnsfast.coverage(block).rows}
         assert rows["gate.weight"].static
         assert not rows["experts.down_proj"].static
         assert re.search(reason, rows["experts.down_proj"].reason)
@@ -295,15 +295,14 @@ def test_a_router_that_uses_its_weight_otherwise() -> None:
     Twice.__module__ = mixtral_code.__name__
     block = make("mixtral", 2)
     block.gate.__class__ = Twice
-    gnsfast.convert(block)
     with pytest.raises(gnsfast.ObservationError, match="gate .* 2 calls of F.linear"):
         with gnsfast.per_sample_sqnorms(block, 3):
             loss(block, batch(3, 7))
 
 
 def test_copies() -> None:
-    block, data = gnsfast.convert(make("gpt_oss", 2)), batch(3, 7)
-    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block)), gnsfast.convert(block)):
+    block, data = make("gpt_oss", 2), batch(3, 7)
+    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block)), block):
         assert torch.equal(loss(twin, data), loss(block, data))
         with gnsfast.per_sample_sqnorms(twin, 3) as norms:
             loss(twin, data).backward()
@@ -313,7 +312,7 @@ def test_copies() -> None:
 def test_compiled() -> None:
     """The graph breaks at the experts; the norms stay."""
     plain, data = make("mixtral", 2), batch(3, 7)
-    block = gnsfast.convert(copy.deepcopy(plain))
+    block = copy.deepcopy(plain)
     compiled = torch.compile(block, backend="eager")
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
         loss(compiled, data).backward()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import gnsfast
-from gnsfast.layers import float8
 
 B, T, I, O = 4, 6, 32, 16
 
@@ -78,7 +77,7 @@ def test_own(example: bool, batch_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
         t.unflatten(0, x.shape[:2]).transpose(0, batch_dim).flatten(0, 1) for t in Product.operands
     )
     model.zero_grad()
-    gnsfast.convert(model, example=x if example else None, batch_dim=batch_dim)
+    gnsfast.configure(model, example=x if example else None, batch_dim=batch_dim)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         squares(model, x).backward()
     loop = {"2.weight": sqnorms_of(x_NI, dy_NO)}
@@ -91,12 +90,12 @@ def test_own(example: bool, batch_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_samples_of_an_example_do_not_meet_in_the_scale() -> None:
     x, layer = torch.randn(B, T, I), Float8Linear(I, O)
     assert not torch.allclose(layer(x)[:1], layer(x[:1]), rtol=1e-3)
-    gnsfast.convert(layer, example=x)
+    gnsfast.configure(layer, example=x)
     assert said(layer, "weight").reason.startswith("replayed: the backward pass runs one")
 
 
 def test_rows_of_all_samples_are_refused() -> None:
-    model = gnsfast.convert(nn.Sequential(Float8Linear(I, O)))
+    model = nn.Sequential(Float8Linear(I, O))
     with pytest.raises(gnsfast.ObservationError, match="0 .Float8Linear.*dimension of 4 samples"):
         with gnsfast.per_sample_sqnorms(model, B):
             model(torch.randn(B * T, I)).sum().backward()
@@ -128,7 +127,6 @@ def test_torchao(
     (dy,) = torch.autograd.grad(squares(nn.Identity(), y), y)
     loop["0.bias"] = dy.double().sum(1).square().sum(1)
     model.zero_grad()
-    gnsfast.convert(model)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         squares(model, x).backward()
     assert_norms(norms, {name: loop[name] for name in want})

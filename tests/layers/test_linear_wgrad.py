@@ -133,12 +133,12 @@ def test_expanded_gradient() -> None:
 
 
 def test_sequence_first() -> None:
-    layer = gnsfast.convert(nn.Linear(5, 3), batch_dim=1)
+    layer = nn.Linear(5, 3)
     assert_layer(layer, torch.randn(9, 4, 5), 4, batch_dim=1)
 
 
 def test_sequence_first_keeps_two_dimensions_batch_first() -> None:
-    layer = gnsfast.convert(nn.Linear(5, 3), batch_dim=1)
+    layer = nn.Linear(5, 3)
     assert_layer(layer, torch.randn(4, 5), 4)
 
 
@@ -146,7 +146,7 @@ def test_folded_rows() -> None:
     """Twelve rows are four samples of three consecutive rows."""
     layer, x, r = nn.Linear(5, 3), torch.randn(12, 5), torch.randn(12, 3)
     loop = loop_sqnorms(layer, weighted_loss, (x.view(4, 3, 5), r.view(4, 3, 3)), 4)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(layer, fold=[""]), 4) as norms:
+    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
         weighted_loss(layer, (x, r)).backward()
     assert_norms(norms, loop)
 
@@ -238,7 +238,7 @@ def test_subclass_arrives_here() -> None:
 
     layer, x, r = Scaled(5, 3), torch.randn(4, 9, 5), torch.randn(4, 9, 3)
     loop = loop_sqnorms(layer, weighted_loss, (x, r), 4)
-    assert type(gnsfast.convert(layer)).__name__ == "Scaled" and isinstance(layer, Scaled)
+    assert type(layer).__name__ == "Scaled" and isinstance(layer, Scaled)
     with gnsfast.per_sample_sqnorms(layer, 4) as norms:
         weighted_loss(layer, (x, r)).backward()
     assert gnsfast.coverage(layer).rows[0].route == "linear"

@@ -98,7 +98,6 @@ def test_exact(make: Any, shape: tuple[int, ...], out: tuple[int, ...]) -> None:
     model, batch = make(), (torch.randn(shape), torch.randn(out))
     loop = loop_sqnorms(model, weighted_loss, batch, 4)
     want = model(batch[0])
-    gnsfast.convert(model)
     assert any(row.route == "replay" for row in gnsfast.coverage(model).rows)
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         y = model(batch[0])
@@ -110,7 +109,6 @@ def test_exact(make: Any, shape: tuple[int, ...], out: tuple[int, ...]) -> None:
 def test_dictionary_output_and_keyword_argument() -> None:
     model, batch = TakesPart(), (torch.randn(4, 9, 5), torch.randn(4, 9, 5))
     loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    gnsfast.convert(model)
     with pytest.raises(
         RuntimeError, match=r"inner.*output of shape \[\] has no dimension of 4 samples"
     ):
@@ -139,7 +137,7 @@ def test_attention_of_its_own(batch_first: bool) -> None:
     shape = (4, 9, 8) if batch_first else (9, 4, 8)
     batch, dim = (torch.randn(shape), torch.randn(shape)), 0 if batch_first else 1
     loop = loop_sqnorms(model, weighted_loss, batch, 4, batch_dim=dim)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(model, batch_dim=dim), 4) as norms:
+    with gnsfast.per_sample_sqnorms(model, 4) as norms:
         weighted_loss(model, batch).backward()
     assert_norms(norms, loop)
 
@@ -160,11 +158,9 @@ def test_replay_reaches_what_no_layer_sees() -> None:
         (torch.randn(4, 9, 5), torch.randn(4, 9, 5)),
     )
     loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    gnsfast.convert(model)
     with pytest.raises(gnsfast.ObservationError, match=r"0\.layer"):
         with gnsfast.per_sample_sqnorms(model, 4):
             weighted_loss(model, batch).backward()
-    gnsfast.convert(model, replay=["0"])
     model.zero_grad()
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         weighted_loss(model, batch).backward()
@@ -178,7 +174,7 @@ def test_autocast() -> None:
     model = nn.Sequential(nn.Conv1d(4, 16, 1), nn.ConvTranspose1d(16, 3, 4, stride=2))
     batch = torch.randn(8, 4, 20), torch.randn(8, 3, 42)
     loop = loop_sqnorms(model, weighted_loss, batch, 8)
-    gns = gnsfast.GradientNoiseScale(gnsfast.convert(model, replay=["1"]), loss_reduction="sum")
+    gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum")
     for block in (gns.microbatch(8), gnsfast.per_sample_sqnorms(model, 8)):
         with block as norms:
             with torch.autocast("cpu", torch.bfloat16):
@@ -211,7 +207,7 @@ class Counting(Scale):
 
 @pytest.mark.parametrize("make", [Random, Mixing, Counting])
 def test_replay_that_differs_is_named(make: type[nn.Module]) -> None:
-    model = gnsfast.convert(nn.Sequential(make()))
+    model = nn.Sequential(make())
     with pytest.raises(gnsfast.ObservationError, match=r"0 \(.*other outputs"):
         with gnsfast.per_sample_sqnorms(model, 4):
             model(torch.randn(4, 9, 5)).sum().backward()
@@ -222,7 +218,7 @@ def test_replay_that_fails_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.unflatten(0, (2, -1)).flatten(0, 1))
 
-    model = gnsfast.convert(nn.Sequential(Pairs()))
+    model = nn.Sequential(Pairs())
     with pytest.raises(gnsfast.ObservationError, match=r"0 \(Pairs\).*sample by sample: Runtime"):
         with gnsfast.per_sample_sqnorms(model, 4):
             model(torch.randn(4, 9, 5)).sum().backward()
@@ -248,7 +244,7 @@ def test_square_argument_is_not_taken_for_samples() -> None:
             y: Tensor = self.masked(x, mask)
             return y
 
-    model = gnsfast.convert(Outer())
+    model = Outer()
     with pytest.raises(RuntimeError, match="masked"):
         with gnsfast.per_sample_sqnorms(model, 4):
             model(torch.randn(4, 4, 5), torch.randn(4, 4)).sum().backward()
@@ -286,7 +282,7 @@ REASONS = {
 @pytest.mark.parametrize(("module", "reason"), REASONS.values(), ids=REASONS.keys())
 def test_reasons(module: nn.Module, reason: str) -> None:
     model = nn.ModuleDict({"odd": module, "fine": nn.Linear(2, 2)})
-    rows = gnsfast.coverage(gnsfast.convert(model)).rows
+    rows = gnsfast.coverage(model).rows
     odd = [r for r in rows if r.parameter.startswith("odd")]
     assert odd and not any(r.static for r in odd)
     assert any(reason in r.reason for r in odd)
@@ -294,7 +290,7 @@ def test_reasons(module: nn.Module, reason: str) -> None:
 
 
 def test_uncovered_parameters_are_left_out() -> None:
-    model = gnsfast.convert(nn.Sequential(nn.Linear(5, 6), hooked(6), nn.Linear(6, 3)))
+    model = nn.Sequential(nn.Linear(5, 6), hooked(6), nn.Linear(6, 3))
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
         model(torch.randn(4, 5)).sum().backward()
     assert set(norms) == {"0.weight", "0.bias", "2.weight", "2.bias"}

@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gnsfast
-from gnsfast.layers import Replayed
 
 
 def test_packed_gradients_are_not_joined() -> None:
@@ -73,7 +72,6 @@ def test_half(kind: str) -> None:
         for n, g in zip(named, torch.autograd.grad(loss, list(named.values()), retain_graph=True)):
             error = (g.double().square().sum() - loop[n][b]).abs() / loop[n][b]
             errors[n] = max(errors.get(n, 0.0), error.item())
-    gnsfast.convert(layer)
     with gnsfast.per_sample_sqnorms(layer, B) as norms:
         terms(outputs_of(layer, args, kwargs), 0).sum().backward()
     assert layer.in_proj_weight.grad is not None
@@ -87,7 +85,6 @@ def test_autocast() -> None:
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(E, H, batch_first=True, add_bias_kv=True)
     plain, x = copy.deepcopy(layer), torch.randn(B, L, E)
-    gnsfast.convert(layer)
     with gnsfast.per_sample_sqnorms(layer, B) as norms, torch.autocast("cpu", torch.bfloat16):
         found = outputs_of(layer, (x, x, x), dict(need_weights=False))
         wanted = outputs_of(plain, (x, x, x), dict(need_weights=False))
@@ -124,7 +121,6 @@ def test_frozen(frozen: str) -> None:
     for n in FROZEN[frozen]:
         layer.get_parameter(n).requires_grad_(False)
     plain, args = copy.deepcopy(layer), inputs_for("three", layer, True)
-    gnsfast.convert(layer)
     with gnsfast.per_sample_sqnorms(layer, B) as norms:
         terms(outputs_of(layer, args, {}), 0).sum().backward()
     assert_terms(norms, plain, args, {}, 0)
@@ -134,7 +130,7 @@ def test_frozen(frozen: str) -> None:
 def test_excluded(excluded: str) -> None:
     layer = nn.TransformerEncoderLayer(E, H, 16, 0.0, batch_first=True)
     plain, x = copy.deepcopy(layer), torch.randn(B, L, E)
-    gnsfast.convert(layer, exclude=[excluded])
+    gnsfast.configure(layer, exclude=[excluded])
     with gnsfast.per_sample_sqnorms(layer, B) as norms:
         terms([layer(x)], 0).sum().backward()
     assert not [n for n in norms if n.startswith(excluded)]
@@ -155,7 +151,6 @@ def test_windows(batch_first: bool) -> None:
         with gnsfast.per_sample_sqnorms(layer, B):
             layer(x, x, x)
     plain = copy.deepcopy(layer)
-    gnsfast.convert(layer, fold=[""])
     with gnsfast.per_sample_sqnorms(layer, B) as norms:
         terms(outputs_of(layer, (x, x, x), {}), 0 if batch_first else 1).sum().backward()
     wide, x = plain.double(), x.double()
@@ -201,7 +196,6 @@ def test_dropout_behind_it() -> None:
     """The output lies as torch's does, so a dropout behind it draws the same mask."""
     layer = nn.TransformerEncoderLayer(E, H, 16, 0.2, batch_first=True)
     plain, x = copy.deepcopy(layer), torch.randn(B, L, E)
-    gnsfast.convert(layer)
     torch.manual_seed(3)
     want = plain(x)
     torch.manual_seed(3)
@@ -215,7 +209,7 @@ def test_output_tied_to_an_embedding() -> None:
     """The layer uses its output weight by itself: no link of a head reaches it."""
     model = nn.ModuleDict({"e": nn.Embedding(E, E), "a": nn.MultiheadAttention(E, H)})
     model["a"].out_proj.weight = model["e"].weight
-    rows = gnsfast.coverage(gnsfast.convert(model)).rows
+    rows = gnsfast.coverage(model).rows
     (tied,) = [r for r in rows if r.parameter == "e.weight"]
     assert not tied.static and "shared by" in tied.reason
 
@@ -228,7 +222,7 @@ def test_what_is_left_out_says_why() -> None:
         nn.Sequential(nn.MultiheadAttention(E, H)), LoraConfig(target_modules=["0"], r=2)
     )
     for model, word in ((pruned, "does not run the hook"), (adapted, "peft puts other weights")):
-        rows = gnsfast.coverage(gnsfast.convert(model)).rows
+        rows = gnsfast.coverage(model).rows
         reasons = {r.reason for r in rows if r.route != "frozen"}
         assert len(reasons) == 1 and word in reasons.pop()
 
@@ -261,7 +255,7 @@ def test_subclasses() -> None:
     x = torch.randn(B, L, E)
     scaled = assert_as_in_torch(Scaled(E, H, batch_first=True), (x, x, x), {}, dim=0)
     assert isinstance(scaled, gnsfast.MultiheadAttention) and isinstance(scaled, Scaled)
-    layer = gnsfast.convert(Rewritten(E, H, bias=False, batch_first=True))
+    layer = Rewritten(E, H, bias=False, batch_first=True)
     assert isinstance(layer, Replayed)
     assert gnsfast.coverage(layer).covered_fraction == 1.0
 
@@ -271,7 +265,7 @@ def test_copies_and_pickles() -> None:
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(twin) is gnsfast.MultiheadAttention
         assert isinstance(twin.out_proj, gnsfast.Linear)
-    again = gnsfast.convert(layer)
+    again = layer
     assert type(again) is gnsfast.MultiheadAttention and type(again.out_proj) is type(twin.out_proj)
 
 
@@ -281,7 +275,6 @@ def test_whole_graph(how: str) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerDecoderLayer(E, H, 16, 0.0, batch_first=True)
     plain, args = copy.deepcopy(layer), (torch.randn(B, L, E), torch.randn(B, S, E))
-    gnsfast.convert(layer)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if how == "compiled" else layer
     with gnsfast.per_sample_sqnorms(layer, B) as norms:
         y = run(*args) if how == "compiled" else checkpoint(run, *args, use_reentrant=False)
@@ -335,7 +328,6 @@ def test_noise_scales_of_parts(source: str) -> None:
         grads = torch.autograd.grad((model(x)[b] * r[b]).sum(), list(attention.parameters()))
         for n, grad in zip(named, grads):
             g[n].append(grad.double())
-    gnsfast.convert(model)
     gns = gnsfast.GradientNoiseScale(model, source=source, loss_reduction="sum")
     with gns.microbatch(B):
         (model(x) * r).sum().backward()
@@ -356,7 +348,7 @@ def test_noise_scales_of_parts(source: str) -> None:
 def test_noise_scale() -> None:
     """A Transformer of torch's under the estimator: every parameter has its share."""
     torch.manual_seed(0)
-    model = gnsfast.convert(nn.Transformer(E, H, 1, 1, 16, 0.0, batch_first=True))
+    model = nn.Transformer(E, H, 1, 1, 16, 0.0, batch_first=True)
     assert gnsfast.coverage(model).covered_fraction == 1.0
     gns = gnsfast.GradientNoiseScale(model)
     args = torch.randn(B, L, E), torch.randn(B, S, E)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import gnsfast
 from gnsfast import layers as drop_ins
-from gnsfast.conversion.recognition import recognised
 
 SHAPES = {
     "two dimensions": (6, 5),
@@ -59,7 +58,7 @@ def test_two_normalized_dimensions(make: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
 def test_sequence_first(make: type[nn.Module]) -> None:
-    layer = gnsfast.convert(scattered(make(5)), batch_dim=1)
+    layer = scattered(make(5))
     assert_layer(layer, torch.randn(9, 4, 5), 4, batch_dim=1)
 
 
@@ -141,7 +140,6 @@ def test_foreign_norms(layer: nn.Module, route: str) -> None:
     scattered(layer)
     batch = torch.randn(4, 9, 16), torch.randn(4, 9, 16)
     loop, twin = loop_sqnorms(layer, weighted_loss, batch, 4), copy.deepcopy(layer)
-    gnsfast.convert(layer)
     assert gnsfast.coverage(layer).rows[0].route == route
     with gnsfast.per_sample_sqnorms(layer, 4) as norms:
         y = layer(batch[0])
@@ -153,15 +151,7 @@ def test_foreign_norms(layer: nn.Module, route: str) -> None:
 def test_foreign_norm_keeps_its_rounding() -> None:
     for layer in (scattered(LlamaRMSNorm(16)), scattered(GemmaRMSNorm(16))):
         twin, x = copy.deepcopy(layer), torch.randn(4, 9, 16).bfloat16()
-        with gnsfast.per_sample_sqnorms(gnsfast.convert(layer), 4):
+        with gnsfast.per_sample_sqnorms(layer, 4):
             y = layer(x)
             assert y.dtype == twin(x).dtype and torch.equal(y, twin(x))
             y.sum().backward()
-
-
-def test_variant_is_told_by_results() -> None:
-    assert recognised(LlamaRMSNorm(16)) is drop_ins.LlamaRMSNorm
-    assert recognised(GemmaRMSNorm(16)) is drop_ins.GemmaRMSNorm
-    assert recognised(CenteredRMSNorm(16)) is None
-    assert recognised(GatedRMSNorm(16)) is None
-    assert recognised(LlamaRMSNorm(16).to("meta")) is drop_ins.LlamaRMSNorm

@@ -44,7 +44,6 @@ def test_per_sample(kind: Any, batch_first: bool, options: Any, last: bool) -> N
     """With as many layers as samples the shape of a state does not tell which is which."""
     model = Classifier(kind, last, batch_first=batch_first, **options)
     data = batch(model)
-    gnsfast.convert(model, batch_dim=model.dim)
     assert gnsfast.coverage(model).covered_fraction == 1.0
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         weighted_loss(model, data).backward()
@@ -78,7 +77,6 @@ def test_gradients_and_outputs_are_torchs() -> None:
     weighted_loss(model, data).backward()
     want = [p.grad for p in model.rows.parameters()]
     model.zero_grad()
-    gnsfast.convert(model)
     with gnsfast.per_sample_sqnorms(model, B):
         weighted_loss(model, data).backward()
     for p, grad in zip(model.rows.parameters(), want):  # the head's kernel rounds in its own way
@@ -89,7 +87,7 @@ def test_gradients_and_outputs_are_torchs() -> None:
 def test_an_example_finds_it() -> None:
     model = Classifier(nn.LSTM, True, batch_first=True, bidirectional=True)
     data = batch(model)
-    gnsfast.convert(model, example=data[0])
+    gnsfast.configure(model, example=data[0])
     row = next(r for r in gnsfast.coverage(model).rows if r.parameter == "rows.weight_hh_l0")
     assert row.static and row.reason.startswith("replayed: the backward pass runs one layer")
     with gnsfast.per_sample_sqnorms(model, B) as norms:
@@ -98,7 +96,7 @@ def test_an_example_finds_it() -> None:
 
 
 def test_a_packed_sequence_is_refused() -> None:
-    layer = gnsfast.convert(nn.GRU(I, H))
+    layer = nn.GRU(I, H)
     rows = nn.utils.rnn.pack_sequence([torch.randn(t, I) for t in (4, 3, 2)])
     with pytest.raises(gnsfast.ObservationError, match="interleaves the rows"):
         with gnsfast.per_sample_sqnorms(layer, B):
@@ -106,5 +104,5 @@ def test_a_packed_sequence_is_refused() -> None:
 
 
 def test_dropout_between_its_layers_is_named() -> None:
-    model = gnsfast.convert(nn.Sequential(nn.LSTM(I, H, num_layers=2, dropout=0.1)))
+    model = nn.Sequential(nn.LSTM(I, H, num_layers=2, dropout=0.1))
     assert "it contains dropout" in gnsfast.coverage(model).rows[0].reason

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents that are packed into the rows of a batch: all rows are one list of tokens."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gnsfast.following.layouts import FIRST, Layout, owners_of
+from gnsfast.following.leaf import Leaf
+
+
+def in_order(x: Tensor, layout: Layout, leaf: Leaf) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """``x`` with the rows of the batch first, so that tokens lie as documents count them, and the
+    reverse for a tensor with the same tokens.
+    """
+    d = layout.dim
+    if layout.interleaved and not d:
+        rows = leaf.rows
+        return x.unflatten(0, (-1, rows)).transpose(0, 1), lambda y: y.transpose(0, 1).flatten(0, 1)
+    if d:
+        return x.movedim(d, 0), lambda y: y.movedim(0, d).contiguous()
+    return x, lambda y: y
+
+
+def rows_of_token(shape: torch.Size, leaf: Leaf) -> int:
+    """How many rows each token has in a tensor whose leading dimensions are ``shape``; 0 where they
+    do not hold the tokens of the documents.
+    """
+    for k in range(1, len(shape) + 1):
+        if shape[:k].numel() == leaf.tokens:
+            return shape[k:].numel()
+    return 0
+
+
+def place_of(found: object, x: Tensor, leaf: Leaf) -> Layout | None:
+    """Where the rows of the batch lie in ``x``, of which an example says ``found``, or nothing."""
+    if isinstance(found, Layout):
+        fits = found.fits(x.shape, leaf.rows) or leaf.rows == 1
+        plain = found.dim == 0 or x.shape[found.dim] == leaf.rows
+        return found if leaf.rows and fits and plain else None
+    # Without an example only one row, or rows along dimension 0, are known to be in order.
+    known = leaf.rows == 1 or (x.ndim and x.shape[0] == (leaf.rows or 1))
+    return FIRST if found is None and known else None
+
+
+def owners(x: Tensor, leaf: Leaf) -> Tensor | None:
+    """The samples of rows that the data have chosen from those of the batch."""
+    if leaf.starts is None:
+        return owners_of(x, leaf.samples)
+    token_N = owners_of(x, leaf.tokens)
+    if token_N is None:
+        return None
+    return torch.bucketize(token_N, leaf.starts[1:], right=True)
