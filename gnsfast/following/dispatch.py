@@ -229,7 +229,7 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "__getitem__" and not compiling():
         args = numbered(args)
     call = Call(func, args, kwargs)
-    if not call.own or any(leaf.left_out for e in call.expressions for leaf in e.leaves):
+    if all(leaf.left_out for e in call.expressions for leaf in e.leaves):
         return func(*args, **kwargs)
     if name == "backward":
         for leaf in call.expressions[0].leaves:
