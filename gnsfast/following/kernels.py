@@ -71,8 +71,8 @@ def _linear(
 
 
 def _of_features(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
-    """A linear layer takes one row of each sample in any dimension, several in dimension 0, and rows
-    that the data have chosen.
+    """A linear layer takes one row of each sample in any dimension, several in dimension 0, and
+    rows that the data have chosen.
     """
     if isinstance(layout, Chosen) or in_rows(x, layout, leaf):
         return True

@@ -72,35 +72,82 @@ UNKNOWN = "unknown"
 Place = Layout | Chosen | str
 
 
-def place_of(
-    base: Tensor, others: dict[int, Tensor], fewer: tuple[int, ...] | None, n: int
-) -> Place | None:
-    """Where the n samples of ``base`` lie. ``others`` is the same tensor in passes in which one
-    sample was replaced, by the number of that sample, and ``fewer`` its shape in a pass of n - 1
-    samples. None if nothing in it changed.
+class Print(NamedTuple):
+    """The fingerprint of a tensor: for each dimension a number for each of its indices, which a
+    change there changes. It takes little memory, so those of whole passes can be kept.
     """
-    if any(o.shape != base.shape for o in others.values()):
+
+    shape: torch.Size
+    along: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, t: Tensor) -> "Print":
+        """The fingerprint of ``t``, in its own precision where it has floating-point numbers."""
+        t = t.full_tensor() if hasattr(t, "full_tensor") else t
+        shape, t = t.shape, t.detach().as_subclass(Tensor)
+        if t.is_complex():
+            t = torch.view_as_real(t).sum(-1)
+        elif not t.is_floating_point():
+            t = t.double()
+        found = _along(t)
+        if not all(bool(each.isfinite().all()) for each in found):  # as of a mask
+            found = _along(t.nan_to_num(0.1, 1e4, -1e4))
+        return cls(shape, tuple(found))
+
+    def differs(self, other: "Print", d: int) -> Tensor:
+        """At which indices of dimension ``d`` two tensors differ by more than rounding."""
+        a, b = self.along[d], other.along[d]
+        largest = a.abs().amax() if a.numel() else 0.0
+        return (a - b).abs() > TOLERANCE * largest
+
+
+TOLERANCE = 1e-5
+"""Of the largest number of a print: below it a difference between two passes is rounding."""
+
+
+def _along(t: Tensor) -> list[Tensor]:
+    """A number for each index of each dimension of ``t``, in two passes over it."""
+    found: list[Tensor] = []
+    for d in reversed(range(t.ndim)):  # the last dimension is summed over, and so on
+        rest = t.reshape(-1, t.shape[d])
+        found.append(_weights(len(rest), t) @ rest)
+        t = t @ _weights(t.shape[d], t) if d else t
+    return found[::-1]
+
+
+def _weights(n: int, like: Tensor) -> Tensor:
+    """Weights that look random. They use no random generator, whose state belongs to the user."""
+    k = torch.arange(1, n + 1, dtype=torch.float64, device=like.device)
+    return k.mul(0.7391).sin_().to(like.dtype)
+
+
+def place_of(
+    base: Print, others: dict[int, Print], fewer: torch.Size | None, n: int
+) -> Place | None:
+    """Where the n samples of a tensor lie. ``base`` is its print, ``others`` are those in passes in
+    which one sample was replaced, by the number of that sample, and ``fewer`` is its shape in a
+    pass of n - 1 samples. None if nothing in it changed.
+    """
+    if any(other.shape != base.shape for other in others.values()):
         return UNKNOWN
-    changed = {b: _differs(base, o) for b, o in others.items()}
-    if not any(bool(c.any()) for c in changed.values()):
+    dims = range(len(base.shape))
+    changed = {b: [base.differs(other, d) for d in dims] for b, other in others.items()}
+    if not any(bool(c.any()) for each in changed.values() for c in each):
         return grown(base.shape, fewer, n)
     for d, size in enumerate(base.shape):
         if size < n or size % n:
             continue
-        rest = [i for i in range(base.ndim) if i != d]
-        rows = {b: c.amax(rest) if rest else c for b, c in changed.items()}
         for interleaved in (False, True):
             parts = (size // n, n) if interleaved else (n, size // n)
-            within = 0 if interleaved else 1
-            if all(
-                not bool(r.view(parts).amax(within)[[j for j in range(n) if j != b]].any())
-                for b, r in rows.items()
-            ):
+            own = {
+                b: each[d].view(parts).any(0 if interleaved else 1) for b, each in changed.items()
+            }
+            if not any(bool(o[[j for j in range(n) if j != b]].any()) for b, o in own.items()):
                 return Layout(d, interleaved, size > n)
     return UNKNOWN
 
 
-def grown(shape: torch.Size, fewer: tuple[int, ...] | None, n: int) -> Layout | None:
+def grown(shape: torch.Size, fewer: torch.Size | None, n: int) -> Layout | None:
     """The one dimension whose size is in proportion to the number of samples."""
     if fewer is None or len(fewer) != len(shape):
         return None
@@ -108,19 +155,6 @@ def grown(shape: torch.Size, fewer: tuple[int, ...] | None, n: int) -> Layout | 
     if len(dims) != 1 or shape[dims[0]] * (n - 1) != fewer[dims[0]] * n:
         return None
     return Layout(dims[0], False, shape[dims[0]] > n)
-
-
-def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors differ by more than rounding."""
-    if not (a.is_floating_point() or a.is_complex()):
-        return a != b
-    a, b = (t.nan_to_num(0.1, 1e4, -1e4) for t in (a, b))
-    size = a.abs().amax() if a.numel() else 0.0
-    return (a - b).abs() > TOLERANCE * size
-
-
-TOLERANCE = 1e-5
-"""Of the largest entry of a tensor: below it a difference between two passes counts as rounding."""
 
 
 def owners_of(x: Tensor, B: int) -> Tensor | None:

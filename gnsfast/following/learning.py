@@ -28,6 +28,7 @@ from gnsfast.following.layouts import (
     UNKNOWN,
     Layout,
     Place,
+    Print,
     grown,
     owners_of,
     place_of,
@@ -41,21 +42,22 @@ FEW = 3
 
 
 class Seen(NamedTuple):
-    """A call of a function that takes a parameter. ``arguments`` and ``results`` are copies of its
+    """A call of a function that takes a parameter. ``arguments`` and ``results`` are prints of its
     tensors, None for parameters and other values. ``of_data``: one of them was made from the batch;
     ``is_data`` says which of them were, and need a gradient. ``has_grad``: it was called in grad
-    mode. ``owner_N`` are the samples of rows that an index has chosen.
+    mode. ``owner_N`` are the samples of rows that an index has chosen, and ``number_N`` says
+    what is in each.
     """
 
     name: str
-    arguments: list[Tensor | None]
-    results: list[Tensor | None]
+    arguments: list[Print | None]
+    results: list[Print | None]
     of_data: bool
     is_data: tuple[list[bool], list[bool]]
     copies: bool
     has_grad: bool
     owner_N: Tensor | None
-    rows_N: Tensor | None
+    number_N: Tensor | None
 
 
 class Look(TorchFunctionMode):
@@ -69,7 +71,7 @@ class Look(TorchFunctionMode):
         self.sample, self.varied, self.growing = sample, varied, growing
         self.seen: dict[Leaf, list[Seen]] = {}
         self.copied: set[Leaf] = set()
-        self.results: list[Tensor] = []
+        self.results: list[Print] = []
         self.uses: dict[Leaf, dict[str, None]] = {}
         self.is_half = False
 
@@ -148,14 +150,17 @@ class Look(TorchFunctionMode):
         self.seen.setdefault(leaf, []).append(
             Seen(
                 name,
-                [_copy(t) if not isinstance(m, Leaf) else None for t, m in zip(arguments, marks)],
-                [_copy(t) for t in results],
+                [
+                    Print.of(t) if isinstance(t, Tensor) and not isinstance(m, Leaf) else None
+                    for t, m in zip(arguments, marks)
+                ],
+                [Print.of(t) for t in results],
                 of_data,
                 active,
                 copied is not None,
                 torch.is_grad_enabled(),
                 owner_N,
-                None if owner_N is None or x is None else x.detach().clone(),
+                None if owner_N is None or x is None else _number(x.detach()),
             )
         )
         if copied is None:
@@ -210,14 +215,6 @@ def _values(args: Any, kwargs: Any) -> Iterator[Any]:
             yield from _values(value, {})
         else:
             yield value
-
-
-def _copy(t: Any) -> Tensor | None:
-    if not isinstance(t, Tensor):
-        return None
-    t = t.full_tensor() if hasattr(t, "full_tensor") else t
-    copied: Tensor = t.detach().as_subclass(Tensor).clone()
-    return copied
 
 
 class Example(NamedTuple):
@@ -364,7 +361,7 @@ def _looks(
         found.begin(own)
         with held(), torch.enable_grad(), found:
             out = run(*own.args, **own.kwargs)
-        found.results = [t.detach() for t in tensors_of(out)]
+        found.results = [Print.of(t) for t in tensors_of(out)]
         return found
 
     def few() -> Look | None:
@@ -395,8 +392,7 @@ def _growing(base: Look, fewer: Look, n: int) -> set[tuple[Leaf, int]]:
                 continue
             pairs = zip(call.results, small.results)
             if any(
-                a is not None and b is not None and grown(a.shape, tuple(b.shape), n)
-                for a, b in pairs
+                a is not None and b is not None and grown(a.shape, b.shape, n) for a, b in pairs
             ):
                 found.add((leaf, k))
                 break
@@ -411,7 +407,7 @@ def _results(looks: Looks, n: int) -> list[Place]:
     for k, t in enumerate(looks.base.results):
         others = {b: o.results[k] for b, o in looks.others.items() if len(o.results) > k}
         small = looks.fewer and looks.fewer.results[k : k + 1]
-        fewer = tuple(small[0].shape) if small else None
+        fewer = small[0].shape if small else None
         place = place_of(t, others, fewer, n) if len(others) == n else UNKNOWN
         if place == UNKNOWN:
             place = grown(t.shape, fewer, n)
@@ -457,7 +453,7 @@ def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> St
                 own.append(None if t is None else UNKNOWN)
                 continue
             small = getattr(fewer, kind)[k] if fewer else None
-            place = place_of(t, same, None if small is None else tuple(small.shape), n)
+            place = place_of(t, same, None if small is None else small.shape, n)
             if place is None:  # nothing changed: an activation that is zero, or a constant
                 place = NO_CHANGE if data[k] else SHARED
             own.append(place)
@@ -469,7 +465,7 @@ def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> St
         for k, t in enumerate(getattr(call, kind)):
             if own[k] == NO_CHANGE:  # it lies as the others do
                 d = (first or Layout()).dim
-                fits = t.ndim > d and t.shape[d] >= n and t.shape[d] % n == 0
+                fits = len(t.shape) > d and t.shape[d] >= n and t.shape[d] % n == 0
                 other = Layout(d, bool(first and first.interleaved), fits and t.shape[d] > n)
                 own[k] = other if fits else UNKNOWN
     kept = tuple(p for p in results if p is not None)
@@ -505,7 +501,7 @@ def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool:
         if not calls:  # an expert that no sample was sent to
             return [torch.zeros(0, dtype=torch.float64)] * n
         owners = torch.cat([call.owner_N for call in calls if call.owner_N is not None])
-        rows = torch.cat([_number(call.rows_N) for call in calls if call.rows_N is not None])
+        rows = torch.cat([call.number_N for call in calls if call.number_N is not None])
         return [rows[owners == b].sort().values for b in range(n)]
 
     first = of(looks.base)
