@@ -81,15 +81,22 @@ class Leaf:
         self.left_out = ""
         self.has_turns = False
         self.is_sharded = hasattr(p, "placements")
+        self.inside: set[nn.Module] = set()
+        self.steps: tuple[Step, ...] = ()
+        self.routes: tuple[str, ...] = ()
         self.learn([])
         self.is_learned = False
         self.open()
 
-    def learn(self, steps: list[Step], routes: tuple[str, ...] = ()) -> None:
+    def learn(
+        self, steps: list[Step], routes: tuple[str, ...] = (), adds: bool = False
+    ) -> None:
         """Take over what an example has shown: the functions that take this parameter before all
-        others in the model, and the ``routes``, those in which it meets the data.
+        others in the model, and the ``routes``, those in which it meets the data. It ``adds`` to
+        what another part of the model has shown, or takes the place of it.
         """
-        self.routes = routes
+        steps = [*self.steps, *steps] if adds else steps
+        self.routes = tuple(dict.fromkeys((*self.routes, *routes))) if adds else routes
         self.steps, self.is_learned = tuple(steps), True
         self.by_name: dict[str, Step] = {}
         for step in steps:
@@ -99,7 +106,7 @@ class Leaf:
                 self.by_name[step.name] = Step(step.name, *lost)
         uses = [step for step in steps if step.is_use]
         named = [step.name for step in uses]
-        self.is_tied = named[-1:] == ["linear"] and set(named[:-1]) == {"embedding"}
+        self.is_tied = set(named[-1:]) <= HEADS and set(named[:-1]) == {"embedding"}
         self.known_uses, self.is_known_joined = 1, False
 
     def open(self) -> None:
@@ -109,6 +116,10 @@ class Leaf:
         self.parts: dict[object, tuple[Expression, Any]] = {}
         self.twin: Tensor | None = None
         self.whole.twin = None
+
+    def state(self) -> dict[str, Any]:
+        """What the open block has found so far."""
+        return {name: getattr(self, name) for name in FOUND}
 
     def next_pass(self) -> None:
         """Begin to count the functions that take this parameter."""
@@ -131,7 +142,8 @@ class Leaf:
 
     def step(self, name: str) -> Step | None:
         """What the example has shown of the next function that takes this parameter. None without
-        an example; a step whose places are ``UNKNOWN`` if the example had no such function.
+        an example, and outside of what it ran for a function that it had not; a step whose places
+        are ``UNKNOWN`` if the example had no such function.
         """
         if compiling():  # a counter would need a graph for each of its values
             return self.by_name.get(name)
@@ -140,7 +152,10 @@ class Leaf:
         if not self.is_learned:
             return None
         step = self.steps[number % len(self.steps)] if self.steps else Step("")
-        return step if step.name == name else self.by_name.get(name, Step(name))
+        if step.name == name or name in self.by_name:
+            return step if step.name == name else self.by_name[name]
+        outside = not self.inside and torch._C._current_graph_task_id() == -1
+        return None if outside else Step(name)
 
     @property
     def is_over(self) -> bool:
@@ -152,6 +167,12 @@ class Leaf:
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""
         self.failed = self.failed or why
+
+
+HEADS = {"linear", "linear_cross_entropy"}
+"""Functions that take links from an embedding with the same weight."""
+
+FOUND = "joined failed functions uses links is_taken spans parts twin".split()
 
 
 class Span(NamedTuple):

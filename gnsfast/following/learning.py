@@ -319,10 +319,14 @@ class Learned(NamedTuple):
 
 
 def learn(
-    leaves: list[Leaf], run: Callable[..., Any], example: Example, held: Callable[[], Any]
+    leaves: list[Leaf],
+    run: Callable[..., Any],
+    example: Example,
+    held: Callable[[], Any],
+    is_part: bool,
 ) -> Learned:
-    """Let each leaf know the functions that take it. ``run`` is the model, ``held`` a context that
-    restores its state.
+    """Let each leaf know the functions that take it. ``run`` is the model, or a part of it,
+    ``held`` a context that restores its state.
 
     A copy of a parameter for each sample is varied with its sample. If samples then meet, it was no
     copy for each sample, as one for each of as many heads.
@@ -340,7 +344,7 @@ def learn(
                 )
             looks, found = plain, own
     for leaf in leaves:
-        leaf.learn(found.get(leaf, []), tuple(looks.base.uses.get(leaf, ())))
+        leaf.learn(found.get(leaf, []), tuple(looks.base.uses.get(leaf, ())), adds=is_part)
         leaf.functions = 0
     return Learned(_results(looks, example.n), looks.base.is_half)
 

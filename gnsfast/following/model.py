@@ -40,10 +40,12 @@ class Followed:
         names = excluded_names(model)
         at_rest = parameters_at_rest(model)
         self.leaves: list[Leaf] = []
+        self._inside: set[nn.Module] = set()
         trained = {id(p) for p in _trained(model)}
         for name, p in model.named_parameters():
             if id(p) in trained:
                 leaf = Leaf(name, at_rest[name], len(self.leaves))
+                leaf.inside = self._inside
                 leaf.left_out = EXCLUDED if name in names else ""
                 self.leaves.append(leaf)
         for leaf, after in zip(self.leaves, self.leaves[1:]):
@@ -61,6 +63,7 @@ class Followed:
         self.is_open = self.is_learning = self.is_learned = False
         self.on_learned: Callable[[], None] | None = None
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names_of = {m: n for n, m in model.named_modules() if m is not model}
         of = {id(p): self.leaves[k] for k, p in enumerate(_trained(model))}
         self._aliases = {
@@ -149,7 +152,10 @@ class Followed:
         if passes > 1:
             self._hooks.append(self.model.register_forward_pre_hook(self._next_pass))
         hook = caller.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        self._hooks.append(hook)
+        self._hooks += [hook, caller.register_forward_hook(self._after)]
+        for part in self._parts:
+            self._hooks.append(part.register_forward_pre_hook(self._enter))
+            self._hooks.append(part.register_forward_hook(self._after))
         if not self.is_learned:
             self._hooks += [
                 m.register_forward_pre_hook(self._before_part, with_kwargs=True, prepend=True)
@@ -241,6 +247,7 @@ class Followed:
         """
         if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        self._inside.add(module)
         self.show(args, kwargs)
 
     def show(self, args: Any, kwargs: Any) -> None:
@@ -281,6 +288,16 @@ class Followed:
             return
         self.learn(module, args, kwargs)
 
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """Note that a part that is called by itself runs."""
+        if not self.is_learning and not torch.compiler.is_compiling():
+            self._inside.add(module)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that the model, or a part, has run."""
+        if not self.is_learning and not torch.compiler.is_compiling():
+            self._inside.discard(module)
+
     def learn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from what ``module``, the model or a part of it, gets in the open block, and prove
         it. A block of one sample shows nothing.
@@ -304,6 +321,10 @@ class Followed:
                 self.proof = self.proof.joined(found, first=self.proof.reason == NOT_BEGUN)
                 return
         self._looked.update(module.modules())
+        if module is not self.model:
+            self._parts.add(module)
+            self._inside.add(module)
+            self._hooks.append(module.register_forward_hook(self._after))
         self.is_learned = module is self.model or all(
             m in self._looked for m in self.model.modules() if m is not self.model
         )
@@ -331,7 +352,8 @@ class Followed:
         with self._looking(leaves):
             self._open(example.n, {}, None, leaves)
             try:
-                learned = learn(leaves, module, example, self._as_it_was)
+                is_part = module is not self.model
+                learned = learn(leaves, module, example, self._as_it_was, is_part)
             except Exception as error:  # the model's own, whatever it is
                 what = "does not take some of the samples of its batch"
                 return proof.Proof(f"the model {what} ({proof.first_line(error)})")
@@ -344,6 +366,7 @@ class Followed:
     def _looking(self, leaves: list[Leaf]) -> Iterator[None]:
         """Run the model for our own ends, and then let the user's pass begin."""
         samples, facts, documents = self._now
+        used = {leaf: leaf.state() for leaf in leaves if leaf.uses}  # by other parts of the model
         self.is_learning = True
         try:
             # A checkpoint around the model must not count what is saved here.
@@ -353,6 +376,8 @@ class Followed:
         finally:
             self.is_learning = False
             self._open(samples, facts, documents, leaves)
+            for leaf, state in used.items():
+                vars(leaf).update(state)
 
     def _see_documents_apart(self, args: Any, kwargs: Any, documents: Documents) -> None:
         """Raise if packed documents attend to each other: a loss of every second document must give
@@ -491,6 +516,7 @@ class Followed:
 
     def close(self) -> None:
         """Make the model what it was."""
+        self._inside.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
