@@ -81,6 +81,7 @@ class Leaf:
         self.left_out = ""
         self.has_turns = False
         self.is_sharded = hasattr(p, "placements")
+        self.is_shared = False  # by several modules
         self.inside: set[nn.Module] = set()
         self.steps: tuple[Step, ...] = ()
         self.routes: tuple[str, ...] = ()
@@ -88,9 +89,7 @@ class Leaf:
         self.is_learned = False
         self.open()
 
-    def learn(
-        self, steps: list[Step], routes: tuple[str, ...] = (), adds: bool = False
-    ) -> None:
+    def learn(self, steps: list[Step], routes: tuple[str, ...] = (), adds: bool = False) -> None:
         """Take over what an example has shown: the functions that take this parameter before all
         others in the model, and the ``routes``, those in which it meets the data. It ``adds`` to
         what another part of the model has shown, or takes the place of it.
@@ -106,7 +105,8 @@ class Leaf:
                 self.by_name[step.name] = Step(step.name, *lost)
         uses = [step for step in steps if step.is_use]
         named = [step.name for step in uses]
-        self.is_tied = set(named[-1:]) <= HEADS and set(named[:-1]) == {"embedding"}
+        heads = {*named[-1:]} <= HEADS and {*named[:-1]} == {"embedding"}
+        self.is_tied = heads or (self.is_shared and {*named} == {"embedding"})
         self.known_uses, self.is_known_joined = 1, False
 
     def open(self) -> None:
@@ -195,6 +195,9 @@ class Span(NamedTuple):
         return self.end <= other.start or other.end <= self.start
 
 
+LINK = Span(0, 0, 0)
+"""A use that a link joins with others."""
+
 SAME, MADE, ROWS = "same", "made", "rows"
 """What an expression is. ``SAME``: each element of the parameter at most once and unchanged, so
 that norms are kept. ``ROWS``: rows of a table, at ids that all samples share. ``MADE``: anything
@@ -235,17 +238,30 @@ class Expression:
                 self.twin = self.make(twin_of)
         return self.twin
 
-    def note_use(self) -> None:
-        """Note a use. Several uses of the same elements are joined, as is what arithmetic made."""
+    def note_use(self, name: str = "") -> None:
+        """Note a use by function ``name``. Several uses of the same elements are joined, as is what
+        arithmetic made, but not an embedding and a head that a link joins.
+        """
         if recomputing():
             return
+        by_link = self.is_linked(name)
         for leaf in self.leaves:
             if leaf.is_over:
                 leaf.fail("it is used again after a backward pass of this block, and " + ADD_UP)
             leaf.uses += 1
-            if self.kind != SAME or (leaf.uses > 1 and not all(map(self._is_apart, leaf.spans))):
+            others = (s == LINK if by_link else self._is_apart(s) for s in leaf.spans)
+            if self.kind != SAME or not all(others):
                 leaf.joined = True
-            leaf.spans.append(self.span)
+            leaf.spans.append(LINK if by_link else self.span)
+
+    def is_linked(self, name: str) -> bool:
+        """Whether a use by function ``name`` makes or takes the links of a tie."""
+        leaf = self.leaves[0]
+        if not leaf.is_tied or not self.is_whole:
+            return False
+        if name == "embedding":
+            return not leaf.is_taken or torch._C._current_graph_task_id() != -1
+        return name in HEADS and bool(leaf.links)
 
     def _is_apart(self, other: Span | None) -> bool:
         return self.span is not None and self.span.is_apart(other)

@@ -69,6 +69,8 @@ class Followed:
         self._aliases = {
             n: of[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in of
         }
+        for leaf in self.leaves:
+            leaf.is_shared = list(self._aliases.values()).count(leaf) > 1
         self._now: Any = (0, {}, None)
         self.proof = proof.Proof(NOT_BEGUN)
         self.observed: set[str] | None = None
@@ -367,6 +369,8 @@ class Followed:
         """Run the model for our own ends, and then let the user's pass begin."""
         samples, facts, documents = self._now
         used = {leaf: leaf.state() for leaf in leaves if leaf.uses}  # by other parts of the model
+        outside = self.model not in self._inside
+        self._inside.add(self.model)
         self.is_learning = True
         try:
             # A checkpoint around the model must not count what is saved here.
@@ -376,6 +380,8 @@ class Followed:
         finally:
             self.is_learning = False
             self._open(samples, facts, documents, leaves)
+            if outside:
+                self._inside.discard(self.model)
             for leaf, state in used.items():
                 vars(leaf).update(state)
 

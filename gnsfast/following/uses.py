@@ -261,7 +261,7 @@ def begin(
         return None
     if not compiling():
         for expression in expressions:
-            expression.note_use()
+            expression.note_use(name)
     dim = layout if isinstance(layout, Layout) else FIRST
     plan = plan_for(expressions, values, dim, transposed, each)
     return Use(leaf, layout, plan, probe_of(expressions))
