@@ -108,6 +108,8 @@ TOLERANCE = 1e-5
 def _along(t: Tensor) -> list[Tensor]:
     """A number for each index of each dimension of ``t``, in two passes over it."""
     found: list[Tensor] = []
+    if not t.numel():
+        return [t.new_zeros(size) for size in t.shape]
     for d in reversed(range(t.ndim)):  # the last dimension is summed over, and so on
         rest = t.reshape(-1, t.shape[d])
         found.append(_weights(len(rest), t) @ rest)
