@@ -9,7 +9,16 @@ from typing import NamedTuple
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "gnsfast"
 FLOORS = (
-    ("errors", "arguments", "tensors", "kept", "signatures", "combinations"),  # files, not rooms
+    (
+        "errors",
+        "arguments",
+        "counts",
+        "interval",
+        "tensors",
+        "kept",
+        "signatures",
+        "combinations",
+    ),  # files
     ("reference", "parallel"),
     ("ops", "noise_scale"),
     ("functional",),

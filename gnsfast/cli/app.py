@@ -23,7 +23,7 @@ from gnsfast.cli.records import read_runs
 from gnsfast.cli.run import Run, Settings
 from gnsfast.cli.session import run_demo
 from gnsfast.cli.summary import summary
-from gnsfast.critical_batch.counts import parse_count
+from gnsfast.counts import parse_count
 from gnsfast.noise_scale import METRICS
 
 app = typer.Typer(

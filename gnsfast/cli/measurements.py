@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gnsfast.counts import parse_number
 from gnsfast.critical_batch.branches import RESULT
-from gnsfast.critical_batch.counts import parse_number
 from gnsfast.critical_batch.laws import read_records
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from gnsfast.arguments import finite_or_none, whole_number
 from gnsfast.cli.measurements import Measurements, read_measurements
+from gnsfast.counts import parse_count, parse_number
 from gnsfast.critical_batch import laws
-from gnsfast.critical_batch.counts import parse_count, parse_number
 from gnsfast.critical_batch.laws import (
     Cost,
     Interval,

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gnsfast.critical_batch.counts import short_count
+from gnsfast.counts import short_count
 
 CHINCHILLA = 20
 """Tokens per parameter that give the lowest loss for a training budget."""

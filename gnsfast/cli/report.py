@@ -1,51 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML file about one or more runs."""
+"""One self-contained HTML file about one or more runs: what ``templates/report.html`` shows."""
 
-import html
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from plotly.offline import get_plotlyjs
 
 import gnsfast
-from gnsfast.cli import figures, figures_batch, figures_layers
-from gnsfast.cli.cards import card
-from gnsfast.cli.figures import Figure, View
-from gnsfast.cli.page import FIGURES, PAGE, SCRIPT, STYLE
+from gnsfast.cli.figures import View, all_figures
 from gnsfast.cli.records import Run
-from gnsfast.cli.summary import count, groups_of, number, over_stretches
-from gnsfast.cli.tables import decisions_table, factors_table, measurement_table
-from gnsfast.integrations.trackers import SCALES
-from gnsfast.noise_scale import OTHERS
+from gnsfast.cli.summary import (
+    batch_size,
+    count,
+    factors_in,
+    last,
+    last_scale,
+    matches,
+    over_stretches,
+    ratio_at,
+    said,
+    scale_in,
+    tried,
+)
+from gnsfast.counts import percent, three_digits
+from gnsfast.integrations.trackers import PRESENT, SCALES
+from gnsfast.interval import Interval
+from gnsfast.noise_scale import METRICS, OTHERS, OVER
 
-READING = """<details><summary>How to read this</summary>
-<p><b>Noise scale</b>: tr Σ / |G|², the batch size in samples at which the noise of a gradient is as
-large as the gradient itself. The plain noise scale uses Euclidean lengths. <b>Under Adam's
-metric</b>, Adam's second moments weight each coordinate. <b>In the norm of sign descent or of
-spectral descent</b> (Muon), the length is a sum over coordinates or over singular values.</p>
-<p><b>Critical batch size</b>: a batch beyond it saves few steps. The <b>estimate</b> is the noise
-scale times a factor, which somebody set or measured. The noise scale alone is not the critical
-batch size. <b>Branches</b> measure it: they continue the run with several batch sizes, and their
-losses are compared.</p>
-<p>A band or bar is a 95 % interval. The noise scale is the mean over the last updates (the
-window). While it moves, this mean lags behind. <b>Newest weights</b> is the end of the window's
-trend, and its band holds the noise scale of the last update. An arrow up means "at least": the
-interval has no upper end. An arrow down means "at most". At a gap, the window showed nothing, or
-the loss was NaN. At a dotted vertical line the batch size changed.</p>
-</details>"""
-
-FORMULAS = {
-    "adam": "tr(PΣ) / GᵀPG",
-    "sign": "(Σᵢ σᵢ / ‖G‖₁)², over coordinates",
-    "spectral": "(Σ tr C<sup>½</sup> / Σ ‖G‖<sub>nuclear</sub>)², over matrices",
-}
-
-LINES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}
-"""plotly's line styles in CSS, for legends."""
+PAGES = jinja2.Environment(
+    loader=jinja2.PackageLoader("gnsfast.cli"), autoescape=True, trim_blocks=True
+)
+PAGES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+NAMES = {"euclidean": "noise scale"} | OTHERS
 
 
 @dataclass(frozen=True)
@@ -54,154 +45,6 @@ class Live:
 
     refresh: float
     stale: float
-
-
-class Sections:
-    """The sections of the page in HTML, and the figures that they hold."""
-
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.specs: list[dict[str, Any]] = []
-        self.parts: list[str] = []
-
-    def figure(self, title: str, note: str, figure: Figure | None, below: str = "") -> str:
-        """A section, or an empty text where there is neither a figure nor HTML below it."""
-        if figure is None and not below:
-            return ""
-        box = ""
-        if figure is not None:
-            box = (
-                f'<div class="figure" id="figure-{len(self.specs)}" '
-                f'style="height:{figure.height}px"></div>'
-            )
-            self.specs.append(figure.spec())
-        text = f'<p class="note">{note}</p>' if note else ""
-        legend = _legend(figure) if figure is not None else ""
-        return f"<section><h2>{title}</h2>{text}{legend}{box}{below}</section>"
-
-    def build(self) -> None:
-        view = self.view
-        unit = {str(run.header["loss_unit"]) for run in view.runs if "loss_unit" in run.header}
-        left = self.figure("Loss", html.escape(", ".join(unit)), figures.loss(view))
-        right = self.figure(
-            "Noise scale, samples",
-            "Band: 95 % interval. Arrow: at least this."
-            + self._origin("euclidean")
-            + self._check(),
-            figures.noise_scale(view),
-        )
-        self.parts += [f'<div class="pair">{left}{right}</div>', self._batch(), self._factors()]
-        for metric, words in OTHERS.items():
-            note = f"{FORMULAS[metric]}. Band: 95 % interval. Arrow: at least this."
-            self.parts.append(
-                self.figure(
-                    f"Noise scale {words}, samples",
-                    note + self._origin(metric),
-                    figures.noise_scale(view, SCALES[metric]),
-                )
-            )
-        self.parts.append(
-            self.figure(
-                "Noise scale of groups of samples",
-                "In samples of the group. Band: 95 % interval. Arrow: at least this.",
-                figures.groups(view, [groups_of(run) for run in view.runs]),
-            )
-        )
-        self._layers()
-        self.parts += [self._decisions(run) for run in view.runs if run.decisions]
-
-    def _origin(self, metric: str) -> str:
-        key = f"{SCALES[metric]}_from_micro_batches"
-        units = any(key in p.values for run in self.view.runs for p in run.points)
-        return " Measured from micro-batches instead of single samples." if units else ""
-
-    def _check(self) -> str:
-        checked = any(run.check for run in self.view.runs)
-        return " Diamond: single samples at the frozen last checkpoint." if checked else ""
-
-    def _batch(self) -> str:
-        view = self.view
-        note = ""
-        if any("cbs/estimate" in p.values for run in view.runs for p in run.points):
-            note += "The estimate is a noise scale times a factor. Band: 95 % interval. "
-        if any(run.critical for run in view.runs):
-            note += "Bar: from the largest batch whose branch matched to the next larger one. "
-        over = [(run, stretch) for run in view.runs for stretch in over_stretches(run)]
-        if over:
-            note += "Shaded: the batch is more than 20 % above the estimate."
-        below = ""
-        if over:
-            rows = (
-                f"<li>{self._of(run)}{view.axis} {count(view.x(s.start))} to "
-                f"{count(view.x(s.end))}: up to {number(s.ratio)} times the estimate</li>"
-                for run, s in over
-            )
-            below = f"<h3>Batch over the estimate</h3><ul>{''.join(rows)}</ul>"
-        measured = [(run, each) for run in view.runs for each in run.critical]
-        if measured:
-            tables = (
-                measurement_table(each, self._of(run), len(measured) <= 4) for run, each in measured
-            )
-            below += f'<div class="measured">{"".join(tables)}</div>'
-        return self.figure(
-            "Batch size and critical batch size, samples",
-            note,
-            figures_batch.batch_size(view),
-            below,
-        )
-
-    def _factors(self) -> str:
-        return self.figure(
-            "Critical batch size / noise scale",
-            "Branches measured this factor, which a controller multiplies the noise scale of the "
-            "same metric by. Bar: the interval that follows from both. Measurements of one "
-            "checkpoint stand side by side.",
-            figures_batch.factors(self.view),
-            factors_table(self.view.runs),
-        )
-
-    def _of(self, run: Run) -> str:
-        return f"{html.escape(run.name)}: " if len(self.view.runs) > 1 else ""
-
-    def _layers(self) -> None:
-        view = self.view
-        resolved = "; ".join(
-            f"{self._of(run)}{figures_layers.resolved(run)}" for run in view.runs if run.last_layers
-        )
-        self.parts.append(
-            self.figure(
-                "Noise scale by layer, samples, last window",
-                f"Layers with a value: {resolved}. Bar: 95 % interval. Arrow: at least this.",
-                figures_layers.last_window(view),
-            )
-        )
-        for run in view.runs:
-            self.parts.append(
-                self.figure(
-                    f"{self._of(run)}Noise scale by layer, samples, over {view.axis}",
-                    "Blank where a window gives no value.",
-                    figures_layers.over_time(view, run),
-                )
-            )
-
-    def _decisions(self, run: Run) -> str:
-        return f"<section><h2>{self._of(run)}Decisions</h2>{decisions_table(run)}</section>"
-
-
-def _legend(figure: Figure) -> str:
-    """In HTML, which wraps: plotly's own legend would shrink the figure."""
-    marks = {"diamond": "◆", "point": "●", "circle": "●", "square": "■", "triangle-up": "▲"}
-    entries = (
-        f'<span style="color:{color}">{marks[line]}</span>'
-        if line in marks
-        else f'<i style="border-color:{color};border-top-style:{LINES[line]}"></i>'
-        for _, color, line in figure.legend
-    )
-    named = (
-        f"<li>{mark} {html.escape(label)}</li>"
-        for mark, (label, _, _) in zip(entries, figure.legend)
-    )
-    return f'<ul class="legend">{"".join(named)}</ul>' if figure.legend else ""
 
 
 def default_page(paths: list[Path]) -> Path:
@@ -213,28 +56,45 @@ def default_page(paths: list[Path]) -> Path:
 
 def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
     """Replace ``path`` at once, so that nobody reads half a page."""
-    view = View(runs)
-    sections = Sections(view)
-    sections.build()
-    written = time.time()
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
-    data: dict[str, Any] = {"figures": sections.specs, "live": None}
-    banner = ""
-    if live is not None:
-        data["live"] = {"written": 1000 * written, "refresh": live.refresh, "stale": live.stale}
-        banner = f'<p class="live" id="live"><b>●</b> Live: written at {clock[11:]}</p>'
-    cards = (card(run, view.color(run), len(runs) > 1) for run in runs)
+    view, written = View(runs), time.time()
+    figures = all_figures(view)
+    of = {id(run): f"{run.name}: " if view.several else "" for run in runs}
+    points = [p for run in runs for p in run.points]
+    measured = [(run, each) for run in runs for each in run.critical]
     headers = {run.name: run.header for run in runs if run.header}
-    settings = html.escape(json.dumps(headers, indent=2, ensure_ascii=False))
-    text = PAGE.substitute(
-        title=html.escape(runs[0].name if len(runs) == 1 else f"{len(runs)} training runs"),
-        style=STYLE,
-        live=banner,
-        runs="\n".join(cards),
-        sections="\n".join(part for part in sections.parts if part),
-        footer=f"{READING}<details><summary>Settings</summary><pre>{settings}</pre></details>"
-        f"<p>Written at {clock} by gnsfast {gnsfast.__version__}.</p>",
-        figures=_script(data),
+    text = PAGES.get_template("report.html").render(
+        title=f"{len(runs)} training runs" if view.several else runs[0].name,
+        live=live and {"written": 1000 * written, **asdict(live)},
+        clock=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)),
+        several=view.several,
+        axis=view.axis,
+        others=OTHERS,
+        cards=[_card(view, run) | {"of": of[id(run)]} for run in runs],
+        units=dict.fromkeys(str(r.header["loss_unit"]) for r in runs if "loss_unit" in r.header),
+        from_micro_batches=[
+            metric
+            for metric, key in SCALES.items()
+            if any(f"{key}_from_micro_batches" in p.values for p in points)
+        ],
+        check=any(run.check for run in runs),
+        estimated=any("cbs/estimate" in p.values for p in points),
+        over=[
+            (of[id(run)], *(count(view.x(p)) for p in (s.start, s.end)), three_digits(s.ratio))
+            for run in runs
+            for s in over_stretches(run)
+        ],
+        measured=[_measurement(each, of[id(run)]) for run, each in measured],
+        factors=_factors(view),
+        resolved=[
+            f"{of[id(run)]}{count(sum(s.drawn for s in scales))} of {count(len(scales))}"
+            for run in runs
+            if (scales := run.last_layers.values())
+        ],
+        settings=json.dumps(headers, indent=2, ensure_ascii=False),
+        version=gnsfast.__version__,
+        figures=figures,
+        specs=[figure.spec() for figure in figures.values()],
+        plotly=get_plotlyjs() if figures else "",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.{os.getpid()}")
@@ -243,10 +103,150 @@ def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
     return path
 
 
-def _script(data: dict[str, Any]) -> str:
-    """The figures as JSON; no text in it can end the script element."""
-    if not data["figures"] and not data["live"]:
+def _card(view: View, run: Run) -> dict[str, Any]:
+    return {
+        "run": run,
+        "color": view.color(run),
+        "empty": not (run.points or run.critical or run.decisions),
+        "facts": [*_facts(run), *_costs(run)],
+        "alert": _alert(run),
+        "decisions": [_decision(d) for d in run.decisions],
+    }
+
+
+def _interval(found: Interval) -> tuple[str, str]:
+    """The number, and its interval for the small print."""
+    value, _, more = said(found).partition(" (")
+    unit = "" if value == "not resolved" else " samples"
+    return value + unit, f"({more}" if more else ""
+
+
+def _facts(run: Run) -> list[tuple[str, str, str]]:
+    facts: list[tuple[str, str, str]] = []
+    if run.points:
+        steps = f"{run.points[-1].step:,} steps"
+        tokens = last(run, "tokens")
+        trained = (f"{count(tokens)} tokens", steps) if tokens is not None else (steps, "")
+        planned = run.header.get("steps")
+        if isinstance(planned, int) and planned > run.points[-1].step:
+            trained = (trained[0], f"{trained[1]} of {planned:,}".strip())
+        facts.append(("trained", *trained))
+    losses = [p.values["loss"] for p in run.points if "loss" in p.values]
+    if losses:
+        shown = "NaN or infinite" if losses[-1] is None else f"{losses[-1]:.4g}"
+        facts.append(("loss", shown, str(run.header.get("loss_unit", ""))))
+    for metric, key in SCALES.items():
+        if (scale := last_scale(run, key)) is not None:
+            name = f"noise scale {OTHERS[metric]}" if metric in OTHERS else "noise scale"
+            units = last(run, f"{key}_from_micro_batches")
+            facts.append((name + (", from micro-batches" if units else ""), *_interval(scale)))
+    if (scale := last_scale(run, PRESENT)) is not None:
+        facts.append(("noise scale at the newest weights", *_interval(scale)))
+    if (covered := last(run, "gns/covered")) is not None and covered < 1:
+        facts.append(("covered", f"{percent(covered)} of the trainable elements", ""))
+    if (size := batch_size(run)) is not None:
+        facts.append(("batch size", f"{three_digits(size)} samples", ""))
+    if (estimate := last_scale(run, "cbs/estimate")) is not None:
+        facts.append(("critical batch size, estimate", *_interval(estimate)))
+        if (ratio := ratio_at(run.points[-1])) is not None:
+            facts.append(("batch size / estimate", three_digits(ratio), ""))
+    if run.critical:
+        span, at = tried(Interval.read(run.critical[-1])), count(run.critical[-1]["tokens"])
+        facts.append(("critical batch size, branches", span, f"at {at} tokens"))
+    return facts
+
+
+def _costs(run: Run) -> list[tuple[str, str, str]]:
+    """What the statistics cost, and what their check found."""
+    facts = []
+    if (share := last(run, "share")) is not None:
+        facts.append(("statistics, share of a step's time", f"{share:.1%}", ""))
+    check = run.check or {}
+    for key, name, unit in (
+        ("estimate", "frozen last checkpoint, estimate", "batches"),
+        ("brute_force", "frozen last checkpoint, single samples", "single_samples"),
+    ):
+        if key in check:
+            value, more = _interval(scale_in(check[key]))
+            of = f"of {check[unit]:,} {unit.replace('_', ' ')}" if unit in check else ""
+            facts.append((name, value, ", ".join(filter(None, (more, of)))))
+    return facts
+
+
+def _alert(run: Run) -> str:
+    """A warning if the batch is, or was, more than 20 % above the estimate."""
+    stretches = over_stretches(run)
+    now = ratio_at(run.points[-1]) if run.points else None
+    if now is not None and now > OVER:
+        return (
+            f"The batch is {three_digits(now)} times the estimated critical batch size, more than "
+            "20 % above it. So large a batch saves few steps."
+        )
+    if not stretches:
         return ""
-    plain = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    plotly = get_plotlyjs() if data["figures"] else ""
-    return FIGURES.substitute(data=plain, plotly=plotly, script=SCRIPT)
+    most = max(stretch.ratio for stretch in stretches)
+    where = "a stretch" if len(stretches) == 1 else f"{len(stretches)} stretches"
+    return (
+        "The batch was more than 20 % above the estimate of the critical batch size on "
+        f"{where}, up to {three_digits(most)} times the estimate."
+    )
+
+
+def _measurement(measured: dict[str, Any], of: str) -> dict[str, Any]:
+    """A row for each branch: did its loss match those of every smaller batch?"""
+    rows = []
+    for branch, matched in matches(measured):
+        numbers = (branch.get(name) for name in ("k", "batch_size", "lr_factor"))
+        loss, std = branch.get("loss"), branch.get("loss_std")
+        shown = (
+            "-" if loss is None else f"{loss:.4f}" + (f" ± {std:.2g}" if std is not None else "")
+        )
+        cells = ["-" if n is None else three_digits(n) for n in numbers]
+        rows.append({"cells": [*cells, shown, matched]})
+    beside = [
+        f"{name} there: {said(scale_in(found))} samples"
+        for key, name in NAMES.items()
+        if isinstance(found := measured.get("noise_scale" if key == "euclidean" else key), dict)
+    ]
+    beside += [
+        f"k = {each['k']:g} failed: {each['reason']}" for each in measured.get("missing", ())
+    ]
+    beside += [f"doubtful: {doubt}" for doubt in measured.get("doubts", ())]
+    span = tried(Interval.read(measured))
+    title = f"{of}branches at {count(measured['tokens'])} tokens: {span}"
+    return {"title": title, "beside": beside, "rows": rows}
+
+
+def _factors(view: View) -> dict[str, Any]:
+    """Critical batch size / noise scale: a row for each measurement of each run."""
+    found = [(run, each, factors_in(each)) for run in view.runs for each in run.critical]
+    metrics = [m for m in METRICS if any(m in factors for _, _, factors in found)]
+    rows = []
+    for run, each, factors in found:
+        cells = [*([run.name] if view.several else []), count(each["tokens"])]
+        for metric in metrics:
+            factor = factors.get(metric)
+            cells.append((factor.said(three_digits) or "unknown") if factor else "-")
+        rows.append({"cells": cells, "warning": each.get("doubts")})
+    head = [*(["run"] if view.several else []), "tokens"]
+    names, titles = [NAMES[metric] for metric in metrics], [""] * len(head)
+    return {"head": head + names, "titles": titles + names, "rows": rows if metrics else []}
+
+
+def _decision(d: dict[str, Any]) -> dict[str, Any]:
+    """Changes of batch and phase, and warnings."""
+    changed = d["old"] != d["new"]
+    sizes = f"{three_digits(d['old'])} → " if changed else ""
+    factor = d.get("lr_factor")
+    why = ("Warning: " if d.get("warning") else "") + str(d.get("reason", ""))
+    return {
+        "cells": [
+            count(d["tokens"]),
+            str(d.get("phase", "")),
+            sizes + three_digits(d["new"]),
+            three_digits(factor) if factor is not None and factor != 1 else "",
+            said(Interval.read(d, "estimate", "lower", "upper")),
+            why,
+        ],
+        "warning": d.get("warning"),
+    }

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gnsfast.arguments import check_choice
-from gnsfast.critical_batch.counts import exact_count, parse_count, parse_number, short_count
+from gnsfast.counts import exact_count, parse_count, parse_number, short_count
 from gnsfast.critical_batch.laws import (
     SAME_COMPUTE,
     BatchSizeSchedule,

@@ -15,7 +15,8 @@ from test_report import read
 
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.report import write_report
-from gnsfast.cli.summary import bounds, factors_in, summary
+from gnsfast.cli.summary import factors_in, summary
+from gnsfast.counts import three_digits
 from gnsfast.critical_batch import Branch, CriticalBatch
 from gnsfast.noise_scale import ModuleNoiseScale
 
@@ -45,15 +46,17 @@ def test_as_the_measurement_says(found: CriticalBatch) -> None:
     record = json.loads(json.dumps(found.record()))
     for metric, factor in factors_in(record).items():
         value, lower, upper = found.ratio(metric)
-        assert factor.value == (pytest.approx(value) if math.isfinite(value) else None)
-        assert factor.lower == (pytest.approx(lower) if lower else None)
-        assert factor.upper == (pytest.approx(upper) if math.isfinite(upper) else None)
+        assert factor.record() == {
+            "value": pytest.approx(value) if math.isfinite(value) else None,
+            "lower": pytest.approx(lower) if lower else None,
+            "upper": pytest.approx(upper) if math.isfinite(upper) else None,
+        }
     assert set(factors_in(record)) == {"euclidean"} | ({"adam"} if found is BOTH else set())
 
 
 def test_in_words() -> None:
-    said = [bounds(factors_in(m.record())["euclidean"]) for m in (BOTH, FIRST, ALL)]
-    assert said == ["11.3 (4 to 32)", "at most 8", "unknown"]
+    said = [factors_in(m.record())["euclidean"].said(three_digits) for m in (BOTH, FIRST, ALL)]
+    assert said == ["11.3 (4 to 32)", "at most 8", ""]
     assert factors_in({"value": 4.0, "noise_scale": None}) == {}
 
 

@@ -5,12 +5,13 @@ from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from gnsfast.arguments import finite_or_text
+from gnsfast.counts import in_samples
 from gnsfast.critical_batch.control.changing import ChangingBatchSize
 from gnsfast.critical_batch.control.decision import Decision, Estimate, estimate
 from gnsfast.critical_batch.control.settings import Settings, make_settings
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.critical_batch.run_identity import RunIdentity
-from gnsfast.noise_scale import NoiseScale, in_samples
+from gnsfast.noise_scale import OVER, NoiseScale
 
 PHASES = ("calibrate", "warm up", "monitor")
 
@@ -113,7 +114,7 @@ class BatchSizeController(ChangingBatchSize):
         weight_decay: str = "keep",
         patience: int = 3,
         check_every: int | None = None,
-        over: float = 1.2,
+        over: float = OVER,
         data_parallel: int = 1,
         micro_batch: int | None = None,
     ) -> None:

@@ -4,10 +4,10 @@
 from collections.abc import Callable
 from typing import ClassVar
 
+from gnsfast.counts import exact_count
 from gnsfast.critical_batch.control.changing import ChangingBatchSize
 from gnsfast.critical_batch.control.decision import Decision, Estimate
 from gnsfast.critical_batch.control.settings import ScheduleSettings, micro_batch_of
-from gnsfast.critical_batch.counts import exact_count
 from gnsfast.critical_batch.laws import BatchSizeSchedule
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.noise_scale import NoiseScale

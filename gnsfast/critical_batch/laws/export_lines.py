@@ -7,7 +7,7 @@ its first batch size.
 
 from collections.abc import Mapping
 
-from gnsfast.critical_batch.counts import exact_count
+from gnsfast.counts import exact_count
 from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule
 
 

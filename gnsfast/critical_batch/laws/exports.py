@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
-from gnsfast.critical_batch.counts import exact_count
+from gnsfast.counts import exact_count
 from gnsfast.critical_batch.laws.aligned import aligned_changes
 from gnsfast.critical_batch.laws.export_lines import (
     check_multiples,

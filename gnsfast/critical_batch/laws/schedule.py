@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.arguments import whole_number
-from gnsfast.critical_batch.counts import exact_count, parse_count
+from gnsfast.counts import exact_count, parse_count
 from gnsfast.critical_batch.laws.json_lines import read_records
 from gnsfast.critical_batch.rules import Rules
 
