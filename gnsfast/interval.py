@@ -73,3 +73,6 @@ class Interval(NamedTuple):
         if math.isnan(self.value):
             return ends
         return number(self.value) + (f" ({ends})" if ends else "")
+
+
+NOT_KNOWN = Interval(math.nan, 0.0, math.inf)

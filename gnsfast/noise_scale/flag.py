@@ -57,7 +57,8 @@ class Flag:
         """Numbers for a tracker: ``batch/flag``, -1 too small, 0 fair, 1 too large, and ``cbs/*``
         as of a ``BatchSizeController``.
         """
-        found = critical_batch_metrics(self.batch_size, self.estimate, self.lower, self.upper)
+        critical = Interval(self.estimate, self.lower, self.upper)
+        found = critical_batch_metrics(self.batch_size, critical)
         if self.verdict in VERDICTS:
             found["batch/flag"] = VERDICTS[self.verdict]
         return found
@@ -177,15 +178,13 @@ def excess(batch_size: float, estimate: float) -> float:
     return batch_size / estimate if estimate > 0 else math.inf
 
 
-def critical_batch_metrics(
-    batch_size: float, value: float, lower: float, upper: float
-) -> dict[str, float]:
+def critical_batch_metrics(batch_size: float, critical: Interval) -> dict[str, float]:
     """``cbs/estimate`` with its ends and ``cbs/ratio``, as far as they are known."""
-    if math.isnan(value):
+    if math.isnan(critical.value):
         return {}
-    found = {"cbs/estimate_lo": lower}
-    if math.isfinite(upper):
-        found["cbs/estimate_hi"] = upper
-        if lower > 0:
-            found |= {"cbs/estimate": value, "cbs/ratio": batch_size / value}
+    found = {"cbs/estimate_lo": critical.lower}
+    if math.isfinite(critical.upper):
+        found["cbs/estimate_hi"] = critical.upper
+    if critical.resolved:
+        found |= {"cbs/estimate": critical.value, "cbs/ratio": batch_size / critical.value}
     return found
