@@ -146,7 +146,11 @@ def test_measurements_of_a_run_folder(tmp_path: Path) -> None:
     records.insert(2, {"step": 1, "loss": 2.0, "tokens": 9.0})
     (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, records)))
     found = read_measurements(str(tmp_path))
-    assert [(p.tokens, p.value) for p in found.points] == [(1e9, 100), (4e9, 200), (16e9, 400)]
+    assert [(p.tokens, p.critical.value) for p in found.points] == [
+        (1e9, 100),
+        (4e9, 200),
+        (16e9, 400),
+    ]
     assert (found.left_out, found.doubtful) == (1, 0)
     plan = planned("--tokens", "64B", "--measured", str(tmp_path), "--whole-runs")
     assert plan["context"] == 512
@@ -180,7 +184,7 @@ def test_one_measurement(tmp_path: Path) -> None:
 def test_csv_of_a_spreadsheet(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("\ufefftokens, value\n1e9, 100\n2e9,\n", encoding="utf-8")
-    assert read_measurements(str(path)) == ([(1e9, 100, 100, 100, None)], None, 1, 0)
+    assert read_measurements(str(path)) == ([(1e9, (100, 100, 100), None)], None, 1, 0)
 
 
 def test_ends_that_are_not_there(tmp_path: Path) -> None:
@@ -190,7 +194,7 @@ def test_ends_that_are_not_there(tmp_path: Path) -> None:
         "tokens,value,lower,upper,tokens_per_sample,doubts\n"
         "1e9,500,100,inf,63,False\n2e9,500,,,63,\n4e9,500,100,null,63,0\n"
     )
-    spans = [(p.lower, p.upper) for p in read_measurements(str(path)).points]
+    spans = [p.critical[1:] for p in read_measurements(str(path)).points]
     assert spans == [(100, math.inf), (500, 500), (100, math.inf)]
     for row in ("nan,500", ",500", "1e9,0", "1e9,-5", "inf,500"):
         path.write_text(f"tokens,value\n{row}\n")
