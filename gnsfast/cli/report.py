@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from plotly.offline import get_plotlyjs
 
 import gnsfast
@@ -27,15 +26,12 @@ from gnsfast.cli.summary import (
     scale_in,
     tried,
 )
+from gnsfast.cli.words import template
 from gnsfast.counts import percent, three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.interval import Interval
 from gnsfast.noise_scale import METRICS, OTHERS, OVER
 
-PAGES = jinja2.Environment(
-    loader=jinja2.PackageLoader("gnsfast.cli"), autoescape=True, trim_blocks=True
-)
-PAGES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
 NAMES = {"euclidean": "noise scale"} | OTHERS
 
 
@@ -62,7 +58,7 @@ def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
     points = [p for run in runs for p in run.points]
     measured = [(run, each) for run in runs for each in run.critical]
     headers = {run.name: run.header for run in runs if run.header}
-    text = PAGES.get_template("report.html").render(
+    text = template("report.html").render(
         title=f"{len(runs)} training runs" if view.several else runs[0].name,
         live=live and {"written": 1000 * written, **asdict(live)},
         clock=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)),
@@ -202,7 +198,7 @@ def _measurement(measured: dict[str, Any], of: str) -> dict[str, Any]:
             "-" if loss is None else f"{loss:.4f}" + (f" ± {std:.2g}" if std is not None else "")
         )
         cells = ["-" if n is None else three_digits(n) for n in numbers]
-        rows.append({"cells": [*cells, shown, matched]})
+        rows.append({"cells": [*cells, shown, matched], "warning": False})
     beside = [
         f"{name} there: {said(scale_in(found))} samples"
         for key, name in NAMES.items()
