@@ -15,11 +15,11 @@ from gnsfast.cli import doctor as doctor_
 from gnsfast.cli import plan as plan_
 from gnsfast.cli import plan_tables
 from gnsfast.cli import report as report_
+from gnsfast.cli import run as run_
 from gnsfast.cli import schedule as schedule_
 from gnsfast.cli.live import watch
 from gnsfast.cli.options import input_errors, takes
 from gnsfast.cli.records import read_runs
-from gnsfast.cli.run import Run, Settings
 from gnsfast.cli.session import run_demo
 from gnsfast.cli.summary import summary
 from gnsfast.interval import Interval
@@ -53,17 +53,9 @@ def plain(value: Any) -> Any:
 
 
 @app.command()
+@takes(run_.Options)
 def demo(
-    steps: Annotated[int, typer.Option(min=20, help="Optimizer steps.")] = 800,
-    samples: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the data.")] = 0,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, sgd, signum, or muon (AdamW for all but hidden matrices).")
-    ] = "adamw",
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(help="Another noise scale: adam, sign, spectral. May be repeated."),
-    ] = None,
+    options: run_.Options,
     out: Annotated[Path | None, typer.Option(help="Run folder (runs/demo-DATE-TIME).")] = None,
     as_json: Json = False,
 ) -> None:
@@ -74,9 +66,7 @@ def demo(
     folder = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     if folder.is_file() or (folder / "metrics.jsonl").exists():
         raise typer.BadParameter(f"{folder} exists already: name a new folder", param_hint="--out")
-    with input_errors():
-        settings = Settings(steps, samples, seed, optimizer, tuple(dict.fromkeys(metric or ())))
-    result = run_demo(Run(settings), folder, Console(quiet=as_json))
+    result = run_demo(run_.Demo(options), folder, Console(quiet=as_json))
     if as_json:
         typer.echo(json.dumps(result))
     raise typer.Exit(130 if result["interrupted"] else 0)

@@ -37,7 +37,8 @@ def option(
         more: for Typer.
     """
     own = {"read": read, "flag": flag, "of": of, "help": help}
-    return field(default=False if flag else default, kw_only=True, metadata=own | more)
+    default = False if flag else default
+    return field(default=default, kw_only=default is MISSING, metadata=own | more)
 
 
 @contextmanager
@@ -67,7 +68,9 @@ def takes(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
-            function(options(**{each.name: given.pop(each.name) for each in own}), **given)
+            with input_errors():
+                made = options(**{each.name: given.pop(each.name) for each in own})
+            function(made, **given)
 
         rest = [*inspect.signature(function).parameters.values()][1:]
         rest = [each.replace(kind=KEYWORD) for each in rest]

@@ -27,8 +27,6 @@ from gnsfast.critical_batch.laws import (
 )
 from gnsfast.critical_batch.rules import NAMES, Rules
 
-FRAMEWORKS = ("megatron", "olmo-core", "lightning", "huggingface", "nanogpt")
-
 
 @dataclass(frozen=True)
 class Options:
@@ -82,8 +80,9 @@ def examine(options: Options) -> dict[str, Any]:
     if options.step_seconds is not None:
         found["seconds"] = _saved(schedule.seconds_saved(options.step_seconds, against))
     if options.export is not None:
-        value, lines = _export(schedule, options, lr)
-        notes = _notes(schedule, options)
+        if options.export not in EXPORTS:
+            raise ValueError(f"--export is {options.export!r}, but must be {', '.join(EXPORTS)}")
+        value, lines, notes = EXPORTS[options.export](schedule, options, lr)
         found["export"] = {"for": options.export, "value": value, "notes": notes, "lines": lines}
     return found
 
@@ -126,35 +125,72 @@ def _saved(saved: Saved) -> dict[str, float]:
     return {**asdict(saved), "saved": saved.saved, "share": saved.share}
 
 
-def _export(schedule: BatchSizeSchedule, options: Options, lr: str) -> tuple[Any, str]:
-    """The value in a framework's own form, and lines of code for what that form does not hold."""
-    if options.export == "megatron":
-        return exports.megatron(schedule), exports.megatron_lines(schedule, lr)
-    if options.export == "olmo-core":
-        return exports.olmo_core(schedule, lr=lr), ""
-    if options.export not in FRAMEWORKS:
-        raise ValueError(f"--export is {options.export!r}, but must be {', '.join(FRAMEWORKS)}")
-    per_device = _required(options.per_device_batch, "--per-device-batch", options)
-    processes = options.processes
-    how = {"micro_batch": per_device, "processes": processes}
-    if options.export == "nanogpt":
-        return None, exports.nanogpt_lines(schedule, lr, **how)
-    if options.export == "huggingface":
-        plan = exports.hugging_face(
-            schedule, per_device_train_batch_size=per_device, processes=processes, lr=lr
-        )
-        return plan, exports.hugging_face_lines(schedule, lr, **how)
-    per_epoch = _required(options.samples_per_epoch, "--samples-per-epoch", options)
-    accumulation = exports.lightning(
+Export = tuple[Any, str, list[str]]
+"""A schedule in a framework's own form, lines of code for what that form does not hold, and what
+else the framework needs."""
+
+
+def _megatron(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    last = schedule.stages[-1]
+    end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
+    try:
+        ramp = f"The older ramp gives the same steps: {exports.megatron_ramp(schedule)}"
+    except ValueError as error:
+        ramp = f"The older ramp cannot give these steps: {error}"
+    notes = [
+        f"--train-samples {end}  (with --lr-decay-samples and --lr-warmup-samples)",
+        "Megatron-LM's main branch has --step-batch-size-schedule; megatron-core 0.16.1 does not. "
+        + ramp,
+    ]
+    return exports.megatron(schedule), exports.megatron_lines(schedule, lr), notes
+
+
+def _olmo_core(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    why = "it grows a batch only after a number of batches that is a multiple of new / old"
+    own = "OLMo-core's callback multiplies Adam's learning rate by √(new / old) by itself."
+    value = exports.olmo_core(schedule, lr=lr)
+    return value, "", [own, *_departures(schedule, "OLMo-core", why)]
+
+
+def _lightning(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    found = exports.lightning(
         schedule,
-        samples_per_batch=per_device * processes,
-        samples_per_epoch=per_epoch,
+        samples_per_batch=_passes(options)["micro_batch"] * options.processes,
+        samples_per_epoch=_required(options.samples_per_epoch, "--samples-per-epoch", options),
         round_to_epochs=options.round_to_epochs,
         lr=lr,
     )
-    return asdict(accumulation), exports.lightning_lines(accumulation.lr_factors)
+    return asdict(found), exports.lightning_lines(found.lr_factors), []
 
 
+def _hugging_face(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    passes = _passes(options)
+    plan = exports.hugging_face(
+        schedule,
+        per_device_train_batch_size=passes["micro_batch"],
+        processes=options.processes,
+        lr=lr,
+    )
+    why = "it changes the batch size only where a step of either size would end"
+    steps = (
+        f"Train with max_steps={exports.hugging_face_max_steps(schedule)}: with BatchSizeCallback "
+        'Trainer\'s max_steps and global_step ("step") count steps of the first batch size.'
+    )
+    notes = [steps, *_departures(schedule, "BatchSizeCallback", why)]
+    return plan, exports.hugging_face_lines(schedule, lr, **passes), notes
+
+
+def _nanogpt(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    return None, exports.nanogpt_lines(schedule, lr, **_passes(options)), []
+
+
+EXPORTS = {
+    "megatron": _megatron,
+    "olmo-core": _olmo_core,
+    "lightning": _lightning,
+    "huggingface": _hugging_face,
+    "nanogpt": _nanogpt,
+}
 WHERE = {
     "megatron": "add these lines above pretrain(...): its learning rate does not follow by itself",
     "lightning": "add these lines at the end of configure_optimizers; where it has a schedule of "
@@ -165,34 +201,16 @@ WHERE = {
 }
 
 
-def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
-    """What else a framework needs, and where it departs from the schedule."""
-    if options.export == "olmo-core":
-        notes = ["OLMo-core's callback multiplies Adam's learning rate by √(new / old) by itself."]
-        why = "it grows a batch only after a number of batches that is a multiple of new / old"
-        return [*notes, *_departures(schedule, "OLMo-core", why)]
-    if options.export == "huggingface":
-        why = "it changes the batch size only where a step of either size would end"
-        steps = exports.hugging_face_max_steps(schedule)
-        return [
-            f"Train with max_steps={steps}: with BatchSizeCallback Trainer's max_steps and "
-            'global_step ("step") count steps of the first batch size.',
-            *_departures(schedule, "BatchSizeCallback", why),
-        ]
-    if options.export != "megatron":
-        return []
-    last = schedule.stages[-1]
-    end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
-    notes = [f"--train-samples {end}  (with --lr-decay-samples and --lr-warmup-samples)"]
-    try:
-        ramp = f"The older ramp gives the same steps: {exports.megatron_ramp(schedule)}"
-    except ValueError as error:
-        ramp = f"The older ramp cannot give these steps: {error}"
-    return [
-        *notes,
-        "Megatron-LM's main branch has --step-batch-size-schedule; megatron-core 0.16.1 does not. "
-        f"{ramp}",
-    ]
+def _passes(options: Options) -> dict[str, int]:
+    """The samples of a forward pass, and on how many processes."""
+    micro_batch = _required(options.per_device_batch, "--per-device-batch", options)
+    return {"micro_batch": micro_batch, "processes": options.processes}
+
+
+def _required(value: int | None, name: str, options: Options) -> int:
+    if value is None:
+        raise ValueError(f"--export {options.export} needs {name}")
+    return value
 
 
 def _departures(schedule: BatchSizeSchedule, who: str, why: str) -> list[str]:
@@ -206,12 +224,6 @@ def _departures(schedule: BatchSizeSchedule, who: str, why: str) -> list[str]:
             steps = "1 step" if change.late == 1 else f"{change.late:,} steps"
             departs.append(f"changes to {size} {steps} of {change.old:,} samples late")
     return [f"{who} {', '.join(departs)}, because {why}."] if departs else []
-
-
-def _required(value: int | None, name: str, options: Options) -> int:
-    if value is None:
-        raise ValueError(f"--export {options.export} needs {name}")
-    return value
 
 
 def show(found: dict[str, Any], console: Console) -> None:
