@@ -63,8 +63,7 @@ def test_noise_scale_with_gaps_and_bounds(tmp_path: Path) -> None:
         line(3, **scale(name, 40.0, 20.0, None)), line(4, **scale(name, None, 0.0, None)),
         line(5), line(6, **scale(name, 30.0, 25.0, 35.0)), line(7, **{name: 31.0}),
     ]  # fmt: skip
-    figure = figures.noise_scale(view(tmp_path, *records))
-    assert figure is not None
+    figure = figures.all_figures(view(tmp_path, *records))["euclidean"]
     band, curve, arrows = figure.traces
     gap = None
     assert band["x"] == [100, 200, 200, 100, gap, 600, 600]
@@ -101,7 +100,7 @@ def test_batch_sizes_from_lines(tmp_path: Path) -> None:
     assert figure.traces[0]["x"] == [0, 200, 300, 500] and figure.traces[0]["y"] == [8, 8, 16, 16]
     assert figure.traces[0]["line"]["shape"] == "vh"  # what a line says holds before it
     constant = view(tmp_path, *(line(k, **{"batch/size": 8}) for k in range(3)))
-    assert figures.batch_size(constant) is None
+    assert "batch_size" not in figures.all_figures(constant)
 
 
 def test_batch_over_the_estimate(tmp_path: Path) -> None:
