@@ -8,17 +8,9 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "gnsfast"
+FILES = "arguments combinations counts errors interval kept signatures templates tensors"
 FLOORS = (
-    (
-        "errors",
-        "arguments",
-        "counts",
-        "interval",
-        "tensors",
-        "kept",
-        "signatures",
-        "combinations",
-    ),  # files
+    FILES.split(),
     ("reference", "parallel"),
     ("ops", "noise_scale"),
     ("functional",),

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gnsfast.cli.measurements import unused
-from gnsfast.cli.words import template
 from gnsfast.counts import short_count
 from gnsfast.interval import Interval
+from gnsfast.templates import template
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -21,7 +21,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     filters = {"short": short_count, "number": number, "span": span, "commas": "{:,}".format}
     fit = found["measured"] or {"left_out": 0, "doubtful": 0}
     left_out = {"unused": unused(fit["left_out"], fit["doubtful"])}
-    words: Any = template("plan.txt", **filters).make_module(found | left_out)
+    words: Any = template("gnsfast.cli", "plan.txt", **filters).make_module(found | left_out)
 
     def say(text: str) -> None:
         console.print(Text.from_markup(text.removesuffix("\n"), emoji=False))

@@ -26,11 +26,11 @@ from gnsfast.cli.summary import (
     scale_in,
     tried,
 )
-from gnsfast.cli.words import template
 from gnsfast.counts import percent, three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
 from gnsfast.interval import Interval
 from gnsfast.noise_scale import METRICS, OTHERS, OVER
+from gnsfast.templates import template
 
 FILTERS = {
     "count": count,
@@ -70,7 +70,7 @@ def write_report(runs: list[Run], path: Path, live: Live | None = None) -> Path:
     headers = {run.name: run.header for run in runs if run.header}
     points = [p for run in runs for p in run.points]
     factors = [(run, each, factors_in(each)) for run in runs for each in run.critical]
-    text = template("report.html", **FILTERS).render(
+    text = template("gnsfast.cli", "report.html", **FILTERS).render(
         view=view,
         live=live and {"written": 1000 * written, **asdict(live)},
         clock=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)),

@@ -14,6 +14,7 @@ from gnsfast.counts import exact_count
 from gnsfast.critical_batch.laws.aligned import aligned_changes
 from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule
 from gnsfast.critical_batch.rules import Rules
+from gnsfast.templates import template
 
 
 def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
@@ -473,9 +474,4 @@ def _factor(batch_size: int, name: str, samples: int) -> int:
 
 def _lines(framework: str, **values: Any) -> str:
     """Code for a framework, from its template."""
-    import jinja2  # torch installs it, and imports it as late
-
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("gnsfast.critical_batch.laws"), trim_blocks=True
-    )
-    return templates.get_template(f"{framework}.jinja").render(values)
+    return template("gnsfast.critical_batch.laws", f"{framework}.jinja").render(values)
