@@ -78,6 +78,7 @@ class LogFile:
 
     def _start(self) -> None:
         self.log, self._seen_layers, self._stride = Run(path=self.lines.path), 0, 1
+        self._newest: dict[str, dict[str, float | None]] = {"value": {}, "lower": {}, "upper": {}}
 
     def poll(self) -> bool:
         """Read on; whether there was anything new."""
@@ -157,18 +158,20 @@ class LogFile:
         )
         if not value and not lower:
             return
-        paths = [sys.intern(path) for path in dict.fromkeys([*lower, *value])]
-        self.log.last_layers = {
-            p: Interval.read({"value": value.get(p), "lower": lower.get(p), "upper": upper.get(p)})
-            for p in paths
-        }
+        self._newest = {"value": value, "lower": lower, "upper": upper}
         if self._seen_layers % self._stride == 0:
-            kept = {path: value.get(path) for path in paths}
+            kept = {sys.intern(path): value.get(path) for path in [*lower, *value]}
             self.log.layers.append(LayerLine(point.step, point.tokens, kept))
             if len(self.log.layers) > LAYER_LINES:
                 self.log.layers = self.log.layers[::2]
                 self._stride *= 2
         self._seen_layers += 1
+
+    def last_layers(self) -> dict[str, Interval]:
+        """By path, of the last line that has layers."""
+        paths = dict.fromkeys([*self._newest["lower"], *self._newest["value"]])
+        ends = ({end: found.get(p) for end, found in self._newest.items()} for p in paths)
+        return dict(zip(paths, map(Interval.read, ends)))
 
     def _forget(self, restart: Point) -> None:
         """A restart went back to an earlier step: its own lines replace those from there on."""
@@ -213,12 +216,12 @@ class Reader:
             raise NothingYet(f"{self.path}: this folder holds no .jsonl file")
         logs = [file.log for file in self.files.values()]
         run = Run(path=self.path)
-        for log in logs:
+        for log, file in zip(logs, self.files.values()):
+            run.last_layers = file.last_layers() or run.last_layers
             run.header |= log.header
             run.decisions += log.decisions
             run.critical += log.critical
             run.layers += log.layers
-            run.last_layers = log.last_layers or run.last_layers
             run.check = log.check or run.check
             run.state = log.state if log.state != "open" else run.state
             run.notes |= log.notes

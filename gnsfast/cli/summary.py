@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from gnsfast.cli.records import Point, Run
@@ -117,19 +118,14 @@ def ratio_at(point: Point) -> float | None:
 
 def over_stretches(run: Run) -> list[Over]:
     """Stretches above ``OVER`` times the estimate, each up to the first point below it."""
-    found: list[Over] = []
-    start: Point | None = None
-    most = 0.0
     known = [p for p in run.points if "cbs/ratio" in p.values or "cbs/estimate" in p.values]
-    for point in known:
-        ratio = ratio_at(point)
-        if ratio is not None and ratio > OVER:
-            start, most = start or point, max(most, ratio)
-        elif start is not None:
-            found.append(Over(start, point, most))
-            start, most = None, 0.0
-    if start is not None:
-        found.append(Over(start, known[-1], most))
+    ratios = [ratio_at(p) or 0.0 for p in known]
+    found = []
+    for over, group in groupby(range(len(known)), lambda k: ratios[k] > OVER):
+        if over:
+            stretch = list(group)
+            end = known[min(stretch[-1] + 1, len(known) - 1)]
+            found.append(Over(known[stretch[0]], end, max(ratios[k] for k in stretch)))
     return found
 
 
