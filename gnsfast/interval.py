@@ -38,6 +38,16 @@ class Interval(NamedTuple):
         """The value and both ends, times a positive number."""
         return Interval(*(end * factor for end in self))
 
+    def over(self, other: "Interval") -> "Interval":
+        """The ratio of two positive values; an end that one of them lacks is 0 or infinite.
+
+        >>> Interval(8.0, 6.0, 10.0).over(Interval(2.0, 1.0, math.inf))
+        Interval(value=4.0, lower=0.0, upper=10.0)
+        """
+        value = self.value / other.value if 0 < other.value < math.inf else math.nan
+        upper = self.upper / other.lower if other.lower > 0 else math.inf
+        return Interval(value, self.lower / other.upper, upper)
+
     @property
     def resolved(self) -> bool:
         """Whether both ends are known."""

@@ -69,20 +69,14 @@ def groups_of(run: Run) -> list[str]:
 
 
 def factors_in(measured: dict[str, Any]) -> dict[str, Interval]:
-    """Critical batch size / noise scale of a measurement, in each metric that it has. An end is
-    NaN or infinite where one of its two parts is unknown.
-    """
+    """Critical batch size / noise scale of a measurement, in each metric that it has."""
     size, found = Interval.read(measured), {}
     for metric in METRICS:
         record = measured.get("noise_scale" if metric == "euclidean" else metric)
         if isinstance(record, dict):
             scale = scale_in(record)
             if scale.value > 0 or scale.lower > 0:
-                value = size.value / scale.value if scale.value > 0 else math.nan
-                known = size.lower > 0 and scale.upper < math.inf
-                lower = size.lower / scale.upper if known else math.nan
-                upper = size.upper / scale.lower if scale.lower > 0 else math.inf
-                found[metric] = Interval(value, lower, upper)
+                found[metric] = size.over(scale)
     return found
 
 
@@ -162,6 +156,11 @@ def matches(measurement: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]
         least = min(least, loss)
 
 
+def _known(factor: Interval) -> dict[str, float | None]:
+    """A factor for JSON, without an end that is not known."""
+    return factor._replace(lower=factor.lower or math.nan).record()
+
+
 def summary(run: Run) -> dict[str, Any]:
     """A run as one JSON object."""
     end = run.points[-1] if run.points else None
@@ -196,7 +195,7 @@ def summary(run: Run) -> dict[str, Any]:
         ],
         "critical_batch_branches": [
             {k: c.get(k) for k in ("tokens", "batch_size", "value", "lower", "upper", "doubts")}
-            | {"factors": {metric: f.record() for metric, f in factors_in(c).items()}}
+            | {"factors": {m: _known(f) for m, f in factors_in(c).items()}}
             for c in run.critical
         ],
         "decisions": len(run.decisions),

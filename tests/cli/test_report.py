@@ -18,6 +18,7 @@ from gnsfast.cli.app import app
 from gnsfast.cli.records import NothingYet, Point, RecordsError, Run, read_runs
 from gnsfast.cli.report import write_report
 from gnsfast.cli.summary import axis_position, count, matches, summary
+from gnsfast.interval import Interval
 
 
 def scale(name: str, value: float | None, lower: float, upper: float | None) -> dict[str, Any]:
@@ -47,6 +48,14 @@ def view(tmp_path: Path, *records: dict[str, Any]) -> figures.View:
     return figures.View(read_runs([write(tmp_path / "a.jsonl", *records)]))
 
 
+def test_steps_that_were_planned(tmp_path: Path) -> None:
+    header = {"kind": "run", "format": 1, "steps": 9}
+    text, _ = page(tmp_path, header, line(1), line(2))
+    assert "<dt>trained</dt><dd>200 tokens <small>2 steps of 9</small></dd>" in text
+    text, _ = page(tmp_path, header | {"steps": 2}, {"step": 2, "loss": 1.0})
+    assert "<dt>trained</dt><dd>2 steps</dd>" in text
+
+
 def test_only_what_there_is(tmp_path: Path) -> None:
     text, specs = page(tmp_path, line(1), line(2))
     assert re.findall("<h2>(.*?)</h2>", text) == ["Summary", "Loss"] and len(specs) == 1
@@ -74,6 +83,12 @@ def test_noise_scale_with_gaps_and_bounds(tmp_path: Path) -> None:
     assert (arrows["x"], arrows["y"], arrows["text"]) == ([300], [20], ["at least 20 (95 %)"])
     low, high = figure.layout["yaxis"]["range"]
     assert low < math.log10(8) and math.log10(35) < high < math.log10(50)
+
+
+def test_an_end_that_is_far_does_not_stretch_the_axis(tmp_path: Path) -> None:
+    figure = figures.Figure(view(tmp_path, line(1)))
+    figure.cover_intervals([Interval(10.0, 8.0, 1e6), Interval(math.nan, 5.0, math.inf)])
+    assert (figure.low, figure.high) == (5.0, 120.0)
 
 
 def test_batch_sizes_from_decisions(tmp_path: Path) -> None:
