@@ -56,14 +56,15 @@ class Interval(NamedTuple):
     @property
     def drawn(self) -> bool:
         """Whether a logarithmic axis can show the value: positive, with both ends or none."""
-        return self.value > 0 and (self.resolved or math.isnan(self.lower))
+        none = math.isnan(self.lower) and math.isinf(self.upper)
+        return self.value > 0 and (self.resolved or none)
 
     @property
     def only(self) -> float | None:
         """The one end that is known, where the other is not."""
-        if self.lower > 0 and math.isinf(self.upper):
-            return self.lower
-        return self.upper if self.lower == 0 < self.upper < math.inf else None
+        if self.lower > 0:
+            return self.lower if math.isinf(self.upper) else None
+        return self.upper if 0 < self.upper < math.inf else None
 
     def ends(self, number: Callable[[float], str]) -> str:
         """The interval in words: "3 to 5", "at least 3", "at most 5"; empty where it says nothing.

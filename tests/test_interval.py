@@ -22,6 +22,7 @@ NAN, INF = math.nan, math.inf
         (Interval(NAN, 3.0, INF), "at least 3", "at least 3", 3.0, False, False),
         (Interval(NAN, 0.0, 5.0), "at most 5", "at most 5", 5.0, False, False),
         (Interval(-0.1, 0.0, 5.0), "at most 5", "-0.1 (at most 5)", 5.0, False, False),
+        (Interval(4.0, NAN, 5.0), "at most 5", "4 (at most 5)", 5.0, False, False),
         (Interval(4.0, NAN, INF), "", "4", None, True, False),
         (Interval(-4.0, NAN, INF), "", "-4", None, False, False),
         (Interval(4.0, 0.0, INF), "", "4", None, False, False),

@@ -169,6 +169,7 @@ def test_branches(tmp_path: Path) -> None:
     [
         ({"lower": 32, "upper": None}, "arrow-up", "at least 32 samples"),
         ({"lower": 0, "upper": 8}, "arrow-down", "at most 8 samples"),
+        ({"lower": None, "upper": 8}, "arrow-down", "at most 8 samples"),
     ],
 )
 def test_branches_with_one_end(tmp_path: Path, ends: Any, symbol: str, said: str) -> None:
