@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "gnsfast"
+FILES = "arguments combinations counts errors interval kept signatures templates tensors"
 FLOORS = (
-    ("errors", "arguments", "tensors", "kept", "signatures", "combinations"),  # files, not rooms
+    FILES.split(),
     ("reference", "parallel"),
     ("ops", "noise_scale"),
     ("functional",),

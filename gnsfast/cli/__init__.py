@@ -9,7 +9,7 @@ def main() -> None:
     try:
         from gnsfast.cli.app import app
     except ModuleNotFoundError as missing:
-        if missing.name not in ("typer", "rich", "plotly"):
+        if missing.name not in ("jinja2", "plotly", "rich", "typer"):
             raise
         sys.exit(f"gnsfast: {missing.name} is not installed: pip install 'gnsfast[cli]'")
     app()

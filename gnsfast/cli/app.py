@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands and their options."""
+"""The commands."""
 
 import json
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from gnsfast.arguments import check_choice
 from gnsfast.cli import branch as branch_
 from gnsfast.cli import doctor as doctor_
-from gnsfast.cli import executors, plan_tables
 from gnsfast.cli import plan as plan_
+from gnsfast.cli import plan_tables
 from gnsfast.cli import report as report_
+from gnsfast.cli import run as run_
 from gnsfast.cli import schedule as schedule_
-from gnsfast.cli.input_errors import input_errors
 from gnsfast.cli.live import watch
+from gnsfast.cli.options import input_errors, takes
 from gnsfast.cli.records import read_runs
-from gnsfast.cli.run import Run, Settings
 from gnsfast.cli.session import run_demo
 from gnsfast.cli.summary import summary
-from gnsfast.critical_batch.counts import parse_count
-from gnsfast.noise_scale import METRICS
+from gnsfast.interval import Interval
 
 app = typer.Typer(
     name="gnsfast",
@@ -37,18 +35,27 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+def print_found(found: dict[str, Any], as_json: bool, show: Callable[[Any, Console], None]) -> None:
+    """One JSON object, or tables."""
+    if as_json:
+        typer.echo(json.dumps(plain(found), allow_nan=False))
+    else:
+        show(found, Console())
+
+
+def plain(value: Any) -> Any:
+    """For JSON: an interval with names, and null for an end that is infinite."""
+    if isinstance(value, Interval):
+        return value.record()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value
+
+
 @app.command()
+@takes(run_.Options)
 def demo(
-    steps: Annotated[int, typer.Option(min=20, help="Optimizer steps.")] = 800,
-    samples: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the data.")] = 0,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, sgd, signum, or muon (AdamW for all but hidden matrices).")
-    ] = "adamw",
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(help="Another noise scale: adam, sign, spectral. May be repeated."),
-    ] = None,
+    options: run_.Options,
     out: Annotated[Path | None, typer.Option(help="Run folder (runs/demo-DATE-TIME).")] = None,
     as_json: Json = False,
 ) -> None:
@@ -59,9 +66,7 @@ def demo(
     folder = out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     if folder.is_file() or (folder / "metrics.jsonl").exists():
         raise typer.BadParameter(f"{folder} exists already: name a new folder", param_hint="--out")
-    with input_errors():
-        settings = Settings(steps, samples, seed, optimizer, tuple(dict.fromkeys(metric or ())))
-    result = run_demo(Run(settings), folder, Console(quiet=as_json))
+    result = run_demo(run_.Demo(options), folder, Console(quiet=as_json))
     if as_json:
         typer.echo(json.dumps(result))
     raise typer.Exit(130 if result["interrupted"] else 0)
@@ -104,267 +109,39 @@ def report(
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices and back-ends, and say why a back-end is missing."""
-    found = doctor_.examine()
-    if as_json:
-        typer.echo(json.dumps(found))
-    else:
-        doctor_.show(found, Console())
+    print_found(doctor_.examine(), as_json, doctor_.show)
 
 
 @app.command()
-def plan(
-    tokens: Annotated[str | None, typer.Option(help="Tokens of the run: 20B, 1.5e9.")] = None,
-    params: Annotated[
-        str | None,
-        typer.Option(help="Parameters of the model. Without --tokens, 20 tokens for each."),
-    ] = None,
-    context: Annotated[
-        str | None, typer.Option(help="Tokens in a sample (as --measured says, or 4096).")
-    ] = None,
-    batch: Annotated[str | None, typer.Option(help="Planned batch size, in samples.")] = None,
-    b_crit: Annotated[
-        str | None,
-        typer.Option(
-            help="Critical batch size in samples, VALUE[:LOWER:UPPER]: b/a of steps = a + b/batch."
-        ),
-    ] = None,
-    b_twenty_percent: Annotated[
-        str | None,
-        typer.Option(help="The same by Zhang's 20 % rule, instead of --b-crit."),
-    ] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="Loss in nats per token, for the laws that use it.")
-    ] = None,
-    gpus: Annotated[str | None, typer.Option(help="GPUs that train the planned batch.")] = None,
-    tokens_per_second: Annotated[
-        str | None, typer.Option(help="Tokens per second that you measured on one GPU.")
-    ] = None,
-    gpu_hour_price: Annotated[
-        str | None, typer.Option(help="Price of one GPU for an hour, in any currency.")
-    ] = None,
-    gpu_watts: Annotated[
-        str | None, typer.Option(help="Power that one GPU draws, for the energy.")
-    ] = None,
-    measured: Annotated[
-        str | None,
-        typer.Option(
-            help="Critical batch sizes that you measured: a CSV file with the columns "
-            "tokens,value,tokens_per_sample, a JSONL file, or a run folder."
-        ),
-    ] = None,
-    whole_runs: Annotated[
-        bool,
-        typer.Option("--whole-runs", help="Each value in --measured is that of a whole run."),
-    ] = False,
-    optimal_at: Annotated[
-        str | None,
-        typer.Option(help="Optimal batch size that you measured, TOKENS:SAMPLES, for Power Lines."),
-    ] = None,
-    critical_at: Annotated[
-        str | None,
-        typer.Option(
-            help="Critical batch size that you measured, TOKENS:SAMPLES, for Power Lines."
-        ),
-    ] = None,
-    experts: Annotated[
-        bool,
-        typer.Option(
-            "--experts",
-            help="The model is a mixture of experts, and --params counts what one token uses.",
-        ),
-    ] = False,
-    as_json: Json = False,
-) -> None:
+@takes(plan_.Options)
+def plan(options: plan_.Options, as_json: Json = False) -> None:
     """Show what published laws and your measurements say about a batch size, and what it costs."""
     with input_errors():
-        found = plan_.examine(
-            plan_.Options(
-                tokens,
-                params,
-                context,
-                batch,
-                b_crit,
-                b_twenty_percent,
-                loss,
-                gpus,
-                tokens_per_second,
-                gpu_hour_price,
-                gpu_watts,
-                measured,
-                whole_runs,
-                optimal_at,
-                critical_at,
-                experts,
-            )
-        )
-    if as_json:
-        typer.echo(json.dumps(found, allow_nan=False))
-    else:
-        plan_tables.show(found, Console())
+        found = plan_.examine(options)
+    print_found(found, as_json, plan_tables.show)
 
 
 @app.command()
-def schedule(
-    source: Annotated[
-        str, typer.Argument(help="A controller's log or run folder, or '0:1024 168B:2048'.")
-    ],
-    total_tokens: Annotated[str, typer.Option(help="Tokens of the run: 658B.")],
-    tokens_per_sample: Annotated[str, typer.Option(help="The sequence length.")],
-    against: Annotated[
-        str | None, typer.Option(help="Fixed batch size to compare with (the first stage's).")
-    ] = None,
-    step_seconds: Annotated[
-        str | None,
-        typer.Option(help="Measured seconds per step: '1024:2.1 2048:3.9'."),
-    ] = None,
-    export: Annotated[
-        str | None, typer.Option(help="megatron, olmo-core, lightning, huggingface or nanogpt.")
-    ] = None,
-    per_device_batch: Annotated[
-        str | None,
-        typer.Option(help="Samples in a forward pass, for lightning, huggingface, nanogpt."),
-    ] = None,
-    processes: Annotated[
-        str, typer.Option(help="Data-parallel processes, for lightning, huggingface, nanogpt.")
-    ] = "1",
-    samples_per_epoch: Annotated[
-        str | None, typer.Option(help="Samples in an epoch, for lightning.")
-    ] = None,
-    round_to_epochs: Annotated[
-        bool,
-        typer.Option(
-            "--round-to-epochs",
-            help="For lightning: move each change to the start of the next epoch, and list it.",
-        ),
-    ] = False,
-    lr: Annotated[
-        str | None,
-        typer.Option(
-            help="How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt)."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@takes(schedule_.Options)
+def schedule(options: schedule_.Options, as_json: Json = False) -> None:
     """Show the steps of a batch-size schedule, what it saves, and its form in other frameworks."""
     with input_errors():
-        found = schedule_.examine(
-            schedule_.Options(
-                source,
-                total_tokens,
-                tokens_per_sample,
-                against,
-                step_seconds,
-                export,
-                per_device_batch,
-                processes,
-                samples_per_epoch,
-                round_to_epochs,
-                lr,
-            )
-        )
-    if as_json:
-        typer.echo(json.dumps(found, allow_nan=False))
-    else:
-        schedule_.show(found, Console())
+        found = schedule_.examine(options)
+    print_found(found, as_json, schedule_.show)
 
 
 @app.command()
-def branch(
-    target: Annotated[
-        str, typer.Argument(help="file.py:function or module:function that makes the run.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for branches; finished ones are kept.")],
-    tokens: Annotated[str, typer.Option(help="Tokens that each branch trains: 2B, 500K.")],
-    k: Annotated[str, typer.Option(help="Batch sizes, in multiples of the run's.")] = "0.5,1,2,4,8",
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder to restore the run from before it is measured.")
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option(help="How far a matching loss may lie above that of smaller batches.")
-    ] = 0.01,
-    alpha: Annotated[
-        float, typer.Option(help="Weight of the newest step in a branch's smoothed loss.")
-    ] = 0.5,
-    lr: Annotated[
-        str, typer.Option(help="How the learning rate grows with k: sqrt, linear, keep.")
-    ] = "sqrt",
-    loss: Annotated[
-        str, typer.Option(help="Loss to compare: train, or evaluate (what the run evaluates).")
-    ] = "train",
-    save_every: Annotated[
-        str | None, typer.Option(help="Tokens between two saves within a branch (no saves).")
-    ] = None,
-    workers: Annotated[
-        int, typer.Option(help="Processes that train branches at once; 0 uses this process.")
-    ] = 0,
-    executor: Annotated[
-        str | None, typer.Option(help="Train branches as jobs of submitit (Slurm) or dask.")
-    ] = None,
-    executor_option: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=VALUE for --executor: slurm_partition=gpu. May be repeated."),
-    ] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(help="Command that starts a branch: 'torchrun --nproc-per-node 8'."),
-    ] = None,
-    noise_scale: Annotated[
-        bool, typer.Option(help="Measure the noise scale at the checkpoint.")
-    ] = True,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Measurements to average, each on other data.")
-    ] = 1,
-    factor: Annotated[
-        str | None,
-        typer.Option(
-            help="Write OUT/factor.json: critical batch size / this noise scale (euclidean, adam, "
-            "sign or spectral)."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@takes(branch_.Options)
+def branch(options: branch_.Options, as_json: Json = False) -> None:
     """Measure the critical batch size of a run by training branches of it with other batch sizes.
 
     Ctrl-C stops it. Run the same command again to continue.
     """
+    out, factor = options.out, options.factor
     try:
-        with input_errors(), ExitStack() as stack:
-            every = None if save_every is None else parse_count(save_every, "--save-every")
-            where = None if checkpoint is None else checkpoint.absolute()
-            make_run = branch_.Target(branch_.absolute(target), where)
-            if factor is not None:
-                check_choice("--factor", factor, METRICS)
-                if not noise_scale:
-                    raise ValueError(
-                        "--factor needs the noise scale, which --no-noise-scale leaves out: drop "
-                        "--no-noise-scale"
-                    )
-            if launcher is not None and repeats > 1:
-                raise ValueError(
-                    "--repeats does not work with --launcher: this process skips data between "
-                    "repeats, and the launched processes draw their own. Drop one of the two"
-                )
-            engine = stack.enter_context(executors.opened(executor, executor_option or [], out))
-            elsewhere = launcher or (executor and repeats == 1)
-            result = branch_.measure(
-                repeats,
-                None if elsewhere else make_run(),
-                folder=out,
-                k=branch_.grid(k),
-                delta_tokens=parse_count(tokens, "--tokens"),
-                tolerance=tolerance,
-                alpha=alpha,
-                lr=lr,
-                loss=loss,
-                save_every_tokens=every,
-                workers=workers,
-                executor=engine,
-                launcher=launcher,
-                make_run=make_run,
-                noise_scale=noise_scale,
-                factor=factor,
-                on_branch=None if as_json else lambda b: typer.echo(branch_.branch_line(b)),
-            )
+        with input_errors():
+            say = None if as_json else lambda each: typer.echo(branch_.branch_line(each))
+            result = branch_.measure(options, say)
     except KeyboardInterrupt:
         typer.echo(f"gnsfast: stopped. Run the same command again to continue in {out}", err=True)
         raise typer.Exit(130) from None

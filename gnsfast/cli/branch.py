@@ -12,6 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from typer import Argument
+
+from gnsfast.arguments import check_choice
+from gnsfast.cli.executors import opened
+from gnsfast.cli.options import REQUIRED, option
+from gnsfast.counts import parse_count
 from gnsfast.critical_batch.branches import (
     Branch,
     BranchRun,
@@ -19,8 +25,9 @@ from gnsfast.critical_batch.branches import (
     measure_critical_batch,
     measure_repeatedly,
 )
+from gnsfast.noise_scale import METRICS
 
-REQUIRED = ("batch_size", "tokens_per_sample", "tokens", "save", "restore", "train")
+NEEDED = ("batch_size", "tokens_per_sample", "tokens", "save", "restore", "train")
 
 
 class TargetError(ValueError):
@@ -53,7 +60,7 @@ class Target:
         if not callable(make):
             raise TargetError(f"{where} has no function {name!r}")
         run = self._guarded(f"{self.entry_point}()", make)
-        if lacking := [name for name in REQUIRED if not hasattr(run, name)]:
+        if lacking := [name for name in NEEDED if not hasattr(run, name)]:
             raise TargetError(
                 f"{self.entry_point}() returned a {type(run).__name__}, which lacks "
                 f"{', '.join(lacking)}. It must return a gnsfast.critical_batch.BranchRun, such as "
@@ -95,30 +102,87 @@ def _load(where: str) -> ModuleType:
     return module
 
 
-def measure(repeats: int, run: BranchRun | None, **how: Any) -> CriticalBatch:
-    """Measure once, or as often as ``--repeats`` says."""
-    if repeats == 1 and (how["folder"] / "repeat-1").exists():
-        raise ValueError(
-            f"{how['folder']} holds repeated measurements, and a single one would replace their "
-            "mean: pass --repeats again, or another --out"
-        )
-    if repeats == 1 or run is None:
-        return measure_critical_batch(run, **how)
-    return measure_repeatedly(run, repeats=repeats, **how)
-
-
 def absolute(entry_point: str) -> str:
     """The entry point with an absolute path, for processes with another working directory."""
     where, _, name = entry_point.rpartition(":")
     return f"{Path(where).absolute()}:{name}" if where.endswith(".py") else entry_point
 
 
-def grid(text: str) -> tuple[float, ...]:
+def grid(text: str, name: str = "--k") -> tuple[float, ...]:
     """``"1/4,0.5,1,2"`` as numbers."""
     try:
         return tuple(float(Fraction(k.strip())) for k in text.split(","))
     except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"--k {text!r} is not a list of numbers such as 0.5,1,2,4") from error
+        raise ValueError(f"{name} {text!r} is not a list of numbers such as 0.5,1,2,4") from error
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``measure_critical_batch`` is told, and where it trains."""
+
+    target: str = option(
+        "file.py:function or module:function that makes the run.", default=REQUIRED, of=Argument
+    )
+    out: Path = option("Folder for branches; finished ones are kept.", default=REQUIRED)
+    tokens: int = option("Tokens that each branch trains: 2B, 500K.", parse_count, REQUIRED)
+    k: tuple[float, ...] = option("Batch sizes, in multiples of the run's.", grid, "0.5,1,2,4,8")
+    checkpoint: Path | None = option("Folder to restore the run from before it is measured.")
+    tolerance: float = option(
+        "How far a matching loss may lie above that of smaller batches.", default=0.01
+    )
+    alpha: float = option("Weight of the newest step in a branch's smoothed loss.", default=0.5)
+    lr: str = option("How the learning rate grows with k: sqrt, linear, keep.", default="sqrt")
+    loss: str = option(
+        "Loss to compare: train, or evaluate (what the run evaluates).", default="train"
+    )
+    save_every: int | None = option(
+        "Tokens between two saves within a branch (no saves).", parse_count
+    )
+    workers: int = option("Processes that train branches at once; 0 uses this process.", default=0)
+    executor: str | None = option("Train branches as jobs of submitit (Slurm) or dask.")
+    executor_option: list[str] | None = option(
+        "NAME=VALUE for --executor: slurm_partition=gpu. May be repeated."
+    )
+    launcher: str | None = option("Command that starts a branch: 'torchrun --nproc-per-node 8'.")
+    noise_scale: bool = option("Measure the noise scale at the checkpoint.", default=True)
+    repeats: int = option("Measurements to average, each on other data.", default=1, min=1)
+    factor: str | None = option(
+        "Write OUT/factor.json: critical batch size / this noise scale (euclidean, adam, sign or "
+        "spectral)."
+    )
+
+
+def measure(options: Options, on_branch: Callable[[Branch], None] | None) -> CriticalBatch:
+    """Train branches of the run, once or as often as ``--repeats`` says."""
+    repeats, out = options.repeats, options.out
+    where = None if options.checkpoint is None else options.checkpoint.absolute()
+    make_run = Target(absolute(options.target), where)
+    if options.factor is not None:
+        check_choice("--factor", options.factor, METRICS)
+        if not options.noise_scale:
+            raise ValueError(
+                "--factor needs the noise scale, which --no-noise-scale leaves out: drop "
+                "--no-noise-scale"
+            )
+    if options.launcher is not None and repeats > 1:
+        raise ValueError(
+            "--repeats does not work with --launcher: this process skips data between repeats, and "
+            "the launched processes draw their own. Drop one of the two"
+        )
+    same = ("k", "tolerance", "alpha", "lr", "loss", "workers", "launcher", "noise_scale", "factor")
+    how: dict[str, Any] = {name: getattr(options, name) for name in same}
+    how |= {"folder": out, "delta_tokens": options.tokens, "make_run": make_run}
+    how |= {"save_every_tokens": options.save_every, "on_branch": on_branch}
+    with opened(options.executor, options.executor_option or [], out) as engine:
+        if repeats > 1:
+            return measure_repeatedly(make_run(), repeats=repeats, executor=engine, **how)
+        if (out / "repeat-1").exists():
+            raise ValueError(
+                f"{out} holds repeated measurements, and a single one would replace their mean: "
+                "pass --repeats again, or another --out"
+            )
+        run = None if options.launcher or options.executor else make_run()
+        return measure_critical_batch(run, executor=engine, **how)
 
 
 def branch_line(branch: Branch) -> str:

@@ -1,50 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plotly figures of runs, as plain data."""
+"""The figures of a report, as plain data for plotly."""
 
 import html
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
-from gnsfast.cli.records import Point, Run
+from gnsfast.cli.records import LayerLine, Point, Run
 from gnsfast.cli.summary import (
-    Interval,
     axis_position,
     count,
+    factors_in,
+    groups_of,
     has_tokens,
     last_scale,
+    over_stretches,
+    said,
     scale_at,
     scale_in,
+    tried,
 )
+from gnsfast.counts import three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
+from gnsfast.interval import Interval
+from gnsfast.noise_scale import METRICS, OTHERS
 
 COLORS = ("#1a80bb", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1")
 """Okabe and Ito's, safe for colour-blind readers; the blue is lighter, for dark pages."""
+SIZE, OVER, ESTIMATE, BRANCHES = COLORS[:4]
 DASHES = ("solid", "dash", "dot", "dashdot")
 GREY = "#8a8f94"
-GRID = "rgba(128, 128, 128, 0.22)"
+GRID = {"gridcolor": "rgba(128, 128, 128, 0.22)"}
 MOST_POINTS = 1500
 """About how many points of a curve are drawn. Longer curves keep the extremes of each stretch."""
+SYMBOLS = dict(zip(METRICS, ("diamond", "circle", "square", "triangle-up")))
+FACTORS = {"euclidean": "times the noise scale"} | {
+    metric: f"times the one {words}" for metric, words in OTHERS.items()
+}
+APART = 0.01
+"""The share of the axis between factors of one checkpoint, whose intervals would overlap."""
+LABELS = 60
+"""Up to this many layers, the axis names all of them. Of more it names every n-th."""
+NAME = 22
+"""The longest name on the axis, in characters: a phone is 390 pixels wide."""
 
 
-@dataclass
+class View:
+    """What all figures of a report share: the runs, their colours and the axis."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        self.runs, self.several = runs, len(runs) > 1
+        self.over_tokens = all(has_tokens(run) for run in runs)
+        self.axis = "tokens" if self.over_tokens else "step"
+
+    def x(self, point: Point | LayerLine) -> float:
+        return float((point.tokens or 0.0) if self.over_tokens else point.step)
+
+    def at(self, run: Run, record: dict[str, Any]) -> float | None:
+        """Where a record lies on the axis."""
+        return axis_position(run, record["tokens"], self.over_tokens)
+
+    def color(self, run: Run, alone: str = "") -> str:
+        """That of a run, or ``alone`` where there is only one."""
+        return COLORS[self.runs.index(run) % len(COLORS)] if self.several or not alone else alone
+
+    def dash(self, run: Run) -> str:
+        return DASHES[self.runs.index(run) // len(COLORS) % len(DASHES)]
+
+    def label(self, run: Run, what: str, form: str = "{run}: {what}") -> str:
+        """What a trace is, and of which run if there are several."""
+        return form.format(run=run.name, what=what) if self.several else what
+
+
+Entry = tuple[str, str, str]
+"""Of a legend: label, colour, and line or symbol."""
+Style = dict[str, Any]
+
+
 class Figure:
-    """Traces, a layout and a legend of (label, colour, line). A logarithmic axis reaches from
-    ``low`` to ``high``.
-    """
+    """Traces, a layout and a legend. A logarithmic axis reaches from ``low`` to ``high``."""
 
-    height: int
-    traces: list[dict[str, Any]] = field(default_factory=list)
-    legend: list[tuple[str, str, str]] = field(default_factory=list)
-    layout: dict[str, Any] = field(default_factory=dict)
-    low: float = math.inf
-    high: float = 0.0
+    id = 0
+
+    def __init__(self, view: View, height: int = 320) -> None:
+        """An empty figure over tokens or steps, with a line where the batch size of one run
+        changed.
+        """
+        self.view, self.height = view, height
+        self.traces: list[dict[str, Any]] = []
+        self.legend: list[Entry] = []
+        self.low, self.high = math.inf, 0.0
+        axis = {"exponentformat": "B", "rangemode": "tozero", "zeroline": False, "nticks": 6}
+        self.layout: dict[str, Any] = {
+            "xaxis": {"title": {"text": view.axis}, **axis, **GRID},
+            "yaxis": {"zeroline": False, "automargin": True, **GRID},
+            "hovermode": "x unified",
+            "showlegend": False,
+            "shapes": [],
+        }
+        line = {"color": "rgba(128, 128, 128, 0.7)", "width": 1, "dash": "dot"}
+        for decision in [] if view.several else changed(view.runs[0]):
+            if (x := view.at(view.runs[0], decision)) is not None:
+                self.shape("line", x, x, line=line)
+
+    def shape(self, kind: str, start: float, end: float, **more: Any) -> None:
+        """A line or a rectangle over the whole height."""
+        place = {"type": kind, "x0": start, "x1": end, "y0": 0, "y1": 1, "yref": "paper"}
+        self.layout["shapes"].append(place | more)
+
+    def trace(self, x: Iterable[Any], y: Iterable[Any], mode: str, **more: Any) -> None:
+        self.traces.append({"type": "scatter", "x": list(x), "y": list(y), "mode": mode, **more})
+
+    def line(
+        self, name: str, points: Iterable[tuple[float, float | None]], line: Style, **more: Any
+    ) -> None:
+        """A line through points, or a mark where there is only one."""
+        x, y = zip(*((x, rounded(y)) for x, y in points))
+        mode = "markers" if sum(each is not None for each in y) == 1 else "lines"
+        self.trace(x, y, mode, name=html.escape(name), line=line, **more)
+
+    def mark(self, x: float, found: Interval, symbol: str, color: str, text: str) -> None:
+        """A value with an interval, or an arrow if only one end is known."""
+        self.cover(found)
+        mark, more = {"symbol": symbol, "color": color, "size": 10}, dict[str, Any]()
+        if found.only is not None:
+            mark |= {"symbol": arrow(found, "up", "down"), "size": 13}
+        else:
+            more["error_y"] = bar = {"color": color, "thickness": 2, "width": 5}
+            if found.resolved:
+                bar |= {"array": [rounded(found.upper - found.value)]}
+                bar |= {"arrayminus": [rounded(found.value - found.lower)]}
+        y = found.value if found.only is None else found.only
+        hover = {"text": [text], "hovertemplate": "%{text}<extra></extra>"}
+        self.trace([x], [rounded(y)], "markers", marker=mark, **hover, **more)
+
+    def scale(self, run: Run, key: str, label: str, color: str, dash: str) -> None:
+        """Line, band, and arrows for "at least" and "at most", of one noise scale or estimate."""
+        known = [p for p in run.points if scale_at(p, key) is not None]
+        points = thinned(known, lambda p: p.values.get(key))
+        scales = [(self.view.x(p), s) for p in points if (s := scale_at(p, key)) is not None]
+        bounds = [(x, s) for x, s in scales if s.only is not None]
+        if not bounds and not any(s.drawn for _, s in scales):
+            return
+        name = html.escape(label)
+        if band := _band(scales):
+            fill = f"rgba({', '.join(str(int(color[k : k + 2], 16)) for k in (1, 3, 5))}, 0.16)"
+            self.trace(*band, "none", name=name, fill="toself", fillcolor=fill, hoverinfo="skip")
+        self.cover_intervals([s for _, s in scales])
+        line = {"color": color, "dash": dash, "width": 1.8}
+        values = [(x, s.value if s.drawn else None) for x, s in scales]
+        self.line(label, values, line, **_hover(s for _, s in scales))
+        if bounds:
+            symbols = [arrow(s, "up", "down") for _, s in bounds]
+            mark = {"symbol": symbols, "color": color, "size": 9, "opacity": 0.65}
+            x, y = [x for x, _ in bounds], [rounded(s.only) for _, s in bounds]
+            self.trace(x, y, "markers", name=name, marker=mark, **_hover(s for _, s in bounds))
+
+    def name_runs(self, drawn: Iterable[Run]) -> None:
+        """Begin the legend with the runs, if there are several."""
+        view = self.view
+        entries = [(run.name, view.color(run), view.dash(run)) for run in drawn if view.several]
+        self.legend = entries + self.legend
 
     def cover(self, values: Iterable[float | None]) -> None:
-        """Extend the logarithmic axis to the positive values."""
+        """Extend the logarithmic axis to the positive, finite values."""
         for value in values:
-            if value is not None and value > 0:
+            if value is not None and 0 < value < math.inf:
                 self.low, self.high = min(self.low, value), max(self.high, value)
 
     def cover_intervals(self, scales: Sequence[Interval]) -> None:
@@ -52,68 +174,38 @@ class Figure:
         drawn = [s for s in scales if s.drawn]
         self.cover(s.value for s in drawn)
         top = 12 * self.high or math.inf
-        self.cover(min(s.upper or 0.0, top) for s in drawn)
+        self.cover(min(s.upper, top) for s in drawn if s.resolved)
         self.cover(s.lower for s in scales)
-        self.cover(s.at_most for s in scales)
+        self.cover(s.only for s in scales)
+
+    def log_axis(self, axis: str = "yaxis") -> None:
+        """Make an axis logarithmic, in samples, labelled with plain numbers."""
+        if not self.high:
+            return
+        low, high = math.log10(self.low), math.log10(self.high)
+        pad = max(0.05 * (high - low), 0.06)
+        low, high = low - pad, high + pad
+        decades = range(math.floor(low), math.ceil(high) + 1)
+        for steps in ((1.0,), (1, 2, 5), range(1, 10), [k / 10 for k in range(10, 100)]):
+            ticks = [m * 10.0**e for e in decades for m in steps]
+            if sum(low <= math.log10(t) <= high for t in ticks) >= 3:
+                break
+        self.layout[axis] = self.layout.get(axis, {}) | {
+            "type": "log",
+            "range": [low, high],
+            "tickvals": ticks,
+            "ticktext": [f"{t:,.12g}" if t < 1e6 else count(t) for t in ticks],
+            "automargin": True,
+            **GRID,
+        }
 
     def spec(self) -> dict[str, Any]:
         return {"data": self.traces, "layout": self.layout, "height": self.height}
 
 
-class View:
-    """What all figures of a report share: the runs, their colours and the axis."""
-
-    def __init__(self, runs: list[Run]) -> None:
-        self.runs = runs
-        self.over_tokens = all(has_tokens(run) for run in runs)
-        self.axis = "tokens" if self.over_tokens else "step"
-
-    def x(self, point: Point) -> float:
-        return float(point.tokens or 0.0) if self.over_tokens else float(point.step)
-
-    def color(self, run: Run) -> str:
-        return COLORS[self.runs.index(run) % len(COLORS)]
-
-    def dash(self, run: Run) -> str:
-        return DASHES[self.runs.index(run) // len(COLORS) % len(DASHES)]
-
-    def legend(self, drawn: Iterable[Run]) -> list[tuple[str, str, str]]:
-        """The runs by name, if there are several."""
-        if len(self.runs) == 1:
-            return []
-        return [(run.name, self.color(run), self.dash(run)) for run in drawn]
-
-    def figure(self, height: int = 320) -> Figure:
-        """An empty figure over tokens or steps."""
-        figure = Figure(height)
-        figure.layout = {
-            "xaxis": {
-                "title": {"text": self.axis},
-                "exponentformat": "B",
-                "rangemode": "tozero",
-                "gridcolor": GRID,
-                "zeroline": False,
-                "nticks": 6,
-            },
-            "yaxis": {"gridcolor": GRID, "zeroline": False, "automargin": True},
-            "hovermode": "x unified",
-            "showlegend": False,
-            "shapes": self._changes(),
-        }
-        return figure
-
-    def _changes(self) -> list[dict[str, Any]]:
-        """Vertical lines where the batch size changed, unless there are several runs."""
-        if len(self.runs) > 1:
-            return []
-        changed = (d["tokens"] for d in self.runs[0].decisions if d["old"] != d["new"])
-        places = [axis_position(self.runs[0], tokens, self.over_tokens) for tokens in changed]
-        return [_line_at(x) for x in places if x is not None]
-
-
-def _line_at(x: float) -> dict[str, Any]:
-    line = {"color": "rgba(128, 128, 128, 0.7)", "width": 1, "dash": "dot"}
-    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+def changed(run: Run) -> list[dict[str, Any]]:
+    """The decisions that changed the batch size."""
+    return [d for d in run.decisions if d["old"] != d["new"]]
 
 
 def thinned(points: Sequence[Point], key: Callable[[Point], float | None]) -> list[Point]:
@@ -135,178 +227,267 @@ def thinned(points: Sequence[Point], key: Callable[[Point], float | None]) -> li
 
 def rounded(x: float | None) -> float | None:
     """``x`` with five significant digits, which keep a page of curves small."""
-    return None if x is None else float(f"{x:.5g}")
+    return float(f"{x:.5g}") if x is not None and math.isfinite(x) else None
 
 
-def samples_axis(figure: Figure, axis: str = "yaxis") -> None:
-    """Give the figure a logarithmic axis in samples, labelled with plain numbers."""
-    if not figure.high:
-        return
-    low, high = math.log10(figure.low), math.log10(figure.high)
-    pad = max(0.05 * (high - low), 0.06)
-    low, high = low - pad, high + pad
-    decades = range(math.floor(low), math.ceil(high) + 1)
-    for steps in ((1.0,), (1, 2, 5), range(1, 10), [k / 10 for k in range(10, 100)]):
-        ticks = [m * 10.0**e for e in decades for m in steps]
-        if sum(low <= math.log10(t) <= high for t in ticks) >= 3:
-            break
-    figure.layout[axis] = figure.layout.get(axis, {}) | {
-        "type": "log",
-        "range": [low, high],
-        "tickvals": ticks,
-        "ticktext": [f"{t:,.12g}" if t < 1e6 else count(t) for t in ticks],
-        "gridcolor": GRID,
-        "automargin": True,
-    }
+def arrow(found: Interval, more: str, less: str) -> str:
+    """The symbol for "at least" or "at most"."""
+    return f"arrow-{more if found.only == found.lower else less}"
 
 
-def loss(view: View) -> Figure | None:
-    """The loss of each run."""
-    runs = [run for run in view.runs if any("loss" in p.values for p in run.points)]
-    if not runs:
-        return None
-    figure = view.figure()
-    for run in runs:
-        points = thinned([p for p in run.points if "loss" in p.values], lambda p: p.values["loss"])
-        figure.traces.append({
-            "type": "scatter",
-            "name": html.escape(run.name if len(view.runs) > 1 else "loss"),
-            "x": [view.x(p) for p in points],
-            "y": [rounded(p.values["loss"]) for p in points],
-            "mode": "lines" if len(points) > 1 else "markers",
-            "line": {"color": view.color(run), "dash": view.dash(run), "width": 1.6},
-        })  # fmt: skip
-    figure.legend = view.legend(runs)
-    return figure
-
-
-def noise_scale(view: View, name: str = SCALES["euclidean"]) -> Figure | None:
-    """A noise scale of each run with its interval; the Euclidean one also at the newest weights."""
-    figure = view.figure()
-    runs = [run for run in view.runs if last_scale(run, name) is not None]
-    several = len(view.runs) > 1
-    now = name == SCALES["euclidean"] and any(last_scale(run, PRESENT) for run in runs)
-    for run in runs:
-        if now:
-            label = f"{run.name}, newest weights" if several else "newest weights"
-            color = view.color(run) if several else COLORS[1]
-            add_scale(figure, view, run, PRESENT, label, color, "dot")
-        label = run.name if several else "mean of the window" if now else "noise scale"
-        add_scale(figure, view, run, name, label, view.color(run), view.dash(run))
-        check = scale_in((run.check or {}).get("brute_force", {}), "noise_scale")
-        if name == SCALES["euclidean"] and check.drawn and run.points:
-            text = f"single samples, last checkpoint: {check}"
-            x = view.x(run.points[-1])
-            color = view.color(run)
-            figure.traces.append(interval_marker(figure, x, check, "diamond-open", color, text))
-    if not figure.traces:
-        return None
-    samples_axis(figure)
-    figure.legend = view.legend(runs)
-    if now:
-        mean, newest = (GREY, GREY) if several else (COLORS[0], COLORS[1])
-        figure.legend += [("mean of the window", mean, "solid"), ("newest weights", newest, "dot")]
-    return figure
-
-
-def groups(view: View, names: list[list[str]]) -> Figure | None:
-    """The noise scales of each run's groups: a colour for each group, a dash for each run."""
-    figure = view.figure()
-    order = list(dict.fromkeys(name for found in names for name in found))
-    colors = {name: COLORS[k % len(COLORS)] for k, name in enumerate(order)}
-    several = len(view.runs) > 1
-    for k, (run, found) in enumerate(zip(view.runs, names)):
-        for name in found:
-            label = f"{name}, {run.name}" if several else name
-            add_scale(figure, view, run, f"gns/group/{name}", label, colors[name], DASHES[k % 4])
-    if not figure.traces:
-        return None
-    samples_axis(figure)
-    figure.legend = [(name, color, "solid") for name, color in colors.items()]
-    if several:
-        figure.legend += [
-            (run.name, GREY, DASHES[k % 4]) for k, run in enumerate(view.runs) if names[k]
-        ]
-    return figure
-
-
-def interval_marker(
-    figure: Figure, x: float, found: Interval, symbol: str, color: str, text: str
-) -> dict[str, Any]:
-    """A point with an interval."""
-    value, lower, upper = found.value or 0.0, found.lower, found.upper
-    figure.cover([value, lower, upper])
-    bar = {"color": color, "thickness": 2, "width": 5}
-    if lower is not None and upper is not None:
-        bar |= {"array": [rounded(upper - value)], "arrayminus": [rounded(value - lower)]}
-    return marker(x, value, symbol, color, text, 10) | {"error_y": bar}
-
-
-def marker(
-    x: float, y: float | None, symbol: str, color: str, text: str, size: int
-) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "x": [x],
-        "y": [rounded(y)],
-        "mode": "markers",
-        "marker": {"symbol": symbol, "color": color, "size": size},
-        "text": [text],
-        "hovertemplate": "%{text}<extra></extra>",
-    }
-
-
-def add_scale(
-    figure: Figure, view: View, run: Run, key: str, label: str, color: str, dash: str
-) -> None:
-    """Line, band, and arrows for "at least" and "at most", of one noise scale or estimate."""
-    value_at: Callable[[Point], float | None] = lambda p: p.values.get(key)
-    known = [p for p in run.points if scale_at(p, key) is not None]
-    found = [(view.x(p), scale_at(p, key)) for p in thinned(known, value_at)]
-    scales = [(x, s) for x, s in found if s is not None]
-    if not any(s.drawn or s.bound for _, s in scales):
-        return
-    name = html.escape(label)
-    if band := _band(scales):
-        fill = f"rgba({', '.join(str(int(color[k : k + 2], 16)) for k in (1, 3, 5))}, 0.16)"
-        figure.traces.append({
-            "type": "scatter", "name": name, "x": band[0], "y": band[1], "mode": "none",
-            "fill": "toself", "fillcolor": fill, "hoverinfo": "skip",
-        })  # fmt: skip
-    lines = [rounded(s.value) if s.drawn else None for _, s in scales]
-    figure.cover_intervals([s for _, s in scales])
-    alone = sum(y is not None for y in lines) == 1
-    figure.traces.append({
-        "type": "scatter", "name": name, "x": [x for x, _ in scales], "y": lines,
-        "mode": "markers" if alone else "lines",
-        "line": {"color": color, "dash": dash, "width": 1.8},
-        "text": [html.escape(str(s)) for _, s in scales],
-        "hovertemplate": "%{text}",
-    })  # fmt: skip
-    if arrows := [(x, s) for x, s in scales if s.bound]:
-        figure.traces.append({
-            "type": "scatter", "name": name, "x": [x for x, _ in arrows],
-            "y": [rounded(s.bound) for _, s in arrows], "mode": "markers",
-            "marker": {
-                "symbol": [f"arrow-{'up' if s.at_least else 'down'}" for _, s in arrows],
-                "color": color, "size": 9, "opacity": 0.65,
-            },
-            "text": [html.escape(str(s)) for _, s in arrows], "hovertemplate": "%{text}",
-        })  # fmt: skip
+def _hover(scales: Iterable[Interval]) -> dict[str, Any]:
+    return {"text": [html.escape(said(s)) for s in scales], "hovertemplate": "%{text}"}
 
 
 def _band(scales: list[tuple[float, Interval]]) -> tuple[list[Any], list[Any]] | None:
     """A polygon for each stretch of bounded intervals, with gaps in between."""
     xs: list[Any] = []
     ys: list[Any] = []
-    stretch: list[tuple[float, Interval]] = []
-    for x, s in [*scales, (0.0, Interval(None, None, None))]:
-        if s.drawn and s.lower is not None:
-            stretch.append((x, s))
-        elif stretch:
-            across = [x for x, _ in stretch]
+    for bounded, group in groupby(scales, lambda each: each[1].drawn and each[1].resolved):
+        if bounded:
+            across, ends = zip(*group)
             xs += [*across, *across[::-1], None]
-            ys += [rounded(s.upper) for _, s in stretch]
-            ys += [*(rounded(s.lower) for _, s in stretch[::-1]), None]
-            stretch = []
+            ys += [*(rounded(s.upper) for s in ends), *(rounded(s.lower) for s in ends[::-1]), None]
     return (xs[:-1], ys[:-1]) if xs else None
+
+
+def loss(view: View) -> Figure:
+    """The loss of each run."""
+    figure = Figure(view)
+    for run in view.runs:
+        known = [p for p in run.points if "loss" in p.values]
+        points = thinned(known, lambda p: p.values["loss"])
+        line = {"color": view.color(run), "dash": view.dash(run), "width": 1.6}
+        if points:
+            curve = ((view.x(p), p.values["loss"]) for p in points)
+            figure.line(view.label(run, "loss", "{run}"), curve, line)
+    figure.name_runs(run for run in view.runs if any("loss" in p.values for p in run.points))
+    return figure
+
+
+def noise_scale(view: View, metric: str = "euclidean") -> Figure:
+    """A noise scale of each run with its interval; the Euclidean one also at the newest weights."""
+    figure, name = Figure(view), SCALES[metric]
+    runs = [run for run in view.runs if last_scale(run, name) is not None]
+    now = metric == "euclidean" and any(last_scale(run, PRESENT) for run in runs)
+    for run in runs:
+        color = view.color(run)
+        if now:
+            label = view.label(run, "newest weights", "{run}, {what}")
+            figure.scale(run, PRESENT, label, view.color(run, COLORS[1]), "dot")
+        label = view.label(run, "mean of the window" if now else "noise scale", "{run}")
+        figure.scale(run, name, label, color, view.dash(run))
+        check = scale_in((run.check or {}).get("brute_force", {}))
+        if metric == "euclidean" and check.drawn and run.points:
+            text = f"single samples, last checkpoint: {said(check)}"
+            figure.mark(view.x(run.points[-1]), check, "diamond-open", color, text)
+    if now:
+        mean, newest = (GREY, GREY) if view.several else COLORS[:2]
+        figure.legend += [("mean of the window", mean, "solid"), ("newest weights", newest, "dot")]
+    figure.name_runs(runs)
+    return figure
+
+
+def groups(view: View) -> Figure:
+    """The noise scales of each run's groups: a colour for each group, a dash for each run."""
+    figure, names = Figure(view), [groups_of(run) for run in view.runs]
+    order = dict.fromkeys(name for found in names for name in found)
+    colors = {name: COLORS[k % len(COLORS)] for k, name in enumerate(order)}
+    figure.legend = [(name, color, "solid") for name, color in colors.items()]
+    for k, (run, found) in enumerate(zip(view.runs, names)):
+        for name in found:
+            label = view.label(run, name, "{what}, {run}")
+            figure.scale(run, f"gns/group/{name}", label, colors[name], DASHES[k % 4])
+        if found and view.several:
+            figure.legend.append((run.name, GREY, DASHES[k % 4]))
+    return figure
+
+
+def batch_size(view: View) -> Figure:
+    """Batch sizes as a staircase; the critical batch size as estimated and as measured."""
+    figure = Figure(view, 360)
+    for run in view.runs:
+        for over in over_stretches(run):
+            color = view.color(run, OVER)
+            fill = {"fillcolor": color, "opacity": 0.16, "line": {"width": 1, "color": color}}
+            figure.shape("rect", view.x(over.start), view.x(over.end), **fill, layer="below")
+        if steps := _staircase(view, run):
+            figure.cover(size for _, size in steps)
+            line = {"color": view.color(run, SIZE), "width": 2.2, "dash": view.dash(run)}
+            line["shape"] = "hv" if changed(run) else "vh"
+            size = {"meta": "size", "hovertemplate": "%{y:,.4~g}"}
+            figure.line(view.label(run, "batch size"), steps, line, **size)
+        label, color = view.label(run, "critical batch size, estimate"), view.color(run, ESTIMATE)
+        figure.scale(run, "cbs/estimate", label, color, "dot")
+        for measured in run.critical:
+            x, found = view.at(run, measured), Interval.read(measured)
+            if x is None or not found.ends(str):
+                continue
+            words = f"critical batch size, branches: {tried(found)}"
+            if found.resolved and math.isnan(found.value):
+                found = found._replace(value=math.sqrt(found.lower * found.upper))
+            text, color = html.escape(view.label(run, words)), view.color(run, BRANCHES)
+            figure.mark(x, found, "diamond", color, text)
+    if all(t.get("meta") == "size" for t in figure.traces) and figure.high <= 1.001 * figure.low:
+        figure.traces = []
+    own, estimate, branches = [GREY] * 3 if view.several else [SIZE, ESTIMATE, BRANCHES]
+    figure.legend = [("batch size", own, "solid")]
+    if any("cbs/estimate" in p.values for run in view.runs for p in run.points):
+        figure.legend.append(("critical batch size, estimate", estimate, "dot"))
+    if any(run.critical for run in view.runs):
+        figure.legend.append(("critical batch size, branches", branches, "diamond"))
+    figure.name_runs(r for r in view.runs if r.decisions or r.critical or _staircase(view, r))
+    return figure
+
+
+def _staircase(view: View, run: Run) -> list[tuple[float, float]]:
+    """The decisions, or without any the logged sizes: each holds for the steps before it."""
+    if changes := changed(run):
+        at = [(view.at(run, d), d["new"]) for d in changes]
+        steps = [(0.0, changes[0]["old"]), *((x, new) for x, new in at if x is not None)]
+        end = view.x(run.points[-1]) if run.points else 0.0
+        return [*steps, (max(end, steps[-1][0]), steps[-1][1])]
+    sized = [(view.x(p), size) for p in run.points if (size := p.values.get("batch/size"))]
+    ends = [None, *(size for _, size in sized), None]
+    beside = zip(sized, ends, ends[2:])
+    return [(x, size) for (x, size), *others in beside if others != [size, size]]
+
+
+def factors(view: View) -> Figure:
+    """Each measurement's critical batch size / noise scale: a colour for each run, a symbol for
+    each metric.
+    """
+    figure = Figure(view, 280)
+    found = [
+        (run, metric, x, measurement["tokens"], factor)
+        for run in view.runs
+        for measurement in run.critical
+        for metric, factor in factors_in(measurement).items()
+        if (x := view.at(run, measurement)) is not None
+        and factor.resolved
+        and not math.isnan(factor.value)
+    ]
+    drawn = [metric for metric in METRICS if metric in {metric for _, metric, *_ in found}]
+    slots = [(run.name, metric) for run in view.runs for metric in drawn]
+    width = APART * max((x for _, _, x, *_ in found), default=0.0)
+    for run, metric, x, tokens, factor in found:
+        color = view.color(run, COLORS[METRICS.index(metric)])
+        words = f"{count(tokens)} tokens: {factor.said(three_digits)} {FACTORS[metric]}"
+        aside = width * (slots.index((run.name, metric)) - (len(slots) - 1) / 2)
+        text = html.escape(view.label(run, words, "{run}, {what}"))
+        figure.mark(x + aside, factor, SYMBOLS[metric], color, text)
+    for metric in drawn:
+        color = GREY if view.several else COLORS[METRICS.index(metric)]
+        figure.legend.append((FACTORS[metric], color, SYMBOLS[metric]))
+    figure.name_runs(run for run in view.runs if run.critical)
+    return figure
+
+
+class Rows(Figure):
+    """A figure with a row for each layer, the first at the top."""
+
+    def __init__(self, view: View, paths: list[str]) -> None:
+        few = len(paths) <= LABELS
+        high = min((22 if few else 5) * len(paths), max(1300, 3 * len(paths)))
+        super().__init__(view, 110 + high)
+        named = paths[:: math.ceil(len(paths) / LABELS) or 1]
+        axis = {
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": [html.escape(path) for path in paths],
+            "range": [len(paths) - 0.5, -0.5],
+            "tickvals": [html.escape(path) for path in named],
+            "ticktext": [html.escape(_short(path)) for path in named],
+            "automargin": True,
+            "tickfont": {"size": 11},
+        }
+        self.few, self.layout = few, {"hovermode": "closest", "showlegend": False}
+        self.layout |= {"yaxis": axis | GRID, "xaxis": {**GRID}}
+
+    def dots(
+        self, run: Run, layers: list[tuple[str, Interval]], values: list[float | None], **more: Any
+    ) -> None:
+        if layers:
+            paths = [html.escape(path) for path, _ in layers]
+            text = [f"{path}<br>{said(s)}" for path, (_, s) in zip(paths, layers)]
+            more |= {"text": text, "hovertemplate": "%{text}<extra></extra>"}
+            self.trace(map(rounded, values), paths, "markers", name=html.escape(run.name), **more)
+
+
+def layers(view: View) -> Figure:
+    """The last window: a row for each layer, with all runs in it; arrows say "at least"."""
+    runs = [run for run in view.runs if run.last_layers]
+    figure = Rows(view, list(dict.fromkeys(path for run in runs for path in run.last_layers)))
+    for run in runs:
+        found, color = list(run.last_layers.items()), view.color(run)
+        figure.cover_intervals([s for _, s in found])
+        shown = [(path, s) for path, s in found if s.drawn]
+        ends = [s if s.resolved else Interval(s.value, s.value, s.value) for _, s in shown]
+        bar = {
+            "array": [rounded(s.upper - s.value) for s in ends],
+            "arrayminus": [rounded(s.value - s.lower) for s in ends],
+            "color": color,
+            "thickness": 1.5 if figure.few else 0.8,
+            "width": 0,
+        }
+        mark: dict[str, Any] = {"color": color, "size": 8 if figure.few else 4}
+        figure.dots(run, shown, [s.value for s in ends], marker=mark, error_x=bar)
+        bounds = [(path, s) for path, s in found if s.only is not None]
+        symbols = [arrow(s, "right-open", "left-open") for _, s in bounds]
+        mark = {"color": color, "symbol": symbols, "size": 10 if figure.few else 6}
+        figure.dots(run, bounds, [s.only for _, s in bounds], marker=mark)
+        figure.legend += [(run.name, color, "point")] if view.several else []
+    return figure
+
+
+def over_time(view: View, run: Run) -> Figure | None:
+    """The layers of one run as a heat map, blank where a window resolves nothing."""
+    lines = run.layers
+    paths = list(dict.fromkeys(path for line in lines for path in line.values))
+    rows = [[rounded(line.values.get(path)) for line in lines] for path in paths]
+    scale, figure = Figure(view), Rows(view, paths)
+    scale.cover(v for row in rows for v in row)
+    if len(lines) < 2 or not scale.high:
+        return None
+    scale.log_axis("colors")
+    colors = scale.layout["colors"]
+    bar = {"orientation": "h", "x": 0.5, "y": 1.0, "yanchor": "bottom", "thickness": 10}
+    bar |= {"len": 1.0, "lenmode": "fraction", "outlinewidth": 0, "ticktext": colors["ticktext"]}
+    figure.traces.append({
+        "type": "heatmap",
+        "x": list(map(view.x, lines)),
+        "y": figure.layout["yaxis"]["categoryarray"],
+        "z": [[round(math.log10(v), 4) if v and v > 0 else None for v in row] for row in rows],
+        "customdata": rows,
+        "hovertemplate": f"%{{y}}<br>{view.axis} %{{x:,}}: %{{customdata}} samples<extra></extra>",
+        "hoverongaps": False,
+        "colorscale": "Viridis",
+        "colorbar": bar | {"tickvals": [math.log10(t) for t in colors["tickvals"]]},
+    })  # fmt: skip
+    axis = {"exponentformat": "B", "nticks": 6, "showgrid": False}
+    figure.layout["xaxis"] = {"title": {"text": view.axis}, **axis}
+    return figure
+
+
+def _short(path: str) -> str:
+    """The end of a long path, from a dot on if enough is left."""
+    if len(path) <= NAME:
+        return path
+    end = path[1 - NAME :]
+    after_dot = end.partition(".")[2]
+    return "…" + (after_dot if len(after_dot) > NAME // 2 else end)
+
+
+def all_figures(view: View) -> dict[str, Figure]:
+    """Every figure that has something to show, by the name of its section, in the page's order."""
+    found: dict[str, Figure | None] = {"loss": loss(view), "euclidean": noise_scale(view)}
+    found |= {"batch_size": batch_size(view), "factors": factors(view)}
+    found |= {metric: noise_scale(view, metric) for metric in OTHERS}
+    found |= {"groups": groups(view), "layers": layers(view)}
+    found |= {f"layers {k}": over_time(view, run) for k, run in enumerate(view.runs)}
+    figures = {name: figure for name, figure in found.items() if figure and figure.traces}
+    for k, (name, figure) in enumerate(figures.items()):
+        figure.id = k
+        if name != "loss" and not name.startswith("layers "):
+            figure.log_axis("xaxis" if name == "layers" else "yaxis")
+    return figures

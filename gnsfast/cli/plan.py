@@ -6,18 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from gnsfast.arguments import finite_or_none, whole_number
+from gnsfast.arguments import whole_number
 from gnsfast.cli.measurements import Measurements, read_measurements
+from gnsfast.cli.options import interval, option, point, positive, whole
 from gnsfast.critical_batch import laws
-from gnsfast.critical_batch.counts import parse_count, parse_number
-from gnsfast.critical_batch.laws import (
-    Cost,
-    Interval,
-    PowerLaw,
-    fit_power_law,
-    from_twenty_percent,
-    trade_off,
-)
+from gnsfast.critical_batch.laws import Cost, fit_power_law, from_twenty_percent, trade_off
+from gnsfast.interval import Interval
 
 DOUBLINGS = range(-3, 4)
 ZHANG_OPTIMAL = 256 * 512
@@ -34,31 +28,48 @@ of 2.2 of the run's mean."""
 
 @dataclass(frozen=True)
 class Options:
-    """The options as the user wrote them."""
+    """Batch sizes are in samples."""
 
-    tokens: str | None
-    params: str | None
-    context: str | None
-    batch: str | None
-    b_crit: str | None
-    b_twenty_percent: str | None
-    loss: str | None
-    gpus: str | None
-    tokens_per_second: str | None
-    gpu_hour_price: str | None
-    gpu_watts: str | None
-    measured: str | None
-    whole_runs: bool
-    optimal_at: str | None
-    critical_at: str | None
-    experts: bool = False
+    tokens: float | None = option("Tokens of the run: 20B, 1.5e9.", positive)
+    params: float | None = option(
+        "Parameters of the model. Without --tokens, 20 tokens for each.", positive
+    )
+    context: int | None = option("Tokens in a sample (as --measured says, or 4096).", whole)
+    batch: int | None = option("Planned batch size, in samples.", whole)
+    b_crit: Interval | None = option(
+        "Critical batch size in samples, VALUE[:LOWER:UPPER]: b/a of steps = a + b/batch.", interval
+    )
+    b_twenty_percent: Interval | None = option(
+        "The same by Zhang's 20 % rule, instead of --b-crit.", interval
+    )
+    loss: float | None = option("Loss in nats per token, for the laws that use it.", positive)
+    gpus: int | None = option("GPUs that train the planned batch.", whole)
+    tokens_per_second: float | None = option(
+        "Tokens per second that you measured on one GPU.", positive
+    )
+    gpu_hour_price: float | None = option(
+        "Price of one GPU for an hour, in any currency.", positive
+    )
+    gpu_watts: float | None = option("Power that one GPU draws, for the energy.", positive)
+    measured: str | None = option(
+        "Critical batch sizes that you measured: a CSV file with the columns "
+        "tokens,value,tokens_per_sample, a JSONL file, or a run folder."
+    )
+    whole_runs: bool = option("Each value in --measured is that of a whole run.", flag=True)
+    optimal_at: tuple[float, float] | None = option(
+        "Optimal batch size that you measured, TOKENS:SAMPLES, for Power Lines.", point
+    )
+    critical_at: tuple[float, float] | None = option(
+        "Critical batch size that you measured, TOKENS:SAMPLES, for Power Lines.", point
+    )
+    experts: bool = option(
+        "The model is a mixture of experts, and --params counts what one token uses.", flag=True
+    )
 
 
 def examine(options: Options) -> dict[str, Any]:
     """Everything that ``show`` prints and ``--json`` writes; batch sizes are in samples."""
-    params = _optional(options.params, "--params")
-    tokens = _optional(options.tokens, "--tokens")
-    chinchilla = tokens is None and params is not None
+    params, tokens, batch = options.params, options.tokens, options.batch
     if tokens is None:
         if params is None:
             raise ValueError(
@@ -71,33 +82,32 @@ def examine(options: Options) -> dict[str, Any]:
         raise ValueError("--whole-runs describes the values in --measured: pass --measured too")
     own = None if options.measured is None else read_measurements(options.measured)
     context = _context(options, own)
-    batch = None
-    if options.batch is not None:
-        batch = whole_number("--batch", parse_count(options.batch, "--batch"))
-    more = []
-    for text, name, through in (
-        (options.optimal_at, "--optimal-at", laws.power_lines_optimal),
-        (options.critical_at, "--critical-at", laws.power_lines_critical),
-    ):
-        if text is not None:
-            more.append(through(*_point(text, name, context)))
-    loss = _optional(options.loss, "--loss")
-    found = laws.predictions(tokens, params=params, loss=loss, experts=options.experts, more=more)
+    more = [
+        through(at[0], at[1] * context)
+        for at, through in (
+            (options.optimal_at, laws.power_lines_optimal),
+            (options.critical_at, laws.power_lines_critical),
+        )
+        if at is not None
+    ]
+    found = laws.predictions(
+        tokens, params=params, loss=options.loss, experts=options.experts, more=more
+    )
     measured = None if own is None else _fitted(options, own, tokens)
     return {
         "kind": "plan",
         "tokens": tokens,
         "params": params,
-        "chinchilla": chinchilla,
+        "chinchilla": options.tokens is None,
         "context": context,
         "batch": batch,
         "laws": [_law(p, context, batch) for p in found],
         "ranges": {
-            quantity: {"tokens": list(span), "samples": [t / context for t in span]}
+            quantity: {"tokens": span, "samples": [t / context for t in span]}
             for quantity, span in laws.ranges(found).items()
         },
         "measured": measured,
-        "trade_off": _trade_off(options, tokens, context, batch, measured),
+        "trade_off": _trade_off(options, tokens, context, measured),
     }
 
 
@@ -121,9 +131,7 @@ def _law(p: laws.Prediction, context: int, batch: int | None) -> dict[str, Any]:
 
 def _context(options: Options, measured: Measurements | None) -> int:
     """The tokens in a sample. ``--context`` and the measurements must agree on it."""
-    given = None
-    if options.context is not None:
-        given = whole_number("--context", parse_count(options.context, "--context"))
+    given = options.context
     if measured is None:
         return given or CONTEXT
     if measured.tokens_per_sample is None:
@@ -154,66 +162,63 @@ def _fitted(options: Options, own: Measurements, tokens: float) -> dict[str, Any
     found |= {"left_out": own.left_out, "doubtful": own.doubtful, "of_whole_runs": whole}
     if len(points) < LEAST_POINTS:
         near = min(points, key=lambda p: abs(math.log(max(p.tokens, 1) / tokens)))
-        found["samples"] = _finite(Interval(near.value, near.lower, near.upper))
         stands = SHARES[0] <= near.tokens / tokens <= SHARES[1]
-        found["whole_run"] = found["samples"] if stands else None
+        found |= {"samples": near.critical, "whole_run": near.critical if stands else None}
         return found | {"at": near.tokens, "said": None}
     try:
-        law: PowerLaw = fit_power_law([p.tokens for p in points], [p.value for p in points])
+        law = fit_power_law([p.tokens for p in points], [p.critical.value for p in points])
         of_run = law.predict(tokens) if whole else law.mean_until(tokens)
     except ValueError as error:
         raise ValueError(f"{options.measured}: {error}") from None
     return found | {
-        "whole_run": _finite(of_run),
+        "whole_run": of_run,
         "at": tokens,
-        "exponent": _finite(law.exponent),
-        "prefactor": _finite(law.prefactor),
+        "exponent": law.exponent,
+        "prefactor": law.prefactor,
         "said": str(law),
-        "samples": _finite(law.predict(tokens)),
+        "samples": law.predict(tokens),
         "range": [law.least, law.largest],
         "extrapolated": law.extrapolated(tokens),
     }
 
 
-def _trade_off(
-    options: Options,
-    tokens: float,
-    context: int,
-    batch: int | None,
-    measured: dict[str, Any] | None,
-) -> dict[str, Any] | None:
-    """The costs of batch sizes around the planned one, or around B_crit if none is planned."""
+def _critical(
+    options: Options, tokens: float, context: int, measured: dict[str, Any] | None
+) -> tuple[Interval, str] | None:
+    """The critical batch size that costs follow from, and who says it; None where nobody does."""
     if options.b_crit is not None and options.b_twenty_percent is not None:
         raise ValueError(
             "--b-crit and --b-twenty-percent both state the critical batch size: pass one of them"
         )
     if options.b_crit is not None:
-        critical, origin = _interval(options.b_crit, "--b-crit"), "--b-crit"
-    elif options.b_twenty_percent is not None:
-        origin = "--b-twenty-percent"
-        found, optimal = _interval(options.b_twenty_percent, origin), ZHANG_OPTIMAL / context
-        critical = Interval(*(from_twenty_percent(each, optimal) for each in found))
-    elif measured is not None and (span := measured["whole_run"]) is not None:
-        upper = math.inf if span["upper"] is None else span["upper"]
-        critical, origin = Interval(span["value"], span["lower"], upper), "your measurements"
-    else:
-        timed = options.gpus, options.tokens_per_second, options.gpu_hour_price, options.gpu_watts
-        if any(text is not None for text in timed):
-            remedy = "pass --b-crit or --measured"
-            if measured is not None:
-                share = measured["at"] / tokens
-                remedy = (
-                    f"pass --b-crit. The one that you measured after {share:.2g} of the run's "
-                    "tokens does not hold for the whole run"
-                )
-            raise ValueError(f"costs need a critical batch size: {remedy}")
+        return options.b_crit, "--b-crit"
+    if (stated := options.b_twenty_percent) is not None:
+        optimal = ZHANG_OPTIMAL / context
+        return Interval(*(from_twenty_percent(e, optimal) for e in stated)), "--b-twenty-percent"
+    if measured is not None and measured["whole_run"] is not None:
+        return measured["whole_run"], "your measurements"
+    timed = options.gpus, options.tokens_per_second, options.gpu_hour_price, options.gpu_watts
+    if any(each is not None for each in timed):
+        remedy = "pass --b-crit or --measured"
+        if measured is not None:
+            share = measured["at"] / tokens
+            remedy = (
+                f"pass --b-crit. The one that you measured after {share:.2g} of the run's "
+                "tokens does not hold for the whole run"
+            )
+        raise ValueError(f"costs need a critical batch size: {remedy}")
+    return None
+
+
+def _trade_off(
+    options: Options, tokens: float, context: int, measured: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """The costs of batch sizes around the planned one, or around B_crit if none is planned."""
+    stated = _critical(options, tokens, context, measured)
+    if stated is None:
         return None
-    gpus = None
-    if options.gpus is not None:
-        gpus = whole_number("--gpus", parse_count(options.gpus, "--gpus"))
-    speed = _optional(options.tokens_per_second, "--tokens-per-second")
-    price = _optional(options.gpu_hour_price, "--gpu-hour-price")
-    watts = _optional(options.gpu_watts, "--gpu-watts")
+    (critical, origin), batch, gpus = stated, options.batch, options.gpus
+    speed, price, watts = options.tokens_per_second, options.gpu_hour_price, options.gpu_watts
     needed = {"--gpus": gpus, "--tokens-per-second": speed, "--batch": batch}
     missing = [name for name, value in needed.items() if value is None]
     if missing and (gpus or speed or price or watts):
@@ -229,34 +234,28 @@ def _trade_off(
         gpu_hour_price=price,
     )
     return {
-        "b_crit": _finite(critical),
+        "b_crit": critical,
         "from": origin,
-        "waste": _waste(critical, batch, costs, watts),
-        "costs": [
-            {name: _finite(v) if isinstance(v, Interval) else v for name, v in vars(c).items()}
-            for c in costs
-        ],
+        "waste": None if batch is None else _waste(critical, batch, costs, watts),
+        "costs": [vars(cost) for cost in costs],
     }
 
 
 def _waste(
-    critical: Interval, batch: int | None, costs: list[Cost], watts: float | None
-) -> dict[str, Any] | None:
+    critical: Interval, batch: int, costs: list[Cost], watts: float | None
+) -> dict[str, Any]:
     """The tokens that the planned batch trains beyond those that a small batch needs. They are
     E - E_min, which is the share B / (B + B_crit) of E.
     """
-    if batch is None:
-        return None
     [cost] = [each for each in costs if each.batch_size == batch]
-    share = Interval(
-        *(batch / (batch + c) for c in (critical.value, critical.upper, critical.lower))
-    )
+    value, most, least = (batch / (batch + c) for c in critical)
+    share = Interval(value, least, most)
 
-    def part(of: Interval | None, factor: float = 1.0) -> dict[str, float | None] | None:
-        return None if of is None else _finite(Interval(*(s * of.value * factor for s in share)))
+    def part(of: Interval | None, factor: float = 1.0) -> Interval | None:
+        return None if of is None else Interval(*(s * of.value * factor for s in share))
 
     return {
-        "share": _finite(share),
+        "share": share,
         "tokens": part(cost.tokens),
         "gpu_hours": part(cost.gpu_hours),
         "money": part(cost.money),
@@ -270,35 +269,3 @@ def _batch_sizes(batch: int | None, critical: Interval, gpus: int | None) -> lis
     sizes = [middle * 2**k if k >= 0 else middle / 2**-k for k in DOUBLINGS]
     whole_gpus = [b for b in sizes if not gpus or not batch or gpus * b % batch == 0]
     return [int(b) for b in whole_gpus if b == int(b)]
-
-
-def _interval(text: str, name: str) -> Interval:
-    """From "4096" or "4096:2048:8192", the value and its interval."""
-    parts = [_positive(part, name) for part in text.split(":")]
-    if len(parts) not in (1, 3):
-        raise ValueError(f"{name} is {text!r}, but must be VALUE or VALUE:LOWER:UPPER")
-    return Interval(*parts) if len(parts) == 3 else Interval(*parts * 3)
-
-
-def _point(text: str, name: str, context: int) -> tuple[float, float]:
-    """From "3B:512", tokens and samples, the tokens and the batch size in tokens."""
-    tokens, colon, samples = text.partition(":")
-    if not colon:
-        raise ValueError(f"{name} is {text!r}, but must be TOKENS:SAMPLES, such as 3B:512")
-    return _positive(tokens, name), _positive(samples, name) * context
-
-
-def _optional(text: str | None, name: str) -> float | None:
-    return None if text is None else _positive(text, name)
-
-
-def _positive(text: str, name: str) -> float:
-    value = float(parse_number(text, name))
-    if value == 0:
-        raise ValueError(f"{name} is 0, but must be positive")
-    return value
-
-
-def _finite(interval: Interval) -> dict[str, float | None]:
-    """The interval for JSON, which has no number for infinity."""
-    return {k: finite_or_none(v) for k, v in interval._asdict().items()}

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the logs of a run, one .jsonl file or all of a folder, also while they are written."""
+"""The logs of a run, one .jsonl file or all of a folder, also while they are written."""
 
 import bisect
-import json
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from gnsfast.critical_batch.laws import JsonLines
 from gnsfast.integrations.trackers import FORMAT
+from gnsfast.interval import Interval
 
 LAYERS = ("gns/layer/", "gns/layer_lo/", "gns/layer_hi/")
 PREFIXES = ("gns/", "batch/", "cbs/")
@@ -40,8 +41,7 @@ class Point:
         return self.values.get("tokens")
 
 
-@dataclass
-class LayerLine:
+class LayerLine(NamedTuple):
     """The noise scale of each module at a step, by path."""
 
     step: int
@@ -49,17 +49,17 @@ class LayerLine:
     values: dict[str, float | None]
 
 
-@dataclass
-class Log:
+@dataclass(eq=False)
+class Run:
     """What was read from one file, or from all files of a run."""
 
+    name: str = ""
+    path: Path = Path()
     header: dict[str, Any] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     layers: list[LayerLine] = field(default_factory=list)
-    last_layers: dict[str, tuple[float | None, float | None, float | None]] = field(
-        default_factory=dict
-    )
-    """Value, lower and upper by path, of the last line that has them."""
+    last_layers: dict[str, Interval] = field(default_factory=dict)
+    """By path, of the last line that has layers."""
     decisions: list[dict[str, Any]] = field(default_factory=list)
     critical: list[dict[str, Any]] = field(default_factory=list)
     check: dict[str, Any] | None = None
@@ -69,68 +69,39 @@ class Log:
     """What a reader of the report must know, in order."""
 
 
-@dataclass(eq=False)
-class Run(Log):
-    """A run with its name and where it was read from."""
-
-    name: str = ""
-    path: Path = Path()
-
-
 class LogFile:
     """One file: ``poll`` reads what was added since the last time."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.lines = JsonLines(path, lambda number, what: RecordsError(f"{path}:{number}: {what}"))
         self._start()
 
     def _start(self) -> None:
-        self.log = Log()
-        self._offset = self._line = self._seen_layers = 0
-        self._stride = 1
+        self.log, self._seen_layers, self._stride = Run(path=self.lines.path), 0, 1
+        self._newest: dict[str, dict[str, float | None]] = {"value": {}, "lower": {}, "upper": {}}
 
     def poll(self) -> bool:
         """Read on; whether there was anything new."""
-        if self.path.stat().st_size < self._offset:
-            self._start()  # a new file of the same name
-        with open(self.path, "rb") as file:
-            file.seek(self._offset)
-            lines = file.read().split(b"\n")
-        for k, line in enumerate(lines):
-            whole = k < len(lines) - 1
+        before = self.lines.offset
+        if self.lines.shrank():
+            self._start()
+            before = 0
+        for number, record in self.lines.read():
             try:
-                found = json.loads(line) if line.strip() else None
-            except ValueError:
-                if whole:
-                    raise self._error("this line is not JSON", 1) from None
-                return k > 0  # half a line: the rest will follow
-            self._line += whole
-            if found is not None:
-                self._take(found, 0 if whole else 1)
-            self._offset += len(line) + whole
-        return len(lines) > 1 or bool(lines[0])
+                self._take(record)
+            except (KeyError, TypeError) as error:
+                raise self.lines.error(number, str(error.args[0])) from None
+        return self.lines.offset != before
 
-    def _error(self, what: str, ahead: int = 0) -> RecordsError:
-        return RecordsError(f"{self.path}:{self._line + ahead}: {what}")
-
-    def _take(self, found: Any, ahead: int) -> None:
-        if not isinstance(found, dict):
-            raise self._error("this line is not a JSON object", ahead)
-        if found.get("format", FORMAT) != FORMAT:
-            raise self._error(
-                f"this line has format {found['format']!r}, but this version of gnsfast reads "
-                f"format {FORMAT}",
-                ahead,
+    def _take(self, record: dict[str, Any]) -> None:
+        if record.get("format", FORMAT) != FORMAT:
+            raise TypeError(
+                f"this line has format {record['format']!r}, but this version of gnsfast reads "
+                f"format {FORMAT}"
             )
-        try:
-            if "kind" in found:
-                self._take_record(found)
-            else:
-                self._take_point(found)
-        except (KeyError, TypeError) as error:
-            raise self._error(str(error.args[0]), ahead) from None
-
-    def _take_record(self, record: dict[str, Any]) -> None:
+        if "kind" not in record:
+            self._take_point(record)
+            return
         log, kind = self.log, record["kind"]
         if kind == "run":
             log.header |= {k: v for k, v in record.items() if k not in ("kind", "format")}
@@ -155,7 +126,8 @@ class LogFile:
         elif kind == "end":
             log.state = "interrupted" if log.state == "interrupted" else "ended"
         elif kind != "branch step":  # a measurement says how its branches ended
-            log.notes[f"{self.path.name}: the report does not show lines of kind {kind!r}"] = None
+            name = self.lines.path.name
+            log.notes[f"{name}: the report does not show lines of kind {kind!r}"] = None
 
     def _take_point(self, line: dict[str, Any]) -> None:
         if "step" not in line:
@@ -163,20 +135,17 @@ class LogFile:
         step = _number(line, "step", least=0)
         if step != int(step):
             raise TypeError(f"step must be a whole number, not {step!r}")
-        values = {
-            sys.intern(name): _finite(line, name)
-            for name in line
-            if name in NAMES or (name.startswith(PREFIXES) and not name.startswith(LAYERS))
-        }
-        point = Point(int(step), values)
-        tokens = None
+        point = Point(int(step), {})
+        for name in line:
+            if name in NAMES or (name.startswith(PREFIXES) and not name.startswith(LAYERS)):
+                point.values[sys.intern(name)] = _finite(line, name)
         if point.tokens is not None:
-            tokens = _number(line, "tokens", least=0)
+            _number(line, "tokens", least=0)
         points = self.log.points
         if points and point.step < points[-1].step:
-            self._forget(point.step, tokens)
+            self._forget(point)
         if points and points[-1].step == point.step:
-            points[-1].values |= values
+            points[-1].values |= point.values
         else:
             points.append(point)
         self._take_layers(line, point)
@@ -189,30 +158,34 @@ class LogFile:
         )
         if not value and not lower:
             return
-        paths = list(dict.fromkeys([*lower, *value]))
-        self.log.last_layers = {
-            sys.intern(p): (value.get(p), lower.get(p), upper.get(p)) for p in paths
-        }
+        self._newest = {"value": value, "lower": lower, "upper": upper}
         if self._seen_layers % self._stride == 0:
-            kept = {sys.intern(p): value.get(p) for p in paths}
+            kept = {sys.intern(path): value.get(path) for path in [*lower, *value]}
             self.log.layers.append(LayerLine(point.step, point.tokens, kept))
             if len(self.log.layers) > LAYER_LINES:
                 self.log.layers = self.log.layers[::2]
                 self._stride *= 2
         self._seen_layers += 1
 
-    def _forget(self, step: int, tokens: float | None) -> None:
-        """A restart went back to ``step``: its own lines replace those from there on."""
+    def last_layers(self) -> dict[str, Interval]:
+        """By path, of the last line that has layers."""
+        paths = dict.fromkeys([*self._newest["lower"], *self._newest["value"]])
+        ends = ({end: found.get(p) for end, found in self._newest.items()} for p in paths)
+        return dict(zip(paths, map(Interval.read, ends)))
+
+    def _forget(self, restart: Point) -> None:
+        """A restart went back to an earlier step: its own lines replace those from there on."""
         log = self.log
-        first = bisect.bisect_left([p.step for p in log.points], step)
+        first = bisect.bisect_left([p.step for p in log.points], restart.step)
         log.notes[
-            f"{self.path.name}: steps {log.points[first].step:,} to {log.points[-1].step:,} were "
-            "logged twice because of a restart; the report shows the later lines"
+            f"{self.lines.path.name}: steps {log.points[first].step:,} to "
+            f"{log.points[-1].step:,} were logged twice because of a restart; the report shows the "
+            "later lines"
         ] = None
         del log.points[first:]
-        log.layers = [line for line in log.layers if line.step < step]
-        if tokens is not None:
-            log.decisions = [d for d in log.decisions if d["tokens"] <= tokens]
+        log.layers = [line for line in log.layers if line.step < restart.step]
+        if restart.tokens is not None:
+            log.decisions = [d for d in log.decisions if d["tokens"] <= restart.tokens]
 
 
 class Reader:
@@ -242,46 +215,45 @@ class Reader:
         if not self.files:
             raise NothingYet(f"{self.path}: this folder holds no .jsonl file")
         logs = [file.log for file in self.files.values()]
-        name = self.path.resolve().stem if self.path.is_file() else self.path.resolve().name
-        run = Run(name=name, path=self.path)
-        for log in logs:
+        run = Run(path=self.path)
+        for log, file in zip(logs, self.files.values()):
+            run.last_layers = file.last_layers() or run.last_layers
             run.header |= log.header
             run.decisions += log.decisions
             run.critical += log.critical
             run.layers += log.layers
-            run.last_layers = log.last_layers or run.last_layers
             run.check = log.check or run.check
             run.state = log.state if log.state != "open" else run.state
             run.notes |= log.notes
         if not (run.header or run.decisions or run.critical or any(log.points for log in logs)):
             raise NothingYet(f"{self.path}: no line was logged yet")
+        name = self.path.resolve().stem if self.path.is_file() else self.path.resolve().name
         run.name = str(run.header.get("name") or name)
-        run.points = self._merged()
+        run.points = self._merged([log for log in logs if log.points])
         run.decisions.sort(key=lambda d: d["tokens"])
         run.critical.sort(key=lambda c: c["tokens"])
         run.layers.sort(key=lambda line: line.step)
         _add_notes(run)
         return run
 
-    def _merged(self) -> list[Point]:
+    def _merged(self, logs: list[Run]) -> list[Point]:
         """Points of all files by step."""
-        filled = {path: file.log.points for path, file in self.files.items() if file.log.points}
-        if len(filled) == 1:
-            return next(iter(filled.values()))
+        if len(logs) == 1:
+            return logs[0].points
         by_step: dict[int, Point] = {}
         origin: dict[int, Path] = {}
-        for path, points in filled.items():
-            for point in points:
+        for log in logs:
+            for point in log.points:
                 old = by_step.setdefault(point.step, Point(point.step, {}))
                 for key in old.values.keys() & point.values.keys():
                     if old.values[key] != point.values[key]:
                         raise RecordsError(
                             f"{self.path} holds two runs: {origin[point.step].name} and "
-                            f"{path.name} both log {key} at step {point.step:,}. Pass the files "
-                            "instead of the folder"
+                            f"{log.path.name} both log {key} at step {point.step:,}. Pass the "
+                            "files instead of the folder"
                         )
                 old.values |= point.values
-                origin[point.step] = path
+                origin[point.step] = log.path
         return [by_step[step] for step in sorted(by_step)]
 
 

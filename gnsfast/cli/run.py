@@ -15,6 +15,7 @@ import torch
 import gnsfast
 from gnsfast.arguments import check_choice, finite_or_none
 from gnsfast.cli import optimizers, tiny_gpt
+from gnsfast.cli.options import option
 from gnsfast.cli.single_samples import SingleSamples
 from gnsfast.estimator import optimizer_for
 from gnsfast.integrations.trackers import metrics
@@ -28,12 +29,21 @@ CHECK_BATCHES, CHECK_SAMPLES = 40, 2048
 
 
 @dataclass(frozen=True)
-class Settings:
-    steps: int = 800
-    samples: int = 32
-    seed: int = 0
-    optimizer: str = "adamw"
-    metrics: tuple[str, ...] = ()
+class Options:
+    """How the demo trains, and which noise scales it measures."""
+
+    steps: int = option("Optimizer steps.", default=800, min=20)
+    samples: int = option("Samples in a step.", default=32, min=2)
+    seed: int = option("Seed of the weights and the data.", default=0)
+    optimizer: str = option(
+        "adamw, sgd, signum, or muon (AdamW for all but hidden matrices).", default="adamw"
+    )
+    metric: list[str] | None = option("Another noise scale: adam, sign, spectral. May be repeated.")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Each of them once."""
+        return tuple(dict.fromkeys(self.metric or ()))
 
     def __post_init__(self) -> None:
         check_choice("--optimizer", self.optimizer, optimizers.OPTIMIZERS)
@@ -111,35 +121,35 @@ def numbers(scale: ModuleNoiseScale) -> dict[str, Any]:
     return {k: getattr(scale, k) for k in keys} | {"resolved": scale.resolved}
 
 
-class Run:
+class Demo:
     """A training run of ``TinyGPT``, measured from its first step to its last."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        torch.manual_seed(settings.seed)
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        torch.manual_seed(options.seed)
         self.text = tiny_gpt.read_text()
         self.model = tiny_gpt.TinyGPT()
-        self.optimizer = optimizers.make(settings.optimizer, self.model)
+        self.optimizer = optimizers.make(options.optimizer, self.model)
         self.gns = gnsfast.GradientNoiseScale(self.model, **self._others())
-        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.generator = torch.Generator().manual_seed(options.seed)
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def _others(self) -> dict[str, Any]:
         """Which other noise scales an estimator measures."""
-        asked = self.settings.metrics
+        asked = self.options.metrics
         return {"metric": asked, "optimizer": optimizer_for(asked, self.optimizer)}
 
     def header(self) -> dict[str, Any]:
         """What the first line of ``metrics.jsonl`` says."""
         return {
-            "name": f"gnsfast demo, {self.settings.samples} samples a step",
-            "optimizer": self.settings.optimizer,
+            "name": f"gnsfast demo, {self.options.samples} samples a step",
+            "optimizer": self.options.optimizer,
             "about": "A byte-level GPT trained on Python's language reference.",
             "loss_unit": "nats per byte",
-            "steps": self.settings.steps,
-            "samples": self.settings.samples,
+            "steps": self.options.steps,
+            "samples": self.options.samples,
             "tokens_per_sample": tiny_gpt.CONTEXT,
-            "seed": self.settings.seed,
+            "seed": self.options.seed,
             "parameters": self.parameters,
             "text_bytes": len(self.text),
             "gnsfast": gnsfast.__version__,
@@ -157,19 +167,23 @@ class Run:
         start = time.perf_counter()
         plain: list[float] = []
         measured: list[float] = []
-        for step in range(1, self.settings.steps + 1):
-            batch = self.draw(self.settings.samples)
+        for step in range(1, self.options.steps + 1):
+            batch = self.draw(self.options.samples)
             without = step % PLAIN_EVERY == 0
             began = time.perf_counter()
             loss = self._step(batch, without)
             (plain if without else measured).append(time.perf_counter() - began)
-            if step % REPORT_EVERY == 0 or step == self.settings.steps:
+            if step % REPORT_EVERY == 0 or step == self.options.steps:
                 share = math.nan
                 if len(plain) > 2:
                     share = 1 - statistics.median(plain) / statistics.median(measured[WARM_UP:])
                 yield Progress(
-                    *(step, self.settings.samples, loss.item(), self.gns.compute(), share),
-                    time.perf_counter() - start,
+                    step=step,
+                    samples=self.options.samples,
+                    loss=loss.item(),
+                    scale=self.gns.compute(),
+                    share=share,
+                    seconds=time.perf_counter() - start,
                 )
 
     def _step(self, batch: torch.Tensor, without: bool) -> torch.Tensor:
@@ -189,7 +203,7 @@ class Run:
         """Measure the frozen model both ways; ``tick`` gets the share that is done."""
         gns = gnsfast.GradientNoiseScale(self.model, **self._others())
         for _ in range(CHECK_BATCHES):
-            batch = self.draw(self.settings.samples)
+            batch = self.draw(self.options.samples)
             with gns.microbatch(len(batch)):
                 tiny_gpt.loss_of(self.model, batch).backward()
             gns.update()

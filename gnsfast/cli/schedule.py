@@ -11,9 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument
 
 from gnsfast.arguments import check_choice
-from gnsfast.critical_batch.counts import exact_count, parse_count, parse_number, short_count
+from gnsfast.cli.options import REQUIRED, option, pairs
+from gnsfast.counts import exact_count, parse_count, rounded_percent, short_count
 from gnsfast.critical_batch.laws import (
     SAME_COMPUTE,
     BatchSizeSchedule,
@@ -25,31 +27,41 @@ from gnsfast.critical_batch.laws import (
 )
 from gnsfast.critical_batch.rules import NAMES, Rules
 
-FRAMEWORKS = ("megatron", "olmo-core", "lightning", "huggingface", "nanogpt")
-
 
 @dataclass(frozen=True)
 class Options:
-    """The options as the user wrote them."""
+    """A schedule, what it is compared with, and where it goes."""
 
-    source: str
-    total_tokens: str
-    tokens_per_sample: str
-    against: str | None
-    step_seconds: str | None
-    export: str | None
-    per_device_batch: str | None
-    processes: str
-    samples_per_epoch: str | None
-    round_to_epochs: bool
-    lr: str | None
+    source: str = option(
+        "A controller's log or run folder, or '0:1024 168B:2048'.", default=REQUIRED, of=Argument
+    )
+    total_tokens: int = option("Tokens of the run: 658B.", parse_count, REQUIRED)
+    tokens_per_sample: int = option("The sequence length.", parse_count, REQUIRED)
+    against: int | None = option(
+        "Fixed batch size to compare with (the first stage's).", parse_count
+    )
+    step_seconds: dict[int, float] | None = option(
+        "Measured seconds per step: '1024:2.1 2048:3.9'.", pairs
+    )
+    export: str | None = option("megatron, olmo-core, lightning, huggingface or nanogpt.")
+    per_device_batch: int | None = option(
+        "Samples in a forward pass, for lightning, huggingface, nanogpt.", parse_count
+    )
+    processes: int = option(
+        "Data-parallel processes, for lightning, huggingface, nanogpt.", parse_count, "1"
+    )
+    samples_per_epoch: int | None = option("Samples in an epoch, for lightning.", parse_count)
+    round_to_epochs: bool = option(
+        "For lightning: move each change to the start of the next epoch, and list it.", flag=True
+    )
+    lr: str | None = option(
+        "How the learning rate grows: sqrt, linear, keep (a log's own, or sqrt)."
+    )
 
 
 def examine(options: Options) -> dict[str, Any]:
     """Everything that ``show`` prints and ``--json`` writes."""
-    schedule = read_schedule(options.source, options.total_tokens, options.tokens_per_sample)
-    lr = read_rule(options.source, options.lr)
-    against = None if options.against is None else parse_count(options.against, "--against")
+    schedule, lr, against = read_schedule(options), read_rule(options), options.against
     saved, first = schedule.steps_saved(against), schedule.stages[0].batch_size
     found: dict[str, Any] = {
         "kind": "schedule",
@@ -66,36 +78,31 @@ def examine(options: Options) -> dict[str, Any]:
         "export": None,
     }
     if options.step_seconds is not None:
-        found["seconds"] = _saved(schedule.seconds_saved(_times(options.step_seconds), against))
+        found["seconds"] = _saved(schedule.seconds_saved(options.step_seconds, against))
     if options.export is not None:
-        value, lines = _export(schedule, options, lr)
-        found["export"] = {
-            "for": options.export,
-            "value": value,
-            "notes": _notes(schedule, options),
-            "lines": lines,
-        }
+        if options.export not in EXPORTS:
+            raise ValueError(f"--export is {options.export!r}, but must be {', '.join(EXPORTS)}")
+        value, lines, notes = EXPORTS[options.export](schedule, options, lr)
+        found["export"] = {"for": options.export, "value": value, "notes": notes, "lines": lines}
     return found
 
 
-def read_schedule(source: str, total_tokens: str, tokens_per_sample: str) -> BatchSizeSchedule:
+def read_schedule(options: Options) -> BatchSizeSchedule:
     """From a controller's log (a file or a run folder), or from thresholds."""
-    total = parse_count(total_tokens, "--total-tokens")
-    sample_tokens = parse_count(tokens_per_sample, "--tokens-per-sample")
-    if Path(source).exists():
-        return BatchSizeSchedule.from_log(
-            source, total_tokens=total, tokens_per_sample=sample_tokens
-        )
-    if ":" not in source:
+    source, log = options.source, Path(options.source).exists()
+    if not log and ":" not in source:
         raise ValueError(
             f"{source!r} is neither a log file, a run folder, nor thresholds such as "
             "'0:1024 168B:2048'"
         )
-    return BatchSizeSchedule.parse(source, total_tokens=total, tokens_per_sample=sample_tokens)
+    read = BatchSizeSchedule.from_log if log else BatchSizeSchedule.parse
+    length = options.tokens_per_sample
+    return read(source, total_tokens=options.total_tokens, tokens_per_sample=length)
 
 
-def read_rule(source: str, lr: str | None) -> str:
+def read_rule(options: Options) -> str:
     """The rule of the learning rate: that of a log's decisions, else ``lr`` or ``"sqrt"``."""
+    source, lr = options.source, options.lr
     if lr is not None:
         check_choice("--lr", lr, NAMES["lr"])
     changes = read_records(source) if Path(source).exists() else []
@@ -118,48 +125,72 @@ def _saved(saved: Saved) -> dict[str, float]:
     return {**asdict(saved), "saved": saved.saved, "share": saved.share}
 
 
-def _times(text: str) -> dict[int, float]:
-    """Seconds of a step by batch size, from "1024:2.1 2048:3.9"."""
-    times = {}
-    for entry in text.split():
-        size, colon, seconds = entry.partition(":")
-        if not colon:
-            raise ValueError(
-                f"--step-seconds holds {entry!r}: write SAMPLES:SECONDS, such as 1024:2.1"
-            )
-        times[parse_count(size, "--step-seconds")] = float(parse_number(seconds, "--step-seconds"))
-    return times
+Export = tuple[Any, str, list[str]]
+"""A schedule in a framework's own form, lines of code for what that form does not hold, and what
+else the framework needs."""
 
 
-def _export(schedule: BatchSizeSchedule, options: Options, lr: str) -> tuple[Any, str]:
-    """The value in a framework's own form, and lines of code for what that form does not hold."""
-    if options.export == "megatron":
-        return exports.megatron(schedule), exports.megatron_lines(schedule, lr)
-    if options.export == "olmo-core":
-        return exports.olmo_core(schedule, lr=lr), ""
-    if options.export not in FRAMEWORKS:
-        raise ValueError(f"--export is {options.export!r}, but must be {', '.join(FRAMEWORKS)}")
-    per_device = parse_count(_required(options.per_device_batch, "--per-device-batch", options))
-    processes = parse_count(options.processes, "--processes")
-    how = {"micro_batch": per_device, "processes": processes}
-    if options.export == "nanogpt":
-        return None, exports.nanogpt_lines(schedule, lr, **how)
-    if options.export == "huggingface":
-        plan = exports.hugging_face(
-            schedule, per_device_train_batch_size=per_device, processes=processes, lr=lr
-        )
-        return plan, exports.hugging_face_lines(schedule, lr, **how)
-    per_epoch = parse_count(_required(options.samples_per_epoch, "--samples-per-epoch", options))
-    accumulation = exports.lightning(
+def _megatron(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    last = schedule.stages[-1]
+    end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
+    try:
+        ramp = f"The older ramp gives the same steps: {exports.megatron_ramp(schedule)}"
+    except ValueError as error:
+        ramp = f"The older ramp cannot give these steps: {error}"
+    notes = [
+        f"--train-samples {end}  (with --lr-decay-samples and --lr-warmup-samples)",
+        "Megatron-LM's main branch has --step-batch-size-schedule; megatron-core 0.16.1 does not. "
+        + ramp,
+    ]
+    return exports.megatron(schedule), exports.megatron_lines(schedule, lr), notes
+
+
+def _olmo_core(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    why = "it grows a batch only after a number of batches that is a multiple of new / old"
+    own = "OLMo-core's callback multiplies Adam's learning rate by √(new / old) by itself."
+    value = exports.olmo_core(schedule, lr=lr)
+    return value, "", [own, *_departures(schedule, "OLMo-core", why)]
+
+
+def _lightning(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    found = exports.lightning(
         schedule,
-        samples_per_batch=per_device * processes,
-        samples_per_epoch=per_epoch,
+        samples_per_batch=_passes(options)["micro_batch"] * options.processes,
+        samples_per_epoch=_required(options.samples_per_epoch, "--samples-per-epoch", options),
         round_to_epochs=options.round_to_epochs,
         lr=lr,
     )
-    return asdict(accumulation), exports.lightning_lines(accumulation.lr_factors)
+    return asdict(found), exports.lightning_lines(found.lr_factors), []
 
 
+def _hugging_face(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    passes = _passes(options)
+    plan = exports.hugging_face(
+        schedule,
+        per_device_train_batch_size=passes["micro_batch"],
+        processes=options.processes,
+        lr=lr,
+    )
+    why = "it changes the batch size only where a step of either size would end"
+    steps = (
+        f"Train with max_steps={exports.hugging_face_max_steps(schedule)}: with BatchSizeCallback "
+        'Trainer\'s max_steps and global_step ("step") count steps of the first batch size.'
+    )
+    notes = [steps, *_departures(schedule, "BatchSizeCallback", why)]
+    return plan, exports.hugging_face_lines(schedule, lr, **passes), notes
+
+
+def _nanogpt(schedule: BatchSizeSchedule, options: Options, lr: str) -> Export:
+    return None, exports.nanogpt_lines(schedule, lr, **_passes(options)), []
+
+
+EXPORTS = {
+    "megatron": _megatron,
+    "olmo-core": _olmo_core,
+    "lightning": _lightning,
+    "huggingface": _hugging_face,
+    "nanogpt": _nanogpt,
+}
 WHERE = {
     "megatron": "add these lines above pretrain(...): its learning rate does not follow by itself",
     "lightning": "add these lines at the end of configure_optimizers; where it has a schedule of "
@@ -170,34 +201,16 @@ WHERE = {
 }
 
 
-def _notes(schedule: BatchSizeSchedule, options: Options) -> list[str]:
-    """What else a framework needs, and where it departs from the schedule."""
-    if options.export == "olmo-core":
-        notes = ["OLMo-core's callback multiplies Adam's learning rate by √(new / old) by itself."]
-        why = "it grows a batch only after a number of batches that is a multiple of new / old"
-        return [*notes, *_departures(schedule, "OLMo-core", why)]
-    if options.export == "huggingface":
-        why = "it changes the batch size only where a step of either size would end"
-        steps = exports.hugging_face_max_steps(schedule)
-        return [
-            f"Train with max_steps={steps}: with BatchSizeCallback Trainer's max_steps and "
-            'global_step ("step") count steps of the first batch size.',
-            *_departures(schedule, "BatchSizeCallback", why),
-        ]
-    if options.export != "megatron":
-        return []
-    last = schedule.stages[-1]
-    end = last.tokens // schedule.tokens_per_sample + last.steps * last.batch_size
-    notes = [f"--train-samples {end}  (with --lr-decay-samples and --lr-warmup-samples)"]
-    try:
-        ramp = f"The older ramp gives the same steps: {exports.megatron_ramp(schedule)}"
-    except ValueError as error:
-        ramp = f"The older ramp cannot give these steps: {error}"
-    return [
-        *notes,
-        "Megatron-LM's main branch has --step-batch-size-schedule; megatron-core 0.16.1 does not. "
-        f"{ramp}",
-    ]
+def _passes(options: Options) -> dict[str, int]:
+    """The samples of a forward pass, and on how many processes."""
+    micro_batch = _required(options.per_device_batch, "--per-device-batch", options)
+    return {"micro_batch": micro_batch, "processes": options.processes}
+
+
+def _required(value: int | None, name: str, options: Options) -> int:
+    if value is None:
+        raise ValueError(f"--export {options.export} needs {name}")
+    return value
 
 
 def _departures(schedule: BatchSizeSchedule, who: str, why: str) -> list[str]:
@@ -213,19 +226,19 @@ def _departures(schedule: BatchSizeSchedule, who: str, why: str) -> list[str]:
     return [f"{who} {', '.join(departs)}, because {why}."] if departs else []
 
 
-def _required(text: str | None, name: str, options: Options) -> str:
-    if text is None:
-        raise ValueError(f"--export {options.export} needs {name}")
-    return text
-
-
 def show(found: dict[str, Any], console: Console) -> None:
     """What is saved, the stages, and the export."""
     saved = Saved(*(found["steps"][k] for k in ("scheduled", "fixed", "against")))
     console.print(Text(headline(saved), "bold green" if saved.saved > 0 else "bold"))
     console.print(Text(f"{SAME_COMPUTE}\n", "dim"))
     if found["seconds"]:
-        console.print(_time(found["seconds"]))
+        seconds = found["seconds"]
+        hours = [short_count(seconds[k] / 3600) for k in ("scheduled", "fixed")]
+        console.print(
+            f"{hours[0]} hours instead of {hours[1]}, {rounded_percent(seconds['share'])} less, by "
+            "the step times that you gave\n",
+            highlight=False,
+        )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in ("from tokens", "samples", "LR ×", "from step", "steps", "share of tokens"):
         table.add_column(column, justify="right")
@@ -237,7 +250,7 @@ def show(found: dict[str, Any], console: Console) -> None:
             f"{stage['lr_factor']:.4g}",
             f"{stage['step']:,}" if stage["steps"] else "-",
             f"{stage['steps']:,}" if stage["steps"] else "never reached",
-            f"{tokens / found['total_tokens']:.1%}".replace("%", " %"),
+            rounded_percent(tokens / found["total_tokens"]),
         )
     console.print(table)
     if found["export"]:
@@ -251,11 +264,3 @@ def show(found: dict[str, Any], console: Console) -> None:
             shown += ["", f"# {WHERE[found['export']['for']]}", found["export"]["lines"]]
         for line in shown:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _time(seconds: dict[str, float]) -> Text:
-    hours = [short_count(seconds[k] / 3600) for k in ("scheduled", "fixed")]
-    much = f"{seconds['share']:.1%}".replace("%", " %")
-    return Text(
-        f"{hours[0]} hours instead of {hours[1]}, {much} less, by the step times that you gave\n"
-    )

@@ -9,11 +9,11 @@ from rich.console import Console
 from gnsfast.cli.panel import Lines, Panel
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.report import write_report
-from gnsfast.cli.run import Run
+from gnsfast.cli.run import Demo
 from gnsfast.integrations.trackers import JSONLTracker
 
 
-def run_demo(demo: Run, folder: Path, console: Console) -> dict[str, Any]:
+def run_demo(demo: Demo, folder: Path, console: Console) -> dict[str, Any]:
     """Train, show and record the demo; its result, also after Ctrl-C."""
     view = (Panel if console.is_terminal else Lines)(demo, console)
     log, interrupted = folder / "metrics.jsonl", False

@@ -5,58 +5,21 @@ import bisect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from gnsfast.cli.records import Point, Run
+from gnsfast.counts import short_count, three_digits
 from gnsfast.integrations.trackers import PRESENT, SCALES
-from gnsfast.noise_scale import METRICS, OTHERS
+from gnsfast.interval import Interval
+from gnsfast.noise_scale import METRICS, OTHERS, OVER
 
-OVER = 1.2
-"""A batch larger than this many times the estimated critical batch size is flagged."""
+SCALE = ("noise_scale", "lower", "upper")
+"""The fields of a noise scale in a record."""
 
-
-@dataclass(frozen=True)
-class Interval:
-    """A number of samples with its 95 % interval. None means unknown, or an open end."""
-
-    value: float | None
-    lower: float | None
-    upper: float | None
-
-    @property
-    def drawn(self) -> bool:
-        """Whether a logarithmic axis can show it: positive, with both ends or none."""
-        bounded = self.lower is None or (self.lower > 0 and self.upper is not None)
-        return self.value is not None and self.value > 0 and bounded
-
-    @property
-    def at_least(self) -> float | None:
-        """The lower end, if there is no upper one."""
-        return self.lower if not self.drawn and self.upper is None and self.lower else None
-
-    @property
-    def at_most(self) -> float | None:
-        """The upper end, if the lower one is 0."""
-        return self.upper if self.lower == 0 and self.upper else None
-
-    @property
-    def bound(self) -> float | None:
-        """The only end that is known."""
-        return self.at_least or self.at_most
-
-    def __str__(self) -> str:
-        if self.at_least is not None:
-            return f"at least {number(self.at_least)} (95 %)"
-        if self.at_most is not None:
-            return f"at most {number(self.at_most)} (95 %)"
-        if not self.drawn or self.value is None:
-            return "not resolved"
-        if self.lower is None or self.upper is None:
-            return number(self.value)
-        return f"{number(self.value)} (95 %: {number(self.lower)} to {number(self.upper)})"
-
-    def record(self) -> dict[str, float | None]:
-        return {"value": self.value, "lower": self.lower, "upper": self.upper}
+count = partial(short_count, whole=1e4, units="kMBT")
+"""Steps and tokens: 26.2M."""
 
 
 @dataclass(frozen=True)
@@ -68,74 +31,53 @@ class Over:
     ratio: float
 
 
-def number(x: float) -> str:
-    """Three digits, and no exponent below a million."""
-    return f"{x:,.0f}" if 100 <= abs(x) < 1e6 else f"{x:,.3g}"
+def said(found: Interval) -> str:
+    """A value with its 95 % interval, where there is one."""
+    if found.only is not None:
+        return f"{found.ends(three_digits)} (95 %)"
+    if not found.drawn:
+        return "not resolved"
+    ends = found.ends(three_digits)
+    return three_digits(found.value) + (f" (95 %: {ends})" if ends else "")
 
 
-def count(x: float) -> str:
-    """Steps and tokens: 26.2M."""
-    if abs(x) < 1e4:
-        return f"{x:,.0f}"
-    mantissa, _, exponent = f"{x:.2e}".partition("e")
-    scale = min(4, int(exponent) // 3)
-    return f"{float(mantissa) * 10 ** (int(exponent) - 3 * scale):.4g}{' kMBT'[scale]}"
+def tried(found: Interval) -> str:
+    """A measurement's interval in words: its ends are batch sizes that were tried."""
+    ends = found.ends(three_digits)
+    return f"{ends} samples" if ends else "not resolved"
 
 
 def scale_at(point: Point, name: str) -> Interval | None:
     """A noise scale or an estimate at a point; None if it was not logged there."""
     keys = (name, f"{name}_lo", f"{name}_hi")
-    if all(key not in point.values for key in keys):
+    if not any(key in point.values for key in keys):
         return None
-    return Interval(*(point.values.get(key) for key in keys))
+    return Interval.read(point.values, *keys)
 
 
-def scale_in(record: dict[str, Any], name: str) -> Interval:
-    """The same from a record, such as a measurement, whose value has this name."""
-    return Interval(record.get(name), record.get("lower"), record.get("upper"))
+def scale_in(record: dict[str, Any]) -> Interval:
+    """A noise scale of a measurement, by either of its two names."""
+    return Interval.read(record, *(Interval._fields if "value" in record else SCALE))
 
 
 def groups_of(run: Run) -> list[str]:
     """Names of groups of samples, in the order of their first lines."""
-    found: dict[str, None] = {}
     prefix, lower = "gns/group/", "_lo"
-    for point in run.points:
-        found |= {
-            key[len(prefix) : -len(lower)]: None
-            for key in point.values
-            if key.startswith(prefix) and key.endswith(lower)
-        }
-    return list(found)
+    keys = dict.fromkeys(key for point in run.points for key in point.values)
+    found = (key for key in keys if key.startswith(prefix) and key.endswith(lower))
+    return [key[len(prefix) : -len(lower)] for key in found]
 
 
 def factors_in(measured: dict[str, Any]) -> dict[str, Interval]:
     """Critical batch size / noise scale of a measurement, in each metric that it has."""
-    size, found = scale_in(measured, "value"), {}
+    size, found = Interval.read(measured), {}
     for metric in METRICS:
         record = measured.get("noise_scale" if metric == "euclidean" else metric)
         if isinstance(record, dict):
-            scale = scale_in(record, "value" if "value" in record else "noise_scale")
-            if any(x for x in (scale.value, scale.lower)):
-                found[metric] = _divided(size, scale)
+            scale = scale_in(record)
+            if scale.value > 0 or scale.lower > 0:
+                found[metric] = size.over(scale)
     return found
-
-
-def _divided(size: Interval, scale: Interval) -> Interval:
-    """The ratio of two intervals. An end is None where one of its two parts is unknown."""
-    lower = size.lower / scale.upper if size.lower and scale.upper else None
-    upper = size.upper / scale.lower if size.upper and scale.lower else None
-    known = size.value and scale.value and scale.value > 0
-    return Interval(size.value / scale.value if known else None, lower, upper)  # type: ignore[operator]
-
-
-def bounds(found: Interval) -> str:
-    """A factor in words, without "95 %": one of its two intervals is no confidence interval."""
-    low, high = (None if x is None else number(x) for x in (found.lower, found.upper))
-    span = f"{low} to {high}" if low and high else f"at least {low}" if low else ""
-    span = span or (f"at most {high}" if high else "")
-    if found.value is None:
-        return span or "unknown"
-    return number(found.value) + (f" ({span})" if span else "")
 
 
 def has_tokens(run: Run) -> bool:
@@ -170,20 +112,14 @@ def ratio_at(point: Point) -> float | None:
 
 def over_stretches(run: Run) -> list[Over]:
     """Stretches above ``OVER`` times the estimate, each up to the first point below it."""
-    found: list[Over] = []
-    start: Point | None = None
-    most = 0.0
     known = [p for p in run.points if "cbs/ratio" in p.values or "cbs/estimate" in p.values]
-    for point in known:
-        ratio = ratio_at(point)
-        over = ratio is not None and ratio > OVER
-        if over and ratio is not None:
-            start, most = start or point, max(most, ratio)
-        elif start is not None:
-            found.append(Over(start, point, most))
-            start, most = None, 0.0
-    if start is not None:
-        found.append(Over(start, known[-1], most))
+    ratios = [ratio_at(p) or 0.0 for p in known]
+    found = []
+    for over, group in groupby(range(len(known)), lambda k: ratios[k] > OVER):
+        if over:
+            stretch = list(group)
+            end = known[min(stretch[-1] + 1, len(known) - 1)]
+            found.append(Over(known[stretch[0]], end, max(ratios[k] for k in stretch)))
     return found
 
 
@@ -200,9 +136,7 @@ def last_scale(run: Run, name: str) -> Interval | None:
 
 def batch_size(run: Run) -> float | None:
     """The batch size of the last decision, or else that of the last line, a mean over updates."""
-    if run.decisions:
-        return float(run.decisions[-1]["new"])
-    return last(run, "batch/size")
+    return float(run.decisions[-1]["new"]) if run.decisions else last(run, "batch/size")
 
 
 def matches(measurement: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -222,6 +156,11 @@ def matches(measurement: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]
         least = min(least, loss)
 
 
+def _known(factor: Interval) -> dict[str, float | None]:
+    """A factor for JSON, without an end that is not known."""
+    return factor._replace(lower=factor.lower or math.nan).record()
+
+
 def summary(run: Run) -> dict[str, Any]:
     """A run as one JSON object."""
     end = run.points[-1] if run.points else None
@@ -230,6 +169,7 @@ def summary(run: Run) -> dict[str, Any]:
     scales |= {f"noise_scale_{metric}": SCALES[metric] for metric in OTHERS}
     scales |= {"critical_batch_estimate": "cbs/estimate"}
     found = {name: last_scale(run, key) for name, key in scales.items()}
+    groups = {group: last_scale(run, f"gns/group/{group}") for group in groups_of(run)}
     return {
         "name": run.name,
         "path": str(run.path),
@@ -240,11 +180,7 @@ def summary(run: Run) -> dict[str, Any]:
         "losses": len(losses),
         "losses_not_finite": sum(loss is None for loss in losses),
         **{name: scale.record() if scale else None for name, scale in found.items()},
-        "noise_scale_groups": {
-            group: scale.record()
-            for group in groups_of(run)
-            if (scale := last_scale(run, f"gns/group/{group}"))
-        },
+        "noise_scale_groups": {name: scale.record() for name, scale in groups.items() if scale},
         "covered": last(run, "gns/covered"),
         "layers": len(run.last_layers),
         "batch_size": batch_size(run),
@@ -259,7 +195,7 @@ def summary(run: Run) -> dict[str, Any]:
         ],
         "critical_batch_branches": [
             {k: c.get(k) for k in ("tokens", "batch_size", "value", "lower", "upper", "doubts")}
-            | {"factors": {metric: f.record() for metric, f in factors_in(c).items()}}
+            | {"factors": {m: _known(f) for m, f in factors_in(c).items()}}
             for c in run.critical
         ],
         "decisions": len(run.decisions),

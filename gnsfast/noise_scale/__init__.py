@@ -3,17 +3,19 @@
 batch size, brute force.
 """
 
+from gnsfast.counts import percent
 from gnsfast.noise_scale import dual_norms, loss_factors, statistics
 from gnsfast.noise_scale.brute_force import brute_force_noise_scale
 from gnsfast.noise_scale.dual_norms import NUMBERS, summarize_dual
 from gnsfast.noise_scale.flag import (
+    OVER,
     Factor,
     Flag,
     checked_factor,
     critical_batch_metrics,
     excess,
     flag,
-    in_samples,
+    verdict_on,
 )
 from gnsfast.noise_scale.result import (
     METRICS,
@@ -26,7 +28,6 @@ from gnsfast.noise_scale.result import (
     GroupNoiseScale,
     ModuleNoiseScale,
     NoiseScale,
-    percent,
 )
 from gnsfast.noise_scale.summaries import summarize, summarize_adam, summarize_group
 
@@ -44,13 +45,13 @@ __all__ = [
     "NUMBERS",
     "NoiseScale",
     "OTHERS",
+    "OVER",
     "brute_force_noise_scale",
     "checked_factor",
     "critical_batch_metrics",
     "dual_norms",
     "excess",
     "flag",
-    "in_samples",
     "loss_factors",
     "percent",
     "statistics",
@@ -58,4 +59,5 @@ __all__ = [
     "summarize_adam",
     "summarize_dual",
     "summarize_group",
+    "verdict_on",
 ]

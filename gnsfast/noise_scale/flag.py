@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from gnsfast.arguments import real_number
-from gnsfast.noise_scale.result import NO_ESTIMATE, Estimate, NoiseScale
+from gnsfast.counts import in_samples
+from gnsfast.interval import Interval
+from gnsfast.noise_scale.result import NO_ESTIMATE, NoiseScale
+
+OVER = 1.2
+"""A batch larger than this many times the estimated critical batch size is warned of."""
 
 VERDICTS = {"too small": -1.0, "fair": 0.0, "too large": 1.0}
 """The numbers that trackers get; ``"unresolved"`` has none."""
@@ -52,7 +57,8 @@ class Flag:
         """Numbers for a tracker: ``batch/flag``, -1 too small, 0 fair, 1 too large, and ``cbs/*``
         as of a ``BatchSizeController``.
         """
-        found = critical_batch_metrics(self.batch_size, self.estimate, self.lower, self.upper)
+        critical = Interval(self.estimate, self.lower, self.upper)
+        found = critical_batch_metrics(self.batch_size, critical)
         if self.verdict in VERDICTS:
             found["batch/flag"] = VERDICTS[self.verdict]
         return found
@@ -99,13 +105,14 @@ def flag(
     scale, now = result.under(metric), ""
     if result.drift:
         scale, now = result.present if metric == "euclidean" else NO_ESTIMATE, "present "
-    ends = value * scale.noise_scale, lower * scale.lower, upper * scale.upper
-    if math.isnan(ends[0]):
+    found = Interval(value * scale.noise_scale, lower * scale.lower, upper * scale.upper)
+    if math.isnan(found.value):
         lags = "the noise scale drifts within the window, whose mean lags behind: a shorter window "
         reason = f"{lags}shows more" if result.drift else "the noise scale is not measured yet"
         return Flag("unresolved", batch_size, math.nan, 0.0, math.inf, reason)
-    verdict, reason = _judged(batch_size, Estimate(*ends))
-    return Flag(verdict, batch_size, *ends, f"the {now}critical batch size is {reason}")
+    verdict = verdict_on(batch_size, found)
+    reason = f"the {now}critical batch size is {_why(verdict, batch_size, found)}"
+    return Flag(verdict, batch_size, *found, reason)
 
 
 def checked_factor(factor: float | Factor, metric: str | None) -> tuple[float, float, float, str]:
@@ -141,23 +148,29 @@ def _as_number(factor: Any) -> float:
     return value
 
 
-def _judged(batch_size: float, e: Estimate) -> tuple[str, str]:
-    batch, least, most = f"the batch size of {in_samples(batch_size)}", e.lower, e.upper
-    if least >= 2 * batch_size:
-        return "too small", f"at least {in_samples(least)}, {least / batch_size:.3g} times {batch}"
-    if most < batch_size:
-        over = excess(batch_size, e.noise_scale)
+def verdict_on(batch_size: float, critical: Interval, growth: float = 2) -> str:
+    """What the interval of the critical batch size says: see ``flag``, where ``growth`` is 2."""
+    if critical.lower >= growth * batch_size:
+        return "too small"
+    if critical.upper < batch_size:
+        return "too large"
+    if critical.lower < batch_size and critical.upper >= growth * batch_size:
+        return "unresolved"
+    return "fair"
+
+
+def _why(verdict: str, batch_size: float, critical: Interval) -> str:
+    batch, least = f"the batch size of {in_samples(batch_size)}", critical.lower
+    if verdict == "too small":
+        return f"at least {in_samples(least)}, {least / batch_size:.3g} times {batch}"
+    if verdict == "too large":
+        over = excess(batch_size, critical.value)
         times = "" if math.isinf(over) else f", which is {over:.3g} times the estimate"
-        return "too large", f"at most {in_samples(most)}, less than {batch}{times}"
-    span = f"at least {in_samples(least)}"
-    if math.isfinite(most):
-        ends = f"{in_samples(least)} to {in_samples(most)}"
-        span = (
-            f"{in_samples(e.noise_scale)} ({ends})" if least > 0 else f"at most {in_samples(most)}"
-        )
-    if least < batch_size and most >= 2 * batch_size:
-        return "unresolved", f"{span}, which does not tell whether {batch} fits"
-    return "fair", f"{span}, which {batch} fits"
+        return f"at most {in_samples(critical.upper)}, less than {batch}{times}"
+    ends = critical.ends(in_samples) or f"at least {in_samples(least)}"
+    span = critical.said(in_samples) if critical.resolved else ends
+    fits = "which does not tell whether " if verdict == "unresolved" else "which "
+    return f"{span}, {fits}{batch} fits"
 
 
 def excess(batch_size: float, estimate: float) -> float:
@@ -165,20 +178,13 @@ def excess(batch_size: float, estimate: float) -> float:
     return batch_size / estimate if estimate > 0 else math.inf
 
 
-def critical_batch_metrics(
-    batch_size: float, value: float, lower: float, upper: float
-) -> dict[str, float]:
+def critical_batch_metrics(batch_size: float, critical: Interval) -> dict[str, float]:
     """``cbs/estimate`` with its ends and ``cbs/ratio``, as far as they are known."""
-    if math.isnan(value):
+    if math.isnan(critical.value):
         return {}
-    found = {"cbs/estimate_lo": lower}
-    if math.isfinite(upper):
-        found["cbs/estimate_hi"] = upper
-        if lower > 0:
-            found |= {"cbs/estimate": value, "cbs/ratio": batch_size / value}
+    found = {"cbs/estimate_lo": critical.lower}
+    if math.isfinite(critical.upper):
+        found["cbs/estimate_hi"] = critical.upper
+    if critical.resolved:
+        found |= {"cbs/estimate": critical.value, "cbs/ratio": batch_size / critical.value}
     return found
-
-
-def in_samples(number: float) -> str:
-    """A batch size in words: four digits, or all of its digits from 1,000 on."""
-    return f"{number:.4g}" if number < 1000 else f"{number:,.0f}"

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gnsfast.arguments import check_choice
+from gnsfast.counts import counted, percent
+from gnsfast.interval import Interval
 
 OTHERS = {
     "adam": "under Adam's metric",
@@ -37,19 +39,21 @@ class Estimate:
     upper: float
 
     @property
+    def interval(self) -> Interval:
+        return Interval(self.noise_scale, self.lower, self.upper)
+
+    @property
     def resolved(self) -> bool:
-        return self.lower > 0 and math.isfinite(self.upper)
+        return self.interval.resolved
 
     def __str__(self) -> str:
         if math.isnan(self.noise_scale):
             return "noise scale not measured yet"
+        ends = self.interval.ends("{:,.4g}".format)
         if self.resolved:
-            span = f"95 %: {self.lower:,.4g} to {self.upper:,.4g}"
-            return f"noise scale {self.noise_scale:,.4g} samples ({span})"
-        if self.lower > 0:
-            return f"noise scale at least {self.lower:,.4g} samples (95 %)"
-        if math.isfinite(self.upper):
-            return f"noise scale at most {self.upper:,.4g} samples (95 %)"
+            return f"noise scale {self.noise_scale:,.4g} samples (95 %: {ends})"
+        if ends:
+            return f"noise scale {ends} samples (95 %)"
         return "noise scale not resolved: it may have any size"
 
 
@@ -294,21 +298,6 @@ class NoiseScale(ModuleNoiseScale):
                 f"has up to {trace:.3g} times and |G|² {grad_sqnorm:.3g} times the error"
             )
         return f"{super().__str__()}, {used}{skipped}{drift}{units}{of}{now}{adam}{dual}{groups}"
-
-
-def counted(number: int, what: str) -> str:
-    """A number and what it counts, in the singular for one: "1 update", "64 updates"."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def percent(share: float) -> str:
-    """A share of the elements in words, rounded down, so that only the whole is 100 %.
-
-    >>> from gnsfast.noise_scale import percent
-    >>> percent(0.01123), percent(0.99999), percent(1.0)
-    ('1.1 %', '99.9 %', '100 %')
-    """
-    return f"{math.floor(share * 1000) / 10:g} %"
 
 
 NOT_MEASURED = ModuleNoiseScale(math.nan, 0.0, math.inf, math.nan, math.nan)

@@ -83,15 +83,15 @@ def test_demo(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [0, 1])
 def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Ctrl-C leaves a report of what there is."""
-    train = run.Run.train
+    train = run.Demo.train
 
-    def stopped(self: run.Run) -> Iterator[run.Progress]:
+    def stopped(self: run.Demo) -> Iterator[run.Progress]:
         for k, progress in enumerate(train(self)):
             if k == after:
                 raise KeyboardInterrupt
             yield progress
 
-    monkeypatch.setattr(run.Run, "train", stopped)
+    monkeypatch.setattr(run.Demo, "train", stopped)
     assert "Interrupted" in demo(tmp_path, code=130)
     assert kinds(tmp_path) == ["run"] + [None] * after + ["interrupted", "end"]
     report = (tmp_path / "run" / "report.html").read_text()

@@ -21,7 +21,7 @@ from gnsfast.cli.summary import summary
 
 def first(**options: Any) -> run.Progress:
     """After ten steps of two samples."""
-    return next(run.Run(run.Settings(steps=20, samples=2, **options)).train())
+    return next(run.Demo(run.Options(steps=20, samples=2, **options)).train())
 
 
 @pytest.mark.second
@@ -63,7 +63,7 @@ def test_what_is_refused(tmp_path: Path, options: list[str], message: str) -> No
 
 @pytest.mark.second
 def test_spectral_noise_scale_is_that_of_muons_matrices() -> None:
-    demo = run.Run(run.Settings(20, 2, optimizer="muon", metrics=("spectral",)))
+    demo = run.Demo(run.Options(20, 2, optimizer="muon", metric=("spectral",)))
     found = next(demo.train()).scale
     names = {p: name for name, p in demo.model.named_parameters()}
     trained = {names[p].removesuffix(".weight") for p in demo.optimizer.param_groups[0]["params"]}
@@ -72,17 +72,17 @@ def test_spectral_noise_scale_is_that_of_muons_matrices() -> None:
 
 
 def test_adams_metric() -> None:
-    found = first(metrics=("adam", "sign")).scale
+    found = first(metric=("adam", "sign")).scale
     assert list(found.others) == ["adam", "sign"] and found.adam.updates == 8  # one has no v
 
 
 @pytest.mark.second
 def test_panel_has_a_line_for_each() -> None:
-    settings = run.Settings(20, 2, optimizer="sgd", metrics=("sign", "spectral"))
-    demo, console = run.Run(settings), Console(file=io.StringIO(), width=100)
+    settings = run.Options(20, 2, optimizer="sgd", metric=("sign", "spectral"))
+    demo, console = run.Demo(settings), Console(file=io.StringIO(), width=100)
     shown = panel.Panel(demo, console)
-    plain = panel.Panel(run.Run(run.Settings(20, 2)), console)
-    shown.now = first(optimizer="sgd", metrics=("sign", "spectral"))
+    plain = panel.Panel(run.Demo(run.Options(20, 2)), console)
+    shown.now = first(optimizer="sgd", metric=("sign", "spectral"))
     plain.now = first()
     console.print(shown.draw())
     text = console.file.getvalue()

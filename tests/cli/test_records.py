@@ -34,7 +34,7 @@ def test_a_tracker_is_read_back(tmp_path: Path) -> None:
     [run] = read_runs([tmp_path])
     assert (run.name, run.header, run.state) == ("small", {"name": "small", "steps": 2}, "open")
     assert [p.values for p in run.points] == [{"loss": 2.0, "gns/b_simple": 8.0}, {"loss": None}]
-    assert run.last_layers == {"0_lo": (4.0, 2.0, None)}
+    assert run.last_layers == {"0_lo": (4.0, 2.0, math.inf)}
     assert [each.values for each in run.layers] == [{"0_lo": 3.0}, {"0_lo": 4.0}]
     assert run.decisions == [decision(100, 8, 16, upper=None)]
     assert list(run.notes) == ["1 of 2 losses are NaN or infinite and missing from the curve"]
@@ -196,4 +196,5 @@ def test_of_many_lines_with_layers_some_are_kept(tmp_path: Path) -> None:
     kept = [each.step for each in run.layers]
     assert LAYER_LINES / 2 <= len(kept) <= LAYER_LINES
     assert {b - a for a, b in zip(kept, kept[1:])} == {8} and kept[0] == 0
-    assert run.last_layers == {"0": (count - 1.0, None, None)} and len(run.points) == count
+    assert run.last_layers["0"].record() == {"value": count - 1.0, "lower": None, "upper": None}
+    assert len(run.points) == count

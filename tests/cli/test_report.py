@@ -13,11 +13,12 @@ import pytest
 from test_records import decision, line, write
 from typer.testing import CliRunner
 
-from gnsfast.cli import figures, figures_batch, live
+from gnsfast.cli import figures, live
 from gnsfast.cli.app import app
 from gnsfast.cli.records import NothingYet, Point, RecordsError, Run, read_runs
 from gnsfast.cli.report import write_report
 from gnsfast.cli.summary import axis_position, count, matches, summary
+from gnsfast.interval import Interval
 
 
 def scale(name: str, value: float | None, lower: float, upper: float | None) -> dict[str, Any]:
@@ -47,6 +48,14 @@ def view(tmp_path: Path, *records: dict[str, Any]) -> figures.View:
     return figures.View(read_runs([write(tmp_path / "a.jsonl", *records)]))
 
 
+def test_steps_that_were_planned(tmp_path: Path) -> None:
+    header = {"kind": "run", "format": 1, "steps": 9}
+    text, _ = page(tmp_path, header, line(1), line(2))
+    assert "<dt>trained</dt><dd>200 tokens <small>2 steps of 9</small></dd>" in text
+    text, _ = page(tmp_path, header | {"steps": 2}, {"step": 2, "loss": 1.0})
+    assert "<dt>trained</dt><dd>2 steps</dd>" in text
+
+
 def test_only_what_there_is(tmp_path: Path) -> None:
     text, specs = page(tmp_path, line(1), line(2))
     assert re.findall("<h2>(.*?)</h2>", text) == ["Summary", "Loss"] and len(specs) == 1
@@ -63,8 +72,7 @@ def test_noise_scale_with_gaps_and_bounds(tmp_path: Path) -> None:
         line(3, **scale(name, 40.0, 20.0, None)), line(4, **scale(name, None, 0.0, None)),
         line(5), line(6, **scale(name, 30.0, 25.0, 35.0)), line(7, **{name: 31.0}),
     ]  # fmt: skip
-    figure = figures.noise_scale(view(tmp_path, *records))
-    assert figure is not None
+    figure = figures.all_figures(view(tmp_path, *records))["euclidean"]
     band, curve, arrows = figure.traces
     gap = None
     assert band["x"] == [100, 200, 200, 100, gap, 600, 600]
@@ -75,6 +83,12 @@ def test_noise_scale_with_gaps_and_bounds(tmp_path: Path) -> None:
     assert (arrows["x"], arrows["y"], arrows["text"]) == ([300], [20], ["at least 20 (95 %)"])
     low, high = figure.layout["yaxis"]["range"]
     assert low < math.log10(8) and math.log10(35) < high < math.log10(50)
+
+
+def test_an_end_that_is_far_does_not_stretch_the_axis(tmp_path: Path) -> None:
+    figure = figures.Figure(view(tmp_path, line(1)))
+    figure.cover_intervals([Interval(10.0, 8.0, 1e6), Interval(math.nan, 5.0, math.inf)])
+    assert (figure.low, figure.high) == (5.0, 120.0)
 
 
 def test_batch_sizes_from_decisions(tmp_path: Path) -> None:
@@ -94,14 +108,14 @@ def test_batch_sizes_from_decisions(tmp_path: Path) -> None:
 
 def test_batch_sizes_from_lines(tmp_path: Path) -> None:
     sizes = [8, 8, 8, 16, 16, 16]
-    figure = figures_batch.batch_size(
+    figure = figures.batch_size(
         view(tmp_path, *(line(k, **{"batch/size": b}) for k, b in enumerate(sizes)))
     )
     assert figure is not None
     assert figure.traces[0]["x"] == [0, 200, 300, 500] and figure.traces[0]["y"] == [8, 8, 16, 16]
     assert figure.traces[0]["line"]["shape"] == "vh"  # what a line says holds before it
     constant = view(tmp_path, *(line(k, **{"batch/size": 8}) for k in range(3)))
-    assert figures_batch.batch_size(constant) is None
+    assert "batch_size" not in figures.all_figures(constant)
 
 
 def test_batch_over_the_estimate(tmp_path: Path) -> None:
@@ -155,6 +169,7 @@ def test_branches(tmp_path: Path) -> None:
     [
         ({"lower": 32, "upper": None}, "arrow-up", "at least 32 samples"),
         ({"lower": 0, "upper": 8}, "arrow-down", "at most 8 samples"),
+        ({"lower": None, "upper": 8}, "arrow-down", "at most 8 samples"),
     ],
 )
 def test_branches_with_one_end(tmp_path: Path, ends: Any, symbol: str, said: str) -> None:
@@ -229,7 +244,7 @@ def test_no_text_ends_the_script(tmp_path: Path) -> None:
     text, specs = page(tmp_path, *records)
     assert len(specs) == 4 and "alert(1)</script>" not in (tmp_path / "a.html").read_text()
     data = (tmp_path / "a.html").read_text().partition('id="data">')[2].partition("</script>")[0]
-    assert "\\u003cbr>" in data and "<" not in data
+    assert "\\u003cbr\\u003e" in data and "<" not in data
 
 
 def test_long_curves_keep_their_extremes() -> None:
@@ -244,7 +259,7 @@ def test_long_curves_keep_their_extremes() -> None:
 
 def test_counts() -> None:
     said = [count(x) for x in (0, 9999, 10_000, 999_499, 999_999, 26_214_400, 3e12, 4e15)]
-    assert said == ["0", "9,999", "10k", "999k", "1M", "26.2M", "3T", "4000T"]
+    assert said == ["0", "9,999", "10k", "999k", "1M", "26.2M", "3T", "4,000T"]
 
 
 def test_command(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from test_report import read
 
 from gnsfast.cli.records import read_runs
 from gnsfast.cli.report import write_report
-from gnsfast.cli.summary import bounds, factors_in, summary
+from gnsfast.cli.summary import factors_in, summary
+from gnsfast.counts import three_digits
 from gnsfast.critical_batch import Branch, CriticalBatch
 from gnsfast.noise_scale import ModuleNoiseScale
 
@@ -44,16 +45,13 @@ def test_as_the_measurement_says(found: CriticalBatch) -> None:
     """``CriticalBatch.ratio``, whose missing ends are 0, NaN and infinity."""
     record = json.loads(json.dumps(found.record()))
     for metric, factor in factors_in(record).items():
-        value, lower, upper = found.ratio(metric)
-        assert factor.value == (pytest.approx(value) if math.isfinite(value) else None)
-        assert factor.lower == (pytest.approx(lower) if lower else None)
-        assert factor.upper == (pytest.approx(upper) if math.isfinite(upper) else None)
+        assert factor == pytest.approx(found.ratio(metric), nan_ok=True)
     assert set(factors_in(record)) == {"euclidean"} | ({"adam"} if found is BOTH else set())
 
 
 def test_in_words() -> None:
-    said = [bounds(factors_in(m.record())["euclidean"]) for m in (BOTH, FIRST, ALL)]
-    assert said == ["11.3 (4 to 32)", "at most 8", "unknown"]
+    said = [factors_in(m.record())["euclidean"].said(three_digits) for m in (BOTH, FIRST, ALL)]
+    assert said == ["11.3 (4 to 32)", "at most 8", ""]
     assert factors_in({"value": 4.0, "noise_scale": None}) == {}
 
 
@@ -80,8 +78,10 @@ def test_side_by_side(tmp_path: Path) -> None:
     points = [(t["x"][0], t["y"][0], t["marker"]["symbol"]) for t in figure["data"]]
     assert [point[1:] for point in points] == [(11.314, "diamond"), (2.2627, "circle")]
     assert points[0][0] < points[1][0] < 100  # two runs, two metrics: the first two of four
-    factors = summary(runs[0])["critical_batch_branches"][0]["factors"]
-    assert factors["euclidean"] == {"value": pytest.approx(8 * 2**0.5), "lower": 4, "upper": 32}
+    both, first = (each["factors"] for each in summary(runs[0])["critical_batch_branches"])
+    assert both["euclidean"] == {"value": pytest.approx(8 * 2**0.5), "lower": 4, "upper": 32}
+    assert first["euclidean"] == {"value": None, "lower": None, "upper": 8}
+    assert '<span style="color:#8a8f94">◆</span> times the noise scale' in text
 
 
 def replace_loss(found: CriticalBatch, loss: float) -> Branch:

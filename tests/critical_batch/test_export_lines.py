@@ -134,8 +134,9 @@ def test_hugging_face() -> None:
     plan = exports.hugging_face(schedule, per_device_train_batch_size=2, lr="linear")
     assert [entry["lr_factor"] for entry in plan] == [1.0, 2.0, 8.0]
     scope: dict[str, Any] = {}
-    exec(exports.hugging_face_lines(schedule, "linear", micro_batch=2, processes=2), scope)
+    exec(exports.hugging_face_lines(schedule, "linear", micro_batch=1, processes=2), scope)
     batch, trained = scope["batch"], 0
+    assert (batch.settings.data_parallel, batch.settings.micro_batch) == (2, 1)
     assert [type(c).__name__ for c in scope["callbacks"]] == ["GNSCallback", "BatchSizeCallback"]
     assert scope["callbacks"][1].controller is batch
     for tokens, size in walked(CASES[1]):

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gnsfast.cli.app import app
-from gnsfast.critical_batch.counts import exact_count, parse_count, short_count
+from gnsfast.counts import exact_count, parse_count, short_count
 from gnsfast.critical_batch.laws import BatchSizeSchedule, exports
 
 OLMO = [(0, 1024), (168e9, 2048), (503e9, 4096)]

@@ -17,6 +17,7 @@ from gnsfast.critical_batch.branches.noise_scale_records import (
 )
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.interval import Interval
 from gnsfast.noise_scale import METRICS, OTHERS, DualNormEstimate, ModuleNoiseScale
 
 KIND, FORMAT = "critical batch", 1
@@ -163,7 +164,7 @@ class CriticalBatch:
             )
         return tuple(found)
 
-    def ratio(self, metric: str = "euclidean") -> tuple[float, float, float]:
+    def ratio(self, metric: str = "euclidean") -> Interval:
         """Critical batch size / noise scale, with the lower and upper bound from both intervals.
 
         The ratio is NaN where a bound of the critical batch size is missing, or the mean |G|² is
@@ -180,11 +181,7 @@ class CriticalBatch:
         if scale is None or math.isnan(scale.noise_scale):
             why = f": {self.noise_scale_reason}" if self.noise_scale_reason else ""
             raise ValueError(f"the {metric} noise scale was not measured at this checkpoint{why}")
-        return (
-            self.value / scale.noise_scale if math.isfinite(scale.noise_scale) else math.nan,
-            self.lower / scale.upper,
-            self.upper / scale.lower if scale.lower > 0 else math.inf,
-        )
+        return Interval(self.value, self.lower, self.upper).over(scale.interval)
 
     def factor(
         self, metric: str = "euclidean", *, despite_doubts: bool = False
@@ -360,12 +357,9 @@ def null_to_nan(x: float | None) -> float:
     return math.nan if x is None else x
 
 
-def _times_noise_scale(ratio: tuple[float, float, float]) -> str:
-    value, lower, upper = ratio
-    if math.isfinite(value):
-        return f"{value:.3g} times that ({lower:.3g} to {upper:.3g})"
-    if lower > 0:
-        return f"at least {lower:.3g} times that"
-    if math.isfinite(upper):
-        return f"at most {upper:.3g} times that"
-    return "an unknown multiple of that"
+def _times_noise_scale(ratio: Interval) -> str:
+    value, lower, upper = map("{:.3g}".format, ratio)
+    if math.isfinite(ratio.value):
+        return f"{value} times that ({lower} to {upper})"
+    ends = ratio.ends("{:.3g}".format)
+    return f"{ends} times that" if ends else "an unknown multiple of that"

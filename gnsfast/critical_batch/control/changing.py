@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 
 from gnsfast.arguments import whole_number
-from gnsfast.critical_batch.control.decision import Decision, Estimate
+from gnsfast.critical_batch.control.decision import Decision
 from gnsfast.critical_batch.control.settings import Shared
 from gnsfast.critical_batch.control.token_schedules import Shape, by_tokens
 from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.interval import Interval
 from gnsfast.noise_scale import NoiseScale
 
 
@@ -172,16 +173,16 @@ class ChangingBatchSize(ABC):
         return tokens
 
     def _decide(
-        self, phase: str, new: int, e: Estimate, reason: str, *, warning: bool = False
+        self, phase: str, new: int, critical: Interval, reason: str, *, warning: bool = False
     ) -> Decision:
         """Change to the batch size ``new``, which may be the present one, and note why."""
         old, self.batch_size = self.batch_size, new
         decision = Decision(
             *(self.tokens, phase, old, new),
             lr_factor=self.settings.rules.lr_factor(new / old),
-            estimate=e.value,
-            lower=e.lower,
-            upper=e.upper,
+            estimate=critical.value,
+            lower=critical.lower,
+            upper=critical.upper,
             reason=reason,
             warning=warning,
         )

@@ -5,12 +5,14 @@ from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from gnsfast.arguments import finite_or_text
+from gnsfast.counts import in_samples
 from gnsfast.critical_batch.control.changing import ChangingBatchSize
-from gnsfast.critical_batch.control.decision import Decision, Estimate, estimate
+from gnsfast.critical_batch.control.decision import Decision, Evidence, evidence
 from gnsfast.critical_batch.control.settings import Settings, make_settings
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.critical_batch.run_identity import RunIdentity
-from gnsfast.noise_scale import NoiseScale, in_samples
+from gnsfast.interval import Interval
+from gnsfast.noise_scale import OVER, NoiseScale, critical_batch_metrics, excess, verdict_on
 
 PHASES = ("calibrate", "warm up", "monitor")
 
@@ -113,7 +115,7 @@ class BatchSizeController(ChangingBatchSize):
         weight_decay: str = "keep",
         patience: int = 3,
         check_every: int | None = None,
-        over: float = 1.2,
+        over: float = OVER,
         data_parallel: int = 1,
         micro_batch: int | None = None,
     ) -> None:
@@ -138,7 +140,7 @@ class BatchSizeController(ChangingBatchSize):
             micro_batch=micro_batch,
         )
         super().__init__(settings)
-        self._estimate = Estimate()
+        self._evidence = Evidence()
         self._rows = dict.fromkeys(("grow", "shrink", "over", "recovered"), 0)
         self._limit, self._capped = settings.over, False
         self.phase = self._phase_at(0)
@@ -165,7 +167,8 @@ class BatchSizeController(ChangingBatchSize):
         every = self.settings.check_every
         if due := tokens // every > self.tokens // every:
             found = noise_scale() if callable(noise_scale) else noise_scale
-            self._estimate = estimate(found, self.settings.factor, self._estimate.value)
+            known = self._evidence.critical.value
+            self._evidence = evidence(found, self.settings.factor, known)
         self.tokens = tokens
         if (phase := self._phase_at(tokens)) != self.phase:
             return self._enter(phase)
@@ -200,14 +203,17 @@ class BatchSizeController(ChangingBatchSize):
         return self._note(reason)
 
     def _judge(self) -> Decision | None:
-        e, s, B = self._estimate, self.settings, self.batch_size
-        larger, smaller, excess = s.growth * B, s.smaller(B), e.excess(B)
+        e, s, B = self._evidence, self.settings, self.batch_size
+        critical = e.critical
+        larger, smaller, over = s.growth * B, s.smaller(B), excess(B, critical.value)
+        verdict = verdict_on(B, critical, s.growth)
+        too_large = e.may_warn and verdict == "too large"
         growing = self.phase == "warm up" or (len(s.sizes) == 1 and not self._capped)
         counted = {
-            "grow": growing and e.may_grow and e.lower >= larger,
-            "shrink": smaller is not None and e.may_warn and e.upper < B,
-            "over": e.may_warn and e.upper < B and excess > self._limit,
-            "recovered": e.lower >= B or (e.may_warn and excess <= s.over),
+            "grow": growing and e.may_grow and verdict == "too small",
+            "shrink": smaller is not None and too_large,
+            "over": too_large and over > self._limit,
+            "recovered": critical.lower >= B or (e.may_warn and over <= s.over),
         }
         self._rows = {row: self._rows[row] + 1 if now else 0 for row, now in counted.items()}
         long = {row for row, checks in self._rows.items() if checks >= s.patience}
@@ -219,23 +225,23 @@ class BatchSizeController(ChangingBatchSize):
             self._forget()
             self._capped = False
             return self._note(
-                f"the critical batch size is at most {in_samples(e.upper)} at {s.patience} checks "
-                f"in a row, less than the batch size of {B:,}: it shrinks to {smaller:,}",
+                f"the critical batch size is at most {in_samples(critical.upper)} at {s.patience} "
+                f"checks in a row, less than the batch size of {B:,}: it shrinks to {smaller:,}",
                 new=smaller,
             )
         if "over" not in long:
             return None
-        limit, self._limit, self._rows["over"] = self._limit, 2 * excess, 0
+        limit, self._limit, self._rows["over"] = self._limit, 2 * over, 0
         return self._note(
             f"the batch size of {B:,} is more than {limit:.3g} times the estimated critical batch "
-            f"size of {in_samples(e.value)}, which is at most {in_samples(e.upper)}",
+            f"size of {in_samples(critical.value)}, which is at most {in_samples(critical.upper)}",
             warning=True,
         )
 
     def _grow(self, new: int) -> Decision:
         s = self.settings
         allows = (
-            f"the critical batch size is at least {in_samples(self._estimate.lower)} at "
+            f"the critical batch size is at least {in_samples(self._evidence.critical.lower)} at "
             f"{s.patience} checks in a row, which allows {new:,}"
         )
         self._forget()
@@ -263,7 +269,7 @@ class BatchSizeController(ChangingBatchSize):
 
     def _note(self, reason: str, *, new: int | None = None, warning: bool = False) -> Decision:
         size = self.batch_size if new is None else new
-        return self._decide(self.phase, size, self._estimate, reason, warning=warning)
+        return self._decide(self.phase, size, self._evidence.critical, reason, warning=warning)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a tracker, under flat names.
@@ -273,17 +279,17 @@ class BatchSizeController(ChangingBatchSize):
         calibrate, 1 warm up, 2 monitor.
         """
         phase = {"batch/phase": float(PHASES.index(self.phase))}
-        return super().metrics() | phase | self._estimate.metrics(self.batch_size)
+        critical = critical_batch_metrics(self.batch_size, self._evidence.critical)
+        return super().metrics() | phase | critical
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later decisions depend on, as plain types that strict JSON can hold."""
-        e = self._estimate
         return super().state_dict() | {
             "phase": self.phase,
             "capped": self._capped,
             "limit": finite_or_text(self._limit),
             "rows": dict(self._rows),
-            "estimate": [finite_or_text(number) for number in (e.value, e.lower, e.upper)],
+            "estimate": [finite_or_text(number) for number in self._evidence.critical],
         }
 
     def load_state_dict(self, state: dict[str, Any], *, change: Collection[str] = ()) -> None:
@@ -306,5 +312,4 @@ class BatchSizeController(ChangingBatchSize):
         ours = self.settings.state()
         if any(state["settings"][name] != ours[name] for name in ("factor", "growth", "over")):
             self._forget()  # counted under the old settings
-        value, lower, upper = map(float, state["estimate"])
-        self._estimate = Estimate(value, lower, upper)
+        self._evidence = Evidence(Interval(*map(float, state["estimate"])))

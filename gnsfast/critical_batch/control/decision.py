@@ -7,7 +7,8 @@ from typing import Any
 
 from gnsfast.arguments import finite_or_none, finite_or_text
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
-from gnsfast.noise_scale import NoiseScale, critical_batch_metrics, excess
+from gnsfast.interval import NOT_KNOWN, Interval
+from gnsfast.noise_scale import NoiseScale
 
 
 @dataclass(frozen=True)
@@ -54,29 +55,19 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Evidence:
     """The critical batch size by one measurement: noise scale times factor, in samples.
 
-    ``may_grow``: ``lower`` may justify a larger batch. ``may_warn``: ``upper`` may justify a
-    smaller batch or a warning.
+    ``may_grow``: its lower end may justify a larger batch. ``may_warn``: its upper end may justify
+    a smaller batch or a warning.
     """
 
-    value: float = math.nan
-    lower: float = 0.0
-    upper: float = math.inf
+    critical: Interval = NOT_KNOWN
     may_grow: bool = False
     may_warn: bool = False
 
-    def excess(self, batch_size: float) -> float:
-        """How many times the estimate a batch size is."""
-        return excess(batch_size, self.value)
 
-    def metrics(self, batch_size: float) -> dict[str, float]:
-        """``cbs/estimate`` with its ends and ``cbs/ratio``, as far as they are known."""
-        return critical_batch_metrics(batch_size, self.value, self.lower, self.upper)
-
-
-def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) -> Estimate:
+def evidence(found: NoiseScale, factor: CriticalBatchFactor, previous: float) -> Evidence:
     """The critical batch size that a window's noise scale gives.
 
     - Not measured: it justifies nothing.
@@ -95,11 +86,9 @@ def estimate(found: NoiseScale, factor: CriticalBatchFactor, previous: float) ->
     scale = found.under(factor.metric)
     value = factor.value * scale.noise_scale
     if math.isnan(value):
-        return Estimate()
-    return Estimate(
-        value,
-        factor.lower * scale.lower,
-        factor.upper * scale.upper,
+        return Evidence()
+    return Evidence(
+        Interval(value, factor.lower * scale.lower, factor.upper * scale.upper),
         may_grow=not found.drift or value >= previous,
         may_warn=math.isfinite(scale.upper) and (not found.drift or value <= previous),
     )

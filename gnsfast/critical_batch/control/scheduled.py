@@ -4,12 +4,13 @@
 from collections.abc import Callable
 from typing import ClassVar
 
+from gnsfast.counts import exact_count
 from gnsfast.critical_batch.control.changing import ChangingBatchSize
-from gnsfast.critical_batch.control.decision import Decision, Estimate
+from gnsfast.critical_batch.control.decision import Decision
 from gnsfast.critical_batch.control.settings import ScheduleSettings, micro_batch_of
-from gnsfast.critical_batch.counts import exact_count
 from gnsfast.critical_batch.laws import BatchSizeSchedule
 from gnsfast.critical_batch.run_identity import RunIdentity
+from gnsfast.interval import NOT_KNOWN
 from gnsfast.noise_scale import NoiseScale
 
 
@@ -89,7 +90,7 @@ class ScheduledBatchSize(ChangingBatchSize):
         if size == self.batch_size:
             return None
         reason = f"the schedule has {size:,} samples from {exact_count(threshold)} tokens on"
-        return self._decide("schedule", size, Estimate(), reason)
+        return self._decide("schedule", size, NOT_KNOWN, reason)
 
     def check_run(self, run: RunIdentity) -> None:
         """Thresholds go with any run: they were not measured in one."""

@@ -11,8 +11,8 @@ from gnsfast.critical_batch.laws.costs import (
     trade_off,
     twenty_percent,
 )
-from gnsfast.critical_batch.laws.json_lines import read_records
-from gnsfast.critical_batch.laws.power_law import Interval, PowerLaw, fit_power_law, student_t
+from gnsfast.critical_batch.laws.json_lines import JsonLines, read_records
+from gnsfast.critical_batch.laws.power_law import PowerLaw, fit_power_law, student_t
 from gnsfast.critical_batch.laws.published import (
     CRITICAL,
     CRITICAL_20,
@@ -36,6 +36,7 @@ from gnsfast.critical_batch.laws.published import (
     ranges,
 )
 from gnsfast.critical_batch.laws.schedule import SAME_COMPUTE, BatchSizeSchedule, Saved, headline
+from gnsfast.interval import Interval
 
 __all__ = [
     "BatchSizeSchedule",
@@ -44,6 +45,7 @@ __all__ = [
     "Cost",
     "DEEPSEEK",
     "Interval",
+    "JsonLines",
     "KAPLAN",
     "LAWS",
     "LING_EXPERTS",

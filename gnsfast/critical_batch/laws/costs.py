@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gnsfast.arguments import check_positive, whole_number
-from gnsfast.critical_batch.laws.power_law import Interval
+from gnsfast.interval import Interval
 
 
 def steps_share(batch_size: float, critical: float) -> float:
@@ -139,14 +139,14 @@ def trade_off(
         whole_number("a batch size", b)
         values = [tokens * _ratio(b, batch_size, c) for c in critical]
         seen = Interval(values[0], min(values), max(values))
-        steps = _scaled(seen, 1 / (b * tokens_per_sample))
+        steps = seen.times(1 / (b * tokens_per_sample))
         if gpus is None or tokens_per_second is None or batch_size is None:
             costs.append(Cost(b, steps, seen))
             continue
         used = gpus * b / batch_size
-        hours = _scaled(seen, 1 / tokens_per_second / 3600)
-        money = None if gpu_hour_price is None else _scaled(hours, gpu_hour_price)
-        costs.append(Cost(b, steps, seen, used, _scaled(hours, 1 / used / 24), hours, money))
+        hours = seen.times(1 / tokens_per_second / 3600)
+        money = None if gpu_hour_price is None else hours.times(gpu_hour_price)
+        costs.append(Cost(b, steps, seen, used, hours.times(1 / used / 24), hours, money))
     return costs
 
 
@@ -155,7 +155,3 @@ def _ratio(b: float, planned: float | None, critical: float) -> float:
     if math.isinf(critical):
         return 1.0
     return tokens_share(b, critical) / (tokens_share(planned, critical) if planned else 1.0)
-
-
-def _scaled(interval: Interval, factor: float) -> Interval:
-    return Interval(*(v * factor for v in interval))

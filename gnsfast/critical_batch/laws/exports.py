@@ -1,38 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes schedules in the form of other frameworks, and rounds only where asked to."""
+"""Writes schedules in the form of other frameworks, and rounds only where asked to.
 
+Most of these forms hold batch sizes alone. The ``*_lines`` are code that moves the learning rate
+with them: without these lines a run keeps that of its first batch size.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
-from gnsfast.critical_batch.counts import exact_count
+from gnsfast.counts import exact_count
 from gnsfast.critical_batch.laws.aligned import aligned_changes
-from gnsfast.critical_batch.laws.export_lines import (
-    check_multiples,
-    hugging_face_lines,
-    hugging_face_max_steps,
-    lightning_lines,
-    megatron_lines,
-    nanogpt_lines,
-)
 from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule
 from gnsfast.critical_batch.rules import Rules
-
-__all__ = [
-    "LightningAccumulation",
-    "MegatronRamp",
-    "hugging_face",
-    "hugging_face_lines",
-    "hugging_face_max_steps",
-    "lightning",
-    "lightning_lines",
-    "megatron",
-    "megatron_lines",
-    "megatron_ramp",
-    "nanogpt_lines",
-    "olmo_core",
-    "olmo_core_late",
-]
+from gnsfast.templates import template
 
 
 def megatron(schedule: BatchSizeSchedule, *, unit: str = "tokens") -> str:
@@ -84,6 +66,34 @@ def _check_rounding(schedule: BatchSizeSchedule, rounded: list[int]) -> None:
         "step earlier than this schedule: pass unit='samples', or use thresholds that are "
         f"multiples of {schedule.tokens_per_sample:,} tokens"
     )
+
+
+def megatron_lines(schedule: BatchSizeSchedule, lr: str = "sqrt") -> str:
+    """For a script that calls Megatron-LM's ``pretrain``, above that call.
+
+    Megatron counts the steps of its learning-rate schedule in samples, with ``--train-samples`` and
+    the options that go with it.
+
+    Source: NVIDIA/Megatron-LM, ``megatron/core/optimizer_param_scheduler.py``.
+
+    >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
+    >>> schedule = BatchSizeSchedule([(0, 768), (250e9, 3072)], 500e9, tokens_per_sample=8192)
+    >>> print(exports.megatron_lines(schedule))
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    <BLANKLINE>
+    FACTORS = {0: 1.0, 30518016: 2.0}  # samples trained: factor of the learning rate
+    plain = OptimizerParamScheduler.get_lr
+    OptimizerParamScheduler.get_lr = lambda self, group: plain(self, group) * (
+        FACTORS[max(samples for samples in FACTORS if samples <= self.num_steps)]
+    )
+    """
+    length = schedule.tokens_per_sample
+    factors = {
+        stage.tokens // length: schedule.lr_factor_at(stage.tokens, lr)
+        for stage in schedule.stages
+        if stage.steps
+    }
+    return _lines("megatron", factors=factors)
 
 
 @dataclass(frozen=True)
@@ -286,6 +296,20 @@ def lightning(
     return LightningAccumulation(scheduling, tuple(moved), lr_factors)
 
 
+def lightning_lines(lr_factors: Mapping[int, float]) -> str:
+    """For the end of ``configure_optimizers``.
+
+    >>> from gnsfast.critical_batch import exports
+    >>> print(exports.lightning_lines({0: 1.0, 2: 2.0}))
+    FACTORS = {0: 1.0, 2: 2.0}  # epoch: factor of the learning rate
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda epoch: FACTORS[max(e for e in FACTORS if e <= epoch)]
+    )
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
+    """
+    return _lines("lightning", factors=dict(lr_factors))
+
+
 def hugging_face(
     schedule: BatchSizeSchedule,
     *,
@@ -320,7 +344,7 @@ def hugging_face(
     """
     samples = whole_number("per_device_train_batch_size", per_device_train_batch_size)
     samples *= whole_number("processes", processes)
-    check_multiples(schedule)
+    _check_multiples(schedule)
     first, lr_factor = schedule.thresholds[0][1], Rules(lr).lr_factor
     changes = [(c.samples, c.new) for c in aligned_changes(schedule) if c.samples is not None]
     return [
@@ -337,6 +361,107 @@ def hugging_face(
     ]
 
 
+def hugging_face_lines(
+    schedule: BatchSizeSchedule, lr: str = "sqrt", *, micro_batch: int, processes: int = 1
+) -> str:
+    """For a script that makes a Trainer: callbacks that train the schedule, learning rates too.
+
+    Raises:
+        ValueError: for a batch size that is no multiple of the first one: the callback refuses it.
+
+    >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
+    >>> schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
+    >>> print(exports.hugging_face_lines(schedule, micro_batch=4).splitlines()[4])
+    schedule = BatchSizeSchedule([(0, 32), (2000, 64)], 5000, tokens_per_sample=10)
+    """
+    _check_multiples(schedule)
+    pairs = [(int(tokens), size) for tokens, size in schedule.thresholds]
+    return _lines(
+        "hugging_face",
+        pairs=pairs,
+        total_tokens=int(schedule.total_tokens),
+        length=schedule.tokens_per_sample,
+        lr=lr,
+        processes=processes,
+        micro_batch=micro_batch,
+        max_steps=hugging_face_max_steps(schedule),
+        accumulation=pairs[0][1] // (micro_batch * processes),
+    )
+
+
+def hugging_face_max_steps(schedule: BatchSizeSchedule) -> int:
+    """``TrainingArguments(max_steps=...)``, which counts steps of the first batch size.
+
+    >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
+    >>> schedule = BatchSizeSchedule([(0, 32), (10_000, 64)], 20_000, tokens_per_sample=10)
+    >>> schedule.steps, exports.hugging_face_max_steps(schedule)
+    (48, 63)
+    """
+    first = schedule.thresholds[0][1] * schedule.tokens_per_sample
+    return -(-int(schedule.total_tokens) // first)
+
+
+def _check_multiples(schedule: BatchSizeSchedule) -> None:
+    """Raise ValueError for a batch size of which ``BatchSizeCallback`` cannot count the steps."""
+    first = schedule.thresholds[0][1]
+    for tokens, size in schedule.thresholds:
+        if size % first:
+            raise ValueError(
+                f"BatchSizeCallback counts Trainer's steps in the first batch size, {first:,} "
+                f"samples, and refuses the {size:,} samples from {exact_count(int(tokens))} tokens "
+                "on: begin with a batch size that divides all others"
+            )
+
+
+def nanogpt_lines(
+    schedule: BatchSizeSchedule, lr: str = "sqrt", *, micro_batch: int, processes: int = 1
+) -> str:
+    """For nanoGPT's ``train.py``: settings, and what replaces ``lr = get_lr(...)`` in its loop.
+
+    ``warmup_iters`` and ``lr_decay_iters`` count steps of the first batch size, so that the decay
+    keeps its meaning in tokens. ``micro_batch`` is nanoGPT's ``batch_size``.
+
+    Raises:
+        ValueError: for a batch size that is no multiple of the samples of one forward pass.
+
+    Source: karpathy/nanoGPT, ``train.py``.
+
+    >>> from gnsfast.critical_batch import BatchSizeSchedule, exports
+    >>> schedule = BatchSizeSchedule([(0, 32), (640, 128)], 5120, tokens_per_sample=10)
+    >>> print(exports.nanogpt_lines(schedule, micro_batch=16))
+    max_iters = 5  # its loop takes one more
+    lr_decay_iters = 16
+    STAGES = (  # iteration, steps of the first batch so far, micro-batches, learning-rate factor
+        (0, 0, 2, 1.0),
+        (2, 2, 8, 2.0),
+    )
+    <BLANKLINE>
+    # in the loop
+        stage = max(stage for stage in STAGES if stage[0] <= iter_num)
+        begins, done, gradient_accumulation_steps, factor = stage
+        it = done + (iter_num - begins) * gradient_accumulation_steps / STAGES[0][2]
+        lr = factor * (get_lr(it) if decay_lr else learning_rate)
+    """
+    first = schedule.stages[0].batch_size * schedule.tokens_per_sample
+    stages = []
+    for stage in schedule.stages:
+        passes, rest = divmod(stage.batch_size, micro_batch * processes)
+        if rest:
+            raise ValueError(
+                f"a batch of {stage.batch_size:,} samples must be a multiple of "
+                f"{micro_batch * processes:,}, the samples of one forward pass"
+            )
+        if stage.steps:
+            done, factor = stage.tokens / first, schedule.lr_factor_at(stage.tokens, lr)
+            stages.append((stage.step, int(done) if done == int(done) else done, passes, factor))
+    return _lines(
+        "nanogpt",
+        max_iters=schedule.steps - 1,
+        lr_decay_iters=-(-int(schedule.total_tokens) // first),
+        stages=stages,
+    )
+
+
 def _factor(batch_size: int, name: str, samples: int) -> int:
     """The number of forward passes of ``samples`` samples in a step."""
     factor, rest = divmod(batch_size, whole_number(name, samples))
@@ -345,3 +470,8 @@ def _factor(batch_size: int, name: str, samples: int) -> int:
             f"a batch of {batch_size:,} samples must be a multiple of {name}, which is {samples:,}"
         )
     return factor
+
+
+def _lines(framework: str, **values: Any) -> str:
+    """Code for a framework, from its template."""
+    return template("gnsfast.critical_batch.laws", f"{framework}.jinja").render(values)

@@ -3,8 +3,51 @@
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+
+class JsonLines:
+    """The objects of a file, one a line: each ``read`` yields those added since the last one.
+
+    The last line may be half a line, because its run was killed or is writing it now: it is read
+    once the rest is there. A file that became shorter is a new one, and is read from its start.
+
+    Args:
+        error: makes the exception for a line that is no JSON object, from the line's number and
+            words.
+    """
+
+    def __init__(self, path: Path, error: Callable[[int, str], Exception]) -> None:
+        self.path, self.error = path, error
+        self.offset = self._lines = 0
+
+    def shrank(self) -> bool:
+        """Whether the file is a new one of the same name."""
+        return self.path.stat().st_size < self.offset
+
+    def read(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The number of each line and its object."""
+        if self.shrank():
+            self.offset = self._lines = 0
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            *whole, half = file.read().split(b"\n")
+        for k, line in enumerate([*whole, half]):
+            number, found = self._lines + 1, None
+            try:
+                found = json.loads(line) if line.strip() else None
+            except ValueError:
+                if k == len(whole):
+                    return
+                raise self.error(number, "this line is not JSON") from None
+            if line.strip() and not isinstance(found, dict):
+                raise self.error(number, "this line is not a JSON object")
+            self.offset += len(line) + (k < len(whole))
+            self._lines += k < len(whole)
+            if found is not None:
+                yield number, found
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -21,27 +64,14 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     ...     print(read_records(folder))
     [{'kind': 'run'}]
     """
+
+    def lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+        refuse = lambda number, _: ValueError(f"{file}, line {number}, is not a JSON object")
+        return JsonLines(file, refuse).read()
+
     path = Path(path)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    records = [record for file in files for record in _lines(file)]
+    records = [record for file in files for _, record in lines(file)]
     if not records:
         raise ValueError(f"{path} holds no records")
     return records
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    found = []
-    *lines, last = file.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate([*lines, last], 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            if number > len(lines):
-                break  # half a line: the run was killed, or is writing it now
-            record = None
-        if not isinstance(record, dict):
-            raise ValueError(f"{file}, line {number}, is not a JSON object")
-        found.append(record)
-    return found

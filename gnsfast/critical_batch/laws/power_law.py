@@ -4,19 +4,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from gnsfast.arguments import check_positive
-
-
-class Interval(NamedTuple):
-    """A value with its lower and upper bound."""
-
-    value: float
-    lower: float
-    upper: float
+from gnsfast.interval import Interval
 
 
 def student_t(confidence: float, freedom: int) -> float:
@@ -94,7 +86,7 @@ class PowerLaw:
             )
         there = self.predict(x * math.exp(-1 / (1 + b)))
         share = math.exp(b / (1 + b)) / (1 + b)
-        return Interval(*(share * end for end in there))
+        return there.times(share)
 
     def extrapolated(self, x: float) -> float:
         """The factor by which ``x`` is beyond the measured range; 1 within it."""

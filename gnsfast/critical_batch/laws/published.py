@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gnsfast.arguments import check_positive
-from gnsfast.critical_batch.counts import short_count
+from gnsfast.counts import short_count
 
 CRITICAL = "critical batch size (b/a)"
 """b/a of S(B) = a + b/B. This batch size takes twice the fewest steps and twice the fewest tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gnsfast.arguments import whole_number
-from gnsfast.critical_batch.counts import exact_count, parse_count
+from gnsfast.counts import exact_count, parse_count, rounded_percent
 from gnsfast.critical_batch.laws.json_lines import read_records
 from gnsfast.critical_batch.rules import Rules
 
@@ -264,7 +264,7 @@ class BatchSizeSchedule:
 
 def headline(saved: Saved) -> str:
     """The steps, and how many per cent fewer or more they are than at the fixed batch size."""
-    percent = f"{abs(saved.share):.1%}".replace("%", " %")
+    percent = rounded_percent(abs(saved.share))
     return (
         f"{saved.scheduled:,} steps, {percent} {'fewer' if saved.saved >= 0 else 'more'} than the "
         f"{saved.fixed:,} of {saved.against:,} samples each"
