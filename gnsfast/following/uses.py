@@ -74,7 +74,8 @@ class Joining:
         which = [k for k, want in enumerate(wanted) if want]
         P = len(which)
         own = type(a)._make(t.detach() if isinstance(t, Tensor) else t for t in a)
-        rows, kept = found[at], [None] * P
+        rows = found[at]
+        kept: list[Tensor | None] = [None] * P
         if serves:
             kept, found[at] = [rows[k::P].clone() for k in range(P)], rows.clone()
         else:

@@ -160,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 assert dw is not None
                 linked = torch.cat([_link_rows(head, tokens, x_ND, ids) for ids in link_ids], 1)
                 to_links = link_grads(link_ids, linked, dw)
-        if probe_rows is not None:
+        if B is not None and probe_rows is not None:
             probe_rows[:, B + 1].clamp_(max=1.0)  # one call, however many parts
             probe_rows = probe_rows.to(torch.float32)
         dx = dx if dx is None else dx.to(x_ND.dtype)
