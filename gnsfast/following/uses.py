@@ -287,7 +287,7 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
         return packed.place_of(found, x, leaf)
     if step is None:
         found = ALONE if B == 1 else FIRST
-    return found if isinstance(found, Layout) and found.fits(x.shape, B) else None
+    return found if isinstance(found, Layout) and found.fits(x.shape, B, leaf.growth) else None
 
 
 def bare(t: Any) -> Any:
