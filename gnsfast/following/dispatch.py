@@ -591,6 +591,8 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
     is_written = any(
         isinstance(t, Tensor) and t._version != v for t, v in zip(leaves, versions)
     ) or any(t is leaf for t in flat for leaf in leaves)
+    if not leaf.samples:  # an empty batch has no norm to miss
+        lost, results = False, [FIRST] * len(flat)
     where = f"{shapes[0]} -> {shapes[1]}"
     for expression in call.expressions:
         expression.note_use()
