@@ -42,7 +42,18 @@ def make(name: str, K: int, **options: Any) -> nn.Module:
     return block
 
 
-def loss_of_rows(experts: nn.Module, batch: Any) -> Tensor:
-    """Of experts by themselves; the index and the weights of every row are given."""
-    x, index, weights, r = (t.flatten(0, 1) for t in batch)
-    return (experts(x, index, weights) * r).sum()
+class OfRows(nn.Module):
+    """Experts by themselves; the index and the weights of every row are given."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        y: Tensor = self.experts(*(t.flatten(0, 1) for t in (x, index, weights)))
+        return y.view_as(x)
+
+
+def loss_of_rows(model: nn.Module, batch: Any) -> Tensor:
+    *given, r = batch
+    return (model(*given) * r).sum()

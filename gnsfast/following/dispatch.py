@@ -28,6 +28,7 @@ from gnsfast.following.layouts import (
     UNKNOWN,
     Chosen,
     Layout,
+    Owned,
     Place,
 )
 from gnsfast.following.leaf import (
@@ -139,7 +140,7 @@ ELEMENTWISE = frozenset(
     for kind in ("", "r", "i")
 ) | frozenset(
     "add sub mul div pow lerp addcmul addcdiv maximum minimum where multiply subtract divide "
-    "true_divide rsub add_ sub_ mul_ div_ masked_fill masked_fill_ expand_as".split()
+    "true_divide rsub add_ sub_ mul_ div_ copy_ masked_fill masked_fill_ expand_as".split()
 )
 """Functions that broadcast their arguments against each other."""
 
@@ -157,7 +158,8 @@ CASTS = frozenset(("to", "type_as"))
 COPIES = frozenset("expand expand_as repeat broadcast_to".split())
 RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
 
-_views = {getattr(Tensor, name).__get__: name for name in ("T", "mT", "H", "mH")}
+_views = {getattr(Tensor, name).__get__: name for name in ("T", "mT", "real", "imag")}
+_views |= {getattr(Tensor, name).__get__: "adjoint" for name in ("H", "mH")}
 _products = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 NAMES: dict[Any, str] = {**_views, **dict.fromkeys(_products, "matmul")}
 
@@ -184,14 +186,22 @@ pass could not unpack the tensors of a checkpoint.)
 """
 
 
+def _set_item(x: Tensor, index: Any, value: Any) -> Tensor:
+    """``x[index] = value``"""
+    x[index] = value
+    return x
+
+
 class Call:
     """A call of a function without a kernel: ``leaves`` are its arguments, flattened. At the places
     ``own`` are parameters, or tensors made of them, which need a gradient.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.name, self._given = func, name_of(func), (args, kwargs)
+        self.name, self._given = name_of(func), (args, kwargs)
+        self.func = _set_item if self.name == "__setitem__" else func
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.constants = self.leaves
         self.own, self.expressions = [], []
         for i, t in enumerate(self.leaves):
             e = expression_of(t) if isinstance(t, Tensor) else None
@@ -201,6 +211,11 @@ class Call:
         self.others = [
             i for i, t in enumerate(self.leaves) if isinstance(t, Tensor) and i not in self.own
         ]
+
+    def keep_first(self) -> None:
+        """Keep the first argument, a constant that the function will write to, for later runs."""
+        if 0 not in self.own:
+            self.constants = [self.leaves[0].detach().clone(), *self.leaves[1:]]
 
     def run(self) -> Any:
         """The result of the function."""
@@ -214,11 +229,16 @@ class Call:
         return self.func(*args, **kwargs)
 
     @property
+    def index(self) -> Any:
+        """The index of ``__setitem__``."""
+        return self._given[0][1]
+
+    @property
     def is_in_place(self) -> bool:
         """Whether the function writes to its first argument."""
         name = self.name
         dunder = name.startswith("__")
-        return name.startswith("__i") if dunder else name.endswith("_")
+        return name.startswith(("__i", "__set")) if dunder else name.endswith("_")
 
 
 def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
@@ -245,6 +265,8 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         spreads = _spreads(call, step, places, leaf)
         if spreads is not None:
             return call.run_with(dict(zip(call.own, spreads)))
+    if name == "__setitem__" and (value := _assigned(call, places, leaf)) is not None:
+        return call.run_with(dict(zip(call.own, [value])))
     if compiling():
         return _lost(call, leaf)
     return _replay(call, step, places, leaf)
@@ -325,7 +347,7 @@ def _spreads(
     elif leaf.starts is not None and leaf.rows <= 1:  # a single row is in order
         if not leaf.rows and shape[:1] != (1,):
             return None
-    elif not layout.fits(shape, leaf.lanes):
+    elif not layout.fits(shape, leaf.lanes, leaf.growth):
         return None
     if call.is_in_place and 0 in call.own:
         return None
@@ -337,7 +359,22 @@ def _spreads(
     return None if any(t is None for t in found) else [t for t in found if t is not None]
 
 
-def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen) -> Tensor | None:
+def _assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:
+    """The value of ``x[index] = value``, broadcast to the entries of data that it is written to;
+    None where their samples are not known.
+    """
+    x, layout, last = call.leaves[0], places.get(0), len(call.leaves) - 1
+    if compiling() or leaf.starts is not None or call.own != [last]:
+        return None
+    if not isinstance(layout, Layout) or not layout.fits(x.shape, leaf.samples, leaf.growth):
+        return None
+    owner = layout.owners(x.shape, leaf.samples, x.device)[call.index]
+    value = call.leaves[last]
+    y = spread_out(value, owner.shape, Owned(owner))
+    return y if y is None else y.to(x.dtype)
+
+
+def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) -> Tensor | None:
     """A tensor made of parameters, broadcast to ``shape``; None if it has a part for each sample,
     or for single tokens of packed documents.
     """
@@ -348,9 +385,9 @@ def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen) -> Tensor 
         return None
     wide = (1,) * missing + tuple(e.shape)
     d = layout.dim if isinstance(layout, Layout) else 0
-    if wide[d] != 1:
+    if wide[d : d + 1] != (1,) and not isinstance(layout, Owned):
         return None
-    first = layout.dim == 0 and not layout.interleaved if isinstance(layout, Layout) else False
+    first = isinstance(layout, Layout) and layout.is_first
     if expression.kind == ROWS and first and (y := _as_rows(expression, shape)) is not None:
         return y
     each = 1
@@ -397,8 +434,11 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool) -> Any:
         return y
     eager = not compiling()
     before = [call.leaves[i]._version for i in call.own] if eager else []
+    if eager and call.is_in_place:
+        call.keep_first()
     out = call.run()
     is_written = eager and [call.leaves[i]._version for i in call.own] != before
+    is_written |= eager and call.is_in_place
     found = {each.index: each for e in call.expressions for each in e.leaves}
     leaves = tuple(found[k] for k in sorted(found))
     results, spec = pytree.tree_flatten(tuple(out) if hasattr(out, "__next__") else out)
@@ -450,13 +490,15 @@ def _is_plain_index(index: list[Any]) -> bool:
 def _remade(call: Call, k: int, is_written: bool) -> Callable[..., Tensor]:
     """A function that computes result number ``k`` again, from other tensors for the leaves."""
     func, spec, own, expressions = call.func, call.spec, call.own, call.expressions
-    constants = [t.detach() if isinstance(t, Tensor) else t for t in call.leaves]
+    constants = [t.detach() if isinstance(t, Tensor) else t for t in call.constants]
 
     def make(value: Callable[[Leaf], Tensor]) -> Tensor:
         arguments = list(constants)
         for i, e in zip(own, expressions):
             one = e.graph() if value is twin_of else e.make(value)
             arguments[i] = one.clone() if is_written else one
+        if is_written and 0 not in own:
+            arguments[0] = arguments[0].clone()
         args, kwargs = pytree.tree_unflatten(arguments, spec)
         out = func(*args, **kwargs)
         out = tuple(out) if hasattr(out, "__next__") else out
@@ -537,18 +579,20 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
         results = of_results[: len(flat)]
     shapes = [list(leaves[i].shape) for i in places], [list(t.shape) for t in flat]
     fits = all(
-        not isinstance(place, Layout) or place.fits(leaves[i].shape, B)
+        not isinstance(place, Layout) or place.fits(leaves[i].shape, B, leaf.growth)
         for i, place in places.items()
     )
     lost = any(place == UNKNOWN for place in places.values()) or not fits
     lost |= any(
-        not isinstance(place, Layout) or not place.fits(t.shape, B)
+        not isinstance(place, Layout) or not place.fits(t.shape, B, leaf.growth)
         for place, t in zip(results, flat)
         if t.requires_grad
     )
     is_written = any(
         isinstance(t, Tensor) and t._version != v for t, v in zip(leaves, versions)
     ) or any(t is leaf for t in flat for leaf in leaves)
+    if not leaf.samples:  # an empty batch has no norm to miss
+        lost, results = False, [FIRST] * len(flat)
     where = f"{shapes[0]} -> {shapes[1]}"
     for expression in call.expressions:
         expression.note_use()

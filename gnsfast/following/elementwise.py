@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnsfast.following.layouts import Chosen, Layout
+from gnsfast.following.layouts import Chosen, Layout, Owned
 from gnsfast.following.leaf import Expression
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, reduced
 from gnsfast.functional import Plan
@@ -24,7 +24,7 @@ class _Spread(torch.autograd.Function):
         probe: Tensor,
         plan: Plan,
         shape: torch.Size,
-        layout: Layout | Chosen,
+        layout: Layout | Chosen | Owned,
         expression: Expression | None,
         rows: int,
     ) -> Tensor:
@@ -54,10 +54,17 @@ class _Spread(torch.autograd.Function):
         return total.reshape(ctx.own), rows, None, None, None, None, None
 
 
-def of_samples(g: Tensor, own: torch.Size, layout: Layout | Chosen, B: int) -> Tensor:
+def of_samples(g: Tensor, own: torch.Size, layout: Layout | Chosen | Owned, B: int) -> Tensor:
     """The gradient ``g`` of a tensor of shape ``own`` that was broadcast to that of ``g``, as
     [B, T, elements]: the sum over T is the gradient of a sample.
     """
+    if isinstance(layout, Owned):
+        g_BTP = g.new_zeros(B, 1, own.numel(), dtype=accumulate_dtype(g.dtype))
+        for b in layout.owner.unique().tolist():
+            g_BTP[b, 0] = (
+                g.masked_fill(layout.owner != b, 0.0).to(g_BTP.dtype).sum_to_size(own).flatten()
+            )
+        return g_BTP
     wide = (1,) * (g.ndim - len(own)) + tuple(own)
     if isinstance(layout, Layout) and layout.dim < g.ndim - 1 and wide[:-1] == (1,) * (g.ndim - 1):
         if wide[-1] > 1:  # the operator adds up the tokens
@@ -100,7 +107,7 @@ def spread(
     probe: Tensor,
     plan: Plan,
     shape: torch.Size,
-    layout: Layout | Chosen,
+    layout: Layout | Chosen | Owned,
     expression: Expression | None,
     rows: int,
 ) -> Tensor:

@@ -91,6 +91,32 @@ def _of_chosen_rows(use: Use, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
     return y.index_select(0, order_N.argsort())
 
 
+def grouped_mm(
+    mat_a: Tensor, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
+    """``F.grouped_mm(mat_a, mat_b, offs=offs)``: rows that are sorted by expert, whose matrices are
+    mat_b.
+    """
+    if offs is None or bias is not None or out_dtype is not None or mat_b.ndim != 3:
+        return NotImplemented
+    use = begin("_grouped_mm", mat_a, (mat_b,), _is_chosen, has_plan=False)
+    if use is None:
+        return NotImplemented
+    assert isinstance(use.layout, Chosen)
+    E, B = len(offs), use.leaf.samples
+    rows_N = torch.arange(len(mat_a), device=offs.device, dtype=offs.dtype)
+    expert_N = torch.searchsorted(offs, rows_N, right=True)  # E stands for an expert elsewhere
+    key_N, order_N = (expert_N * B + use.layout.owner_N).sort(stable=True)
+    starts = torch.searchsorted(key_N, torch.arange(E * B + 1, device=key_N.device))
+    x = mat_a.index_select(0, order_N)
+    y = functional.grouped_linear(x, mat_b, None, starts, use.probe, transposed=True)
+    return y.index_select(0, order_N.argsort())
+
+
+def _is_chosen(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
+    return isinstance(layout, Chosen)
+
+
 def _links(leaf: Leaf, weight: Any) -> tuple[functional.Link, ...]:
     """The links of earlier embeddings to a head that shares their weight."""
     links = leaf.links if leaf.is_tied and weight is leaf.current else ()
@@ -398,6 +424,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     F.linear: linear,
     torch.addmm: addmm,
     **dict.fromkeys(_PRODUCTS, product),
+    torch._grouped_mm: grouped_mm,
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.layer_norm: layer_norm,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the samples of a tensor lie."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,21 +10,35 @@ from torch import Tensor
 
 class Layout(NamedTuple):
     """Dimension ``dim`` holds B samples of consecutive rows, or if ``interleaved`` rows that are B
-    apart. ``several``: a sample had more than one row there in the example. ``None`` stands for
-    unknown: without an example only a dimension of size B counts.
+    apart. ``several`` is the number of rows that a sample had there in the example, 0 for one.
+    ``ANY_NUMBER`` stands for any number; None for unknown: without an example only a dimension of
+    size B counts.
     """
 
     dim: int = 0
     interleaved: bool = False
-    several: bool | None = None
+    several: int | None = None
 
-    def fits(self, shape: torch.Size | tuple[int, ...], B: int) -> bool:
+    def fits(
+        self, shape: torch.Size | tuple[int, ...], B: int, growth: Iterable[float] | None = None
+    ) -> bool:
         """Whether a tensor of this shape may hold B samples so. Where each sample had one row in
-        the example, more rows may lie in either order.
+        the example, more rows may lie in either order. Where it had several, they are as many, or
+        have grown as the batch has (``growth``): else the data may have chosen them.
         """
         if self.dim >= len(shape) or (B and shape[self.dim] % B):
             return False
-        return bool(self.several) or shape[self.dim] == B
+        if not self.several:
+            return shape[self.dim] == B
+        each = shape[self.dim] // max(B, 1)
+        if self.several == ANY_NUMBER or growth is None:
+            return True
+        return any(each == self.several * ratio for ratio in growth)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether dimension 0 has the size of the batch."""
+        return self.dim == 0 and not self.several
 
     def samples_first(self, t: Tensor, B: int) -> Tensor:
         """``t`` with the samples in dimension 0 and, if they have several rows, those in
@@ -35,6 +50,13 @@ class Layout(NamedTuple):
         parts, own = ((n // B, B), d + 1) if self.interleaved else ((B, n // B), d)
         first: Tensor = torch.unflatten(t, d, parts).movedim(own, 0)
         return first
+
+    def owners(self, shape: torch.Size, B: int, device: torch.device) -> Tensor:
+        """The sample of each entry of a tensor of this shape."""
+        n = shape[self.dim]
+        rows = torch.arange(n, device=device)
+        rows = rows % B if self.interleaved else rows // max(n // max(B, 1), 1)
+        return rows.view(-1, *(1,) * (len(shape) - self.dim - 1)).expand(shape)
 
     def of_sample(self, t: Tensor, b: int, B: int) -> Tensor:
         """Sample b's part of ``t``, with as many dimensions."""
@@ -57,10 +79,18 @@ class Chosen(NamedTuple):
         return t[self.owner_N == b]
 
 
+class Owned(NamedTuple):
+    """Each entry belongs to the sample that ``owner`` tells, which has the shape of the tensor."""
+
+    owner: Tensor
+
+
 FIRST = Layout()
 """Samples lie along dimension 0."""
 
-ALONE = Layout(several=True)
+ANY_NUMBER = -1
+
+ALONE = Layout(several=ANY_NUMBER)
 """All rows belong to the one sample of the batch."""
 
 SHARED = "shared"
@@ -145,7 +175,7 @@ def place_of(
                 b: each[d].view(parts).any(0 if interleaved else 1) for b, each in changed.items()
             }
             if not any(bool(o[[j for j in range(n) if j != b]].any()) for b, o in own.items()):
-                return Layout(d, interleaved, size > n)
+                return Layout(d, interleaved, size // n if size > n else 0)
     return UNKNOWN
 
 
@@ -156,13 +186,17 @@ def grown(shape: torch.Size, fewer: torch.Size | None, n: int) -> Layout | None:
     dims = [d for d, (a, b) in enumerate(zip(shape, fewer)) if a != b]
     if len(dims) != 1 or shape[dims[0]] * (n - 1) != fewer[dims[0]] * n:
         return None
-    return Layout(dims[0], False, shape[dims[0]] > n)
+    each = shape[dims[0]] // n
+    return Layout(dims[0], False, each if each > 1 else 0)
 
 
 def owners_of(x: Tensor, B: int) -> Tensor | None:
     """The samples of rows [n, ...] that were indexed from those of a batch, as autograd's graph of
     ``x`` tells. Whether all between the index and ``x`` keeps the rows is for the example to show.
     """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        return None  # it holds nothing yet, and to ask for the index would run it once more
     todo: list[tuple[Any, int, int | None]] = [(x.grad_fn, x.output_nr, None)]
     seen, n = 0, x.shape[0]
     while todo and seen < FAR:
@@ -172,9 +206,16 @@ def owners_of(x: Tensor, B: int) -> Tensor | None:
         name = fn.name()
         if name == "SplitWithSizesBackward0" and fn._saved_dim == 0:  # rows of one expert of all
             start = (start or 0) + sum(fn._saved_split_sizes[:number])
-        if name == "IndexBackward0":
-            k, index = next((k, i) for k, i in enumerate(fn._saved_indices) if i is not None)
+        if name in ("SelectBackward0", "UnbindBackward0") and fn._saved_dim == 0:  # of one sample
+            rows = fn._saved_self_sym_sizes[0] if name == "SelectBackward0" else B
+            index = fn._saved_index if name == "SelectBackward0" else number
+            if rows and rows % B == 0:
+                return torch.full((n,), index // (rows // B), device=x.device)
+        if name == "IndexBackward0" or (name == "IndexSelectBackward0" and fn._saved_dim == 0):
+            indices = fn._saved_indices if name == "IndexBackward0" else (fn._saved_index,)
+            k, index = next((k, i) for k, i in enumerate(indices) if i is not None)
             rows = fn._saved_self_sym_sizes[k]
+            index = index.nonzero()[:, 0] if index.dtype == torch.bool else index
             chosen = index.ndim == 1 and index.dtype == torch.int64 and B and rows % B == 0
             if chosen and (len(index) == n if start is None else len(index) >= start + n):
                 first = start or 0

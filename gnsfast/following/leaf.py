@@ -25,10 +25,22 @@ class Step(NamedTuple):
     copies: bool = False
     chosen: bool = False
 
+    def is_like(self, other: "Step") -> bool:
+        """Whether the samples lie in the same way, of any number of rows."""
+        return _any_rows(self) == _any_rows(other)
+
     @property
     def is_use(self) -> bool:
         """Whether the parameter meets the data here."""
         return any(isinstance(place, (Layout, str)) and place != SHARED for place in self.results)
+
+
+def _any_rows(step: Step) -> Step:
+    def without(place: Any) -> Any:
+        return place._replace(several=bool(place.several)) if isinstance(place, Layout) else place
+
+    arguments, results = (tuple(map(without, own)) for own in (step.arguments, step.results))
+    return step._replace(arguments=arguments, results=results)
 
 
 class Facts(NamedTuple):
@@ -56,7 +68,8 @@ class Leaf:
     """A trainable parameter: its probes, and what the open block has found about it.
 
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
-    itself. ``steps`` are the functions that took it in the example, in their order, and ``routes``
+    itself. ``growth``: by these factors a sample may have more rows than in the example. ``steps``
+    are the functions that took it in the example, in their order, and ``routes``
     those in which it meets the data. ``probe`` is for uses of this leaf, ``pair`` for those of this
     leaf and the ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its
     plans; documents have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known.
@@ -72,6 +85,7 @@ class Leaf:
         self.whole = Expression((self,), SAME, lambda value: value(self), is_whole=True)
         self.next: Leaf | None = None
         self.samples = 0
+        self.growth: frozenset[float] | None = None
         self.probe: Any = None
         self.pair: Any = None
         self.facts = NOTHING
@@ -100,7 +114,9 @@ class Leaf:
         self.by_name: dict[str, Step] = {}
         for step in steps:
             first = self.by_name.setdefault(step.name, step)
-            if first != step:  # only its place in the order tells which of them a function is
+            if not first.is_like(
+                step
+            ):  # only its place in the order tells which of them a function is
                 lost = (UNKNOWN,) * len(step.arguments), (UNKNOWN,) * len(step.results)
                 self.by_name[step.name] = Step(step.name, *lost)
         uses = [step for step in steps if step.is_use]

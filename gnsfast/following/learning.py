@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     tensors, None for parameters and other values. ``of_data``: one of them was made from the batch;
     ``is_data`` says which of them were, and need a gradient. ``has_grad``: it was called in grad
     mode. ``owner_N`` are the samples of rows that an index has chosen, and ``number_N`` says
-    what is in each.
+    what is in each. ``is_ragged``: the data have chosen how many rows there are.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Seen(NamedTuple):
     has_grad: bool
     owner_N: Tensor | None
     number_N: Tensor | None
+    is_ragged: bool
 
 
 class Look(TorchFunctionMode):
@@ -94,26 +95,31 @@ class Look(TorchFunctionMode):
                 args = numbered(args)
             arguments = [*_values(args, kwargs)]
             marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
-            of_data = any(mark is DATA for mark in marks)
-            of_data = of_data and not (name in CASTS and marks[0] not in (None, DATA))
+            of_data = any(map(_is_data, marks))
+            of_data = of_data and not (name in CASTS and marks[0] not in (None, DATA, RAGGED))
+            data = _data_of(name, arguments, marks)
             leaves = [
                 mark
                 for t, mark in zip(arguments, marks)
                 if isinstance(mark, Leaf) and t.requires_grad
             ]
             out = func(*args, **kwargs)
-            if hasattr(out, "__next__"):
+            if name in EMPTY:
+                out.zero_()  # what lies in memory would look like a change
+            if name == "__setitem__":
+                found = [args[0]]
+            elif hasattr(out, "__next__"):
                 out = iter(found := list(out))
             else:
                 found = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
             if leaves:
                 of_data, out, found = self._note(name, args, kwargs, leaves, of_data, out, found)
-            is_written = name[-1] == "_" and name[-2:] != "__" or name == "__setitem__"
+            is_written = name[-1] == "_" and name[-2:] != "__"
             if of_data and is_written and isinstance(arguments[0], Tensor):
-                _mark(arguments[0], DATA)
+                _mark(arguments[0], data)
             for t in found:
                 if of_data:
-                    _mark(t, DATA)
+                    _mark(t, DATA if name in VIEWS and t.ndim > arguments[0].ndim else data)
                 elif leaves and t.requires_grad and _mark_of(t) is None:
                     _mark(t, min(leaves, key=lambda leaf: leaf.index))
         return out
@@ -137,12 +143,12 @@ class Look(TorchFunctionMode):
         copied = None
         if name in COPIES and not of_data:
             copied = copied_along(name, arguments, leaf.samples)
-        x = next((t for t, mark in zip(arguments, marks) if mark is DATA), None)
+        x = next((t for t, mark in zip(arguments, marks) if _is_data(mark)), None)
         owner_N = None
         if of_data and x is not None and x.ndim == 2 and x.is_floating_point():
             owner_N = owners_of(x, leaf.samples)
         active = (
-            [mark is DATA and _is_active(t) for t, mark in zip(arguments, marks)],
+            [_is_data(mark) and _is_active(t) for t, mark in zip(arguments, marks)],
             [of_data and _is_active(t) for t in results],
         )
         tensors = (t for t in (*arguments, *results) if isinstance(t, Tensor))
@@ -161,6 +167,7 @@ class Look(TorchFunctionMode):
                 torch.is_grad_enabled(),
                 owner_N,
                 None if owner_N is None or x is None else _number(x.detach()),
+                any(mark is RAGGED for mark in marks),
             )
         )
         if copied is None:
@@ -178,8 +185,40 @@ class Look(TorchFunctionMode):
         return True, out, results
 
 
-DATA = object()
-"""The mark of tensors that are made from the batch."""
+EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided"))
+
+DATA, RAGGED = "data", "ragged"
+"""The marks of tensors that are made from the batch. Of ``RAGGED`` ones the data have chosen the
+number of rows, which another batch may share out among its samples in another way.
+"""
+
+SELECTS = frozenset(
+    "nonzero argwhere masked_select unique unique_consecutive _pack_padded_sequence".split()
+)
+INSERTS = frozenset(
+    "__setitem__ index_copy index_add index_put masked_scatter scatter scatter_add index_copy_ "
+    "index_add_ index_put_ masked_scatter_ scatter_ scatter_add_ index_fill index_fill_".split()
+)
+"""Functions whose result has the shape of their first argument."""
+
+VIEWS = frozenset("view reshape unflatten".split())
+
+
+def _is_data(mark: Any) -> bool:
+    return mark in (DATA, RAGGED)
+
+
+def _data_of(name: str, arguments: list[Any], marks: list[Any]) -> str:
+    """The mark of the results of a function of data."""
+    if name in INSERTS:
+        return DATA if marks[0] is not RAGGED else RAGGED
+    if name in SELECTS or RAGGED in marks:
+        return RAGGED
+    if name == "__getitem__":
+        kinds = (t.dtype for t in arguments[1:] if isinstance(t, Tensor))
+        return RAGGED if any(kind in (torch.bool, torch.uint8) for kind in kinds) else DATA
+    repeats = name == "repeat_interleave" and any(isinstance(t, Tensor) for t in arguments[1:])
+    return RAGGED if repeats else DATA
 
 
 def _mark(t: Tensor, mark: Any) -> None:
@@ -203,8 +242,8 @@ def _is_active(t: Tensor) -> bool:
 def _queried(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """The result of a function without a gradient. That of data is data."""
     out = func(*args, **kwargs)
-    if isinstance(out, Tensor) and _mark_of(args[0]) is DATA:
-        _mark(out, DATA)
+    if isinstance(out, Tensor) and _is_data(mark := _mark_of(args[0])):
+        _mark(out, mark)
     return out
 
 
@@ -228,15 +267,25 @@ class Example(NamedTuple):
     dims: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, B: int) -> "Example | None":
-        """A few samples of a batch of ``B``; None if no tensor has them."""
+    def of(cls, args: Any, kwargs: Any, B: int, n: int = FEW) -> "Example | None":
+        """So many samples of a batch of ``B``, again from the first if it has fewer; None if no
+        tensor has them.
+        """
         shapes = [t.shape for t in tensors_of((args, kwargs))]
         at = 0 if any(shape and shape[0] == B for shape in shapes) else 1
         dims = tuple(at if len(s) > at and s[at] == B else None for s in shapes)
         if all(d is None for d in dims):
             return None
         whole = cls(tuple(args), dict(kwargs), B, dims)
-        return whole.part(range(min(B, FEW)))
+        return whole.part([b % B for b in range(n)])
+
+    @classmethod
+    def several(cls, args: Any, kwargs: Any, B: int) -> "Iterator[Example]":
+        """A few samples of a batch of ``B``, then other numbers of them, last all."""
+        for n in dict.fromkeys((FEW, FEW + 1, FEW + 2, B)):
+            example = cls.of(args, kwargs, B, n)
+            if example is not None:
+                yield example
 
     @classmethod
     def of_documents(
@@ -312,10 +361,22 @@ class Looks(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """Where the samples lie in the model's results, and whether it computes in half precision."""
+    """Where the samples lie in the model's results, whether it computes in half precision, and for
+    each leaf the functions that take it, and those in which it meets the data. ``unclear`` are
+    leaves of which as many copies as samples are made, but not for them.
+    """
 
     results: list[Place]
     is_half: bool
+    steps: dict[Leaf, list[Step]]
+    routes: dict[Leaf, tuple[str, ...]]
+    unclear: frozenset[Leaf]
+
+    def tell(self, leaves: list[Leaf], is_part: bool) -> None:
+        """Let each leaf know the functions that take it, of a part or of the whole model."""
+        for leaf in leaves:
+            leaf.learn(self.steps.get(leaf, []), self.routes.get(leaf, ()), adds=is_part)
+            leaf.functions = 0
 
 
 def learn(
@@ -323,30 +384,24 @@ def learn(
     run: Callable[..., Any],
     example: Example,
     held: Callable[[], Any],
-    is_part: bool,
 ) -> Learned:
-    """Let each leaf know the functions that take it. ``run`` is the model, or a part of it,
-    ``held`` a context that restores its state.
+    """What an example shows. ``run`` is the model, or a part of it, ``held`` a context that
+    restores its state.
 
     A copy of a parameter for each sample is varied with its sample. If samples then meet, it was no
-    copy for each sample, as one for each of as many heads.
+    copy for each sample, as one for each of as many heads. Then another number of samples tells
+    more.
     """
     looks = _looks(leaves, run, example, held, varied=True)
-    found = _steps(looks, example.n)
+    found, unclear = _steps(looks, example.n), frozenset[Leaf]()
     if looks.base.copied and _lost_in(found):
         plain = _looks(leaves, run, example, held, varied=False)
         own = _steps(plain, example.n)
         if _lost_in(found) - _lost_in(own):
-            for leaf in looks.base.copied:
-                leaf.left_out = (
-                    "it is repeated as often as there are samples, but not for them: measure "
-                    "another number of samples"
-                )
+            unclear = frozenset(looks.base.copied)
             looks, found = plain, own
-    for leaf in leaves:
-        leaf.learn(found.get(leaf, []), tuple(looks.base.uses.get(leaf, ())), adds=is_part)
-        leaf.functions = 0
-    return Learned(_results(looks, example.n), looks.base.is_half)
+    routes = {leaf: tuple(uses) for leaf, uses in looks.base.uses.items()}
+    return Learned(_results(looks, example.n), looks.base.is_half, found, routes, unclear)
 
 
 def _looks(
@@ -470,8 +525,11 @@ def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> St
             if own[k] == NO_CHANGE:  # it lies as the others do
                 d = (first or Layout()).dim
                 fits = len(t.shape) > d and t.shape[d] >= n and t.shape[d] % n == 0
-                other = Layout(d, bool(first and first.interleaved), fits and t.shape[d] > n)
+                each = t.shape[d] // n if fits and t.shape[d] > n else 0
+                other = Layout(d, bool(first and first.interleaved), each)
                 own[k] = other if fits else UNKNOWN
+    if call.is_ragged:
+        arguments, results = ([UNKNOWN if p else p for p in own] for own in (arguments, results))
     kept = tuple(p for p in results if p is not None)
     return Step(call.name, tuple(arguments), kept, call.copies)
 

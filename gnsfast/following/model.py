@@ -5,9 +5,10 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from gnsfast.following import proof
 from gnsfast.following.dispatch import attach, detach
 from gnsfast.following.layouts import Place
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
-from gnsfast.following.learning import Example, Learned, learn
+from gnsfast.following.learning import FEW, Example, Learned, learn
 from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.following.sample_gradients import settle
 from gnsfast.functional import Documents
@@ -72,10 +73,14 @@ class Followed:
         for leaf in self.leaves:
             leaf.is_shared = list(self._aliases.values()).count(leaf) > 1
         self._now: Any = (0, {}, None)
+        self._few, self._again = FEW, 0
+        self._sizes: list[float] = []
+        self._now_sizes: list[float] = []
         self.proof = proof.Proof(NOT_BEGUN)
         self.observed: set[str] | None = None
         self.is_audited = self.is_half = self.is_apart = False
         self._places: list[Place] = []
+        self._learned: Any = None
 
     @classmethod
     def of(cls, model: nn.Module) -> "Followed":
@@ -274,15 +279,30 @@ class Followed:
                 f"tensors of shape {some}, none of which has dimension 0 or 1 of that size. Check "
                 "num_samples."
             )
+        if self._again and self.proof.unproven and not documents and samples > 1:
+            self._learn_again(args, kwargs, samples)
         self.learn(self.model, args, kwargs)
         if documents is not None and not self.is_apart:
             self._see_documents_apart(args, kwargs, documents)
+        if documents is None:
+            self._note_growth(args, kwargs, samples)
 
     def _rows_in(self, args: Any, kwargs: Any) -> int:
         """How many rows of a batch hold the packed documents; 0 if that is not known."""
         tokens = self._now[2].tokens
         found = (_rows_of(t.shape, tokens) for t in tensors_of((args, kwargs)))
         return next((rows for rows in found if rows), 0)
+
+    def _note_growth(self, args: Any, kwargs: Any, samples: int) -> None:
+        """Note how much longer than in the first batch the samples of this batch are."""
+        sizes = _sizes(args, kwargs, samples)
+        if sizes == self._now_sizes or len(sizes) != len(self._sizes):
+            return
+        self._now_sizes = sizes
+        ratios = {new / old for new, old in zip(sizes, self._sizes) if old}
+        growth = frozenset({1.0} | ratios | {r * r for r in ratios})
+        for leaf in self.leaves:
+            leaf.growth = growth
 
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from what a part of a model gets that is not called as a whole."""
@@ -314,8 +334,10 @@ class Followed:
         if module in self._looked or (samples < 2 and documents is None):
             return
         begun = time.perf_counter()
+        more: Iterator[Example] = iter(())
         if documents is None:
-            example = Example.of(args, kwargs, samples)
+            more = Example.several(args, kwargs, samples)
+            example = next(more, None)
         else:
             example = Example.of_documents(args, kwargs, samples, documents)
             if example is None:  # the next batch may show more
@@ -330,10 +352,12 @@ class Followed:
         self.is_learned = module is self.model or all(
             m in self._looked for m in self.model.modules() if m is not self.model
         )
+        if module is self.model and documents is None:
+            self._sizes = _sizes(args, kwargs, samples)
         if example is None:
             found = proof.Proof(f"no argument of the model has {samples} samples")
         else:
-            found = self._learned_from(module, leaves, example)
+            found = self._learned_from(module, leaves, chain([example], more))
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
@@ -341,6 +365,27 @@ class Followed:
         _report(module, leaves, found)
         if self.on_learned is not None:
             self.on_learned()
+
+    def _learn_again(self, args: Any, kwargs: Any, samples: int) -> None:
+        """Prove it with a later batch too, since the first one gave some parameters no gradient.
+        Those that it did not use are learnt.
+        """
+        example = Example.of(args, kwargs, samples, self._few)
+        self._again -= 1
+        if example is None:
+            return
+        unseen = [leaf for leaf in self.leaves if not leaf.steps and not leaf.routes]
+        with self._looking(self.leaves):
+            self._open(example.n, {}, None)
+            learned = self._learned
+            if unseen:
+                learn(unseen, self.model, example, self._as_it_was).tell(unseen, is_part=False)
+            found = self._prove(self.model, self.leaves, example, learned)
+        for leaf in self.covered:
+            if leaf.name in found.wrong:
+                leaf.fail(found.wrong[leaf.name])
+        if not found.reason:
+            self.proof = self.proof._replace(unproven=self.proof.unproven & found.unproven)
 
     def _leaves_of(self, module: nn.Module) -> list[Leaf]:
         """The leaves that a module holds, also those that another one holds too."""
@@ -350,18 +395,35 @@ class Followed:
         found = {leaf.index: leaf for n, leaf in self._aliases.items() if n.startswith(f"{at}.")}
         return [found[k] for k in sorted(found)]
 
-    def _learned_from(self, module: nn.Module, leaves: list[Leaf], example: Example) -> proof.Proof:
+    def _learned_from(
+        self, module: nn.Module, leaves: list[Leaf], examples: Iterable[Example]
+    ) -> proof.Proof:
+        """Learn from the first of ``examples``, and from others where the model does not take it,
+        or where something else is as many as its samples.
+        """
+        tried: list[tuple[Example, Learned]] = []
+        error = ""
         with self._looking(leaves):
-            self._open(example.n, {}, None, leaves)
-            try:
-                is_part = module is not self.model
-                learned = learn(leaves, module, example, self._as_it_was, is_part)
-            except Exception as error:  # the model's own, whatever it is
+            for example in examples:
+                self._open(example.n, {}, None, leaves)
+                try:
+                    tried = [(example, learn(leaves, module, example, self._as_it_was))]
+                except Exception as own:  # the model's own, whatever it is
+                    error = error or proof.first_line(own)
+                    continue
+                if not tried[0][1].unclear:
+                    break
+            if not tried:
                 what = "does not take some of the samples of its batch"
-                return proof.Proof(f"the model {what} ({proof.first_line(error)})")
+                return proof.Proof(f"the model {what} ({error})")
+            [(example, learned)] = tried
+            learned.tell(leaves, is_part=module is not self.model)
+            for leaf in learned.unclear:
+                leaf.left_out = UNCLEAR
             self.is_half |= learned.is_half
             if module is self.model:
-                self._places = learned.results
+                self._places, self._few, self._again = learned.results, example.n, AGAIN
+                self._learned = learned
             return self._prove(module, leaves, example, learned)
 
     @contextmanager
@@ -541,6 +603,14 @@ PROBES = 8
 """How many numbers of samples the probes are kept for. A run with more of them makes probes
 again."""
 
+UNCLEAR = (
+    "it is repeated as often as there are samples, but not for them: measure another number of "
+    "samples"
+)
+
+AGAIN = 2
+"""So many later batches are looked at where the first one gave some parameters no gradient."""
+
 NOT_BEGUN = "no batch has gone through the model in a block"
 DRAWS = "the model draws random numbers"
 
@@ -581,6 +651,11 @@ def _in_eager_mode() -> AbstractContextManager[Any]:
     """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
     compiled = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _sizes(args: Any, kwargs: Any, samples: int) -> list[float]:
+    """How many elements the tensors of a batch have for each sample."""
+    return [t.numel() / samples for t in tensors_of((args, kwargs)) if samples in t.shape[:2]]
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -155,7 +155,7 @@ def judge(
             # Rounding adds an error to the gradient, not to its square.
             if not abs(o**0.5 - r**0.5) <= rtol * r**0.5 + small:
                 wrong[leaf.name] = (
-                    f"its norm for a sample of the first batch is {o:.6g}, and {r:.6g} for the "
+                    f"its norm for a sample is {o:.6g}, and {r:.6g} for the "
                     "same sample alone: samples meet in the model, or were not told apart"
                 )
                 if not any(own):

@@ -13,11 +13,13 @@ from gnsfast.following import packed
 from gnsfast.following.layouts import ALONE, FIRST, UNKNOWN, Chosen, Layout
 from gnsfast.following.leaf import (
     NOTHING,
+    SAME,
     Expression,
     Leaf,
     compiling,
     expression_of,
     first_leaf,
+    recomputing,
 )
 from gnsfast.following.sample_gradients import Operands, is_wanted, leave
 from gnsfast.functional import Plan
@@ -271,8 +273,8 @@ def begin(
 def _is_alone(expression: Expression) -> bool:
     """Whether nothing but norms is measured of a parameter that has one use."""
     leaf = expression.leaves[0]
-    several = leaf.uses or leaf.known_uses > 1
-    return expression.is_whole and leaf.facts is NOTHING and not several
+    several = leaf.uses > (not compiling() and recomputing()) or leaf.known_uses > 1
+    return expression.kind == SAME and leaf.facts is NOTHING and not several
 
 
 def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | None:
@@ -288,7 +290,7 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
         return packed.place_of(found, x, leaf)
     if step is None:
         found = ALONE if B == 1 else FIRST
-    return found if isinstance(found, Layout) and found.fits(x.shape, B) else None
+    return found if isinstance(found, Layout) and found.fits(x.shape, B, leaf.growth) else None
 
 
 def bare(t: Any) -> Any:

@@ -113,8 +113,10 @@ class per_sample_sqnorms:
             slots = max(len(cu_seqlens) - 1, 0)
             self._documents = document_slots(cu_seqlens, num_samples, slots)
         self._slab, self._slots = ProbeSlab(model), slots
-        if not self._slab.leaves:
+        if not self._slab.followed.leaves:
             raise ValueError(f"{type(model).__name__} has no trainable parameter to measure")
+        if not self._slab.leaves:
+            raise ObservationError(checks.explain_nothing(self._slab.followed))
         self._always = audit == "always"
 
     def __enter__(self) -> SampleNorms:
