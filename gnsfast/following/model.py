@@ -150,7 +150,9 @@ class Followed:
         self._open(samples, facts, documents)
         if self._units:
             sharded = {id(leaf.parameter): leaf for leaf in self.leaves if leaf.is_sharded}
-            self._hooks += [m.register_forward_pre_hook(_attaching(sharded)) for m in self._units]
+            for own in _gathered_parameters(self._units):
+                if (leaf := sharded.get(id(own.sharded_param))) is not None:
+                    self._hooks.append(_Gathered(own, leaf))
         for leaf in self.leaves:
             if not (self._units and leaf.is_sharded):
                 attach(leaf, leaf.parameter)
@@ -684,16 +686,32 @@ def _arrived(followed: "weakref.ref[Followed]", probe: Tensor) -> None:
         own._arrives()
 
 
-def _attaching(leaves: dict[int, Leaf]) -> Callable[..., None]:
-    """A hook for the parameters that FSDP2 puts into a module for its forward pass only."""
-
-    def attach_all(module: Any, args: Any) -> None:
+def _gathered_parameters(units: list[Any]) -> list[Any]:
+    """What FSDP2 knows of each parameter that it shards."""
+    found: dict[int, Any] = {}
+    for module in units:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         for group in [state._fsdp_param_group] if groups is None else groups:
-            for own in group.fsdp_params if group is not None else ():
-                leaf = leaves.get(id(own.sharded_param))
-                if leaf is not None and type(own._unsharded_param) is nn.Parameter:
-                    attach(leaf, own._unsharded_param)
+            found |= {id(own): own for own in (group.fsdp_params if group is not None else ())}
+    return list(found.values())
 
-    return attach_all
+
+class _Gathered:
+    """Follows a parameter whenever FSDP2 puts the gathered one into its module, before a forward or
+    a method that was registered as one.
+    """
+
+    def __init__(self, own: Any, leaf: Leaf) -> None:
+        gathers, self._own = own.to_unsharded, own
+
+        def to_unsharded() -> None:
+            gathers()
+            attach(leaf, own._unsharded_param)
+
+        own.to_unsharded = to_unsharded
+        if hasattr(own, "_unsharded_param"):  # it may be in its module already
+            attach(leaf, own._unsharded_param)
+
+    def remove(self) -> None:
+        del self._own.to_unsharded
