@@ -37,9 +37,7 @@ def terms(outputs: list[Tensor], batch_dim: int | None) -> Tensor:
     return total
 
 
-def assert_as_in_torch(
-    model: nn.Module, args: Any, kwargs: Any, *, dim: int | None, **options: Any
-) -> nn.Module:
+def assert_as_in_torch(model: nn.Module, args: Any, kwargs: Any, *, dim: int | None) -> nn.Module:
     """Closed: torch's bits. Open: its outputs, the gradients of inputs and parameters, and the
     norms of single terms of the loss in float64. ``dim`` None: one unbatched sample.
     """

@@ -258,7 +258,7 @@ def _values(args: Any, kwargs: Any) -> Iterator[Any]:
 
 class Example(NamedTuple):
     """Samples of a batch: the arguments ``args`` and ``kwargs`` of a model, of which the tensors in
-    ``dims`` have their n samples along these dimensions.
+    ``dims`` have their n samples along these dimensions, each in as many consecutive rows.
     """
 
     args: tuple[Any, ...]
@@ -271,9 +271,9 @@ class Example(NamedTuple):
         """So many samples of a batch of ``B``, again from the first if it has fewer; None if no
         tensor has them.
         """
-        shapes = [t.shape for t in tensors_of((args, kwargs))]
-        at = 0 if any(shape and shape[0] == B for shape in shapes) else 1
-        dims = tuple(at if len(s) > at and s[at] == B else None for s in shapes)
+        given = [*tensors_of((args, kwargs))]
+        at = 0 if any(t.ndim and t.shape[0] == B for t in given) else 1
+        dims = tuple(_dim_of(t, at, B) for t in given)
         if all(d is None for d in dims):
             return None
         whole = cls(tuple(args), dict(kwargs), B, dims)
@@ -330,7 +330,9 @@ class Example(NamedTuple):
             if d is None:
                 own = own.clone()
             else:
-                own = own.index_select(d, torch.tensor(chosen, device=t.device))
+                each = t.shape[d] // self.n
+                rows = [b * each + k for b in chosen for k in range(each)]
+                own = own.index_select(d, torch.tensor(rows, device=t.device))
             return own.requires_grad_(t.requires_grad)
 
         args, kwargs = map_tensors(pick, (self.args, self.kwargs))
@@ -343,11 +345,26 @@ class Example(NamedTuple):
         def pick(t: Tensor) -> Tensor:
             d, new = next(dims), t.detach().clone()
             if d is not None and b >= 0:
-                new.select(d, b).copy_(t.detach().select(d, (b + 1) % self.n))
+                other = Layout(d).of_sample(t.detach(), (b + 1) % self.n, self.n)
+                Layout(d).of_sample(new, b, self.n).copy_(other)
             return new.requires_grad_(t.requires_grad)
 
         args, kwargs = map_tensors(pick, (self.args, self.kwargs))
         return self._replace(args=args, kwargs=kwargs)
+
+
+def _dim_of(t: Tensor, at: int, B: int) -> int | None:
+    """The dimension with the B samples of a tensor of the batch: ``at``, or the other one of the first
+    two for ids and features, which may lie sequence first beside a mask that does not. A mask of each
+    head [B * heads, T, T] has several rows for a sample.
+    """
+    s = t.shape
+    if len(s) > at and s[at] == B:
+        return at
+    is_mask = t.ndim < 3 and (t.is_floating_point() or t.dtype == torch.bool)
+    if at == 0 and len(s) > 1 and s[1] == B and not is_mask:
+        return 1
+    return 0 if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2] else None
 
 
 class Looks(NamedTuple):
