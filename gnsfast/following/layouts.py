@@ -141,7 +141,7 @@ def _along(t: Tensor) -> list[Tensor]:
     if not t.numel():
         return [t.new_zeros(size) for size in t.shape]
     for d in reversed(range(t.ndim)):  # the last dimension is summed over, and so on
-        rest = t.reshape(-1, t.shape[d])
+        rest = t.reshape(t.shape[:d].numel(), t.shape[d])  # also without elements
         found.append(_weights(len(rest), t) @ rest)
         t = t @ _weights(t.shape[d], t) if d else t
     return found[::-1]

@@ -68,7 +68,9 @@ class Leaf:
     """A trainable parameter: its probes, and what the open block has found about it.
 
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
-    itself. ``growth``: by these factors a sample may have more rows than in the example. ``steps``
+    itself. ``growth``: by these factors a sample may have more rows than in the example.
+    ``chosen`` are functions by which other parameters took rows that the data had chosen: so does
+    one of an expert to which the example sent no rows. ``steps``
     are the functions that took it in the example, in their order, and ``routes``
     those in which it meets the data. ``probe`` is for uses of this leaf, ``pair`` for those of this
     leaf and the ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its
@@ -86,6 +88,7 @@ class Leaf:
         self.next: Leaf | None = None
         self.samples = 0
         self.growth: frozenset[float] | None = None
+        self.chosen: frozenset[str] = frozenset()
         self.probe: Any = None
         self.pair: Any = None
         self.facts = NOTHING
@@ -171,7 +174,8 @@ class Leaf:
         if step.name == name or name in self.by_name:
             return step if step.name == name else self.by_name[name]
         outside = not self.inside and torch._C._current_graph_task_id() == -1
-        return None if outside else Step(name)
+        unseen = not self.steps and not self.routes
+        return None if outside else Step(name, chosen=unseen and name in self.chosen)
 
     @property
     def is_over(self) -> bool:

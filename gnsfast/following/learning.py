@@ -136,6 +136,8 @@ class Look(TorchFunctionMode):
     ) -> tuple[bool, Any, list[Tensor]]:
         """Note a call. Where it repeats a parameter for each sample, the results are data."""
         leaf = min(leaves, key=lambda each: each.index)
+        if of_data and not any(t.numel() for t in results):  # of an expert without rows
+            return of_data, out, results
         for each in leaves if of_data else ():
             self.uses.setdefault(each, {})[name] = None
         arguments = pytree.tree_leaves((args, kwargs))
@@ -391,9 +393,11 @@ class Learned(NamedTuple):
 
     def tell(self, leaves: list[Leaf], is_part: bool) -> None:
         """Let each leaf know the functions that take it, of a part or of the whole model."""
+        chosen = {step.name for own in self.steps.values() for step in own if step.chosen}
         for leaf in leaves:
             leaf.learn(self.steps.get(leaf, []), self.routes.get(leaf, ()), adds=is_part)
             leaf.functions = 0
+            leaf.chosen = leaf.chosen | chosen
 
 
 def learn(

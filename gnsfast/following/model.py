@@ -74,6 +74,7 @@ class Followed:
             leaf.is_shared = list(self._aliases.values()).count(leaf) > 1
         self._now: Any = (0, {}, None)
         self._few, self._again = FEW, 0
+        self._wrong_later: dict[str, str] = {}
         self._sizes: list[float] = []
         self._now_sizes: list[float] = []
         self.proof = proof.Proof(NOT_BEGUN)
@@ -283,6 +284,9 @@ class Followed:
             )
         if self._again and self.proof.unproven and not documents and samples > 1:
             self._learn_again(args, kwargs, samples)
+        for leaf in self.covered if self._wrong_later else ():
+            if leaf.name in self._wrong_later:
+                leaf.fail(self._wrong_later[leaf.name])
         self.learn(self.model, args, kwargs)
         if documents is not None and not self.is_apart:
             self._see_documents_apart(args, kwargs, documents)
@@ -383,9 +387,7 @@ class Followed:
             if unseen:
                 learn(unseen, self.model, example, self._as_it_was).tell(unseen, is_part=False)
             found = self._prove(self.model, self.leaves, example, learned)
-        for leaf in self.covered:
-            if leaf.name in found.wrong:
-                leaf.fail(found.wrong[leaf.name])
+        self._wrong_later |= found.wrong
         if not found.reason:
             self.proof = self.proof._replace(unproven=self.proof.unproven & found.unproven)
 
@@ -538,7 +540,7 @@ class Followed:
         zero = torch.zeros(n)
         covered = [leaf for leaf in leaves if leaf.name not in failed]
         found = {leaf: norms.get(leaf, zero) for leaf in covered}
-        judged = proof.judge(covered, found, truth, 5e-2 if learned.is_half else 1e-3)
+        judged = proof.judge(leaves, found, truth, 5e-2 if learned.is_half else 1e-3)
         return judged._replace(wrong=failed | judged.wrong)
 
     @contextmanager

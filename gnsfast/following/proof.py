@@ -138,19 +138,21 @@ def _sqnorm(g: Tensor) -> float:
 def judge(
     leaves: list[Leaf], norms: dict[Leaf, Tensor], truth: list[dict[Leaf, float]], rtol: float
 ) -> Proof:
-    """The parameters whose norms differ from those of single samples by more than ``rtol``."""
+    """The parameters whose ``norms`` differ from those of single samples by more than ``rtol``, and
+    of all ``leaves`` those without a gradient: what is behind them was not seen.
+    """
     totals = [sum(each.values()) for each in truth]
     wrong: dict[str, str] = {}
     unproven = set()
     for leaf in leaves:
-        if leaf not in norms:
-            continue
-        own = norms[leaf].tolist()
         eps = torch.finfo(leaf.current.dtype).eps
         real = [each[leaf] for each in truth]
         noise = [8 * eps * total**0.5 for total in totals]
         if not any(r**0.5 > small for r, small in zip(real, noise)):
             unproven.add(leaf.name)
+        if leaf not in norms:
+            continue
+        own = norms[leaf].tolist()
         for o, r, small in zip(own, real, noise):
             # Rounding adds an error to the gradient, not to its square.
             if not abs(o**0.5 - r**0.5) <= rtol * r**0.5 + small:

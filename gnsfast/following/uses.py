@@ -281,6 +281,8 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
     """Where the samples of ``x`` lie; None where that is not known."""
     step, B = leaf.step(name), leaf.samples
     found: Any = None
+    if x.ndim == 2 and not len(x) and not compiling():  # of an expert without rows
+        return Chosen(torch.zeros(0, dtype=torch.int64, device=x.device))
     if step is not None and step.chosen and not compiling():
         owner_N = packed.owners(x, leaf) if x.ndim == 2 else None
         return None if owner_N is None else Chosen(owner_N)

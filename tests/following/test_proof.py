@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are made to fool what the first batch shows: each parameter is right, or left out by
+name. And what the proof costs and leaves as it was.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_norms, loop_sqnorms
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gnsfast
+
+B, T, D = 4, 4, 8
+
+
+class Fooling(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor], own: dict[str, Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(D, D), nn.Linear(D, 3), between
+        for name, value in own.items():
+            setattr(self, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.between(self, torch.tanh(self.first(x))))
+        return y
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    weights = torch.linspace(0.5, 1.5, y[0].numel(), dtype=y.dtype).view(y[0].shape)
+    return (y * weights).square().flatten(1).sum(1)
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return losses(model, x).sum()
+
+
+def heads(m: Any, x: Tensor) -> Tensor:
+    """A bias for each of B heads, and one for each of T == B places."""
+    q = x.view(len(x), -1, 4, D // 4).transpose(1, 2)
+    q = F.scaled_dot_product_attention(q, q, q, attn_mask=m.heads.expand(4, x.shape[1], -1))
+    return q.transpose(1, 2).flatten(2) + m.places[: x.shape[1]]
+
+
+def keys_of_heads(m: Any, x: Tensor) -> Tensor:
+    q = m.inner(x).view(len(x), -1, 4, D // 4).transpose(1, 2)
+    k = m.keys.expand(4, -1, -1)
+    y: Tensor = (q @ k.transpose(1, 2)).transpose(1, 2).flatten(2)
+    return y
+
+
+def three_copies(m: Any, x: Tensor) -> Tensor:
+    """As many copies as samples are looked at, but not for them."""
+    return x * m.g.expand(3, -1).mean(0) + F.linear(x, m.w.repeat(3, 1)[D : 2 * D])
+
+
+def sorted_rows(m: Any, x: Tensor) -> Tensor:
+    order = x.sum((1, 2)).argsort()
+    y: Tensor = m.inner(x[order])[order.argsort()]
+    return y
+
+
+def sorted_tokens(m: Any, x: Tensor) -> Tensor:
+    rows = x.flatten(0, 1)
+    order = rows.sum(-1).argsort()
+    return m.inner(rows[order])[order.argsort()].view_as(x)
+
+
+def rolled(m: Any, x: Tensor) -> Tensor:
+    return m.inner(x.roll(1, 0)).roll(-1, 0)
+
+
+def reversed_rows(m: Any, x: Tensor) -> Tensor:
+    return m.inner(x.flip(0)).flip(0)
+
+
+def shuffled(m: Any, x: Tensor) -> Tensor:
+    order = torch.randperm(len(x))
+    return m.inner(x[order])[order.argsort()]
+
+
+def mean_before(m: Any, x: Tensor) -> Tensor:
+    return m.inner(x - x.mean(0))
+
+
+def mean_after(m: Any, x: Tensor) -> Tensor:
+    y = m.inner(x)
+    return y - y.mean(0)
+
+
+def loudest(m: Any, x: Tensor) -> Tensor:
+    return m.inner(x / x.abs().max())
+
+
+def gated(m: Any, x: Tensor) -> Tensor:
+    """What samples give each other is behind a gate that is zero at the start."""
+    return x + m.g * m.inner(x - x.mean(0))
+
+
+def neighbour(m: Any, x: Tensor) -> Tensor:
+    return m.inner(x) + 0.5 * m.inner(x.roll(1, 0))
+
+
+def attention_over_batch(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.inner(x)
+    return F.scaled_dot_product_attention(*(y.transpose(0, 1),) * 3).transpose(0, 1)
+
+
+def contrast(m: Any, x: Tensor) -> Tensor:
+    h = F.normalize(m.inner(x).flatten(1), dim=-1)
+    return x + (m.scale * (h @ h.t())).mean(1)[:, None, None]
+
+
+def total(m: Any, x: Tensor) -> Tensor:
+    return x + m.inner(x.mean((0, 1)))
+
+
+def ragged(how: str) -> Callable[[Any, Tensor], Tensor]:
+    """Only rows with a positive number go through a layer; all do in the first batch, which is
+    positive.
+    """
+
+    def between(m: Any, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        mask = (rows[:, 0] > -m.level).detach()
+        if how == "mask":
+            return rows.masked_scatter(mask[:, None], m.inner(rows[mask])).view_as(x)
+        if how == "masked_select":
+            y = m.inner(rows.masked_select(mask[:, None]).view(-1, D))
+            return rows.masked_scatter(mask[:, None], y).view_as(x)
+        if how == "numbers":
+            at = mask.nonzero()[:, 0]
+            return rows.index_copy(0, at, m.inner(rows.index_select(0, at))).view_as(x)
+        if how == "numpy":
+            at = torch.from_numpy(mask.numpy().nonzero()[0])
+            return rows.index_copy(0, at, m.inner(rows[at])).view_as(x)
+        counts = mask.view(x.shape[:2]).sum(1).tolist()  # the first so many of each sample
+        rows = m.inner(torch.cat([own[:n] for own, n in zip(x, counts)]))
+        parts = rows.split(counts)
+        return torch.stack([F.pad(p, (0, 0, 0, x.shape[1] - len(p))) for p in parts])
+
+    return between
+
+
+def alternating(m: Any, x: Tensor) -> Tensor:
+    rows = x.transpose(0, 1).reshape(-1, D)
+    return (m.inner(rows) * m.g).view(x.shape[1], len(x), D).transpose(0, 1)
+
+
+def longer_alternates(m: Any, x: Tensor) -> Tensor:
+    """One token of a sample is a row, more of them alternate."""
+    return alternating(m, x[:, :1]).expand_as(x) + m.inner(x[:, :1].transpose(0, 1)).transpose(0, 1)
+
+
+def other_branch(m: Any, x: Tensor) -> Tensor:
+    """Another batch size takes another way."""
+    return m.inner(x) if len(x) != 5 else torch.sin(m.inner(x.transpose(0, 1))).transpose(0, 1)
+
+
+def dead(m: Any, x: Tensor) -> Tensor:
+    """No gradient goes in the first batch through the layer where samples meet."""
+    return x + F.relu(m.inner(x - x.mean(0)) - 100.0 * (m.level > 0))
+
+
+def frozen_by_hand(m: Any, x: Tensor) -> Tensor:
+    return m.inner(x) + F.linear(x, m.inner.weight.detach())
+
+
+def by_data(m: Any, x: Tensor) -> Tensor:
+    """The attribute ``.data`` has no gradient."""
+    return m.inner(x) + F.linear(x, m.inner.weight.data, m.inner.bias.data)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return dy @ w.t(), x.flatten(0, -2).t() @ dy.flatten(0, -2)
+
+
+def hidden_kernel(m: Any, x: Tensor) -> Tensor:
+    return Square.apply(x, m.inner.weight)
+
+
+def hidden_kernel_too(m: Any, x: Tensor) -> Tensor:
+    return Square.apply(x, m.inner.weight) + m.inner(x)
+
+
+def vectorised(m: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(m.inner, in_dims=1, out_dims=1)(x)
+
+
+def checkpointed(m: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda t: torch.tanh(m.inner(t)) + m.inner(t), x, use_reentrant=False)
+
+
+def twice(m: Any, x: Tensor) -> Tensor:
+    return m.inner(m.inner(x)) + x @ m.inner.weight[:, :D].t()
+
+
+def pairs(m: Any, x: Tensor) -> Tensor:
+    """Two rows of every sample are one row of twice the width."""
+    y: Tensor = m.wide(x.unflatten(1, (-1, 2)).flatten(2))
+    return y.repeat_interleave(2, 1)
+
+
+def windows(m: Any, x: Tensor) -> Tensor:
+    """Windows of two tokens become rows of the batch, as in Swin."""
+    y: Tensor = m.inner(x.unflatten(1, (-1, 2)).flatten(0, 1))
+    return (y + m.places[:2]).unflatten(0, (len(x), -1)).flatten(1, 2)
+
+
+def stretched(m: Any, x: Tensor) -> Tensor:
+    return m.inner(x.repeat_interleave(2, 0)).unflatten(0, (-1, 2)).mean(1)
+
+
+def tiled(m: Any, x: Tensor) -> Tensor:
+    return m.inner(x.repeat(2, 1, 1)).unflatten(0, (2, -1)).mean(0)
+
+
+def square_of_batch(m: Any, x: Tensor) -> Tensor:
+    """A table [B, B] for a batch of as many tokens."""
+    mixed: Tensor = m.mix[: x.shape[1], : x.shape[1]] @ x
+    return mixed
+
+
+def own_batch_norm(m: Any, x: Tensor) -> Tensor:
+    y = (x - x.mean((0, 1))) / (x.var((0, 1)) + 1e-3).sqrt()
+    return y * m.g + m.g
+
+
+def by_expert(m: Any, x: Tensor) -> Tensor:
+    rows = x.flatten(0, 1)
+    chosen = (rows[:, 0] > 0).long() + (rows[:, 1] > 0).long()
+    out = torch.zeros_like(rows)
+    for k, expert in enumerate(m.experts):
+        at = (chosen == k).nonzero()[:, 0]
+        out = out.index_add(0, at, torch.tanh(expert(rows[at])))
+    return out.view_as(x)
+
+
+def capacity(m: Any, x: Tensor) -> Tensor:
+    """The rows with the largest numbers of the whole batch."""
+    rows = x.flatten(0, 1)
+    at = rows.sum(-1).topk(len(rows) // 2).indices
+    return rows.index_copy(0, at, m.inner(rows[at])).view_as(x)
+
+
+def inner() -> dict[str, Any]:
+    return {"inner": nn.Linear(D, D)}
+
+
+def with_gain() -> dict[str, Any]:
+    return {**inner(), "g": 1 + 0.3 * torch.randn(D)}
+
+
+FOOLING: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str, Any]]]] = {
+    "as many heads as samples": (
+        heads,
+        lambda: {"heads": torch.randn(4, 1, 1), "places": torch.randn(T, D)},
+    ),
+    "keys of heads": (keys_of_heads, lambda: {**inner(), "keys": torch.randn(1, 2, D // 4)}),
+    "three copies": (
+        three_copies,
+        lambda: {"g": torch.randn(1, D), "w": torch.randn(D, D)},
+    ),
+    "sorted": (sorted_rows, inner),
+    "sorted tokens": (sorted_tokens, inner),
+    "rolled": (rolled, inner),
+    "reversed": (reversed_rows, inner),
+    "shuffled": (shuffled, inner),
+    "mean before": (mean_before, inner),
+    "mean after": (mean_after, inner),
+    "loudest": (loudest, inner),
+    "gated": (gated, lambda: {**inner(), "g": torch.zeros(1)}),
+    "neighbour": (neighbour, inner),
+    "attention over the batch": (attention_over_batch, inner),
+    "contrast": (contrast, lambda: {**inner(), "scale": torch.tensor(0.7)}),
+    "total": (total, inner),
+    **{
+        f"ragged, {how}": (ragged(how), lambda: {**inner(), "level": 9.0})
+        for how in ("mask", "masked_select", "numbers", "numpy", "slices")
+    },
+    "alternating": (alternating, with_gain),
+    "one token": (longer_alternates, with_gain),
+    "other branch": (other_branch, inner),
+    "dead": (dead, lambda: {**inner(), "level": 1.0}),
+    "detached": (frozen_by_hand, inner),
+    "data": (by_data, inner),
+    "a kernel of its own": (hidden_kernel, lambda: {"inner": nn.Linear(D, D, bias=False)}),
+    "and a layer": (hidden_kernel_too, inner),
+    "vmap": (vectorised, inner),
+    "checkpoint": (checkpointed, inner),
+    "twice": (twice, inner),
+    "pairs": (pairs, lambda: {"wide": nn.Linear(2 * D, D)}),
+    "windows": (windows, lambda: {**inner(), "places": torch.randn(4, D)}),
+    "stretched": (stretched, inner),
+    "tiled": (tiled, inner),
+    "mixed tokens": (square_of_batch, lambda: {"mix": torch.randn(8, 8)}),
+    "a batch norm of its own": (own_batch_norm, with_gain),
+    "experts": (
+        by_expert,
+        lambda: {"experts": nn.ModuleList([nn.Linear(D, D) for _ in range(3)])},
+    ),
+    "capacity": (capacity, inner),
+}
+MEETING = {
+    *("mean before", "mean after", "loudest", "gated", "neighbour", "attention over the batch"),
+    *("contrast", "total", "dead", "a batch norm of its own", "capacity"),
+    "shuffled",
+}
+"""Samples meet there: a sample alone has another loss."""
+
+
+def shares(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The squared norms of the gradients of each sample's share of the loss."""
+    named = dict(model.named_parameters())
+    norms = {n: torch.zeros(len(x), dtype=torch.float64) for n in named}
+    for b, own in enumerate(losses(model, x)):
+        grads = torch.autograd.grad(own, named.values(), retain_graph=True, allow_unused=True)
+        for name, g in zip(named, grads):
+            norms[name][b] = 0.0 if g is None else g.square().sum()
+    return norms
+
+
+RIGHT = {name for name in FOOLING if name not in MEETING} - {
+    *("sorted", "rolled", "reversed", "a kernel of its own", "and a layer"),
+    *(f"ragged, {how}" for how in ("masked_select", "numpy", "slices")),
+}
+"""Here nothing is left out."""
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 5, 3), (2, 5, 2), (3, 3, 4)], ids=str)
+@pytest.mark.parametrize("name", FOOLING)
+def test_each_parameter_is_right_or_left_out(name: str, sizes: tuple[int, ...]) -> None:
+    between, own = FOOLING[name]
+    model = Fooling(between, own()).double()
+    for k, size in enumerate(sizes):
+        if k and hasattr(model, "level"):
+            model.level = -0.1
+        x = torch.randn(size, T, D, dtype=torch.float64)
+        try:
+            with gnsfast.per_sample_sqnorms(model, size, audit="always") as norms:
+                torch.manual_seed(k)
+                loss(model, x).backward()
+        except gnsfast.ObservationError as error:
+            assert name not in RIGHT or (name, k) in LATER, str(error)
+            assert any(n in str(error) for n, _ in model.named_parameters()), error
+            continue
+        torch.manual_seed(k)
+        loop = (shares if name in MEETING else loop_of)(model, x)
+        assert_norms(norms, loop, names=set(norms))
+        table = gnsfast.coverage(model)
+        assert all(row.static or row.reason for row in table.rows)
+        if name in RIGHT:
+            assert table.covered_fraction == 1, str(table)
+
+
+def loop_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return loop_sqnorms(model, loss, x, len(x))
+
+
+LATER = {("other branch", k) for k in (1, 2)}
+"""A later batch takes another way there: an error names the parameter."""
