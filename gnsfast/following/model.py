@@ -364,6 +364,8 @@ class Followed:
             found = proof.Proof(f"no argument of the model has {samples} samples")
         else:
             found = self._learned_from(module, leaves, chain([example], more))
+        if module is not self.model and _counts(args, kwargs, samples):
+            found = found._replace(wrong=found.wrong | {leaf.name: POSITIONS for leaf in leaves})
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
@@ -615,6 +617,11 @@ UNCLEAR = (
 AGAIN = 2
 """So many later batches are looked at where the first one gave some parameters no gradient."""
 
+POSITIONS = (
+    "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "
+    "call: these may be positions that all samples share, or a number for each sample. With "
+    "gnsfast.configure(model, example=...) the whole pass shows which"
+)
 NOT_BEGUN = "no batch has gone through the model in a block"
 DRAWS = "the model draws random numbers"
 
@@ -660,6 +667,14 @@ def _in_eager_mode() -> AbstractContextManager[Any]:
 def _sizes(args: Any, kwargs: Any, samples: int) -> list[float]:
     """How many elements the tensors of a batch have for each sample."""
     return [t.numel() / samples for t in tensors_of((args, kwargs)) if samples in t.shape[:2]]
+
+
+def _counts(args: Any, kwargs: Any, samples: int) -> bool:
+    """Whether an argument is a list of consecutive numbers, as many as samples."""
+    return samples > 1 and any(
+        t.shape == (samples,) and not t.is_floating_point() and bool((t.diff() == 1).all())
+        for t in tensors_of((args, kwargs))
+    )
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
