@@ -91,7 +91,7 @@ def _of_chosen_rows(use: Use, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
 
 
 class _Reordered(torch.autograd.Function):
-    """``x[order_N]`` for a permutation. ``owners_of`` would take torch's index for a choice of rows."""
+    """``x[order_N]`` for a permutation, which ``owners_of`` does not take for a choice of rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order_N: Tensor) -> Tensor:

@@ -234,8 +234,8 @@ def _is_of_parameter(fn: Any) -> bool:
 
 VIEWS = frozenset(
     f"{name}Backward0"
-    for name in "Select Unbind Split SplitWithSizes Slice Transpose T Permute View UnsafeView Alias "
-    "Squeeze Unsqueeze ReshapeAlias ToCopy Clone Expand AsStrided".split()
+    for name in "Select Unbind Split SplitWithSizes Slice Transpose T Permute View UnsafeView "
+    "Alias Squeeze Unsqueeze ReshapeAlias ToCopy Clone Expand AsStrided".split()
 )
 """Nodes whose result holds elements of one argument."""
 
