@@ -86,9 +86,27 @@ def _of_chosen_rows(use: Use, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
     order_N = owner_N.argsort(stable=True)
     ends_B = torch.bincount(owner_N, minlength=use.leaf.samples).cumsum(0)
     plan = use.plan._replace(starts=torch.cat([ends_B.new_zeros(1), ends_B]))
-    x = x.index_select(0, order_N)  # not an index, which ``owners_of`` would take for a choice
-    y = functional.linear(x, weight, bias, use.probe, plan)
-    return y.index_select(0, order_N.argsort())
+    y = functional.linear(_reordered(x, order_N), weight, bias, use.probe, plan)
+    return _reordered(y, order_N.argsort())
+
+
+class _Reordered(torch.autograd.Function):
+    """``x[order_N]`` for a permutation, which ``owners_of`` does not take for a choice of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order_N: Tensor) -> Tensor:
+        ctx.save_for_backward(order_N)
+        return x[order_N]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        (order_N,) = ctx.saved_tensors
+        return torch.empty_like(g).index_copy_(0, order_N, g), None
+
+
+def _reordered(x: Tensor, order_N: Tensor) -> Tensor:
+    y: Tensor = _Reordered.apply(x, order_N)
+    return y
 
 
 def grouped_mm(
@@ -108,9 +126,9 @@ def grouped_mm(
     expert_N = torch.searchsorted(offs, rows_N, right=True)  # E stands for an expert elsewhere
     key_N, order_N = (expert_N * B + use.layout.owner_N).sort(stable=True)
     starts = torch.searchsorted(key_N, torch.arange(E * B + 1, device=key_N.device))
-    x = mat_a.index_select(0, order_N)
+    x = _reordered(mat_a, order_N)
     y = functional.grouped_linear(x, mat_b, None, starts, use.probe, transposed=True)
-    return y.index_select(0, order_N.argsort())
+    return _reordered(y, order_N.argsort())
 
 
 def _is_chosen(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
@@ -400,9 +418,12 @@ def cross_entropy(
 
 
 def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
-    """The labels lie as the rows do, so packed documents must lie in their order."""
+    """The labels lie as the rows do, so packed documents must lie in their order. It knows no links
+    of documents to other uses of its weight.
+    """
     in_order = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
-    return in_rows(x, layout, leaf) and (in_order or leaf.starts is None)
+    alone = not leaf.links and not leaf.uses
+    return in_rows(x, layout, leaf) and (leaf.starts is None or (in_order and alone))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

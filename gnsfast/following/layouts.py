@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Layout(NamedTuple):
@@ -209,7 +209,7 @@ def owners_of(x: Tensor, B: int) -> Tensor | None:
         if name in ("SelectBackward0", "UnbindBackward0") and fn._saved_dim == 0:  # of one sample
             rows = fn._saved_self_sym_sizes[0] if name == "SelectBackward0" else B
             index = fn._saved_index if name == "SelectBackward0" else number
-            if rows and rows % B == 0:
+            if B and rows and rows % B == 0 and not _is_of_parameter(fn):
                 return torch.full((n,), index // (rows // B), device=x.device)
         if name == "IndexBackward0" or (name == "IndexSelectBackward0" and fn._saved_dim == 0):
             indices = fn._saved_indices if name == "IndexBackward0" else (fn._saved_index,)
@@ -224,6 +224,20 @@ def owners_of(x: Tensor, B: int) -> Tensor | None:
         todo += [(f, nr, start) for f, nr in fn.next_functions]
     return None
 
+
+def _is_of_parameter(fn: Any) -> bool:
+    """Whether a node takes a piece of a parameter, such as the matrix of one expert of as many."""
+    while fn is not None and fn.name() in VIEWS:
+        fn = fn.next_functions[0][0]
+    return fn is not None and isinstance(getattr(fn, "variable", None), nn.Parameter)
+
+
+VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in "Select Unbind Split SplitWithSizes Slice Transpose T Permute View UnsafeView "
+    "Alias Squeeze Unsqueeze ReshapeAlias ToCopy Clone Expand AsStrided".split()
+)
+"""Nodes whose result holds elements of one argument."""
 
 FAR = 80
 """So many nodes of the graph are searched for the index of an expert's rows."""

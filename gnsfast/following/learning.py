@@ -356,9 +356,9 @@ class Example(NamedTuple):
 
 
 def _dim_of(t: Tensor, at: int, B: int) -> int | None:
-    """The dimension with the B samples of a tensor of the batch: ``at``, or the other one of the first
-    two for ids and features, which may lie sequence first beside a mask that does not. A mask of each
-    head [B * heads, T, T] has several rows for a sample.
+    """The dimension with the B samples of a tensor of the batch: ``at``, or the other one of the
+    first two for ids and features, which may lie sequence first beside a mask that does not. A mask
+    of each head [B * heads, T, T] has several rows for a sample.
     """
     s = t.shape
     if len(s) > at and s[at] == B:

@@ -666,7 +666,8 @@ def _in_eager_mode() -> AbstractContextManager[Any]:
 
 def _sizes(args: Any, kwargs: Any, samples: int) -> list[float]:
     """How many elements the tensors of a batch have for each sample."""
-    return [t.numel() / samples for t in tensors_of((args, kwargs)) if samples in t.shape[:2]]
+    given = [t for t in tensors_of((args, kwargs)) if samples in t.shape[:2]]
+    return [t.numel() / samples for t in given] if samples else []
 
 
 def _counts(args: Any, kwargs: Any, samples: int) -> bool:
