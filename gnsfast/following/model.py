@@ -361,7 +361,9 @@ class Followed:
         if module is self.model and documents is None:
             self._sizes = _sizes(args, kwargs, samples)
         if example is None:
-            found = proof.Proof(f"no argument of the model has {samples} samples")
+            why = f"no argument of {type(module).__name__} has {samples} samples"
+            is_part = module is not self.model
+            found = proof.Proof(why, {leaf.name: why for leaf in leaves if is_part})
         else:
             found = self._learned_from(module, leaves, chain([example], more))
         if module is not self.model and _counts(args, kwargs, samples):
