@@ -8,6 +8,7 @@ element-wise one is a reduction (``elementwise.py``). Any other is run again for
 backward (``replay.py``).
 """
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -106,7 +107,8 @@ def detach(p: Any) -> bool:
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of ``func``, which takes a parameter or a tensor that was made of one."""
-    if not torch.is_grad_enabled():
+    by_compiler = torch.compiler.is_compiling() and not compiling()
+    if by_compiler or not torch.is_grad_enabled():
         with unfollowed():
             return func(*args, **kwargs)
     if (opened := OPENED.get(func)) is not None:
@@ -116,7 +118,38 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
             y = kernel(*args, **kwargs)
             if y is not NotImplemented:
                 return y
-        return _without_kernel(func, args, kwargs)
+        y = _without_kernel(func, args, kwargs)
+    if y is not NotImplemented:
+        return y
+    name = Call(func, args, kwargs).expressions[0].leaves[0].name
+    torch._dynamo.graph_break(msg=f"{name}: {NOT_COMPILED}")  # what fullgraph=True raises
+    return in_eager_code(func, args, kwargs)
+
+
+def in_eager_code(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function that compiled code does not follow (``prepare_compiler``)."""
+    return dispatch(func, args, kwargs)
+
+
+def prepare_compiler() -> None:
+    """Let ``in_eager_code`` break the graph, and let one graph serve all numbers of samples. (What
+    is reached from a parameter has fixed sizes otherwise.) To import the compiler for this takes a
+    second.
+    """
+    global in_eager_code
+    if "torch._dynamo" in sys.modules and not hasattr(in_eager_code, "_torchdynamo_disable"):
+        in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
+        config = torch.compiler.config
+        config.dynamic_sources = ",".join(filter(None, (config.dynamic_sources, SIZES)))
+
+
+SIZES = r".*\._gnsfast\..*\.(probe|pair|samples|tokens)"
+
+NOT_COMPILED = (
+    "gnsfast follows this parameter in eager code only. It meets the data several times, in a "
+    "function without a kernel, or after arithmetic. Compile without fullgraph=True, or leave it "
+    "out: gnsfast.configure(model, exclude=[...])"
+)
 
 
 KEEPS = frozenset(
@@ -144,6 +177,11 @@ ELEMENTWISE = frozenset(
 )
 """Functions that broadcast their arguments against each other."""
 
+IN_PLACE = frozenset(
+    "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ add_ sub_ mul_ div_ masked_fill_".split()
+)
+"""Those of them that write to their first argument."""
+
 QUERIES = frozenset(
     "__get__ __set__ __delete__ size dim numel nelement __len__ ndimension is_floating_point "
     "is_complex is_contiguous "
@@ -153,6 +191,9 @@ QUERIES = frozenset(
     "is_same_size item tolist __bool__".split()
 )
 """Functions that give no gradient to a parameter."""
+
+COMPILED = KEEPS | SHIFTS | PIECES | {"embedding"}
+"""Functions of parameters alone that compiled code follows."""
 
 CASTS = frozenset(("to", "type_as"))
 COPIES = frozenset("expand expand_as repeat broadcast_to".split())
@@ -242,7 +283,9 @@ class Call:
 
 
 def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function without a kernel, or of one that no kernel serves."""
+    """The result of a function without a kernel, or of one that no kernel serves;
+    ``NotImplemented`` where compiled code does not follow it.
+    """
     name = name_of(func)
     if name in QUERIES:
         return _queried(func, args, kwargs)
@@ -251,6 +294,8 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     call = Call(func, args, kwargs)
     if all(leaf.left_out for e in call.expressions for leaf in e.leaves):
         return func(*args, **kwargs)
+    if compiling() and not all(e.is_compiled for e in call.expressions):
+        return NotImplemented
     if name == "backward":
         for leaf in call.expressions[0].leaves:
             leaf.fail("a loss is made of parameters alone, and belongs to no sample")
@@ -268,7 +313,7 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "__setitem__" and (value := _assigned(call, places, leaf)) is not None:
         return call.run_with(dict(zip(call.own, [value])))
     if compiling():
-        return _lost(call, leaf)
+        return NotImplemented
     return _replay(call, step, places, leaf)
 
 
@@ -349,7 +394,7 @@ def _spreads(
             return None
     elif not layout.fits(shape, leaf.lanes, leaf.growth):
         return None
-    if call.is_in_place and 0 in call.own:
+    if call.name in IN_PLACE and 0 in call.own:
         return None
     # A 0-d tensor does not change the dtype of a result, and its broadcast copy would.
     others = [leaves[i].dtype for i in call.others]
@@ -421,7 +466,7 @@ def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:
     if ids.ndim != n - 2 and not (ids.ndim == n - 1 and ids.shape[0] == B):
         return None
     if not compiling():
-        leaf.whole.note_use()
+        leaf.whole.note_use("rows")
     ids = ids.expand(B, *ids.shape[ids.ndim - n + 2 :])
     plan = plan_for([leaf.whole], [leaf.current], FIRST)
     y, _ = functional.embedding(ids, bare(leaf.current), leaf.probe, plan, padding_idx=padding_idx)
@@ -433,6 +478,8 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool) -> Any:
     if copies and call.own == [0] and (y := _copied(call, leaf)) is not None:
         return y
     eager = not compiling()
+    if not (eager or call.name in COMPILED):
+        return NotImplemented
     before = [call.leaves[i]._version for i in call.own] if eager else []
     if eager and call.is_in_place:
         call.keep_first()
@@ -451,8 +498,7 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool) -> Any:
         made = _expression(call, leaves, k, t, is_written)
         if made.kind == MADE:
             if not eager:
-                results[k] = _marked_lost(t, leaf)
-                continue
+                return NotImplemented
             made.graph()
         if not eager:
             t = results[k] = t.as_subclass(Tracked)
@@ -469,7 +515,8 @@ def _expression(
 ) -> Expression:
     """What result number ``k`` of a function of parameters is made of."""
     first, name = call.expressions[0], call.name
-    make = _remade(call, k, is_written)
+    is_remade = not compiling() or first.leaves[0].facts.v is not None
+    make = _remade(call, k, is_written) if is_remade else _not_remade
     keeps = len(call.own) == 1 and first.kind == SAME and not is_written
     shifted = first.is_shifted or name in SHIFTS
     if keeps and (name in KEEPS or (name in SHIFTS and t.shape == call.leaves[call.own[0]].shape)):
@@ -481,6 +528,10 @@ def _expression(
         padding_idx = call.leaves[2] if len(call.leaves) > 2 else None
         return Expression(leaves, ROWS, make, rows=(call.leaves[0], padding_idx))
     return Expression(leaves, MADE, make)
+
+
+def _not_remade(value: Callable[[Leaf], Tensor]) -> Tensor:
+    raise RuntimeError("compiled code made a tensor of it")
 
 
 def _is_plain_index(index: list[Any]) -> bool:
@@ -595,7 +646,7 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
         lost, results = False, [FIRST] * len(flat)
     where = f"{shapes[0]} -> {shapes[1]}"
     for expression in call.expressions:
-        expression.note_use()
+        expression.note_use(call.name)
         for each in expression.leaves:
             if is_written:
                 each.fail(f"{call.name} writes to data")
@@ -613,27 +664,3 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
     replay.results = [p for p, t in zip(results, flat) if t.requires_grad]  # type: ignore[misc]
     own = [e.leaves[0].probe for e in call.expressions]
     return replayed(replay, out, own)
-
-
-class _Lost(torch.autograd.Function):
-    """Passes on a tensor that compiled code cannot follow, and says so in the probe's counter."""
-
-    @staticmethod
-    def forward(ctx: Any, e: Tensor, probe: Tensor) -> Tensor:
-        ctx.shape = probe.shape
-        return e.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g, g.new_full(ctx.shape, float("nan"), dtype=torch.float32)
-
-
-def _marked_lost(t: Tensor, leaf: Leaf) -> Tensor:
-    marked: Tensor = _Lost.apply(t, leaf.probe)
-    return marked
-
-
-def _lost(call: Call, leaf: Leaf) -> Any:
-    """The result of a function that compiled code cannot follow."""
-    first = call.own[0]
-    return call.run_with({first: _marked_lost(call.leaves[first], leaf)})

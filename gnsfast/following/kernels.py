@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gnsfast import functional
 from gnsfast.following.layouts import Chosen, Layout
-from gnsfast.following.leaf import Leaf, compiling, expression_of, recomputing
-from gnsfast.following.uses import Use, bare, begin, in_rows, trained
+from gnsfast.following.leaf import Leaf, compiling, expression_of
+from gnsfast.following.uses import Use, again, bare, begin, in_rows, trained
 
 
 def linear(input: Tensor, weight: Tensor, bias: Any = None) -> Any:
@@ -137,9 +137,10 @@ def _is_chosen(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
 
 def _links(leaf: Leaf, weight: Any) -> tuple[functional.Link, ...]:
     """The links of earlier embeddings to a head that shares their weight."""
-    links = leaf.links if leaf.is_tied and weight is leaf.current else ()
-    leaf.is_taken = bool(links)
-    return links
+    if not leaf.is_tied or weight is not leaf.current or again():
+        return ()
+    leaf.is_taken = True
+    return leaf.links
 
 
 def embedding(
@@ -160,27 +161,16 @@ def embedding(
     leaf, _, plan, probe = use
     if max_norm is not None:
         _renormalise(weight, input, max_norm, norm_type)
-    links: tuple[functional.Link, ...] = ()
-    again = not compiling() and recomputing()
-    tied = leaf.is_tied and weight is leaf.current
-    if tied and (compiling() or again or torch._C._current_graph_task_id() == -1):
-        plan = plan._replace(uses=None)
-        if not again and not compiling():
-            leaf.spans.pop()  # links join it with later uses
-        if again:
-            links = leaf.links[: _number_of(input, leaf.links)]  # those before it
-        elif leaf.is_taken:  # the model runs once more
-            leaf.links, leaf.is_taken = (), False
-        else:
-            links = leaf.links
-    else:
-        tied = False
+    tied = leaf.is_tied and weight is leaf.current and not again()
+    if tied and leaf.is_taken and compiling():
+        return NotImplemented
+    links = leaf.links if tied else ()
 
     def looked_up(ids: Tensor) -> Tensor:
         y, link = functional.embedding(
             ids, bare(weight), probe, plan, links, padding_idx=padding_idx, tied=tied
         )
-        if link is not None and not again:
+        if link is not None:
             leaf.links = (*leaf.links, link)
         return y
 
@@ -191,15 +181,6 @@ def _renormalise(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float)
     """What torch does to the rows ``ids`` before it looks them up."""
     with torch.no_grad():
         torch.embedding_renorm_(weight, ids.contiguous(), max_norm, norm_type)
-
-
-def _number_of(ids: Tensor, links: tuple[functional.Link, ...]) -> int:
-    """Which of the links is that of ``ids``."""
-    if len(links) == 1:
-        return 0
-    own = ids.flatten().sort().values
-    same = (torch.equal(link[0].flatten().sort().values, own) for link in links)
-    return next((k for k, is_own in enumerate(same) if is_own), len(links))
 
 
 def layer_norm(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
 from gnsfast.functional import Groups, Link, Plan
 
-compiling = torch.compiler.is_compiling
+compiling = torch.compiler.is_dynamo_compiling
 
 
 class Step(NamedTuple):
@@ -165,7 +165,7 @@ class Leaf:
         are ``UNKNOWN`` if the example had no such function.
         """
         if compiling():  # a counter would need a graph for each of its values
-            return self.by_name.get(name)
+            return self.by_name.get(name, Step(name)) if self.is_learned else None
         number = self.functions
         self.functions = number + 1
         if not self.is_learned:
@@ -281,10 +281,15 @@ class Expression:
             return False
         if name == "embedding":
             return not leaf.is_taken or torch._C._current_graph_task_id() != -1
-        return name in HEADS and bool(leaf.links)
+        return name in HEADS and bool(leaf.links) and not leaf.is_taken
 
     def _is_apart(self, other: Span | None) -> bool:
         return self.span is not None and self.span.is_apart(other)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code follows it: nothing is joined there."""
+        return self.kind != MADE and not self.leaves[0].is_known_joined
 
     @property
     def is_joined(self) -> bool:
@@ -355,6 +360,6 @@ def first_leaf(expressions: list[Expression]) -> Leaf:
     first = expressions[0].leaves[0]
     for expression in expressions[1:]:  # Dynamo knows no min(key=)
         leaf = expression.leaves[0]
-        if leaf.index < first.index:
+        if leaf is not first.next and leaf.index < first.index:  # a number would be in the graph
             first = leaf
     return first

@@ -6,7 +6,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import proof
-from gnsfast.following.dispatch import attach, detach
+from gnsfast.following.dispatch import attach, detach, prepare_compiler
 from gnsfast.following.layouts import Place
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
 from gnsfast.following.learning import FEW, Example, Learned, learn
@@ -61,6 +61,8 @@ class Followed:
         self._watched: set[Any] = set()
         self._arrives: Callable[[], None] | None = None
         self._hooks: list[Any] = []
+        self._part_hooks: list[Any] = []
+        self._eager = ExitStack()
         self.is_open = self.is_learning = self.is_learned = False
         self.on_learned: Callable[[], None] | None = None
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -167,11 +169,15 @@ class Followed:
             self._hooks.append(part.register_forward_pre_hook(self._enter))
             self._hooks.append(part.register_forward_hook(self._after))
         if not self.is_learned:
-            self._hooks += [
+            self._part_hooks = [
                 m.register_forward_pre_hook(self._before_part, with_kwargs=True, prepend=True)
                 for m in self.model.modules()
                 if m not in self._looked and m is not self.model
             ]
+        outside = hasattr(caller, "_orig_mod")  # a hook of torch.compile's wrapper runs eagerly
+        if not (self._looked or outside) and samples > 1:
+            self._eager.enter_context(_in_eager_mode())
+        prepare_compiler()
 
     def _open(
         self,
@@ -373,6 +379,8 @@ class Followed:
         found = found._replace(seconds=time.perf_counter() - begun)
         self.proof = self.proof.joined(found, first=self.proof.reason == NOT_BEGUN)
         _report(module, leaves, found)
+        if self.is_learned:
+            _remove(self._part_hooks)
         if self.on_learned is not None:
             self.on_learned()
 
@@ -593,9 +601,9 @@ class Followed:
     def close(self) -> None:
         """Make the model what it was."""
         self._inside.clear()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._eager.close()
+        _remove(self._hooks)
+        _remove(self._part_hooks)
         for leaf in self.leaves:
             detach(leaf.parameter)
             if leaf.current is not leaf.parameter:
@@ -664,6 +672,12 @@ def _in_eager_mode() -> AbstractContextManager[Any]:
     """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
     compiled = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def _sizes(args: Any, kwargs: Any, samples: int) -> list[float]:

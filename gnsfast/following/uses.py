@@ -50,6 +50,11 @@ class Joining:
         """Whether the operator may be called for one part of the weight after the other."""
         return _is_plain(plan) and not any(e.is_joined for e in self.expressions)
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether the rows of some parameter are only a part."""
+        return any(e.is_joined for e in self.expressions)
+
     def keep(
         self, plan: Plan, operator: Callable[[Any], Any], a: Any, wanted: Any, at_BS: Any
     ) -> tuple[Any, ...]:
@@ -76,6 +81,8 @@ class Joining:
         which = [k for k, want in enumerate(wanted) if want]
         P = len(which)
         own = type(a)._make(t.detach() if isinstance(t, Tensor) else t for t in a)
+        if "ids_BS" in a._fields:
+            own = own._replace(ids_BS=None)
         rows = found[at]
         kept: list[Tensor | None] = [None] * P
         if serves:
@@ -175,11 +182,15 @@ def trained(parameters: tuple[Any, ...]) -> tuple[list[Expression], list[Tensor]
         if t is None or not t.requires_grad:
             continue
         expression = expression_of(t)
-        if expression is None:
+        if expression is None or (compiling() and not _is_compiled(expression)):
             return [], []
         expressions.append(expression)
         values.append(t)
     return expressions, values
+
+
+def _is_compiled(expression: Expression) -> bool:
+    return expression.is_compiled and expression.kind == SAME
 
 
 class Use(NamedTuple):
@@ -293,6 +304,11 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
     if step is None:
         found = ALONE if B == 1 else FIRST
     return found if isinstance(found, Layout) and found.fits(x.shape, B, leaf.growth) else None
+
+
+def again() -> bool:
+    """Whether a checkpoint runs this code again."""
+    return not compiling() and recomputing()
 
 
 def bare(t: Any) -> Any:

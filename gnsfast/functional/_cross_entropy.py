@@ -114,8 +114,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if smoothing:
                 sum_N1 += z_NC.sum(1, keepdim=True)
             lse_N1 = torch.logaddexp(lse_N1, z_NC.logsumexp(1, keepdim=True))
-        ctx.save_for_backward(x_ND, w_VD, b_V, label_N1, lse_N1, *links[::3], *plan.tensors())
-        ctx.links = len(links) // 3
+        ctx.save_for_backward(x_ND, w_VD, b_V, label_N1, lse_N1, *plan.tensors())
+        ctx.link_ids = links[::3]
         loss_N1 = lse_N1 - (1 - smoothing) * hit_N1 - smoothing / len(w_VD) * sum_N1
         loss_N1 = (loss_N1 + z_loss * lse_N1.square()).masked_fill(label_N1 < 0, 0.0)
         return loss_N1.masked_fill(label_N1 >= len(w_VD), torch.nan)
@@ -124,7 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss_N1: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, w_VD, b_V, label_N1, lse_N1, *saved = ctx.saved_tensors
-        link_ids, plan = saved[: ctx.links], ctx.plan.restored(saved[ctx.links :])
+        link_ids, plan = list(ctx.link_ids), ctx.plan.restored(saved)
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         head = _Head(w_VD, b_V, x_ND.dtype, ctx.softcap)
         dloss_N1 = dloss_N1.masked_fill(label_N1 < 0, 0.0)

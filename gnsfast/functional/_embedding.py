@@ -35,8 +35,8 @@ class _Embedding(torch.autograd.Function):
         ctx.wgrad = (
             partial(ops.sharded_embedding_wgrad, w) if is_dtensor(w) else ops.embedding_wgrad
         )
-        ctx.save_for_backward(ids, *links[::3], *plan.tensors())
-        ctx.samples, ctx.links = _samples(probe, plan), len(links) // 3
+        ctx.save_for_backward(ids, *plan.tensors())
+        ctx.samples, ctx.link_ids = _samples(probe, plan), links[::3]
         ctx.plan = plan.without_tensors()
         ctx.num_embeddings, ctx.parameter_dtype = w.shape[0], w.dtype
         ctx.padding_idx = -1 if padding_idx is None else padding_idx % max(w.shape[0], 1)
@@ -52,7 +52,7 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
         ids, *saved = ctx.saved_tensors
-        link_ids, plan = saved[: ctx.links], ctx.plan.restored(saved[ctx.links :])
+        link_ids, plan = list(ctx.link_ids), ctx.plan.restored(saved)
         if dy is None:  # the loss does not depend on the output, so it has no cross terms either
             return (None,) * (6 + 3 * len(link_ids))
         to_links: list[Tensor | None] = []
@@ -69,7 +69,8 @@ class _Embedding(torch.autograd.Function):
                 if ctx.padding_idx >= 0:
                     padding_BT1 = (ids_BT == ctx.padding_idx)[..., None]
                     taught_BTD = taught_BTD.masked_fill(padding_BT1, 0.0)
-                if of_samples is not None and of_sum is not None:
+                joined = plan.uses is not None and plan.uses.is_joined
+                if of_samples is not None and of_sum is not None and not joined:
                     add_cross_terms(rows, taught_BTD, ids_BT, plan, of_samples, of_sum)
                 if link_ids:
                     linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)

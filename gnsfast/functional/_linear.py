@@ -22,9 +22,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         _, *need = ctx.needs_input_grad[:3]
         plan.check("linear", probe, sum(need), w, bool(links))
-        ctx.parameter_dtype, ctx.samples, ctx.links = w.dtype, plan.samples(probe), len(links) // 3
+        ctx.parameter_dtype, ctx.samples, ctx.link_ids = w.dtype, plan.samples(probe), links[::3]
         w, b = cast_like(x, w, b)
-        ctx.save_for_backward(x if need[0] else None, w, *links[::3], *plan.tensors())
+        ctx.save_for_backward(x if need[0] else None, w, *plan.tensors())
         ctx.plan = plan.without_tensors()
         y = F.linear(x, w.t() if plan.transposed else w, b)
         if not torch.compiler.is_compiling() and y._is_view():
@@ -37,7 +37,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, *saved = ctx.saved_tensors
-        link_ids, plan = saved[: ctx.links], ctx.plan.restored(saved[ctx.links :])
+        link_ids, plan = list(ctx.link_ids), ctx.plan.restored(saved)
         need_x, *need = ctx.needs_input_grad[:3]
         with without_autocast(dy):
             dx = dy @ (w.t() if plan.transposed else w) if need_x else None

@@ -7,6 +7,9 @@ link, which later uses take as inputs. The gradient that a later use returns for
 rows of its own gradient at the embedding's ids, once for each sample and once for the sum. With
 groups of samples the link of the sum has two parts: one for the sum, one for each sample's group.
 
+The ids of links stay on ``ctx``: where a checkpoint runs a use again, it saves the same tensors
+with and without links, and those of its first run count.
+
 Legend: B samples, T tokens, S ids of links, V vocabulary, D width.
 """
 

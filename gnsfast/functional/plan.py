@@ -90,7 +90,7 @@ class Plan(NamedTuple):
         if simple and not is_dtensor(weight):
             return
         limited = tied or is_dtensor(weight) or not self.is_plain or self.second
-        if limited and self.uses is None:
+        if limited and (self.uses is None or tied):
             features = self.features(layer, is_dtensor(weight), tied, probe.is_cuda)
             combinations.refuse(layer, features, self.module)
         metric = parameters if self.constants_P2 is not None else 0
