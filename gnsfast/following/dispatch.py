@@ -113,6 +113,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     if (opened := OPENED.get(func)) is not None:
         return opened(*args, **kwargs)
+    if not compiling() and is_transformed():
+        return _transformed(func, args, kwargs)
     with unfollowed():
         if (kernel := KERNELS.get(func)) is not None:
             y = kernel(*args, **kwargs)
@@ -150,6 +152,21 @@ NOT_COMPILED = (
     "function without a kernel, or after arithmetic. Compile without fullgraph=True, or leave it "
     "out: gnsfast.configure(model, exclude=[...])"
 )
+
+
+def is_transformed() -> bool:
+    """Whether a function runs inside of ``torch.func.vmap`` or its likes."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _transformed(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function inside of a transform, where no sample can be seen."""
+    for t in pytree.tree_leaves((args, kwargs)):
+        expression = expression_of(t)
+        for leaf in expression.leaves if expression is not None else ():
+            leaf.fail("a transform of torch.func, such as vmap, takes it")
+    with unfollowed():
+        return func(*args, **kwargs)
 
 
 KEEPS = frozenset(

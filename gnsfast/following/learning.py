@@ -19,6 +19,7 @@ from gnsfast.following.dispatch import (
     OPENED,
     QUERIES,
     copied_along,
+    is_transformed,
     name_of,
     numbered,
     unfollowed,
@@ -89,6 +90,8 @@ class Look(TorchFunctionMode):
                 return OPENED[func](*args, **kwargs)
         name = name_of(func)
         with unfollowed():
+            if is_transformed():
+                return func(*args, **kwargs)
             if name in QUERIES:
                 return _queried(func, args, kwargs, name)
             if name == "__getitem__" and isinstance(_mark_of(args[0]), Leaf):
