@@ -32,8 +32,8 @@ def main() -> None:
     torch.manual_seed(0)
     text = torch.tensor(list("\n".join(topics.values()).encode()))  # Python's language reference
     stream = SampleStream(text.unfold(0, CONTEXT + 1, CONTEXT))  # [samples, CONTEXT + 1]
+    # It predicts each byte from the one before it.
     model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 256))
-    model = gnsfast.convert(model)  # predicts each byte from the one before it
     gns = gnsfast.GradientNoiseScale(model, window=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     controller = BatchSizeController(

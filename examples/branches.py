@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import gnsfast
 from gnsfast.critical_batch.branches import TorchRun, measure_critical_batch
 
 CONTEXT = 64
@@ -58,7 +57,7 @@ def make_run() -> TorchRun:
     torch.manual_seed(0)
     text = torch.tensor(list("\n".join(topics.values()).encode()))
     train, held_out = text[: len(text) // 10 * 9], text[len(text) // 10 * 9 :]
-    model = gnsfast.convert(Bigrams())
+    model = Bigrams()
     samples = Windows(held_out, seed=1).draw(256)
     return TorchRun(
         model,

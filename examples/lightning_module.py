@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise scale with Lightning: convert the layers in __init__, add the callback.
+"""The noise scale with Lightning: add the callback.
 
 pip install lightning
 python examples/lightning_module.py --steps 100 --out lightning-run
@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 
-import gnsfast
 from gnsfast.integrations.lightning import GNSMonitor
 
 CONTEXT = 16
@@ -24,14 +23,12 @@ class NextByte(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = gnsfast.convert(
-            torch.nn.Sequential(
-                torch.nn.Embedding(256, 32),
-                torch.nn.Flatten(),
-                torch.nn.Linear(32 * CONTEXT, 128),
-                torch.nn.GELU(),
-                torch.nn.Linear(128, 256),
-            )
+        self.layers = torch.nn.Sequential(
+            torch.nn.Embedding(256, 32),
+            torch.nn.Flatten(),
+            torch.nn.Linear(32 * CONTEXT, 128),
+            torch.nn.GELU(),
+            torch.nn.Linear(128, 256),
         )
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     text = torch.tensor(list("\n".join(topics.values()).encode()))  # Python's language reference
-    model = gnsfast.convert(Bigrams())
+    model = Bigrams()
     gns = gnsfast.GradientNoiseScale(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tracker = JSONLTracker(options.out)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise scale with transformers' Trainer: convert the model, add the callback.
+"""The noise scale with transformers' Trainer: add the callback.
 
 pip install 'transformers[torch]' tensorboard
 python examples/trainer.py --steps 100 --out trainer-run
@@ -11,7 +11,6 @@ from pydoc_data.topics import topics
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-import gnsfast
 from gnsfast.integrations.transformers import GNSCallback
 
 CONTEXT = 64
@@ -42,7 +41,7 @@ def main() -> None:
     )
     callback = GNSCallback()
     trainer = Trainer(
-        model=gnsfast.convert(LlamaForCausalLM(config)),
+        model=LlamaForCausalLM(config),
         args=TrainingArguments(
             output_dir=options.out,
             max_steps=options.steps,

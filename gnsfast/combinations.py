@@ -87,9 +87,9 @@ APART_IN: dict[str, set[frozenset[str]]] = {
 
 REMEDIES = {
     "linear_cross_entropy": "Compute the loss from the head's output",
-    "attention": "Leave the sinks out: convert(model, exclude=['*.sinks'])",
+    "attention": "Leave the sinks out: gnsfast.configure(model, exclude=['*.sinks'])",
 }
-"""Layer -> the remedy, if there is a better one than leaving the module out."""
+"""Layer -> the remedy, if there is a better one than leaving the parameter out."""
 
 
 def reason(layer: str | None, features: Iterable[str]) -> str:
@@ -117,15 +117,12 @@ def _reason(layer: str | None, together: frozenset[str]) -> str:
 
 
 def refuse(layer: str | None, features: Iterable[str], module: str | None = None) -> None:
-    """Raise NotImplementedError if there is a ``reason``. The error names the module."""
+    """Raise NotImplementedError if there is a ``reason``. The error names ``module``."""
     if why := reason(layer, features):
         if module is None:
             raise NotImplementedError(f"{why}. Measure the one without the other.")
-        remedy = REMEDIES.get(layer or "", "")
-        if not remedy and layer is not None and REPEATED in {*features} - LAYERS[layer]:
-            remedy = f"Replay it as well: convert(model, replay=[{module!r}], repeated=...)"
-        remedy = remedy or f"Leave the module out: convert(model, exclude=[{module!r}])"
-        raise NotImplementedError(f"{module or 'the model'}: {why}. {remedy}.")
+        leave_out = f"Leave it out: gnsfast.configure(model, exclude=[{module!r}])"
+        raise NotImplementedError(f"{module}: {why}. {REMEDIES.get(layer or '', leave_out)}.")
 
 
 def tensor_parallel(*tensors: object) -> tuple[str, ...]:

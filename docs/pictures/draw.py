@@ -135,7 +135,7 @@ def intervals(scheme: str) -> Figure:
     """What the estimator says after updates of 4 samples; the truth is 100."""
     torch.manual_seed(2)
     width, truth = 200, 100.0
-    model = gnsfast.convert(torch.nn.Linear(width, 1, bias=False))
+    model = torch.nn.Linear(width, 1, bias=False)
     gns = gnsfast.GradientNoiseScale(model, window=512)
     mean = math.sqrt(
         width / truth / width

@@ -15,7 +15,7 @@ def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:
     """The metrics to measure beside the Euclidean one if ``optimizer`` trains ``model``.
 
     They are ``"spectral"`` for ``torch.optim.Muon`` and ``"sign"`` for any other optimizer, with
-    ``"adam"`` for an Adam or AdamW that has stepped. A metric is left out if no layer of the model
+    ``"adam"`` for an Adam or AdamW that has stepped. A metric is left out if no parameter
     supports it.
     """
     wanted: tuple[str, ...] = ("sign",)

@@ -45,7 +45,7 @@ class TwoBatchNoiseScale:
     """Measure the gradient noise scale tr Σ / |G|² of any model, from its gradients alone.
 
     It compares the gradient of each micro-batch, of each process, with that of the whole update, so
-    it holds all parameters that are trained, whatever their layers are. An update needs two
+    it holds all parameters that are trained, whatever the model does. An update needs two
     micro-batches or processes, better four or more. Without bias, but less certain than
     ``GradientNoiseScale``, which sees single samples: of n samples in K micro-batches, tr Σ has up
     to √((n - 1) / (K - 1)) times the error, and |G|² √((n - 1) / (n - n / K)) times.

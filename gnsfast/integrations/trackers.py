@@ -63,7 +63,7 @@ def metrics(
         per_module: also log the noise scale of every module, with its interval.
 
     >>> from gnsfast.integrations.trackers import metrics
-    >>> gns = gnsfast.GradientNoiseScale(gnsfast.convert(torch.nn.Linear(5, 2)))
+    >>> gns = gnsfast.GradientNoiseScale(torch.nn.Linear(5, 2))
     >>> metrics(gns.compute(), tokens=4096)
     {'gns/updates': 0.0, 'gns/skipped': 0.0, 'gns/drift': 0.0, 'tokens': 4096.0}
     """

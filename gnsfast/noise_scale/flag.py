@@ -94,7 +94,7 @@ def flag(
         ValueError: for a batch size or a factor that is not positive, and where ``result`` lacks
             the noise scale in ``metric``.
 
-    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> model = torch.nn.Linear(5, 2)
     >>> gns = gnsfast.GradientNoiseScale(model)
     >>> print(gnsfast.flag(32, gns.compute(), factor=8.0))
     unresolved: the noise scale is not measured yet

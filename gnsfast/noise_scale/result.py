@@ -79,7 +79,7 @@ class AdamNoiseScale(ModuleNoiseScale):
     second moments yet.
     ``left_out`` names the parameters that are in the Euclidean noise scale but not in this one.
 
-    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> model = torch.nn.Linear(5, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
     >>> for x in torch.randn(8, 16, 5):
@@ -134,7 +134,7 @@ class DualNoiseScale(DualNormEstimate):
 
     With ``noise_from`` ``"micro_batches"``, g_b is the gradient of a backward pass instead of a
     sample, in any process, and b times its variance is the variance of samples. This measures all
-    trained parameters, also shared ones and those of layers without per-sample norms. In the
+    trained parameters, also shared ones and those without per-sample norms. In the
     spectral norm it measures all matrices but embeddings, or the matrices of ``optimizer``. It runs
     no kernels, but adds twice to tensors of a parameter's size in each pass. An update needs two
     passes. The variance of K passes has K - 1 degrees of freedom, so the interval is wider.
@@ -145,7 +145,7 @@ class DualNoiseScale(DualNormEstimate):
     Source: Naganuma et al. 2026 (arXiv 2602.03001), whose own estimator from data-parallel
     processes is that of ``"micro_batches"``.
 
-    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> model = torch.nn.Linear(5, 2)
     >>> gns = gnsfast.GradientNoiseScale(model, metric="sign")
     >>> for x in torch.randn(8, 16, 5):
     ...     with gns.microbatch(16):
@@ -175,11 +175,11 @@ class GroupNoiseScale(ModuleNoiseScale):
 
     ``updates`` counts the updates with at least two of the group's samples in a micro-batch, and
     ``samples`` counts their samples. Both may exceed the counts of the whole, which skips an update
-    for a NaN in any group. ``left_out`` names the parameters whose layers do not support groups:
-    neither tr Σ nor |G|² includes them. With groups, gradients of gains in bfloat16 are rounded
+    for a NaN in any group. ``left_out`` names the parameters without norms of groups: neither
+    tr Σ nor |G|² includes them. With groups, gradients of gains in bfloat16 are rounded
     once per group.
 
-    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> model = torch.nn.Linear(5, 2)
     >>> gns = gnsfast.GradientNoiseScale(model, groups=["web", "code"])
     >>> for x in torch.randn(8, 4, 5):
     ...     with gns.microbatch(4, groups=["web", "code", "web", "code"]):
@@ -211,8 +211,8 @@ class NoiseScale(ModuleNoiseScale):
             mean of a changing noise scale.
         updates: the number of updates that were used, with ``samples`` samples in all.
         skipped: the number of updates with a NaN, an infinity or a single sample.
-        per_module: noise scales by module path. Attention adds ``.q``, ``.k`` and ``.v`` to its
-            path. Empty where ``update(grad_norm=...)`` gave one norm for the whole gradient.
+        per_module: noise scales by the path of the module that holds the parameters. Empty where
+            ``update(grad_norm=...)`` gave one norm for the whole gradient.
         adam: the noise scale under Adam's metric, where the estimator measures it; never part of
             the others.
         per_group: noise scales of groups of samples, where groups were named.

@@ -15,7 +15,7 @@ from gnsfast.signatures import (
 from gnsfast.tensors import accumulate_dtype
 
 MAX_HEAD_DIM = 256
-"""The largest head width that the kernels take. ``convert`` replays modules with wider heads."""
+"""The largest head width that the kernels take."""
 
 
 def token_major(t_BHTD: Tensor) -> Tensor:

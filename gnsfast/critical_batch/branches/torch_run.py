@@ -86,7 +86,7 @@ class TorchRun:
     ...     def draw(self, n): return torch.randn(n, 5)
     ...     def state_dict(self): return {}
     ...     def load_state_dict(self, state): pass
-    >>> model = gnsfast.convert(torch.nn.Linear(5, 2))
+    >>> model = torch.nn.Linear(5, 2)
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> loss = lambda model, x: model(x).square().sum(1).mean()
     >>> run = TorchRun(model, optimizer, loss, Noise(), batch_size=16, tokens_per_sample=1)

@@ -81,7 +81,7 @@ class BatchSizeController(ChangingBatchSize):
     those of the rules are in ``RULES``.
 
     >>> from gnsfast.critical_batch import BatchSizeController
-    >>> gns = gnsfast.GradientNoiseScale(gnsfast.convert(torch.nn.Linear(5, 2)))
+    >>> gns = gnsfast.GradientNoiseScale(torch.nn.Linear(5, 2))
     >>> controller = BatchSizeController(
     ...     32, factor=8.0, tokens_per_sample=512, total_tokens=10**9, max_batch_size=512,
     ...     micro_batch=8,
