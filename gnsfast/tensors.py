@@ -46,6 +46,11 @@ def set_columns(t_RC: Tensor, column_RK: Tensor, value_RK: Tensor) -> None:
     t_RC.view(-1).scatter_(0, (first_R1 + column_RK).flatten(), value_RK.flatten())
 
 
+def whole(t: Any) -> Any:
+    """All of a DTensor, or any other tensor as it is."""
+    return t.full_tensor() if is_dtensor(t) else t
+
+
 PLAIN_TYPES = (Tensor, nn.Parameter)
 
 

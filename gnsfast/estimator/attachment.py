@@ -21,7 +21,7 @@ class Attachment:
         last = _Hook(model, lambda args, kwargs: after())
         self._removed = removed
         self._handles = [
-            model.register_forward_pre_hook(first, with_kwargs=True),
+            model.register_forward_pre_hook(first, with_kwargs=True, prepend=True),
             model.register_forward_hook(last, with_kwargs=True),
         ]
 

@@ -144,7 +144,7 @@ class GradientNoiseScale:
         """The observer, when it is known which parameters have norms."""
         observer = self._start()
         if not observer.is_settled:
-            observer.is_settled = True
+            observer.settle()
             self._ledger = Ledger(self.window, observer.exchange, observer.numbers)
             self._touched = [0] * len(observer.names)
         return observer
@@ -198,7 +198,7 @@ class GradientNoiseScale:
         if not self._due:
             yield
             return
-        pipeline, passed, passes = None, num_samples, 1
+        pipeline, passed, passes = None, num_samples, None
         if schedule is not None:
             pipeline = PipelinePasses(schedule, num_samples, self._settings.stages is None)
             passed, passes = pipeline.num_samples, pipeline.passes
@@ -207,7 +207,9 @@ class GradientNoiseScale:
         try:
             steps: AbstractContextManager[None] = nullcontext()
             if pipeline is not None:
-                steps = pipeline.open(observer.probes, observer.pass_over)
+                steps = pipeline.open(
+                    lambda: observer.probes, observer.next_pass, observer.pass_over
+                )
             with steps:
                 yield
         except BaseException:
@@ -327,7 +329,10 @@ class GradientNoiseScale:
         if not due:
             return
         self._close_attached()
+        if not self._start().agree():
+            return
         observer = self._settle()
+        observer.is_settled = True
         if grad_norm is not None:
             observer.refuse_norm()
         update, touched = observer.finish(grad_norm)
@@ -405,9 +410,11 @@ class GradientNoiseScale:
             for leaf in followed.leaves:
                 if leaf.name in left_out and not leaf.left_out:
                     leaf.left_out = "left out in the run whose state was loaded"
-        refuse_other(state, identity(Observer(self.model, self._settings), self.window, self.every))
+        other = Observer(self.model, self._settings)
+        other.settle()
+        refuse_other(state, identity(other, self.window, self.every))
         self.reset()
-        self._settle()
+        self._settle().is_settled = state["measured"] > 0
         self._seen, self._measured = state["seen"], state["measured"]
         self._ledger.count = self._measured
         self._ledger.ring.copy_(state["ring"])

@@ -89,7 +89,12 @@ def measurable(
     if feature != SPECTRAL:
         return dict(parameters)
     looked_up = (nn.Embedding, nn.EmbeddingBag)
-    rows = {id(m.weight) for m in model.modules() if isinstance(m, looked_up)}
+    modules, at_rest = dict(model.named_modules()), parameters_at_rest(model)
+    rows = {
+        id(p)
+        for name, p in at_rest.items()
+        if isinstance(modules[name.rpartition(".")[0]], looked_up)
+    }
     return {
         name: p
         for name, p in parameters.items()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collects what the probes and gradients of an update show, micro-batch by micro-batch."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -73,14 +74,15 @@ class Observer:
         self.metric = AdamMetric.of(self.model, slab, s, self.processes, self.device)
         self.dual = DualNorms(self.model, slab, s, self.processes, self.device)
         self.groups = GroupMeasure(s, self.processes)
+        self._has_agreed = self.processes.world == 1
         self._bind()
 
     def _bind(self) -> None:
-        """Make what depends on which parameters have norms."""
+        """Make what depends on which parameters of this process have norms. A batch may show this
+        on one process alone, so it must not wait for others.
+        """
         s, slab = self.settings, self._slab
-        self.stages = Stages(self.model, slab, s.stages)
-        self.units = self.stages.units
-        if not self.units:
+        if not slab.parameters and s.stages is None:
             raise ObservationError(checks.explain_nothing(slab.followed))
         self.names = list(slab.parameters)
         self.parameters: list[Any] = list(slab.parameters.values())
@@ -88,26 +90,34 @@ class Observer:
         self._smallest = sorted(self.parameters, key=Tensor.numel)
         slab.sides = Sides(self.metric.measured, len(s.groups))
         self.widths = [self.metric.width, self.dual.width, self.groups.width]
-        self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
         spread = fsdp_degrees(self.model)
-        replicas = [id(p) not in spread for p in self.parameters]
+        self._replicas = [id(p) not in spread for p in self.parameters]
         # A tensor-parallel gradient arrives at ``.grad`` unseen, one of FSDP2 when backward ends.
         self._apart = [not is_dtensor(p) or id(p) in spread for p in self.parameters]
-        averaged = averages(self._wrapped, self.processes, replicas)
+        averaged = averages(self._wrapped, self.processes, self._replicas)
         self.given = GivenNorm(self.parameters, self.processes, averaged)
         # Several processes sum their numbers on the device. A single one needs no device.
-        where = self.device if self.processes.world > 1 else torch.device("cpu")
-        self.audit = Audit(self.names, where)
-        self.numbers = Numbers(
-            *(slab, self.exchange, s, replicas),
-            *(self.audit, self.metric, self.groups, where),
-        )
+        self._where = self.device if self.processes.world > 1 else torch.device("cpu")
+        self.audit = Audit(self.names, self._where)
         self._touched = [0] * len(self.names)
+
+    def settle(self) -> None:
+        """Make what depends on which parameters have norms on all stages. With stages every process
+        of them must call this.
+        """
+        s = self.settings
+        self.stages = Stages(self.model, self._slab, s.stages)
+        self.units = self.stages.units
+        if not self.units:
+            raise ValueError("No stage has a trainable parameter with per-sample norms")
+        self.exchange = Exchange(self.processes, self.stages, s.group, sum(self.widths))
+        self.numbers = Numbers(
+            *(self._slab, self.exchange, s, self._replicas),
+            *(self.audit, self.metric, self.groups, self._where),
+        )
 
     def _learned(self) -> None:
         """Take over what the first batch has shown: which parameters have norms."""
-        if self.processes.world > 1:
-            self._agree()
         covered = {leaf.name for leaf in self._slab.followed.covered}
         lost = [name for name in self.names if name not in covered]
         if not lost:
@@ -121,26 +131,51 @@ class Observer:
             )
         assert self._watch is not None
         self._watch.stop()
-        self._slab.refresh()
-        for each in (self.metric, self.dual):
-            each.leave_out(lost)
-        self._bind()
+        self._leave_out(lost)
         self._watch_gradients()
 
-    def _agree(self) -> None:
-        """Leave out what any process leaves out."""
-        leaves = {leaf.name: leaf for leaf in self._slab.followed.leaves}
-        own = {name: leaf.left_out for name, leaf in leaves.items()}
-        if self.settings.stages is not None:  # they have different parameters
-            return
-        for other in gathered(own, self.settings.group):
-            for name, why in other.items():
-                leaves[name].left_out = leaves[name].left_out or why
+    def _leave_out(self, names: list[str]) -> None:
+        """Measure some parameters no more."""
+        self._slab.refresh()
+        for each in (self.metric, self.dual):
+            each.leave_out(names)
+        self._bind()
+
+    def agree(self) -> bool:
+        """Leave out what any process leaves out, before the first update ends: all processes must
+        call this. If they have measured different parameters in it, they forget it, and this is
+        false.
+        """
+        if self._has_agreed or not self._passes:
+            return True
+        self._has_agreed, s = True, self.settings
+        leaves = self._slab.followed.leaves
+        here = {leaf.name: leaf.left_out for leaf in leaves if leaf.left_out}
+        stage = 0 if s.stages is None else dist.get_rank(s.stages)  # each has its own parameters
+        found = gathered((stage, here), s.group)
+        own = {name: why for k, other in found if k == stage for name, why in other.items()}
+        if all(a.keys() == b.keys() for i, a in found for k, b in found if i == k):
+            return True
+        if self.is_settled:
+            raise ObservationError(
+                f"Other processes cannot measure {', '.join(own.keys() - here.keys())} of which "
+                "there are updates. Call gns.reset()."
+            )
+        for leaf in leaves:
+            leaf.left_out = leaf.left_out or own.get(leaf.name, "")
+        self._drop()
+        self._leave_out([*own.keys() - here.keys()])
+        self.after_update = self._marks()
+        return False
 
     @property
     def probes(self) -> list[Tensor]:
         """The probes of the open micro-batch."""
         return [] if self.slab is None else self.slab.probes
+
+    def next_pass(self, stage: nn.Module, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """A pass of a pipeline's stage."""
+        return self._slab.followed.next_pass(unwrapped(stage), args, kwargs)
 
     @property
     def midway(self) -> bool:
@@ -152,7 +187,7 @@ class Observer:
         num_samples: int,
         cu_seqlens: Tensor | None = None,
         groups: Any = None,
-        passes: int = 1,
+        passes: int | None = None,
     ) -> None:
         """Let the next forward and backward pass fill the probes; in a pipeline several."""
         if self.slab is not None:
@@ -179,8 +214,9 @@ class Observer:
         slab.open(slots, documents, members, moments, self.pass_over, second, begins, passes)
         slab.followed.on_learned = self._learned
         self.slab, self._end, self._split, self._written = slab, None, False, False
-        self._alone = passes == 1 and self.processes.world == 1
-        self._by_marks = passes == 1 and not dist.is_initialized()  # DDP writes to whole buckets
+        one = passes in (None, 1)
+        self._alone = one and self.processes.world == 1
+        self._by_marks = one and not dist.is_initialized()  # DDP writes to whole buckets
         self._watch_gradients()
         self.dual.opened()  # after the watch, which does not audit parameters with hooks
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnsfast.tensors import is_dtensor
+
 
 class Layout(NamedTuple):
     """Dimension ``dim`` holds B samples of consecutive rows, or if ``interleaved`` rows that are B
@@ -111,9 +113,11 @@ class Print(NamedTuple):
     along: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, t: Tensor) -> "Print":
+    def of(cls, t: Any) -> "Print":
         """The fingerprint of ``t``, in its own precision where it has floating-point numbers."""
-        t = t.full_tensor() if hasattr(t, "full_tensor") else t
+        if is_dtensor(t):  # a vocabulary in parts can be added up only once
+            partial = any(placement.is_partial() for placement in t.placements)
+            t = t.to_local() if partial else t.full_tensor()
         shape, t = t.shape, t.detach().as_subclass(Tensor)
         if t.is_complex():
             t = torch.view_as_real(t).sum(-1)

@@ -338,7 +338,10 @@ def _moment(leaf: Leaf) -> Tensor:
 def twin_of(leaf: Leaf) -> Tensor:
     """A leaf of a graph of its own, with the value of the parameter."""
     if leaf.twin is None:
-        leaf.twin = leaf.current.detach().as_subclass(Tensor).requires_grad_()
+        value = leaf.current.detach().as_subclass(Tensor)
+        if leaf.is_sharded:  # FSDP2 frees the whole parameter between passes
+            value = value.clone() if value.untyped_storage().size() else torch.zeros_like(value)
+        leaf.twin = value.requires_grad_()
     return leaf.twin
 
 

@@ -36,7 +36,7 @@ from gnsfast.following.layouts import (
 )
 from gnsfast.following.leaf import Leaf, Step, expression_of
 from gnsfast.functional import Documents
-from gnsfast.tensors import map_tensors, tensors_of
+from gnsfast.tensors import map_tensors, tensors_of, whole
 
 FEW = 3
 """So many samples of the first batch are looked at; two are too few to tell a sample from all."""
@@ -293,6 +293,11 @@ class Example(NamedTuple):
                 yield example
 
     @classmethod
+    def without_samples(cls, args: Any, kwargs: Any, n: int) -> "Example":
+        """The arguments as they are, for a process that only runs the passes of others."""
+        return cls(tuple(args), dict(kwargs), n, (None,) * len(tensors_of((args, kwargs))))
+
+    @classmethod
     def of_documents(
         cls, args: Any, kwargs: Any, rows: int, documents: Documents
     ) -> "Example | None":
@@ -331,13 +336,7 @@ class Example(NamedTuple):
 
         def pick(t: Tensor) -> Tensor:
             d = next(dims)
-            own = t.detach()
-            if d is None:
-                own = own.clone()
-            else:
-                each = t.shape[d] // self.n
-                rows = [b * each + k for b in chosen for k in range(each)]
-                own = own.index_select(d, torch.tensor(rows, device=t.device))
+            own = t.detach().clone() if d is None else _picked(t, d, chosen, self.n)
             return own.requires_grad_(t.requires_grad)
 
         args, kwargs = map_tensors(pick, (self.args, self.kwargs))
@@ -350,8 +349,8 @@ class Example(NamedTuple):
         def pick(t: Tensor) -> Tensor:
             d, new = next(dims), t.detach().clone()
             if d is not None and b >= 0:
-                other = Layout(d).of_sample(t.detach(), (b + 1) % self.n, self.n)
-                Layout(d).of_sample(new, b, self.n).copy_(other)
+                order = [(b + 1) % self.n if k == b else k for k in range(self.n)]
+                new = _picked(t, d, order, self.n)
             return new.requires_grad_(t.requires_grad)
 
         args, kwargs = map_tensors(pick, (self.args, self.kwargs))
@@ -370,6 +369,12 @@ def _dim_of(t: Tensor, at: int, B: int) -> int | None:
     if at == 0 and len(s) > 1 and s[1] == B and not is_mask:
         return 1
     return 0 if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2] else None
+
+
+def _picked(t: Tensor, dim: int, samples: list[int], n: int) -> Tensor:
+    """Some of the n samples of a tensor, which may be a DTensor."""
+    t, each = t.detach(), t.shape[dim] // n
+    return torch.cat([t.narrow(dim, b * each, each) for b in samples], dim)
 
 
 class Looks(NamedTuple):
@@ -402,24 +407,32 @@ class Learned(NamedTuple):
             leaf.functions = 0
             leaf.chosen = leaf.chosen | chosen
 
+    def by(self, key: Callable[[Any], Any]) -> "Learned":
+        """The same with another key for each leaf, such as its name."""
+        steps = {key(leaf): v for leaf, v in self.steps.items()}
+        routes = {key(leaf): v for leaf, v in self.routes.items()}
+        return self._replace(steps=steps, routes=routes, unclear=frozenset(map(key, self.unclear)))
+
 
 def learn(
     leaves: list[Leaf],
     run: Callable[..., Any],
     example: Example,
     held: Callable[[], Any],
+    on_any: Callable[[bool], bool],
 ) -> Learned:
     """What an example shows. ``run`` is the model, or a part of it, ``held`` a context that
-    restores its state.
+    restores its state. ``on_any`` says whether something holds on any of the processes that need
+    each other's passes, so that all run the same number of them.
 
     A copy of a parameter for each sample is varied with its sample. If samples then meet, it was no
     copy for each sample, as one for each of as many heads. Then another number of samples tells
     more.
     """
-    looks = _looks(leaves, run, example, held, varied=True)
+    looks = _looks(leaves, run, example, held, on_any, varied=True)
     found, unclear = _steps(looks, example.n), frozenset[Leaf]()
-    if looks.base.copied and _lost_in(found):
-        plain = _looks(leaves, run, example, held, varied=False)
+    if on_any(bool(looks.base.copied and _lost_in(found))):
+        plain = _looks(leaves, run, example, held, on_any, varied=False)
         own = _steps(plain, example.n)
         if _lost_in(found) - _lost_in(own):
             unclear = frozenset(looks.base.copied)
@@ -433,6 +446,7 @@ def _looks(
     run: Callable[..., Any],
     example: Example,
     held: Callable[[], Any],
+    on_any: Callable[[bool], bool],
     varied: bool,
 ) -> Looks:
     growing: set[tuple[Leaf, int]] = set()
@@ -444,7 +458,7 @@ def _looks(
         found.begin(own)
         with held(), torch.enable_grad(), found:
             out = run(*own.args, **own.kwargs)
-        found.results = [Print.of(t) for t in tensors_of(out)]
+        found.results = [Print.of(whole(t)) for t in tensors_of(out)]
         return found
 
     def few() -> Look | None:
@@ -454,14 +468,14 @@ def _looks(
             return None
 
     base, fewer = look(example.replaced(-1), -1), few()
-    while fewer is not None and (more := _growing(base, fewer, example.n) - growing):
+    while on_any(bool(more := _growing(base, fewer, example.n) - growing)):
         growing |= more
         base, fewer = look(example.replaced(-1), -1), few()
     others = {b: look(example.replaced(b), b) for b in range(example.n)}
     return Looks(base, others, fewer)
 
 
-def _growing(base: Look, fewer: Look, n: int) -> set[tuple[Leaf, int]]:
+def _growing(base: Look, fewer: Look | None, n: int) -> set[tuple[Leaf, int]]:
     """For each leaf its first call without data whose result is as large as the batch: it has a
     part for each sample, such as rows of a table at positions that are repeated for each.
     """

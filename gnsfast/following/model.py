@@ -24,8 +24,8 @@ from gnsfast.following.options import EXCLUDED, excluded_names
 from gnsfast.following.sample_gradients import settle
 from gnsfast.functional import Documents
 from gnsfast.kept import kept_buffers, kept_chance, kept_modes
-from gnsfast.parallel import parameters_at_rest
-from gnsfast.tensors import map_tensors, tensors_of
+from gnsfast.parallel import parameter_groups, parameters_at_rest, sharding_groups, shared
+from gnsfast.tensors import map_tensors, tensors_of, whole
 
 
 class Followed:
@@ -58,6 +58,7 @@ class Followed:
         kinds = nn.modules.batchnorm._BatchNorm
         self._batch_norms = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
         self._units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+        self._groups = sharding_groups(leaf.parameter for leaf in self.leaves)
         self._watched: set[Any] = set()
         self._arrives: Callable[[], None] | None = None
         self._hooks: list[Any] = []
@@ -82,6 +83,8 @@ class Followed:
         self.proof = proof.Proof(NOT_BEGUN)
         self.observed: set[str] | None = None
         self.is_audited = self.is_half = self.is_apart = False
+        self._is_blind = self._is_bare = False
+        self._caller: Any = None
         self._places: list[Place] = []
         self._learned: Any = None
 
@@ -138,31 +141,31 @@ class Followed:
         samples: int,
         facts: Mapping[str, Facts] = {},
         documents: Documents | None = None,
-        passes: int = 1,
+        in_stages: bool = False,
     ) -> None:
-        """Follow the parameters from here on. ``caller`` is the wrapper that the user calls. With
-        several ``passes`` each forward of the model, such as of a pipeline's micro-batch, has its
-        own samples.
+        """Follow the parameters from here on. ``caller`` is the wrapper that the user calls.
+        ``in_stages``: a pipeline calls ``next_pass`` before each forward of a stage, and a batch
+        that no such call tells of shows nothing.
         """
         if self.is_open:
             raise ObservationError(
                 "A block is open on this model already. End the other per_sample_sqnorms or "
                 "gns.microbatch block first."
             )
-        self.is_open = True
+        self.is_open, self._caller = True, caller
         self._open(samples, facts, documents)
-        if self._units:
-            sharded = {id(leaf.parameter): leaf for leaf in self.leaves if leaf.is_sharded}
-            for own in _gathered_parameters(self._units):
-                if (leaf := sharded.get(id(own.sharded_param))) is not None:
-                    self._hooks.append(_Gathered(own, leaf))
+        leaves = {id(leaf.parameter): leaf for leaf in self.leaves}
+        sharded = {id(own.sharded_param): own for own in self._sharded()} if self._units else {}
+        for key, own in sharded.items():
+            if (leaf := leaves.get(key)) is not None:
+                self._hooks.append(_Gathered(own, leaf, lambda: self._is_bare))
         for leaf in self.leaves:
-            if not (self._units and leaf.is_sharded):
+            leaf.has_turns = in_stages
+            if id(leaf.parameter) not in sharded:
                 attach(leaf, leaf.parameter)
-        for leaf in self.leaves:
-            leaf.has_turns = passes > 1
-        if passes > 1:
-            self._hooks.append(self.model.register_forward_pre_hook(self._next_pass))
+        prepare_compiler()
+        if in_stages:
+            return
         hook = caller.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         self._hooks += [hook, caller.register_forward_hook(self._after)]
         for part in self._parts:
@@ -177,7 +180,10 @@ class Followed:
         outside = hasattr(caller, "_orig_mod")  # a hook of torch.compile's wrapper runs eagerly
         if not (self._looked or outside) and samples > 1:
             self._eager.enter_context(_in_eager_mode())
-        prepare_compiler()
+
+    def _sharded(self) -> Iterator[Any]:
+        """FSDP2's records of its parameters."""
+        return (p for _, group in parameter_groups(self.model) for p in group.fsdp_params)
 
     def _open(
         self,
@@ -250,12 +256,18 @@ class Followed:
         self._probes.clear()
         self._watched.clear()
 
-    def _next_pass(self, module: nn.Module, args: Any) -> None:
-        """Begin to count the functions of the next pass."""
-        for leaf in self.leaves:
+    @contextmanager
+    def next_pass(self, stage: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """A pass of a pipeline's stage, which has its own samples."""
+        for leaf in self._leaves_of(stage):
             if leaf.joined:
                 leaf.fail("a pipeline's stage uses it several times in a pass")
             leaf.next_pass()
+        if torch.is_grad_enabled():
+            self.learn(stage, args, kwargs)
+        self._inside.add(stage)
+        yield
+        self._inside.discard(stage)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from the first batch, before the model gets it, and see that a batch has as many
@@ -263,15 +275,15 @@ class Followed:
         """
         if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        self._inside.add(module)
         self.show(args, kwargs)
 
     def show(self, args: Any, kwargs: Any) -> None:
-        """Show the batch of the open block.
+        """Show the batch of the open block, before the model that gets it runs.
 
         Raises:
             SampleShapeError: if none of its tensors has as many samples as the block.
         """
+        self._inside.add(self._caller)
         samples, _, documents = self._now
         shapes = [t.shape for t in tensors_of((args, kwargs))]
         some = ", ".join(str(list(shape)) for shape in shapes[:4])
@@ -288,7 +300,13 @@ class Followed:
                 f"tensors of shape {some}, none of which has dimension 0 or 1 of that size. Check "
                 "num_samples."
             )
-        if self._again and self.proof.unproven and not documents and samples > 1:
+        if (
+            self._again
+            and not self._groups
+            and self.proof.unproven
+            and not documents
+            and samples > 1
+        ):
             self._learn_again(args, kwargs, samples)
         for leaf in self.covered if self._wrong_later else ():
             if leaf.name in self._wrong_later:
@@ -343,18 +361,24 @@ class Followed:
             if module is self.model or module not in self._looked:
                 for leaf in leaves:
                     leaf.rows = samples
-        if module in self._looked or (samples < 2 and documents is None):
+        alone = samples < 2 and documents is None
+        if module in self._looked or (alone and not self._groups):
+            if self._is_blind and not alone:
+                raise ObservationError(BLIND)
             return
         begun = time.perf_counter()
         more: Iterator[Example] = iter(())
         if documents is None:
-            more = Example.several(args, kwargs, samples)
+            more = iter(()) if alone else Example.several(args, kwargs, samples)
             example = next(more, None)
         else:
             example = Example.of_documents(args, kwargs, samples, documents)
-            if example is None:  # the next batch may show more
-                found = proof.Proof("rows of packed documents are not samples here")
-                self.proof = self.proof.joined(found, first=self.proof.reason == NOT_BEGUN)
+        own = 0 if example is None else example.n
+        n = shared(own, _smaller, self._groups)
+        if not n and documents is not None:
+            found = proof.Proof("rows of packed documents are not samples here")
+            self.proof = self.proof.joined(found, first=self.proof.reason == NOT_BEGUN)
+            if not self._groups:  # the next batch may show more
                 return
         self._looked.update(module.modules())
         if module is not self.model:
@@ -366,12 +390,19 @@ class Followed:
         )
         if module is self.model and documents is None:
             self._sizes = _sizes(args, kwargs, samples)
-        if example is None:
-            why = f"no argument of {type(module).__name__} has {samples} samples"
-            is_part = module is not self.model
-            found = proof.Proof(why, {leaf.name: why for leaf in leaves if is_part})
+        if n and self._groups:
+            if example is None:
+                example = Example.of(args, kwargs, samples) if alone else None
+                example = example or Example.without_samples(args, kwargs, n)
+            example = example.part([k % example.n for k in range(n)])
+            found = self._learned_from(module, leaves, [example], bool(own))
+        elif example is not None:
+            found = self._learned_from(module, leaves, chain([example], more), True)
         else:
-            found = self._learned_from(module, leaves, chain([example], more))
+            self._is_blind = alone
+            why = f"no argument of {type(module).__name__} has {samples} samples"
+            lost = module is not self.model and not alone
+            found = proof.Proof(why, {leaf.name: why for leaf in leaves if lost})
         if module is not self.model and _counts(args, kwargs, samples):
             found = found._replace(wrong=found.wrong | {leaf.name: POSITIONS for leaf in leaves})
         for leaf in leaves:
@@ -397,7 +428,9 @@ class Followed:
             self._open(example.n, {}, None)
             learned = self._learned
             if unseen:
-                learn(unseen, self.model, example, self._as_it_was).tell(unseen, is_part=False)
+                learn(unseen, self.model, example, self._as_it_was, self._on_any).tell(
+                    unseen, is_part=False
+                )
             found = self._prove(self.model, self.leaves, example, learned)
         self._wrong_later |= found.wrong
         if not found.reason:
@@ -412,18 +445,19 @@ class Followed:
         return [found[k] for k in sorted(found)]
 
     def _learned_from(
-        self, module: nn.Module, leaves: list[Leaf], examples: Iterable[Example]
+        self, module: nn.Module, leaves: list[Leaf], examples: Iterable[Example], is_own: bool
     ) -> proof.Proof:
         """Learn from the first of ``examples``, and from others where the model does not take it,
-        or where something else is as many as its samples.
+        or where something else is as many as its samples. Processes that shard the parameters take
+        over what the first of them has learnt whose example has samples of its own (``is_own``).
         """
         tried: list[tuple[Example, Learned]] = []
-        error = ""
+        error, held = "", self._as_it_was
         with self._looking(leaves):
             for example in examples:
                 self._open(example.n, {}, None, leaves)
                 try:
-                    tried = [(example, learn(leaves, module, example, self._as_it_was))]
+                    tried = [(example, learn(leaves, module, example, held, self._on_any))]
                 except Exception as own:  # the model's own, whatever it is
                     error = error or proof.first_line(own)
                     continue
@@ -433,6 +467,8 @@ class Followed:
                 what = "does not take some of the samples of its batch"
                 return proof.Proof(f"the model {what} ({error})")
             [(example, learned)] = tried
+            if self._groups:
+                learned = self._shared(leaves, learned, is_own)
             learned.tell(leaves, is_part=module is not self.model)
             for leaf in learned.unclear:
                 leaf.left_out = UNCLEAR
@@ -440,7 +476,21 @@ class Followed:
             if module is self.model:
                 self._places, self._few, self._again = learned.results, example.n, AGAIN
                 self._learned = learned
+            if self._on_any(not is_own):
+                return proof.Proof("a process has no batch of several samples")
             return self._prove(module, leaves, example, learned)
+
+    def _on_any(self, here: bool) -> bool:
+        """Whether something holds on any of the processes that shard the parameters."""
+        return shared(here, bool.__or__, self._groups)
+
+    def _shared(self, leaves: list[Leaf], learned: Learned, is_own: bool) -> Learned:
+        """What the first process has learnt that has samples of its own."""
+        own = learned.by(lambda leaf: leaf.name)
+        _, first = shared((is_own, own), lambda a, b: b if b[0] and not a[0] else a, self._groups)
+        named = {leaf.name: leaf for leaf in leaves}
+        found: Learned = first.by(named.get)
+        return found
 
     @contextmanager
     def _looking(self, leaves: list[Leaf]) -> Iterator[None]:
@@ -502,15 +552,18 @@ class Followed:
         self, module: nn.Module, leaves: list[Leaf], example: Example, learned: Learned
     ) -> proof.Proof:
         """The proof of an example, in evaluation mode where the model draws random numbers."""
-        if self._units:
-            return proof.Proof("its parameters are sharded (fully_shard)")
+        if any(own.unsharded_accumulated_grad is not None for own in self._sharded()):
+            return proof.Proof("FSDP2 held back gradients of an earlier pass")
+        groups = [group for _, group in parameter_groups(self.model)]
+        if any(getattr(group, "reduce_scatter_unused_params", False) for group in groups):
+            return proof.Proof("FSDP2 reduces gradients of unused parameters too")
         found = self._compared(module, leaves, example, learned)
         if found.reason == DRAWS:
             with kept_modes(module):
                 module.eval()
                 own = self._compared(module, leaves, example, learned)
             found = own._replace(wrong=found.wrong | own.wrong)
-        return found
+        return found._replace(wrong=shared(found.wrong, _either, self._groups))
 
     def _compared(
         self, module: nn.Module, leaves: list[Leaf], example: Example, learned: Learned
@@ -519,12 +572,12 @@ class Followed:
         self._open(n, {}, None, leaves)
         before = torch.get_rng_state()
         with self._as_it_was(), torch.enable_grad():
-            results = tensors_of(module(*own.args, **own.kwargs))
+            results = [*map(whole, tensors_of(module(*own.args, **own.kwargs)))]
             failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
-            if not torch.equal(torch.get_rng_state(), before):
+            if self._on_any(not torch.equal(torch.get_rng_state(), before)):
                 return proof.Proof(DRAWS, failed)
             weights = proof.weighed(results, learned.results, n)
-            if not weights:
+            if self._on_any(not weights):
                 return proof.Proof("no result of the model belongs to single samples", failed)
             inputs = [t for leaf in leaves for t in (leaf.probe, leaf.pair)]
             loss = proof.loss_of(results, weights)
@@ -539,12 +592,14 @@ class Followed:
                 leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
         failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
         open_leaves = [leaf for leaf in self.leaves if detach(leaf.current)]
+        self._is_bare = True
         try:
             # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that
             # is stored channels-last.
             copies = 1 + bool(self._batch_norms)
             truth = proof.truths(leaves, module, example, weights, self._as_it_was, copies)
         finally:
+            self._is_bare = False
             for leaf in open_leaves:
                 attach(leaf, leaf.current)
         if isinstance(truth, str):
@@ -601,6 +656,7 @@ class Followed:
     def close(self) -> None:
         """Make the model what it was."""
         self._inside.clear()
+        self._caller = None
         self._eager.close()
         _remove(self._hooks)
         _remove(self._part_hooks)
@@ -633,6 +689,11 @@ POSITIONS = (
     "gnsfast.configure(model, example=...) the whole pass shows which"
 )
 NOT_BEGUN = "no batch has gone through the model in a block"
+BLIND = (
+    "The parameters are sharded, and in the first block every process had one sample, so nothing "
+    "is known of several. Before this block call gnsfast.configure(model, example=batch) on every "
+    "process."
+)
 DRAWS = "the model draws random numbers"
 
 _registrations = [0]
@@ -720,28 +781,18 @@ def _arrived(followed: "weakref.ref[Followed]", probe: Tensor) -> None:
         own._arrives()
 
 
-def _gathered_parameters(units: list[Any]) -> list[Any]:
-    """What FSDP2 knows of each parameter that it shards."""
-    found: dict[int, Any] = {}
-    for module in units:
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            found |= {id(own): own for own in (group.fsdp_params if group is not None else ())}
-    return list(found.values())
-
-
 class _Gathered:
     """Follows a parameter whenever FSDP2 puts the gathered one into its module, before a forward or
     a method that was registered as one.
     """
 
-    def __init__(self, own: Any, leaf: Leaf) -> None:
+    def __init__(self, own: Any, leaf: Leaf, is_bare: Callable[[], bool]) -> None:
         gathers, self._own = own.to_unsharded, own
 
         def to_unsharded() -> None:
             gathers()
-            attach(leaf, own._unsharded_param)
+            if not is_bare():
+                attach(leaf, own._unsharded_param)
 
         own.to_unsharded = to_unsharded
         if hasattr(own, "_unsharded_param"):  # it may be in its module already
@@ -749,3 +800,12 @@ class _Gathered:
 
     def remove(self) -> None:
         del self._own.to_unsharded
+
+
+def _smaller(a: int, b: int) -> int:
+    """The smaller number of samples of two processes that have several."""
+    return min(a, b) or max(a, b)
+
+
+def _either(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
+    return b | a

@@ -16,7 +16,7 @@ from gnsfast.following.layouts import Layout, Place
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Example
 from gnsfast.functional import Documents
-from gnsfast.tensors import tensors_of
+from gnsfast.tensors import tensors_of, whole
 
 
 class Proof(NamedTuple):
@@ -117,7 +117,7 @@ def truths(
         own = [w.of_sample(b, example.n, copies) for w in weights]
         try:
             with held(), torch.enable_grad():
-                results = tensors_of(run(*one.args, **one.kwargs))
+                results = [*map(whole, tensors_of(run(*one.args, **one.kwargs)))]
                 for w in own:
                     if w.number >= len(results) or results[w.number].shape != w.weight.shape:
                         return "for a single sample its results have another shape"
@@ -131,8 +131,8 @@ def truths(
 
 def _sqnorm(g: Tensor) -> float:
     g = g.coalesce().values() if g.is_sparse else g
-    g = g.full_tensor() if hasattr(g, "full_tensor") else g
-    return g.detach().double().square().sum().item()
+    sqnorm: float = whole(g).detach().double().square().sum().item()
+    return sqnorm
 
 
 def judge(

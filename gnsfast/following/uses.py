@@ -23,7 +23,7 @@ from gnsfast.following.leaf import (
 )
 from gnsfast.following.sample_gradients import Operands, is_wanted, leave
 from gnsfast.functional import Plan
-from gnsfast.signatures import OPERATORS, RESULTS
+from gnsfast.signatures import OPERATORS, RESULTS, NormBackward
 from gnsfast.tensors import is_dtensor
 
 ROWS_AT = {
@@ -81,6 +81,8 @@ class Joining:
         which = [k for k, want in enumerate(wanted) if want]
         P = len(which)
         own = type(a)._make(t.detach() if isinstance(t, Tensor) else t for t in a)
+        if isinstance(own, NormBackward):  # FSDP2 frees the weight before the parts are joined
+            own = own._replace(w_F=_copy(own.w_F), b_F=_copy(own.b_F))
         if "ids_BS" in a._fields:
             own = own._replace(ids_BS=None)
         rows = found[at]
@@ -98,6 +100,10 @@ class Joining:
                     part = Operands(plan, operator, own, number, kept[k])
                     leave(expression, part, (self._use, k))
         return tuple(found)
+
+
+def _copy(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.clone()
 
 
 def _is_plain(plan: Plan) -> bool:

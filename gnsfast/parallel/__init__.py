@@ -10,6 +10,8 @@ from gnsfast.parallel.processes import (
     gathered,
     parameter_groups,
     parameters_at_rest,
+    sharding_groups,
+    shared,
 )
 from gnsfast.parallel.split_samples import (
     in_context_parallel,
@@ -33,4 +35,6 @@ __all__ = [
     "process_count",
     "refuse_context_parallel",
     "refuse_parts",
+    "shared",
+    "sharding_groups",
 ]

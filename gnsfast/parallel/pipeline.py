@@ -7,14 +7,15 @@ share a probe, because only the sum of their per-sample norms is needed.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
-from gnsfast.combinations import PIPELINE, REPEATED, refuse
 from gnsfast.errors import ObservationError
+
+NextPass = Callable[[nn.Module, Any, Any], AbstractContextManager[None]]
 
 
 class PipelinePasses:
@@ -34,18 +35,20 @@ class PipelinePasses:
                 "The schedule's stages are on several processes. Call GradientNoiseScale(model, "
                 "stages=group) with the process group of the pipeline."
             )
-        for stage in self._stages:
-            for path, module in stage.submod.named_modules():
-                facts: Any = getattr(module, "gnsfast", None)
-                if facts is not None and facts.repeated:
-                    refuse(facts.route, [REPEATED, PIPELINE], path)
         self.num_samples = num_samples // self.passes
         # After the last pass the schedule may divide gradients by the number of passes.
         self.factor = 1 / self.passes if schedule.scale_grads else 1.0
 
     @contextmanager
-    def open(self, probes: list[Tensor], after_step: Callable[[], None]) -> Iterator[None]:
-        """Let the backward passes of one step fill the probes.
+    def open(
+        self,
+        probes: Callable[[], list[Tensor]],
+        next_pass: NextPass,
+        after_step: Callable[[], None],
+    ) -> Iterator[None]:
+        """Let the backward passes of one step fill the probes. ``next_pass`` is around each
+        forward of a stage, but not where a stage finds the shapes of its tensors by a pass over
+        uninitialised ones.
 
         Zero-bubble schedules split a backward pass. They ask autograd for the gradients of the
         stage's parameters alone, some time after those of its inputs, so the probes are added to
@@ -63,6 +66,7 @@ class PipelinePasses:
         with ExitStack() as stack:
             for stage in self._stages:
                 stack.enter_context(_with_probes(stage, probes))
+                stack.enter_context(_announced(stage, next_pass))
             stack.enter_context(_replaced(self._schedule, "step", watched))
             yield
         if steps != 1:
@@ -88,12 +92,24 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _with_probes(stage: Any, probes: list[Tensor]) -> Iterator[None]:
+def _announced(stage: Any, next_pass: NextPass) -> Iterator[None]:
+    forward = stage.forward_maybe_with_nosync
+
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        with next_pass(stage.submod, args, kwargs):
+            return forward(*args, **kwargs)
+
+    with _replaced(stage, "forward_maybe_with_nosync", announced):
+        yield
+
+
+@contextmanager
+def _with_probes(stage: Any, probes: Callable[[], list[Tensor]]) -> Iterator[None]:
     submodule: nn.Module = stage.submod
     backward, parameters = stage.backward_maybe_with_nosync, submodule.parameters
 
     def more(*args: Any, **kwargs: Any) -> Iterator[Tensor]:
-        return chain(parameters(*args, **kwargs), probes)
+        return chain(parameters(*args, **kwargs), probes())
 
     def with_probes(kind: str, *args: Any, **kwargs: Any) -> Any:
         if kind == "full":

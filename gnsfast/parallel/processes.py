@@ -6,15 +6,18 @@ FSDP2, or is larger than the part that FSDP2 shards. Pipeline stages have differ
 the caller names their process group.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from gnsfast.parallel.split_samples import refuse_split_samples
 from gnsfast.tensors import is_dtensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,26 @@ def gathered(value: Any, group: "dist.ProcessGroup | None") -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group)
     return found
+
+
+def shared(value: T, choose: Callable[[T, T], T], groups: Iterable[Any]) -> T:
+    """One value of all processes in several groups, such as those of each dimension of a mesh.
+    ``choose`` takes one of two. All of these processes must call this.
+    """
+    for group in groups:
+        value = reduce(choose, gathered(value, group))
+    return value
+
+
+def sharding_groups(parameters: Iterable[Any]) -> list[Any]:
+    """The groups of processes over which parameters are split. A forward pass needs all of them."""
+    found: dict[str, Any] = {}
+    for p in filter(is_dtensor, parameters):
+        for dim, placement in enumerate(p.placements):
+            if placement.is_shard() and p.device_mesh.size(dim) > 1:
+                group = p.device_mesh.get_group(dim)
+                found[group.group_name] = group
+    return list(found.values())
 
 
 def _find(

@@ -184,7 +184,7 @@ class ProbeSlab:
         at_end: Callable[[], None] | None = None,
         second: Mapping[str, tuple[Any, ...]] = {},
         at_start: Callable[[], None] | None = None,
-        passes: int = 1,
+        passes: int | None = None,
     ) -> None:
         """Forget the last pass and let the parameters fill the probes.
 
@@ -192,12 +192,14 @@ class ProbeSlab:
         ``moments`` holds v, and s and eps [1, 2], of each parameter whose metric is known.
         ``at_end`` is called after each backward pass and its averages over processes, ``at_start``
         when the first one has reached a probe. ``second`` holds what sums over samples
-        (``Plan.second``). ``passes``: so many passes of ``num_samples`` samples follow.
+        (``Plan.second``). ``passes``: in a pipeline so many passes of ``num_samples`` samples
+        follow.
         """
         self.refuse_batch_statistics()
-        self.num_samples, self._passes, self._found = num_samples, passes, None
+        self.num_samples, self._passes, self._found = num_samples, passes or 1, None
         facts = self._facts(members, moments, second)
-        self.followed.open(self._caller, num_samples, facts, documents, passes)
+        in_stages = passes is not None
+        self.followed.open(self._caller, num_samples, facts, documents, in_stages)
         self._watch_end(at_end)
         self._at_start = at_start
 

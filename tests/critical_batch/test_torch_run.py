@@ -276,7 +276,7 @@ def test_noise_scales_that_fit_the_optimizer(optimizer: Any, steps: int, fit: se
 
 def test_noise_scales_of_layers_that_measure_no_other() -> None:
     """A convolution has the Euclidean norms alone."""
-    model = gnsfast.convert(torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.Flatten()))
+    model = torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.Flatten())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     stream, sizes = branch_runs.Stream(), {"batch_size": 8, "tokens_per_sample": 10}
     run = TorchRun(model, optimizer, lambda m, x: m(x[:, None]).square().mean(), stream, **sizes)

@@ -107,13 +107,13 @@ def by_run(trainer: hf.Trainer, controller: BatchSizeController) -> tuple[Traine
 
 def test_loss_that_is_not_divided(tmp_path: Path) -> None:
     """It grows with the accumulation; a run that does not grow is measured all the same."""
-    model, gns = gnsfast.convert(Deaf()), {"loss": "samples"}
+    model, gns = Deaf(), {"loss": "samples"}
     trainer, _ = growing(tmp_path, [0], model=model, gns=gns)
     with pytest.raises(ValueError, match="BatchSizeCallback: Deaf does not divide its loss"):
         trainer.train()
     alone, seen = GNSCallback(**gns), []
     alone.first = lambda inputs, items: seen.append(items)
-    trainer_of(tmp_path, model=gnsfast.convert(Deaf()), callbacks=[alone]).train()
+    trainer_of(tmp_path, model=Deaf(), callbacks=[alone]).train()
     assert alone.compute().updates and len(seen) == 1  # the first micro-batch alone
 
 
@@ -281,7 +281,7 @@ def two_processes(rank: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # asked for, and not used
     options = {"gradient_accumulation_steps": 1, "ddp_backend": "gloo", **OF_TWO}
-    model = gnsfast.convert(Model(0.0))
+    model = Model(0.0)
     trainer, controller = growing(
         Path(folder), [0], controller={"data_parallel": 2}, model=model, **options
     )
@@ -297,7 +297,7 @@ OF_TWO: dict[str, Any] = {"data": samples(24), "max_steps": 18}
 def test_two_processes(tmp_path: Path) -> None:
     """As one that accumulates twice as many micro-batches."""
     spawn(two_processes, 2, (str(tmp_path),), method="fork")
-    trainer, controller = growing(tmp_path, [0], model=gnsfast.convert(Model(0.0)), **OF_TWO)
+    trainer, controller = growing(tmp_path, [0], model=Model(0.0), **OF_TWO)
     truth = trained(trainer)
     for rank in range(2):
         found, decisions = torch.load(tmp_path / f"{rank}.pt", weights_only=False)

@@ -184,7 +184,7 @@ def test_noise_scale_and_evaluation_leave_nothing(tmp_path: Path) -> None:
 
 def test_noise_scale_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
     """Under both metrics, in the order of the data, across the end of an epoch."""
-    model = gnsfast.convert(Model(dropout=0.0))
+    model = Model(dropout=0.0)
     trainer = trainer_of(tmp_path, model=model)
     run = TrainerRun(trainer, tokens_per_sample=T, updates=4)
     base(run, 5 * 4 * T)

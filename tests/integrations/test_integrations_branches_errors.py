@@ -228,7 +228,7 @@ def test_what_a_run_lacks(tmp_path: Path) -> None:
 def test_callback_under_adams_metric(tmp_path: Path) -> None:
     callback = GNSCallback(metric="adam")
     trainer = trainer_of(
-        tmp_path, model=gnsfast.convert(Model(0.0)), callbacks=[callback], logging_steps=18
+        tmp_path, model=Model(0.0), callbacks=[callback], logging_steps=18
     )
     trained(trainer)
     adam = callback.compute().adam

@@ -20,7 +20,7 @@ def still(folder: Path, seeded: bool = True, **options: Any) -> TrainerRun:
     """A run whose weights stay as they are, so that the loss of a step tells its data."""
     options |= dict(learning_rate=0.0, weight_decay=0.0)
     sampler = {"use_seedable_sampler": seeded}
-    return run_of(folder, model=gnsfast.convert(Model(0.0)), accelerator_config=sampler, **options)
+    return run_of(folder, model=Model(0.0), accelerator_config=sampler, **options)
 
 
 def losses(run: TrainerRun, tokens: int) -> list[float]:

@@ -28,7 +28,7 @@ class Sharded(Shared):
     def configure_model(self) -> None:
         if isinstance(self.model, FSDPModule):  # Lightning calls it again
             return
-        gnsfast.convert(self.model)
+        self.model
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
         fully_shard(self.model[0], mesh=mesh)  # type: ignore[operator]
         fully_shard(self.model, mesh=mesh)

@@ -26,7 +26,7 @@ def equal(count: int) -> list[Sample]:
 
 def train(model: nn.Module, data: list[Sample], folder: Path, **options: Any) -> GNSCallback:
     callback = GNSCallback()
-    trainer_of(gnsfast.convert(model), data, folder, callback, **options).train()
+    trainer_of(model, data, folder, callback, **options).train()
     return callback
 
 
@@ -83,8 +83,8 @@ class Counted(hf.Trainer):
 @pytest.mark.parametrize("settled", [True, False])
 def test_losses_are_compared_where_that_is_said(tmp_path: Path, settled: bool) -> None:
     data = (samples if settled else equal)(2 * STEPS * N)
-    args = trainer_of(gnsfast.convert(Plain()), data, tmp_path, logging_steps=5).args
-    trainer = Counted(gnsfast.convert(Plain()), args, train_dataset=data, callbacks=[GNSCallback()])
+    args = trainer_of(Plain(), data, tmp_path, logging_steps=5).args
+    trainer = Counted(Plain(), args, train_dataset=data, callbacks=[GNSCallback()])
     trainer.compared = []
     trainer.train()
     first = 1 if settled else COMPARED
@@ -143,10 +143,10 @@ class Open(hf.Trainer):
 @pytest.mark.parametrize("kind", [Bare, Open])
 def test_compute_loss_of_fewer_arguments(tmp_path: Path, kind: type[hf.Trainer]) -> None:
     data = samples(2 * STEPS * N)
-    args = trainer_of(gnsfast.convert(Plain()), data, tmp_path, max_steps=2).args
+    args = trainer_of(Plain(), data, tmp_path, max_steps=2).args
     for loss in ("auto", "tokens"):
         callback = GNSCallback(loss=loss)
-        trainer = kind(gnsfast.convert(Plain()), args, train_dataset=data, callbacks=[callback])
+        trainer = kind(Plain(), args, train_dataset=data, callbacks=[callback])
         trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(data)
         if loss == "auto":
             with pytest.raises(ValueError, match=rf"{kind.__name__} .*GNSCallback\(loss="):
@@ -172,13 +172,13 @@ def test_positions_of_padded_rows(tmp_path: Path) -> None:
         positions = (mask.cumsum(0) - 1).masked_fill(mask == 0, 1)
         data.append({**s, "attention_mask": mask, "position_ids": positions})
     found = train(Placed(), data, tmp_path).compute()
-    truth = by_hand(gnsfast.convert(Plain()), data, causal=False, divided="window")
+    truth = by_hand(Plain(), data, causal=False, divided="window")
     assert found.noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
 
 
 def test_refusals_by_name(tmp_path: Path) -> None:
     data = samples(2 * N)
-    model = gnsfast.convert(Plain())
+    model = Plain()
     with pytest.raises(NotImplementedError, match="a second GNSCallback"):
         trainer_of(model, data, tmp_path, GNSCallback(), GNSCallback()).train()
     trainer = trainer_of(model, data, tmp_path, GNSCallback())
@@ -198,7 +198,7 @@ class Freezes(hf.TrainerCallback):
 
 
 def test_freezing_during_training(tmp_path: Path) -> None:
-    model, callback = gnsfast.convert(Plain()), GNSCallback()
+    model, callback = Plain(), GNSCallback()
     data, freezes = samples(2 * STEPS * N), Freezes(callback, model.embed.weight)
     trainer_of(model, data, tmp_path, callback, freezes).train()
     found = callback.compute()

@@ -29,7 +29,7 @@ def of_one_matrix(model: nn.Module, name: str) -> torch.optim.Muon:
 def trainer_with(
     folder: Path, metric: Any, optimizer: Callable[[nn.Module], Any] | None = None, **options: Any
 ) -> tuple[hf.Trainer, GNSCallback]:
-    model, callback = gnsfast.convert(Model(0.0)), GNSCallback(metric=metric)
+    model, callback = Model(0.0), GNSCallback(metric=metric)
     if optimizer is not None:
         options["optimizers"] = optimizer(model), None
     return trainer_of(folder, model=model, callbacks=[callback], **options), callback
@@ -99,7 +99,7 @@ def test_a_moved_checkpoint_and_a_lost_file(tmp_path: Path) -> None:
 
 def test_noise_from_micro_batches(tmp_path: Path) -> None:
     """Of Trainer's accumulation and of Lightning's, by the callbacks' own argument."""
-    model = gnsfast.convert(Model(0.0))
+    model = Model(0.0)
     callback = GNSCallback(metric="sign", noise_from="micro_batches")
     trained(trainer_of(tmp_path, model=model, callbacks=[callback]))
     found = callback.compute().sign
@@ -111,7 +111,7 @@ def test_noise_from_micro_batches(tmp_path: Path) -> None:
 
 def test_run_of_a_trainer_measures_what_fits(tmp_path: Path) -> None:
     """As the loop by hand over the same samples does."""
-    trainer = trainer_of(tmp_path, model=gnsfast.convert(Model(0.0)), data=samples(64))
+    trainer = trainer_of(tmp_path, model=Model(0.0), data=samples(64))
     run = TrainerRun(trainer, tokens_per_sample=T, updates=4)
     assert set(run.noise_scale().others) == {"sign"}  # before Adam's first step
     list(run.train(8 * T, batch_size=4, lr_factor=1.0))
@@ -128,7 +128,7 @@ def test_run_of_a_trainer_measures_what_fits(tmp_path: Path) -> None:
         gns.update()
         trainer.model.zero_grad()
     assert found.sign.noise_scale == pytest.approx(gns.compute().sign.noise_scale, rel=1e-5)
-    model = gnsfast.convert(Model(0.0))
+    model = Model(0.0)
     muon = of_one_matrix(model, "head.weight")
     trainer = trainer_of(tmp_path, model=model, optimizers=(muon, None))
     run = TrainerRun(trainer, tokens_per_sample=T, updates=4)

@@ -82,7 +82,7 @@ def test_packed_documents(tmp_path: Path, kind: str, loss: str) -> None:
     data, found = documents(2 * STEPS * N), []
     for collate in (padded, Flattening(**KINDS[kind])):
         callback = GNSCallback(loss=loss)
-        trainer = trainer_of(gnsfast.convert(Bytes()), data, tmp_path, callback)
+        trainer = trainer_of(Bytes(), data, tmp_path, callback)
         trainer.data_collator, trainer.args.remove_unused_columns = collate, False
         trainer.train()
         found.append(callback.compute())
@@ -131,7 +131,7 @@ def test_document_starts() -> None:
 def test_marks_without_positions(tmp_path: Path) -> None:
     data = documents(4 * N)
     collate = hf.DataCollatorWithFlattening(return_seq_idx=True, return_position_ids=False)
-    trainer = trainer_of(gnsfast.convert(Bytes()), data, tmp_path, GNSCallback(loss="tokens"))
+    trainer = trainer_of(Bytes(), data, tmp_path, GNSCallback(loss="tokens"))
     trainer.data_collator, trainer.args.remove_unused_columns = collate, False
     with pytest.raises(NotImplementedError, match="are packed .it has seq_idx., but no positi"):
         trainer.train()

@@ -33,7 +33,7 @@ def tiny_gpt() -> nn.Module:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    return gnsfast.convert(hf.GPT2LMHeadModel(config))
+    return hf.GPT2LMHeadModel(config)
 
 
 class Plain(nn.Module):
@@ -161,11 +161,11 @@ def test_causal_model(tmp_path: Path, smoothing: float) -> None:
 def test_model_without_loss_kwargs(tmp_path: Path) -> None:
     """Trainer divides its losses by the micro-batches of the window, one in the last one."""
     data = samples((2 * STEPS - 1) * N - 1)
-    model = gnsfast.convert(Plain())
+    model = Plain()
     trainer = trainer_of(model, data, tmp_path, GNSCallback(), num_train_epochs=1)
     assert not trainer.model_accepts_loss_kwargs
     trainer.train()
-    check(logged(trainer), by_hand(gnsfast.convert(Plain()), data, causal=False, divided="window"))
+    check(logged(trainer), by_hand(Plain(), data, causal=False, divided="window"))
 
 
 def test_evaluation_and_a_gradient_scaler(tmp_path: Path) -> None:
@@ -213,10 +213,10 @@ def test_model_that_ignores_num_items(tmp_path: Path) -> None:
     data, lines = samples(2 * STEPS * N), Lines()
     options = dict(logging_steps=STEPS // 2, include_num_input_tokens_seen="all")
     callback = GNSCallback(tracker=lines, per_module=True)
-    trainer = trainer_of(gnsfast.convert(Deaf()), data, tmp_path, callback, **options)
+    trainer = trainer_of(Deaf(), data, tmp_path, callback, **options)
     assert trainer.model_accepts_loss_kwargs
     trainer.train()
-    truth = by_hand(gnsfast.convert(Deaf()), data, causal=False, divided="no")
+    truth = by_hand(Deaf(), data, causal=False, divided="no")
     assert [step for step, _ in lines.seen] == [STEPS // 2, STEPS]
     check(lines.seen[1][1], truth)
     assert lines.seen[1][1]["tokens"] == len(data) * T
@@ -261,7 +261,7 @@ def test_means_over_samples(tmp_path: Path, squares: bool) -> None:
         data = [{**s, "labels": s["labels"].float()} for s in data]
     results = []
     for loss in ("samples", "auto"):
-        model, callback = gnsfast.convert(Classify(squares)), GNSCallback(loss=loss)
+        model, callback = Classify(squares), GNSCallback(loss=loss)
         trainer = trainer_of(model, data, tmp_path, callback)
         if squares and loss == "auto":
             with pytest.raises(ValueError, match=r"pass GNSCallback\(loss='samples'\)"):
@@ -271,7 +271,7 @@ def test_means_over_samples(tmp_path: Path, squares: bool) -> None:
         results.append(callback.compute())
     for name in ("noise_scale", "trace", "grad_sqnorm", "lower", "upper"):
         assert getattr(results[0], name) == pytest.approx(getattr(results[1], name), rel=1e-6)
-    model = gnsfast.convert(Classify(False))
+    model = Classify(False)
     gns = gnsfast.GradientNoiseScale(model)
     for k in (0, N):  # the first window, before any step
         batch = hf.default_data_collator(data[k : k + N])
@@ -279,7 +279,7 @@ def test_means_over_samples(tmp_path: Path, squares: bool) -> None:
             (model(**batch)["loss"] / 2).backward()
     gns.update()
     callback = GNSCallback()
-    trainer_of(gnsfast.convert(Classify(False)), data, tmp_path, callback, max_steps=1).train()
+    trainer_of(Classify(False), data, tmp_path, callback, max_steps=1).train()
     assert callback.compute().trace == pytest.approx(gns.compute().trace, rel=1e-5)
     assert callback.compute().grad_sqnorm == pytest.approx(gns.compute().grad_sqnorm, rel=1e-5)
 
@@ -297,12 +297,12 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Call gnsfast.convert\(model\) first"):
         trainer_of(Plain(), data, tmp_path, GNSCallback()).train()
     with pytest.raises(ValueError, match="loss of the first micro-batch"):
-        trainer_of(gnsfast.convert(Balanced()), data, tmp_path, GNSCallback()).train()
+        trainer_of(Balanced(), data, tmp_path, GNSCallback()).train()
     with pytest.raises(ValueError, match="loss must be 'auto' or one of"):
         GNSCallback(loss="mean")
     with pytest.raises(RuntimeError, match="not called by a transformers.Trainer"):
         GNSCallback().on_train_begin(None, None, None)
-    trainer = trainer_of(gnsfast.convert(Plain()), data, tmp_path, GNSCallback())
+    trainer = trainer_of(Plain(), data, tmp_path, GNSCallback())
     trainer.args._n_gpu = 2
     with pytest.raises(NotImplementedError, match="DataParallel"):
         trainer.train()
@@ -332,7 +332,7 @@ class Fails(hf.TrainerCallback):
 def test_after_an_error(tmp_path: Path, event: str) -> None:
     """In the middle of an update or after it: a new train() reads nothing of what it left."""
     data, callback = samples(4 * N), GNSCallback()
-    trainer = trainer_of(gnsfast.convert(Plain()), data, tmp_path, callback, Fails(event))
+    trainer = trainer_of(Plain(), data, tmp_path, callback, Fails(event))
     step = trainer.training_step
 
     def own(*args: Any) -> Any:
@@ -347,8 +347,8 @@ def test_after_an_error(tmp_path: Path, event: str) -> None:
 
 
 def test_two_losses_in_a_step(tmp_path: Path) -> None:
-    args = trainer_of(gnsfast.convert(Plain()), data := samples(2 * N), tmp_path).args
-    model = gnsfast.convert(Plain())
+    args = trainer_of(Plain(), data := samples(2 * N), tmp_path).args
+    model = Plain()
     trainer = Twice(model=model, args=args, train_dataset=data, callbacks=[GNSCallback()])
     with pytest.raises(gnsfast.ObservationError, match="called compute_loss 2 times"):
         trainer.train()
@@ -369,7 +369,7 @@ def test_scale_in_a_tensor() -> None:
     """``scale`` and ``tokens`` may be filled in inside of the block: they are read at its end."""
     results = []
     for late in (False, True):
-        model = gnsfast.convert(Plain())
+        model = Plain()
         gns = gnsfast.GradientNoiseScale(model)
         for k in range(3):
             batch = hf.default_data_collator(samples(N, seed=k))

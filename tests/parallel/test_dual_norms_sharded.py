@@ -53,7 +53,7 @@ class Tied(nn.Module):
 
 def make(kind: type[nn.Module] = Model, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(1)
-    return gnsfast.convert(kind().to(dtype))
+    return kind().to(dtype)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:

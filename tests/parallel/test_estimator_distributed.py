@@ -38,7 +38,7 @@ def make() -> nn.Module:
     torch.manual_seed(1)
     block = nn.Sequential(nn.Linear(I, 8), Attend(), nn.Tanh(), nn.LayerNorm(8))
     model = nn.Sequential(block, nn.Linear(8, CLASSES))
-    return gnsfast.convert(model)
+    return model
 
 
 def batches_of(ranks: int, microbatches: int, n: int) -> list[list[list[tuple[Tensor, Tensor]]]]:
@@ -289,7 +289,7 @@ def new_divide_factor(rank: int) -> None:
 def unused_on_one_rank(rank: int) -> None:
     """A layer that only one rank calls gets a gradient on both, and is no error."""
     torch.manual_seed(1)
-    model = gnsfast.convert(nn.ModuleDict({"a": nn.Linear(I, 3), "b": nn.Linear(I, 3)}))
+    model = nn.ModuleDict({"a": nn.Linear(I, 3), "b": nn.Linear(I, 3)})
 
     class Gate(nn.Module):
         def __init__(self) -> None:

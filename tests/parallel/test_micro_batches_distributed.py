@@ -39,7 +39,7 @@ class Rows(nn.Module):
 
 def make() -> nn.Module:
     torch.manual_seed(1)
-    return gnsfast.convert(Rows().double(), repeated=["twice"], exclude=["lstm"])
+    return gnsfast.configure(Rows().double(), exclude=["lstm"])
 
 
 def draw() -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def micro_batches_of_two(rank: int, parts: int) -> None:
 
 def layouts_are_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    sharded, split = make(), gnsfast.convert(nn.Sequential(nn.Linear(4, 4)))
+    sharded, split = make(), nn.Sequential(nn.Linear(4, 4))
     fully_shard(sharded)
     parallelize_module(split, mesh, {"0": ColwiseParallel()})
     for model, words in ((sharded, r"sharded parameters \(FSDP2\)"), (split, "tensor parallelism")):

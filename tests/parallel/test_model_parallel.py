@@ -89,7 +89,7 @@ class Transformer(nn.Module):
 
 def transformer() -> nn.Module:
     torch.manual_seed(1)
-    return gnsfast.convert(Transformer())
+    return Transformer()
 
 
 def text_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -120,7 +120,7 @@ def llama() -> Any:
     from tiny_models import SMALL
 
     torch.manual_seed(1)
-    return gnsfast.convert(hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL))
 
 
 def llama_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -169,7 +169,7 @@ def pipelined(
     data: dist.ProcessGroup | None = None,
 ) -> gnsfast.NoiseScale:
     """The layers over two processes, one or two stages each; every batch is a schedule's step."""
-    rank, whole, cls = dist.get_rank(group), gnsfast.convert(layers()), getattr(pp, name)
+    rank, whole, cls = dist.get_rank(group), layers(), getattr(pp, name)
     options = {"scale_grads": scale_grads, "loss_fn": F.cross_entropy}
     if issubclass(cls, pp.PipelineScheduleMulti):
         # A V: the first process has the last stage.
@@ -194,7 +194,7 @@ def pipelined(
 
 
 def one_process(updates: list[list[Batch]]) -> gnsfast.NoiseScale:
-    model = gnsfast.convert(layers())
+    model = layers()
     return measured(alone(model), model, vector_loss, updates)
 
 
@@ -217,7 +217,7 @@ def schedules(rank: int) -> None:
         ValueError, match="num_samples is 8, which does not divide into the schedule's 3"
     ):
         schedule = SimpleNamespace(_n_microbatches=3, scale_grads=True, _stage=None)
-        with gnsfast.GradientNoiseScale(gnsfast.convert(layers())).microbatch(8, schedule=schedule):
+        with gnsfast.GradientNoiseScale(layers()).microbatch(8, schedule=schedule):
             pass
     same_names()
 
@@ -225,7 +225,7 @@ def schedules(rank: int) -> None:
 def same_names() -> None:
     """Stages that were sliced anew have the same names: their place is put in front."""
     rank = dist.get_rank()
-    model = gnsfast.convert(nn.Sequential(nn.Linear(8, 8)), exclude=["0.bias"] if rank else None)
+    model = gnsfast.configure(nn.Sequential(nn.Linear(8, 8)), exclude=["0.bias"] if rank else [])
     stage = PipelineStage(model, rank, 2, torch.device("cpu"))
     schedule = pp.ScheduleGPipe(stage, 2, loss_fn=F.cross_entropy)
     gns = gnsfast.GradientNoiseScale(model, stages=dist.group.WORLD)

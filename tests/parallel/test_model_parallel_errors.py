@@ -33,7 +33,7 @@ class Pipeline:
         data: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
-        self.rank, model = dist.get_rank(group), gnsfast.convert(layers())
+        self.rank, model = dist.get_rank(group), layers()
         self.stage: Any = model[2 * self.rank : 2 * self.rank + 2]
         self.stage.requires_grad_(self.rank == 1 or not freeze)
         if data is not None:
@@ -96,7 +96,7 @@ def pipelines(rank: int) -> None:
     for [batch] in updates:
         pipe.step(batch)
         pipe.update()
-    plain = gnsfast.convert(layers())
+    plain = layers()
     plain[:2].requires_grad_(False)
     truth = measured(alone(plain), plain, vector_loss, updates)
     assert pipe.gns.compute().noise_scale == pytest.approx(truth.noise_scale, rel=1e-5)
@@ -115,8 +115,8 @@ def split_tokens(rank: int) -> None:
             return out
 
     torch.manual_seed(1)
-    plain = gnsfast.convert(Token())
-    model = gnsfast.convert(Token())
+    plain = Token()
+    model = Token()
     model.load_state_dict(plain.state_dict())
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(model, mesh, {"up": SequenceParallel(use_local_output=False)})
@@ -150,7 +150,7 @@ def four(rank: int) -> None:
         pipe.gns.compute()
 
     # Tensor parallel twice, and no average over the two copies.
-    model: Any = gnsfast.convert(nn.Sequential(nn.Linear(8, 4, bias=False)))
+    model: Any = nn.Sequential(nn.Linear(8, 4, bias=False))
     sharded = distribute_tensor(model[0].weight.detach(), mesh["pp"], [Shard(0)])
     model[0].weight = nn.Parameter(sharded)
     gns = gnsfast.GradientNoiseScale(model)
@@ -163,7 +163,7 @@ def four(rank: int) -> None:
         gns.compute()
 
     # Experts on a mesh of their own: another number of data-parallel processes.
-    model = gnsfast.convert(nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)]))
+    model = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
     expert = distribute_tensor(model[0].weight.detach(), mesh["pp"], [Shard(0)])
     model[0].weight, model[0].bias = nn.Parameter(expert), None
     fully_shard(model[0], mesh=mesh["dp"])

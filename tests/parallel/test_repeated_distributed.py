@@ -26,12 +26,12 @@ def square(model: nn.Module, ids: Tensor) -> Tensor:
 
 def data_parallel(rank: int) -> None:
     model = Universal()
-    check(rank, model, DistributedDataParallel(gnsfast.convert(model, repeated=["block", "steps"])))
+    check(rank, model, DistributedDataParallel(model))
 
 
 def sharded(rank: int, apart: bool, reshard: bool) -> None:
     """``apart``: the repeated block is a unit of its own, gathered anew for each call."""
-    model = gnsfast.convert(Universal(), repeated=["block", "steps"])
+    model = Universal()
     plain = copy.deepcopy(model)
     if apart:
         fully_shard(model.block.qkv, reshard_after_forward=reshard)

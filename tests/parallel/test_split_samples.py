@@ -26,7 +26,7 @@ N, T, D = 4, 8, 6
 
 
 def layers() -> nn.Module:
-    return gnsfast.convert(nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)))
+    return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
 
 
 def run(gns: gnsfast.GradientNoiseScale, x_NTD: Tensor | None = None) -> None:
