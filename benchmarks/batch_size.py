@@ -55,7 +55,7 @@ class Demo:
 
     def run(self, seed: int, batch_size: int, rate: Callable[[int], float]) -> TorchRun:
         torch.manual_seed(seed)
-        model = gnsfast.convert(tiny_gpt.TinyGPT())
+        model = tiny_gpt.TinyGPT()
         return TorchRun(
             model,
             torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),

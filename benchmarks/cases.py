@@ -201,7 +201,7 @@ def estimated_step() -> tuple[Callable[[], None], Callable[[], float]]:
     own share is not in it.
     """
     torch.manual_seed(0)
-    model, batch = gnsfast.convert(GPT()), gpt_batch()
+    model, batch = GPT(), gpt_batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     gns = gnsfast.GradientNoiseScale(model)
     spent, steps = 0.0, 0

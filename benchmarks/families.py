@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks families``: of which architectures of transformers and timm
-``gnsfast.convert`` gives every sample's norm. Each model is built, converted and judged in a
-process of its own: one that hangs, or that ends it, is a row.
+"""``python -m benchmarks families``: of which architectures of transformers and timm gnsfast gives
+every sample's norm, with nothing done to the model. Each is built and judged in a process of its
+own: one that hangs, or that ends it, is a row.
 """
 
 import argparse
@@ -39,8 +39,7 @@ def run(options: argparse.Namespace) -> None:
         importlib.import_module(name)
     if family_timm.version():
         importlib.import_module("timm")
-    from benchmarks.family_judge import WAYS  # needs transformers
-    from benchmarks.family_models import families
+    from benchmarks.family_models import families  # needs transformers
 
     some = set(options.only)
     rows = []
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
             rows.append(alone(family, options.seed))
             seconds = time.perf_counter() - start
             print(f"{seconds:5.1f} s", *map(record.shown, rows[-1].values()), sep=" | ", flush=True)
-    tables = {**summary(rows, list(WAYS)), "Architectures": rows}
+    tables = {**summary(rows), "Architectures": rows}
     for title, table in tables.items():
         print(f"\n{title}\n\n" + "\n".join(record.markdown(table)))
     if options.record:
@@ -65,7 +64,7 @@ def alone(family: Any, seed: int = 0) -> dict[str, Any]:
     """The row of an architecture from a process of its own. It is forked from this one, in which
     torch and transformers are imported but no backward pass has run.
     """
-    from benchmarks.family_judge import WAYS, Verdict, row
+    from benchmarks.family_judge import Verdict, row
 
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
@@ -83,7 +82,7 @@ def alone(family: Any, seed: int = 0) -> dict[str, Any]:
     finally:
         process.kill()
         process.join()
-    return row(family, None, dict.fromkeys(WAYS, ended))
+    return row(family, None, ended)
 
 
 def _judge(family: Any, seed: int, sender: Connection) -> None:
@@ -97,7 +96,7 @@ def _judge(family: Any, seed: int, sender: Connection) -> None:
         found = judge.row_of(family, seed)
     except Exception as error:  # the other architectures still have their rows
         ended = judge.Verdict("no answer", judge.said(error))
-        found = judge.row(family, None, dict.fromkeys(judge.WAYS, ended))
+        found = judge.row(family, None, ended)
     sender.send(found)
 
 
@@ -107,37 +106,27 @@ def _named(row: dict[str, Any]) -> str:
     return name
 
 
-def summary(rows: record.Rows, ways: list[str]) -> dict[str, record.Rows]:
+def summary(rows: record.Rows) -> dict[str, record.Rows]:
     """How many architectures got each verdict, and for each cause which."""
     from benchmarks.family_judge import causes
 
-    words = Counter((row[way], way) for row in rows for way in ways)
-    verdicts = [
-        {"verdict": word, **{way: words[word, way] for way in ways}}
-        for word in dict.fromkeys(word for word, _ in words)
-    ]
+    words = Counter(row["verdict"] for row in rows)
+    verdicts = [{"verdict": word, "architectures": n} for word, n in words.most_common()]
     timm = family_timm.version() or "(not installed, so not swept)"
     of = f"architectures of transformers {importlib.metadata.version('transformers')}, timm {timm}"
     tables = {f"Verdicts on {len(rows)} {of}": verdicts}
     shares = {"all": 1.0, "99 % or more": 0.99, "90 % or more": 0.9, "any share": 0.0}
-    covered = {
-        way: [row[f"{way}: covered"] for row in rows if row[way].startswith("right")]
-        for way in ways
-    }
-    at_least = {
-        share: {way: sum(each >= least for each in covered[way]) for way in ways}
-        for share, least in shares.items()
-    }
+    covered = [row["covered"] for row in rows if row["verdict"] == "right"]
     tables["Elements that are covered where the norms are right"] = [
-        {"covered": share, **counts} for share, counts in at_least.items()
+        {"covered": share, "architectures": sum(each >= least for each in covered)}
+        for share, least in shares.items()
     ]
-    for way in ways:
-        who: dict[tuple[str, str], list[str]] = {}
-        for row in rows:
-            for each in sorted(causes(row[f"{way}: why"])):
-                who.setdefault((row[way], each), []).append(_named(row))
-        tables[f"Causes, {way}"] = [
-            {"architectures": len(types), "verdict": word, "cause": each, "which": ", ".join(types)}
-            for (word, each), types in sorted(who.items(), key=lambda item: -len(item[1]))
-        ]
+    who: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for each in sorted(causes(row["why"])):
+            who.setdefault((row["verdict"], each), []).append(_named(row))
+    tables["Causes"] = [
+        {"architectures": len(types), "verdict": word, "cause": each, "which": ", ".join(types)}
+        for (word, each), types in sorted(who.items(), key=lambda item: -len(item[1]))
+    ]
     return tables

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``gnsfast.convert`` makes of one architecture: every sample's norm of every parameter beside
-a float64 loop over single samples.
+"""What gnsfast makes of one architecture as it is: every sample's norm of every parameter beside a
+float64 loop over single samples.
 """
 
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
@@ -35,13 +35,6 @@ HEADS = ("logits", "image_embeds", "text_embeds")
 PACKAGE = Path(gnsfast.__file__).parent
 
 Batch = dict[str, Any]
-Convert = Callable[[nn.Module, Batch], object]
-
-WAYS: dict[str, Convert] = {
-    "convert(model)": lambda model, batch: gnsfast.convert(model),
-    "convert(model, example=batch)": lambda model, batch: gnsfast.convert(model, example=batch),
-}
-"""How a user may convert a model."""
 
 
 class Case(NamedTuple):
@@ -69,37 +62,31 @@ class Truth(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A word, what there is to say about it, and the shares of the elements that are covered, and
-    covered by replay.
-    """
+    """A word, what there is to say about it, and the share of the elements that are covered."""
 
     word: str
     why: str = ""
     covered: float | None = None
-    replayed: float | None = None
 
 
 def row_of(family: Family, seed: int = 0) -> dict[str, Any]:
-    """An architecture's row, with the verdict on each of ``WAYS``."""
+    """An architecture's row."""
     torch.manual_seed(seed)
     try:
         case = case_of(build(family))
         dtype = torch.float32 if family.name in SINGLE else torch.float64
         truth = truth_of(case, dtype)
     except Exception as error:  # of transformers' own: a reason, not the end
-        return row(family, None, {way: Verdict("not built", said(error)) for way in WAYS})
+        return row(family, None, Verdict("not built", said(error)))
     elements = sum(p.numel() for p in case.model.parameters())
-    return row(family, elements, {way: verdict(case, WAYS[way], truth) for way in WAYS})
+    return row(family, elements, verdict(case, truth))
 
 
-def row(family: Family, elements: int | None, found: dict[str, Verdict]) -> dict[str, Any]:
+def row(family: Family, elements: int | None, found: Verdict) -> dict[str, Any]:
     columns: dict[str, Any] = {"architecture": family.name, "model type": family.model_type}
-    columns |= {"input": family.kind, "elements": elements}
-    for way, each in found.items():
-        shares = [x if x is None else round(x, 4) for x in (each.covered, each.replayed)]
-        columns |= {way: each.word, f"{way}: covered": shares[0], f"{way}: by replay": shares[1]}
-        columns |= {f"{way}: why": each.why}
-    return columns
+    columns |= {"input": family.kind, "elements": elements, "verdict": found.word}
+    covered = found.covered if found.covered is None else round(found.covered, 4)
+    return columns | {"covered": covered, "why": found.why}
 
 
 def outputs_of(result: Any) -> dict[str, Tensor]:
@@ -170,11 +157,10 @@ def sample_of(batch: Batch, b: int, copies: int) -> Batch:
     return found
 
 
-def verdict(case: Case, convert: Convert, truth: Truth) -> Verdict:
-    """What came of one way to convert."""
+def verdict(case: Case, truth: Truth) -> Verdict:
+    """What came of a model as it is."""
     model, batch = case.at(torch.float32)
     try:
-        convert(model, batch["inputs"])
         norms = norms_of(model, batch)
     except Exception as error:  # the refusal is the finding
         return Verdict("refused" if refuses(error) else "raises", said(error))
@@ -183,20 +169,18 @@ def verdict(case: Case, convert: Convert, truth: Truth) -> Verdict:
     for each in coverage.rows:
         if not each.static and each.route != "frozen":
             left[cause(each.reason)] += each.elements
-    total = sum(each.elements for each in coverage.rows if each.route != "frozen")
-    replayed = sum(each.elements for each in coverage.rows if "replay" in each.route) / total
-    shares = (coverage.covered_fraction, replayed)
+    share = coverage.covered_fraction
     why = "; ".join(f"{n:,} elements left out: {reason}" for reason, n in left.most_common())
     if truth.apart > SPLITS:
         apart = f"the batch's gradient is {truth.apart:.0e} away from the sum of the samples'"
-        return Verdict("samples tied", apart, *shares)
+        return Verdict("samples tied", apart, share)
     errors = errors_of(norms, truth)
     if max(errors.values()) > RTOL:
         if beyond := beyond_rounding(errors, model, case, truth):
-            return Verdict("wrong", wrong(model, beyond), *shares)
+            return Verdict("wrong", wrong(model, beyond), share)
         rounded = f"{max(errors.values()):.0e} off by rounding, as float32 autograd is"
         why = "; ".join(filter(None, (why, rounded)))
-    return Verdict("right, with replay" if replayed else "right", why, *shares)
+    return Verdict("right", why, share)
 
 
 def beyond_rounding(
@@ -220,7 +204,7 @@ def beyond_rounding(
 
 
 def norms_of(model: nn.Module, batch: Batch) -> gnsfast.SampleNorms:
-    """The norms of one backward pass of a converted model."""
+    """The norms of one backward pass."""
     with default_dtype(next(model.parameters()).dtype):
         with gnsfast.per_sample_sqnorms(model, B) as norms:
             loss_of(model, batch).backward()
@@ -269,8 +253,8 @@ def said(error: BaseException) -> str:
 
 def cause(why: str) -> str:
     """A message without the names and numbers of one model, and without the last remedy."""
-    why = re.sub(r" (Check num_samples|Leave it out|One block takes|convert\(model, ex).*", "", why)
-    why = re.sub(r"^(\w+Error: |SamplesMeet: )[\w.]+ \((\w+)\)", r"\1a module", why)
+    why = re.sub(r" (Check num_samples|If this is no mistake|gnsfast\.(conf|cover)).*", "", why)
+    why = re.sub(r"^(\w+Error: )[\w.]+:", r"\1a parameter:", why)
     why = re.sub(r"'[\w.]+'", "'...'", re.sub(r"\[[\d, ]*\]", "[...]", why))
     return re.sub(r"\d[\d,.]*", "n", why)
 

@@ -78,7 +78,7 @@ class Study:
     ) -> TorchRun:
         """A run of ``BATCH`` samples; ``seed`` is that of the weights and of the data."""
         torch.manual_seed(seed)
-        model = gnsfast.convert(tiny_gpt.TinyGPT(width=self.width, layers=2))
+        model = tiny_gpt.TinyGPT(width=self.width, layers=2)
         return TorchRun(
             model,
             make(name, model, OPTIMIZERS[name].lr if lr is None else lr),

@@ -127,7 +127,7 @@ def step(
     names: tuple[str, ...] = gpu_step.MODELS,
     modes: tuple[bool, ...] = (False, True),
 ) -> Iterator[Tables]:
-    """Whole training steps, plain and converted, eager and compiled: bf16 autocast, AdamW. Before,
+    """Whole training steps, plain and measured, eager and compiled: bf16 autocast, AdamW. Before,
     gnsfast's back-ends are checked on a small model of the same layers.
     """
 

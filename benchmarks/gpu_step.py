@@ -79,7 +79,7 @@ def training_step(name: str, backend: str, compiled: bool, device: str) -> Calla
     """Forward, loss, backward, AdamW; with a ``backend`` under an estimator, as a user has it."""
     torch.manual_seed(0)
     model, loss_of, B = (_gpt2 if name == "gpt2" else _llama)(device)
-    gns = gnsfast.GradientNoiseScale(gnsfast.convert(model)) if backend else None
+    gns = gnsfast.GradientNoiseScale(model) if backend else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     forward = torch.compile(loss_of) if compiled else loss_of
 
@@ -164,7 +164,7 @@ def estimator(device: str, rounds: int) -> dict[str, Any]:
     """
     torch.manual_seed(0)
     model, loss_of, B = _gpt2(device)
-    gns = gnsfast.GradientNoiseScale(gnsfast.convert(model))
+    gns = gnsfast.GradientNoiseScale(model)
     once: measure.Clock = partial(measure.cuda_seconds, busy=5e-3, tries=1)
     once = once if device == "cuda" else measure.wall_seconds  # a block cannot be entered again
     on_host: list[float] = []

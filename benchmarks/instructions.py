@@ -42,7 +42,7 @@ Loss = Callable[[Any, tuple[Any, ...]], Tensor]
 
 def layer(make: Callable[[], nn.Module], x: Tensor, dy: Tensor) -> Runs:
     """Forward and backward of a layer: plain, and with every sample's norms."""
-    plain, ours = make(), gnsfast.convert(nn.Sequential(make()))
+    plain, ours = make(), nn.Sequential(make())
 
     def run_plain() -> None:
         plain(x).backward(dy)
@@ -87,7 +87,7 @@ class TinyGPT(GPT):
 
 def norms(make: Callable[[], nn.Module], loss_of: Loss, batch: tuple[Tensor, ...]) -> Runs:
     """Forward and backward; ours with every sample's norms."""
-    plain, ours = make(), gnsfast.convert(make())
+    plain, ours = make(), make()
 
     def run_plain() -> None:
         loss_of(plain, batch).backward()
@@ -108,7 +108,7 @@ def estimator(
     all parameters are audited.
     """
     run_plain, _ = norms(make, loss_of, batch)
-    ours = gnsfast.convert(make())
+    ours = make()
     gns = gnsfast.GradientNoiseScale(ours)
 
     def run_ours() -> None:

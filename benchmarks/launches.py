@@ -70,7 +70,7 @@ def rows(launches: Launches) -> Rows:
         ("GPT-2", NarrowGPT2, gpt_loss, gpt_batch(NarrowGPT2)),
         ("Perceptron", Perceptron, perceptron_loss, labelled()),
     ):
-        plain, ours, samples = make(), gnsfast.convert(make()), len(batch[0])
+        plain, ours, samples = make(), make(), len(batch[0])
         gns = gnsfast.GradientNoiseScale(ours)
 
         def step() -> None:

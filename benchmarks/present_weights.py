@@ -27,7 +27,7 @@ def looks(seed: int) -> list[dict[str, Any]]:
     """What the window says at some steps, and brute force at the weights of its last update."""
     torch.manual_seed(seed)
     text = tiny_gpt.read_text()
-    model = gnsfast.convert(tiny_gpt.TinyGPT(width=32, layers=1))
+    model = tiny_gpt.TinyGPT(width=32, layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
     gns = gnsfast.GradientNoiseScale(model)
     generator = torch.Generator().manual_seed(seed)

@@ -26,16 +26,16 @@ UPDATES = 128
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def cases() -> dict[str, tuple[nn.Module, Loss, Any, int, tuple[str, ...]]]:
-    """Model, loss, a batch, its samples, and the embeddings whose index they share."""
+def cases() -> dict[str, tuple[nn.Module, Loss, Any, int]]:
+    """Model, loss, a batch, and its samples."""
     torch.manual_seed(0)
     text, generator = tiny_gpt.read_text(), torch.Generator().manual_seed(0)
     ids = tiny_gpt.draw(text, 8, generator)
     return {
-        "perceptron 32-64-8, 16 samples": (Perceptron(), perceptron_loss, labelled(), 16, ()),
-        "the demo's GPT, 8 samples": (tiny_gpt.TinyGPT(), tiny_gpt.loss_of, ids, 8, ()),
+        "perceptron 32-64-8, 16 samples": (Perceptron(), perceptron_loss, labelled(), 16),
+        "the demo's GPT, 8 samples": (tiny_gpt.TinyGPT(), tiny_gpt.loss_of, ids, 8),
         "nanoGPT's recipe for a CPU, 12 samples": (
-            *(nano_gpt.NanoGPT(), tiny_gpt.loss_of, nano_gpt.batch(), nano_gpt.B, ("positions",)),
+            *(nano_gpt.NanoGPT(), tiny_gpt.loss_of, nano_gpt.batch(), nano_gpt.B),
         ),
     }
 
@@ -45,7 +45,6 @@ def updates(
     loss_of: Loss,
     batch: Any,
     B: int,
-    shared: tuple[str, ...],
     every: int | None,
 ) -> Any:
     """A function that runs ``UPDATES`` of them; plain torch's for ``every=None``."""
@@ -53,7 +52,7 @@ def updates(
     if every is None:
         gns = None
     else:
-        gns = gnsfast.GradientNoiseScale(gnsfast.convert(model, broadcast=shared), every=every)
+        gns = gnsfast.GradientNoiseScale(model, every=every)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def run() -> None:

@@ -49,7 +49,7 @@ class Contestant:
     def prepare(
         self, model: nn.Module, loss_of: Loss, batch: tuple[Tensor, ...], B: int
     ) -> Session:
-        """Take ``model`` over: wrap, hook or convert it. ``loss_of`` is a mean over B samples."""
+        """Take ``model`` over: wrap or hook it. ``loss_of`` is a mean over B samples."""
         return self.session(model, loss_of, batch, B)
 
 

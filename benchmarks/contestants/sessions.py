@@ -26,7 +26,7 @@ class Session:
         self.take_over()
 
     def take_over(self) -> None:
-        """Wrap, hook or convert ``self.model``."""
+        """Wrap or hook ``self.model``."""
 
     def run(self) -> None:
         """Forward and backward."""
@@ -50,9 +50,6 @@ class Session:
 
 class Gnsfast(Session):
     """This project."""
-
-    def take_over(self) -> None:
-        gnsfast.convert(self.model)
 
     def run(self) -> None:
         with gnsfast.per_sample_sqnorms(self.model, self.B) as norms:

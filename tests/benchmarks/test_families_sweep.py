@@ -17,7 +17,6 @@ from benchmarks import families, family_judge, family_models  # noqa: E402
 from benchmarks.family_models import B, Built, Family  # noqa: E402
 
 FAMILY = Family("text", "small", "Small")
-WAY = "convert(model)"
 
 
 class Small(nn.Module):
@@ -34,9 +33,10 @@ class Small(nn.Module):
         if self.kind == "samples tied":
             h = h - 0.001 * h.mean(0)
         if self.kind == "refused":
-            h = self.up(h[..., :4])
-        if self.kind == "raises" and isinstance(self.up, gnsfast.Linear):
-            raise TypeError("a drop-in")
+            h = h - h.mean(0)
+            return (self.down(h) * self.up.bias.mean(),)
+        if self.kind == "raises" and type(self.up.weight) is not nn.Parameter:
+            raise TypeError("a parameter of another class")
         return (self.down(h),)
 
 
@@ -48,7 +48,7 @@ def row_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["right", "not built", "samples tied", "refused", "raises"])
 def test_verdicts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert row_of(kind, monkeypatch)[WAY] == kind
+    assert row_of(kind, monkeypatch)["verdict"] == kind
 
 
 @pytest.mark.parametrize("sample, factor", [(0, 1 + 3e-5), (B - 1, float("nan")), (1, 0.0)])
@@ -62,16 +62,17 @@ def test_one_wrong_norm(sample: int, factor: float, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(gnsfast.SampleNorms, "__getitem__", scaled)
     row = row_of("right", monkeypatch)
-    assert row[WAY] == "wrong", row
-    assert row[f"{WAY}: why"].startswith("up.bias (Linear) is off by")
+    assert row["verdict"] == "wrong", row
+    assert row["why"].startswith("up.bias (Linear) is off by")
 
 
 def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = {WAY: lambda model, batch: gnsfast.convert(model, exclude=["up"])}
-    monkeypatch.setattr(family_judge, "WAYS", ways)
+    right = family_judge.norms_of
+    without = lambda model, batch: right(gnsfast.configure(model, exclude=["up"]), batch)
+    monkeypatch.setattr(family_judge, "norms_of", without)
     row = row_of("right", monkeypatch)
-    assert row[WAY] == "right" and row[f"{WAY}: covered"] == round(14 / 44, 4)
-    assert family_judge.causes(row[f"{WAY}: why"]) == {"n elements left out: excluded by convert"}
+    assert row["verdict"] == "right" and row["covered"] == round(14 / 44, 4)
+    assert family_judge.causes(row["why"]) == {"n elements left out: excluded"}
 
 
 @pytest.mark.parametrize(
@@ -85,13 +86,13 @@ def test_a_process_that_gives_no_answer(
     start = time.perf_counter()
     row = families.alone(FAMILY)
     assert time.perf_counter() - start < 5
-    assert row[WAY] == "no answer" and why in row[f"{WAY}: why"]
+    assert row["verdict"] == "no answer" and why in row["why"]
 
 
 def test_a_judge_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family_judge, "row_of", lambda family, seed: 1 / 0)
     row = families.alone(FAMILY)
-    assert row[WAY] == "no answer" and row[f"{WAY}: why"].startswith("ZeroDivisionError")
+    assert row["verdict"] == "no answer" and row["why"].startswith("ZeroDivisionError")
 
 
 def test_families_and_their_sizes() -> None:
@@ -107,8 +108,8 @@ def test_families_and_their_sizes() -> None:
 
 def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row_of(kind, monkeypatch) for kind in ("right", "refused")]
-    tables = families.summary(rows, [WAY])
+    tables = families.summary(rows)
     verdicts, covered, [cause] = tables.values()
-    assert {row["verdict"]: row[WAY] for row in verdicts} == {"right": 1, "refused": 1}
-    assert [row[WAY] for row in covered] == [1, 1, 1, 1]
-    assert cause["which"] == "small" and "backward went through it n times" in cause["cause"]
+    assert {row["verdict"]: row["architectures"] for row in verdicts} == {"right": 1, "refused": 1}
+    assert [row["architectures"] for row in covered] == [1, 1, 1, 1]
+    assert cause["which"] == "small" and "per-sample norms" in cause["cause"]

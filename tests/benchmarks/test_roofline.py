@@ -273,7 +273,7 @@ def test_kernels_launched(kernels: list[str], monkeypatch: pytest.MonkeyPatch) -
 def test_estimator_launches() -> None:
     """Of a step, whatever the model: counted in its second, after the layers were audited."""
     for layers in (1, 5):
-        net = gnsfast.convert(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))))
+        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
         gns = gnsfast.GradientNoiseScale(net)
         for _ in range(2):
             torch.use_deterministic_algorithms(False)
@@ -302,7 +302,7 @@ def test_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", of_two_that_are_alike)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        net = gnsfast.convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         gns = gnsfast.GradientNoiseScale(net)
         with gns.microbatch(4):
             net(torch.randn(4, 3, 8)).sum().backward()

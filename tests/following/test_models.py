@@ -13,6 +13,7 @@ from torch import nn
 
 import gnsfast
 
+
 def adapted(name: str, model: nn.Module) -> nn.Module:
     targets = ADAPTED.get(name, ["q_proj", "v_proj"])
     config = LoraConfig(r=2, lora_alpha=4, target_modules=targets, fan_in_fan_out=name == "gpt2")
