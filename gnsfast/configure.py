@@ -2,7 +2,7 @@
 """The options of a model: what is left out, and an example of a batch."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ def configure(
     *,
     exclude: Iterable[str] = (),
     example: Any = None,
+    run: Callable[..., Any] | None = None,
     num_samples: int | None = None,
 ) -> nn.Module:
     """Set what is left out of ``model``, or show where its samples are before the first block.
@@ -25,9 +26,12 @@ def configure(
     Args:
         exclude: patterns (``fnmatch``) of parameters, and of modules with all their parameters,
             that get no norms.
-        example: what the model is called with: a tensor, a tuple of arguments, a dict of keyword
-            arguments, or a function that calls the model, under its own autocast. It is needed only
-            where the model is not called as a whole, or to read ``coverage`` before training.
+        example: what the model is called with: a tensor, a tuple of arguments, or a dict of keyword
+            arguments. It is needed only where the model is not called as a whole, or to read
+            ``coverage`` before training.
+        run: what is called with the example in place of the model, such as a ``training_step`` that
+            calls its parts. What it returns for each sample, such as logits, is what the norms are
+            proven on; of a loss alone nothing can be proven.
         num_samples: the number of samples in ``example``, by default the size of dimension 0 of its
             first tensor.
 
@@ -45,17 +49,18 @@ def configure(
     set_excluded(inner, exclude)
     Followed.forget(inner)
     if example is not None:
-        _show(model, example, num_samples)
+        _show(model, example, run, num_samples)
     return model
 
 
-def _show(model: nn.Module, example: Any, num_samples: int | None) -> None:
-    inner = unwrapped(model)
+def _show(
+    model: nn.Module, example: Any, run: Callable[..., Any] | None, num_samples: int | None
+) -> None:
     slab = ProbeSlab(model)
     slab.refuse_batch_statistics()
     followed = slab.followed
     if num_samples is None:
-        num_samples = _samples(inner, example)
+        num_samples = next((t.shape[0] for t in tensors_of(example) if t.ndim), 0)
     if num_samples < 2:
         raise ValueError(
             f"The example has {num_samples} samples. It takes two or more to tell a sample from a "
@@ -63,32 +68,12 @@ def _show(model: nn.Module, example: Any, num_samples: int | None) -> None:
         )
     followed.open(model, num_samples)
     try:
-        if callable(example):
-            example()
-        elif isinstance(example, Mapping):
-            followed.show((), dict(example))
+        if isinstance(example, Mapping):
+            followed.show((), dict(example), run)
         else:
-            followed.show(example if isinstance(example, tuple) else (example,), {})
+            followed.show(example if isinstance(example, tuple) else (example,), {}, run)
     finally:
         followed.close()
-
-
-def _samples(model: nn.Module, example: Any) -> int:
-    """The size of dimension 0 of the first tensor that the model gets."""
-    seen: list[Any] = [example]
-    if callable(example):
-        seen = []
-        hook = model.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
-        )
-        try:
-            example()
-        finally:
-            hook.remove()
-    sizes = [t.shape[0] for t in tensors_of(seen) if t.ndim]
-    if not sizes:
-        raise ValueError("The example has no tensor, or does not call the model as a whole.")
-    return int(sizes[0])
 
 
 def convert(model: nn.Module, *, example: Any = None, exclude: Any = None) -> nn.Module:

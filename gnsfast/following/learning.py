@@ -567,7 +567,8 @@ def _step(call: Seen, others: dict[int, Seen], fewer: Seen | None, n: int) -> St
                 other = Layout(d, bool(first and first.interleaved), each)
                 own[k] = other if fits else UNKNOWN
     if call.is_ragged:
-        arguments, results = ([UNKNOWN if p else p for p in own] for own in (arguments, results))
+        arguments = [UNKNOWN if p else p for p in arguments]
+        results = [UNKNOWN if p else p for p in results]
     kept = tuple(p for p in results if p is not None)
     return Step(call.name, tuple(arguments), kept, call.copies)
 

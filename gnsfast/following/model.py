@@ -80,6 +80,7 @@ class Followed:
         self._wrong_later: dict[str, str] = {}
         self._sizes: list[float] = []
         self._now_sizes: list[float] = []
+        self._run: Callable[..., Any] | None = None
         self.proof = proof.Proof(NOT_BEGUN)
         self.observed: set[str] | None = None
         self.is_audited = self.is_half = self.is_apart = False
@@ -277,13 +278,15 @@ class Followed:
             return
         self.show(args, kwargs)
 
-    def show(self, args: Any, kwargs: Any) -> None:
-        """Show the batch of the open block, before the model that gets it runs.
+    def show(self, args: Any, kwargs: Any, run: Callable[..., Any] | None = None) -> None:
+        """Show the batch of the open block, before the model that gets it runs; or ``run`` in its
+        place.
 
         Raises:
             SampleShapeError: if none of its tensors has as many samples as the block.
         """
         self._inside.add(self._caller)
+        self._run = run
         samples, _, documents = self._now
         shapes = [t.shape for t in tensors_of((args, kwargs))]
         some = ", ".join(str(list(shape)) for shape in shapes[:4])
@@ -436,6 +439,10 @@ class Followed:
         if not found.reason:
             self.proof = self.proof._replace(unproven=self.proof.unproven & found.unproven)
 
+    def _called(self, module: nn.Module) -> Callable[..., Any]:
+        """What is called with an example of a module."""
+        return self._run if self._run is not None and module is self.model else module
+
     def _leaves_of(self, module: nn.Module) -> list[Leaf]:
         """The leaves that a module holds, also those that another one holds too."""
         if module is self.model:
@@ -457,7 +464,9 @@ class Followed:
             for example in examples:
                 self._open(example.n, {}, None, leaves)
                 try:
-                    tried = [(example, learn(leaves, module, example, held, self._on_any))]
+                    tried = [
+                        (example, learn(leaves, self._called(module), example, held, self._on_any))
+                    ]
                 except Exception as own:  # the model's own, whatever it is
                     error = error or proof.first_line(own)
                     continue
@@ -572,7 +581,7 @@ class Followed:
         self._open(n, {}, None, leaves)
         before = torch.get_rng_state()
         with self._as_it_was(), torch.enable_grad():
-            results = [*map(whole, tensors_of(module(*own.args, **own.kwargs)))]
+            results = [*map(whole, tensors_of(self._called(module)(*own.args, **own.kwargs)))]
             failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
             if self._on_any(not torch.equal(torch.get_rng_state(), before)):
                 return proof.Proof(DRAWS, failed)
@@ -597,7 +606,9 @@ class Followed:
             # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that
             # is stored channels-last.
             copies = 1 + bool(self._batch_norms)
-            truth = proof.truths(leaves, module, example, weights, self._as_it_was, copies)
+            truth = proof.truths(
+                leaves, self._called(module), example, weights, self._as_it_was, copies
+            )
         finally:
             self._is_bare = False
             for leaf in open_leaves:
