@@ -64,7 +64,7 @@ def _linear(
     moved = layout.dim if layout.dim > 1 or (layout.dim == 1 and x.ndim == 2) else 0
     if moved and leaf.starts is None:
         x, plan = x.movedim(moved, 0), plan._replace(batch_dim=0)
-    own = bare(weight), bare(bias), probe, plan, _links(leaf, weight)
+    own = bare(weight), bare(bias), probe, plan, _links(weight)
     if moved and leaf.starts is None:
         return functional.linear(x, *own).movedim(0, moved).contiguous()
     return use.run(lambda x: functional.linear(x, *own), x)
@@ -135,8 +135,12 @@ def _is_chosen(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
     return isinstance(layout, Chosen)
 
 
-def _links(leaf: Leaf, weight: Any) -> tuple[functional.Link, ...]:
+def _links(weight: Any) -> tuple[functional.Link, ...]:
     """The links of earlier embeddings to a head that shares their weight."""
+    expression = expression_of(weight)
+    if expression is None:
+        return ()
+    leaf = expression.leaves[0]
     if not leaf.is_tied or weight is not leaf.current or again():
         return ()
     leaf.is_taken = True
@@ -394,7 +398,7 @@ def cross_entropy(
     if use is None:
         return NotImplemented
     own: Any = dict(options, bias=bare(bias), probe=use.probe, plan=use.plan)
-    links = _links(use.leaf, weight)
+    links = _links(weight)
     return functional.linear_cross_entropy(x, bare(weight), labels, links=links, **own)
 
 

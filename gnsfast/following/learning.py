@@ -219,11 +219,10 @@ def _data_of(name: str, arguments: list[Any], marks: list[Any]) -> str:
         return DATA if marks[0] is not RAGGED else RAGGED
     if name in SELECTS or RAGGED in marks:
         return RAGGED
+    by_data = [t for t, mark in zip(arguments[1:], marks[1:]) if _is_data(mark)]
     if name == "__getitem__":
-        kinds = (t.dtype for t in arguments[1:] if isinstance(t, Tensor))
-        return RAGGED if any(kind in (torch.bool, torch.uint8) for kind in kinds) else DATA
-    repeats = name == "repeat_interleave" and any(isinstance(t, Tensor) for t in arguments[1:])
-    return RAGGED if repeats else DATA
+        return RAGGED if any(t.dtype in (torch.bool, torch.uint8) for t in by_data) else DATA
+    return RAGGED if name == "repeat_interleave" and by_data else DATA
 
 
 def _mark(t: Tensor, mark: Any) -> None:
