@@ -12,7 +12,6 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-import gnsfast
 from gnsfast.cli import optimizers, panel, run, tiny_gpt
 from gnsfast.cli.app import app
 from gnsfast.cli.records import read_runs
@@ -97,7 +96,7 @@ def test_panel_has_a_line_for_each() -> None:
 @pytest.mark.parametrize("name", optimizers.OPTIMIZERS)
 def test_optimizers_train_every_parameter(name: str) -> None:
     torch.manual_seed(0)
-    model = gnsfast.convert(tiny_gpt.TinyGPT(width=16, heads=2, layers=1))
+    model = tiny_gpt.TinyGPT(width=16, heads=2, layers=1)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = optimizers.make(name, model)
     held = [p for group in optimizer.param_groups for p in group["params"]]
