@@ -4,8 +4,6 @@
 import torch
 from torch import Tensor, nn
 
-import gnsfast
-
 I, N = 6, 8
 
 

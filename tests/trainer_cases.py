@@ -9,8 +9,6 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-import gnsfast
-
 V, T = 23, 5
 TRAINERS = {"data_collator", "eval_dataset", "optimizers", "callbacks", "compute_loss_func"}
 """What is no training argument, but Trainer's own."""
@@ -89,7 +87,7 @@ def trainer_of(folder: Path, *, data: Any = None, model: Any = None, **options: 
         **options,
     }
     args = hf.TrainingArguments(output_dir=str(folder), **options)
-    model = gnsfast.convert(Model()) if model is None else model
+    model = Model() if model is None else model
     model = model() if isinstance(model, type) else model
     data = samples(25) if data is None else data
     return hf.Trainer(model=model, args=args, train_dataset=data, **given)

@@ -83,7 +83,7 @@ class Observer:
         """
         s, slab = self.settings, self._slab
         if not slab.parameters and s.stages is None:
-            raise ObservationError(checks.explain_nothing(slab.followed))
+            checks.refuse_nothing(slab.followed)
         self.names = list(slab.parameters)
         self.parameters: list[Any] = list(slab.parameters.values())
         self.left_out = [leaf.name for leaf in slab.followed.leaves if leaf.left_out]

@@ -138,7 +138,7 @@ def measured(metric: str | Sequence[str] | None, optimizer: Any, noise_from: str
             "too, or leave the optimizer out."
         )
     matrices = None
-    if optimizer is not None and "spectral" in metrics:
+    if optimizer is not None and "spectral" in metrics and "adam" not in metrics:
         matrices = frozenset(p for group in optimizer.param_groups for p in group["params"])
     return {
         "optimizer": optimizer if "adam" in metrics else None,

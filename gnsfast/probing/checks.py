@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import Followed, unfollowed
 
 BETWEEN = (
@@ -56,10 +57,11 @@ def explain_calls(name: str, calls: float) -> str:
     )
 
 
-def explain_nothing(followed: Followed) -> str:
-    """Why a model has no norms at all."""
+def refuse_nothing(followed: Followed) -> None:
+    """Raise since a model has no norms at all, perhaps for a wrong number of samples."""
     first = next(leaf for leaf in followed.leaves if leaf.left_out)
-    return (
+    without = all(leaf.left_out.startswith("no argument of") for leaf in followed.leaves)
+    raise (SampleShapeError if without else ObservationError)(
         f"No parameter of {type(followed.model).__name__} has per-sample norms. {first.name}: "
         f"{first.left_out}. gnsfast.coverage(model) lists the others, and "
         "gnsfast.TwoBatchNoiseScale(model) needs no per-sample norms."

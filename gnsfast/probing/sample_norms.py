@@ -116,7 +116,7 @@ class per_sample_sqnorms:
         if not self._slab.followed.leaves:
             raise ValueError(f"{type(model).__name__} has no trainable parameter to measure")
         if not self._slab.leaves:
-            raise ObservationError(checks.explain_nothing(self._slab.followed))
+            checks.refuse_nothing(self._slab.followed)
         self._always = audit == "always"
 
     def __enter__(self) -> SampleNorms:
@@ -174,7 +174,7 @@ class per_sample_sqnorms:
             if not calls and self._got_gradient(name):
                 raise ObservationError(checks.explain_unseen(name))
         if not slab.leaves:
-            raise ObservationError(checks.explain_nothing(slab.followed))
+            checks.refuse_nothing(slab.followed)
         if not slab.followed.observed:
             raise ObservationError(NO_BACKWARD)
         self._check_sums(sums)

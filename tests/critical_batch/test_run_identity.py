@@ -13,7 +13,6 @@ from branch_runs import ScriptedRun
 from test_measurement import FOUND, MeasuredRun
 from torch import nn
 
-import gnsfast
 from gnsfast.critical_batch import (
     BatchSizeController,
     CriticalBatch,

@@ -24,7 +24,6 @@ from trainer_cases import (
     weights,
 )
 
-import gnsfast
 from gnsfast import NoiseScale
 from gnsfast.critical_batch.control import BatchSizeController
 from gnsfast.integrations.trackers import JSONLTracker

@@ -9,7 +9,6 @@ from test_integrations_branches import base, masked, run_of
 from torch import Tensor
 from trainer_cases import Model, T, same, samples, weights
 
-import gnsfast
 from gnsfast.critical_batch.branches import averaged, measure_critical_batch, measure_repeatedly
 from gnsfast.integrations.transformers_branches import TrainerRun
 

@@ -22,11 +22,10 @@ I, N, UPDATES = 6, 8, 10
 
 
 class Tiny(pl.LightningModule):
-    def __init__(self, convert: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(I, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 3))
-        self.model = model if convert else model
+        self.model = nn.Sequential(nn.Linear(I, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 3))
         self.skip: int | None = None
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
@@ -260,8 +259,6 @@ class Manual(Tiny):
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Call gnsfast.convert\(model\) first"):
-        fit(GNSMonitor(), tmp_path, Tiny(convert=False))
     with pytest.raises(NotImplementedError, match="manual optimization"):
         fit(GNSMonitor(), tmp_path, Manual(), gradient_clip_val=None, accumulate_grad_batches=1)
     with pytest.raises(ValueError, match="window"):

@@ -23,12 +23,11 @@ from gnsfast.integrations.lightning import GNSMonitor, _refuse
 
 class Sharded(Shared):
     def __init__(self) -> None:
-        super().__init__(convert=False)
+        super().__init__()
 
     def configure_model(self) -> None:
         if isinstance(self.model, FSDPModule):  # Lightning calls it again
             return
-        self.model
         mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
         fully_shard(self.model[0], mesh=mesh)  # type: ignore[operator]
         fully_shard(self.model, mesh=mesh)
@@ -81,7 +80,7 @@ def single_samples(rank: int, folder: str) -> None:
     def loss(model: nn.Module, one: list[Tensor]) -> Tensor:
         return F.cross_entropy(model(one[0]), one[1], reduction="sum")
 
-    sqnorms = loop_sqnorms(Tiny(convert=False).model, loss, batch, 4 * N)
+    sqnorms = loop_sqnorms(Tiny().model, loss, batch, 4 * N)
     mean = torch.stack([*sqnorms.values()]).sum(0).mean()
     found = monitor.compute()
     assert found.trace + found.grad_sqnorm == pytest.approx(float(mean), rel=1e-5)

@@ -11,7 +11,6 @@ import transformers as hf
 from test_integrations_transformers import Plain, samples, tiny_gpt, trainer_of
 from torch import Tensor
 
-import gnsfast
 from gnsfast.integrations.token_losses import Rule
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_samples import document_starts

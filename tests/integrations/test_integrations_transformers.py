@@ -294,8 +294,6 @@ class Balanced(Plain):
 
 def test_refusals(tmp_path: Path) -> None:
     data = samples(2 * N)
-    with pytest.raises(ValueError, match=r"Call gnsfast.convert\(model\) first"):
-        trainer_of(Plain(), data, tmp_path, GNSCallback()).train()
     with pytest.raises(ValueError, match="loss of the first micro-batch"):
         trainer_of(Balanced(), data, tmp_path, GNSCallback()).train()
     with pytest.raises(ValueError, match="loss must be 'auto' or one of"):
