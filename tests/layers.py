@@ -108,25 +108,31 @@ def assert_unbatched(layer: nn.Module, x: Tensor) -> None:
         y.square().sum().backward()
     assert torch.equal(y, plain(layer)(x))
     assert_norms(norms, loop)
-    with pytest.raises(gnsfast.SampleShapeError, match="expected 3 samples"):
+    with pytest.raises(gnsfast.SampleShapeError, match="the block has 3 samples"):
         with gnsfast.per_sample_sqnorms(layer, 3):
             layer(x)
 
 
+class Frames(nn.Module):
+    """A layer that gets the frames of all samples as one batch, as the images of videos."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.flatten(0, 1))
+        return y.unflatten(0, x.shape[:2])
+
+
 def assert_folded(layer: nn.Module, x: Tensor) -> None:
-    """Three consecutive rows of ``x`` are one sample, if ``convert`` is told so."""
-    layer, B = plain(layer), len(x) // 3
-    r = torch.randn_like(layer(x))
-
-    def loss(m: nn.Module, batch: list[Tensor]) -> Tensor:
-        return weighted_loss(m, [t.flatten(0, 1) for t in batch])
-
-    loop = loop_sqnorms(layer, loss, [t.unflatten(0, (B, 3)) for t in (x, r)], B)
-    with pytest.raises(gnsfast.SampleShapeError, match="fold"):
-        with gnsfast.per_sample_sqnorms(layer, B):
-            layer(x)
-    with gnsfast.per_sample_sqnorms(layer, B) as norms:
-        weighted_loss(layer, (x, r)).backward()
+    """Three consecutive rows of ``x`` are one sample."""
+    model, B = Frames(plain(layer)), len(x) // 3
+    x = x.unflatten(0, (B, 3))
+    batch = x, torch.randn_like(model(x))
+    loop = loop_sqnorms(model, weighted_loss, batch, B)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        weighted_loss(model, batch).backward()
     assert_norms(norms, loop)
 
 

@@ -659,8 +659,9 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
     is_written = any(
         isinstance(t, Tensor) and t._version != v for t, v in zip(leaves, versions)
     ) or any(t is leaf for t in flat for leaf in leaves)
-    if not leaf.samples:  # an empty batch has no norm to miss
-        lost, results = False, [FIRST] * len(flat)
+    if not leaf.samples or not any(leaves[i].numel() for i in call.others):
+        lost, results = False, [FIRST] * len(flat)  # nothing to tell apart: all norms are zero
+        places.update(dict.fromkeys(places, FIRST))
     where = f"{shapes[0]} -> {shapes[1]}"
     for expression in call.expressions:
         expression.note_use(call.name)

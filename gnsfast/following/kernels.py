@@ -157,6 +157,8 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """``F.embedding(input, weight, padding_idx)``"""
+    if scale_grad_by_freq:
+        _fail_by_frequency(weight)
     if scale_grad_by_freq or sparse:
         return NotImplemented
     use = begin("embedding", input, (weight,), partial(in_rows, features=0), features=0)
@@ -179,6 +181,12 @@ def embedding(
         return y
 
     return use.run(looked_up, input)
+
+
+def _fail_by_frequency(weight: Any) -> None:
+    expression = expression_of(weight)
+    for leaf in expression.leaves if expression is not None else ():
+        leaf.fail("scale_grad_by_freq divides its gradient by what the whole batch holds")
 
 
 def _renormalise(weight: Tensor, ids: Tensor, max_norm: float, norm_type: float) -> None:
@@ -367,6 +375,8 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """``F.embedding_bag(input, weight, offsets, mode=mode)``, where each bag is a sample."""
+    if scale_grad_by_freq:
+        _fail_by_frequency(weight)
     if mode == "max" or scale_grad_by_freq or sparse:
         return NotImplemented
     bags = input

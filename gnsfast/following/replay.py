@@ -71,6 +71,7 @@ class Replay:
             for own, g, i in zip(held, self.gradients(b, dys), self.own):
                 like = self.leaves[i]
                 g = torch.zeros_like(like) if g is None else g
+                g = g.to_dense() if g.is_sparse else g
                 own.append(g.to(accumulate_dtype(like.dtype)).reshape(1, 1, -1))
         return [
             self._row(number, torch.cat(own) if own else None) for number, own in enumerate(held)

@@ -87,7 +87,7 @@ def test_output_size() -> None:
     loop = loop_sqnorms(model, weighted_loss, batch, 3)
     with gnsfast.per_sample_sqnorms(model, 3) as norms:
         weighted_loss(model, batch).backward()
-    assert {row.route for row in gnsfast.coverage(model).rows} == {"conv"}
+    assert {row.route for row in gnsfast.coverage(model).rows} == {"conv_transpose2d"}
     assert_norms(norms, loop)
 
 

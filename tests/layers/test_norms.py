@@ -10,7 +10,6 @@ from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast import layers as drop_ins
 
 SHAPES = {
     "two dimensions": (6, 5),
@@ -115,32 +114,11 @@ class GemmaRMSNorm(nn.Module):
         return (normed * (1.0 + self.weight.float())).type_as(x)
 
 
-class CenteredRMSNorm(LlamaRMSNorm):
-    """Only its name is that of an RMS norm."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.weight * nn.functional.layer_norm(hidden_states, hidden_states.shape[-1:])
-
-
-class GatedRMSNorm(LlamaRMSNorm):
-    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        return super().forward(hidden_states * gate)
-
-
-@pytest.mark.parametrize(
-    ("layer", "route"),
-    [
-        (LlamaRMSNorm(16), "rms_norm"),
-        (GemmaRMSNorm(16), "rms_norm"),
-        (CenteredRMSNorm(16), "replay"),
-    ],
-    ids=lambda v: type(v).__name__,
-)
-def test_foreign_norms(layer: nn.Module, route: str) -> None:
-    scattered(layer)
+@pytest.mark.parametrize("make", [LlamaRMSNorm, GemmaRMSNorm])
+def test_foreign_norms(make: type[nn.Module]) -> None:
+    layer = scattered(make(16))
     batch = torch.randn(4, 9, 16), torch.randn(4, 9, 16)
     loop, twin = loop_sqnorms(layer, weighted_loss, batch, 4), copy.deepcopy(layer)
-    assert gnsfast.coverage(layer).rows[0].route == route
     with gnsfast.per_sample_sqnorms(layer, 4) as norms:
         y = layer(batch[0])
         assert torch.equal(y, twin(batch[0]))
