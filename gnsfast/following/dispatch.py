@@ -623,13 +623,22 @@ def _copied(call: Call, leaf: Leaf) -> Tensor | None:
     return y.contiguous() if call.name == "repeat" else y
 
 
+def _drawn(leaves: list[Any]) -> list[Any]:
+    """What changes when a function draws random numbers on the devices of its tensors."""
+    gpus = {t.device.index for t in leaves if isinstance(t, Tensor) and t.is_cuda}
+    offsets = [torch.cuda.default_generators[k].get_offset() for k in sorted(gpus)]
+    return [torch.get_rng_state().numpy().tobytes(), *offsets]
+
+
 def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
     """The result of a function that is run again for each sample in backward."""
     B, leaves = leaf.lanes, call.leaves
     own: list[Tensor] = []
     replay = Replay(call.func, leaves, call.spec, call.own, call.expressions, places, B)
     versions = [t._version if isinstance(t, Tensor) else 0 for t in leaves]
+    drawn = _drawn(leaves)
     out = call.run()
+    drew = B > 1 and _drawn(leaves) != drawn
     flat = [*flatten(out)]
     if not any(t.requires_grad for t in flat):
         return out
@@ -668,6 +677,8 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
         for each in expression.leaves:
             if is_written:
                 each.fail(f"{call.name} writes to data")
+            elif drew:
+                each.fail(f"{call.name} draws random numbers, other ones for a sample alone")
             elif leaf.starts is not None:
                 each.fail(f"{call.name} has no norms for packed documents here, {where}")
             elif lost and not any(leaves[i].ndim for i in call.others):
@@ -677,7 +688,7 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
                 )
             elif lost:
                 each.fail(f"the samples were not found in {call.name}, {where}")
-    if is_written or lost or leaf.starts is not None:
+    if is_written or drew or lost or leaf.starts is not None:
         return out
     replay.results = [p for p, t in zip(results, flat) if t.requires_grad]  # type: ignore[misc]
     own = [e.leaves[0].probe for e in call.expressions]

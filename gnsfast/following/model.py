@@ -297,7 +297,7 @@ class Followed:
                     f"but the model got tensors of shape {some}, none of which has so many tokens "
                     "in its leading dimensions. If padding follows, add it as a last document."
                 )
-        elif samples > 1 and shapes and not any(samples in shape[:2] for shape in shapes):
+        elif samples > 1 and shapes and not any(_holds(shape, samples) for shape in shapes):
             raise SampleShapeError(
                 f"{type(self.model).__name__}: the block has {samples} samples, but the model got "
                 f"tensors of shape {some}, none of which has dimension 0 or 1 of that size. Check "
@@ -777,6 +777,11 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _same(t: Tensor) -> Tensor:
     return t
+
+
+def _holds(shape: torch.Size, samples: int) -> bool:
+    """Whether a tensor may hold the samples, or the offsets of one bag of each and the end."""
+    return samples in shape[:2] or shape == (samples + 1,)
 
 
 def _rows_of(shape: torch.Size, tokens: int) -> int:

@@ -39,12 +39,18 @@ class Joining:
     that is joined with other uses (``Plan.uses``).
     """
 
-    def __init__(self, expressions: tuple[Expression, ...], use: object = None) -> None:
+    def __init__(
+        self,
+        expressions: tuple[Expression, ...],
+        use: object = None,
+        probed: tuple[Expression, ...] = (),
+    ) -> None:
         self.expressions, self._use = expressions, use or self
+        self._probed = probed or expressions  # the parameters that share a probe
 
     def of(self, k: int) -> "Joining":
         """The same of parameter number ``k`` alone."""
-        return Joining((self.expressions[k],), (self._use, k))
+        return Joining((self.expressions[k],), (self._use, k), self._probed)
 
     def splits(self, plan: Plan) -> bool:
         """Whether the operator may be called for one part of the weight after the other."""
@@ -64,7 +70,7 @@ class Joining:
         if is_plain and at_BS is None and not any(joined):
             alone: tuple[Any, ...] = operator(a)
             return alone
-        at, plan, asked = ROWS_AT[type(a)], plan._replace(uses=None), is_wanted(self.expressions)
+        at, plan, asked = ROWS_AT[type(a)], plan._replace(uses=None), is_wanted(self._probed)
         serves = is_plain or ("constants_P2" in a._fields and plan.starts is None)
         serves &= all(sums.serves(a) for sums in plan.second)
         if not serves or (plan.second and any(joined)):

@@ -47,7 +47,8 @@ class _ChannelNorm(torch.autograd.Function):
         wide = dy.to(acc)
         found: list[Tensor] = []
         if need_w:
-            found.append(_of_rows(wide * ctx.normalised(x.to(acc))))
+            whole = x.to(acc, memory_format=torch.contiguous_format)
+            found.append(_of_rows(wide * ctx.normalised(whole)))
         if need_b:
             found.append(_of_rows(wide))
         grads, rows = [], []

@@ -264,13 +264,9 @@ def test_copies() -> None:
 
 
 def test_compiled() -> None:
-    """Experts are followed in eager mode alone: the rest may be compiled."""
+    """The graph breaks at the experts; the norms stay."""
     plain, data = make("mixtral", 2), batch(3, 7)
     block = gnsfast.configure(copy.deepcopy(plain), example=data[0])
-    with pytest.raises(gnsfast.ObservationError, match="Leave the module that calls it out of"):
-        with gnsfast.per_sample_sqnorms(block, 3):
-            loss(torch.compile(block, backend="eager"), data).backward()
-    block.experts.forward = torch.compiler.disable(block.experts.forward)
     with gnsfast.per_sample_sqnorms(block, 3) as norms:
         loss(torch.compile(block, backend="eager"), data).backward()
     assert_norms(norms, loop_sqnorms(plain, loss, data, 3))

@@ -84,25 +84,21 @@ def test_gradients_and_outputs_are_torchs() -> None:
     assert all(w is p for w, p in zip(model.rows._flat_weights, model.rows.parameters()))
 
 
-def test_an_example_finds_it() -> None:
-    model = Classifier(nn.LSTM, True, batch_first=True, bidirectional=True)
-    data = batch(model)
-    gnsfast.configure(model, example=data[0])
-    row = next(r for r in gnsfast.coverage(model).rows if r.parameter == "rows.weight_hh_l0")
-    assert row.static and row.reason.startswith("replayed: the backward pass runs one layer")
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        weighted_loss(model, data).backward()
-    assert_norms(norms, loop_sqnorms(model, weighted_loss, data, B))
-
-
 def test_a_packed_sequence_is_refused() -> None:
+    """It interleaves the rows of samples."""
     layer = nn.GRU(I, H)
     rows = nn.utils.rnn.pack_sequence([torch.randn(t, I) for t in (4, 3, 2)])
-    with pytest.raises(gnsfast.ObservationError, match="interleaves the rows"):
+    with pytest.raises(gnsfast.ObservationError, match="samples were not found in gru"):
         with gnsfast.per_sample_sqnorms(layer, B):
             layer(rows)[0].data.sum().backward()
 
 
 def test_dropout_between_its_layers_is_named() -> None:
-    model = nn.Sequential(nn.LSTM(I, H, num_layers=2, dropout=0.1))
-    assert "it contains dropout" in gnsfast.coverage(model).rows[0].reason
+    """A sample by itself would draw other numbers."""
+    model = nn.Sequential(nn.Linear(I, I), nn.LSTM(I, H, num_layers=2, dropout=0.1))
+    x = torch.randn(T, B, I)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        model(x)[0].sum().backward()
+    rows = {r.parameter: r.reason for r in gnsfast.coverage(model).rows}
+    assert set(norms) == {"0.weight", "0.bias"}
+    assert "lstm draws random numbers" in rows["1.weight_hh_l0"]
