@@ -16,7 +16,7 @@ from gnsfast.following.layouts import Layout, Place
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Example
 from gnsfast.functional import Documents
-from gnsfast.tensors import tensors_of, whole
+from gnsfast.tensors import map_tensors, tensors_of, whole
 
 
 class Proof(NamedTuple):
@@ -117,16 +117,33 @@ def truths(
         own = [w.of_sample(b, example.n, copies) for w in weights]
         try:
             with held(), torch.enable_grad():
-                results = [*map(whole, tensors_of(run(*one.args, **one.kwargs)))]
+                args, kwargs, more = _with_gradient(one)
+                results = [*map(whole, tensors_of(run(*args, **kwargs)))]
                 for w in own:
                     if w.number >= len(results) or results[w.number].shape != w.weight.shape:
                         return "for a single sample its results have another shape"
                 loss = loss_of(results, own)
-                grads = torch.autograd.grad(loss, values, allow_unused=True)
+                grads = torch.autograd.grad(loss, [*values, *more], allow_unused=True)
         except Exception as error:  # the model's own, whatever it is: then there is no proof
             return f"the model does not take a single sample ({first_line(error)})"
         found.append({leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(leaves, grads)})
     return found
+
+
+def _with_gradient(one: Example) -> tuple[Any, Any, list[Tensor]]:
+    """The arguments of an example, and images in them that get a gradient: torch 2.13's group norm
+    of images that are stored channels-last crashes on a CPU where its input gets none.
+    """
+    images: list[Tensor] = []
+
+    def pick(t: Tensor) -> Tensor:
+        if t.is_cuda or t.ndim < 4 or t.is_contiguous() or not t.is_floating_point():
+            return t
+        images.append(t.detach().requires_grad_())
+        return images[-1].clone()  # which may be written to
+
+    args, kwargs = map_tensors(pick, (one.args, one.kwargs))
+    return args, kwargs, images
 
 
 def _sqnorm(g: Tensor) -> float:
