@@ -582,6 +582,8 @@ class Followed:
         before = torch.get_rng_state()
         with self._as_it_was(), torch.enable_grad():
             results = [*map(whole, tensors_of(self._called(module)(*own.args, **own.kwargs)))]
+            for leaf in leaves:
+                leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
             failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
             if self._on_any(not torch.equal(torch.get_rng_state(), before)):
                 return proof.Proof(DRAWS, failed)
@@ -597,8 +599,6 @@ class Followed:
             for t, g in zip(inputs, grads):
                 t.grad = g
             norms = {leaf: rows[0, :n] for leaf, rows in self.rows(leaves).items()}
-            for leaf in leaves:
-                leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
         failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
         open_leaves = [leaf for leaf in self.leaves if detach(leaf.current)]
         self._is_bare = True
