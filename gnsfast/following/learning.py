@@ -180,11 +180,12 @@ class Look(TorchFunctionMode):
             return of_data or (leaf, number) in self.growing, out, results
         self.copied.add(leaf)
         self.uses.setdefault(leaf, {})[name] = None
-        if self.sample >= 0 and self.varied:
+        if self.varied:  # in each pass, since kernels round in other ways where copies lie apart
             with torch.no_grad():
                 out = out.clone()
-                layout = Layout(copied.dim)
-                layout.of_sample(out, self.sample, leaf.samples).mul_(1.5).add_(0.1)
+                if self.sample >= 0:
+                    own = Layout(copied.dim).of_sample(out, self.sample, leaf.samples)
+                    own.mul_(1.5).add_(0.1)
             out.requires_grad_()
             results = [out]
         return True, out, results
