@@ -7,10 +7,16 @@ from torch import Tensor, nn
 I, N = 6, 8
 
 
-def make(batch_dim: int = 0) -> nn.Module:
+def make() -> nn.Module:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(I, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 3))
-    return model
+    return nn.Sequential(nn.Linear(I, 10), nn.Tanh(), nn.LayerNorm(10), nn.Linear(10, 3))
+
+
+def learn(model: nn.Module) -> None:
+    """Show a first batch, which the host waits for."""
+    with gnsfast.per_sample_sqnorms(model, N):
+        model(torch.randn(N, I)).sum().backward()
+    model.zero_grad()
 
 
 def draw(count: int, n: int = N) -> list[tuple[Tensor, Tensor]]:

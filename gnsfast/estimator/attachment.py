@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from gnsfast.following import Hook
+
 
 class Attachment:
     """The result of ``gns.attach()``. Copies and pickles of the model are not attached."""
@@ -17,12 +19,18 @@ class Attachment:
         after: Callable[[], None],
         removed: Callable[["Attachment"], None],
     ) -> None:
-        first = _Hook(model, before)
-        last = _Hook(model, lambda args, kwargs: after())
+        def first(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is model:  # and no shallow copy
+                before(args, kwargs)
+
+        def last(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if module is model:
+                after()
+
         self._removed = removed
         self._handles = [
-            model.register_forward_pre_hook(first, with_kwargs=True, prepend=True),
-            model.register_forward_hook(last, with_kwargs=True),
+            model.register_forward_pre_hook(Hook(first), with_kwargs=True, prepend=True),
+            model.register_forward_hook(Hook(last), with_kwargs=True),
         ]
 
     def remove(self) -> None:
@@ -32,22 +40,3 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._removed(self)
-
-
-class _Hook:
-    """Calls ``run`` for one model. A copy of the hook does nothing."""
-
-    def __init__(
-        self, model: nn.Module | None = None, run: Callable[[Any, Any], None] | None = None
-    ) -> None:
-        self.model, self.run = model, run
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
-        if self.run is not None and module is self.model:
-            self.run(args, kwargs)
-
-    def __deepcopy__(self, memo: Any) -> "_Hook":
-        return _Hook()
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()

@@ -145,7 +145,8 @@ class GradientNoiseScale:
         observer = self._start()
         if not observer.is_settled:
             observer.settle()
-            self._ledger = Ledger(self.window, observer.exchange, observer.numbers)
+            with torch.inference_mode(False):  # see ``_start``
+                self._ledger = Ledger(self.window, observer.exchange, observer.numbers)
             self._touched = [0] * len(observer.names)
         return observer
 

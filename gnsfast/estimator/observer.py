@@ -64,7 +64,7 @@ class Observer:
         self._last = EndOfPass([], None)  # of the pass before
         self.after_update: list[Mark] | None = None
         s, slab = settings, ProbeSlab(model)
-        self._slab = slab
+        self._slab, self._proof = slab, slab.followed.proof
         self.processes = find_processes(self._wrapped, s.group, s.stages)
         if self.processes.world > 1 and not s.local:
             factor = gradients.divide_factor(self._wrapped)
@@ -118,21 +118,25 @@ class Observer:
 
     def _learned(self) -> None:
         """Take over what the first batch has shown: which parameters have norms."""
+        proof = self._slab.followed.proof
         covered = {leaf.name for leaf in self._slab.followed.covered}
         lost = [name for name in self.names if name not in covered]
         if not lost:
+            self._proof = proof
             return
         if self.is_settled or self._passes:
             self.discard()
+            why = next(leaf.left_out for leaf in self._slab.followed.leaves if leaf.name in lost)
             raise ObservationError(
-                f"A batch of several samples shows that {', '.join(lost[:5])} cannot be measured "
-                "(gnsfast.coverage(model) says why), after other passes were measured with it. "
-                f"Call gns.reset(), or before training gnsfast.configure(model, exclude={lost})."
+                f"{lost[0]}: {why}. Other passes were measured with it before, so call gns.reset() "
+                f"to leave it out, or before training gnsfast.configure(model, exclude={lost})."
             )
-        assert self._watch is not None
-        self._watch.stop()
+        self._proof = proof
+        if self.slab is not None and self._watch is not None:
+            self._watch.stop()
         self._leave_out(lost)
-        self._watch_gradients()
+        if self.slab is not None:
+            self._watch_gradients()
 
     def _leave_out(self, names: list[str]) -> None:
         """Measure some parameters no more."""
@@ -200,6 +204,8 @@ class Observer:
                 "Parameters were frozen, unfrozen, moved or replaced since the first micro-batch, "
                 "so old and new measurements cannot be averaged. Call gns.reset()."
             )
+        if self._slab.followed.proof is not self._proof:  # another block has shown it
+            self._learned()
         refuse_context_parallel()
         if not self._passes and self.processes.world > 1 and not self.settings.local:
             gradients.refuse_new_factor(self._wrapped, self.processes.factor)
@@ -212,7 +218,7 @@ class Observer:
         members, moments, second = self._sides(groups, num_samples)
         begins = None if first or self.settings.local else self._begins
         slab.open(slots, documents, members, moments, self.pass_over, second, begins, passes)
-        slab.followed.on_learned = self._learned
+        slab.followed.call_when_learned(self._learned)
         self.slab, self._end, self._split, self._written = slab, None, False, False
         one = passes in (None, 1)
         self._alone = one and self.processes.world == 1

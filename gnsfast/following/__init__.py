@@ -3,6 +3,7 @@
 
 from gnsfast.following.coverage import Coverage, CoverageRow, coverage
 from gnsfast.following.dispatch import unfollowed
+from gnsfast.following.hooks import Hook
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
 from gnsfast.following.model import Followed
 from gnsfast.following.options import EXCLUDED, set_excluded
@@ -14,6 +15,7 @@ __all__ = [
     "CoverageRow",
     "Facts",
     "Followed",
+    "Hook",
     "Leaf",
     "coverage",
     "set_excluded",

@@ -180,9 +180,8 @@ class Leaf:
     @property
     def is_over(self) -> bool:
         """Whether backward has gone through a use of it, and is not running."""
-        if not self.parts and self.probe.grad is None:
-            return False
-        return not self.has_turns and torch._C._current_graph_task_id() == -1
+        reached = self.parts or self.probe.grad is not None or self.pair.grad is not None
+        return bool(reached) and not self.has_turns and torch._C._current_graph_task_id() == -1
 
     def fail(self, why: str) -> None:
         """Note that the norms of this pass would be wrong; the first reason counts."""

@@ -525,7 +525,7 @@ def _steps(looks: Looks, n: int) -> dict[Leaf, list[Step]]:
             fewer = _nth(looks.fewer, leaf, k, call)
             if not call.of_data and (leaf, k) not in looks.base.growing:
                 fewer = None
-            step = _step(call, others if len(others) == n else {}, fewer, n)
+            step = _step(call, others, fewer, n)  # a branch may be that of some samples
             found.setdefault(leaf, []).append(step._replace(chosen=call.name in chosen))
     return found
 

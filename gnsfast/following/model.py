@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import proof
 from gnsfast.following.dispatch import attach, detach, prepare_compiler
+from gnsfast.following.hooks import Hook
 from gnsfast.following.layouts import Place
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
 from gnsfast.following.learning import FEW, Example, Learned, learn
@@ -31,7 +32,7 @@ from gnsfast.tensors import map_tensors, tensors_of, whole
 class Followed:
     """The trainable parameters of a model, and what its first batch has shown of them.
 
-    ``proof`` says how far the norms are proven. ``on_learned`` is called when a batch has shown
+    ``proof`` says how far the norms are proven. ``call_when_learned`` tells when a batch has shown
     which parameters have norms.
     """
 
@@ -60,12 +61,12 @@ class Followed:
         self._units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
         self._groups = sharding_groups(leaf.parameter for leaf in self.leaves)
         self._watched: set[Any] = set()
-        self._arrives: Callable[[], None] | None = None
+        self._arrives: Callable[[], Callable[[], None] | None] = _none
         self._hooks: list[Any] = []
         self._part_hooks: list[Any] = []
         self._eager = ExitStack()
         self.is_open = self.is_learning = self.is_learned = False
-        self.on_learned: Callable[[], None] | None = None
+        self._on_learned: Callable[[], Callable[[], None] | None] = _none
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names_of = {m: n for n, m in model.named_modules() if m is not model}
@@ -76,6 +77,7 @@ class Followed:
         for leaf in self.leaves:
             leaf.is_shared = list(self._aliases.values()).count(leaf) > 1
         self._now: Any = (0, {}, None)
+        self._batch: Any = None  # what the model got in the open block
         self._few, self._again = FEW, 0
         self._wrong_later: dict[str, str] = {}
         self._sizes: list[float] = []
@@ -167,14 +169,20 @@ class Followed:
         prepare_compiler()
         if in_stages:
             return
-        hook = caller.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        self._hooks += [hook, caller.register_forward_hook(self._after)]
+        hook = caller.register_forward_pre_hook(Hook(self._before), with_kwargs=True, prepend=True)
+        self._hooks += [hook, caller.register_forward_hook(Hook(self._after))]
         for part in self._parts:
-            self._hooks.append(part.register_forward_pre_hook(self._enter))
-            self._hooks.append(part.register_forward_hook(self._after))
+            self._hooks.append(part.register_forward_pre_hook(Hook(self._enter)))
+            self._hooks.append(part.register_forward_hook(Hook(self._after)))
+        unseen = {id(leaf.parameter) for leaf in self._unseen} if self.is_learned else ()
+        for m in self.model.modules() if unseen else ():
+            if any(id(p) in unseen for _, p in _own(m)):
+                seen = Hook(self._before_unseen)
+                hook = m.register_forward_pre_hook(seen, with_kwargs=True, prepend=True)
+                self._hooks.append(hook)
         if not self.is_learned:
             self._part_hooks = [
-                m.register_forward_pre_hook(self._before_part, with_kwargs=True, prepend=True)
+                m.register_forward_pre_hook(Hook(self._before_part), with_kwargs=True, prepend=True)
                 for m in self.model.modules()
                 if m not in self._looked and m is not self.model
             ]
@@ -233,14 +241,18 @@ class Followed:
         return self._probes[key]
 
     def call_on_arrival(self, arrives: Callable[[], None] | None) -> None:
-        """Call ``arrives`` whenever backward reaches a probe of the open pass."""
-        self._arrives = arrives
+        """Call ``arrives``, a method, whenever backward reaches a probe of the open pass."""
+        self._arrives = _none if arrives is None else weakref.WeakMethod(arrives)
         if arrives is None or self._key in self._watched:
             return
         self._watched.add(self._key)  # once: a hook takes 8 µs to register, and 1 to run
         own = weakref.ref(self)  # Python cannot see that C++ holds it
         for probe in self.probes:
             probe.register_post_accumulate_grad_hook(partial(_arrived, own))
+
+    def call_when_learned(self, learned: Callable[[], None]) -> None:
+        """Call ``learned``, a method, when a batch of the open block has shown something."""
+        self._on_learned = weakref.WeakMethod(learned)
 
     @property
     def probes(self) -> list[Tensor]:
@@ -303,6 +315,7 @@ class Followed:
                 f"tensors of shape {some}, none of which has dimension 0 or 1 of that size. Check "
                 "num_samples."
             )
+        self._batch = args, kwargs
         if (
             self._again
             and not self._groups
@@ -311,9 +324,7 @@ class Followed:
             and samples > 1
         ):
             self._learn_again(args, kwargs, samples)
-        for leaf in self.covered if self._wrong_later else ():
-            if leaf.name in self._wrong_later:
-                leaf.fail(self._wrong_later[leaf.name])
+        self._fail_wrong()
         self.learn(self.model, args, kwargs)
         if documents is not None and not self.is_apart:
             self._see_documents_apart(args, kwargs, documents)
@@ -336,6 +347,30 @@ class Followed:
         growth = frozenset({1.0} | ratios | {r * r for r in ratios})
         for leaf in self.leaves:
             leaf.growth = growth
+
+    def _before_unseen(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Learn again when the model comes to a module that the batches before did not reach."""
+        if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        samples, _, documents = self._now
+        unseen = {id(leaf.parameter) for leaf in self._unseen}
+        if self._batch is None or self._groups or samples < 2 or documents is not None:
+            return
+        if any(id(p) in unseen for _, p in _own(module)):
+            self._learn_again(*self._batch, samples)
+            self._fail_wrong()
+
+    def _fail_wrong(self) -> None:
+        """Note which parameters a later batch has shown to be wrong."""
+        for leaf in self.covered if self._wrong_later else ():
+            if leaf.name in self._wrong_later:
+                leaf.fail(self._wrong_later[leaf.name])
+
+    @property
+    def _unseen(self) -> list[Leaf]:
+        """The leaves that no batch has shown in use."""
+        own = (leaf for leaf in self.covered if leaf.is_learned)
+        return [leaf for leaf in own if not leaf.steps and not leaf.routes]
 
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Learn from what a part of a model gets that is not called as a whole."""
@@ -387,7 +422,7 @@ class Followed:
         if module is not self.model:
             self._parts.add(module)
             self._inside.add(module)
-            self._hooks.append(module.register_forward_hook(self._after))
+            self._hooks.append(module.register_forward_hook(Hook(self._after)))
         self.is_learned = module is self.model or all(
             m in self._looked for m in self.model.modules() if m is not self.model
         )
@@ -415,8 +450,8 @@ class Followed:
         _report(module, leaves, found)
         if self.is_learned:
             _remove(self._part_hooks)
-        if self.on_learned is not None:
-            self.on_learned()
+        if (call := self._on_learned()) is not None:
+            call()
 
     def _learn_again(self, args: Any, kwargs: Any, samples: int) -> None:
         """Prove it with a later batch too, since the first one gave some parameters no gradient.
@@ -426,7 +461,7 @@ class Followed:
         self._again -= 1
         if example is None:
             return
-        unseen = [leaf for leaf in self.leaves if not leaf.steps and not leaf.routes]
+        unseen = self._unseen
         with self._looking(self.leaves):
             self._open(example.n, {}, None)
             learned = self._learned
@@ -679,7 +714,7 @@ class Followed:
             leaf.links = ()
             leaf.twin = leaf.whole.twin = None
             leaf.parts.clear()
-        self.is_open = False
+        self.is_open, self._on_learned, self._batch = False, _none, None
 
 
 PROBES = 8
@@ -775,6 +810,10 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module._parameters.items() if p is not None)
 
 
+def _none() -> None:
+    return None
+
+
 def _same(t: Tensor) -> Tensor:
     return t
 
@@ -793,8 +832,8 @@ def _rows_of(shape: torch.Size, tokens: int) -> int:
 
 def _arrived(followed: "weakref.ref[Followed]", probe: Tensor) -> None:
     own = followed()
-    if own is not None and own._arrives is not None:
-        own._arrives()
+    if own is not None and (arrives := own._arrives()) is not None:
+        arrives()
 
 
 class _Gathered:

@@ -164,7 +164,7 @@ def judge(
     for leaf in leaves:
         eps = torch.finfo(leaf.current.dtype).eps
         real = [each[leaf] for each in truth]
-        noise = [8 * eps * total**0.5 for total in totals]
+        noise = [8 * eps * total**0.5 + LEAST for total in totals]
         if not any(r**0.5 > small for r, small in zip(real, noise)):
             unproven.add(leaf.name)
         if leaf not in norms:
@@ -187,6 +187,10 @@ UNSEEN = (
     "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "
     "its own does"
 )
+
+
+LEAST = torch.finfo(torch.float32).tiny ** 0.5
+"""The square of a smaller norm is no normal float32."""
 
 
 def first_line(error: BaseException) -> str:

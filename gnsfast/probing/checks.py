@@ -39,7 +39,8 @@ def marks(parameters: Iterable[Tensor]) -> list[tuple[int, int] | None]:
 
 def explain_calls(name: str, calls: float) -> str:
     """Why the norms of a parameter are wrong after ``calls`` calls in one block. A NaN means that
-    compiled code used it in a way that only eager code follows.
+    compiled code used it in a way that only eager code follows, infinity that some of its uses had
+    norms of their own when others were joined.
     """
     if calls != calls:
         return (
@@ -47,8 +48,9 @@ def explain_calls(name: str, calls: float) -> str:
             "that attend to each other. Leave the module that calls it out of torch.compile. "
             f"{leave_out(name)}"
         )
+    times = "several" if calls == math.inf else str(int(calls))
     return (
-        f"{name}: backward went through its uses {int(calls)} times in one block, and the norms of "
+        f"{name}: backward went through its uses {times} times in one block, and the norms of "
         "several passes do not add up. A block takes one forward and one backward pass. "
         "Activation checkpointing with use_reentrant=True runs several backward passes where a "
         "parameter is used in several checkpoints: set use_reentrant=False. A loss in parts, as "

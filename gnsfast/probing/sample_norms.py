@@ -123,7 +123,7 @@ class per_sample_sqnorms:
         slab, followed = self._slab, self._slab.followed
         self._norms = SampleNorms()
         slab.open(self._slots, self._documents)
-        followed.on_learned = slab.refresh
+        followed.call_when_learned(slab.refresh)
         names = [leaf.name for leaf in slab.leaves]
         audited = names if self._always or not followed.is_audited else []
         try:
@@ -149,7 +149,6 @@ class per_sample_sqnorms:
     ) -> None:
         slab = self._slab
         self._watch.stop()
-        slab.followed.on_learned = None
         try:
             if kind is None:
                 self._check()

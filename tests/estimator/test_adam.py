@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adam_cases import Tied, Updates, adam, loop_norms, metric_of
-from noise_cases import I, N, draw, make
+from noise_cases import I, N, draw, learn, make
 from test_estimator import NoWaiting
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -238,8 +238,8 @@ def test_killed_and_resumed() -> None:
         gnsfast.GradientNoiseScale(make(), window=4).load_state_dict(results[0].state_dict())
 
 
-def test_what_is_left_out() -> None:
-    """Attention and convolutions, and all that shares a weight with them: in neither part."""
+def test_functions_whose_kernels_take_no_metric() -> None:
+    """Attention and convolutions, whose single gradients take its place."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -257,11 +257,8 @@ def test_what_is_left_out() -> None:
     optimizer = warm(model)
     gns = gnsfast.GradientNoiseScale(model, metric="adam", optimizer=optimizer)
     found = run(model, gns, updates)
-    names = {n for n, _ in model.named_parameters()}
-    assert set(found.left_out) == names - {"head.weight", "head.bias"}
-    assert f"{len(found.left_out)} parameters left out" in str(found)
-    metric = {n: p for n, p in metric_of(model, optimizer).items() if n not in found.left_out}
-    check(found, expected(model, updates, metric))
+    assert found.left_out == ()
+    check(found, expected(model, updates, metric_of(model, optimizer)))
 
 
 def test_compiled_model() -> None:
@@ -304,6 +301,7 @@ def test_nothing_waits_for_the_device(source: str) -> None:
     model = make()
     optimizer = warm(model)
     gns = gnsfast.GradientNoiseScale(model, source=source, metric="adam", optimizer=optimizer)
+    learn(model)
     with NoWaiting():
         for x, y in draw(3):
             with gns.microbatch(N):

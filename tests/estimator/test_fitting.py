@@ -8,7 +8,6 @@ import torch
 from adam_cases import Tied
 from torch import nn
 
-import gnsfast
 from gnsfast.estimator import GradientNoiseScale, fitting_metrics, optimizer_for
 
 
@@ -34,9 +33,9 @@ def conv() -> nn.Module:
         (lambda: nn.Linear(3, 2), torch.optim.AdamW, 0, ("sign",)),
         (lambda: nn.Linear(3, 2), torch.optim.RMSprop, 1, ("sign",)),
         (lambda: nn.Linear(3, 2), torch.optim.Muon, 1, ("spectral",)),
-        (conv, torch.optim.AdamW, 1, ()),
-        (lambda: nn.Bilinear(3, 2, 2), torch.optim.AdamW, 1, ("adam",)),
-        (Tied, torch.optim.Muon, 1, ()),  # its one matrix is shared
+        (conv, torch.optim.AdamW, 1, ("adam", "sign")),
+        (lambda: nn.Bilinear(3, 2, 2), torch.optim.AdamW, 1, ("adam", "sign")),
+        (Tied, torch.optim.Muon, 1, ("spectral",)),
         (lambda: nn.LayerNorm(4), torch.optim.SGD, 1, ("sign",)),
     ],
 )

@@ -218,20 +218,21 @@ def test_resumed() -> None:
     assert whole.compute().per_group["code"] == first.compute().per_group["code"]
 
 
-def test_what_is_left_out() -> None:
-    """A convolution is in neither number, and named."""
-
+def test_functions_whose_kernels_take_no_groups() -> None:
     class Mixed(Model):
         def __init__(self) -> None:
             super().__init__()
             self.mix = nn.Conv1d(D, D, 1)
 
         def forward(self, ids: Tensor) -> Tensor:
-            out: Tensor = self.head(self.mix(self.up(self.tokens(ids)).mT).mT)
+            x = self.before(self.tokens(ids))
+            out: Tensor = self.head(self.mix(self.after(self.up(x)).mT).mT)
             return out
 
-    result = measure(Mixed(), batches()[:2])
-    assert result.per_group["web"].left_out == ("mix.weight", "mix.bias")
+    model, updates = Mixed(), batches()[:2]
+    result = measure(model, updates)
+    assert result.per_group["web"].left_out == ()
+    check(result, model, updates)
 
 
 def test_refused_passes_leave_nothing() -> None:
