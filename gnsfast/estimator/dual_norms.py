@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gnsfast.combinations import SIGN, SPECTRAL, TENSOR_PARALLEL, refuse
+from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError
 from gnsfast.estimator.dual_factors import Factors, factors
-from gnsfast.estimator.eager import EAGER
 from gnsfast.estimator.holdings import Held, begun, held, held_by_matrix
 from gnsfast.estimator.micro_batch_noise import Arrivals, measurable, trained
 from gnsfast.estimator.numbers import Pass

@@ -6,7 +6,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import proof
 from gnsfast.following.dispatch import attach, detach, prepare_compiler
@@ -64,7 +65,7 @@ class Followed:
         self._arrives: Callable[[], Callable[[], None] | None] = _none
         self._hooks: list[Any] = []
         self._part_hooks: list[Any] = []
-        self._eager = ExitStack()
+        self._release: Callable[[], object] = _none
         self.is_open = self.is_learning = self.is_learned = False
         self._on_learned: Callable[[], Callable[[], None] | None] = _none
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -188,7 +189,7 @@ class Followed:
             ]
         outside = hasattr(caller, "_orig_mod")  # a hook of torch.compile's wrapper runs eagerly
         if not (self._looked or outside) and samples > 1:
-            self._eager.enter_context(_in_eager_mode())
+            self._release = EAGER.hold(self) if "torch._dynamo" in sys.modules else _none
 
     def _sharded(self) -> Iterator[Any]:
         """FSDP2's records of its parameters."""
@@ -703,7 +704,7 @@ class Followed:
         """Make the model what it was."""
         self._inside.clear()
         self._caller = None
-        self._eager.close()
+        self._release()
         _remove(self._hooks)
         _remove(self._part_hooks)
         for leaf in self.leaves:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The probes of a whole model, parameter by parameter."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -200,6 +201,8 @@ class ProbeSlab:
         facts = self._facts(members, moments, second)
         in_stages = passes is not None
         self.followed.open(self._caller, num_samples, facts, documents, in_stages)
+        self._closes = weakref.finalize(self, self.followed.close)
+        self._closes.atexit = False
         self._watch_end(at_end)
         self._at_start = at_start
 
@@ -250,7 +253,7 @@ class ProbeSlab:
         """Make the model what it was."""
         self._at_end = self._at_start = None
         self.followed.call_on_arrival(None)
-        self.followed.close()
+        self._closes()
 
     def forget(self) -> None:
         """Make new probes for the next pass, since the graph of a failed pass may hold the old."""

@@ -85,9 +85,7 @@ def test_a_gradient_without_a_call_is_noticed(source: str, held: bool) -> None:
     model, gns = made(source=source)
     block(model, gns)
     gns.update()
-    model.zero_grad()
-    for p in model.parameters() if held else ():
-        p.grad = torch.zeros_like(p)
+    model.zero_grad(set_to_none=not held)
     block(model, gns, call=False, tensor=True)
     gns.update()
     with pytest.raises(gnsfast.ObservationError, match=r"b\.weight got a gradient"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs compiled models in eager mode for as long as any estimator needs it."""
+"""Runs compiled models in eager mode for as long as anybody needs it."""
 
 import weakref
 from collections.abc import Callable
