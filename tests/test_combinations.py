@@ -133,7 +133,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "conv": (Conv, floats),
     "in_projection": (lambda: Attention(frozen=False), floats),
     "out_projection": (lambda: Attention(frozen=True), floats),
-    "experts": (lambda: block("experts"), lambda: floats(experts.H)),
+    "experts": (
+        lambda: nn.Sequential(nn.Linear(experts.H, experts.H), block("experts")),
+        lambda: floats(experts.H),
+    ),
     "router": (lambda: block("router"), lambda: floats(experts.H)),
     "replay": (lambda: nn.Sequential(Scale()), floats),
     "copies": (Gains, floats),

@@ -88,7 +88,7 @@ class Followed:
         self.observed: set[str] | None = None
         self.is_audited = self.is_half = self.is_apart = False
         self._is_blind = self._is_bare = False
-        self._caller: Any = None
+        self._caller: Any = _none
         self._places: list[Place] = []
         self._learned: Any = None
 
@@ -156,7 +156,7 @@ class Followed:
                 "A block is open on this model already. End the other per_sample_sqnorms or "
                 "gns.microbatch block first."
             )
-        self.is_open, self._caller = True, caller
+        self.is_open, self._caller = True, weakref.ref(caller)
         self._open(samples, facts, documents)
         leaves = {id(leaf.parameter): leaf for leaf in self.leaves}
         sharded = {id(own.sharded_param): own for own in self._sharded()} if self._units else {}
@@ -298,7 +298,7 @@ class Followed:
         Raises:
             SampleShapeError: if none of its tensors has as many samples as the block.
         """
-        self._inside.add(self._caller)
+        self._inside.add(self._caller())
         self._run = run
         samples, _, documents = self._now
         shapes = [t.shape for t in tensors_of((args, kwargs))]
@@ -703,7 +703,7 @@ class Followed:
     def close(self) -> None:
         """Make the model what it was."""
         self._inside.clear()
-        self._caller = None
+        self._caller = _none
         self._release()
         _remove(self._hooks)
         _remove(self._part_hooks)
