@@ -112,6 +112,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         with unfollowed():
             return func(*args, **kwargs)
     if (opened := OPENED.get(func)) is not None:
+        if func is torch.autograd.backward:
+            _note_penalties(args[0])
         return opened(*args, **kwargs)
     if not compiling() and is_transformed():
         return _transformed(func, args, kwargs)
@@ -230,14 +232,19 @@ def name_of(func: Any) -> str:
 
 def _opened(f: Any) -> Any:
     """A function of ``torch.nn.functional`` that does not ask for a tensor subclass first."""
-    own = {**f.__globals__, "has_torch_function": lambda *_: False}
+    own = {
+        **f.__globals__,
+        "has_torch_function": lambda *_: False,
+        "has_torch_function_unary": lambda *_: False,
+    }
     opened = types.FunctionType(f.__code__, own, f.__name__, f.__defaults__, f.__closure__)
     opened.__kwdefaults__ = f.__kwdefaults__
     return opened
 
 
 OPENED: dict[Any, Any] = {
-    f: _opened(f) for f in (F.multi_head_attention_forward, torch.autograd.grad)
+    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
+    **{f: _opened(f) for f in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)},
 }
 """Functions of torch whose own functions are seen one by one. (Inside of ``unfollowed`` a backward
 pass could not unpack the tensors of a checkpoint.)
@@ -313,10 +320,6 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if compiling() and not all(e.is_compiled for e in call.expressions):
         return NotImplemented
-    if name == "backward":
-        for leaf in call.expressions[0].leaves:
-            leaf.fail("a loss is made of parameters alone, and belongs to no sample")
-        return func(*args, **kwargs)
     leaf = first_leaf(call.expressions)
     step = leaf.step(name)
     places = _places(call, step, leaf)
@@ -332,6 +335,14 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     if compiling():
         return NotImplemented
     return _replay(call, step, places, leaf)
+
+
+def _note_penalties(losses: Any) -> None:
+    """Note the parameters of losses that are made of parameters alone."""
+    for loss in (losses,) if isinstance(losses, Tensor) else losses:
+        if (expression := expression_of(loss)) is not None:
+            for leaf in expression.leaves:
+                leaf.fail("a loss is made of parameters alone, and belongs to no sample")
 
 
 def _queried(func: Any, args: Any, kwargs: Any) -> Any:
