@@ -55,7 +55,7 @@ class GradientNoiseScale:
             metric of the optimizer (``compute().adam``); ``"sign"`` and ``"spectral"``, in the dual
             norms of sign descent and of Muon (``compute().sign``, ``.spectral``).
         optimizer: for ``"adam"`` the ``torch.optim.Adam`` or ``AdamW`` in use. For ``"spectral"``
-            the optimizer of the matrices to measure, by default all matrices of linear layers.
+            the optimizer of the matrices to measure, by default all but those of embeddings.
         noise_from: whose differences are the noise in ``"sign"`` and ``"spectral"``: ``"samples"``,
             or ``"micro_batches"``, an update's backward passes, which reach all trained parameters
             (``DualNoiseScale``).
