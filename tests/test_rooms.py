@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "gnsfast"
-FILES = "arguments combinations counts errors interval kept signatures templates tensors"
+FILES = "arguments combinations counts eager errors interval kept signatures templates tensors"
 FLOORS = (
     FILES.split(),
     ("reference", "parallel"),

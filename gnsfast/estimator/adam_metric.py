@@ -80,7 +80,7 @@ class AdamMetric(NoMetric):
         self._optimizer, self._local = settings.optimizer, settings.local
         self._processes = processes
         if processes.tensor > 1:
-            refuse(None, [METRIC, TENSOR_PARALLEL])
+            refuse([METRIC, TENSOR_PARALLEL])
         self._called: dict[str, Any] = dict(slab.parameters)
         self._names = {p: name for name, p in self._called.items()}
         self.measured, self.left_out = frozenset(self._called), ()

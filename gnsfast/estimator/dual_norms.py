@@ -49,7 +49,7 @@ class DualNorms:
     ) -> None:
         self._settings, self._processes, self._device = settings, processes, device
         if settings.dual and processes.tensor > 1:
-            refuse(None, [*settings.features(), TENSOR_PARALLEL])
+            refuse([*settings.features(), TENSOR_PARALLEL])
         self.of: dict[str, DualNorm] = {
             metric: KINDS[metric](model, slab, settings, processes) for metric in settings.dual
         }

@@ -76,7 +76,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters that are trained; none of them may be sharded."""
     found = {name: p for name, p in parameters_at_rest(model).items() if p.requires_grad}
     if any(map(is_dtensor, found.values())):
-        refuse(None, [MICRO_BATCHES, SHARDED])
+        refuse([MICRO_BATCHES, SHARDED])
     return found
 
 

@@ -38,7 +38,7 @@ class GroupMeasure:
     ) -> None:
         names = self.names = settings.groups
         if names and processes.tensor > 1:
-            refuse(None, [GROUPS, TENSOR_PARALLEL])
+            refuse([GROUPS, TENSOR_PARALLEL])
         together = gathered(names, settings.group) if names and processes.world > 1 else []
         if len(set(together)) > 1:
             raise ValueError(

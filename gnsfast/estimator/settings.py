@@ -58,7 +58,7 @@ class Settings:
                 f"metric={self.dual[0]!r} needs the gradient of the whole update: use "
                 "source='global'"
             )
-        refuse(None, self.features())
+        refuse(self.features())
 
     def features(self, documents: bool = False, schedule: bool = False) -> list[str]:
         """The features of ``combinations`` in use. The arguments describe a micro-batch."""
@@ -77,7 +77,7 @@ class Settings:
         """Raise if the arguments of a micro-batch do not go together."""
         if schedule is not None and self.local:
             raise ValueError("source='local' does not work with a schedule: use source='global'")
-        refuse(None, self.features(cu_seqlens is not None, schedule is not None))
+        refuse(self.features(cu_seqlens is not None, schedule is not None))
         each = isinstance(tokens, Tensor) and tokens.ndim
         if self.dual and not self.micro_batches and tokens is not None and not each:
             raise ValueError(

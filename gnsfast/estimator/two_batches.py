@@ -122,7 +122,7 @@ class TwoBatchNoiseScale:
             self._device = self._all[0].device
             self._processes = find_processes(self.model, self._group, None)
             if self._processes.tensor > 1:
-                refuse(None, [MICRO_BATCHES, TENSOR_PARALLEL])
+                refuse([MICRO_BATCHES, TENSOR_PARALLEL])
             averaged = averages(self.model, self._processes, [True])
             self._given = GivenNorm(self._all, self._processes, averaged)
 

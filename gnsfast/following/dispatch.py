@@ -10,6 +10,7 @@ backward (``replay.py``).
 
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,7 +76,11 @@ class Measured(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with unfollowed():
-            return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, {})
+            return torch._utils._rebuild_parameter, (
+                self.detach(),
+                self.requires_grad,
+                OrderedDict(),
+            )
 
 
 _measured: dict[type, type] = {nn.Parameter: Measured}
@@ -345,9 +350,14 @@ def _note_penalties(losses: Any) -> None:
                 leaf.fail("a loss is made of parameters alone, and belongs to no sample")
 
 
+_GRAD: Any = Tensor.grad.__get__  # type: ignore[attr-defined]
+
+
 def _queried(func: Any, args: Any, kwargs: Any) -> Any:
     """The answer of a function that gives no gradient to a parameter."""
     out = func(*args, **kwargs)
+    if func == _GRAD:  # it has a graph after ``create_graph=True``
+        return out
     if isinstance(out, Tensor) and out.grad_fn is not None and (e := expression_of(args[0])):
         for leaf in e.leaves if not compiling() else ():  # such as ``w.real``
             leaf.fail(f"{name_of(func)} of a parameter is not followed")

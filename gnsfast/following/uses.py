@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gnsfast import combinations
 from gnsfast.following import packed
 from gnsfast.following.layouts import ALONE, FIRST, UNKNOWN, Chosen, Layout
 from gnsfast.following.leaf import (
@@ -141,6 +142,8 @@ def plan_for(
     if starts is not None and each > 1:
         starts = starts * each
     if is_dtensor(values[0]):
+        if not compiling() and any(e.is_joined for e in expressions):
+            leaf.fail(combinations.reason([combinations.REPEATED, combinations.TENSOR_PARALLEL]))
         return Plan(batch_dim=dim, transposed=transposed)
     if compiling():
         facts = merged([e.facts(value) for e, value in zip(expressions, values)])

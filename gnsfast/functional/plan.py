@@ -92,7 +92,7 @@ class Plan(NamedTuple):
         limited = tied or is_dtensor(weight) or not self.is_plain or self.second
         if limited and (self.uses is None or tied):
             features = self.features(layer, is_dtensor(weight), tied, probe.is_cuda)
-            combinations.refuse(layer, features, self.module)
+            combinations.refuse(features, layer, self.module)
         metric = parameters if self.constants_P2 is not None else 0
         if len(self.moments) != metric:
             raise ValueError(

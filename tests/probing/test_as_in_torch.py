@@ -157,10 +157,6 @@ def test_masked_outputs_of_a_replay() -> None:
 
     loss = lambda m, x: m(x).softmax(-1).square().sum()
     check(Masked(-torch.inf), torch.randn(B, D), loss)
-    model = Masked(-1e9, p=0.5)
-    with pytest.raises(gnsfast.ObservationError, match="other outputs than its forward"):
-        with gnsfast.per_sample_sqnorms(model, B):
-            loss(model, torch.randn(B, D)).backward()
 
 
 def test_replayed_input_written_to_later() -> None:
@@ -194,7 +190,7 @@ def test_tokens_that_cancel() -> None:
         loss = lambda m, batch: (m(batch[0]) * batch[1]).sum()
         truth = loop_sqnorms(layer, loss, batch, B)["weight"]
         plain = torch.stack([(g.T @ a).square().sum() for a, g in zip(*batch)])
-        model := copy.deepcopy(layer)
+        model = copy.deepcopy(layer)
         with gnsfast.per_sample_sqnorms(model, B) as norms:
             loss(model, batch).backward()
         error = lambda ours: ((ours.double() - truth).abs() / truth).max()  # noqa: B023

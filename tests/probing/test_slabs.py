@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slabs are kept while a model stays the same, and made again after any change."""
+"""What is known of a model is kept while it stays the same, and learnt anew after any change."""
 
 import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+import unseen
+from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
-from gnsfast.probing import Slabs
+from gnsfast.following import Followed
 
 
 def make() -> nn.Sequential:
@@ -24,18 +27,18 @@ def norms_of(model: nn.Module, B: int = 6) -> dict[str, Tensor]:
     return dict(norms)
 
 
-def slab_of(model: nn.Module, B: int = 6) -> object:
+def probes_of(model: nn.Module, B: int = 6) -> object:
     norms_of(model, B)
-    return Slabs.of(model).slab(model, B)
+    return Followed.of(model).probes[0]
 
 
-def test_a_slab_is_kept_for_each_number_of_samples() -> None:
+def test_probes_are_kept_for_each_number_of_samples() -> None:
     model = make()
-    first, other = slab_of(model), slab_of(model, 3)
-    assert slab_of(model) is first is not other is slab_of(model, 3)
+    first, other = probes_of(model), probes_of(model, 3)
+    assert probes_of(model) is first is not other is probes_of(model, 3)
     for B in range(7, 20):
-        slab_of(model, B)
-    assert slab_of(model) is not first, "only the newest are kept"
+        probes_of(model, B)
+    assert probes_of(model) is not first, "only the newest are kept"
 
 
 def freeze(model: nn.Sequential) -> None:
@@ -58,20 +61,58 @@ def exclude(model: nn.Sequential) -> None:
     gnsfast.configure(model, exclude=["2"])
 
 
-def fold(model: nn.Sequential) -> None:
+def assign(model: nn.Sequential) -> None:
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
 
 
-@pytest.mark.parametrize(
-    "change", [freeze, replace_parameter, replace_module, add_module, exclude, fold]
-)
-def test_any_change_makes_a_new_slab(change: object) -> None:
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.a = base.requires_grad_(False), nn.Linear(5, 2, bias=False)
+        self.b = nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def add_lora(model: nn.Sequential) -> None:
+    model[0] = Lora(model[0])
+
+
+CHANGES = [freeze, replace_parameter, replace_module, add_module, exclude, assign, add_lora]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_change_begins_anew(change: Callable[[nn.Module], None]) -> None:
+    """Also where an estimator is told to."""
     model = make()
-    first = slab_of(model)
-    change(model)  # type: ignore[operator]
-    assert slab_of(model) is not first
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    gns = gnsfast.GradientNoiseScale(model)
+
+    def step() -> None:
+        with gns.microbatch(6):
+            model(torch.randn(6, 5)).square().sum(1).mean().backward()
+        gns.update()
+        model.zero_grad()
+
+    norms_of(model)
+    model.zero_grad()
+    step()
+    first = Followed.of(model)
+    change(model)
+    assert Followed.of(model) is not first
+    with pytest.raises(gnsfast.ObservationError, match="Call gns.reset"):
+        step()
+    gns.reset()
+    step()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     left_out = {"2.weight", "2.bias"} if change is exclude else set()
-    assert norms_of(model).keys() == trained - left_out
+    loss = lambda m, x: m(x).square().sum()
+    x = torch.randn(6, 5)
+    loop = loop_sqnorms(model, loss, x, 6)
+    with gnsfast.per_sample_sqnorms(model, 6) as norms:
+        loss(model, x).backward()
+    assert_norms(norms, loop, names=trained.keys() - left_out)
 
 
 def test_norms_outlive_the_next_pass() -> None:
@@ -82,13 +123,51 @@ def test_norms_outlive_the_next_pass() -> None:
     assert all(first[name].equal(norm) for name, norm in before.items())
 
 
-def test_copies_share_no_slab() -> None:
-    model = make()
+def test_copies_inside_and_after_a_block() -> None:
+    model, x = make(), torch.randn(6, 5)
+    with gnsfast.per_sample_sqnorms(model, 6) as norms:
+        y = model(x)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        state = model.state_dict()
+        y.square().sum().backward()
+    twins += [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert state.keys() == make().state_dict().keys()
+    for twin in twins:
+        assert all(type(p) is nn.Parameter and p.is_leaf for p in twin.parameters())
+        with gnsfast.per_sample_sqnorms(twin, 6) as own:
+            twin(x).square().sum().backward()
+        assert all(torch.equal(own[name], norms[name]) for name in norms)
+
+
+def test_no_hook_of_a_parameter_runs_while_the_model_is_looked_at() -> None:
+    model, calls = make(), []
+    model[0].weight.register_hook(lambda g: calls.append("gradient"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
     norms_of(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert Slabs.of(twin) is not Slabs.of(model)
-        assert norms_of(twin).keys() == norms_of(model).keys()
-    assert model.state_dict().keys() == make().state_dict().keys()
+    assert calls == ["gradient", "accumulated"]
+
+
+def test_blocks_of_an_estimator_and_of_norms_on_one_model() -> None:
+    """One after the other, not at once."""
+    model, x = make(), torch.randn(6, 5)
+    estimators = [gnsfast.GradientNoiseScale(model) for _ in range(2)]
+    for gns in estimators:
+        for other in (gns, *estimators):
+            with pytest.raises(gnsfast.ObservationError, match="open"):
+                with gns.microbatch(6), other.microbatch(6):
+                    pass
+            gns.discard()
+        with pytest.raises(gnsfast.ObservationError, match="open on this model"):
+            with gns.microbatch(6), gnsfast.per_sample_sqnorms(model, 6):
+                pass
+        with gns.microbatch(6):
+            model(x).square().sum(1).mean().backward()
+        gns.update()
+        model.zero_grad()
+        norms_of(model)
+        model.zero_grad()
+    first, second = (gns.compute() for gns in estimators)
+    assert first.trace == second.trace and first.updates == 1
 
 
 def test_a_model_is_freed() -> None:
@@ -122,7 +201,7 @@ def test_clipping_inside_a_block_is_no_gradient() -> None:
 
 
 def test_a_gradient_that_is_gone_was_there() -> None:
-    """A weight that is used as a tensor is found, though the block sets its gradient to None."""
+    """A weight that only a kernel takes is found, though the block sets its gradient to None."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4, bias=False))
     norms_of(model)
     x = torch.randn(6, 5)
@@ -130,7 +209,7 @@ def test_a_gradient_that_is_gone_was_there() -> None:
         pytest.raises(gnsfast.ObservationError, match=r"1\.weight got a gradient"),
         gnsfast.per_sample_sqnorms(model, 6),
     ):
-        nn.functional.linear(model[0](x), model[1].weight).sum().backward()
+        unseen.linear(model[0](x), model[1].weight).sum().backward()
         model.zero_grad()
 
 
@@ -141,13 +220,13 @@ def test_a_graph_of_an_earlier_block_is_refused() -> None:
         loss = model(x).square().sum()
         raise KeyError
     with (
-        pytest.raises(gnsfast.ObservationError, match="its forward ran before"),
+        pytest.raises(gnsfast.ObservationError, match="forward pass ran before"),
         gnsfast.per_sample_sqnorms(model, 6),
     ):
         loss.backward()
 
 
-def test_a_block_that_cannot_open_leaves_the_model_closed() -> None:
+def test_a_parameter_that_is_frozen_before_the_block() -> None:
     model = make()
     block = gnsfast.per_sample_sqnorms(model, 6)
     model[0].bias.requires_grad_(False)
