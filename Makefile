@@ -9,13 +9,13 @@ SITE := .venv/docs
 RELEASE := .venv/release
 LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py) \
 	tests/functional/test_attention.py
-MODEL_TESTS := tests/layers/test_transformer_layers.py tests/conversion/test_models.py
+MODEL_TESTS := tests/layers/test_transformer_layers.py tests/following/test_models.py
 # Triton's interpreter takes half a minute for each of the model tests, and seconds for what the kernels' own tests have.
 TRITON_TESTS = $(LAYER_TESTS) $(if $(NOT_SLOW),--deselect=tests/functional/test_attention.py::test_half \
 	--deselect=tests/layers/test_linear_wgrad.py::test_large_layer,$(MODEL_TESTS))
 # What packaging can break: every module and its examples, the kernels' folder with a launch of one, the command.
 WHEEL_TESTS := $(addprefix ../../tests/,test_promises.py test_docs.py test_examples.py layers/test_linear_wgrad.py \
-	conversion/test_convert.py cli/test_cli.py integrations/test_integrations_trackers.py \
+	following/test_uses.py cli/test_cli.py integrations/test_integrations_trackers.py \
 	triton_kernels/test_triton_linear.py::test_agrees_with_the_reference)
 # The launches of an sm_80 differ only where linear layers have no descriptors. Those of an sm_100 are those of an sm_90:
 # all 566 are alike in Triton's first intermediate form, and make proof compiles each kernel for it.
