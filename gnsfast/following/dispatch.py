@@ -141,13 +141,18 @@ def in_eager_code(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def prepare_compiler() -> None:
-    """Let ``in_eager_code`` break the graph, and let one graph serve all numbers of samples. (What
-    is reached from a parameter has fixed sizes otherwise.) To import the compiler for this takes a
-    second.
+    """Let ``in_eager_code`` break the graph, let what eager code calls be no graph of its own, and
+    let one graph serve all numbers of samples. (What is reached from a parameter has fixed sizes
+    otherwise.) To import the compiler for this takes a second.
     """
     global in_eager_code
     if "torch._dynamo" in sys.modules and not hasattr(in_eager_code, "_torchdynamo_disable"):
         in_eager_code = torch.compiler.disable(in_eager_code, reason=NOT_COMPILED)
+        eval_frame = torch._C._dynamo.eval_frame
+        skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)
+        for cls in (Measured, Tracked):
+            code = cls.__dict__["__torch_function__"].__func__.__code__
+            eval_frame.set_code_exec_strategy(code, skip)
         config = torch.compiler.config
         config.dynamic_sources = ",".join(filter(None, (config.dynamic_sources, SIZES)))
 
@@ -527,7 +532,7 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool) -> Any:
     found = {each.index: each for e in call.expressions for each in e.leaves}
     leaves = tuple(found[k] for k in sorted(found))
     results, spec = pytree.tree_flatten(tuple(out) if hasattr(out, "__next__") else out)
-    arguments = {id(t) for t in call.leaves}
+    arguments = {id(t) for t in call.leaves} if eager else ()
     for k, t in enumerate(results):
         if not isinstance(t, Tensor) or not t.requires_grad:
             continue

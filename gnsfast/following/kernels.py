@@ -404,7 +404,8 @@ def cross_entropy(
     x: Tensor, weight: Any, labels: Tensor, *, bias: Any = None, **options: Any
 ) -> Any:
     """``functional.linear_cross_entropy(x, weight, labels)``"""
-    use = begin("linear_cross_entropy", x, (weight, bias), _in_order)
+    takes = _in_order if not options.get("shift") else _in_shifted_order
+    use = begin("linear_cross_entropy", x, (weight, bias), takes)
     if use is None:
         return NotImplemented
     own: Any = dict(options, bias=bare(bias), probe=use.probe, plan=use.plan)
@@ -419,6 +420,12 @@ def _in_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
     in_order = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
     alone = not leaf.links and not leaf.uses
     return in_rows(x, layout, leaf) and (leaf.starts is None or (in_order and alone))
+
+
+def _in_shifted_order(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
+    """Labels are shifted along their last dimension, which must not hold the samples."""
+    first = isinstance(layout, Layout) and layout.dim == 0 and not layout.interleaved
+    return first and _in_order(x, layout, leaf)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:

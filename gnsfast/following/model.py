@@ -621,6 +621,8 @@ class Followed:
             for leaf in leaves:
                 leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
             failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
+            for leaf in leaves:
+                leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
             if self._on_any(not torch.equal(torch.get_rng_state(), before)):
                 return proof.Proof(DRAWS, failed)
             weights = proof.weighed(results, learned.results, n)

@@ -17,11 +17,27 @@ from gnsfast.functional import _cross_entropy
 __all__ = ["small_parts"]
 
 
+class InForward(nn.Module):
+    """A model whose forward calls the head; the first batch shows its samples."""
+
+    def __init__(self, head: gnsfast.Linear, **options: Any) -> None:
+        super().__init__()
+        self.head, self.options = head, options
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.head.cross_entropy(x, labels, **self.options)
+
+
 def assert_head(
-    head: gnsfast.Linear, batch: Batch, samples: int, rtol: float = 1e-5, **options: Any
+    head: gnsfast.Linear,
+    batch: Batch,
+    samples: int,
+    rtol: float = 1e-5,
+    dim: int = 0,
+    **options: Any,
 ) -> None:
     """Open and closed: torch's loss and gradients; open: the loop's norms for every sample."""
-    twin, dim = plain(head), head.gnsfast.layout.batch_dim
+    twin, model = plain(head), InForward(head, **options)
     x, labels = batch
     r = torch.rand(labels.shape, dtype=x.dtype) if options.get("reduction") == "none" else 1.0
     leaves = [x.detach().requires_grad_() for _ in range(3)]
@@ -30,8 +46,9 @@ def assert_head(
     shut = copy.deepcopy(head)
     closed = shut.cross_entropy(leaves[1], labels, **options)
     (closed * r).sum().backward()
-    with gnsfast.per_sample_sqnorms(head, samples) as norms:
-        loss = head.cross_entropy(leaves[2], labels, **options)
+    opened = model if dim else head
+    with gnsfast.per_sample_sqnorms(opened, samples) as norms:
+        loss = model(leaves[2], labels) if dim else head.cross_entropy(leaves[2], labels, **options)
         (loss * r).sum().backward()
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close(closed, want)
@@ -55,7 +72,7 @@ def assert_head(
             kept = labels[1:] if dim else labels[..., 1:]
             n = (kept != options.get("ignore_index", -100)).sum()
         loop = {name: norm / n**2 for name, norm in loop.items()}
-    assert_norms(norms, loop, rtol)
+    assert_norms({name.removeprefix("head."): n for name, n in norms.items()}, loop, rtol)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -112,19 +129,32 @@ def test_strides(make: Any) -> None:
     assert_head(head, (x, labels.long()), B, reduction="sum")
 
 
-@pytest.mark.parametrize("options", [dict(reduction="none"), dict(shift=True)], ids=str)
-def test_sequence_first(options: dict[str, Any]) -> None:
-    head = gnsfast.convert(nn.Linear(D, V), batch_dim=1)
-    assert_head(head, draw(T, B), B, **options)
+def test_sequence_first() -> None:
+    assert_head(gnsfast.Linear(D, V), draw(T, B), B, dim=1, reduction="none")
+
+
+def test_a_shift_from_sample_to_sample() -> None:
+    """With the samples in the last dimension of the labels a shift ties them together."""
+    model, batch = InForward(gnsfast.Linear(D, V), shift=True), draw(T, B)
+    want = model(*batch)
+    with pytest.raises(gnsfast.ObservationError, match="head.weight"):
+        with gnsfast.per_sample_sqnorms(model, B):
+            loss = model(*batch)
+            loss.backward()
+    torch.testing.assert_close(loss, want)
 
 
 def test_folded_rows() -> None:
     """Eighteen rows are three samples of six."""
-    head, (x, labels) = nn.Linear(D, V), draw(B * T)
-    folded = (x.view(B, T, D), labels.view(B, T))
-    loop = loop_sqnorms(head, lambda m, b: torch_loss(m, b, reduction="sum"), folded, B)
-    with gnsfast.per_sample_sqnorms(gnsfast.convert(head, fold=[""]), B) as norms:
-        head.cross_entropy(x, labels, reduction="sum").backward()
+
+    class Folded(InForward):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(x.flatten(0, 1), labels.flatten())
+
+    model, (x, labels) = Folded(gnsfast.Linear(D, V), reduction="sum"), draw(B, T)
+    loop = loop_sqnorms(model, lambda m, b: m(*b), (x, labels), B)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        model(x, labels).backward()
     assert_norms(norms, loop)
 
 
@@ -136,7 +166,7 @@ def test_frozen(frozen: str) -> None:
 
 
 def test_frozen_head_below_a_trained_layer() -> None:
-    model = gnsfast.convert(nn.Sequential(nn.Linear(D, D), nn.Linear(D, V)))
+    model = nn.Sequential(nn.Linear(D, D), gnsfast.Linear(D, V))
     model[1].requires_grad_(False)
     x, labels = draw(B, T)
     loop = loop_sqnorms(model, lambda m, b: torch_loss(m, b, reduction="sum"), (x, labels), B)
@@ -266,17 +296,17 @@ def test_bad_dtype_probe_and_shift() -> None:
     with pytest.raises(ValueError, match=r"float32 \[1, B \+ 2\]"):
         probe = torch.zeros(2, B + 2, requires_grad=True)
         gnsfast.functional.linear_cross_entropy(x, head.weight, labels, probe=probe)
-    with pytest.raises(gnsfast.SampleShapeError, match="expected 4 samples"):
+    with pytest.raises(gnsfast.ObservationError, match="weight: the samples were not found in lin"):
         with gnsfast.per_sample_sqnorms(head, 4):
             head.cross_entropy(x, labels)
 
 
 def test_heads_that_it_cannot_stand_for() -> None:
-    class Scaled(nn.Linear):
+    class Scaled(gnsfast.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 3 * super().forward(x)
 
-    scaled, (x, labels) = gnsfast.convert(Scaled(D, V)), draw(B, T)
+    scaled, (x, labels) = Scaled(D, V), draw(B, T)
     with pytest.raises(NotImplementedError, match="Scaled has a forward of its own"):
         scaled.cross_entropy(x, labels)
 
@@ -289,12 +319,20 @@ def test_heads_that_it_cannot_stand_for() -> None:
         sharded.cross_entropy(x, labels)
 
 
-def test_one_call_is_one_call() -> None:
-    head, (x, labels) = gnsfast.Linear(D, V), draw(B, T)
-    for other in (lambda: head.cross_entropy(x, labels), lambda: head(x).square().mean()):
-        with pytest.raises(gnsfast.ObservationError, match="2 times"):
-            with gnsfast.per_sample_sqnorms(head, B):
-                (head.cross_entropy(x, labels) + other()).backward()
+@pytest.mark.parametrize("other", ["loss", "output"])
+def test_calls_are_joined(other: str) -> None:
+    head, batch = gnsfast.Linear(D, V), draw(B, T)
+
+    def twice(m: Any, b: Batch) -> Tensor:
+        first: Tensor = m.cross_entropy(b[0], b[1], reduction="sum")
+        if other == "loss":
+            return first + 2 * m.cross_entropy(b[0].sin(), b[1], reduction="sum")
+        return first + m(b[0]).square().sum()
+
+    loop = loop_sqnorms(head, twice, batch, B)
+    with gnsfast.per_sample_sqnorms(head, B) as norms:
+        twice(head, batch).backward()
+    assert_norms(norms, loop)
 
 
 def test_summed_norm_and_counter() -> None:
