@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError, SampleShapeError
@@ -377,7 +378,10 @@ class Followed:
         """Learn from what a part of a model gets that is not called as a whole."""
         if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        self.learn(module, args, kwargs)
+        if self.is_open and any(True for _ in tensors_of((args, kwargs))):
+            self.learn(
+                module, args, kwargs
+            )  # what gets no data, such as a parametrization, has none
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Note that a part that is called by itself runs."""
@@ -663,12 +667,15 @@ class Followed:
     def _as_it_was(self) -> Iterator[None]:
         """Restore buffers and random state, and run no hook of a parameter meanwhile."""
         hooked = [(p, p._backward_hooks) for p in self._parameters() if p._backward_hooks]
+        cached = parametrize._cache
         for p, _ in hooked:
             p._backward_hooks = None
         try:
+            parametrize._cache = {}  # what one pass computes has the graph of that pass
             with kept_buffers(self.model), kept_chance(self.model):
                 yield
         finally:
+            parametrize._cache = cached
             for p, hooks in hooked:
                 p._backward_hooks = hooks
 

@@ -4,8 +4,8 @@
 import copy
 import pickle
 
-import pytest
 import torch
+from layers import weighted_loss
 from oracle import assert_norms, loop_sqnorms
 from tiny_models import B, T, gpt_oss, loss_of, scattered
 from torch import nn
@@ -37,8 +37,7 @@ def test_sinks() -> None:
     loop = loop_sqnorms(plain, loss_of, batch, B)
     assert_norms(norms, loop)
     rows = {r.parameter: r for r in gnsfast.coverage(model).rows}
-    assert {rows[f"model.layers.{i}.self_attn.sinks"].route for i in (0, 1)} == {"attention"}
-    assert model.config._attn_implementation == "eager"
+    assert all(rows[f"model.layers.{i}.self_attn.sinks"].observed for i in (0, 1))
 
 
 def test_frozen_sinks() -> None:
@@ -51,32 +50,52 @@ def test_frozen_sinks() -> None:
     assert not [n for n in norms if "sinks" in n]
 
 
-@pytest.mark.second
-def test_other_implementations_are_refused() -> None:
-    model, batch = gpt_oss(attn_implementation="flex_attention")
-    with pytest.raises(gnsfast.ObservationError, match=r"self_attn: .*'flex_attention'"):
-        with gnsfast.per_sample_sqnorms(model, B):
-            loss_of(model, batch)
-
-
-def test_dropout_is_refused() -> None:
+def test_dropout() -> None:
+    """Its gradients are those of the numbers that were drawn."""
     model, batch = gpt_oss()
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.1
     model.train()
-    with pytest.raises(gnsfast.ObservationError, match=r"dropout \(0.1\)"):
-        with gnsfast.per_sample_sqnorms(model, B):
-            loss_of(model, batch)
-    assert all(m.config is model.config for m in model.modules() if hasattr(m, "sinks"))
+    with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
+        torch.manual_seed(1)
+        loss_of(model, batch).backward()
+    name = "model.layers.0.self_attn.sinks"
+    torch.manual_seed(1)
+    labels, logits = batch["labels"], model(batch["input_ids"], use_cache=False).logits
+    each = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+    ).view(B, -1)
+    for b in range(B):
+        term = each[b].mean()
+        (g,) = torch.autograd.grad(term, model.get_parameter(name), retain_graph=True)
+        torch.testing.assert_close(norms[name][b], g.square().sum(), rtol=1e-3, atol=1e-9)
 
 
-def test_attention_weights_are_refused() -> None:
-    """They would be missing in silence, and a loss on them too."""
-    _, model, batch = converted()
-    with pytest.raises(gnsfast.ObservationError, match="attention weights as an output"):
-        with gnsfast.per_sample_sqnorms(model, B):
-            model(**batch, output_attentions=True)
+class Sinks(nn.Module):
+    """The fused attention with sinks, scales and gains that are measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.sinks, self.scale = nn.Parameter(torch.randn(2)), nn.Parameter(torch.rand(2) + 0.5)
+        self.q_gain, self.k_gain = (nn.Parameter(torch.rand(4) + 0.5) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        own = dict(logit_scale=self.scale, q_gain=self.q_gain, k_gain=self.k_gain)
+        out: torch.Tensor = gnsfast.functional.attention(
+            q, k, v, is_causal=True, sinks=self.sinks, **own
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+def test_fused() -> None:
+    model, batch = Sinks(), (torch.randn(B, T, 8), torch.randn(B, T, 8))
+    loop = loop_sqnorms(model, weighted_loss, batch, B)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        weighted_loss(model, batch).backward()
+    assert_norms(norms, loop)
 
 
 def test_copies() -> None:

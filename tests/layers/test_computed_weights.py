@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from examples_of_models import said, squares
+from examples_of_models import squares
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -155,9 +155,9 @@ def far_from_converged(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("options", [{"repeated": ["block.0"]}, {"replay": [""]}, "example"])
+@pytest.mark.parametrize("example", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
-def test_each_call_goes_on_from_the_vectors_of_the_last(norm: str, options: Any) -> None:
+def test_each_call_goes_on_from_the_vectors_of_the_last(norm: str, example: bool) -> None:
     """A spectral norm that trains changes its weight with each call."""
 
     def make() -> nn.Module:
@@ -165,15 +165,13 @@ def test_each_call_goes_on_from_the_vectors_of_the_last(norm: str, options: Any)
         return far_from_converged(Twice(NORMS[norm]))
 
     x = torch.randn(B, T, D)
-    model = gnsfast.configure(make(), **({"example": x} if options == "example" else options))
-    assert gnsfast.coverage(model).covered_fraction == 1
+    model = gnsfast.configure(make(), example=x if example else None)
     assert_norms(run(model, x), one_by_one(make, x))
 
 
-@pytest.mark.parametrize("options", [{"repeated": ["block.0"]}, {"replay": [""]}])
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("norm", ["weight norm", "spectral norm"])
-def test_a_cached_weight_is_computed_again(norm: str, outside: bool, options: Any) -> None:
+def test_a_cached_weight_is_computed_again(norm: str, outside: bool) -> None:
     """``parametrize.cached`` computes each once, that of the head before the first call."""
 
     def make() -> nn.Module:
@@ -186,7 +184,7 @@ def test_a_cached_weight_is_computed_again(norm: str, outside: bool, options: An
             return squares(model, x)
 
     x = torch.randn(B, T, D)
-    model = make()
+    model = gnsfast.configure(make(), example=x)  # before a weight is asked for
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         if outside:
             cached(model, x).backward()
@@ -198,17 +196,12 @@ def test_a_cached_weight_is_computed_again(norm: str, outside: bool, options: An
 
 def test_removed_and_parametrized_again() -> None:
     x, model = torch.randn(B, T, D), nn.Sequential(nn.Linear(D, D), nn.Linear(D, 3))
+    run(model, x)
     parametrizations.weight_norm(model[0])
-    with pytest.raises(ValueError, match="If a parameter was frozen, unfrozen or parametrized"):
-        run(model, x)
     parametrize.register_parametrization(model[0], "bias", nn.Softplus())
     assert_norms(run(model, x), loop_sqnorms(model, squares, x, B))
     for name in ("weight", "bias"):
         parametrize.remove_parametrizations(model[0], name)
-    assert "not converted" in said(model, "0.weight").reason
-    # Torch has put the weight behind the bias, or the bias behind the weight.
-    assert set(model[0]._parameters) == {"weight", "bias"}
-    assert type(model[0]) is gnsfast.Linear
     model.zero_grad()
     assert_norms(run(model, x), loop_sqnorms(model, squares, x, B))
 
@@ -225,7 +218,7 @@ def test_a_copy_measures_nothing() -> None:
     x, model = torch.randn(B, T, D), nn.Sequential(parametrizations.weight_norm(nn.Linear(D, D)))
     with gnsfast.per_sample_sqnorms(model, B):
         twin = copy.deepcopy(model)
-        assert model[0].is_open and not twin[0].is_open
+        assert all(type(p) is nn.Parameter for p in twin.parameters())
         squares(model, x).backward()
     assert_norms(run(twin, x), loop_sqnorms(twin, squares, x, B))
 
@@ -247,10 +240,7 @@ class Tied(nn.Module):
 
 
 def test_used_as_a_tensor() -> None:
-    ids = torch.randint(0, 9, (B, T))
-    with pytest.raises(gnsfast.ObservationError, match="original0.*used outside of its module"):
-        run(Tied(), ids)
-    model = gnsfast.configure(Tied(), example=ids)
+    ids, model = torch.randint(0, 9, (B, T)), Tied()
     assert_norms(run(model, ids), loop_sqnorms(model, squares, ids, B))
 
 
@@ -258,10 +248,8 @@ def test_one_parametrization_of_two_layers() -> None:
     model, shared = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)), nn.PReLU()
     for layer in model:
         parametrize.register_parametrization(layer, "weight", shared)
-    row = said(model, "0.parametrizations.weight.0.weight")
-    assert row.reason.startswith("it is shared by '0', '1'. convert(model, replay=['']) covers it")
-    excluded = said(gnsfast.configure(model, exclude=["1"]), "1.parametrizations.weight.original")
-    assert excluded.reason == "excluded by convert"
+    x = torch.randn(B, T, D)
+    assert_norms(run(model, x), loop_sqnorms(model, squares, x, B))
 
 
 class Rows(nn.Module):
@@ -288,11 +276,3 @@ def test_inside_recurrent_layers_and_attention(norm: str) -> None:
 
     x, model = torch.randn(B, T, D), make()
     assert_norms(run(model, x), one_by_one(make, x))
-
-
-def test_spectral_norm_inside_them_is_named() -> None:
-    """They look at a weight several times in each call, and each look moves it."""
-    rows = gnsfast.coverage(Rows(parametrizations.spectral_norm)).rows
-    assert {row.reason for row in rows} == {
-        "its spectral norm is updated several times in each call"
-    }
