@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are used outside of the model's forward, and functions of which a part is left
+out.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import spawn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+import gnsfast
+
+B, T, D, V = 4, 6, 8, 20
+IDS = torch.randint(0, V, (2 * B, T), generator=torch.Generator().manual_seed(0))
+
+
+class Body(nn.Module):
+    """A language model that returns its hidden states: the loss takes the head."""
+
+    def __init__(self, head: type[nn.Linear] = nn.Linear, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(V, D), nn.Linear(D, D), head(D, V)
+        if tied:
+            self.head = nn.Linear(D, V, bias=False)
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(self.embed(ids)).tanh()
+
+
+def fused(head: Any, h: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    loss = gnsfast.functional.linear_cross_entropy
+    return loss(h, head.weight, labels, bias=head.bias, reduction=reduction)
+
+
+LOSSES = {
+    "functional": lambda m, ids: fused(m.head, m(ids), ids),
+    "called": lambda m, ids: F.cross_entropy(m.head(m(ids)).mT, ids),
+    "parts": lambda m, ids: F.cross_entropy(m.head(m.layer(m.embed(ids))).mT, ids),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_head_outside_of_the_model(loss: str, tied: bool) -> None:
+    """In the first block, which learns, and in the one after."""
+    torch.manual_seed(0)
+    model = Body(tied=tied)
+    for ids in (IDS[:B], IDS[B:]):
+        found = gnsfast.verify(model, LOSSES[loss], ids)
+        assert found.ok and {row.verdict for row in found.rows} == {"ok"}, found
+
+
+def test_a_method_of_the_head() -> None:
+    found = gnsfast.verify(
+        Body(gnsfast.Linear), lambda m, ids: m.head.cross_entropy(m(ids), ids), IDS[:B]
+    )
+    assert {row.verdict for row in found.rows} == {"ok"}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_with_a_tie_that_returns_its_loss(backend: str) -> None:
+    class Loss(Body):
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(super().forward(ids)).mT, ids)
+
+    torch.manual_seed(0)
+    model = Loss(tied=True)
+    compiled: Any = torch.compile(model, backend=backend)
+    found = []
+    for run in (model, compiled):
+        with gnsfast.per_sample_sqnorms(run, B) as norms:
+            run(IDS[:B]).backward()
+        found.append(dict(norms))
+    assert found[0].keys() == found[1].keys()
+    for name, own in found[0].items():
+        torch.testing.assert_close(found[1][name], own)
+
+
+def test_a_part_of_a_function_is_left_out() -> None:
+    model = nn.LSTM(D, 5, batch_first=True)
+    gnsfast.configure(model, exclude=["*_hh_*"])
+    found = gnsfast.verify(model, lambda m, x: m(x)[0].square().mean(), torch.randn(B, T, D))
+    assert [row.verdict for row in found.rows] == ["ok", "uncovered"] * 2
+
+
+def trained(model: nn.Module, head: Any, ids: Tensor, **options: Any) -> gnsfast.NoiseScale:
+    gns = gnsfast.GradientNoiseScale(model, loss_reduction="sum", **options)
+    for _ in range(2):
+        with gns.microbatch(len(ids), scale=0.5):
+            (head.loss(model(ids), ids) * 0.5).backward()
+        gns.update()
+        model.zero_grad()
+    return gns.compute()
+
+
+def sharded(rank: int) -> None:
+    """A head in a shard of its own, which is called by a method that FSDP2 was told of."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Body())
+        head: Any = models[-1].head
+        head.loss = partial(fused, head, reduction="sum")
+    model, alone = models
+    fully_shard(model.head)
+    fully_shard(model)
+    register_fsdp_forward_method(model.head, "loss")
+    ours = trained(model, model.head, IDS[rank::2])
+    own = [torch.distributed.new_group([r]) for r in range(2)][rank]
+    theirs = trained(alone, alone.head, IDS, process_group=own)
+    assert not ours.left_out
+    assert ours.trace == pytest.approx(theirs.trace, rel=1e-4)
+    assert ours.grad_sqnorm == pytest.approx(theirs.grad_sqnorm, rel=1e-3)
+
+
+@pytest.mark.dist
+def test_a_method_of_a_sharded_head() -> None:
+    spawn(sharded, 2)
