@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first batch shows on several processes: those that shard a model learn together,
+whatever batch each has, and all agree in the first update on which parameters have norms.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_norms, loop_sqnorms
+from processes import each, spawn
+from test_distributed import Block
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import gnsfast
+
+pytestmark = pytest.mark.dist
+
+
+class Model(nn.Module):
+    """A block of which a checkpoint may run the forward again."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(8, 8), Block(), nn.Linear(8, 3)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = checkpoint(self.block, h, use_reentrant=False) if self.again else self.block(h)
+        y: Tensor = self.last(h).mean(1)
+        return y
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def draw(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 4, 8), torch.arange(n) % 3
+
+
+def measured(model: nn.Module, plain: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    n = len(batch[0])
+    with gnsfast.per_sample_sqnorms(model, n) as norms:
+        loss_of(model, batch).backward()
+    assert_norms(norms, loop_sqnorms(plain, loss_of, batch, n))
+
+
+def sharded(again: bool, **options: Any) -> tuple[nn.Module, Any]:
+    plain = Model(again)
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.block, **options)
+    return plain, fully_shard(model, **options)
+
+
+def uneven(rank: int, again: bool) -> None:
+    """One sample on a process, several on the other; and the other way round."""
+    plain, model = sharded(again)
+    for n in ((1, 4), (5, 1), (2, 3)):
+        measured(model, plain, draw(n[rank]))
+    proof = gnsfast.coverage(model).proof
+    assert proof == "a process has no batch of several samples"
+
+
+def proven(rank: int, again: bool) -> None:
+    plain, model = sharded(again, reshard_after_forward=again)
+    model.set_requires_gradient_sync(False)
+    measured(model, plain, draw(3 + rank))
+    assert all(p.grad is None for p in model.parameters())  # nothing was reduced
+    assert gnsfast.coverage(model).proof == ""
+
+
+def blind(rank: int) -> None:
+    """One sample shows nothing, and later batches would need all processes to look at them."""
+    plain, model = sharded(False)
+    measured(model, plain, draw(1))
+    with pytest.raises(gnsfast.ObservationError, match="configure.model, example=batch"):
+        measured(model, plain, draw(2))
+    gnsfast.configure(model, example=draw(3)[0])
+    measured(model, plain, draw(2))
+
+
+class Mixed(nn.Module):
+    """A layer whose results the first process takes the mean of over its samples."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.own, self.mixed, self.mixes = nn.Linear(8, 3), nn.Linear(8, 3), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        more = self.mixed(x).mean(1)
+        y: Tensor = self.own(x).mean(1) + (more.mean(0) if self.mixes else more)
+        return y
+
+
+def agreed(rank: int) -> None:
+    """What one process leaves out, all leave out: the first update is forgotten on all."""
+    model = Mixed(rank == 0)
+    wrapped = DistributedDataParallel(model, static_graph=True)
+    gns = gnsfast.GradientNoiseScale(wrapped)
+    for _ in range(4):
+        with gns.microbatch(4):
+            loss_of(wrapped, draw(4)).backward()
+        gns.update()
+        wrapped.zero_grad()
+    found = gns.compute()
+    assert found.updates == 3 and found.left_out == ("mixed.weight", "mixed.bias")
+    rows = gnsfast.coverage(model).rows
+    assert all(r.static == r.parameter.startswith("own") for r in rows)
+
+
+def test_two_processes() -> None:
+    spawn(several)
+
+
+def several(rank: int) -> None:
+    each(rank, [uneven, proven], (True,), (False,))
+    each(rank, [blind, agreed])
