@@ -359,7 +359,8 @@ class Followed:
         if self._batch is None or self._groups or samples < 2 or documents is not None:
             return
         if any(id(p) in unseen for _, p in _own(module)):
-            self._learn_again(*self._batch, samples)
+            given, named = self._batch
+            self._learn_again(given, named, samples)
             self._fail_wrong()
 
     def _fail_wrong(self) -> None:
