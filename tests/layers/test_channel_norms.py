@@ -22,6 +22,8 @@ from torch import Tensor, nn
 import gnsfast
 from gnsfast.functional import Plan
 
+PLAIN = Plan()
+
 C = 6
 SPATIAL = {1: (7,), 2: (5, 3), 3: (3, 2, 4)}
 Make = Callable[[], nn.Module]
@@ -322,7 +324,7 @@ def test_subclasses(layer: nn.Module) -> None:
     assert_norms(norms, loop)
 
 
-def by_hand(x: Tensor, w: Tensor, b: Tensor | None, probe: Tensor, plan: Plan = Plan()) -> Tensor:
+def by_hand(x: Tensor, w: Tensor, b: Tensor | None, probe: Tensor, plan: Plan = PLAIN) -> Tensor:
     def normalised(t: Tensor) -> Tensor:
         return nn.functional.group_norm(t, 2)
 

@@ -265,9 +265,9 @@ def test_starts_that_decrease_or_leave_the_rows() -> None:
 def test_it_runs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     seen = []
+    layer = gnsfast.configure(gnsfast.Linear(40, 20), example=torch.randn(3, 5, 40))
     kernel = cpu.linear_wgrad
     monkeypatch.setattr(cpu, "linear_wgrad", lambda a: seen.append(a) or kernel(a))
-    layer = gnsfast.Linear(40, 20)
     for backend, calls in (("", 1), ("reference", 1), ("cpu", 2)):
         monkeypatch.setenv(backends.VARIABLE, backend)
         with gnsfast.per_sample_sqnorms(layer, 3):
