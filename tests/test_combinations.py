@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of what goes together: every pair of features of every layer is either right, against a
-float64 loop over single samples, or refused by the words of the table.
+"""The table of what goes together: every pair of features that it allows is right for every kind of
+function, against a float64 loop over single samples.
 """
 
 import copy
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 import gnsfast
 from gnsfast import combinations as table
 from gnsfast.combinations import (
-    COMPILED,
     DOCUMENTS,
     GROUPS,
     METRIC,
@@ -146,12 +144,9 @@ TIED_MODELS = {
     "embedding": (Tied, ids),
     "linear_cross_entropy": (lambda: Tied(cross_entropy=True), ids),
 }
-PARTS = {"out_projection": "*out_proj", "experts": "*experts", "router": "*gate"}
-"""Route -> its module, where others of the model have routes of their own; else all modules."""
-
-MEASURED = (REPEATED, DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED, COMPILED)
-SIDES = (METRIC, SIGN, SPECTRAL, GROUPS)
+MEASURED = (REPEATED, DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED)
 ASKED = [(), *((f,) for f in MEASURED), *combinations(MEASURED, 2)]
+TOGETHER = [features for features in ASKED if not reason(features)]
 
 
 class Case(NamedTuple):
@@ -202,166 +197,95 @@ def single_grads(case: Case, documents: bool) -> dict[str, Tensor]:
     return {n: torch.stack(each) for n, each in zip(named, zip(*grads))}
 
 
-def converted(case: Case, **options: Any) -> nn.Module:
-    """The model by its routes; only an example shows how a model uses its own parameters."""
-    alone = any(isinstance(m, Gains) for m in case.model.modules())
-    return gnsfast.configure(case.model, example=case.x if alone else None, **options)
-
-
-def measured(case: Case, features: tuple[str, ...], part: str = "*") -> ProbeSlab:
-    """The slab after one pass with these features; whatever the table refuses raises."""
-    model = converted(case, repeated=[part] if REPEATED in features else None)
-    first = ProbeSlab(model, B)
-    takes = {f: first.taking(f) if f in features else frozenset() for f in SIDES}
-    groups = MEMBERS if GROUPS in features else ()
-    slab = ProbeSlab(model, B, Sides(takes[METRIC], takes[GROUPS], len(groups)))
-    names, v = {id(p): n for n, p in model.named_parameters()}, moments_of(model)
-    for constants in slab.constants.values():
-        constants[:] = torch.tensor([S, EPS])
-    moments = {
-        path: [v[names[id(p)]] for p in slab.modules[path].probed_parameters().values()]
-        for path in takes[METRIC]
-    }
-    case.sums.update(
-        {(f, n): sums_of(p, f) for f in (SIGN, SPECTRAL) for n, p in model.named_parameters()}
-    )
-    second = {path: () for path in first.modules}
-    for path in takes[SIGN]:
-        own = [
-            case.sums[SIGN, names[id(p)]] for p in slab.modules[path].probed_parameters().values()
-        ]
-        second[path] += (Squares(partial(list, own)),)
-    for path in takes[SPECTRAL]:
-        weight = slab.modules[path].probed_parameters()["weight"]
-        second[path] += (Grams(partial(list, [case.sums[SPECTRAL, names[id(weight)]]])),)
+def measured(case: Case, features: tuple[str, ...]) -> dict[str, Tensor]:
+    """Parameter name -> its probe rows after one pass with these features."""
+    model = case.model
+    if DOCUMENTS not in features:  # else a block of documents shows it
+        with gnsfast.per_sample_sqnorms(model, B):
+            (model(case.x) * case.r).sum().backward()
+    v = moments_of(model)
+    constants = torch.tensor([[S, EPS]], dtype=torch.float64)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    moments = {n: (v[n], constants) for n in trained} if METRIC in features else {}
+    second: dict[str, tuple[Any, ...]] = {n: () for n in trained}
+    for n, p in trained.items():
+        for feature, kind in ((SIGN, Squares), (SPECTRAL, Grams)):
+            if feature in features and (feature == SIGN or p.ndim == 2):
+                own = case.sums[feature, n] = sums_of(p, feature)
+                second[n] += (kind(partial(list, [own])),)
+    if not {SIGN, SPECTRAL} & {*features}:
+        second = {}
+    slab = ProbeSlab(model, Sides(frozenset(moments), len(MEMBERS) * (GROUPS in features)))
     documents = document_slots(STARTS, B, B) if DOCUMENTS in features else None
-    run: Any = model
-    if COMPILED in features:
-        run = torch.compile(model, backend="eager")
-    slab.open(documents, groups, moments, second=second)
+    slab.open(B, documents, MEMBERS if GROUPS in features else (), moments, second=second)
     try:
-        (run(case.x) * case.r).sum().backward()
+        (model(case.x) * case.r).sum().backward()
+        slab.refuse_odd_pass()
+        return {leaf.name: rows for leaf, rows in slab.rows.items()}
     finally:
         slab.close()
-    return slab
 
 
-def rows_of(slab: ProbeSlab, case: Case, name: str, measure: int) -> list[Tensor]:
-    """A parameter's rows in all probes, with the columns of groups: plain, or under a metric."""
-    parameter, found = case.model.get_parameter(name), []
-    for path in dict.fromkeys(path for path, _, _ in slab.rows[name]):
-        own = list(slab.modules[path].probed_parameters().values())
-        k = next(k for k, p in enumerate(own) if p is parameter)
-        found.append(slab.rows_of(path)[measure * len(own) + k])
-    return found
-
-
-def assert_right(slab: ProbeSlab, case: Case, features: tuple[str, ...]) -> None:
+def assert_right(rows: dict[str, Tensor], case: Case, features: tuple[str, ...]) -> None:
     v = moments_of(case.model)
     for name, g in single_grads(case, DOCUMENTS in features).items():
-        rows = [slab.grad[device][row] for _, device, row in slab.rows[name]]
+        own = rows[name].double()
         want = torch.cat([g, g.sum(0)[None]]).flatten(1).square().sum(1)
-        assert all(row[B + 1] == 1.0 for row in rows)
-        torch.testing.assert_close(
-            sum(row[: B + 1] for row in rows).double(), want, rtol=1e-4, atol=1e-8
-        )
+        torch.testing.assert_close(own[0, : B + 1], want, rtol=1e-4, atol=1e-8)
         if GROUPS in features:
             want = torch.stack([g[m].sum(0).square().sum() for m in MEMBERS])
-            found = sum(row[B + 2 :] for row in rows_of(slab, case, name, 0)).double()
-            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-8)
+            torch.testing.assert_close(own[0, B + 2 :], want, rtol=1e-4, atol=1e-8)
         if SIGN in features:
             found = case.sums[SIGN, name].double()
             torch.testing.assert_close(found, g.square().sum(0), rtol=1e-4, atol=1e-7)
         if SPECTRAL in features and g.ndim == 3:
-            g = g if g.shape[1] <= g.shape[2] else g.mT
+            flat = g if g.shape[1] <= g.shape[2] else g.mT
             found = case.sums[SPECTRAL, name].double()
-            torch.testing.assert_close(found, (g @ g.mT).sum(0), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(found, (flat @ flat.mT).sum(0), rtol=1e-4, atol=1e-6)
         if METRIC in features:
             P = 1 / (v[name].double().sqrt() * S + EPS)
             want = (torch.cat([g, g.sum(0)[None]]).square() * P).flatten(1).sum(1)
-            weighed = rows_of(slab, case, name, 1)
-            found = sum(row[: B + 1] for row in weighed).double()
-            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-8)
+            torch.testing.assert_close(own[1, : B + 1], want, rtol=1e-4, atol=1e-8)
 
 
-def pairs() -> Iterator[Any]:
-    """Dynamo traces a model anew for each test: linear layers, and each feature that a compiled
-    layer has alone, stand for the other pairs of compiled layers, which take 20 s.
-    """
-    for route, features in product(MODELS, ASKED):
-        dear = COMPILED in features and len(features) > 1 and route != "linear"
-        name = "+".join(n.split()[0] for n in features) or "plain"
-        marks = pytest.mark.slow if dear else ()
-        yield pytest.param(route, features, id=f"{route}-{name}", marks=marks)
+def named(features: tuple[str, ...]) -> str:
+    return "+".join(n.split()[0] for n in features) or "plain"
 
 
-@pytest.mark.parametrize(("route", "features"), pairs())
-def test_pairs(route: str, features: tuple[str, ...]) -> None:
-    why = reason(route, features)
+NOT_OF_DOCUMENTS = {"embedding_bag", "channel_norm", "conv", "copies", "replay", "in_projection"}
+NOT_OF_DOCUMENTS |= {"bilinear", "out_projection", "experts", "router"}
+"""Functions that mix or choose tokens: test_documents.py and test_documents_in_blocks.py."""
+
+
+@pytest.mark.parametrize("features", TOGETHER, ids=named)
+@pytest.mark.parametrize("route", MODELS)
+def test_what_goes_together_is_right(route: str, features: tuple[str, ...]) -> None:
     if TIED in features and route not in TIED_MODELS:
-        assert f"{route} has no norms for" in why
+        return
+    if DOCUMENTS in features and route in NOT_OF_DOCUMENTS:
         return
     case = draw(route, features)
-    if not why:
-        assert_right(measured(case, features), case, features)
-        return
-    slab = ProbeSlab(converted(case), B)
-    # The estimator goes without, and names the parameters.
-    if any(f in features and not slab.taking(f) for f in SIDES):
-        assert slab.left_out(frozenset()) == tuple(slab.rows)
-        return
-    with pytest.raises(Exception, match=re.escape(why)):
-        measured(case, features, PARTS.get(route, "*"))
-
-
-@pytest.mark.parametrize("measure", [DOCUMENTS, METRIC, GROUPS])
-def test_a_tied_head_called_twice(measure: str) -> None:
-    """The links have the rows of one call: joined documents have others."""
-    features = (REPEATED, measure, TIED)
-    case, why = draw("linear", features), reason("linear", features)
-    if measure != DOCUMENTS:
-        assert_right(measured(case, features), case, features)
-        return
-    with pytest.raises(NotImplementedError, match=re.escape(why)):
-        measured(case, features)
+    assert_right(measured(case, features), case, features)
 
 
 def test_the_table_is_whole() -> None:
-    kinds = (m for m in vars(gnsfast.layers).values() if isinstance(m, type))
-    routes = {m.gnsfast.route for m in kinds if hasattr(m, "gnsfast")}
-    assert routes - {""} <= table.LAYERS.keys()
-    assert {*MODELS, "attention"} == {*table.LAYERS}  # that of functional: test_attention.py
     for pair in table.APART:
         assert pair <= {*table.FEATURES}
 
 
-def test_the_guide_shows_the_tables() -> None:
-    columns = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED, REPEATED, TENSOR_PARALLEL)
+def test_the_guide_shows_the_table() -> None:
     guide = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    for layer in table.LAYERS:
-        cells = ("-" if reason(layer, [feature]) else "yes" for feature in columns)
-        assert f"| {layer} | {' | '.join(cells)} |" in guide
 
     def cell(row: str, column: str) -> str:
         why = table.APART.get(frozenset((row, column)))
         return "eager" if why == table.OUTSIDE else "yes" if why is None else "-"
 
+    columns = (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS, TIED, REPEATED, TENSOR_PARALLEL)
     names = ["documents", "Adam's metric", "sign", "spectral", "groups", "shared weight"]
-    names += ["several calls", "sign and spectral from micro-batches"]
+    names += ["several uses", "sign and spectral from micro-batches"]
+    rows = (*columns[:7], table.MICRO_BATCHES)
     columns = (*columns, table.PIPELINE, table.SHARDED, table.COMPILED)
-    for name, row in zip(names, (*columns[:7], table.MICRO_BATCHES), strict=True):
+    for name, row in zip(names, rows, strict=True):
         cells = ("" if row == column else cell(row, column) for column in columns)
         line = f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |")
         assert line in guide, line
-
-
-def test_coverage_reads_the_table() -> None:
-    model = nn.Sequential(nn.Linear(D, D), Conv())
-    found = gnsfast.coverage(model)
-    measures = {r.parameter: r.measures for r in found.rows}
-    assert measures["0.weight"] == (DOCUMENTS, METRIC, SIGN, SPECTRAL, GROUPS)
-    assert measures["0.bias"] == (DOCUMENTS, METRIC, SIGN, GROUPS)
-    share = (D * D + D) / sum(p.numel() for p in model.parameters())
-    assert [found.measured_fraction(f) for f in (METRIC, GROUPS)] == pytest.approx([share, share])
-    assert f"  with {METRIC}: {share:.1%}" in str(found)
-    assert gnsfast.coverage(Tied()).measured_fraction(SPECTRAL) == 0.0

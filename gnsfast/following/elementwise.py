@@ -29,11 +29,12 @@ class _Spread(torch.autograd.Function):
         rows: int,
     ) -> Tensor:
         ctx.own, ctx.dtype, ctx.device = e.shape, e.dtype, e.device
+        ctx.samples = plan.samples(probe)
         if expression is not None and expression.is_parted:
             plan = Plan(starts=plan.starts)
         ctx.plan, ctx.layout, ctx.expression = plan.without_tensors(), layout, expression
         ctx.use, ctx.shape = None if expression is None else object(), probe.shape
-        ctx.samples, ctx.rows = plan.samples(probe), rows or 1
+        ctx.rows = rows or 1
         ctx.save_for_backward(*plan.tensors())
         return e.detach().expand(shape)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
-from gnsfast.functional import Groups, Link, Plan
+from gnsfast.functional import Grams, Groups, Link, Plan
 
 compiling = torch.compiler.is_dynamo_compiling
 
@@ -125,7 +125,7 @@ class Leaf:
         uses = [step for step in steps if step.is_use]
         named = [step.name for step in uses]
         heads = {*named[-1:]} <= HEADS and {*named[:-1]} == {"embedding"}
-        self.is_tied = heads or (self.is_shared and {*named} == {"embedding"})
+        self._has_links = heads or (self.is_shared and {*named} == {"embedding"})
         self.known_uses, self.is_known_joined = 1, False
 
     def open(self) -> None:
@@ -176,6 +176,11 @@ class Leaf:
         outside = not self.inside and torch._C._current_graph_task_id() == -1
         unseen = not self.steps and not self.routes
         return None if outside else Step(name, chosen=unseen and name in self.chosen)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether links join its uses. They have no products of single gradients."""
+        return self._has_links and not any(isinstance(s, Grams) for s in self.facts.second)
 
     @property
     def is_over(self) -> bool:

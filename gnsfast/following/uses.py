@@ -300,6 +300,7 @@ def _is_alone(expression: Expression) -> bool:
     """Whether nothing but norms is measured of a parameter that has one use."""
     leaf = expression.leaves[0]
     several = leaf.uses > (not compiling() and recomputing()) or leaf.known_uses > 1
+    several |= sum(step.is_use for step in leaf.steps) > 1
     return expression.kind == SAME and leaf.facts is NOTHING and not several
 
 

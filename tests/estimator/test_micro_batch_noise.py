@@ -160,7 +160,7 @@ def test_every_layer(route: str) -> None:
     """Of two passes of three samples each: three times half the square of their difference."""
     torch.manual_seed(0)
     cases = [test_combinations.draw(route, ()) for _ in range(2)]
-    model = test_combinations.converted(cases[0])
+    model = cases[0].model
     gns = gnsfast.GradientNoiseScale(model, metric="sign", noise_from="micro_batches")
     grads: list[list[Tensor]] = []
     for case in cases:

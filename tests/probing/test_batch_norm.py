@@ -34,8 +34,7 @@ def test_refused_until_it_is_frozen() -> None:
     for block in blocks.values():
         with pytest.raises(
             gnsfast.ObservationError,
-            match=r"^bn1 \(BatchNorm1d\).*ties its samples together.*GroupNorm or LayerNorm "
-            r"instead, or freeze it: model\.bn1\.eval\(\) after each model\.train\(\)\.$",
+            match=r"^bn1 \(BatchNorm1d\): batch statistics tie the samples together.*Call eval\(\) on it",
         ):
             with block():
                 raise AssertionError("the block has opened")
@@ -51,7 +50,7 @@ def test_refused_until_it_is_frozen() -> None:
 
 def test_nothing_to_freeze_it_by() -> None:
     model = Net(track_running_stats=False).eval()
-    with pytest.raises(gnsfast.ObservationError, match=r"bn1.*LayerNorm instead\.$"):
+    with pytest.raises(gnsfast.ObservationError, match=r"bn1.*use GroupNorm or LayerNorm"):
         with gnsfast.per_sample_sqnorms(model, B):
             pass
 
@@ -66,7 +65,7 @@ def test_without_parameters_and_out_of_reach() -> None:
 
 def test_thawed_inside_the_block() -> None:
     model = Net().eval()
-    with pytest.raises(gnsfast.ObservationError, match="bn1.*ties its samples"):
+    with pytest.raises(gnsfast.ObservationError, match="bn1.*tie the samples"):
         with gnsfast.per_sample_sqnorms(model, B):
             model.train()
             model(torch.randn(B, 5))
@@ -104,7 +103,7 @@ def test_the_estimator_goes_on() -> None:
 def test_a_frozen_batch_norm_that_starts_to_train_inside_the_block() -> None:
     """It has no parameter to be measured, so only the end of the block looks at it again."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)).eval()
-    with pytest.raises(gnsfast.ObservationError, match=r"1 \(BatchNorm1d\): batch norm by"):
+    with pytest.raises(gnsfast.ObservationError, match=r"1 \(BatchNorm1d\): batch statistics tie"):
         with gnsfast.per_sample_sqnorms(model, 3):
             model.train()
             model(torch.randn(3, 4)).square().sum().backward()
