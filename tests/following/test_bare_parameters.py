@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that a model uses by itself: each sample gets a copy where an example shows that its
-gradient is the sample's.
-"""
+"""Parameters that a model uses by itself: gains, tokens, positions and tables."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from examples_of_models import B, D, T, assert_right, said, squares
+from examples_of_models import B, D, T, assert_right, squares
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -78,15 +76,13 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Scalar, Vision, Streams])
-def test_each_sample_has_copies(make: Any) -> None:
-    model, x = make().double(), torch.randn(B, T, D, dtype=torch.float64)
-    want = squares(model.eval(), x)
-    gnsfast.convert(model, example=x)
-    assert gnsfast.coverage(model).covered_fraction == 1
-    assert {r.route for r in gnsfast.coverage(model).rows} <= {"copies", "linear", "layer_norm"}
+def test_bare_parameters(make: Any) -> None:
+    model, x = make().double().eval(), torch.randn(B, T, D, dtype=torch.float64)
+    want = squares(model, x)
     with gnsfast.per_sample_sqnorms(model, B):
         assert torch.equal(squares(model, x), want)
         squares(model, x).backward()
+    assert gnsfast.coverage(model).covered_fraction == 1
     assert_right(model, x)
     assert_right(model, torch.randn(T, B, D, dtype=torch.float64), num_samples=T)
 
@@ -111,8 +107,6 @@ def test_norms_of_channels_with_an_activation(make: Any, frozen: bool) -> None:
     model, x = nn.Sequential(nn.Conv2d(3, D, 3), make()).eval(), torch.randn(B, 3, 6, 7)
     model[1].weight.requires_grad_(not frozen)
     want = model(x)
-    gnsfast.convert(model, example=x)
-    assert said(model, "1.bias").route == "copies"
     for image in (x, x.to(memory_format=torch.channels_last)):
         with gnsfast.per_sample_sqnorms(model, B):
             y = model(image)
@@ -142,15 +136,9 @@ class Windows(nn.Module):
         return y.view(x.shape)
 
 
-def test_windows_are_folded() -> None:
-    model, x = Windows(), torch.randn(B, T, D)
-    gnsfast.convert(model, example=x)
-    assert said(model, "table").route == "copies"
-    assert_right(model, x)
-    other = Windows(interleaved=True)
-    gnsfast.convert(other, example=x)
-    assert not said(other, "table").static
-    assert_norms_of_the_covered(other, x)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_windows(interleaved: bool) -> None:
+    assert_right(Windows(interleaved), torch.randn(B, T, D))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -168,8 +156,6 @@ def test_numbers_beside_half_precision(dtype: torch.dtype) -> None:
     model, x = Number(), torch.randn(B, T, D).to(dtype).requires_grad_()
     want = model(x)
     (dx,) = torch.autograd.grad(want.float().square().sum(), x)
-    gnsfast.convert(model, example=x.detach())
-    assert said(model, "gain").route == "copies"
     with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
         y = model(x)
         y.float().square().sum().backward()
@@ -177,47 +163,6 @@ def test_numbers_beside_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(x.grad, dx, rtol=2e-2, atol=2e-2)
     loop = loop_sqnorms(model, lambda m, x: m(x).square().sum(), x.detach(), B)
     torch.testing.assert_close(norms["gain"].double(), loop["gain"], rtol=3e-2, atol=0.0)
-
-
-def test_calls_share_their_copies() -> None:
-    """Autograd adds up the calls before the norm is taken."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Scalar()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(torch.tanh(self.inner(x)))
-
-    model, x = Twice(), torch.randn(B, D)
-    gnsfast.convert(model, example=x)
-    assert said(model, "inner.gain").route == "copies"
-    assert_right(model, x)
-
-
-class Matrix(nn.Module):
-    """One parameter whose samples copies can tell, and one in a product of matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain, self.matrix = nn.Parameter(torch.ones(D)), nn.Parameter(torch.randn(D, D))
-        self.up = nn.Linear(D, 20 * D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(self.gain * x @ self.matrix)
-
-
-def test_only_some_have_copies() -> None:
-    model, x = Matrix(), torch.randn(B, T, D)
-    gnsfast.convert(model, example=x)
-    assert said(model, "gain").route == "copies"
-    row = said(model, "matrix")
-    assert not row.static and "replay=['']" in row.reason
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        squares(model, x).backward()
-    loop = loop_sqnorms(model, squares, x, B)
-    assert_norms(norms, {n: loop[n] for n in loop if n != "matrix"})
 
 
 class Turned(nn.Module):
@@ -245,81 +190,62 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["sorted", "reversed", "shared", "in place", "product"])
-def test_what_no_copy_can_tell(how: str) -> None:
+def test_rows_that_are_not_the_samples(how: str) -> None:
     model, x = Turned(how), torch.randn(B, T, D)
-    gnsfast.convert(model, example=x)
-    assert said(model, "gain").route != "copies"
-    assert_norms_of_the_covered(model, x)
-
-
-def assert_norms_of_the_covered(model: nn.Module, x: Tensor) -> None:
-    with gnsfast.per_sample_sqnorms(model, len(x)) as norms:
-        squares(model, x).backward()
-    loop = loop_sqnorms(model, squares, x, len(x))
-    assert_norms(norms, {n: loop[n] for n in norms})
-
-
-class Lengths(nn.Module):
-    """Beyond three tokens it adds a table [T, D] that all samples share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gain = nn.Linear(D, D), nn.Parameter(torch.ones(D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.gain * self.up(x)
-        return x + self.gain * x[0].detach() if x.shape[1] == B else x
-
-
-def test_another_use_than_the_examples_is_an_error() -> None:
-    """In a batch of B tokens the table looks like samples."""
-    model = Lengths()
-    gnsfast.convert(model, example=torch.randn(B, T, D))
-    assert_right(model, torch.randn(B, T, D))
-    with pytest.raises(gnsfast.ObservationError, match=r"another way.*exclude=\['gain'\]"):
-        with gnsfast.per_sample_sqnorms(model, B):
-            squares(model, torch.randn(B, B, D)).backward()
-
-
-def test_without_an_example_they_are_left_out_by_name() -> None:
-    model, x = Streams(), torch.randn(B, T, D)
-    model.drop.p = 0.0
-    gnsfast.convert(model)
-    row = said(model, "lambdas")
-    assert not row.static and "convert(model, example=batch)" in row.reason
-    assert_norms_of_the_covered(model, x)
-
-
-def test_exclude_takes_the_names_of_parameters() -> None:
-    model, x = Vision(), torch.randn(B, T, D)
-    gnsfast.convert(model, example=x, exclude=["pos*", "up.bias"])
-    left_out = {r.parameter for r in gnsfast.coverage(model).rows if not r.static}
-    assert left_out == {"positions", "up.bias"}
-    assert said(model, "up.bias").reason == "excluded by convert"
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         squares(model, x).backward()
     loop = loop_sqnorms(model, squares, x, B)
-    assert_norms(norms, {n: loop[n] for n in loop if n not in left_out})
+    assert_norms(norms, {n: loop[n] for n in norms})
+    assert ("gain" in norms) == (how not in ("sorted", "reversed"))
 
 
-def test_a_model_that_gives_its_loss_names_a_parameter_to_leave_out() -> None:
-    """Not its class, which is no path."""
+class Gives(nn.Module):
+    """A model that gives its loss, whose rows ``order`` moves before they meet a bare gain."""
 
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(D))
+    def __init__(self, order: Any) -> None:
+        super().__init__()
+        self.up, self.gain, self.order = nn.Linear(D, D), nn.Parameter(torch.ones(D)), order
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.gain * x).square().sum()
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y = self.order(self.up(x_BTD)) * self.gain
+        return (y * torch.linspace(0.5, 1.5, D)).square().sum()
 
-    model, x = gnsfast.convert(Loss()), torch.randn(B, D)
-    with pytest.raises(gnsfast.ObservationError, match=r"exclude=\['gain'\]"):
-        with gnsfast.per_sample_sqnorms(model, B):
-            model(x).backward()
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        gnsfast.per_sample_sqnorms(gnsfast.convert(model, exclude=["gain"]), B)
-    gnsfast.convert(model, example=x)
+
+ORDERS: dict[str, Any] = {
+    "as they are": lambda x: x,
+    "sequence first": lambda x: x.transpose(0, 1).reshape(-1, D),
+    "turned": lambda x: x.flip(0),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_model_that_gives_its_loss(order: str) -> None:
+    model, x = Gives(ORDERS[order]), torch.randn(B, T, D)
     with gnsfast.per_sample_sqnorms(model, B) as norms:
         model(x).backward()
-    assert_norms(norms, loop_sqnorms(model, lambda m, x: m(x), x, B))
+    loop = loop_sqnorms(model, lambda m, batch: m(batch), x, B)
+    assert_norms(norms, {n: loop[n] for n in norms})
+    assert set(norms) == set(loop) - ({"gain"} if order == "turned" else set())
+
+
+def test_a_number_times_half_precision_in_place() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gain = nn.Linear(D, D), nn.Parameter(torch.tensor(0.8))
+
+        def forward(self, x_BTD: Tensor) -> Tensor:
+            y = self.up(x_BTD)
+            y *= self.gain
+            return y
+
+    model, x = InPlace(), torch.randn(B, T, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = model(x)
+        with gnsfast.per_sample_sqnorms(model, B) as norms:
+            y = model(x)
+            y.float().square().sum().backward()
+    assert torch.equal(y, want)
+    loop = loop_sqnorms(model, lambda m, x: m(x).square().sum(), x, B)
+    for name in norms:
+        torch.testing.assert_close(norms[name].double(), loop[name], rtol=5e-2, atol=0.0)
