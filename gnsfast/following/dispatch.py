@@ -649,7 +649,7 @@ def _copied(call: Call, leaf: Leaf) -> Tensor | None:
     return y.contiguous() if call.name == "repeat" else y
 
 
-def _drawn(leaves: list[Any]) -> list[Any]:
+def chance_of(leaves: list[Any]) -> list[Any]:
     """What changes when a function draws random numbers on the devices of its tensors."""
     gpus = {t.device.index for t in leaves if isinstance(t, Tensor) and t.is_cuda}
     offsets = [torch.cuda.default_generators[k].get_offset() for k in sorted(gpus)]
@@ -662,9 +662,9 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
     own: list[Tensor] = []
     replay = Replay(call.func, leaves, call.spec, call.own, call.expressions, places, B)
     versions = [t._version if isinstance(t, Tensor) else 0 for t in leaves]
-    drawn = _drawn(leaves)
+    drawn = chance_of(leaves)
     out = call.run()
-    drew = B > 1 and _drawn(leaves) != drawn
+    drew = B > 1 and chance_of(leaves) != drawn
     flat = [*flatten(out)]
     if not any(t.requires_grad for t in flat):
         return out

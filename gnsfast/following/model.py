@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError, SampleShapeError
 from gnsfast.following import proof
-from gnsfast.following.dispatch import attach, detach, prepare_compiler
+from gnsfast.following.dispatch import attach, chance_of, detach, prepare_compiler
 from gnsfast.following.hooks import Hook
 from gnsfast.following.layouts import Place
 from gnsfast.following.leaf import NOTHING, Facts, Leaf
@@ -620,15 +620,13 @@ class Followed:
     ) -> proof.Proof:
         n, own = example.n, example.replaced(-1)
         self._open(n, {}, None, leaves)
-        before = torch.get_rng_state()
+        before = chance_of(self._parameters())
         with self._as_it_was(), torch.enable_grad():
             results = [*map(whole, tensors_of(self._called(module)(*own.args, **own.kwargs)))]
             for leaf in leaves:
                 leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
             failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
-            for leaf in leaves:
-                leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
-            if self._on_any(not torch.equal(torch.get_rng_state(), before)):
+            if self._on_any(chance_of(self._parameters()) != before):
                 return proof.Proof(DRAWS, failed)
             weights = proof.weighed(results, learned.results, n)
             if self._on_any(not weights):
