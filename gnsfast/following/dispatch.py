@@ -355,7 +355,7 @@ def _note_penalties(losses: Any) -> None:
                 leaf.fail("a loss is made of parameters alone, and belongs to no sample")
 
 
-_GRAD: Any = Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRAD: Any = getattr(Tensor, "grad").__get__  # noqa: B009
 
 
 def _queried(func: Any, args: Any, kwargs: Any) -> Any:

@@ -656,7 +656,7 @@ class Followed:
                 attach(leaf, leaf.current)
         if isinstance(truth, str):
             return proof.Proof(truth, failed)
-        zero = torch.zeros(n)
+        zero = torch.zeros(n, device="cpu")
         covered = [leaf for leaf in leaves if leaf.name not in failed]
         found = {leaf: norms.get(leaf, zero) for leaf in covered}
         judged = proof.judge(leaves, found, truth, 5e-2 if learned.is_half else 1e-3)

@@ -115,7 +115,7 @@ class ProbeSlab:
             self._allowed.clear()
             own = {d: [float(uses[k]) for k in rows] for d, rows in self._of_device.items()}
             self._allowed[uses] = {
-                d: torch.tensor(v, dtype=torch.float64).to(d, non_blocking=True)
+                d: torch.tensor(v, dtype=torch.float64, device="cpu").to(d, non_blocking=True)
                 for d, v in own.items()
             }
         return self._allowed[uses][device]
