@@ -4,6 +4,8 @@
 import torch
 from torch import Tensor, nn
 
+import gnsfast
+
 I, N = 6, 8
 
 
