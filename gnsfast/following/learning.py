@@ -195,7 +195,7 @@ EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided"))
 
 DATA, RAGGED = "data", "ragged"
 """The marks of tensors that are made from the batch. Of ``RAGGED`` ones the data have chosen the
-number of rows, which another batch may share out among its samples in another way.
+rows, which may be others, or in another order, in another batch.
 """
 
 SELECTS = frozenset(
@@ -222,7 +222,10 @@ def _data_of(name: str, arguments: list[Any], marks: list[Any]) -> str:
         return RAGGED
     by_data = [t for t, mark in zip(arguments[1:], marks[1:]) if _is_data(mark)]
     if name == "__getitem__":
-        return RAGGED if any(t.dtype in (torch.bool, torch.uint8) for t in by_data) else DATA
+        by_mask = any(t.dtype in (torch.bool, torch.uint8) for t in by_data)
+        return RAGGED if by_mask or arguments[1] is (by_data or [None])[0] else DATA
+    if name == "index_select" and by_data and arguments[1] == 0:
+        return RAGGED
     return RAGGED if name == "repeat_interleave" and by_data else DATA
 
 
