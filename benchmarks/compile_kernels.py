@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks import no_gpu
 from benchmarks.compile_cases import (
     DTYPES,
     Case,
@@ -376,5 +377,6 @@ def tool(name: str, *args: str) -> str:
 
 if __name__ == "__main__":
     assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET is set: nothing would be compiled"
+    no_gpu.pretend(sys.argv[1])
     for case in cases(int(sys.argv[1])):
         print(json.dumps(compile_case(case, int(sys.argv[1]))), flush=True)
