@@ -35,6 +35,16 @@ class Device(NamedTuple):
         arch = self.target.arch
         return divmod(arch, 10) if isinstance(arch, int) else (int(arch[3]), int(arch[4]))
 
+    @property
+    def cuda(self) -> bool:
+        """Whether it is NVIDIA's."""
+        return self.target.backend == "cuda"
+
+    @property
+    def tma(self) -> bool:
+        """Whether it has a tensor memory accelerator."""
+        return self.cuda and self.capability >= (9, 0)
+
 
 DEVICES = {
     "75": Device(GPUTarget("cuda", 75, 32), 64 << 10),
@@ -55,10 +65,9 @@ class FakeDriver:
 
     def __init__(self, device: Device, launch: Launch) -> None:
         self.target = device.target
-        load = load_cubin if device.target.backend == "cuda" else load_hsaco
         self.utils = SimpleNamespace(
             get_device_properties=lambda index: {"max_shared_mem": device.shared},
-            load_binary=load,
+            load_binary=load_cubin if device.cuda else load_hsaco,
         )
         self.launcher_cls = lambda src, metadata: launch
 
@@ -135,7 +144,7 @@ def front_end(launch: Launch) -> Callable[[Any, GPUTarget, dict[str, Any]], Any]
 def pretend(name: str) -> Device:
     """What this process asks torch about its GPU is answered for a device of ``DEVICES``."""
     device = DEVICES[name]
-    torch.version.hip = "6.4" if device.target.backend == "hip" else None
+    torch.version.hip = None if device.cuda else "6.4"
     torch.cuda.get_device_capability = lambda index=None: device.capability
     return device
 

@@ -46,7 +46,7 @@ PROOFS: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
         ("triton_kernels/*.py", "gnsfast/signatures.py", "benchmarks/compile_*.py")
         + ("tests/triton_kernels/test_triton_compile.py", "tests/proofs.py")
         + ("benchmarks/budgets/triton-*.json", "benchmarks/budget.py")
-        + ("benchmarks/kernel_tables.py",),
+        + ("benchmarks/kernel_tables.py", "benchmarks/no_gpu.py"),
         triton,
     ),
     "host model": (

@@ -36,28 +36,61 @@ def test_tf32_only_where_it_exists(
         assert tiles.precision(torch.bfloat16) == "ieee"
 
 
-FLOAT32 = """
+CALL = """
 import sys
 import torch
 from benchmarks import no_gpu
 
 launched = []
 no_gpu.install(sys.argv[1], 132, lambda *arguments: launched.append(arguments), whole=True)
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-from gnsfast.signatures import LinearWgrad
+from signed import Signed
 from gnsfast.triton_kernels import operators
-
-x, dy = torch.ones(2, 64, 32), torch.ones(2, 64, 48)
-operators.linear_wgrad(LinearWgrad(x, dy, True, True, False, torch.float32))
-assert len(launched) == 2
+ops = Signed(operators)
+{call}
+assert len(launched) == {launches}
 """
+
+FLOAT32 = """
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+x, dy = torch.ones(2, 64, 32), torch.ones(2, 64, 48)
+ops.linear_wgrad(x, dy, True, True, False, torch.float32)
+"""
+
+HALF = """
+x = torch.ones(2, 300, 256, dtype=torch.bfloat16)
+ops.linear_wgrad(x, x, True, True, False, x.dtype)
+"""
+
+METRIC = """
+x, v = torch.ones(2, 300, 256, dtype=torch.float16), torch.ones(256, 256)
+constants = torch.ones(1, 2, dtype=torch.float64)
+ops.linear_wgrad(x, x, True, False, False, x.dtype, moments=[v], constants_P2=constants)
+"""
+
+ATTENTION = """
+q = torch.ones(1, 2, 64, 128, dtype=torch.bfloat16)
+sinks = torch.ones(2), None, None, None
+pattern = None, None, True, 0.1, 0, 0
+saved = ops.attention_forward(q, q, q, *sinks, *pattern)
+ops.attention_backward(q, q, q, q, *saved, *sinks, *pattern, 1, [True, False, False, False])
+"""
+
+CALLS = {
+    "float32 with the switch on, gfx942": (FLOAT32, 2),
+    "float32 with the switch on, 75": (FLOAT32, 2),
+    "half, gfx942": (HALF, 2),
+    "metric, gfx90a": (METRIC, 2),
+    "attention, gfx942": (ATTENTION, 4),
+}
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("device", ["gfx942", "75"])
-def test_float32_compiles_with_the_switch_on(device: str, tmp_path: Path) -> None:
-    run = [sys.executable, "-c", FLOAT32, device]
-    more = {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    more["GNSFAST_AUTOTUNE"] = "0"
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles(name: str, tmp_path: Path) -> None:
+    """To machine code, without a spilled register, in as much shared memory as there is."""
+    call, launches = CALLS[name]
+    run = [sys.executable, "-c", CALL.format(call=call, launches=launches), name.split(", ")[-1]]
+    more = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "GNSFAST_AUTOTUNE": "0"}
+    more |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(run, env=os.environ | more, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
