@@ -19,7 +19,7 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
-from benchmarks import no_gpu
+from benchmarks import in_flight, no_gpu
 from benchmarks.compile_cases import (
     DTYPES,
     Case,
@@ -120,8 +120,8 @@ def wgrad_cases(measured: str, kind: str, config: configs.Config, has_tma: bool)
     options: dict[str, Any] = dict(PRECISION="tf32") if kind.startswith("tf32") else {}
     if kind == "float32":
         ways = [dict(aligned=True), dict(aligned=False)]
-    elif "unaligned" in kind:
-        ways = [dict(aligned=False)]
+    elif "unaligned" in kind:  # a descriptor reads rows of 1000 bfloat16
+        ways = [dict(tma=tma, aligned=False) for tma in ((False, True) if has_tma else (False,))]
     else:
         ways = [dict(tma=False), dict(tma=True)] if has_tma else [dict(tma=False)]
     for way, of_tiles in product(ways, sharing):
@@ -365,6 +365,8 @@ def read_cubin(compiled: Any, device: Device) -> dict[str, Any]:
         "blocks": resident(device.target.arch, warps, registers, shared),
         "instructions": instructions(sass),
         "in_flight": len(re.findall(r"DEPBAR\.LE gsb0, 0x1", sass)),
+        "touched": in_flight.touched(sass),
+        "noticed": len(in_flight.touched(in_flight.without_waits(sass))),
         **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
     }
 

@@ -22,8 +22,11 @@ TENSOR_CORES = {"80": ("HMMA",), "90": ("HGMMA", "HMMA"), "100": ("UTCHMMA", "HM
 SPILLING = {(f"attention queries 256 {what}", "fp32") for what in ("all", "sinks", "all, masked")}
 """A float32 product of rows of 256 in the ordinary cores takes more registers than there are."""
 
-
-AMD_SPILLING = {("attention keys 128 all, masked", "bf16")}
+SPILLING_OF = {
+    # 48 bytes. Loads of single elements would be slower, and half the tile reads twice as much.
+    "100": {("linear_wgrad 128x64x32 8 warps 2 stages metric TMA unaligned", "bf16")},
+    "gfx942": {("attention keys 128 all, masked", "bf16")},
+}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -44,9 +47,10 @@ def test_compiled_kernels(capability: str) -> None:
     print(f"\nsm_{capability}\n{table(rows)}")
     assert len(rows) > 40
     shared = no_gpu.DEVICES[capability].shared
+    allowed = SPILLING | SPILLING_OF.get(capability, set())
     for row in rows:
         spills = row["stack"] or row["STL"] or row["LDL"]
-        assert not spills or (row["kernel"], row["dtype"]) in SPILLING, f"{row['kernel']} spills"
+        assert not spills or (row["kernel"], row["dtype"]) in allowed, f"{row['kernel']} spills"
         assert row["shared"] <= shared, f"{row['kernel']} takes too much shared memory"
         if row["tensor_cores"]:
             assert any(row[name] for name in TENSOR_CORES[capability]), f"{row['kernel']}: none"
@@ -56,6 +60,8 @@ def test_compiled_kernels(capability: str) -> None:
             if row["dtype"] != "fp32" and "unaligned" not in row["kernel"]:
                 assert row["in_flight"], f"{row['kernel']} waits for each product"
         assert not row["cut off"], f"{row['kernel']} multiplies float32 that is not rounded"
+        assert not row["touched"], f"{row['kernel']} touches products in flight: {row['touched']}"
+        assert row["noticed"] or not row["HGMMA"], f"{row['kernel']}: no wait is missed"
         if "TMA" in row["kernel"]:
             assert row["UTMALDG"] and not row["LDGSTS"], f"{row['kernel']} reads by pointers"
     if why := budget.hold(f"triton-sm_{capability}", kernel_tables.triton_budget(rows)):
@@ -67,8 +73,9 @@ def test_compiled_kernels_of_amd(device: str) -> None:
     rows = kernel_tables.triton_rows(device)
     print(f"\n{device}\n{table(rows)}")
     assert len(rows) > 40
+    allowed = SPILLING_OF.get(device, set())
     for row in rows:
-        if (row["kernel"], row["dtype"]) not in AMD_SPILLING:
-            assert not row["stack"], f"{row['kernel']} spills"
+        spills = row["stack"] and (row["kernel"], row["dtype"]) not in allowed
+        assert not spills, f"{row['kernel']} spills"
         assert row["shared"] <= no_gpu.DEVICES[device].shared, f"{row['kernel']}: too much shared"
         assert row["MFMA"] or not row["tensor_cores"], f"{row['kernel']}: no matrix core"
