@@ -5,6 +5,7 @@ and sizes for which every loop of the finishing kernels turns more than once.
 
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 
+import triton  # noqa: E402
+
 from gnsfast import reference, triton_kernels
 from gnsfast.triton_kernels import embedding as embeddings  # noqa: E402
 from gnsfast.triton_kernels import (  # noqa: E402
@@ -26,6 +29,7 @@ from gnsfast.triton_kernels import (  # noqa: E402
     segments,
     sums,
 )
+from gnsfast.triton_kernels.finish import clear_tickets  # noqa: E402
 from gnsfast.triton_kernels.tiles import INTERPRETED  # noqa: E402
 
 F32, F16 = torch.float32, torch.float16
@@ -163,6 +167,27 @@ def test_options_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "num_warps" in seen and "maxnreg" not in seen
     for plan in cached:
         plan.cache_clear()
+
+
+@triton.jit
+def clearing_kernel(tickets_ptr, tickets):
+    clear_tickets(tickets_ptr, tickets)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU does not say which program stores")
+@pytest.mark.parametrize("count", [1, 128, 129, 1536, 5000])
+def test_all_programs_clear_tickets(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million tokens at a width of 8192 have 250,000 tickets: 2,000 stores of one program."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    stores: Counter[Any] = Counter()
+    store = builder.create_masked_store
+    counted = lambda *args: stores.update([builder.grid_idx]) or store(*args)
+    monkeypatch.setattr(builder, "create_masked_store", counted)
+    tickets = torch.ones(count + 1, dtype=torch.int32)
+    clearing_kernel[(3, 2, 2)](tickets, count)
+    assert tickets[-1] == 1 and not tickets[:-1].any()
+    assert sum(stores.values()) == -(-count // 128) and max(stores.values()) <= -(-count // 1536)
 
 
 def test_no_kernel_is_compiled_for_a_count_of_tickets() -> None:
