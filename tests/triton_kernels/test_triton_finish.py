@@ -169,6 +169,15 @@ def test_options_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
         plan.cache_clear()
 
 
+def test_more_samples_than_a_grid_has_rows() -> None:
+    """A grid's second and third axis end at 65,535."""
+    assert sums.plan(65535, (64,), (16384,), 1).grid[1] == 65535
+    with pytest.raises(
+        ValueError, match=r"65536 samples .* pieces \(64,\) .* smaller micro-batches"
+    ):
+        sums.plan(65536, (64,), (16384,), 1)
+
+
 @triton.jit
 def clearing_kernel(tickets_ptr, tickets):
     clear_tickets(tickets_ptr, tickets)
