@@ -378,8 +378,24 @@ def read_amdgcn(compiled: Any, device: Device) -> dict[str, Any]:
     return {
         **{name: int(re.findall(rf"\.{key}: +(\d+)", text)[0]) for name, key in keys.items()},
         "instructions": len(re.findall(r"^\t[a-z]\w+", text, re.MULTILINE)),
+        "unordered": unordered(text),
         "MFMA": len(re.findall(r"\bv_mfma_", text)),
     }
+
+
+def unordered(amdgcn: str) -> int:
+    """Arrivals (``finish.arrives_last``) before which warps have not waited for their stores."""
+    found, barrier, pending = 0, False, False
+    for name in re.findall(
+        r"^\s*(s_waitcnt vmcnt\(0\)|s_barrier|\w+_(?:store|atomic)_\w+)", amdgcn, re.M
+    ):
+        if "_atomic_" in name:
+            found += barrier
+        elif name == "s_barrier":
+            barrier = pending
+        else:
+            pending = "store" in name
+    return found
 
 
 def cut_off(ttir: str) -> bool:

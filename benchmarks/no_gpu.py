@@ -63,7 +63,7 @@ Launch = Callable[..., None]
 class FakeDriver:
     """What Triton asks of its driver. ``launch`` takes the grid, then the kernel's arguments."""
 
-    def __init__(self, device: Device, launch: Launch) -> None:
+    def __init__(self, device: Device, launch: Launch | None) -> None:
         self.target = device.target
         self.utils = SimpleNamespace(
             get_device_properties=lambda index: {"max_shared_mem": device.shared},
@@ -141,11 +141,14 @@ def front_end(launch: Launch) -> Callable[[Any, GPUTarget, dict[str, Any]], Any]
     return compile
 
 
-def pretend(name: str) -> Device:
-    """What this process asks torch about its GPU is answered for a device of ``DEVICES``."""
+def pretend(name: str, launch: Launch | None = None) -> Device:
+    """What this process asks torch and Triton about its GPU is answered for a device of
+    ``DEVICES``.
+    """
     device = DEVICES[name]
     torch.version.hip = None if device.cuda else "6.4"
     torch.cuda.get_device_capability = lambda index=None: device.capability
+    driver.set_active(FakeDriver(device, launch))
     return device
 
 
@@ -153,7 +156,7 @@ def install(name: str, processors: int, launch: Launch, whole: bool = False) -> 
     """Let this process take tensors on the CPU for those of a GPU, and its operators Triton's
     kernels. ``whole``: compile kernels to machine code.
     """
-    driver.set_active(FakeDriver(pretend(name), launch))
+    pretend(name, launch)
     if not whole:
         compiler.compile = front_end(launch)
     properties = SimpleNamespace(multi_processor_count=processors, total_memory=1 << 30)

@@ -78,4 +78,5 @@ def test_compiled_kernels_of_amd(device: str) -> None:
         spills = row["stack"] and (row["kernel"], row["dtype"]) not in allowed
         assert not spills, f"{row['kernel']} spills"
         assert row["shared"] <= no_gpu.DEVICES[device].shared, f"{row['kernel']}: too much shared"
+        assert not row["unordered"], f"{row['kernel']} arrives before its stores"
         assert row["MFMA"] or not row["tensor_cores"], f"{row['kernel']}: no matrix core"
