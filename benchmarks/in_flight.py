@@ -130,7 +130,12 @@ def _operands(line: Instruction) -> list[frozenset[int]]:
         for r in re.finditer(r"(?<!U)R(\d+)(\.64)?", address):
             found.append(_registers(int(r[1]), 2 if r[2] else 1))
     opcode, _, rest = line.text.partition(" ")
-    values = [_registers(int(r), _width(opcode)) for r in REGISTER.findall(ADDRESS.sub("", rest))]
+    places = ADDRESS.sub("", rest).split(",")
+    factors = places[1:-1] if ".WIDE" in opcode else []  # of 32 bits each
+    values = []
+    for place in places:
+        width = 1 if place in factors else _width(opcode)
+        values += [_registers(int(r), width) for r in REGISTER.findall(place)]
     return values + found
 
 

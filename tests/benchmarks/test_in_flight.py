@@ -97,6 +97,13 @@ def test_factors_may_be_read() -> None:
     assert in_flight.touched(text(code)) == []
 
 
+def test_factors_of_a_wide_product() -> None:
+    """R23 is 32 bits of it, without R24; the sum is 64 bits wide, and so is what is added."""
+    for other, found in (("R2, R16, R23, RZ", 0), ("R22, R16, R2, R54", 1), ("R23, R2, R3, RZ", 1)):
+        code = RIGHT.replace("IADD3 R56, R56, 0x1, RZ", f"IMAD.WIDE.U32 {other}")
+        assert len(in_flight.touched(text(code))) == found, other
+
+
 def test_without_waits() -> None:
     """What shows that a kernel's check would notice anything."""
     assert in_flight.touched(in_flight.without_waits(text(RIGHT))) == END
