@@ -22,7 +22,7 @@ FACTORS = 4
 """Registers of a thread that hold the left factor of a product, where it is not in shared memory:
 64 rows of 32 bytes, for 128 threads."""
 
-UNKNOWN = ("BRX", "JMX", "JMP", "BREAK")
+UNKNOWN = ("BRX", "JMX", "JMP")
 
 
 class Instruction(NamedTuple):
@@ -94,6 +94,10 @@ def _next(listing: list[Instruction], i: int, places: dict[str, int]) -> list[in
         branch = [places[TARGET.search(line.text)[1]]]  # type: ignore[index]
         may_pass = line.conditional or "CALL" in line.text or "," in line.text.partition("`")[0]
         return branch + following if may_pass else branch
+    if line.name == "BSYNC":  # threads meet there, and go on where the barrier was set up for
+        own = [each.text for each in listing if each.name == "BSSY"]
+        own = [text for text in own if line.text.split()[1] + "," in text]
+        return following + [places[TARGET.search(text)[1]] for text in own]  # type: ignore[index]
     return following
 
 

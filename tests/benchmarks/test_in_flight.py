@@ -57,6 +57,12 @@ FAULTS = {
         RIGHT.replace(f".L_x_2:\n{WAIT}", f"@P2 BRA `(.L_x_2)\n{WAIT}\n.L_x_2:"),
         END,
     ),
+    "past the wait, where threads meet": (
+        RIGHT.replace(
+            f".L_x_2:\n{WAIT}", f".L_x_2:\nBSSY B0, `(.L_x_3)\nBSYNC B0\n{WAIT}\n.L_x_3:"
+        ),
+        END,
+    ),
     "read in the next round": (
         RIGHT.replace(".L_x_1:\n", ".L_x_1:\nSEL R4, R55, RZ, P3\n"),
         ["SEL R4, R55, RZ, P3"],
