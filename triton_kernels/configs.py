@@ -53,7 +53,7 @@ class Config:
 # Two float32 accumulators of 128 x 128 fill half of the registers of eight warps; 128 x 256 spills.
 # Under a metric √P is a third tile in registers. With these options no tile here spills a register
 # on sm_80 to sm_100, gfx90a and gfx942, by Triton 3.7; tests/triton_kernels/test_triton_compile.py
-# compiles them all, prints the tables and names the one exception, 56 bytes under a metric. By
+# compiles them all, prints the tables and names the one exception, 48 bytes under a metric. By
 # pointers the first tile spills 16 to 24 bytes on sm_120.
 HALF = (
     Config(128, 128, 64, 8, 3),

@@ -49,11 +49,16 @@ def column_sums(partial_ptr, pieces, stride, offs, mask, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def clear_tickets(tickets_ptr, tickets):
-    """Set them to zero, by all programs of a kernel before the one that takes them."""
-    program = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    program = program * tl.num_programs(0) + tl.program_id(0)
-    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    for block in range(program, tl.cdiv(tickets, 128), programs):
-        offs = block * 128 + tl.arange(0, 128)
-        tl.store(tickets_ptr + offs, 0, mask=offs < tickets)
+def clear_tickets(tickets_ptr, tickets, MANY: tl.constexpr = False):
+    """Set them to zero, in the first program of a kernel before the one that takes them; where
+    there are ``MANY``, in all along the grid's first axis. For the few of other kernels that would
+    cost up to 63 registers a thread.
+    """
+    if MANY:
+        for block in range(tl.program_id(0), tl.cdiv(tickets, 128), tl.num_programs(0)):
+            offs = block * 128 + tl.arange(0, 128)
+            tl.store(tickets_ptr + offs, 0, mask=offs < tickets)
+    elif tl.program_id(0) == 0:
+        for first in range(0, tickets, 128):
+            offs = first + tl.arange(0, 128)
+            tl.store(tickets_ptr + offs, 0, mask=offs < tickets)

@@ -23,7 +23,7 @@ SPILLING = {(f"attention queries 256 {what}", "fp32") for what in ("all", "sinks
 """A float32 product of rows of 256 in the ordinary cores takes more registers than there are."""
 
 SPILLING_OF = {
-    # 56 bytes. Loads of single elements would be slower, and half the tile reads twice as much.
+    # 48 bytes. Loads of single elements would be slower, and half the tile reads twice as much.
     "100": {("linear_wgrad 128x64x32 8 warps 2 stages metric TMA unaligned", "bf16")},
     "gfx942": {("attention keys 128 all, masked", "bf16")},
 }
