@@ -95,8 +95,8 @@ def _next(listing: list[Instruction], i: int, places: dict[str, int]) -> list[in
         may_pass = line.conditional or "CALL" in line.text or "," in line.text.partition("`")[0]
         return branch + following if may_pass else branch
     if line.name == "BSYNC":  # threads meet there, and go on where the barrier was set up for
-        own = [each.text for each in listing if each.name == "BSSY"]
-        own = [text for text in own if line.text.split()[1] + "," in text]
+        barrier = f"BSSY {line.text.split()[1]},"
+        own = [each.text for each in listing[:i] if each.text.startswith(barrier)][-1:]
         return following + [places[TARGET.search(text)[1]] for text in own]  # type: ignore[index]
     return following
 
