@@ -72,7 +72,7 @@ proof: $(DEV)  ## after a change of a kernel: what takes minutes: kernels compil
 
 kernels: $(DEV)  ## compile every Triton kernel, then every launch of the tests; print registers and instructions
 	GNSFAST_PROVE=1 $(BIN)/python -m pytest -q -rP tests/triton_kernels/test_triton_compile.py
-	for gpu in 80 90 100; do $(JIT) --compile --gpu $$gpu $(JIT_TESTS_90) || exit 1; done
+	for gpu in 80 90 100 gfx942; do $(JIT) --compile --gpu $$gpu $(JIT_TESTS_90) || exit 1; done
 
 wheel-test: $(DEV)  ## what packaging can break, against the wheel in a clean environment
 	rm -rf build

@@ -150,7 +150,7 @@ def embedding_cases() -> Iterator[Case]:
     pointers |= {"order_ptr": "*i64", "ids_ptr": "*i64", "starts_ptr": "*i32"}
     pointers |= {"tickets_ptr": "*i32", "constants_ptr": "*fp64"}
     options = embedding.config(4096)
-    meta, most = {key: options[key] for key in ("BLOCK_R", "BLOCK_D")}, options["maxnreg"]
+    meta, most = {key: options[key] for key in ("BLOCK_R", "BLOCK_D")}, options.get("maxnreg")
     for dtype, metric, key in product(("bf16", "fp32"), (False, True), ("i32", "i64")):
         constants = meta | {"METRIC": metric, "PIECE": embedding.PIECE} | absent_metric(metric)
         name = f"embedding_wgrad {key}{' metric' * metric}"

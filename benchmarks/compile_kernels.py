@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every Triton kernel in every configuration for a GPU that need not be there, and reads
-the machine code: ``python -m benchmarks.compile_kernels 90`` prints a JSON row for each.
+the machine code: ``python -m benchmarks.compile_kernels 90`` prints a JSON row for each; so does
+``gfx942``, for an AMD device.
 """
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks import no_gpu
 from benchmarks.compile_cases import (
     DTYPES,
     Case,
@@ -28,7 +25,8 @@ from benchmarks.compile_cases import (
     norm_cases,
     sums_cases,
 )
-from benchmarks.compile_cuda import instructions
+from benchmarks.compile_reading import cut_off, read_amdgcn, read_cubin
+from benchmarks.no_gpu import Device
 from gnsfast.triton_kernels import (
     configs,
     gram,
@@ -38,17 +36,22 @@ from gnsfast.triton_kernels import (
     linear_wgrad,
     segments,
     sums,
+    tiles,
 )
+from gnsfast.triton_kernels.launch import known
 
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "UTMALDG", "LDGSTS", "STL", "LDL")
 ALIGNED = {"I", "O", "D", "N", "x_stride", "dy_stride"} | {
     f"{t}_stride_{dim}" for t in ("x", "dy") for dim in "bt"
 }
 
 
-def cases(capability: int) -> Iterator[Case]:
-    yield from linear_cases(capability)
+def cases(device: Device) -> Iterator[Case]:
+    """What is launched on a device that this process pretends to have."""
+    with tf32(True):
+        has_tf32 = tiles.tf32_allowed()
+    for case in linear_cases(device):
+        if has_tf32 or case.constants.get("PRECISION") != "tf32":
+            yield case
     yield from attention_cases()
     yield from norm_cases()
     yield from sums_cases()
@@ -65,12 +68,12 @@ def cases(capability: int) -> Iterator[Case]:
         )
 
 
-def linear_cases(capability: int) -> Iterator[Case]:
+def linear_cases(device: Device) -> Iterator[Case]:
     for measured, kinds in configs.CANDIDATES.items():
-        for kind, tiles in kinds.items():
-            for config in tiles:
-                yield from wgrad_cases(measured, kind, config, capability)
-    yield wgrad("fp16", configs.HALF[0], tma=capability >= 90)
+        for kind, found in kinds.items():
+            for config in configs.runnable(found):
+                yield from wgrad_cases(measured, kind, config, device.tma)
+    yield wgrad("fp16", configs.candidates(torch.float16, True)[0], tma=device.tma)
     yield from finish_cases()
     yield from segments_cases()
     yield from squares_cases()
@@ -98,26 +101,24 @@ def linear_cases(capability: int) -> Iterator[Case]:
             )
 
 
-def wgrad_cases(
-    measured: str, kind: str, config: configs.Config, capability: int
-) -> Iterator[Case]:
+def wgrad_cases(measured: str, kind: str, config: configs.Config, has_tma: bool) -> Iterator[Case]:
     """Everything that a tile of ``configs.CANDIDATES`` is launched as: dW in the inputs' dtype or
     in float32 (under autocast), or added to; tiles whole, shared by programs, or both; by
     descriptors and by pointers; of float32 on the ordinary cores also with unaligned rows.
     """
     flags = {"METRIC": measured == "metric"}
-    tiles = [dict(), dict(WHOLE=False, SHARED=True)]
+    sharing = [dict(), dict(WHOLE=False, SHARED=True)]
     if measured == "plain":
-        tiles.append(dict(SHARED=True))
+        sharing.append(dict(SHARED=True))
     dtype = "bf16" if kind.startswith("half") else "fp32"
     options: dict[str, Any] = dict(PRECISION="tf32") if kind.startswith("tf32") else {}
     if kind == "float32":
         ways = [dict(aligned=True), dict(aligned=False)]
-    elif "unaligned" in kind:
-        ways = [dict(aligned=False)]
+    elif "unaligned" in kind:  # a descriptor reads rows of 1000 bfloat16
+        ways = [dict(tma=tma, aligned=False) for tma in ((False, True) if has_tma else (False,))]
     else:
-        ways = [dict(tma=False), dict(tma=True)] if capability >= 90 else [dict(tma=False)]
-    for way, of_tiles in product(ways, tiles):
+        ways = [dict(tma=False), dict(tma=True)] if has_tma else [dict(tma=False)]
+    for way, of_tiles in product(ways, sharing):
         constants = way | of_tiles | options | flags
         for dw in dict.fromkeys((dtype, "fp32")) if of_tiles.get("WHOLE", True) else ("fp32",):
             yield wgrad(dtype, config, dw=dw, **constants)
@@ -129,14 +130,14 @@ def finish_cases() -> Iterator[Case]:
     """The kernel that finishes linear layers: each tile's pieces, or those of a plain product, and
     a bias of several samples a step or of chunks of tokens; alone, together, and under a metric.
     """
-    tiles = {
+    shapes = {
         (config.block_o, config.block_i): config
         for kinds in configs.CANDIDATES.values()
         for candidates in kinds.values()
         for config in candidates
     }
     balance = configs.balance(16, 9, 12)
-    weights = [linear_plan.Squares(512, 512, config, balance) for config in tiles.values()]
+    weights = [linear_plan.Squares(512, 512, config, balance) for config in shapes.values()]
     balances = configs.balance(2, 64, 24), configs.balance(1, 999, 132)  # many parts of a tile
     weights += [linear_plan.Squares(512, 512, configs.HALF[0], each) for each in balances]
     plain = linear_plan.Squares(512, 512)
@@ -311,7 +312,7 @@ def attention_stride(name: str) -> bool:
     return tensor in ("q", "k", "v", "o", "do", "dq", "dk", "dv") and dim in ("b", "h", "t")
 
 
-def compile_case(case: Case, capability: int) -> dict[str, Any]:
+def compile_case(case: Case, device: Device) -> dict[str, Any]:
     signature, attributes = {}, {}
     for i, name in enumerate(case.fn.arg_names):
         if name in case.constants:
@@ -329,52 +330,23 @@ def compile_case(case: Case, capability: int) -> dict[str, Any]:
         k: v for k, v in attributes.items() if "desc" not in list(signature.values())[k[0]]
     }
     source = ASTSource(case.fn, signature, constexprs=case.constants, attrs=attributes)
-    options = dict(num_warps=case.num_warps, num_stages=case.num_stages, maxnreg=case.maxnreg)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = tool("cuobjdump", "--dump-resource-usage", file.name)
-        sass = tool("nvdisasm", file.name)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
+    options = known(
+        dict(num_warps=case.num_warps, num_stages=case.num_stages, maxnreg=case.maxnreg)
+    )
+    compiled = triton.compile(source, target=device.target, options=options)
     return {
         "kernel": case.name,
         "dtype": case.dtype,
         "tensor_cores": case.tensor_cores,
         "warps": case.num_warps,
-        "registers": int(registers),
-        "stack": int(stack),
         "shared": compiled.metadata.shared,
-        "blocks": resident(capability, case.num_warps, int(registers), compiled.metadata.shared),
-        "instructions": instructions(sass),
-        "in_flight": len(re.findall(r"DEPBAR\.LE gsb0, 0x1", sass)),
-        **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
         "cut off": case.constants.get("PRECISION") == "tf32" and cut_off(compiled.asm["ttir"]),
+        **(read_cubin if device.cuda else read_amdgcn)(compiled, device),
     }
-
-
-def cut_off(ttir: str) -> bool:
-    """Whether a product has an operand that was not rounded to tf32 right before."""
-    rounded = set(re.findall(r'(%\S+) = tt\.elementwise_inline_asm "cvt\.rna\.tf32\.f32', ttir))
-    products = re.findall(r"tt\.dot (%\w+), (%\w+),", ttir)
-    return not products or any(not set(operands) <= rounded for operands in products)
-
-
-def resident(capability: int, warps: int, registers: int, shared: int) -> int:
-    """Blocks that one SM has room for, by registers (65,536, given out in eights), warps (64) and
-    shared memory, of which each block takes 1 KiB for itself.
-    """
-    room = ((164 if capability == 80 else 228) << 10) // (shared + 1024)
-    return min(32, 64 // warps, 65536 // (warps * 32 * 8 * -(-registers // 8)), room)
-
-
-def tool(name: str, *args: str) -> str:
-    return subprocess.run(
-        [str(TOOLS / name), *args], capture_output=True, text=True, check=True
-    ).stdout
 
 
 if __name__ == "__main__":
     assert not triton.knobs.runtime.interpret, "TRITON_INTERPRET is set: nothing would be compiled"
-    for case in cases(int(sys.argv[1])):
-        print(json.dumps(compile_case(case, int(sys.argv[1]))), flush=True)
+    device = no_gpu.pretend(sys.argv[1])
+    for case in cases(device):
+        print(json.dumps(compile_case(case, device)), flush=True)

@@ -14,12 +14,13 @@ from typing import Any
 from benchmarks.budget import Budget
 
 ROOT = Path(__file__).parents[1]
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = ("80", "90", "100")
+AMD = ("gfx90a", "gfx942")
 
 
-def triton_rows(capability: int) -> list[dict[str, Any]]:
+def triton_rows(device: str) -> list[dict[str, Any]]:
     """Of every Triton kernel in every configuration."""
-    return _lines("compile_kernels", str(capability))
+    return _lines("compile_kernels", device)
 
 
 def triton_budget(rows: list[dict[str, Any]]) -> Budget:

@@ -105,5 +105,5 @@ if __name__ == "__main__":
     from benchmarks import no_gpu
 
     counter = Launches()
-    no_gpu.install(90, 132, counter.triton)
+    no_gpu.install("90", 132, counter.triton)
     print(json.dumps(rows(counter)))

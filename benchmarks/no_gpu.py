@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,9 +20,40 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes of shared memory that a thread block may have (CUDA C++ Programming Guide, table of compute
-capabilities)."""
+
+class Device(NamedTuple):
+    """What kernels are compiled for, and how many bytes of shared memory a thread block may have
+    there (CUDA C++ Programming Guide, table of compute capabilities; AMD's instruction sets).
+    """
+
+    target: GPUTarget
+    shared: int
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """As torch says it, also of an AMD device: gfx942 is (9, 4)."""
+        arch = self.target.arch
+        return divmod(arch, 10) if isinstance(arch, int) else (int(arch[3]), int(arch[4]))
+
+    @property
+    def cuda(self) -> bool:
+        """Whether it is NVIDIA's."""
+        return self.target.backend == "cuda"
+
+    @property
+    def tma(self) -> bool:
+        """Whether it has a tensor memory accelerator."""
+        return self.cuda and self.capability >= (9, 0)
+
+
+DEVICES = {
+    "75": Device(GPUTarget("cuda", 75, 32), 64 << 10),
+    "80": Device(GPUTarget("cuda", 80, 32), 163 << 10),
+    "90": Device(GPUTarget("cuda", 90, 32), 227 << 10),
+    "100": Device(GPUTarget("cuda", 100, 32), 227 << 10),
+    "gfx90a": Device(GPUTarget("hip", "gfx90a", 64), 64 << 10),
+    "gfx942": Device(GPUTarget("hip", "gfx942", 64), 64 << 10),
+}
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -32,11 +63,11 @@ Launch = Callable[..., None]
 class FakeDriver:
     """What Triton asks of its driver. ``launch`` takes the grid, then the kernel's arguments."""
 
-    def __init__(self, capability: int, launch: Launch) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
+    def __init__(self, device: Device, launch: Launch | None) -> None:
+        self.target = device.target
         self.utils = SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": SHARED[capability]},
-            load_binary=load_binary,
+            get_device_properties=lambda index: {"max_shared_mem": device.shared},
+            load_binary=load_cubin if device.cuda else load_hsaco,
         )
         self.launcher_cls = lambda src, metadata: launch
 
@@ -50,16 +81,30 @@ class FakeDriver:
         return 0
 
 
-def load_binary(
-    name: str, cubin: bytes, shared: int, device: int
-) -> tuple[None, None, int, int, int]:
-    """Module, function, registers, spilled bytes and most threads; nothing is loaded."""
+Loaded = tuple[None, None, int, int, int]
+"""Module, function, registers, spilled bytes and most threads; nothing is loaded."""
+
+
+def load_cubin(name: str, cubin: bytes, shared: int, device: int) -> Loaded:
+    """By the disassembler that comes with Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         run = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
         usage = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return loaded(name, *map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()))
+
+
+def load_hsaco(name: str, hsaco: bytes, shared: int, device: int) -> Loaded:
+    """By the kernel's note in the file, in MessagePack."""
+    counts = []
+    for key in (b"vgpr_count", b"private_segment_fixed_size"):
+        found = re.search(rb"\." + key + rb"(?:([\x00-\x7f])|\xcc(.)|\xcd(..))", hsaco, re.DOTALL)
+        counts.append(int.from_bytes(next(n for n in found.groups() if n), "big"))
+    return loaded(name, *counts)
+
+
+def loaded(name: str, registers: int, spilled: int) -> Loaded:
     if spilled:
         raise RuntimeError(f"{name} spills {spilled} bytes a thread ({registers} registers)")
     return None, None, registers, spilled, 1024
@@ -96,16 +141,26 @@ def front_end(launch: Launch) -> Callable[[Any, GPUTarget, dict[str, Any]], Any]
     return compile
 
 
-def install(capability: int, processors: int, launch: Launch, whole: bool = False) -> None:
+def pretend(name: str, launch: Launch | None = None) -> Device:
+    """What this process asks torch and Triton about its GPU is answered for a device of
+    ``DEVICES``.
+    """
+    device = DEVICES[name]
+    torch.version.hip = None if device.cuda else "6.4"
+    torch.cuda.get_device_capability = lambda index=None: device.capability
+    driver.set_active(FakeDriver(device, launch))
+    return device
+
+
+def install(name: str, processors: int, launch: Launch, whole: bool = False) -> None:
     """Let this process take tensors on the CPU for those of a GPU, and its operators Triton's
     kernels. ``whole``: compile kernels to machine code.
     """
-    driver.set_active(FakeDriver(capability, launch))
+    pretend(name, launch)
     if not whole:
         compiler.compile = front_end(launch)
     properties = SimpleNamespace(multi_processor_count=processors, total_memory=1 << 30)
     torch.cuda.get_device_properties = lambda device=None: properties
-    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
     from gnsfast.ops import backends
     from gnsfast.probing import gradient_watch
 

@@ -27,7 +27,7 @@ from benchmarks import no_gpu
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--gpu", type=int, required=True, choices=no_gpu.SHARED, help="compute capability"
+        "--gpu", required=True, choices=no_gpu.DEVICES, help="compute capability or AMD's name"
     )
     parser.addoption("--multiprocessors", type=int, default=132, help="of the GPU; an H200 has 132")
     parser.addoption("--compile", action="store_true", help="to machine code; slow")
@@ -36,9 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if __debug__:
         raise pytest.UsageError("fake_gpu needs PYTHONOPTIMIZE=1: no kernel computes anything")
-    capability = config.getoption("--gpu")
+    gpu = config.getoption("--gpu")
     processors, whole = config.getoption("--multiprocessors"), config.getoption("--compile")
-    no_gpu.install(capability, processors, launch, whole)
+    no_gpu.install(gpu, processors, launch, whole)
     torch.testing.assert_close = lambda *args, **kwargs: None
 
     from gnsfast.triton_kernels import outer

@@ -46,7 +46,7 @@ PROOFS: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
         ("triton_kernels/*.py", "gnsfast/signatures.py", "benchmarks/compile_*.py")
         + ("tests/triton_kernels/test_triton_compile.py", "tests/proofs.py")
         + ("benchmarks/budgets/triton-*.json", "benchmarks/budget.py")
-        + ("benchmarks/kernel_tables.py",),
+        + ("benchmarks/kernel_tables.py", "benchmarks/no_gpu.py", "benchmarks/in_flight.py"),
         triton,
     ),
     "host model": (
@@ -61,7 +61,7 @@ PROOFS: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "cuda": (
         ("csrc/*.cu", "csrc/*.cuh", "csrc/*.h", "benchmarks/compile_cuda.py")
         + ("tests/csrc/test_cuda_binary.py", "tests/proofs.py", "benchmarks/budgets/cuda.json")
-        + ("benchmarks/budget.py",),
+        + ("benchmarks/budget.py", "benchmarks/in_flight.py"),
         lambda: printed(r"\bV([\d.]+)", "nvcc", "--version"),
     ),
 }

@@ -104,7 +104,8 @@ def attention_queries_kernel(
     if mask_ptr is not None:
         mask_at += row * mask_stride_b + h * mask_stride_h
     at = (row * H + h) * tokens + first + offs_m
-    highest = tl.load(highest_ptr + at, mask=offs_m < T, other=0.0)
+    # Beyond the queries exp(sink - highest) is zero; a large sink would make it infinite.
+    highest = tl.load(highest_ptr + at, mask=offs_m < T, other=float("inf"))
     inverse = tl.load(inverse_ptr + at, mask=offs_m < T, other=0.0)
     do = load_rows(do_at, offs_m, offs_d, do_stride_t, T, D)
     o = load_rows(o_at, offs_m, offs_d, o_stride_t, T, D)

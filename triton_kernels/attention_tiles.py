@@ -17,8 +17,12 @@ from torch import Tensor
 
 from gnsfast.reference import MAX_HEAD_DIM
 from gnsfast.signatures import Parameters, Pattern
-from gnsfast.triton_kernels.launch import known
+from gnsfast.triton_kernels.configs import AMD_STAGES
 from gnsfast.triton_kernels.tiles import dot, most_registers
+
+AMD_WARPS = 4
+"""Of 64 threads each, one for each of a multiprocessor's four parts: a thread then has up to 512
+registers."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -137,16 +141,20 @@ def config(p: Parameters, pattern: Pattern, q: Tensor) -> dict[str, dict[str, in
         kernel: dict(zip(names, size), BLOCK_D=block_d)
         for kernel, size in zip(("forward", "queries", "keys"), sizes)
     }
-    if table is SINGLE:
+    if torch.version.hip:
+        for tile in tiles.values():
+            tile["num_warps"] = min(AMD_WARPS, tile["num_warps"] // 2)
+            tile["num_stages"] = min(tile["num_stages"], AMD_STAGES)
+    elif table is SINGLE:
         for tile in tiles.values():
             tile["maxnreg"] = most_registers(tile["num_warps"])
-    return {kernel: known(tile) for kernel, tile in tiles.items()}
+    return tiles
 
 
 # By head dim: (queries, keys, warps, stages) of forward, of the queries' gradient, of the keys'.
 # With strides that are multiples of 16 elements none spills on sm_80, 90 or 100, but for the
 # queries' gradient in float32 with heads of more than 128. There a thread multiplies whole rows,
-# 2 x 256.
+# 2 x 256. On gfx90a and gfx942 the keys' gradient with a mask and heads of 128 spills 96 bytes.
 HALF = {
     64: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 64, 8, 2)),
     128: ((128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),

@@ -3,7 +3,7 @@
 shared out among programs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -52,8 +52,9 @@ class Config:
 
 # Two float32 accumulators of 128 x 128 fill half of the registers of eight warps; 128 x 256 spills.
 # Under a metric √P is a third tile in registers. With these options no tile here spills a register
-# on sm_80 to sm_100, by Triton 3.6 and 3.7; tests/triton_kernels/test_triton_compile.py compiles
-# them all and prints the table.
+# on sm_80 to sm_100, gfx90a and gfx942, by Triton 3.7; tests/triton_kernels/test_triton_compile.py
+# compiles them all, prints the tables and names the one exception, 48 bytes under a metric. By
+# pointers the first tile spills 16 to 24 bytes on sm_120.
 HALF = (
     Config(128, 128, 64, 8, 3),
     Config(128, 128, 64, 8, 4),
@@ -86,13 +87,26 @@ CANDIDATES = {
 The first is the fixed one."""
 
 
+AMD_STAGES = 2
+"""With a third stage a tile of 128 x 128 takes up to 96 KiB of shared memory, and spills registers.
+A block has 64 KiB on gfx90a and gfx942."""
+
+
 def candidates(dtype: torch.dtype, aligned: bool, metric: bool = False) -> tuple[Config, ...]:
-    """The row of ``CANDIDATES`` for inputs of this dtype."""
+    """The row of ``CANDIDATES`` for inputs of this dtype, as the device can run it."""
     measured = "metric" if metric else "plain"
     if dtype == torch.float32 and not tf32_allowed():
-        return CANDIDATES[measured]["float32"]
+        return runnable(CANDIDATES[measured]["float32"])
     multiplied = "tf32" if dtype == torch.float32 else "half"
-    return CANDIDATES[measured][multiplied + ("" if aligned else ", unaligned")]
+    return runnable(CANDIDATES[measured][multiplied + ("" if aligned else ", unaligned")])
+
+
+def runnable(tiles: tuple[Config, ...]) -> tuple[Config, ...]:
+    """With ``AMD_STAGES`` at most on an AMD device."""
+    if not torch.version.hip:
+        return tiles
+    fewer = (replace(tile, num_stages=min(tile.num_stages, AMD_STAGES)) for tile in tiles)
+    return tuple(dict.fromkeys(fewer))
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -65,7 +65,7 @@ def embedding_keys_kernel(
     halvings,  # enough to find one of B
     BLOCK: tl.constexpr,
 ):
-    clear_tickets(tickets_ptr, tickets)
+    clear_tickets(tickets_ptr, tickets, MANY=True)
     offs_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs_n < N
     if starts_ptr is None:

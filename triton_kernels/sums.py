@@ -33,6 +33,9 @@ WIDTHS = (32, 128, 512)
 """Columns of a program: a row of 128 bytes, so that a GPT-2 width makes 24 programs for each block
 of samples; more where there would be over 64 of them, whose norms one program adds."""
 
+MOST_PARTS = 65535
+"""A grid's second axis ends there."""
+
 
 @triton.jit
 def finish_parameter(
@@ -181,6 +184,11 @@ def plan(B: int, pieces: tuple[int, ...], widths: tuple[int, ...], measures: int
         block_c *= 4  # few variants to compile
     block_b = rows // block_c
     columns, parts = triton.cdiv(max(widths), block_n), triton.cdiv(B, block_b)
+    if parts > MOST_PARTS:
+        raise ValueError(
+            f"the gradients of {B} samples in pieces {pieces} of widths {widths} would take "
+            f"{parts} rows of a grid, and a GPU has {MOST_PARTS}: take smaller micro-batches"
+        )
     scratch, tickets = columns * (measures * (B + 1) + parts * block_n), parts + columns + 1
     blocks: dict[str, Any] = {"METRIC": measures > 1, "BLOCK_B": block_b, "BLOCK_C": block_c}
     blocks |= {"BLOCK_N": block_n, "BLOCK_P": min(128, 2048 // block_b)}

@@ -61,14 +61,21 @@ def most_registers(num_warps: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How blocks are multiplied: float32 as tf32 only if PyTorch's own switch allows it."""
+    """How blocks are multiplied: float32 as tf32 only where ``tf32_allowed``."""
     if INTERPRETED:
         return "widen"
     return "tf32" if dtype == torch.float32 and tf32_allowed() else "ieee"
 
 
 def tf32_allowed() -> bool:
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    """Whether float32 may be multiplied as tf32: PyTorch's own switch allows it, and the current
+    device can. The compilers for AMD devices and for those before Ampere refuse its rounding.
+    """
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return False
+    if INTERPRETED:
+        return True
+    return not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def check_dtypes(op: str, *tensors: Tensor, one: bool = True) -> None:

@@ -31,8 +31,10 @@ def choose(
     key: tuple[object, ...], configs: Sequence[Config], run: Callable[[Config], object]
 ) -> Config:
     """The fastest of ``configs`` for ``key``. Where nothing is measured, as during the capture of a
-    CUDA graph, it is the first, the fixed one. So it is in this process where memory is too short
-    to measure: that says nothing about the configurations, and another process measures again.
+    CUDA graph, it is the first, the fixed one; if its kernel has not run in this process, the
+    capture fails (``ops/backends.py`` says what to do). So it is in this process where memory is
+    too short to measure: that says nothing about the configurations, and another process measures
+    again.
 
     ``run`` must write only to memory that nobody else reads.
     """

@@ -65,12 +65,21 @@ def implementation(op: str, device: str) -> Callable[[Any], Any]:
 
     def run(a: Any) -> Any:
         implemented = getattr(_module(backend(device), op, device), op)
-        if device == "cpu":
-            return implemented(a)
-        first = a[0][0] if isinstance(a[0], list) else a[0]
-        # Triton launches on the current device, even if its tensors are on another one.
-        with torch.cuda.device_of(first):
-            return implemented(a)
+        try:
+            if device == "cpu":
+                return implemented(a)
+            first = a[0][0] if isinstance(a[0], list) else a[0]
+            # Triton launches on the current device, even if its tensors are on another one.
+            with torch.cuda.device_of(first):
+                return implemented(a)
+        except RuntimeError as error:
+            if "capturing" not in str(error):
+                raise
+            raise RuntimeError(
+                f"gnsfast::{op} has a kernel that this process has not loaded yet, and none can be "
+                f"loaded while a CUDA graph is captured ({error}). Before the capture, run one "
+                "measured update with the shapes, dtypes and settings that the graph will have."
+            ) from error
 
     return run
 

@@ -40,21 +40,39 @@ class Groups(NamedTuple):
 
     def members(self) -> tuple[Tensor, ...]:
         """The samples of each group."""
+        refuse_capture()
         found: tuple[Tensor, ...] = self.order_B.split(self.sizes_G.tolist())
         return found
 
     def to(self, device: torch.device) -> "Groups":
+        refuse_capture()
         return self._replace(order_B=self.order_B.to(device, non_blocking=True))
 
     def sums(self, t_B: Tensor) -> Tensor:
         """[G]: the sum of each group's samples, always in the same order, as a graph of static
         shapes.
         """
+        refuse_capture()
         device, G = t_B.device, len(self.sizes_G)
         ends_G = self.sizes_G.to(device, non_blocking=True).cumsum(0)
         group_B = torch.bucketize(torch.arange(len(t_B), device=device), ends_G, right=True)
         own_GB = group_B == torch.arange(G, device=device)[:, None]
         return torch.where(own_GB, t_B[self.order_B], 0.0).sum(1)
+
+
+def refuse_capture() -> None:
+    """Raise while a CUDA graph is captured: a replay would take the groups' sizes, which the CPU
+    reads, from the batch that was captured. Where ``torch.compile`` captures, it leaves out what
+    reads the CPU.
+    """
+    if torch.compiler.is_compiling() or not torch.cuda.is_available():
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "GradientNoiseScale(groups=[...]) cannot be captured in a CUDA graph, because the CPU "
+            "reads how many samples each group has: run measured updates without a graph, or leave "
+            "out groups."
+        )
 
 
 def by_group(

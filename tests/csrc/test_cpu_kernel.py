@@ -24,12 +24,16 @@ pytestmark = [
 ]
 
 
-def checked(folder: Path, *flags: str, seed: int = 1) -> "subprocess.CompletedProcess[str]":
+def built(folder: Path, *flags: str) -> Path:
     program = folder / "check"
     run = ["g++", *FLAGS, *flags, "-o", str(program)]
     run += [str(folder / name) for name in ("check.cpp", *UNITS)]
-    built = subprocess.run(run, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def checked(program: Path, seed: int = 1) -> "subprocess.CompletedProcess[str]":
     poisoned = os.environ | {"MALLOC_PERTURB_": "90"}  # fresh memory holds no zeros
     return subprocess.run([program, str(seed)], capture_output=True, text=True, env=poisoned)
 
@@ -45,7 +49,7 @@ def checked(folder: Path, *flags: str, seed: int = 1) -> "subprocess.CompletedPr
 )
 def test_kernel(flags: tuple[str, ...], tmp_path: Path) -> None:
     shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
-    done = checked(tmp_path, *flags)
+    done = checked(built(tmp_path, *flags))
     assert done.returncode == 0 and done.stdout == "ok\n", done.stdout + done.stderr
 
 
@@ -196,6 +200,10 @@ BUGS = {
 }
 
 
+ROUNDS = {"two threads share their memory": 50}
+"""Of random problems: on a busy machine threads may run one after the other in all of a round."""
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug(bug: str, tmp_path: Path) -> None:
     shutil.copytree(CSRC, tmp_path, dirs_exist_ok=True)
@@ -205,5 +213,6 @@ def test_planted_bug(bug: str, tmp_path: Path) -> None:
     text = holding[0].read_text()
     assert text.count(right) == 1
     holding[0].write_text(text.replace(right, wrong))
-    done = checked(tmp_path, "-O1")
-    assert done.returncode != 0, f"not noticed: {bug}"
+    program = built(tmp_path, "-O1")
+    rounds = range(1, 1 + ROUNDS.get(bug, 1))
+    assert any(checked(program, seed).returncode for seed in rounds), f"not noticed: {bug}"

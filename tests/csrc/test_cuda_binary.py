@@ -13,7 +13,7 @@ from proofs import proof
 
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks import budget, compile_cuda  # noqa: E402
+from benchmarks import budget, compile_cuda, in_flight  # noqa: E402
 
 pytestmark = pytest.mark.source
 
@@ -58,6 +58,8 @@ def test_sm90(instance: tuple[str, str, str], tmp_path: Path) -> None:
     assert re.search(r"USETMAXREG\.DEALLOC\S* 0x28", kernel)
     assert re.search(r"USETMAXREG\.TRY_ALLOC[^;]*0xe8", kernel)
     assert "MEMBAR" not in kernel[kernel.index("HGMMA") : kernel.rindex("HGMMA")]
+    assert not in_flight.touched(sass)
+    assert in_flight.touched(in_flight.without_waits(sass)), "no wait is missed"
     hold(said, sass, "90a")
 
 

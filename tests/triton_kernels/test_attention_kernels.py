@@ -74,6 +74,20 @@ def test_blocks(T: int, S: int, D: int, options: dict[str, Any], gains: bool, de
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.05, atol=0.02 * scale)
 
 
+@pytest.mark.parametrize("cu", [None, [0, 4, 4, 9]], ids=["samples", "documents"])
+def test_large_sinks(cu: list[int] | None, device: str) -> None:
+    """exp(100) is infinite, and a block has rows beyond the queries, whose weights are zero."""
+    inputs = draw(1 if cu else 2, 9, 9, 16, device, torch.float32)
+    learned = [torch.full((H,), 100.0, device=device), None, None, None]
+    starts = torch.tensor(cu, device=device) if cu else None
+    pattern = (None, starts, True, 30.0, 0, 0)
+    samples = len(cu) - 1 if cu else 2
+    exact = run(REFERENCE, inputs, learned, pattern, samples)
+    assert any(t.abs().max() > 1e-3 for t in exact[4:] if t.numel())  # the gradient of the sinks
+    for ours, theirs in zip(run(KERNELS, inputs, learned, pattern, samples), exact):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_heads_that_are_too_wide(device: str) -> None:
     inputs = draw(1, 4, 4, 264, device, torch.float32)
     pattern = (None, None, False, 1.0, 2, 0)

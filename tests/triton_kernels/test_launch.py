@@ -19,7 +19,7 @@ import triton.language as tl
 from benchmarks import no_gpu
 
 launched, compiled = [], []
-no_gpu.install(90, 132, lambda *arguments: launched.append(arguments))
+no_gpu.install("90", 132, lambda *arguments: launched.append(arguments))
 compile = triton.compiler.compile
 triton.compiler.compile = lambda *args, **kw: compiled.append(0) or compile(*args, **kw)
 

@@ -5,6 +5,7 @@ and sizes for which every loop of the finishing kernels turns more than once.
 
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,34 @@ def test_options_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "num_warps" in seen and "maxnreg" not in seen
     for plan in cached:
         plan.cache_clear()
+
+
+def test_more_samples_than_a_grid_has_rows() -> None:
+    """A grid's second and third axis end at 65,535."""
+    assert sums.plan(65535, (64,), (16384,), 1).grid[1] == 65535
+    with pytest.raises(
+        ValueError, match=r"65536 samples .* pieces \(64,\) .* smaller micro-batches"
+    ):
+        sums.plan(65536, (64,), (16384,), 1)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU does not say which program stores")
+@pytest.mark.parametrize("count", [1, 128, 129, 1280, 5000])
+def test_all_programs_clear_many_tickets(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million tokens at a width of 8192 have 250,000 tickets: 2,000 stores of one program."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    stores: Counter[Any] = Counter()
+    store = builder.create_masked_store
+    counted = lambda *args: stores.update([builder.grid_idx]) or store(*args)
+    monkeypatch.setattr(builder, "create_masked_store", counted)
+    tickets, programs = torch.ones(count + 1, dtype=torch.int32), 10
+    ids, N = torch.zeros(programs * embeddings.KEYS, dtype=torch.long), programs * embeddings.KEYS
+    embeddings.embedding_keys_kernel[(programs,)](
+        *(ids, torch.empty_like(ids), None, tickets, count, N, N, 1, 1), BLOCK=embeddings.KEYS
+    )
+    assert tickets[-1] == 1 and not tickets[:-1].any()
+    assert max(stores.values()) <= 1 + -(-count // (128 * programs))  # and one of keys
 
 
 def test_no_kernel_is_compiled_for_a_count_of_tickets() -> None:

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices that lack what others have: the kernels that are launched there can be compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from second_moments import coarse_products
+
+pytest.importorskip("triton", reason="triton is there on Linux alone")
+pytest.importorskip("benchmarks")  # a wheel has none
+
+from gnsfast.triton_kernels import tiles  # noqa: E402
+
+pytestmark = pytest.mark.source
+
+ROOT = Path(__file__).parents[2]
+
+DEVICES = {"gfx942": ("6.4", (9, 4)), "75": (None, (7, 5)), "80": (None, (8, 0))}
+
+
+@pytest.mark.parametrize(("hip", "capability"), DEVICES.values(), ids=DEVICES)
+def test_tf32_only_where_it_exists(
+    hip: str | None, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's switch may be on anywhere."""
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert tiles.precision(torch.float32) == "ieee"
+    with coarse_products():
+        assert tiles.precision(torch.float32) == ("tf32" if capability == (8, 0) else "ieee")
+        assert tiles.precision(torch.bfloat16) == "ieee"
+
+
+CALL = """
+import sys
+import torch
+from benchmarks import no_gpu
+
+launched = []
+no_gpu.install(sys.argv[1], 132, lambda *arguments: launched.append(arguments), whole=True)
+from signed import Signed
+from gnsfast.triton_kernels import operators
+ops = Signed(operators)
+{call}
+assert len(launched) == {launches}
+"""
+
+FLOAT32 = """
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+x, dy = torch.ones(2, 64, 32), torch.ones(2, 64, 48)
+ops.linear_wgrad(x, dy, True, True, False, torch.float32)
+"""
+
+HALF = """
+x = torch.ones(2, 300, 256, dtype=torch.bfloat16)
+ops.linear_wgrad(x, x, True, True, False, x.dtype)
+"""
+
+METRIC = """
+x, v = torch.ones(2, 300, 256, dtype=torch.float16), torch.ones(256, 256)
+constants = torch.ones(1, 2, dtype=torch.float64)
+ops.linear_wgrad(x, x, True, False, False, x.dtype, moments=[v], constants_P2=constants)
+"""
+
+ATTENTION = """
+q = torch.ones(1, 2, 64, 128, dtype=torch.bfloat16)
+sinks = torch.ones(2), None, None, None
+pattern = None, None, True, 0.1, 0, 0
+saved = ops.attention_forward(q, q, q, *sinks, *pattern)
+ops.attention_backward(q, q, q, q, *saved, *sinks, *pattern, 1, [True, False, False, False])
+"""
+
+CALLS = {
+    "float32 with the switch on, gfx942": (FLOAT32, 2),
+    "float32 with the switch on, 75": (FLOAT32, 2),
+    "half, gfx942": (HALF, 2),
+    "metric, gfx90a": (METRIC, 2),
+    "attention, gfx942": (ATTENTION, 4),
+}
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles(name: str, tmp_path: Path) -> None:
+    """To machine code, without a spilled register, in as much shared memory as there is."""
+    call, launches = CALLS[name]
+    run = [sys.executable, "-c", CALL.format(call=call, launches=launches), name.split(", ")[-1]]
+    more = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "GNSFAST_AUTOTUNE": "0"}
+    more |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(run, env=os.environ | more, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
