@@ -17,18 +17,19 @@ from gnsfast.estimator.gradients import Sqnorms, rewritten
 from gnsfast.estimator.sample_groups import GroupMeasure, GroupRows
 from gnsfast.estimator.settings import Settings
 from gnsfast.noise_scale import loss_factors
-from gnsfast.probing import Audit, ProbeSlab
+from gnsfast.probing import Audit, ProbeSlab, calls_of
 
 
 class Pass(NamedTuple):
-    """What a micro-batch left. ``rows`` comes from ``ProbeSlab.sums``, and
-    ``weighed`` from ``metric_sums``. ``samples`` holds each
-    sample's squared norm if ``tokens`` is known for each. ``loss_scale`` is the factor of a
-    gradient scaler, ``divided`` the factor that a pipeline's schedule applies after the pass.
+    """What a micro-batch left. ``rows`` comes from ``ProbeSlab.sums``, ``weighed`` from
+    ``metric_sums`` and ``uses`` from ``ProbeSlab.uses``. ``samples`` holds each sample's squared
+    norm if ``tokens`` is known for each. ``loss_scale`` is the factor of a gradient scaler,
+    ``divided`` the factor that a pipeline's schedule applies after the pass.
     """
 
     rows: list[Tensor]
     weighed: list[Tensor]
+    uses: tuple[int, ...]
     num_samples: int
     passes: int
     tokens: int | Tensor | None
@@ -138,7 +139,9 @@ class Numbers:
                 sums[..., k] = loss_factors.without_scale(sums[..., k], each.loss_scale)
                 weighed[k] = loss_factors.without_scale(weighed[k], each.loss_scale)
         divided, times = (self._vector(t) for t in zip(*((e.divided**2, e.passes) for e in passes)))
-        calls = rows_K3P[:, 2]
+        uses_KP = torch.tensor([e.uses for e in passes], dtype=torch.float64, device="cpu").T
+        uses_KP = uses_KP.to(self.device, non_blocking=True)
+        calls = calls_of(rows_K3P[:, 2], uses_KP, times)
         surplus = (calls - times).clamp(min=0)
         lost = sums.new_zeros(P, 2)
         for k, each in enumerate(passes):

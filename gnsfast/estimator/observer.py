@@ -336,7 +336,7 @@ class Observer:
         rows, weighed = slab.sums(), slab.metric_sums()
         each = isinstance(tokens, Tensor) and tokens.ndim and pipeline is None
         samples = slab.sample_sqnorms() if each else []
-        of_groups = self.groups.rows(slab)
+        of_groups, uses = self.groups.rows(slab), slab.uses
         slab.close()
         self.dual.passed()
         watch.stop()
@@ -363,6 +363,7 @@ class Observer:
         left = Pass(
             rows=rows,
             weighed=weighed,
+            uses=uses,
             num_samples=num_samples,
             passes=passes,
             tokens=kept(tokens),

@@ -5,7 +5,7 @@ from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import AUDIT_EVERY, Audit, GradientWatch
 from gnsfast.probing.sample_norms import SampleNorms, per_sample_sqnorms
-from gnsfast.probing.slab import ProbeSlab, Sides, Unit
+from gnsfast.probing.slab import ProbeSlab, Sides, Unit, calls_of
 from gnsfast.probing.verification import Verification, VerifiedParameter, verify
 from gnsfast.probing.wrappers import unwrapped
 
@@ -20,6 +20,7 @@ __all__ = [
     "Unit",
     "Verification",
     "VerifiedParameter",
+    "calls_of",
     "checks",
     "per_sample_sqnorms",
     "unwrapped",

@@ -13,7 +13,7 @@ from gnsfast.functional import document_slots
 from gnsfast.probing import checks
 from gnsfast.probing.checks import NO_BACKWARD
 from gnsfast.probing.gradient_watch import GradientWatch
-from gnsfast.probing.slab import ProbeSlab
+from gnsfast.probing.slab import ProbeSlab, calls_of
 
 
 class SampleNorms(Mapping[str, Tensor]):
@@ -163,9 +163,11 @@ class per_sample_sqnorms:
         """Raise where a norm would be wrong."""
         slab = self._slab
         slab.refuse_odd_pass()
-        rows = [row for sums in slab.sums() for row in sums.tolist()]
-        order = slab.order(torch.device("cpu")).tolist()
-        sums = {slab.leaves[k].name: row for k, row in zip(order, rows)}
+        order = slab.order(torch.device("cpu"))
+        found = torch.cat([sums.cpu() for sums in slab.sums()])
+        uses = torch.tensor(slab.uses, dtype=torch.float64, device="cpu")[order]
+        found[:, 2] = calls_of(found[:, 2], uses, 1.0)
+        sums = {slab.leaves[k].name: row for k, row in zip(order.tolist(), found.tolist())}
         slab.followed.observed = {name for name, row in sums.items() if row[2] != 0}
         for name, (_, _, calls) in sums.items():
             if calls not in (0, 1):

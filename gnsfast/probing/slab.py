@@ -65,7 +65,6 @@ class ProbeSlab:
             self._of_device.setdefault(leaf.parameter.device, []).append(k)
         self.devices = list(self._of_device)
         self._found: dict[Leaf, Tensor] | None = None
-        self._allowed: dict[tuple[int, ...], dict[torch.device, Tensor]] = {}
 
     def order(self, device: torch.device) -> Tensor:
         """On ``device``, the number of the parameter of each row in ``sums``."""
@@ -86,8 +85,7 @@ class ProbeSlab:
 
     def sums(self) -> list[Tensor]:
         """float64 [R, 3] on each of ``devices``: the sum of the samples' squared norms, the squared
-        norm of their sum, and the calls of each parameter. A call is one pass in which all its uses
-        were reached at most once; NaN stands for a use that gave no norms.
+        norm of their sum, and how many uses of each parameter were reached (``calls_of``).
         """
         return [self._sums(device, 0) for device in self.devices]
 
@@ -103,22 +101,12 @@ class ProbeSlab:
             own = [rows[measure:] if len(rows) > measure else zero for rows in own]
         grad = torch.cat([rows[:1] for rows in own]) if own else torch.zeros(0, B + 2)
         sums = grad[:, :B].sum(1, True, dtype=torch.float64)
-        found = torch.cat([sums, grad[:, B : B + 2].double()], 1)
-        calls, allowed = found[:, 2], self._allowed_on(device)
-        found[:, 2] = (calls != 0).double() * self._passes + (calls - allowed).clamp(min=0.0)
-        return found
+        return torch.cat([sums, grad[:, B : B + 2].double()], 1)
 
-    def _allowed_on(self, device: torch.device) -> Tensor:
-        """How many uses of each parameter a pass has, which is 1 where compiled code has them."""
-        uses = tuple(max(leaf.expected, 1) * self._passes for leaf in self.leaves)
-        if uses not in self._allowed:
-            self._allowed.clear()
-            own = {d: [float(uses[k]) for k in rows] for d, rows in self._of_device.items()}
-            self._allowed[uses] = {
-                d: torch.tensor(v, dtype=torch.float64, device="cpu").to(d, non_blocking=True)
-                for d, v in own.items()
-            }
-        return self._allowed[uses][device]
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """How many uses of each parameter the pass had, all passes of a pipeline together."""
+        return tuple(max(leaf.expected, 1) * self._passes for leaf in self.leaves)
 
     def groups(self) -> list[Tensor]:
         """float32 [rows, B + 2 + G] on each device: the rows of parameters with groups."""
@@ -258,3 +246,10 @@ class ProbeSlab:
     def forget(self) -> None:
         """Make new probes for the next pass, since the graph of a failed pass may hold the old."""
         self.followed.forget_probes()
+
+
+def calls_of(reached: Tensor, uses: Tensor, passes: Tensor | float) -> Tensor:
+    """In how many ``passes`` parameters were reached, and how many times too often: from how many
+    of their ``uses`` were reached. NaN stands for a use that gave no norms.
+    """
+    return (reached != 0).double() * passes + (reached - uses).clamp(min=0.0)
