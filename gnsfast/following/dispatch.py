@@ -59,6 +59,11 @@ class Tracked(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
+    def detach(self) -> Tensor:
+        """As torch's. ``nn.Parameter(t)`` asks for a result of the same class."""
+        with unfollowed():
+            return super().detach().as_subclass(Tracked)
+
 
 class Measured(nn.Parameter):
     """A trainable parameter while a block is open."""
