@@ -75,6 +75,7 @@ class Look(TorchFunctionMode):
         self.copied: set[Leaf] = set()
         self.results: list[Print] = []
         self.uses: dict[Leaf, dict[str, None]] = {}
+        self.made: dict[Leaf, dict[Leaf, None]] = {}  # what meets others before the data
         self.is_half = False
 
     def begin(self, example: "Example") -> None:
@@ -141,8 +142,11 @@ class Look(TorchFunctionMode):
         leaf = min(leaves, key=lambda each: each.index)
         if of_data and not any(t.numel() for t in results):  # of an expert without rows
             return of_data, out, results
-        for each in leaves if of_data else ():
-            self.uses.setdefault(each, {})[name] = None
+        for each in leaves:
+            if of_data:
+                self.uses.setdefault(each, {})[name] = None
+            elif each is not leaf:
+                self.made.setdefault(leaf, {})[each] = None
         arguments = pytree.tree_leaves((args, kwargs))
         marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
         copied = None
@@ -440,7 +444,7 @@ def learn(
         if _lost_in(found) - _lost_in(own):
             unclear = frozenset(looks.base.copied)
             looks, found = plain, own
-    routes = {leaf: tuple(uses) for leaf, uses in looks.base.uses.items()}
+    routes = {leaf: tuple(uses) for leaf, uses in _routes(looks.base).items()}
     return Learned(_results(looks, example.n), looks.base.is_half, found, routes, unclear)
 
 
@@ -512,6 +516,15 @@ def _results(looks: Looks, n: int) -> list[Place]:
         if place == UNKNOWN:
             place = grown(t.shape, fewer, n)
         found.append(SHARED if place is None else place)
+    return found
+
+
+def _routes(look: Look) -> dict[Leaf, dict[str, None]]:
+    """The functions in which each leaf meets the data, as what it was made into does."""
+    found = dict(look.uses)
+    for leaf in sorted(look.made, key=lambda each: each.index):  # a mark is that of the first
+        for other in look.made[leaf]:
+            found[other] = {**found.get(other, {}), **found.get(leaf, {})}
     return found
 
 

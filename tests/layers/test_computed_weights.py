@@ -194,6 +194,17 @@ def test_a_cached_weight_is_computed_again(norm: str, outside: bool) -> None:
     assert_norms(norms, one_by_one(make, x, cached))
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_second_block_learns_nothing(norm: str) -> None:
+    """Of the two parts of a weight, the function that joins them is seen once."""
+    x, model = torch.randn(B, T, D), Twice(NORMS[norm])
+    run(model, x)
+    calls = []
+    model.head.register_forward_hook(lambda *_: calls.append(1))
+    run(model, x)
+    assert len(calls) == 1
+
+
 def test_removed_and_parametrized_again() -> None:
     x, model = torch.randn(B, T, D), nn.Sequential(nn.Linear(D, D), nn.Linear(D, 3))
     run(model, x)
