@@ -47,7 +47,7 @@ class Seen(NamedTuple):
     tensors, None for parameters and other values. ``of_data``: one of them was made from the batch;
     ``is_data`` says which of them were, and need a gradient. ``has_grad``: it was called in grad
     mode. ``owner_N`` are the samples of rows that an index has chosen, and ``number_N`` says
-    what is in each. ``is_ragged``: the data have chosen how many rows there are.
+    what is in each. ``is_ragged``: the data have chosen its rows.
     """
 
     name: str
@@ -100,7 +100,9 @@ class Look(TorchFunctionMode):
             arguments = [*_values(args, kwargs)]
             marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
             of_data = any(map(_is_data, marks))
-            of_data = of_data and not (name in CASTS and marks[0] not in (None, DATA, RAGGED))
+            of_data = of_data and not (
+                name in CASTS and not (marks[0] is None or _is_data(marks[0]))
+            )
             data = _data_of(name, arguments, marks)
             leaves = [
                 mark
@@ -176,7 +178,7 @@ class Look(TorchFunctionMode):
                 torch.is_grad_enabled(),
                 owner_N,
                 None if owner_N is None or x is None else _number(x.detach()),
-                any(mark is RAGGED for mark in marks),
+                any(mark in (RAGGED, SORTED) for mark in marks),
             )
         )
         if copied is None:
@@ -197,9 +199,10 @@ class Look(TorchFunctionMode):
 
 EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided"))
 
-DATA, RAGGED = "data", "ragged"
-"""The marks of tensors that are made from the batch. Of ``RAGGED`` ones the data have chosen the
-rows, which may be others, or in another order, in another batch.
+DATA, RAGGED, SORTED = "data", "ragged", "sorted"
+"""The marks of tensors that are made from the batch. Of ``RAGGED`` ones the data have chosen how
+many rows there are, and of ``SORTED`` ones their order, until the data order them again. Another
+batch may choose in another way.
 """
 
 SELECTS = frozenset(
@@ -215,22 +218,26 @@ VIEWS = frozenset("view reshape unflatten".split())
 
 
 def _is_data(mark: Any) -> bool:
-    return mark in (DATA, RAGGED)
+    return mark in (DATA, RAGGED, SORTED)
 
 
 def _data_of(name: str, arguments: list[Any], marks: list[Any]) -> str:
     """The mark of the results of a function of data."""
     if name in INSERTS:
-        return DATA if marks[0] is not RAGGED else RAGGED
+        return marks[0] if _is_data(marks[0]) else DATA
     if name in SELECTS or RAGGED in marks:
         return RAGGED
     by_data = [t for t, mark in zip(arguments[1:], marks[1:]) if _is_data(mark)]
-    if name == "__getitem__":
-        by_mask = any(t.dtype in (torch.bool, torch.uint8) for t in by_data)
-        return RAGGED if by_mask or arguments[1] is (by_data or [None])[0] else DATA
-    if name == "index_select" and by_data and arguments[1] == 0:
+    by_mask = name == "__getitem__" and any(t.dtype in MASKS for t in by_data)
+    if by_mask or (name == "repeat_interleave" and by_data):
         return RAGGED
-    return RAGGED if name == "repeat_interleave" and by_data else DATA
+    by_order = name == "__getitem__" and by_data and arguments[1] is by_data[0]
+    if by_order or (name == "index_select" and by_data and arguments[1] == 0):
+        return DATA if marks[0] is SORTED else SORTED
+    return SORTED if SORTED in marks else DATA
+
+
+MASKS = (torch.bool, torch.uint8)
 
 
 def _mark(t: Tensor, mark: Any) -> None:

@@ -164,7 +164,8 @@ class per_sample_sqnorms:
         slab = self._slab
         slab.refuse_odd_pass()
         order = slab.order(torch.device("cpu"))
-        found = torch.cat([sums.cpu() for sums in slab.sums()])
+        none = torch.zeros(0, 3, dtype=torch.float64, device="cpu")
+        found = torch.cat([none, *(sums.cpu() for sums in slab.sums())])
         uses = torch.tensor(slab.uses, dtype=torch.float64, device="cpu")[order]
         found[:, 2] = calls_of(found[:, 2], uses, 1.0)
         sums = {slab.leaves[k].name: row for k, row in zip(order.tolist(), found.tolist())}
