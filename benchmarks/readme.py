@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks import figures, record
@@ -139,7 +140,9 @@ def compiled() -> str:
     if not kernels:
         return ""
     spilling = [name for name, row in kernels if row["spilled"]]
-    which = f" ({os.path.commonprefix(spilling).strip()})" if spilling else ""
+    kinds = [list(names) for _, names in groupby(sorted(spilling), lambda name: name.split()[0])]
+    which = "; ".join(os.path.commonprefix(names).strip() for names in kinds)
+    which = f" ({which})" if which else ""
     spills = f"{len(spilling) or 'none'} of them spill registers{which}"
     return f"Compilers have built {len(kernels)} variants of them, and {spills}."
 
