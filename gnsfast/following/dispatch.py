@@ -658,7 +658,7 @@ def chance_of(leaves: list[Any]) -> list[Any]:
     """What changes when a function draws random numbers on the devices of its tensors."""
     gpus = {t.device.index for t in leaves if isinstance(t, Tensor) and t.is_cuda}
     offsets = [torch.cuda.default_generators[k].get_offset() for k in sorted(gpus)]
-    return [torch.get_rng_state().numpy().tobytes(), *offsets]
+    return [bytes(torch.get_rng_state().tolist()), *offsets]
 
 
 def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
