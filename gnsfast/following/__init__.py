@@ -2,9 +2,8 @@
 """Follows the trainable parameters of a model as it is, through every function that takes them."""
 
 from gnsfast.following.coverage import Coverage, CoverageRow, coverage
-from gnsfast.following.dispatch import unfollowed
 from gnsfast.following.hooks import Hook
-from gnsfast.following.leaf import NOTHING, Facts, Leaf
+from gnsfast.following.leaf import NOTHING, Facts, Leaf, unfollowed
 from gnsfast.following.model import Followed
 from gnsfast.following.options import EXCLUDED, set_excluded
 

@@ -45,11 +45,10 @@ from gnsfast.following.leaf import (
     expression_of,
     first_leaf,
     twin_of,
+    unfollowed,
 )
 from gnsfast.following.replay import Replay, flatten, replayed
 from gnsfast.following.uses import bare, plan_for
-
-unfollowed = torch._C.DisableTorchFunctionSubclass
 
 
 class Tracked(Tensor):
@@ -658,13 +657,12 @@ def chance_of(leaves: list[Any]) -> list[Any]:
     """What changes when a function draws random numbers on the devices of its tensors."""
     gpus = {t.device.index for t in leaves if isinstance(t, Tensor) and t.is_cuda}
     offsets = [torch.cuda.default_generators[k].get_offset() for k in sorted(gpus)]
-    return [bytes(torch.get_rng_state().tolist()), *offsets]
+    return [torch.get_rng_state().view(torch.int64).tolist(), *offsets]
 
 
 def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
     """The result of a function that is run again for each sample in backward."""
     B, leaves = leaf.lanes, call.leaves
-    own: list[Tensor] = []
     replay = Replay(call.func, leaves, call.spec, call.own, call.expressions, places, B)
     versions = [t._version if isinstance(t, Tensor) else 0 for t in leaves]
     drawn = chance_of(leaves)
@@ -698,7 +696,7 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
     )
     is_written = any(
         isinstance(t, Tensor) and t._version != v for t, v in zip(leaves, versions)
-    ) or any(t is leaf for t in flat for leaf in leaves)
+    ) or any(t is given for t in flat for given in leaves)
     if not leaf.samples or not any(leaves[i].numel() for i in call.others):
         lost, results = False, [FIRST] * len(flat)  # nothing to tell apart: all norms are zero
         places.update(dict.fromkeys(places, FIRST))
@@ -722,5 +720,4 @@ def _replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf)
     if is_written or drew or lost or leaf.starts is not None:
         return out
     replay.results = [p for p, t in zip(results, flat) if t.requires_grad]  # type: ignore[misc]
-    own = [e.leaves[0].probe for e in call.expressions]
-    return replayed(replay, out, own)
+    return replayed(replay, out, [e.leaves[0].probe for e in call.expressions])

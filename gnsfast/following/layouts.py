@@ -146,12 +146,12 @@ def _along(t: Tensor) -> list[Tensor]:
         return [t.new_zeros(size) for size in t.shape]
     for d in reversed(range(t.ndim)):  # the last dimension is summed over, and so on
         rest = t.reshape(t.shape[:d].numel(), t.shape[d])  # also without elements
-        found.append(_weights(len(rest), t) @ rest)
-        t = t @ _weights(t.shape[d], t) if d else t
+        found.append(weights_of(len(rest), t) @ rest)
+        t = t @ weights_of(t.shape[d], t) if d else t
     return found[::-1]
 
 
-def _weights(n: int, like: Tensor) -> Tensor:
+def weights_of(n: int, like: Tensor) -> Tensor:
     """Weights that look random. They use no random generator, whose state belongs to the user."""
     k = torch.arange(1, n + 1, dtype=torch.float64, device=like.device)
     return k.mul(0.7391).sin_().to(like.dtype)

@@ -11,6 +11,7 @@ from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place
 from gnsfast.functional import Grams, Groups, Link, Plan
 
 compiling = torch.compiler.is_dynamo_compiling
+unfollowed = torch._C.DisableTorchFunctionSubclass
 
 
 class Step(NamedTuple):
@@ -258,7 +259,7 @@ class Expression:
         sample's gradient is pulled back through it.
         """
         if self.twin is None:
-            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            with torch.enable_grad(), unfollowed():
                 self.twin = self.make(twin_of)
         return self.twin
 

@@ -22,7 +22,6 @@ from gnsfast.following.dispatch import (
     is_transformed,
     name_of,
     numbered,
-    unfollowed,
 )
 from gnsfast.following.layouts import (
     SHARED,
@@ -33,8 +32,9 @@ from gnsfast.following.layouts import (
     grown,
     owners_of,
     place_of,
+    weights_of,
 )
-from gnsfast.following.leaf import Leaf, Step, expression_of
+from gnsfast.following.leaf import Leaf, Step, expression_of, unfollowed
 from gnsfast.functional import Documents
 from gnsfast.tensors import map_tensors, tensors_of, whole
 
@@ -646,5 +646,5 @@ def _keeps_rows(leaf: Leaf, name: str, looks: Looks, n: int) -> bool:
 
 def _number(x_ND: Tensor) -> Tensor:
     """A number for each row."""
-    weights = torch.arange(1, x_ND.shape[1] + 1, dtype=torch.float64, device=x_ND.device)
-    return x_ND.double() @ weights.mul(0.7391).sin_()
+    x_ND = x_ND.double()
+    return x_ND @ weights_of(x_ND.shape[1], x_ND)

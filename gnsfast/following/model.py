@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -43,15 +44,14 @@ class Followed:
         self._version = _registrations[0]
         names = excluded_names(model)
         at_rest = parameters_at_rest(model)
-        self.leaves: list[Leaf] = []
         self._inside: set[nn.Module] = set()
-        trained = {id(p) for p in _trained(model)}
+        of: dict[int, Leaf] = {}
         for name, p in model.named_parameters():
-            if id(p) in trained:
-                leaf = Leaf(name, at_rest[name], len(self.leaves))
+            if p.requires_grad and not nn.parameter.is_lazy(p):
+                leaf = of[id(p)] = Leaf(name, at_rest[name], len(of))
                 leaf.inside = self._inside
                 leaf.left_out = EXCLUDED if name in names else ""
-                self.leaves.append(leaf)
+        self.leaves = list(of.values())
         for leaf, after in zip(self.leaves, self.leaves[1:]):
             if leaf.name.rpartition(".")[0] == after.name.rpartition(".")[0]:
                 leaf.next = after
@@ -72,12 +72,11 @@ class Followed:
         self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names_of = {m: n for n, m in model.named_modules() if m is not model}
-        of = {id(p): self.leaves[k] for k, p in enumerate(_trained(model))}
         self._aliases = {
             n: of[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in of
         }
-        for leaf in self.leaves:
-            leaf.is_shared = list(self._aliases.values()).count(leaf) > 1
+        for leaf, holders in Counter(self._aliases.values()).items():
+            leaf.is_shared = holders > 1
         self._now: Any = (0, {}, None)
         self._batch: Any = None  # what the model got in the open block
         self._few, self._again = FEW, 0
@@ -259,7 +258,7 @@ class Followed:
     @property
     def probes(self) -> list[Tensor]:
         """The probes of the open pass."""
-        return [probe for leaf in self.leaves for probe in (leaf.probe, leaf.pair)]
+        return _probes_of(self.leaves)
 
     @property
     def is_reached(self) -> bool:
@@ -355,9 +354,9 @@ class Followed:
         if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         samples, _, documents = self._now
-        unseen = {id(leaf.parameter) for leaf in self._unseen}
         if self._batch is None or self._groups or samples < 2 or documents is not None:
             return
+        unseen = {id(leaf.parameter) for leaf in self._unseen}
         if any(id(p) in unseen for _, p in _own(module)):
             given, named = self._batch
             self._learn_again(given, named, samples)
@@ -379,10 +378,9 @@ class Followed:
         """Learn from what a part of a model gets that is not called as a whole."""
         if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        # What gets no tensor, such as a parametrization, shows nothing.
         if self.is_open and any(True for _ in tensors_of((args, kwargs))):
-            self.learn(
-                module, args, kwargs
-            )  # what gets no data, such as a parametrization, has none
+            self.learn(module, args, kwargs)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Note that a part that is called by itself runs."""
@@ -421,7 +419,7 @@ class Followed:
         n = shared(own, _smaller, self._groups)
         if not n and documents is not None:
             found = proof.Proof("rows of packed documents are not samples here")
-            self.proof = self.proof.joined(found, first=self.proof.reason == NOT_BEGUN)
+            self._join(found)
             if not self._groups:  # the next batch may show more
                 return
         self._looked.update(module.modules())
@@ -452,12 +450,16 @@ class Followed:
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
-        self.proof = self.proof.joined(found, first=self.proof.reason == NOT_BEGUN)
+        self._join(found)
         _report(module, leaves, found)
         if self.is_learned:
             _remove(self._part_hooks)
         if (call := self._on_learned()) is not None:
             call()
+
+    def _join(self, found: proof.Proof) -> None:
+        """Take over the proof of the model, or of one part more."""
+        self.proof = found if self.proof.reason == NOT_BEGUN else self.proof.joined(found)
 
     def _learn_again(self, args: Any, kwargs: Any, samples: int) -> None:
         """Prove it with a later batch too, since the first one gave some parameters no gradient.
@@ -499,24 +501,22 @@ class Followed:
         or where something else is as many as its samples. Processes that shard the parameters take
         over what the first of them has learnt whose example has samples of its own (``is_own``).
         """
-        tried: list[tuple[Example, Learned]] = []
+        learned: Learned | None = None
         error, held = "", self._as_it_was
         with self._looking(leaves):
-            for example in examples:
-                self._open(example.n, {}, None, leaves)
+            for tried in examples:
+                self._open(tried.n, {}, None, leaves)
                 try:
-                    tried = [
-                        (example, learn(leaves, self._called(module), example, held, self._on_any))
-                    ]
+                    learned = learn(leaves, self._called(module), tried, held, self._on_any)
                 except Exception as own:  # the model's own, whatever it is
                     error = error or proof.first_line(own)
                     continue
-                if not tried[0][1].unclear:
+                example = tried
+                if not learned.unclear:
                     break
-            if not tried:
+            if learned is None:
                 what = "does not take some of the samples of its batch"
                 return proof.Proof(f"the model {what} ({error})")
-            [(example, learned)] = tried
             if self._groups:
                 learned = self._shared(leaves, learned, is_own)
             learned.tell(leaves, is_part=module is not self.model)
@@ -579,11 +579,9 @@ class Followed:
                 if loss is None:
                     return
                 try:
-                    grads = torch.autograd.grad(loss, self.probes, allow_unused=True)
+                    self._fill_probes(loss, self.leaves)
                 except RuntimeError:  # as of a checkpoint with use_reentrant=True
                     return
-                for t, g in zip(self.probes, grads):
-                    t.grad = g
                 for leaf, own in self.rows().items():
                     norms = own[0, :samples]
                     mixed = norms[1 - k :: 2].sum() > 1e-12 * norms[k::2].sum()
@@ -631,14 +629,10 @@ class Followed:
             weights = proof.weighed(results, learned.results, n)
             if self._on_any(not weights):
                 return proof.Proof("no result of the model belongs to single samples", failed)
-            inputs = [t for leaf in leaves for t in (leaf.probe, leaf.pair)]
-            loss = proof.loss_of(results, weights)
             try:
-                grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+                self._fill_probes(proof.loss_of(results, weights), leaves)
             except RuntimeError as error:  # as of a checkpoint with use_reentrant=True
                 return proof.Proof(proof.first_line(error), failed)
-            for t, g in zip(inputs, grads):
-                t.grad = g
             norms = {leaf: rows[0, :n] for leaf, rows in self.rows(leaves).items()}
         failed = {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
         open_leaves = [leaf for leaf in self.leaves if detach(leaf.current)]
@@ -661,6 +655,13 @@ class Followed:
         found = {leaf: norms.get(leaf, zero) for leaf in covered}
         judged = proof.judge(leaves, found, truth, 5e-2 if learned.is_half else 1e-3)
         return judged._replace(wrong=failed | judged.wrong)
+
+    @staticmethod
+    def _fill_probes(loss: Tensor, leaves: list[Leaf]) -> None:
+        """A backward pass of ``loss`` that reaches the probes of ``leaves`` and nothing else."""
+        probes = _probes_of(leaves)
+        for t, g in zip(probes, torch.autograd.grad(loss, probes, allow_unused=True)):
+            t.grad = g
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
@@ -810,13 +811,12 @@ def _counts(args: Any, kwargs: Any, samples: int) -> bool:
     )
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    own = model.parameters()
-    return [p for p in own if p.requires_grad and not nn.parameter.is_lazy(p)]
-
-
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in module._parameters.items() if p is not None)
+
+
+def _probes_of(leaves: list[Leaf]) -> list[Tensor]:
+    return [probe for leaf in leaves for probe in (leaf.probe, leaf.pair)]
 
 
 def _none() -> None:

@@ -30,10 +30,8 @@ class Proof(NamedTuple):
     unproven: frozenset[str] = frozenset()
     seconds: float = 0.0
 
-    def joined(self, other: "Proof", first: bool) -> "Proof":
-        """The proof of two parts of a model; of the other one if it is the ``first``."""
-        if first:
-            return other
+    def joined(self, other: "Proof") -> "Proof":
+        """The proof of two parts of a model."""
         reason = self.reason or other.reason
         unproven, seconds = self.unproven | other.unproven, self.seconds + other.seconds
         return Proof(reason, self.wrong | other.wrong, unproven, seconds)
@@ -69,11 +67,13 @@ def weighed(results: Sequence[Tensor], places: Sequence[Place], n: int) -> list[
 
 
 def loss_of(results: Sequence[Tensor], weights: list[Weighed]) -> Tensor:
-    """The sum of all results with their weights. Infinite entries, as of masks, do not count."""
-    parts = []
-    for each in weights:
-        t = results[each.number]
-        parts.append((t * each.weight)[t.isfinite()].sum(dtype=torch.float64))
+    """The sum of all results with their weights."""
+    return _sum([(results[each.number], each.weight) for each in weights])
+
+
+def _sum(weighted: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The weighted sum of tensors. Infinite entries, as of masks, do not count."""
+    parts = [(t * w)[t.isfinite()].sum(dtype=torch.float64) for t, w in weighted]
     return torch.stack([p.to(parts[0].device) for p in parts]).sum()
 
 
@@ -95,8 +95,8 @@ def loss_of_documents(
             numbers = torch.arange(documents.tokens, device=t.device)
             document_N = torch.bucketize(numbers, documents.starts[1:].to(t.device), right=True)
             t = t.reshape(documents.tokens, -1)[document_N % 2 == first]
-            parts.append((t * torch.randn_like(t))[t.isfinite()].sum(dtype=torch.float64))
-    return torch.stack([p.to(parts[0].device) for p in parts]).sum() if parts else None
+            parts.append((t, torch.randn_like(t)))
+    return _sum(parts) if parts else None
 
 
 def truths(

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from gnsfast.following.layouts import Chosen, Layout, Place
-from gnsfast.following.leaf import Expression
+from gnsfast.following.leaf import Expression, unfollowed
 from gnsfast.following.sample_gradients import Dense, flat, is_wanted, leave, reduced
 from gnsfast.functional import Plan
 from gnsfast.tensors import accumulate_dtype
@@ -94,7 +94,7 @@ def _sample_of(g_B1P: Tensor, shape: torch.Size) -> Callable[[int], Tensor]:
 
 def _with_gradient(results: Any) -> list[Tensor]:
     """The tensors among ``results`` that need a gradient."""
-    return [t for t in pytree.tree_leaves(results) if isinstance(t, Tensor) and t.requires_grad]
+    return [t for t in flatten(results) if t.requires_grad]
 
 
 class _Replayed(torch.autograd.Function):
@@ -113,7 +113,7 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         rows: list[Tensor | None] = [None] * ctx.probes
         if any(dy is not None for dy in dys):
-            with torch._C.DisableTorchFunctionSubclass():
+            with unfollowed():
                 try:
                     rows = ctx.replay.rows(dys)
                 except RuntimeError as error:

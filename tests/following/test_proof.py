@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_norms, loop_sqnorms
+from random_models import loss, shares
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,16 +33,6 @@ class Fooling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.last(self.between(self, torch.tanh(self.first(x))))
         return y
-
-
-def losses(model: nn.Module, x: Tensor) -> Tensor:
-    y = model(x)
-    weights = torch.linspace(0.5, 1.5, y[0].numel(), dtype=y.dtype).view(y[0].shape)
-    return (y * weights).square().flatten(1).sum(1)
-
-
-def loss(model: nn.Module, x: Tensor) -> Tensor:
-    return losses(model, x).sum()
 
 
 def heads(m: Any, x: Tensor) -> Tensor:
@@ -324,17 +315,6 @@ MEETING = {
     "shuffled",
 }
 """Samples meet there: a sample alone has another loss."""
-
-
-def shares(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The squared norms of the gradients of each sample's share of the loss."""
-    named = dict(model.named_parameters())
-    norms = {n: torch.zeros(len(x), dtype=torch.float64) for n in named}
-    for b, own in enumerate(losses(model, x)):
-        grads = torch.autograd.grad(own, named.values(), retain_graph=True, allow_unused=True)
-        for name, g in zip(named, grads):
-            norms[name][b] = 0.0 if g is None else g.square().sum()
-    return norms
 
 
 RIGHT = {name for name in FOOLING if name not in MEETING} - {
