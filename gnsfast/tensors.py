@@ -98,10 +98,3 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
     map_tensors(note, tree)
     return found
-
-
-def is_wrapper(t: object) -> bool:
-    """Whether a tensor consists of other tensors and has its own operators, as sharded and
-    quantized ones do.
-    """
-    return hasattr(type(t), "__tensor_flatten__")
