@@ -69,9 +69,9 @@ def _show(
     followed.open(model, num_samples)
     try:
         if isinstance(example, Mapping):
-            followed.show((), dict(example), run)
+            followed.batches.show((), dict(example), run)
         else:
-            followed.show(example if isinstance(example, tuple) else (example,), {}, run)
+            followed.batches.show(example if isinstance(example, tuple) else (example,), {}, run)
     finally:
         followed.close()
 

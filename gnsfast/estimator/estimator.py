@@ -290,7 +290,7 @@ class GradientNoiseScale:
     @property
     def _is_learning(self) -> bool:
         """Whether the model runs for what it shows of its samples."""
-        return Followed.of(unwrapped(self.model)).is_learning
+        return Followed.of(unwrapped(self.model)).batches.is_learning
 
     def _close_attached(self) -> None:
         if self._attached is None:
@@ -407,7 +407,7 @@ class GradientNoiseScale:
         """
         followed = Followed.of(unwrapped(self.model))
         left_out = set(state.get("left_out", ()))
-        if not followed.is_learned:  # the run that was saved knew what its batches showed
+        if not followed.batches.is_learned:  # the run that was saved knew what its batches showed
             for leaf in followed.leaves:
                 if leaf.name in left_out and not leaf.left_out:
                     leaf.left_out = "left out in the run whose state was loaded"

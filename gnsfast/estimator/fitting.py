@@ -23,7 +23,7 @@ def fitting_metrics(model: nn.Module, optimizer: Any) -> tuple[str, ...]:
         wanted = ("spectral",)
     elif isinstance(optimizer, torch.optim.Adam) and optimizer.state:
         wanted = ("adam", "sign")
-    leaves = Followed.of(unwrapped(model)).covered
+    leaves = Followed.of(unwrapped(model)).structure.covered
     matrices = any(leaf.parameter.ndim == 2 for leaf in leaves)
     if not leaves or ("spectral" in wanted and not matrices):
         return ()

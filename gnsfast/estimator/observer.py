@@ -64,7 +64,7 @@ class Observer:
         self._last = EndOfPass([], None)  # of the pass before
         self.after_update: list[Mark] | None = None
         s, slab = settings, ProbeSlab(model)
-        self._slab, self._proof = slab, slab.followed.proof
+        self._slab, self._proof = slab, slab.followed.batches.proof
         self.processes = find_processes(self._wrapped, s.group, s.stages)
         if self.processes.world > 1 and not s.local:
             factor = gradients.divide_factor(self._wrapped)
@@ -118,8 +118,8 @@ class Observer:
 
     def _learned(self) -> None:
         """Take over what the first batch has shown: which parameters have norms."""
-        proof = self._slab.followed.proof
-        covered = {leaf.name for leaf in self._slab.followed.covered}
+        proof = self._slab.followed.batches.proof
+        covered = {leaf.name for leaf in self._slab.followed.structure.covered}
         lost = [name for name in self.names if name not in covered]
         if not lost:
             self._proof = proof
@@ -204,7 +204,7 @@ class Observer:
                 "Parameters were frozen, unfrozen, moved or replaced since the first micro-batch, "
                 "so old and new measurements cannot be averaged. Call gns.reset()."
             )
-        if self._slab.followed.proof is not self._proof:  # another block has shown it
+        if self._slab.followed.batches.proof is not self._proof:  # another block has shown it
             self._learned()
         refuse_context_parallel()
         if not self._passes and self.processes.world > 1 and not self.settings.local:
@@ -218,7 +218,7 @@ class Observer:
         members, moments, second = self._sides(groups, num_samples)
         begins = None if first or self.settings.local else self._begins
         slab.open(slots, documents, members, moments, self.pass_over, second, begins, passes)
-        slab.followed.call_when_learned(self._learned)
+        slab.followed.batches.call_when_learned(self._learned)
         self.slab, self._end, self._split, self._written = slab, None, False, False
         one = passes in (None, 1)
         self._alone = one and self.processes.world == 1
@@ -247,7 +247,7 @@ class Observer:
 
     def show(self, args: Any, kwargs: Any) -> None:
         """Show the batch of the open micro-batch, before the model gets it."""
-        self._slab.followed.show(args, kwargs)
+        self._slab.followed.batches.show(args, kwargs)
 
     def _begins(self) -> None:
         """Look for writes to the gradients of earlier passes when backward begins."""
@@ -465,7 +465,7 @@ class Observer:
             if count < (times if self.processes.world == 1 else min(times, 1)):
                 raise ObservationError(checks.explain_unseen(name))
         named = dict(zip(self.names, self.parameters))
-        if wrong := self.audit.check(named, self._slab.followed.is_half):
+        if wrong := self.audit.check(named, self._slab.followed.batches.is_half):
             raise ObservationError(wrong)
 
 

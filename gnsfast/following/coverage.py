@@ -112,11 +112,11 @@ def coverage(model: nn.Module) -> Coverage:
             continue
         observed = None if followed.observed is None else name in followed.observed
         note = ""
-        if name in followed.proof.unproven:
+        if name in followed.batches.proof.unproven:
             note = "not proven: the first batch gave it no gradient"
-        elif followed.is_learned and not leaf.is_learned:
+        elif followed.batches.is_learned and not leaf.is_learned:
             note = "not proven: it is used outside of the modules that the model calls"
         measures = tuple(m for m in MEASURES if m != SPECTRAL or p.ndim == 2)
         route = " + ".join(leaf.routes)
         rows.append(CoverageRow(name, p.numel(), route, True, observed, note, measures))
-    return Coverage(tuple(rows), followed.proof.reason, followed.proof.seconds)
+    return Coverage(tuple(rows), followed.batches.proof.reason, followed.batches.proof.seconds)

@@ -470,7 +470,7 @@ def _looks(
             leaf.samples = own.n
         found = Look(sample, varied, growing)
         found.begin(own)
-        with held(), torch.enable_grad(), found:
+        with held(), found:
             out = run(*own.args, **own.kwargs)
         found.results = [Print.of(whole(t)) for t in tensors_of(out)]
         return found

@@ -10,12 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gnsfast.errors import ObservationError
+from gnsfast.following.dispatch import chance_of
 from gnsfast.following.layouts import Layout, Place
 from gnsfast.following.leaf import Leaf
-from gnsfast.following.learning import Example
+from gnsfast.following.learning import Example, Learned
+from gnsfast.following.passes import Asked, Passes, fill_probes
+from gnsfast.following.structure import Structure
 from gnsfast.functional import Documents
+from gnsfast.kept import kept_modes
+from gnsfast.parallel import parameter_groups, shared
 from gnsfast.tensors import map_tensors, tensors_of, whole
 
 
@@ -37,6 +43,79 @@ class Proof(NamedTuple):
         return Proof(reason, self.wrong | other.wrong, unproven, seconds)
 
 
+DRAWS = "the model draws random numbers"
+
+
+class Trial(NamedTuple):
+    """What is proven: the norms of ``leaves`` where ``run``, which is ``module`` or calls it, gets
+    the samples of ``example``, of which ``learned`` says what they have shown.
+    """
+
+    module: nn.Module
+    run: Callable[..., Any]
+    leaves: list[Leaf]
+    example: Example
+    learned: Learned
+
+
+def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
+    """The proof of an example, in evaluation mode where the model draws random numbers."""
+    if any(own.unsharded_accumulated_grad is not None for own in structure.sharded()):
+        return Proof("FSDP2 held back gradients of an earlier pass")
+    groups = [group for _, group in parameter_groups(structure.model)]
+    if any(getattr(group, "reduce_scatter_unused_params", False) for group in groups):
+        return Proof("FSDP2 reduces gradients of unused parameters too")
+    found = _compared(structure, passes, trial)
+    if found.reason == DRAWS:
+        with kept_modes(trial.module):
+            trial.module.eval()
+            own = _compared(structure, passes, trial)
+        found = own._replace(wrong=found.wrong | own.wrong)
+    return found._replace(wrong=shared(found.wrong, _either, structure.groups))
+
+
+def _compared(structure: Structure, passes: Passes, trial: Trial) -> Proof:
+    """The norms of one measured pass beside those of passes over single samples."""
+    _, run, leaves, example, learned = trial
+    n, own = example.n, example.replaced(-1)
+    passes.begin(Asked(n), leaves)
+    before = chance_of(structure.parameters())
+    with structure.as_it_was():
+        results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
+        for leaf in leaves:
+            leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
+        if structure.on_any(chance_of(structure.parameters()) != before):
+            return Proof(DRAWS, _failed(leaves))
+        weights = _weighed(results, learned.results, n)
+        if structure.on_any(not weights):
+            return Proof("no result of the model belongs to single samples", _failed(leaves))
+        try:
+            fill_probes(_loss_of(results, weights), leaves)
+        except RuntimeError as error:  # as of a checkpoint with use_reentrant=True
+            return Proof(first_line(error), _failed(leaves))
+        norms = {leaf: rows[0, :n] for leaf, rows in passes.rows(leaves).items()}
+    failed = _failed(leaves)
+    # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
+    # stored channels-last.
+    copies = 1 + bool(structure.batch_norms)
+    with structure.bare():
+        truth = _truths(trial, weights, structure.as_it_was, copies)
+    if isinstance(truth, str):
+        return Proof(truth, failed)
+    zero = torch.zeros(n, device="cpu")
+    found = {leaf: norms.get(leaf, zero) for leaf in leaves if leaf.name not in failed}
+    judged = judge(leaves, found, truth, 5e-2 if learned.is_half else 1e-3)
+    return judged._replace(wrong=failed | judged.wrong)
+
+
+def _failed(leaves: list[Leaf]) -> dict[str, str]:
+    return {leaf.name: leaf.failed for leaf in leaves if leaf.failed}
+
+
+def _either(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
+    return b | a
+
+
 class Weighed(NamedTuple):
     """A result of the model: its number, where its samples lie, and a random weight for each
     entry.
@@ -55,7 +134,7 @@ class Weighed(NamedTuple):
         return self._replace(weight=torch.cat([own, *zeros], d))
 
 
-def weighed(results: Sequence[Tensor], places: Sequence[Place], n: int) -> list[Weighed]:
+def _weighed(results: Sequence[Tensor], places: Sequence[Place], n: int) -> list[Weighed]:
     """The results that belong to single samples, each with random weights."""
     found = []
     for k, (t, place) in enumerate(zip(results, places)):
@@ -66,7 +145,7 @@ def weighed(results: Sequence[Tensor], places: Sequence[Place], n: int) -> list[
     return found
 
 
-def loss_of(results: Sequence[Tensor], weights: list[Weighed]) -> Tensor:
+def _loss_of(results: Sequence[Tensor], weights: list[Weighed]) -> Tensor:
     """The sum of all results with their weights."""
     return _sum([(results[each.number], each.weight) for each in weights])
 
@@ -77,7 +156,41 @@ def _sum(weighted: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([p.to(parts[0].device) for p in parts]).sum()
 
 
-def loss_of_documents(
+def refuse_mixed_documents(
+    structure: Structure, passes: Passes, args: Any, kwargs: Any, places: Sequence[Place]
+) -> None:
+    """Raise if packed documents attend to each other: a loss of every second document must give the
+    others no gradient.
+    """
+    samples, _, documents = passes.asked
+    assert documents is not None
+    leaves, model = structure.leaves, structure.model
+    for k in (0, 1):
+        with structure.as_it_was():
+            passes.begin(Asked(samples, {}, documents))
+            given, named = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
+            results = tensors_of(model(*given, **named))
+            loss = _loss_of_documents(results, places, documents, leaves[0].rows, k)
+            if loss is None:
+                return
+            try:
+                fill_probes(loss, leaves)
+            except RuntimeError:  # as of a checkpoint with use_reentrant=True
+                return
+            for leaf, own in passes.rows().items():
+                norms = own[0, :samples]
+                mixed = norms[1 - k :: 2].sum() > 1e-12 * norms[k::2].sum()
+                if mixed and not (leaf.failed or leaf.left_out):
+                    raise ObservationError(
+                        f"{type(model).__name__}: the packed documents attend to each other, as "
+                        f"the gradients of {leaf.name} show. The attention mask must be "
+                        "block-diagonal: position_ids that begin again at 0 with every document "
+                        "for models of transformers, attn_mask [rows * heads, T, T] for "
+                        "torch.nn.MultiheadAttention."
+                    )
+
+
+def _loss_of_documents(
     results: Sequence[Tensor], places: Sequence[Place], documents: Documents, rows: int, first: int
 ) -> Tensor | None:
     """The weighted sum of the results of every second document from the ``first`` on; None if no
@@ -99,30 +212,26 @@ def loss_of_documents(
     return _sum(parts) if parts else None
 
 
-def truths(
-    leaves: list[Leaf],
-    run: Callable[..., Any],
-    example: Example,
-    weights: list[Weighed],
-    held: Callable[[], Any],
-    copies: int,
+def _truths(
+    trial: Trial, weights: list[Weighed], held: Callable[[], Any], copies: int
 ) -> "list[dict[Leaf, float]] | str":
     """Each sample's squared norm of each leaf, by a pass over ``copies`` of this sample alone, of
     which the loss counts one; or why the model does not take single samples.
     """
+    _, run, leaves, example, _ = trial
     found: list[dict[Leaf, float]] = []
     values = [leaf.current for leaf in leaves]
     for b in range(example.n):
         one = example.part([b] * copies)
         own = [w.of_sample(b, example.n, copies) for w in weights]
         try:
-            with held(), torch.enable_grad():
+            with held():
                 args, kwargs, more = _with_gradient(one)
                 results = [*map(whole, tensors_of(run(*args, **kwargs)))]
                 for w in own:
                     if w.number >= len(results) or results[w.number].shape != w.weight.shape:
                         return "for a single sample its results have another shape"
-                loss = loss_of(results, own)
+                loss = _loss_of(results, own)
                 grads = torch.autograd.grad(loss, [*values, *more], allow_unused=True)
         except Exception as error:  # the model's own, whatever it is: then there is no proof
             return f"the model does not take a single sample ({first_line(error)})"

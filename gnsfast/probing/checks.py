@@ -63,9 +63,9 @@ def refuse_nothing(followed: Followed) -> None:
     """Raise since a model has no norms at all, perhaps for a wrong number of samples."""
     first = next(leaf for leaf in followed.leaves if leaf.left_out)
     without = all(leaf.left_out.startswith("no argument of") for leaf in followed.leaves)
+    name = type(followed.structure.model).__name__
     raise (SampleShapeError if without else ObservationError)(
-        f"No parameter of {type(followed.model).__name__} has per-sample norms. {first.name}: "
-        f"{first.left_out}. gnsfast.coverage(model) lists the others, and "
+        f"No parameter of {name} has per-sample norms. {first.name}: {first.left_out}. gnsfast.coverage(model) lists the others, and "
         "gnsfast.TwoBatchNoiseScale(model) needs no per-sample norms."
     )
 

@@ -123,7 +123,7 @@ class per_sample_sqnorms:
         slab, followed = self._slab, self._slab.followed
         self._norms = SampleNorms()
         slab.open(self._slots, self._documents)
-        followed.call_when_learned(slab.refresh)
+        followed.batches.call_when_learned(slab.refresh)
         names = [leaf.name for leaf in slab.leaves]
         audited = names if self._always or not followed.is_audited else []
         try:
@@ -190,7 +190,7 @@ class per_sample_sqnorms:
             of_samples, ours, _ = sums[name]
             real = sum(norm.item() ** 2 for norm in norms)
             p = self._slab.parameters[name]
-            is_half = self._slab.followed.is_half
+            is_half = self._slab.followed.batches.is_half
             if wrong := checks.explain_sums(p, name, ours, real, of_samples, whole, is_half):
                 raise ObservationError(wrong)
         if self._watch.norms:

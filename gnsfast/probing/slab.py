@@ -57,7 +57,7 @@ class ProbeSlab:
 
     def refresh(self) -> None:
         """Take over which parameters have norms."""
-        self.leaves = self.followed.covered
+        self.leaves = self.followed.structure.covered
         self.parameters = {leaf.name: leaf.parameter for leaf in self.leaves}
         self.units = [Unit(leaf.name, leaf.name.rpartition(".")[0]) for leaf in self.leaves]
         self._of_device: dict[torch.device, list[int]] = {}
@@ -75,7 +75,7 @@ class ProbeSlab:
     def rows(self) -> dict[Leaf, Tensor]:
         """The rows [M, B + 2 + G] that the last pass left, of the parameters that it reached."""
         if self._found is None:
-            self._found = self.followed.rows()
+            self._found = self.followed.passes.rows()
         return self._found
 
     def rows_of(self, leaf: Leaf) -> Tensor:
@@ -128,12 +128,12 @@ class ProbeSlab:
     @property
     def is_reached(self) -> bool:
         """Whether backward has reached a probe of the last pass."""
-        return self.followed.is_reached
+        return self.followed.passes.is_reached
 
     @property
     def probes(self) -> list[Tensor]:
         """The probes of the open pass."""
-        return self.followed.probes
+        return self.followed.passes.probes
 
     def refuse_batch_statistics(self) -> None:
         """Raise if a batch norm would use the statistics of the batch."""
@@ -217,7 +217,7 @@ class ProbeSlab:
 
     def _watch_end(self, at_end: Callable[[], None] | None) -> None:
         self._at_end, self._waiting = at_end, False
-        self.followed.call_on_arrival(None if at_end is None else self._arrives)
+        self.followed.passes.call_on_arrival(None if at_end is None else self._arrives)
 
     def _arrives(self) -> None:
         """Call ``at_end`` after this pass. A callback that another callback queues runs after the
@@ -240,12 +240,12 @@ class ProbeSlab:
     def close(self) -> None:
         """Make the model what it was."""
         self._at_end = self._at_start = None
-        self.followed.call_on_arrival(None)
+        self.followed.passes.call_on_arrival(None)
         self._closes()
 
     def forget(self) -> None:
         """Make new probes for the next pass, since the graph of a failed pass may hold the old."""
-        self.followed.forget_probes()
+        self.followed.passes.forget_probes()
 
 
 def calls_of(reached: Tensor, uses: Tensor, passes: Tensor | float) -> Tensor:

@@ -29,7 +29,7 @@ def norms_of(model: nn.Module, B: int = 6) -> dict[str, Tensor]:
 
 def probes_of(model: nn.Module, B: int = 6) -> object:
     norms_of(model, B)
-    return Followed.of(model).probes[0]
+    return Followed.of(model).passes.probes[0]
 
 
 def test_probes_are_kept_for_each_number_of_samples() -> None:

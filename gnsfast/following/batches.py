@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the batches of a model show: where the samples lie, and whether the norms are right.
+
+The first batch in a block shows this, before the model gets it. A part of the model that is called
+by itself shows its own. Later batches show what the first one did not reach.
+"""
+
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gnsfast.errors import ObservationError, SampleShapeError
+from gnsfast.following.hooks import Hook
+from gnsfast.following.layouts import Place
+from gnsfast.following.leaf import Leaf
+from gnsfast.following.learning import FEW, Example, Learned, learn
+from gnsfast.following.options import EXCLUDED
+from gnsfast.following.passes import Asked, Passes, no_method
+from gnsfast.following.proof import Proof, Trial, first_line, prove, refuse_mixed_documents
+from gnsfast.following.structure import Structure, own_of
+from gnsfast.parallel import shared
+from gnsfast.tensors import tensors_of
+
+
+class Batches:
+    """What the batches that a model got in its blocks have shown.
+
+    ``proof`` says how far the norms are proven. ``is_learned``: every module was seen.
+    ``is_learning``: the model runs to show something. ``is_half``: it computes in half precision.
+    """
+
+    def __init__(self, structure: Structure, passes: Passes) -> None:
+        self._structure, self._passes = structure, passes
+        self._groups = structure.groups
+        self.proof = Proof(NOT_BEGUN)
+        self.is_learned = self.is_half = False
+        self.is_learning = self._is_apart = self._is_blind = False
+        self._learned: Learned | None = None
+        self._places: list[Place] = []
+        self._few, self._again = FEW, 0
+        self._wrong_later: dict[str, str] = {}
+        self._sizes: list[float] = []
+        self._now_sizes: list[float] = []
+        self._looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._holders: tuple[frozenset[int], list[nn.Module]] = frozenset(), []
+        # Of the open block:
+        self._caller: Any = no_method
+        self._batch: Any = None  # what the model got
+        self._run: Callable[..., Any] | None = None
+        self._hooks: list[Any] = []
+        self._part_hooks: list[Any] = []
+        self._on_learned: Callable[[], Callable[[], None] | None] = no_method
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a batch has shown something."""
+        return bool(self._looked)
+
+    def call_when_learned(self, learned: Callable[[], None]) -> None:
+        """Call ``learned``, a method, when a batch of the open block has shown something."""
+        self._on_learned = weakref.WeakMethod(learned)
+
+    def watch(self, caller: nn.Module) -> None:
+        """See what ``caller``, the model or a wrapper of it, gets from here on, and its parts."""
+        self._caller = weakref.ref(caller)
+        self._hook_before(caller, self._before)
+        self._hooks.append(caller.register_forward_hook(Hook(self._after)))
+        for part in self._parts:
+            self._hooks.append(part.register_forward_pre_hook(Hook(self._enter)))
+            self._hooks.append(part.register_forward_hook(Hook(self._after)))
+        for m in self._holders_of_unseen() if self.is_learned else ():
+            self._hook_before(m, self._before_unseen)
+        model = self._structure.model
+        for m in () if self.is_learned else model.modules():
+            if m not in self._looked and m is not model:
+                self._part_hooks.append(self._hook_before(m, self._before_part))
+
+    def _hook_before(self, module: nn.Module, run: Callable[..., Any]) -> Any:
+        hook = module.register_forward_pre_hook(Hook(run), with_kwargs=True, prepend=True)
+        self._hooks.append(hook)
+        return hook
+
+    def _holders_of_unseen(self) -> list[nn.Module]:
+        """The modules that hold parameters which no batch has shown in use."""
+        unseen = frozenset(id(leaf.parameter) for leaf in self._unseen)
+        if unseen != self._holders[0]:
+            modules = self._structure.model.modules()
+            own = [m for m in modules if any(id(p) in unseen for _, p in own_of(m))]
+            self._holders = unseen, own
+        return self._holders[1]
+
+    def end(self) -> None:
+        """End what a block began."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._part_hooks.clear()
+        self._caller = self._on_learned = no_method
+        self._batch = None
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Learn from the first batch, before the model gets it, and see that a batch has as many
+        samples as the block.
+        """
+        if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self.show(args, kwargs)
+
+    def show(self, args: Any, kwargs: Any, run: Callable[..., Any] | None = None) -> None:
+        """Show the batch of the open block, before the model that gets it runs; or ``run`` in its
+        place.
+
+        Raises:
+            SampleShapeError: if none of its tensors has as many samples as the block.
+        """
+        structure, documents = self._structure, self._passes.asked.documents
+        structure.inside.add(self._caller())
+        self._run, self._batch = run, (args, kwargs)
+        self._refuse_shapes(args, kwargs)
+        proven = not self.proof.unproven
+        if self._again and not (self._groups or proven or documents) and self._is_several:
+            self._learn_again()
+        self._fail_wrong()
+        self.learn(structure.model, args, kwargs)
+        if documents is None:
+            self._note_growth(args, kwargs)
+        elif not self._is_apart:
+            self._see_documents_apart(args, kwargs)
+
+    @property
+    def _is_several(self) -> bool:
+        """Whether the batch of the open block has several samples."""
+        return self._passes.asked.samples > 1
+
+    def _refuse_shapes(self, args: Any, kwargs: Any) -> None:
+        """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
+        samples, _, documents = self._passes.asked
+        name = type(self._structure.model).__name__
+        shapes = [t.shape for t in tensors_of((args, kwargs))]
+        some = ", ".join(str(list(shape)) for shape in shapes[:4])
+        if documents is not None and shapes and not self._rows_in(args, kwargs):
+            raise SampleShapeError(
+                f"{name}: cu_seqlens ends at token {documents.tokens}, but the model got tensors "
+                f"of shape {some}, none of which has so many tokens in its leading dimensions. If "
+                "padding follows, add it as a last document."
+            )
+        alone = documents is not None or samples < 2 or not shapes
+        if not (alone or any(_holds(shape, samples) for shape in shapes)):
+            raise SampleShapeError(
+                f"{name}: the block has {samples} samples, but the model got tensors of shape "
+                f"{some}, none of which has dimension 0 or 1 of that size. Check num_samples."
+            )
+
+    def _rows_in(self, args: Any, kwargs: Any) -> int:
+        """How many rows of a batch hold the packed documents; 0 if that is not known."""
+        documents = self._passes.asked.documents
+        assert documents is not None
+        found = (_rows_of(t.shape, documents.tokens) for t in tensors_of((args, kwargs)))
+        return next((rows for rows in found if rows), 0)
+
+    def _note_growth(self, args: Any, kwargs: Any) -> None:
+        """Note how much longer than in the first batch the samples of this batch are."""
+        sizes = _sizes(args, kwargs, self._passes.asked.samples)
+        if sizes == self._now_sizes or len(sizes) != len(self._sizes):
+            return
+        self._now_sizes = sizes
+        ratios = {new / old for new, old in zip(sizes, self._sizes) if old}
+        growth = frozenset({1.0} | ratios | {r * r for r in ratios})
+        for leaf in self._structure.leaves:
+            leaf.growth = growth
+
+    def _before_unseen(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Learn again when the model comes to a module that the batches before did not reach."""
+        if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        alone = self._passes.asked.documents is not None or not self._is_several
+        if self._batch is None or self._groups or alone:
+            return
+        if module in self._holders_of_unseen():
+            self._learn_again()
+            self._fail_wrong()
+
+    def _fail_wrong(self) -> None:
+        """Note which parameters a later batch has shown to be wrong."""
+        for leaf in self._structure.covered if self._wrong_later else ():
+            if leaf.name in self._wrong_later:
+                leaf.fail(self._wrong_later[leaf.name])
+
+    @property
+    def _unseen(self) -> list[Leaf]:
+        """The leaves that no batch has shown in use."""
+        own = (leaf for leaf in self._structure.covered if leaf.is_learned)
+        return [leaf for leaf in own if not leaf.steps and not leaf.routes]
+
+    def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Learn from what a part of a model gets that is not called as a whole."""
+        if self.is_learning or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        # What gets no tensor, such as a parametrization, shows nothing.
+        if any(True for _ in tensors_of((args, kwargs))):
+            self.learn(module, args, kwargs)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """Note that a part that is called by itself runs."""
+        if not self.is_learning and not torch.compiler.is_compiling():
+            self._structure.inside.add(module)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that the model, or a part, has run."""
+        if not self.is_learning and not torch.compiler.is_compiling():
+            self._structure.inside.discard(module)
+
+    def learn(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Learn from what ``module``, the model or a part of it, gets in the open block, and prove
+        it. A block of one sample shows nothing.
+        """
+        samples, _, documents = self._passes.asked
+        model = self._structure.model
+        leaves = self._structure.leaves_of(module)
+        if documents is not None:
+            samples = self._rows_in(args, kwargs)
+            if module is model or module not in self._looked:
+                for leaf in leaves:
+                    leaf.rows = samples
+        alone = samples < 2 and documents is None
+        if module in self._looked or (alone and not self._groups):
+            if self._is_blind and not alone:
+                raise ObservationError(BLIND)
+            return
+        begun = time.perf_counter()
+        more: Iterator[Example] = iter(())
+        if documents is None:
+            more = iter(()) if alone else Example.several(args, kwargs, samples)
+            example = next(more, None)
+        else:
+            example = Example.of_documents(args, kwargs, samples, documents)
+        own = 0 if example is None else example.n
+        n = shared(own, _smaller, self._groups)
+        if not n and documents is not None:
+            self._join(Proof("rows of packed documents are not samples here"))
+            if not self._groups:  # the next batch may show more
+                return
+        self._looked.update(module.modules())
+        if module is not model:
+            self._parts.add(module)
+            self._structure.inside.add(module)
+            self._hooks.append(module.register_forward_hook(Hook(self._after)))
+        self.is_learned = module is model or all(
+            m in self._looked for m in model.modules() if m is not model
+        )
+        if module is model and documents is None:
+            self._sizes = _sizes(args, kwargs, samples)
+        if n and self._groups:
+            if example is None:
+                example = Example.of(args, kwargs, samples) if alone else None
+                example = example or Example.without_samples(args, kwargs, n)
+            example = example.part([k % example.n for k in range(n)])
+            found = self._learned_from(module, leaves, [example], bool(own))
+        elif example is not None:
+            found = self._learned_from(module, leaves, chain([example], more), True)
+        else:
+            self._is_blind = alone
+            why = f"no argument of {type(module).__name__} has {samples} samples"
+            lost = module is not model and not alone
+            found = Proof(why, {leaf.name: why for leaf in leaves if lost})
+        if module is not model and _counts(args, kwargs, samples):
+            found = found._replace(wrong=found.wrong | {leaf.name: POSITIONS for leaf in leaves})
+        for leaf in leaves:
+            leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
+        found = found._replace(seconds=time.perf_counter() - begun)
+        self._join(found)
+        _report(module, leaves, found)
+        if self.is_learned:
+            for hook in self._part_hooks:
+                hook.remove()
+            self._part_hooks.clear()
+        if (call := self._on_learned()) is not None:
+            call()
+
+    def _join(self, found: Proof) -> None:
+        """Take over the proof of the model, or of one part more."""
+        self.proof = found if self.proof.reason == NOT_BEGUN else self.proof.joined(found)
+
+    def _learn_again(self) -> None:
+        """Prove it with a later batch too, since the first one gave some parameters no gradient.
+        Those that it did not use are learnt.
+        """
+        structure, passes, unseen = self._structure, self._passes, self._unseen
+        args, kwargs = self._batch
+        example = Example.of(args, kwargs, passes.asked.samples, self._few)
+        self._again -= 1
+        if example is None or self._learned is None:
+            return
+        model, leaves = structure.model, structure.leaves
+        with self._looking(leaves):
+            passes.begin(Asked(example.n))
+            if unseen:
+                found = learn(unseen, model, example, structure.as_it_was, structure.on_any)
+                found.tell(unseen, is_part=False)
+            trial = Trial(model, self._called(model), leaves, example, self._learned)
+            proof = prove(structure, passes, trial)
+        self._wrong_later |= proof.wrong
+        if not proof.reason:
+            self.proof = self.proof._replace(unproven=self.proof.unproven & proof.unproven)
+
+    def _called(self, module: nn.Module) -> Callable[..., Any]:
+        """What is called with an example of a module."""
+        return self._run if self._run is not None and module is self._structure.model else module
+
+    def _learned_from(
+        self, module: nn.Module, leaves: list[Leaf], examples: Iterable[Example], is_own: bool
+    ) -> Proof:
+        """Learn from the first of ``examples``, and from others where the model does not take it,
+        or where something else is as many as its samples. Processes that shard the parameters take
+        over what the first of them has learnt whose example has samples of its own (``is_own``).
+        """
+        structure, passes, run = self._structure, self._passes, self._called(module)
+        learned: Learned | None = None
+        error = ""
+        with self._looking(leaves):
+            for tried in examples:
+                passes.begin(Asked(tried.n), leaves)
+                try:
+                    learned = learn(leaves, run, tried, structure.as_it_was, structure.on_any)
+                except Exception as own:  # the model's own, whatever it is
+                    error = error or first_line(own)
+                    continue
+                example = tried
+                if not learned.unclear:
+                    break
+            if learned is None:
+                what = "does not take some of the samples of its batch"
+                return Proof(f"the model {what} ({error})")
+            if self._groups:
+                learned = self._shared(leaves, learned, is_own)
+            is_part = module is not structure.model
+            learned.tell(leaves, is_part)
+            for leaf in learned.unclear:
+                leaf.left_out = UNCLEAR
+            self.is_half |= learned.is_half
+            if not is_part:
+                self._places, self._few, self._again = learned.results, example.n, AGAIN
+                self._learned = learned
+            if structure.on_any(not is_own):
+                return Proof("a process has no batch of several samples")
+            return prove(structure, passes, Trial(module, run, leaves, example, learned))
+
+    def _shared(self, leaves: list[Leaf], learned: Learned, is_own: bool) -> Learned:
+        """What the first process has learnt that has samples of its own."""
+        own = learned.by(lambda leaf: leaf.name)
+        _, first = shared((is_own, own), lambda a, b: b if b[0] and not a[0] else a, self._groups)
+        named = {leaf.name: leaf for leaf in leaves}
+        found: Learned = first.by(named.get)
+        return found
+
+    @contextmanager
+    def _looking(self, leaves: list[Leaf]) -> Iterator[None]:
+        """Run the model for our own ends, and then let the user's pass begin."""
+        model, inside = self._structure.model, self._structure.inside
+        used = {leaf: leaf.state() for leaf in leaves if leaf.uses}  # by other parts of the model
+        outside = model not in inside
+        inside.add(model)
+        self.is_learning = True
+        try:
+            # A checkpoint around the model must not count what is saved here.
+            own_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+            with _in_eager_mode(), own_hooks:
+                yield
+        finally:
+            self.is_learning = False
+            self._passes.begin(self._passes.asked, leaves)
+            if outside:
+                inside.discard(model)
+            for leaf, state in used.items():
+                vars(leaf).update(state)
+
+    def _see_documents_apart(self, args: Any, kwargs: Any) -> None:
+        """Raise if packed documents attend to each other."""
+        leaves = self._structure.leaves
+        if self._structure.units or (leaves[0].rows > 1 and not self._places):
+            self._is_apart = True
+            return
+        with self._looking(leaves):
+            refuse_mixed_documents(self._structure, self._passes, args, kwargs, self._places)
+        self._is_apart = True
+
+
+UNCLEAR = (
+    "it is repeated as often as there are samples, but not for them: measure another number of "
+    "samples"
+)
+
+AGAIN = 2
+"""So many later batches are looked at where the first one gave some parameters no gradient."""
+
+POSITIONS = (
+    "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "
+    "call: these may be positions that all samples share, or a number for each sample. With "
+    "gnsfast.configure(model, example=...) the whole pass shows which"
+)
+NOT_BEGUN = "no batch has gone through the model in a block"
+BLIND = (
+    "The parameters are sharded, and in the first block every process had one sample, so nothing "
+    "is known of several. Before this block call gnsfast.configure(model, example=batch) on every "
+    "process."
+)
+
+
+def _report(module: nn.Module, leaves: list[Leaf], found: Proof) -> None:
+    """A line in the log, which is a warning where parameters have no norms."""
+    left_out = [leaf for leaf in leaves if leaf.left_out and leaf.left_out != EXCLUDED]
+    level = logging.WARNING if left_out else logging.INFO
+    few = "; ".join(f"{leaf.name}: {leaf.left_out}" for leaf in left_out[:3])
+    logging.getLogger("gnsfast").log(
+        level,
+        "%s: the first batch showed %d of %d parameters in %.2f s, %s.%s",
+        type(module).__name__,
+        len(leaves) - len(left_out),
+        len(leaves),
+        found.seconds,
+        f"not proven ({found.reason})" if found.reason else "proven",
+        f" Left out: {few}" + (", ..." if len(left_out) > 3 else "") if few else "",
+    )
+
+
+def _in_eager_mode() -> AbstractContextManager[Any]:
+    """Compiled parts run in eager mode. To ask costs a second where nothing is compiled."""
+    compiled = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def _sizes(args: Any, kwargs: Any, samples: int) -> list[float]:
+    """How many elements the tensors of a batch have for each sample."""
+    given = [t for t in tensors_of((args, kwargs)) if samples in t.shape[:2]]
+    return [t.numel() / samples for t in given] if samples else []
+
+
+def _counts(args: Any, kwargs: Any, samples: int) -> bool:
+    """Whether an argument is a list of consecutive numbers, as many as samples."""
+    return samples > 1 and any(
+        t.shape == (samples,) and not t.is_floating_point() and bool((t.diff() == 1).all())
+        for t in tensors_of((args, kwargs))
+    )
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _holds(shape: torch.Size, samples: int) -> bool:
+    """Whether a tensor may hold the samples, or the offsets of one bag of each and the end."""
+    return samples in shape[:2] or shape == (samples + 1,)
+
+
+def _rows_of(shape: torch.Size, tokens: int) -> int:
+    """How many rows hold ``tokens`` tokens in a tensor of the batch; 0 if it does not hold them."""
+    if shape[:1].numel() == tokens:
+        return 1
+    return shape[0] if shape[:2].numel() == tokens else 0
+
+
+def _smaller(a: int, b: int) -> int:
+    """The smaller number of samples of two processes that have several."""
+    return min(a, b) or max(a, b)

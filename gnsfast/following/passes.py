@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The passes of a block: the probes that backward fills, and the rows that it leaves in them."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnsfast.following.leaf import NOTHING, Facts, Leaf
+from gnsfast.following.sample_gradients import settle
+from gnsfast.functional import Documents
+
+
+class Asked(NamedTuple):
+    """What a block measures: the norms of so many samples, which are documents where they are
+    packed, and the facts of each parameter by name.
+    """
+
+    samples: int = 0
+    facts: Mapping[str, Facts] = {}
+    documents: Documents | None = None
+
+
+class Passes:
+    """The probes of ``leaves``. ``asked`` is what the open block measures."""
+
+    def __init__(self, leaves: list[Leaf]) -> None:
+        self.leaves, self.asked = leaves, Asked()
+        self._probes: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        self._key: Any = None  # of the probes of the open block
+        self._watched: set[Any] = set()
+        self._arrives: Callable[[], Callable[[], None] | None] = no_method
+
+    def begin(self, asked: Asked, leaves: Sequence[Leaf] | None = None) -> None:
+        """Begin a pass for some ``leaves``, or for all."""
+        samples, facts, documents = asked
+        starts = None if documents is None else documents.starts
+        probes = self._probes_for(samples, facts)
+        for leaf in self.leaves if leaves is None else leaves:
+            probe, pair = probes[leaf.index]
+            probe.grad = pair.grad = None
+            own = facts.get(leaf.name, NOTHING)
+            if own is not leaf.facts or starts is not leaf.starts:
+                leaf.plans.clear()
+            leaf.facts = own
+            if starts is not leaf.starts:
+                leaf.starts = starts if starts is None else starts.to(leaf.current.device)
+                leaf.tokens = 0 if documents is None else documents.tokens
+            leaf.probe, leaf.pair, leaf.samples = probe, pair, samples
+            leaf.open()
+
+    def _probes_for(self, samples: int, facts: Mapping[str, Facts]) -> list[tuple[Tensor, Tensor]]:
+        """Leaves of zeros [M, B + 2 + G], which store one number each."""
+        some = next(iter(facts.values()), NOTHING)
+        groups = 0 if some.groups is None else len(some.groups.sizes_G)
+        measures = 1 + (some.constants_12 is not None)
+        key = samples, groups, measures
+        if samples == self.asked.samples:
+            self._key = key
+        if key not in self._probes:
+            if len(self._probes) >= KEPT:
+                oldest = next(iter(self._probes))
+                self._watched.discard(oldest)
+                del self._probes[oldest]
+            made = []
+            for leaf in self.leaves:
+                zero = torch.zeros((), dtype=torch.float32, device=leaf.parameter.device)
+                own, pair = (zero.expand(n * measures, samples + 2 + groups) for n in (1, 2))
+                made.append((own.requires_grad_(), pair.requires_grad_()))
+            self._probes[key] = made
+        return self._probes[key]
+
+    def call_on_arrival(self, arrives: Callable[[], None] | None) -> None:
+        """Call ``arrives``, a method, whenever backward reaches a probe of the open pass."""
+        self._arrives = no_method if arrives is None else weakref.WeakMethod(arrives)
+        if arrives is None or self._key in self._watched:
+            return
+        self._watched.add(self._key)  # once: a hook takes 8 µs to register, and 1 to run
+        own = weakref.ref(self)  # Python cannot see that C++ holds it
+        for probe in self.probes:
+            probe.register_post_accumulate_grad_hook(partial(_arrived, own))
+
+    @property
+    def probes(self) -> list[Tensor]:
+        """The probes of the open pass."""
+        return _probes_of(self.leaves)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether backward has reached a probe of the last pass."""
+        return any(probe.grad is not None for probe in self.probes)
+
+    def forget_probes(self) -> None:
+        """Make new probes for the next pass, since the graph of a failed pass may hold the old."""
+        self._probes.clear()
+        self._watched.clear()
+
+    def rows(self, leaves: Sequence[Leaf] | None = None) -> dict[Leaf, Tensor]:
+        """The probe rows [M, B + 2 + G] of the leaves that the last pass reached."""
+        found: dict[Leaf, Tensor] = {}
+        leaves = self.leaves if leaves is None else leaves
+        for leaf in leaves:
+            own = []
+            if leaf.probe.grad is not None:
+                own.append((leaf, leaf.probe.grad))
+            if leaf.pair.grad is not None:
+                assert leaf.next is not None
+                own += [(leaf, leaf.pair.grad[0::2]), (leaf.next, leaf.pair.grad[1::2])]
+            for each, rows in own:
+                found[each] = found[each] + rows if each in found else rows
+        if any(leaf.parts for leaf in leaves):
+            B = leaves[0].samples
+            with torch.no_grad():
+                for leaf, rows in settle(list(leaves), B).items():
+                    if leaf in found:  # of uses that were not joined, if it is not zeros
+                        rows[:, B + 1].masked_fill_(found[leaf][:, B + 1] != 0, torch.inf)
+                    found[leaf] = rows
+                for leaf in leaves:
+                    leaf.parts.clear()
+        for leaf in found:
+            if leaf.is_known_joined and not leaf.uses:
+                leaf.fail("compiled code uses it several times, which only eager code joins")
+        return found
+
+
+KEPT = 8
+"""How many numbers of samples the probes are kept for. A run with more of them makes probes
+again."""
+
+
+def fill_probes(loss: Tensor, leaves: list[Leaf]) -> None:
+    """A backward pass of ``loss`` that reaches the probes of ``leaves`` and nothing else."""
+    probes = _probes_of(leaves)
+    for t, g in zip(probes, torch.autograd.grad(loss, probes, allow_unused=True)):
+        t.grad = g
+
+
+def _probes_of(leaves: list[Leaf]) -> list[Tensor]:
+    return [probe for leaf in leaves for probe in (leaf.probe, leaf.pair)]
+
+
+def no_method() -> None:
+    """A weak method that is gone."""
+
+
+def _arrived(passes: "weakref.ref[Passes]", probe: Tensor) -> None:
+    own = passes()
+    if own is not None and (arrives := own._arrives()) is not None:
+        arrives()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainable parameters of a model: where it holds them, and how they are split."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from gnsfast.following.dispatch import attach, detach
+from gnsfast.following.leaf import Leaf
+from gnsfast.following.options import EXCLUDED, excluded_names
+from gnsfast.kept import kept_buffers, kept_chance
+from gnsfast.parallel import parameter_groups, parameters_at_rest, sharding_groups, shared
+
+
+class Structure:
+    """The trainable parameters of a model, each of which is a leaf.
+
+    ``groups`` are the groups of processes that split them, so that a forward pass needs all of
+    them, ``units`` the modules that FSDP2 gathers. ``batch_norms`` are those of the model.
+    ``inside`` are the modules that run. ``is_bare``: the model runs without being followed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._version = _registrations[0]
+        self.inside: set[nn.Module] = set()
+        names, at_rest = excluded_names(model), parameters_at_rest(model)
+        of: dict[int, Leaf] = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad and not nn.parameter.is_lazy(p):
+                leaf = of[id(p)] = Leaf(name, at_rest[name], len(of))
+                leaf.inside = self.inside
+                leaf.left_out = EXCLUDED if name in names else ""
+        self.leaves = list(of.values())
+        for leaf, after in zip(self.leaves, self.leaves[1:]):
+            if leaf.name.rpartition(".")[0] == after.name.rpartition(".")[0]:
+                leaf.next = after
+        self._names = {m: n for n, m in model.named_modules() if m is not model}
+        self._aliases = {
+            n: of[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in of
+        }
+        for leaf, holders in Counter(self._aliases.values()).items():
+            leaf.is_shared = holders > 1
+        self._held = [(m._parameters, n, p) for m in model.modules() for n, p in own_of(m)]
+        self._facts = [(p.requires_grad, p.device) for _, _, p in self._held]
+        kinds = nn.modules.batchnorm._BatchNorm
+        self.batch_norms = [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
+        self.units = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+        self.groups = sharding_groups(leaf.parameter for leaf in self.leaves)
+        self.is_bare = False
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def covered(self) -> list[Leaf]:
+        """The leaves that have norms."""
+        return [leaf for leaf in self.leaves if not leaf.left_out]
+
+    def is_current(self) -> bool:
+        """Whether the model has the same parameters, of which the same are trained."""
+        if self._version != _registrations[0]:
+            model = self.model
+            now = [(m._parameters, n, p) for m in model.modules() for n, p in own_of(m)]
+            same = len(now) == len(self._held) and all(
+                a is b and n == o and p is q for (a, n, p), (b, o, q) in zip(now, self._held)
+            )
+            if not (same or self.units):
+                return False
+            self._version = _registrations[0]
+        if self.units:  # FSDP2 swaps parameters in and out
+            return True
+        return all(
+            own.get(name) is p and p.requires_grad is trained and p.device == device
+            for (own, name, p), (trained, device) in zip(self._held, self._facts)
+        )
+
+    def leaves_of(self, module: nn.Module) -> list[Leaf]:
+        """The leaves that a module holds, also those that another one holds too."""
+        if module is self.model:
+            return self.leaves
+        at = self._names[module]
+        found = {leaf.index: leaf for n, leaf in self._aliases.items() if n.startswith(f"{at}.")}
+        return [found[k] for k in sorted(found)]
+
+    def sharded(self) -> Iterator[Any]:
+        """FSDP2's records of its parameters."""
+        groups = parameter_groups(self.model) if self.units else ()
+        return (p for _, group in groups for p in group.fsdp_params)
+
+    def on_any(self, here: bool) -> bool:
+        """Whether something holds on any of the processes that shard the parameters."""
+        return shared(here, bool.__or__, self.groups)
+
+    def parameters(self) -> list[Any]:
+        """The tensors that the model calculates with."""
+        return [leaf.current for leaf in self.leaves]
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """Do not follow the parameters of an open block meanwhile."""
+        open_leaves = [leaf for leaf in self.leaves if detach(leaf.current)]
+        self.is_bare = True
+        try:
+            yield
+        finally:
+            self.is_bare = False
+            for leaf in open_leaves:
+                attach(leaf, leaf.current)
+
+    @contextmanager
+    def as_it_was(self) -> Iterator[None]:
+        """Restore buffers and random state, and run no hook of a parameter meanwhile."""
+        hooked = [(p, p._backward_hooks) for p in self.parameters() if p._backward_hooks]
+        cached = parametrize._cache
+        for p, _ in hooked:
+            p._backward_hooks = None
+        try:
+            parametrize._cache = {}  # what one pass computes has the graph of that pass
+            with kept_buffers(self.model), kept_chance(self.model), torch.enable_grad():
+                yield
+        finally:
+            parametrize._cache = cached
+            for p, hooks in hooked:
+                p._backward_hooks = hooks
+
+
+_registrations = [0]
+"""How many parameters and modules were registered so far: a change of a model is then noticed
+without a walk over its modules in each block. (A replaced parameter is noticed in its place.)"""
+
+
+def _registered(module: nn.Module, name: str, value: Any) -> None:
+    if value is not None:
+        _registrations[0] += 1
+
+
+nn.modules.module.register_module_parameter_registration_hook(_registered)
+nn.modules.module.register_module_module_registration_hook(_registered)
+
+
+def own_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a module holds itself, by name."""
+    return ((name, p) for name, p in module._parameters.items() if p is not None)
