@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError, SampleShapeError
+from gnsfast.following.examples import FEW, Example
 from gnsfast.following.hooks import Hook
 from gnsfast.following.layouts import Place
 from gnsfast.following.leaf import Leaf
-from gnsfast.following.learning import FEW, Example, Learned, learn
+from gnsfast.following.learning import Learned, learn
 from gnsfast.following.options import EXCLUDED
 from gnsfast.following.passes import Asked, Passes, no_method
 from gnsfast.following.proof import Proof, Trial, first_line, prove, refuse_mixed_documents
@@ -304,7 +305,7 @@ class Batches:
         with self._looking(leaves):
             passes.begin(Asked(example.n))
             if unseen:
-                found = learn(unseen, model, example, structure.as_it_was, structure.on_any)
+                found = learn(structure, unseen, model, example)
                 found.tell(unseen, is_part=False)
             trial = Trial(model, self._called(model), leaves, example, self._learned)
             proof = prove(structure, passes, trial)
@@ -330,7 +331,7 @@ class Batches:
             for tried in examples:
                 passes.begin(Asked(tried.n), leaves)
                 try:
-                    learned = learn(leaves, run, tried, structure.as_it_was, structure.on_any)
+                    learned = learn(structure, leaves, run, tried)
                 except Exception as own:  # the model's own, whatever it is
                     error = error or first_line(own)
                     continue

@@ -7,9 +7,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnsfast.following.layouts import Chosen, Layout, Owned
-from gnsfast.following.leaf import Expression
+from gnsfast import functional
+from gnsfast.following import packed
+from gnsfast.following.functions import IN_PLACE, Call
+from gnsfast.following.layouts import ALONE, FIRST, UNKNOWN, Chosen, Layout, Owned, Place
+from gnsfast.following.leaf import (
+    ROWS,
+    SAME,
+    Expression,
+    Leaf,
+    Step,
+    compiling,
+    expression_of,
+)
 from gnsfast.following.sample_gradients import Dense, is_wanted, leave, reduced
+from gnsfast.following.uses import bare, plan_for
 from gnsfast.functional import Plan
 from gnsfast.tensors import accumulate_dtype
 
@@ -118,3 +130,114 @@ def spread(
     """
     y: Tensor = _Spread.apply(e, probe, plan, shape, layout, expression, rows)
     return y
+
+
+def broadcast(
+    call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf
+) -> list[Tensor] | None:
+    """The parameters of an element-wise function, broadcast to its result, in which the samples are
+    known; None where they are not.
+    """
+    leaves = call.leaves
+    layout: Place
+    if call.name == "scaled_dot_product_attention":
+        shape = torch.Size((*leaves[0].shape[:-1], leaves[1].shape[-2]))
+    else:
+        shape = torch.broadcast_shapes(*(t.shape for t in leaves if isinstance(t, Tensor)))
+    if step is None:
+        layout = ALONE if leaf.lanes == 1 else FIRST
+    elif step.chosen and not compiling():
+        owner_N = packed.owners(leaves[call.others[0]], leaf)
+        layout = UNKNOWN if owner_N is None else Chosen(owner_N)
+    elif call.name == "expand_as":
+        layout = places[call.others[0]]
+    else:
+        layout = step.results[0] if step.results else UNKNOWN
+    values = [leaves[i] for i in call.own]
+    if isinstance(layout, Chosen):
+        if len(shape) < 2 or shape[0] != len(layout.owner_N):
+            return None
+    elif not isinstance(layout, Layout):
+        return None
+    elif leaf.starts is not None and leaf.rows <= 1:  # a single row is in order
+        if not leaf.rows and shape[:1] != (1,):
+            return None
+    elif not layout.fits(shape, leaf.lanes, leaf.growth):
+        return None
+    if call.name in IN_PLACE and 0 in call.own:
+        return None
+    # A 0-d tensor does not change the dtype of a result, and its broadcast copy would.
+    others = [leaves[i].dtype for i in call.others]
+    if any(t.ndim == 0 and any(t.dtype != other for other in others) for t in values):
+        return None
+    found = [spread_out(t, shape, layout) for t in values]
+    return None if any(t is None for t in found) else [t for t in found if t is not None]
+
+
+def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:
+    """The value of ``x[index] = value``, broadcast to the entries of data that it is written to;
+    None where their samples are not known.
+    """
+    x, layout, last = call.leaves[0], places.get(0), len(call.leaves) - 1
+    if compiling() or leaf.starts is not None or call.own != [last]:
+        return None
+    if not isinstance(layout, Layout) or not layout.fits(x.shape, leaf.samples, leaf.growth):
+        return None
+    owner = layout.owners(x.shape, leaf.samples, x.device)[call.index]
+    value = call.leaves[last]
+    y = spread_out(value, owner.shape, Owned(owner))
+    return y if y is None else y.to(x.dtype)
+
+
+def spread_out(e: Tensor, shape: torch.Size, layout: Layout | Chosen | Owned) -> Tensor | None:
+    """A tensor made of parameters, broadcast to ``shape``; None if it has a part for each sample,
+    or for single tokens of packed documents.
+    """
+    expression = expression_of(e)
+    assert expression is not None
+    leaf, missing = expression.leaves[0], len(shape) - e.ndim
+    if missing < 0:
+        return None
+    wide = (1,) * missing + tuple(e.shape)
+    d = layout.dim if isinstance(layout, Layout) else 0
+    if wide[d : d + 1] != (1,) and not isinstance(layout, Owned):
+        return None
+    first = isinstance(layout, Layout) and layout.is_first
+    if expression.kind == ROWS and first and (y := _as_rows(expression, shape)) is not None:
+        return y
+    each = 1
+    if leaf.starts is not None and isinstance(layout, Layout):
+        rows = layout.samples_first(torch.empty(shape, device="meta"), leaf.rows or 1).shape
+        inner = next((k for k, size in enumerate(wide) if size != 1), len(wide)) - len(wide)
+        each = packed.rows_of_token(rows[: len(rows) + inner], leaf)
+        if not each:
+            return None
+    if compiling() and expression.kind != SAME:
+        return None
+    if not compiling():
+        expression.note_use()
+    plan = plan_for([expression], [e], FIRST, each=each)._replace(uses=None, module=None)
+    if isinstance(layout, Chosen):
+        plan = plan._replace(starts=None)
+    joins = None if compiling() else expression
+    return spread(bare(e), leaf.probe, plan, shape, layout, joins, leaf.rows)
+
+
+def _as_rows(expression: Expression, shape: torch.Size) -> Tensor | None:
+    """Rows of a table at ids that all samples share, looked up for each sample."""
+    leaf = expression.leaves[0]
+    assert expression.rows is not None
+    ids, padding_idx = expression.rows
+    B, n = leaf.lanes, len(shape)
+    if shape[0] != B or (leaf.starts is not None and shape[:-1].numel() != leaf.tokens):
+        return None
+    if ids.ndim == n - 1 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.ndim != n - 2 and not (ids.ndim == n - 1 and ids.shape[0] == B):
+        return None
+    if not compiling():
+        leaf.whole.note_use("rows")
+    ids = ids.expand(B, *ids.shape[ids.ndim - n + 2 :])
+    plan = plan_for([leaf.whole], [leaf.current], FIRST)
+    y, _ = functional.embedding(ids, bare(leaf.current), leaf.probe, plan, padding_idx=padding_idx)
+    return y.expand(shape)

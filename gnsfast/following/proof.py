@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from gnsfast.errors import ObservationError
-from gnsfast.following.dispatch import chance_of
+from gnsfast.following.examples import Example
+from gnsfast.following.functions import chance_of
 from gnsfast.following.layouts import Layout, Place
 from gnsfast.following.leaf import Leaf
-from gnsfast.following.learning import Example, Learned
+from gnsfast.following.learning import Learned
 from gnsfast.following.passes import Asked, Passes, fill_probes
 from gnsfast.following.structure import Structure
 from gnsfast.functional import Documents

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from gnsfast.following.layouts import Chosen, Layout, Place
-from gnsfast.following.leaf import Expression, unfollowed
+from gnsfast.following.functions import RECURRENT, Call, chance_of
+from gnsfast.following.layouts import ALONE, FIRST, UNKNOWN, Chosen, Layout, Place
+from gnsfast.following.leaf import Expression, Leaf, Step, unfollowed
 from gnsfast.following.sample_gradients import Dense, flat, is_wanted, leave, reduced
 from gnsfast.functional import Plan
 from gnsfast.tensors import accumulate_dtype
@@ -94,7 +95,7 @@ def _sample_of(g_B1P: Tensor, shape: torch.Size) -> Callable[[int], Tensor]:
 
 def _with_gradient(results: Any) -> list[Tensor]:
     """The tensors among ``results`` that need a gradient."""
-    return [t for t in flatten(results) if t.requires_grad]
+    return [t for t in _flatten(results) if t.requires_grad]
 
 
 class _Replayed(torch.autograd.Function):
@@ -124,7 +125,7 @@ class _Replayed(torch.autograd.Function):
         return None, None, *rows, *dys
 
 
-def replayed(replay: Replay, results: Any, probes: list[Tensor]) -> Any:
+def _replayed(replay: Replay, results: Any, probes: list[Tensor]) -> Any:
     """``results`` of a function, whose backward fills the ``probes`` of its expressions."""
     found = _with_gradient(results)
     passed = _Replayed.apply(replay, len(probes), *probes, *found)
@@ -132,6 +133,69 @@ def replayed(replay: Replay, results: Any, probes: list[Tensor]) -> Any:
     return pytree.tree_map(lambda t: new.get(id(t), t), results)
 
 
-def flatten(tree: Any) -> Iterator[Tensor]:
+def _flatten(tree: Any) -> Iterator[Tensor]:
     """The tensors of a result."""
     return (t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor))
+
+
+def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) -> Any:
+    """The result of a function that is run again for each sample in backward."""
+    B, leaves = leaf.lanes, call.leaves
+    again = Replay(call.func, leaves, call.spec, call.own, call.expressions, places, B)
+    versions = [t._version if isinstance(t, Tensor) else 0 for t in leaves]
+    drawn = chance_of(leaves)
+    out = call.run()
+    drew = B > 1 and chance_of(leaves) != drawn
+    flat = [*_flatten(out)]
+    if not any(t.requires_grad for t in flat):
+        return out
+    if step is None:
+        some = ALONE if B == 1 else FIRST
+        results: list[Place] = [some if some.fits(t.shape, B) else UNKNOWN for t in flat]
+    else:
+        results = [*step.results][: len(flat)]
+        results += [UNKNOWN] * (len(flat) - len(results))
+    if call.name in RECURRENT:
+        first = leaves[-1] is True
+        states = [Layout(1)] * len(call.others)
+        places |= dict(zip(call.others, [Layout(0 if first else 1), *states]))
+        of_results: list[Place] = [Layout(0 if first else 1), Layout(1), Layout(1)]
+        results = of_results[: len(flat)]
+    shapes = [list(leaves[i].shape) for i in places], [list(t.shape) for t in flat]
+    fits = all(
+        not isinstance(place, Layout) or place.fits(leaves[i].shape, B, leaf.growth)
+        for i, place in places.items()
+    )
+    lost = any(place == UNKNOWN for place in places.values()) or not fits
+    lost |= any(
+        not isinstance(place, Layout) or not place.fits(t.shape, B, leaf.growth)
+        for place, t in zip(results, flat)
+        if t.requires_grad
+    )
+    is_written = any(
+        isinstance(t, Tensor) and t._version != v for t, v in zip(leaves, versions)
+    ) or any(t is given for t in flat for given in leaves)
+    if not leaf.samples or not any(leaves[i].numel() for i in call.others):
+        lost, results = False, [FIRST] * len(flat)  # nothing to tell apart: all norms are zero
+        places.update(dict.fromkeys(places, FIRST))
+    where = f"{shapes[0]} -> {shapes[1]}"
+    for expression in call.expressions:
+        expression.note_use(call.name)
+        for each in expression.leaves:
+            if is_written:
+                each.fail(f"{call.name} writes to data")
+            elif drew:
+                each.fail(f"{call.name} draws random numbers, other ones for a sample alone")
+            elif leaf.starts is not None:
+                each.fail(f"{call.name} has no norms for packed documents here, {where}")
+            elif lost and not any(leaves[i].ndim for i in call.others):
+                each.fail(
+                    f"{call.name} joins it with a number of the whole batch, as a penalty on the "
+                    "weights does, which belongs to no sample"
+                )
+            elif lost:
+                each.fail(f"the samples were not found in {call.name}, {where}")
+    if is_written or drew or lost or leaf.starts is not None:
+        return out
+    again.results = [p for p, t in zip(results, flat) if t.requires_grad]  # type: ignore[misc]
+    return _replayed(again, out, [e.leaves[0].probe for e in call.expressions])

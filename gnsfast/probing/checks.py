@@ -65,8 +65,8 @@ def refuse_nothing(followed: Followed) -> None:
     without = all(leaf.left_out.startswith("no argument of") for leaf in followed.leaves)
     name = type(followed.structure.model).__name__
     raise (SampleShapeError if without else ObservationError)(
-        f"No parameter of {name} has per-sample norms. {first.name}: {first.left_out}. gnsfast.coverage(model) lists the others, and "
-        "gnsfast.TwoBatchNoiseScale(model) needs no per-sample norms."
+        f"No parameter of {name} has per-sample norms. {first.name}: {first.left_out}. "
+        "gnsfast.coverage(model) lists the others, and gnsfast.TwoBatchNoiseScale(model) needs no per-sample norms."
     )
 
 

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few samples of a batch, as the arguments of a model."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gnsfast.functional import Documents
+from gnsfast.tensors import map_tensors, tensors_of
+
+FEW = 3
+"""So many samples of the first batch are looked at; two are too few to tell a sample from all."""
+
+
+class Example(NamedTuple):
+    """Samples of a batch: the arguments ``args`` and ``kwargs`` of a model, of which the tensors in
+    ``dims`` have their n samples along these dimensions, each in as many consecutive rows.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    n: int
+    dims: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any, B: int, n: int = FEW) -> "Example | None":
+        """So many samples of a batch of ``B``, again from the first if it has fewer; None if no
+        tensor has them.
+        """
+        given = [*tensors_of((args, kwargs))]
+        at = 0 if any(t.ndim and t.shape[0] == B for t in given) else 1
+        dims = tuple(_dim_of(t, at, B) for t in given)
+        if all(d is None for d in dims):
+            return None
+        whole = cls(tuple(args), dict(kwargs), B, dims)
+        return whole.part([b % B for b in range(n)])
+
+    @classmethod
+    def several(cls, args: Any, kwargs: Any, B: int) -> "Iterator[Example]":
+        """A few samples of a batch of ``B``, then other numbers of them, last all."""
+        for n in dict.fromkeys((FEW, FEW + 1, FEW + 2, B)):
+            example = cls.of(args, kwargs, B, n)
+            if example is not None:
+                yield example
+
+    @classmethod
+    def without_samples(cls, args: Any, kwargs: Any, n: int) -> "Example":
+        """The arguments as they are, for a process that only runs the passes of others."""
+        return cls(tuple(args), dict(kwargs), n, (None,) * len(tensors_of((args, kwargs))))
+
+    @classmethod
+    def of_documents(
+        cls, args: Any, kwargs: Any, rows: int, documents: Documents
+    ) -> "Example | None":
+        """A few ``rows`` of packed documents as samples. Of a single row they are parts of one
+        length, each from the start of a document on. None if documents go on in the next row.
+        """
+        N, starts = documents.tokens, [*dict.fromkeys(documents.starts.tolist())]
+        if rows != 1:
+            apart = rows > 1 and all(k * N // rows in starts for k in range(rows))
+            return cls.of(args, kwargs, rows) if apart else None
+        T, first = N // FEW, [0]
+        while T > 1 and len(first) < 2:
+            first = [s for s in starts if s + T <= N]
+            T = T if len(first) > 1 else T // 2
+        given = [t for t in tensors_of((args, kwargs)) if t.ndim]
+        if len(first) < 2 or any(t.shape[0] != 1 or N not in t.shape for t in given):
+            return None
+        n = min(len(first), FEW)
+        first = [first[k * (len(first) - 1) // (n - 1)] for k in range(n)]
+
+        def cut(t: Tensor) -> Tensor:
+            parts = [t.detach()] * n
+            for d, size in enumerate(t.shape):
+                if d and size == N:
+                    parts = [own.narrow(d, s, T) for own, s in zip(parts, first)]
+            return torch.cat(parts) if t.ndim else t.detach().clone()
+
+        dims = tuple(0 if t.ndim else None for t in tensors_of((args, kwargs)))
+        args, kwargs = map_tensors(cut, (tuple(args), dict(kwargs)))
+        return cls(args, kwargs, n, dims)
+
+    def part(self, samples: Any) -> "Example":
+        """Some of the samples."""
+        chosen = list(samples)
+        dims = iter(self.dims)
+
+        def pick(t: Tensor) -> Tensor:
+            d = next(dims)
+            own = t.detach().clone() if d is None else _picked(t, d, chosen, self.n)
+            return own.requires_grad_(t.requires_grad)
+
+        args, kwargs = map_tensors(pick, (self.args, self.kwargs))
+        return Example(args, kwargs, len(chosen), self.dims)
+
+    def replaced(self, b: int) -> "Example":
+        """The samples, with the next one in the place of sample ``b``. Sample -1 replaces none."""
+        dims = iter(self.dims)
+
+        def pick(t: Tensor) -> Tensor:
+            d, new = next(dims), t.detach().clone()
+            if d is not None and b >= 0:
+                order = [(b + 1) % self.n if k == b else k for k in range(self.n)]
+                new = _picked(t, d, order, self.n)
+            return new.requires_grad_(t.requires_grad)
+
+        args, kwargs = map_tensors(pick, (self.args, self.kwargs))
+        return self._replace(args=args, kwargs=kwargs)
+
+
+def _dim_of(t: Tensor, at: int, B: int) -> int | None:
+    """The dimension with the B samples of a tensor of the batch: ``at``, or the other one of the
+    first two for ids and features, which may lie sequence first beside a mask that does not. A mask
+    of each head [B * heads, T, T] has several rows for a sample.
+    """
+    s = t.shape
+    if len(s) > at and s[at] == B:
+        return at
+    is_mask = t.ndim < 3 and (t.is_floating_point() or t.dtype == torch.bool)
+    if at == 0 and len(s) > 1 and s[1] == B and not is_mask:
+        return 1
+    return 0 if t.ndim == 3 and B > 1 and s[0] and s[0] % B == 0 and B not in s[:2] else None
+
+
+def _picked(t: Tensor, dim: int, samples: list[int], n: int) -> Tensor:
+    """Some of the n samples of a tensor, which may be a DTensor."""
+    t, each = t.detach(), t.shape[dim] // n
+    return torch.cat([t.narrow(dim, b * each, each) for b in samples], dim)

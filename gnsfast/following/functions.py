@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of torch by what they do with a parameter, and a call of one of them."""
+
+import types
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gnsfast.following.leaf import expression_of
+
+KEEPS = frozenset(
+    "t transpose permute view reshape flatten unflatten squeeze unsqueeze contiguous clone to "
+    "float double half bfloat16 type type_as movedim swapaxes swapdims view_as reshape_as T mT "
+    "ravel adjoint H mH".split()
+)
+"""Functions whose result holds each element of their argument once."""
+
+SHIFTS = frozenset("__neg__ neg __add__ __radd__ __sub__ __rsub__".split())
+"""Functions whose result has the parameter's gradient, or its negative, if shapes stay."""
+
+PIECES = frozenset(
+    "narrow select chunk split unbind tensor_split split_with_sizes __iter__ __getitem__".split()
+)
+"""Functions whose results hold each element of their argument at most once."""
+
+ELEMENTWISE = frozenset(
+    f"__{kind}{name}__"
+    for name in ("add", "sub", "mul", "truediv", "pow")
+    for kind in ("", "r", "i")
+) | frozenset(
+    "add sub mul div pow lerp addcmul addcdiv maximum minimum where multiply subtract divide "
+    "true_divide rsub add_ sub_ mul_ div_ copy_ masked_fill masked_fill_ expand_as".split()
+)
+"""Functions that broadcast their arguments against each other."""
+
+IN_PLACE = frozenset(
+    "__iadd__ __isub__ __imul__ __itruediv__ __ipow__ add_ sub_ mul_ div_ masked_fill_".split()
+)
+"""Those of them that write to their first argument."""
+
+QUERIES = frozenset(
+    "__get__ __set__ __delete__ size dim numel nelement __len__ ndimension is_floating_point "
+    "is_complex is_contiguous "
+    "element_size get_device stride detach requires_grad_ register_hook data_ptr storage_offset "
+    "__repr__ __format__ is_shared untyped_storage zero_ __hash__ new_zeros new_ones new_empty "
+    "register_post_accumulate_grad_hook new_full new_tensor zeros_like ones_like empty_like type_ "
+    "is_same_size item tolist __bool__".split()
+)
+"""Functions that give no gradient to a parameter."""
+
+COMPILED = KEEPS | SHIFTS | PIECES | {"embedding"}
+"""Functions of parameters alone that compiled code follows."""
+
+CASTS = frozenset(("to", "type_as"))
+COPIES = frozenset("expand expand_as repeat broadcast_to".split())
+RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
+
+_views = {getattr(Tensor, name).__get__: name for name in ("T", "mT", "real", "imag")}
+_views |= {getattr(Tensor, name).__get__: "adjoint" for name in ("H", "mH")}
+_products = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+NAMES: dict[Any, str] = {**_views, **dict.fromkeys(_products, "matmul")}
+
+
+def name_of(func: Any) -> str:
+    """The name of a function of torch in the steps of an example."""
+    name: str = NAMES.get(func) or func.__name__
+    return name
+
+
+def _opened(f: Any) -> Any:
+    """A function of ``torch.nn.functional`` that does not ask for a tensor subclass first."""
+    own = {
+        **f.__globals__,
+        "has_torch_function": lambda *_: False,
+        "has_torch_function_unary": lambda *_: False,
+    }
+    opened = types.FunctionType(f.__code__, own, f.__name__, f.__defaults__, f.__closure__)
+    opened.__kwdefaults__ = f.__kwdefaults__
+    return opened
+
+
+OPENED: dict[Any, Any] = {
+    F.multi_head_attention_forward: _opened(F.multi_head_attention_forward),
+    **{f: _opened(f) for f in (torch.autograd.grad, torch.autograd.backward, Tensor.backward)},
+}
+"""Functions of torch whose own functions are seen one by one. (Inside of ``unfollowed`` a backward
+pass could not unpack the tensors of a checkpoint.)
+"""
+
+
+def _set_item(x: Tensor, index: Any, value: Any) -> Tensor:
+    """``x[index] = value``"""
+    x[index] = value
+    return x
+
+
+class Call:
+    """A call of a function without a kernel: ``leaves`` are its arguments, flattened. At the places
+    ``own`` are parameters, or tensors made of them, which need a gradient.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.name, self._given = name_of(func), (args, kwargs)
+        self.func = _set_item if self.name == "__setitem__" else func
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.constants = self.leaves
+        self.own, self.expressions = [], []
+        for i, t in enumerate(self.leaves):
+            e = expression_of(t) if isinstance(t, Tensor) else None
+            if e is not None and t.requires_grad:
+                self.own.append(i)
+                self.expressions.append(e)
+        self.others = [
+            i for i, t in enumerate(self.leaves) if isinstance(t, Tensor) and i not in self.own
+        ]
+
+    def keep_first(self) -> None:
+        """Keep the first argument, a constant that the function will write to, for later runs."""
+        if 0 not in self.own:
+            self.constants = [self.leaves[0].detach().clone(), *self.leaves[1:]]
+
+    def run(self) -> Any:
+        """The result of the function."""
+        args, kwargs = self._given
+        return self.func(*args, **kwargs)
+
+    def run_with(self, values: dict[int, Any]) -> Any:
+        """The result of the function with other values at some places."""
+        leaves = [values.get(i, t) for i, t in enumerate(self.leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.func(*args, **kwargs)
+
+    @property
+    def index(self) -> Any:
+        """The index of ``__setitem__``."""
+        return self._given[0][1]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the function writes to its first argument."""
+        name = self.name
+        dunder = name.startswith("__")
+        return name.startswith(("__i", "__set")) if dunder else name.endswith("_")
+
+
+def numbered(args: Any) -> Any:
+    """The arguments of an index. That of a parameter by one number which is a tensor becomes that
+    number.
+    """
+    t, index = args
+    alone = isinstance(index, Tensor) and index.ndim == 0
+    if alone and not index.is_floating_point() and index.dtype != torch.bool:
+        return t, int(index)
+    return args
+
+
+def is_transformed() -> bool:
+    """Whether a function runs inside of ``torch.func.vmap`` or its likes."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class Copied(NamedTuple):
+    """How a parameter is repeated for each sample: along dimension ``dim`` of the result, which
+    holds ``each`` rows of it for a sample. ``less`` are the other numbers of ``repeat``.
+    """
+
+    dim: int
+    each: int
+    less: tuple[int, ...] | None
+
+
+def copied_along(name: str, arguments: list[Any], B: int) -> Copied | None:
+    """How ``expand`` or ``repeat`` repeats its first argument for each of B samples, if it does."""
+    e, sizes = arguments[0], [n for n in arguments[1:] if isinstance(n, int)]
+    if name == "expand_as":
+        sizes = list(arguments[1].shape)
+    new = len(sizes) - e.ndim
+    for d, n in enumerate(sizes):
+        each = 1 if d < new else e.shape[d - new]
+        if n == B and B > 1 and (each == 1 or name == "repeat"):
+            own = (*sizes[:d], 1, *sizes[d + 1 :])
+            needed = name == "repeat" and any(k != 1 for k in own)
+            return Copied(d, each, own if needed else None)
+    return None
+
+
+def chance_of(leaves: list[Any]) -> list[Any]:
+    """What changes when a function draws random numbers on the devices of its tensors."""
+    gpus = {t.device.index for t in leaves if isinstance(t, Tensor) and t.is_cuda}
+    offsets = [torch.cuda.default_generators[k].get_offset() for k in sorted(gpus)]
+    return [torch.get_rng_state().view(torch.int64).tolist(), *offsets]

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass over a few samples in which each function that takes a parameter is seen, with what its
+tensors hold. No gradient is computed.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from gnsfast.following.examples import Example
+from gnsfast.following.functions import (
+    CASTS,
+    COPIES,
+    OPENED,
+    QUERIES,
+    copied_along,
+    is_transformed,
+    name_of,
+    numbered,
+)
+from gnsfast.following.layouts import Layout, Print, owners_of, weights_of
+from gnsfast.following.leaf import Leaf, expression_of, unfollowed
+from gnsfast.tensors import tensors_of
+
+
+class Seen(NamedTuple):
+    """A call of a function that takes a parameter. ``arguments`` and ``results`` are prints of its
+    tensors, None for parameters and other values. ``of_data``: one of them was made from the batch;
+    ``is_data`` says which of them were, and need a gradient. ``has_grad``: it was called in grad
+    mode. ``owner_N`` are the samples of rows that an index has chosen, and ``number_N`` says
+    what is in each. ``is_ragged``: the data have chosen its rows.
+    """
+
+    name: str
+    arguments: list[Print | None]
+    results: list[Print | None]
+    of_data: bool
+    is_data: tuple[list[bool], list[bool]]
+    copies: bool
+    has_grad: bool
+    owner_N: Tensor | None
+    number_N: Tensor | None
+    is_ragged: bool
+
+
+class Look(TorchFunctionMode):
+    """A pass over samples in which each function of torch is seen. Tensors that are made from the
+    batch, or from a parameter, carry a mark. With ``varied`` the copy of a parameter for a sample
+    is changed as that sample is. The results of ``growing`` calls of a leaf count as data.
+    """
+
+    def __init__(self, sample: int, varied: bool, growing: set[tuple[Leaf, int]]) -> None:
+        super().__init__()
+        self.sample, self.varied, self.growing = sample, varied, growing
+        self.seen: dict[Leaf, list[Seen]] = {}
+        self.copied: set[Leaf] = set()
+        self.results: list[Print] = []
+        self.uses: dict[Leaf, dict[str, None]] = {}
+        self.made: dict[Leaf, dict[Leaf, None]] = {}  # what meets others before the data
+        self.is_half = False
+
+    def begin(self, example: Example) -> None:
+        """Mark the tensors that have samples."""
+        for t, d in zip(tensors_of((example.args, example.kwargs)), example.dims):
+            if d is not None:
+                _mark(t, DATA)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **kwargs)
+        name = name_of(func)
+        with unfollowed():
+            if is_transformed():
+                return func(*args, **kwargs)
+            if name in QUERIES:
+                return _queried(func, args, kwargs, name)
+            if name == "__getitem__" and isinstance(_mark_of(args[0]), Leaf):
+                args = numbered(args)
+            arguments = [*_values(args, kwargs)]
+            marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
+            of_data = any(map(_is_data, marks))
+            of_data = of_data and not (
+                name in CASTS and not (marks[0] is None or _is_data(marks[0]))
+            )
+            data = _data_of(name, arguments, marks)
+            leaves = [
+                mark
+                for t, mark in zip(arguments, marks)
+                if isinstance(mark, Leaf) and t.requires_grad
+            ]
+            out = func(*args, **kwargs)
+            if name in EMPTY:
+                out.zero_()  # what lies in memory would look like a change
+            if name == "__setitem__":
+                found = [args[0]]
+            elif hasattr(out, "__next__"):
+                out = iter(found := list(out))
+            else:
+                found = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+            if leaves:
+                of_data, out, found = self._note(name, args, kwargs, leaves, of_data, out, found)
+            is_written = name[-1] == "_" and name[-2:] != "__"
+            if of_data and is_written and isinstance(arguments[0], Tensor):
+                _mark(arguments[0], data)
+            for t in found:
+                if of_data:
+                    _mark(t, DATA if name in VIEWS and t.ndim > arguments[0].ndim else data)
+                elif leaves and t.requires_grad and _mark_of(t) is None:
+                    _mark(t, min(leaves, key=lambda leaf: leaf.index))
+        return out
+
+    def _note(
+        self,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        leaves: list[Leaf],
+        of_data: bool,
+        out: Any,
+        results: list[Tensor],
+    ) -> tuple[bool, Any, list[Tensor]]:
+        """Note a call. Where it repeats a parameter for each sample, the results are data."""
+        leaf = min(leaves, key=lambda each: each.index)
+        if of_data and not any(t.numel() for t in results):  # of an expert without rows
+            return of_data, out, results
+        for each in leaves:
+            if of_data:
+                self.uses.setdefault(each, {})[name] = None
+            elif each is not leaf:
+                self.made.setdefault(leaf, {})[each] = None
+        arguments = pytree.tree_leaves((args, kwargs))
+        marks = [_mark_of(t) if isinstance(t, Tensor) else None for t in arguments]
+        copied = None
+        if name in COPIES and not of_data:
+            copied = copied_along(name, arguments, leaf.samples)
+        x = next((t for t, mark in zip(arguments, marks) if _is_data(mark)), None)
+        owner_N = None
+        if of_data and x is not None and x.ndim == 2 and x.is_floating_point():
+            owner_N = owners_of(x, leaf.samples)
+        active = (
+            [_is_data(mark) and _is_active(t) for t, mark in zip(arguments, marks)],
+            [of_data and _is_active(t) for t in results],
+        )
+        tensors = (t for t in (*arguments, *results) if isinstance(t, Tensor))
+        self.is_half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
+        self.seen.setdefault(leaf, []).append(
+            Seen(
+                name,
+                [
+                    Print.of(t) if isinstance(t, Tensor) and not isinstance(m, Leaf) else None
+                    for t, m in zip(arguments, marks)
+                ],
+                [Print.of(t) for t in results],
+                of_data,
+                active,
+                copied is not None,
+                torch.is_grad_enabled(),
+                owner_N,
+                None if owner_N is None or x is None else _number(x.detach()),
+                any(mark in (RAGGED, SORTED) for mark in marks),
+            )
+        )
+        if copied is None:
+            number = len(self.seen[leaf]) - 1
+            return of_data or (leaf, number) in self.growing, out, results
+        self.copied.add(leaf)
+        self.uses.setdefault(leaf, {})[name] = None
+        if self.varied:  # in each pass, since kernels round in other ways where copies lie apart
+            with torch.no_grad():
+                out = out.clone()
+                if self.sample >= 0:
+                    own = Layout(copied.dim).of_sample(out, self.sample, leaf.samples)
+                    own.mul_(1.5).add_(0.1)
+            out.requires_grad_()
+            results = [out]
+        return True, out, results
+
+
+EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided"))
+
+DATA, RAGGED, SORTED = "data", "ragged", "sorted"
+"""The marks of tensors that are made from the batch. Of ``RAGGED`` ones the data have chosen how
+many rows there are, and of ``SORTED`` ones their order, until the data order them again. Another
+batch may choose in another way.
+"""
+
+SELECTS = frozenset(
+    "nonzero argwhere masked_select unique unique_consecutive _pack_padded_sequence".split()
+)
+INSERTS = frozenset(
+    "__setitem__ index_copy index_add index_put masked_scatter scatter scatter_add index_copy_ "
+    "index_add_ index_put_ masked_scatter_ scatter_ scatter_add_ index_fill index_fill_".split()
+)
+"""Functions whose result has the shape of their first argument."""
+
+VIEWS = frozenset("view reshape unflatten".split())
+
+
+def _is_data(mark: Any) -> bool:
+    return mark in (DATA, RAGGED, SORTED)
+
+
+def _data_of(name: str, arguments: list[Any], marks: list[Any]) -> str:
+    """The mark of the results of a function of data."""
+    if name in INSERTS:
+        return marks[0] if _is_data(marks[0]) else DATA
+    if name in SELECTS or RAGGED in marks:
+        return RAGGED
+    by_data = [t for t, mark in zip(arguments[1:], marks[1:]) if _is_data(mark)]
+    by_mask = name == "__getitem__" and any(t.dtype in MASKS for t in by_data)
+    if by_mask or (name == "repeat_interleave" and by_data):
+        return RAGGED
+    by_order = name == "__getitem__" and by_data and arguments[1] is by_data[0]
+    if by_order or (name == "index_select" and by_data and arguments[1] == 0):
+        return DATA if marks[0] is SORTED else SORTED
+    return SORTED if SORTED in marks else DATA
+
+
+MASKS = (torch.bool, torch.uint8)
+
+
+def _mark(t: Tensor, mark: Any) -> None:
+    t._gnsfast_look = mark  # type: ignore[attr-defined]
+
+
+def _mark_of(t: Any) -> Any:
+    found = getattr(t, "_gnsfast_look", None)
+    if found is None and (expression := expression_of(t)) is not None:
+        return expression.leaves[0]
+    return found
+
+
+def _is_active(t: Tensor) -> bool:
+    """Whether the gradient goes through a tensor. Without grad mode, as in a checkpoint's first
+    forward, it may go through all floating-point numbers.
+    """
+    return t.requires_grad if torch.is_grad_enabled() else t.is_floating_point()
+
+
+def _queried(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """The result of a function without a gradient. That of data is data."""
+    out = func(*args, **kwargs)
+    if isinstance(out, Tensor) and _is_data(mark := _mark_of(args[0])):
+        _mark(out, mark)
+    return out
+
+
+def _values(args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments of a function, and those in its lists."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from _values(value, {})
+        else:
+            yield value
+
+
+def _number(x_ND: Tensor) -> Tensor:
+    """A number for each row."""
+    x_ND = x_ND.double()
+    return x_ND @ weights_of(x_ND.shape[1], x_ND)
