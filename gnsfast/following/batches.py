@@ -47,6 +47,7 @@ class Batches:
         self._learned: Learned | None = None
         self._places: list[Place] = []
         self._few, self._again = FEW, 0
+        self._proven_sizes: set[Any] = set()
         self._wrong_later: dict[str, str] = {}
         self._sizes: list[float] = []
         self._now_sizes: list[float] = []
@@ -127,20 +128,31 @@ class Batches:
         structure.inside.add(self._caller())
         self._run, self._batch = run, (args, kwargs)
         self._refuse_shapes(args, kwargs)
-        proven = not self.proof.unproven
-        if self._again and not (self._groups or proven or documents) and self._is_several:
-            self._learn_again()
-        self._fail_wrong()
-        self.learn(structure.model, args, kwargs)
         if documents is None:
             self._note_growth(args, kwargs)
-        elif not self._is_apart:
+            self._look_again(args, kwargs)
+        self._fail_wrong()
+        self.learn(structure.model, args, kwargs)
+        if documents is not None and not self._is_apart:
             self._see_documents_apart(args, kwargs)
 
     @property
     def _is_several(self) -> bool:
         """Whether the batch of the open block has several samples."""
         return self._passes.asked.samples > 1
+
+    def _look_again(self, args: Any, kwargs: Any) -> None:
+        """Prove it with a later batch too, if it has another size, or if the first one gave some
+        parameters no gradient.
+        """
+        if self._learned is None or self._groups or not self._is_several:
+            return
+        size = self._passes.asked.samples, *self._now_sizes
+        others = size not in self._proven_sizes and len(self._proven_sizes) <= AGAIN
+        if others or (self._again and self.proof.unproven):
+            self._again -= not others
+            self._proven_sizes.add(size)
+            self._learn_again()
 
     def _refuse_shapes(self, args: Any, kwargs: Any) -> None:
         """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
@@ -239,7 +251,9 @@ class Batches:
             return
         begun = time.perf_counter()
         more: Iterator[Example] = iter(())
+        batch: Example | None = None
         if documents is None:
+            batch = None if alone else Example.of(args, kwargs, samples, samples)
             more = iter(()) if alone else Example.several(args, kwargs, samples)
             example = next(more, None)
         else:
@@ -260,14 +274,16 @@ class Batches:
         )
         if module is model and documents is None:
             self._sizes = _sizes(args, kwargs, samples)
+            self._proven_sizes = {(samples, *self._sizes)}
+            self._note_growth(args, kwargs)
         if n and self._groups:
             if example is None:
                 example = Example.of(args, kwargs, samples) if alone else None
                 example = example or Example.without_samples(args, kwargs, n)
             example = example.part([k % example.n for k in range(n)])
-            found = self._learned_from(module, leaves, [example], bool(own))
+            found = self._learned_from(module, leaves, batch, [example], bool(own))
         elif example is not None:
-            found = self._learned_from(module, leaves, chain([example], more), True)
+            found = self._learned_from(module, leaves, batch, chain([example], more), True)
         else:
             self._is_blind = alone
             why = f"no argument of {type(module).__name__} has {samples} samples"
@@ -292,13 +308,11 @@ class Batches:
         self.proof = found if self.proof.reason == NOT_BEGUN else self.proof.joined(found)
 
     def _learn_again(self) -> None:
-        """Prove it with a later batch too, since the first one gave some parameters no gradient.
-        Those that it did not use are learnt.
-        """
+        """Prove it with this batch too, and learn the parameters that no batch has used."""
         structure, passes, unseen = self._structure, self._passes, self._unseen
         args, kwargs = self._batch
-        example = Example.of(args, kwargs, passes.asked.samples, self._few)
-        self._again -= 1
+        samples = passes.asked.samples
+        example = Example.of(args, kwargs, samples, self._few)
         if example is None or self._learned is None:
             return
         model, leaves = structure.model, structure.leaves
@@ -307,7 +321,9 @@ class Batches:
             if unseen:
                 found = learn(structure, unseen, model, example)
                 found.tell(unseen, is_part=False)
-            trial = Trial(model, self._called(model), leaves, example, self._learned)
+            run = self._called(model)
+            batch = Example.of(args, kwargs, samples, samples) or example
+            trial = Trial(model, run, leaves, batch, example, self._learned)
             proof = prove(structure, passes, trial)
         self._wrong_later |= proof.wrong
         if not proof.reason:
@@ -318,11 +334,17 @@ class Batches:
         return self._run if self._run is not None and module is self._structure.model else module
 
     def _learned_from(
-        self, module: nn.Module, leaves: list[Leaf], examples: Iterable[Example], is_own: bool
+        self,
+        module: nn.Module,
+        leaves: list[Leaf],
+        batch: Example | None,
+        examples: Iterable[Example],
+        is_own: bool,
     ) -> Proof:
         """Learn from the first of ``examples``, and from others where the model does not take it,
         or where something else is as many as its samples. Processes that shard the parameters take
         over what the first of them has learnt whose example has samples of its own (``is_own``).
+        ``batch`` has all samples, if there are more.
         """
         structure, passes, run = self._structure, self._passes, self._called(module)
         learned: Learned | None = None
@@ -353,7 +375,8 @@ class Batches:
                 self._learned = learned
             if structure.on_any(not is_own):
                 return Proof("a process has no batch of several samples")
-            return prove(structure, passes, Trial(module, run, leaves, example, learned))
+            trial = Trial(module, run, leaves, batch or example, example, learned)
+            return prove(structure, passes, trial)
 
     def _shared(self, leaves: list[Leaf], learned: Learned, is_own: bool) -> Learned:
         """What the first process has learnt that has samples of its own."""
@@ -401,7 +424,8 @@ UNCLEAR = (
 )
 
 AGAIN = 2
-"""So many later batches are looked at where the first one gave some parameters no gradient."""
+"""So many later batches of other sizes prove it again, and as many where the first one gave some
+parameters no gradient."""
 
 POSITIONS = (
     "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof of what an example has shown: on the same few samples, the norms of one measured pass
-beside a loop over single samples of the very same model.
+"""The proof of what an example has shown: the norms of one measured pass over the whole batch,
+beside a loop over a few single samples of the very same model.
 
-The loss weighs the model's outputs at random, so that no gradients cancel. Gradients come from
+The loss weighs these samples' outputs at random, so that no gradients cancel. Gradients come from
 ``autograd.grad``: nothing reaches ``.grad``, hooks of accumulation, or other processes.
 """
 
@@ -49,12 +49,14 @@ DRAWS = "the model draws random numbers"
 
 class Trial(NamedTuple):
     """What is proven: the norms of ``leaves`` where ``run``, which is ``module`` or calls it, gets
-    the samples of ``example``, of which ``learned`` says what they have shown.
+    ``batch``. Its first samples are those of ``example``, of which ``learned`` says what they have
+    shown.
     """
 
     module: nn.Module
     run: Callable[..., Any]
     leaves: list[Leaf]
+    batch: Example
     example: Example
     learned: Learned
 
@@ -77,9 +79,9 @@ def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
 
 def _compared(structure: Structure, passes: Passes, trial: Trial) -> Proof:
     """The norms of one measured pass beside those of passes over single samples."""
-    _, run, leaves, example, learned = trial
-    n, own = example.n, example.replaced(-1)
-    passes.begin(Asked(n), leaves)
+    _, run, leaves, batch, example, learned = trial
+    B, own = batch.n, batch.replaced(-1)
+    passes.begin(Asked(B), leaves)
     before = chance_of(structure.parameters())
     with structure.as_it_was():
         results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
@@ -87,25 +89,29 @@ def _compared(structure: Structure, passes: Passes, trial: Trial) -> Proof:
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
         if structure.on_any(chance_of(structure.parameters()) != before):
             return Proof(DRAWS, _failed(leaves))
-        weights = _weighed(results, learned.results, n)
-        if structure.on_any(not weights):
-            return Proof("no result of the model belongs to single samples", _failed(leaves))
+        weighed = _weighed(results, learned.results, B, example.n)
+        if by_loss := structure.on_any(not weighed):
+            weighed = _loss(results, example.n)
+            if structure.on_any(not weighed):
+                return Proof("no result of the model belongs to single samples", _failed(leaves))
         try:
-            fill_probes(_loss_of(results, weights), leaves)
+            fill_probes(_sum([part for w in weighed for part in w.parts(results, B)]), leaves)
         except RuntimeError as error:  # as of a checkpoint with use_reentrant=True
             return Proof(first_line(error), _failed(leaves))
-        norms = {leaf: rows[0, :n] for leaf, rows in passes.rows(leaves).items()}
+        norms = {leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}
     failed = _failed(leaves)
     # Torch 2.13's gradients of a batch norm in evaluation mode are wrong for one image that is
     # stored channels-last.
     copies = 1 + bool(structure.batch_norms)
     with structure.bare():
-        truth = _truths(trial, weights, structure.as_it_was, copies)
+        truth = _truths(trial, weighed, structure.as_it_was, copies)
     if isinstance(truth, str):
         return Proof(truth, failed)
-    zero = torch.zeros(n, device="cpu")
+    zero = torch.zeros(B, device="cpu")
     found = {leaf: norms.get(leaf, zero) for leaf in leaves if leaf.name not in failed}
-    judged = judge(leaves, found, truth, 5e-2 if learned.is_half else 1e-3)
+    judged = judge(leaves, found, truth, 5e-2 if learned.is_half else 1e-3, by_loss)
+    if by_loss and judged.wrong:
+        return Proof(JOINED, failed)
     return judged._replace(wrong=failed | judged.wrong)
 
 
@@ -118,37 +124,52 @@ def _either(a: dict[str, str], b: dict[str, str]) -> dict[str, str]:
 
 
 class Weighed(NamedTuple):
-    """A result of the model: its number, where its samples lie, and a random weight for each
-    entry.
+    """A result of the model: its number, where its samples lie, and a random weight for each entry
+    of some samples' parts. A loss of all samples has no layout, and its weights are one.
     """
 
     number: int
-    layout: Layout
-    weight: Tensor
+    layout: Layout | None
+    weights: dict[int, Tensor]
 
-    def of_sample(self, b: int, n: int, copies: int) -> "Weighed":
-        """The weights of sample ``b``, and zeros for further copies of it."""
-        own, d = self.layout.of_sample(self.weight, b, n), self.layout.dim
-        zeros = [torch.zeros_like(own)] * (copies - 1)
-        if self.layout.interleaved:
-            return self._replace(weight=torch.stack([own, *zeros], d + 1).flatten(d, d + 1))
-        return self._replace(weight=torch.cat([own, *zeros], d))
+    def parts(self, results: Sequence[Tensor], n: int) -> list[tuple[Tensor, Tensor]]:
+        """The parts of those of n samples that have weights, or the loss of all."""
+        t = results[self.number]
+        if self.layout is None:
+            return [(t, self.weights[0])]
+        return [(self.layout.of_sample(t, b, n), weight) for b, weight in self.weights.items()]
+
+    def part_of(self, results: Sequence[Tensor], at: int, n: int) -> Tensor | None:
+        """The part of sample number ``at`` of n; None if the result does not hold so many."""
+        t = results[self.number] if self.number < len(results) else None
+        if t is None or self.layout is None:
+            return t
+        if not self.layout.fits(t.shape, n):
+            return None
+        return self.layout.of_sample(t, at, n)
 
 
-def _weighed(results: Sequence[Tensor], places: Sequence[Place], n: int) -> list[Weighed]:
-    """The results that belong to single samples, each with random weights."""
+def _weighed(
+    results: Sequence[Tensor], places: Sequence[Place], batch: int, samples: int
+) -> list[Weighed]:
+    """The results that belong to single samples, with random weights for the first ``samples``."""
     found = []
     for k, (t, place) in enumerate(zip(results, places)):
-        fits = isinstance(place, Layout) and t.requires_grad and place.fits(t.shape, n)
-        if fits and isinstance(place, Layout):
-            weight = torch.randn(t.shape, dtype=torch.float32, device=t.device).to(t.dtype)
-            found.append(Weighed(k, place, weight))
+        if not isinstance(place, Layout) or not t.requires_grad or not place.fits(t.shape, batch):
+            continue
+        parts = [place.of_sample(t, b, batch) for b in range(min(samples, batch))]
+        own = {b: torch.randn(p.shape, device=t.device).to(t.dtype) for b, p in enumerate(parts)}
+        found.append(Weighed(k, place, own))
     return found
 
 
-def _loss_of(results: Sequence[Tensor], weights: list[Weighed]) -> Tensor:
-    """The sum of all results with their weights."""
-    return _sum([(results[each.number], each.weight) for each in weights])
+def _loss(results: Sequence[Tensor], samples: int) -> list[Weighed]:
+    """The first result that is a single number with a gradient."""
+    number = next((k for k, t in enumerate(results) if t.requires_grad and t.numel() == 1), None)
+    if number is None:
+        return []
+    one = torch.ones_like(results[number])
+    return [Weighed(number, None, dict.fromkeys(range(samples), one))]
 
 
 def _sum(weighted: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -214,26 +235,27 @@ def _loss_of_documents(
 
 
 def _truths(
-    trial: Trial, weights: list[Weighed], held: Callable[[], Any], copies: int
+    trial: Trial, weighed: list[Weighed], held: Callable[[], Any], copies: int
 ) -> "list[dict[Leaf, float]] | str":
     """Each sample's squared norm of each leaf, by a pass over ``copies`` of this sample alone, of
     which the loss counts one; or why the model does not take single samples.
     """
-    _, run, leaves, example, _ = trial
+    _, run, leaves, batch, example, _ = trial
     found: list[dict[Leaf, float]] = []
     values = [leaf.current for leaf in leaves]
-    for b in range(example.n):
-        one = example.part([b] * copies)
-        own = [w.of_sample(b, example.n, copies) for w in weights]
+    for k in range(example.n):
+        b = k % batch.n
         try:
             with held():
-                args, kwargs, more = _with_gradient(one)
+                args, kwargs, more = _with_gradient(batch.part([b] * copies))
                 results = [*map(whole, tensors_of(run(*args, **kwargs)))]
-                for w in own:
-                    if w.number >= len(results) or results[w.number].shape != w.weight.shape:
+                parts = []
+                for w in weighed:
+                    part, weight = w.part_of(results, 0, copies), w.weights[b]
+                    if part is None or part.shape != weight.shape:
                         return "for a single sample its results have another shape"
-                loss = _loss_of(results, own)
-                grads = torch.autograd.grad(loss, [*values, *more], allow_unused=True)
+                    parts.append((part, weight))
+                grads = torch.autograd.grad(_sum(parts), [*values, *more], allow_unused=True)
         except Exception as error:  # the model's own, whatever it is: then there is no proof
             return f"the model does not take a single sample ({first_line(error)})"
         found.append({leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(leaves, grads)})
@@ -263,11 +285,19 @@ def _sqnorm(g: Tensor) -> float:
 
 
 def judge(
-    leaves: list[Leaf], norms: dict[Leaf, Tensor], truth: list[dict[Leaf, float]], rtol: float
+    leaves: list[Leaf],
+    norms: dict[Leaf, Tensor],
+    truth: list[dict[Leaf, float]],
+    rtol: float,
+    by_loss: bool = False,
 ) -> Proof:
     """The parameters whose ``norms`` differ from those of single samples by more than ``rtol``, and
-    of all ``leaves`` those without a gradient: what is behind them was not seen.
+    of all ``leaves`` those without a gradient: what is behind them was not seen. ``truth`` is of
+    the first samples; the loss has no part of the others, which have no gradient. ``by_loss``: the
+    loss is the model's own, in which each sample may have another weight than alone.
     """
+    if by_loss:
+        truth = [_scaled(k, own, norms) for k, own in enumerate(truth)]
     totals = [sum(each.values()) for each in truth]
     wrong: dict[str, str] = {}
     unproven = set()
@@ -280,7 +310,8 @@ def judge(
         if leaf not in norms:
             continue
         own = norms[leaf].tolist()
-        for o, r, small in zip(own, real, noise):
+        for k, (r, small) in enumerate(zip(real, noise)):
+            o = own[k % len(own)]
             # Rounding adds an error to the gradient, not to its square.
             if not abs(o**0.5 - r**0.5) <= rtol * r**0.5 + small:
                 wrong[leaf.name] = (
@@ -290,9 +321,24 @@ def judge(
                 if not any(own):
                     wrong[leaf.name] = UNSEEN
                 break
+        if not by_loss and sum(own[len(truth) :]) > 1e-12 * sum(own):
+            wrong.setdefault(leaf.name, MIXED)
     return Proof("", wrong, frozenset(unproven))
 
 
+def _scaled(k: int, truth: dict[Leaf, float], norms: dict[Leaf, Tensor]) -> dict[Leaf, float]:
+    """The squared norms of sample ``k``, times one number, so that they sum to those measured."""
+    real = sum(truth[leaf] for leaf in norms)
+    own = sum(float(rows[k % len(rows)]) for rows in norms.values())
+    return {leaf: r * (own / real if real else 1.0) for leaf, r in truth.items()}
+
+
+JOINED = (
+    "the model returns its loss alone, and in it the norms of a sample are not those of the sample "
+    "alone times one number: samples meet in it, or its terms weigh them in several ways"
+)
+
+MIXED = "a loss of some samples gives others a gradient of it: samples meet in the model"
 UNSEEN = (
     "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "
     "its own does"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gnsfast
+from gnsfast.following.passes import Passes
 
 B, T, D = 4, 4, 8
 
@@ -162,6 +163,11 @@ def dead(m: Any, x: Tensor) -> Tensor:
     return x + F.relu(m.inner(x - x.mean(0)) - 100.0 * (m.level > 0))
 
 
+def large_batches_meet(m: Any, x: Tensor) -> Tensor:
+    """The samples of a large batch meet, and three of them do not."""
+    return m.inner(x - x.mean(0) if len(x) > 3 else x)
+
+
 def frozen_by_hand(m: Any, x: Tensor) -> Tensor:
     return m.inner(x) + F.linear(x, m.inner.weight.detach())
 
@@ -290,6 +296,7 @@ FOOLING: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str,
     "one token": (longer_alternates, with_gain),
     "other branch": (other_branch, inner),
     "dead": (dead, lambda: {**inner(), "level": 1.0}),
+    "large batches": (large_batches_meet, inner),
     "detached": (frozen_by_hand, inner),
     "data": (by_data, inner),
     "a kernel of its own": (hidden_kernel, lambda: {"inner": nn.Linear(D, D, bias=False)}),
@@ -311,7 +318,7 @@ FOOLING: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str,
 }
 MEETING = {
     *("mean before", "mean after", "loudest", "gated", "neighbour", "attention over the batch"),
-    *("contrast", "total", "dead", "a batch norm of its own", "capacity"),
+    *("contrast", "total", "dead", "large batches", "a batch norm of its own", "capacity"),
     "shuffled",
 }
 """Samples meet there: a sample alone has another loss."""
@@ -354,8 +361,8 @@ def loop_of(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return loop_sqnorms(model, loss, x, len(x))
 
 
-LATER = {("other branch", k) for k in (1, 2)}
-"""A later batch takes another way there: an error names the parameter."""
+LATER = {("other branch", k) for k in (1, 2, 3)}
+"""A batch of another size takes another way there: an error names the parameter from then on."""
 
 
 class Plain(nn.Module):
@@ -431,11 +438,60 @@ def test_a_gradient_that_was_there_is_no_part_of_it() -> None:
 
 
 def test_the_proof_costs_a_few_steps_of_a_few_samples() -> None:
-    """Six passes of at most three samples and three of one, whatever the batch has."""
+    """Five passes of at most three samples, one of the batch, and three of one sample."""
     model, lengths = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)), []
     model[0].register_forward_pre_hook(lambda _, args: lengths.append(len(args[0])))
     gnsfast.configure(model, example=torch.randn(64, T, D))
-    assert lengths == [3, 2, 3, 3, 3, 3, 1, 1, 1]
+    assert lengths == [3, 2, 3, 3, 3, 64, 1, 1, 1]
+
+
+class LossAlone(nn.Module):
+    """A model that returns nothing but its loss."""
+
+    def __init__(self, last: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, 5))
+        self.last = last
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(self.layers(x), y)
+
+
+def tokens_that_count(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z.flatten(0, 1), y.flatten(), ignore_index=0)
+
+
+def same_direction(z: Tensor, y: Tensor) -> Tensor:
+    """The samples' outputs draw each other."""
+    return tokens_that_count(z, y) + (z - z.mean(0)).square().mean()
+
+
+@pytest.mark.parametrize("last", [tokens_that_count, same_direction])
+def test_a_model_that_returns_its_loss_alone(last: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Its own loss proves it, if each sample is in it what it is alone, with a weight."""
+    model, y = LossAlone(last), torch.randint(0, 5, (B, T))
+    with gnsfast.per_sample_sqnorms(model, B):
+        model(torch.randn(B, T, D), y).backward()
+    shown = gnsfast.coverage(model)
+    assert shown.covered_fraction == 1 and ("samples meet" in shown.proof) == (
+        last is same_direction
+    )
+    assert bool(shown.proof) == (last is same_direction)
+
+
+def test_a_parameter_that_a_loss_alone_proves_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms of one layer are planted to be half as large."""
+    rows = Passes.rows
+
+    def planted(self: Passes, leaves: Any = None) -> Any:
+        found = rows(self, leaves)
+        return {leaf: r / 2 if leaf.name == "layers.0.weight" else r for leaf, r in found.items()}
+
+    monkeypatch.setattr(Passes, "rows", planted)
+    model = LossAlone(tokens_that_count)
+    x, y = torch.randn(B, T, D), torch.randint(0, 5, (B, T))
+    gnsfast.configure(model, example={"x": x, "y": y})
+    assert "samples meet" in gnsfast.coverage(model).proof
 
 
 def test_a_model_that_takes_only_some_batch_sizes() -> None:
