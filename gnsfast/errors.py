@@ -14,3 +14,8 @@ class ObservationError(RuntimeError):
 
 class BranchError(RuntimeError):
     """The branches of a training run do not give a critical batch size."""
+
+
+def first_line(error: BaseException) -> str:
+    """The beginning of an error's message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

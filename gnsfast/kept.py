@@ -3,33 +3,68 @@
 
 import random
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers at the end, whether they were written to or replaced. Others are not
-    written to, because graphs may hold them.
+def kept_state(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers and the own attributes of all modules at the end, whether they were
+    written to or replaced: numbers, tensors, and what lists, dictionaries, sets and queues hold.
+    Other tensors are not written to, because graphs may hold them.
     """
-    held = [(m, dict(m._buffers)) for m in model.modules()]
-    values = [(b, b._version, b.detach().clone()) for b in model.buffers()]
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    held = [(m, dict(m._buffers), _own_attributes(m)) for m in modules]
+    containers = [
+        (value, copy(value))
+        for _, _, own in held
+        for value in own.values()
+        if type(value) in CONTAINERS
+    ]
+    inside = (c.values() if isinstance(c, dict) else c for _, c in containers)
+    found = chain(model.buffers(), *(own.values() for _, _, own in held), *inside)
+    tensors = {id(t): t for t in found if isinstance(t, Tensor) and _is_state(t)}
+    values = [(t, t._version, t.detach().clone()) for t in tensors.values()]
     try:
         yield
     finally:
-        for module, buffers in held:
+        for module, buffers, own in held:
             module._buffers.clear()
             module._buffers.update(buffers)
+            registered = {*module._parameters, *module._modules}
+            for name in _own_attributes(module).keys() - own.keys():
+                del vars(module)[name]
+            vars(module).update((k, v) for k, v in own.items() if k not in registered)
+        for container, content in containers:
+            container.clear()
+            is_row = isinstance(container, (list, deque))
+            (container.extend if is_row else container.update)(content)
         with torch.no_grad():
-            for buffer, version, value in values:
-                if buffer._version != version:
-                    buffer.copy_(value)
+            for t, version, value in values:
+                if t._version != version:
+                    t.copy_(value)
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are not torch's."""
+    return {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+
+
+OF_TORCH = frozenset(vars(nn.Module()))
+CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
+
+
+def _is_state(t: Tensor) -> bool:
+    """Whether a tensor holds a model's state. An attribute with a graph is an activation."""
+    return t.grad_fn is None and not isinstance(t, nn.Parameter)
 
 
 @contextmanager
@@ -50,7 +85,7 @@ def kept(model: nn.Module) -> Iterator[None]:
     for p, _ in grads:
         p.grad = None
     try:
-        with kept_buffers(model), kept_modes(model):
+        with kept_state(model), kept_modes(model):
             yield
     finally:
         for p, grad in grads:

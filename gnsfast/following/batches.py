@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnsfast.errors import ObservationError, SampleShapeError
+from gnsfast.errors import ObservationError, SampleShapeError, first_line
 from gnsfast.following.examples import FEW, Example
 from gnsfast.following.hooks import Hook
 from gnsfast.following.layouts import Place
@@ -25,7 +25,7 @@ from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned, learn
 from gnsfast.following.options import EXCLUDED
 from gnsfast.following.passes import Asked, Passes, no_method
-from gnsfast.following.proof import Proof, Trial, first_line, prove, refuse_mixed_documents
+from gnsfast.following.proof import Proof, Trial, prove, refuse_mixed_documents
 from gnsfast.following.structure import Structure, own_of
 from gnsfast.parallel import shared
 from gnsfast.tensors import tensors_of
@@ -36,13 +36,14 @@ class Batches:
 
     ``proof`` says how far the norms are proven. ``is_learned``: every module was seen.
     ``is_learning``: the model runs to show something. ``is_half``: it computes in half precision.
+    ``is_by_run``: a function that the user gave has shown all that a pass runs, in modules or not.
     """
 
     def __init__(self, structure: Structure, passes: Passes) -> None:
         self._structure, self._passes = structure, passes
         self._groups = structure.groups
         self.proof = Proof(NOT_BEGUN)
-        self.is_learned = self.is_half = False
+        self.is_learned = self.is_half = self.is_by_run = False
         self.is_learning = self._is_apart = self._is_blind = False
         self._learned: Learned | None = None
         self._places: list[Place] = []
@@ -83,7 +84,9 @@ class Batches:
             self._hook_before(m, self._before_unseen)
         model = self._structure.model
         for m in () if self.is_learned else model.modules():
-            if m not in self._looked and m is not model:
+            if m in self._looked or isinstance(m, torch.jit.ScriptModule):
+                continue
+            if m is not model:
                 self._part_hooks.append(self._hook_before(m, self._before_part))
 
     def _hook_before(self, module: nn.Module, run: Callable[..., Any]) -> Any:
@@ -125,7 +128,7 @@ class Batches:
             SampleShapeError: if none of its tensors has as many samples as the block.
         """
         structure, documents = self._structure, self._passes.asked.documents
-        structure.inside.add(self._caller())
+        self._enter_with(structure.leaves, self._caller())
         self._run, self._batch = run, (args, kwargs)
         self._refuse_shapes(args, kwargs)
         if documents is None:
@@ -142,17 +145,22 @@ class Batches:
         return self._passes.asked.samples > 1
 
     def _look_again(self, args: Any, kwargs: Any) -> None:
-        """Prove it with a later batch too, if it has another size, or if the first one gave some
-        parameters no gradient.
+        """Prove it with a later batch too, if it has another size, or if a parameter has got its
+        first gradient since.
         """
         if self._learned is None or self._groups or not self._is_several:
             return
         size = self._passes.asked.samples, *self._now_sizes
         others = size not in self._proven_sizes and len(self._proven_sizes) <= AGAIN
-        if others or (self._again and self.proof.unproven):
+        if others or (self._again and self._has_first_gradient()):
             self._again -= not others
             self._proven_sizes.add(size)
             self._learn_again()
+
+    def _has_first_gradient(self) -> bool:
+        """Whether the last pass gave a gradient to a parameter that had none when it was proven."""
+        silent, (B, last) = self.proof.silent, self._passes.last
+        return any(leaf.name in silent and bool(rows[0, :B].any()) for leaf, rows in last.items())
 
     def _refuse_shapes(self, args: Any, kwargs: Any) -> None:
         """Raise if no tensor of a batch has the samples, or the tokens, of the block."""
@@ -225,7 +233,14 @@ class Batches:
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Note that a part that is called by itself runs."""
         if not self.is_learning and not torch.compiler.is_compiling():
-            self._structure.inside.add(module)
+            self._enter_with(self._structure.leaves_of(module), module)
+
+    def _enter_with(self, leaves: list[Leaf], module: nn.Module) -> None:
+        """Note that a module runs, whose calls of functions are counted from its start."""
+        inside = self._structure.inside
+        for leaf in () if inside else leaves:
+            leaf.functions = 0
+        inside.add(module)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that the model, or a part, has run."""
@@ -289,8 +304,8 @@ class Batches:
             why = f"no argument of {type(module).__name__} has {samples} samples"
             lost = module is not model and not alone
             found = Proof(why, {leaf.name: why for leaf in leaves if lost})
-        if module is not model and _counts(args, kwargs, samples):
-            found = found._replace(wrong=found.wrong | {leaf.name: POSITIONS for leaf in leaves})
+        if module is not model and (why := _unclear_in(args, kwargs, samples)):
+            found = found._replace(wrong=found.wrong | {leaf.name: why for leaf in leaves})
         for leaf in leaves:
             leaf.left_out = leaf.left_out or found.wrong.get(leaf.name, "")
         found = found._replace(seconds=time.perf_counter() - begun)
@@ -326,8 +341,7 @@ class Batches:
             trial = Trial(model, run, leaves, batch, example, self._learned)
             proof = prove(structure, passes, trial)
         self._wrong_later |= proof.wrong
-        if not proof.reason:
-            self.proof = self.proof._replace(unproven=self.proof.unproven & proof.unproven)
+        self.proof = self.proof.later(proof)
 
     def _called(self, module: nn.Module) -> Callable[..., Any]:
         """What is called with an example of a module."""
@@ -355,6 +369,8 @@ class Batches:
                 try:
                     learned = learn(structure, leaves, run, tried)
                 except Exception as own:  # the model's own, whatever it is
+                    if self._takes(run, tried):  # then it is an error of ours
+                        raise
                     error = error or first_line(own)
                     continue
                 example = tried
@@ -372,11 +388,22 @@ class Batches:
             self.is_half |= learned.is_half
             if not is_part:
                 self._places, self._few, self._again = learned.results, example.n, AGAIN
-                self._learned = learned
+                self._learned, self.is_by_run = learned, self._run is not None
             if structure.on_any(not is_own):
                 return Proof("a process has no batch of several samples")
             trial = Trial(module, run, leaves, batch or example, example, learned)
             return prove(structure, passes, trial)
+
+    def _takes(self, run: Callable[..., Any], example: Example) -> bool:
+        """Whether a model takes all passes over an example without being looked at."""
+        try:
+            for b in range(-1, example.n):
+                one = example.replaced(b)
+                with self._structure.as_it_was():
+                    run(*one.args, **one.kwargs)
+        except Exception:  # the model's own, whatever it is
+            return False
+        return True
 
     def _shared(self, leaves: list[Leaf], learned: Learned, is_own: bool) -> Learned:
         """What the first process has learnt that has samples of its own."""
@@ -424,13 +451,17 @@ UNCLEAR = (
 )
 
 AGAIN = 2
-"""So many later batches of other sizes prove it again, and as many where the first one gave some
-parameters no gradient."""
+"""So many later batches of other sizes prove it again, and as many after a parameter has got its
+first gradient."""
 
 POSITIONS = (
     "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "
     "call: these may be positions that all samples share, or a number for each sample. With "
     "gnsfast.configure(model, example=...) the whole pass shows which"
+)
+SQUARE = (
+    "two dimensions of what a part gets that the model does not call are as large as the number of "
+    "samples. With gnsfast.configure(model, example=..., run=...) the whole pass shows which"
 )
 NOT_BEGUN = "no batch has gone through the model in a block"
 BLIND = (
@@ -443,7 +474,8 @@ BLIND = (
 def _report(module: nn.Module, leaves: list[Leaf], found: Proof) -> None:
     """A line in the log, which is a warning where parameters have no norms."""
     left_out = [leaf for leaf in leaves if leaf.left_out and leaf.left_out != EXCLUDED]
-    level = logging.WARNING if left_out else logging.INFO
+    some = left_out or found.reason or found.of_loss
+    level = logging.WARNING if some else logging.INFO
     few = "; ".join(f"{leaf.name}: {leaf.left_out}" for leaf in left_out[:3])
     logging.getLogger("gnsfast").log(
         level,
@@ -452,9 +484,13 @@ def _report(module: nn.Module, leaves: list[Leaf], found: Proof) -> None:
         len(leaves) - len(left_out),
         len(leaves),
         found.seconds,
-        f"not proven ({found.reason})" if found.reason else "proven",
+        f"not proven ({found.reason})" if found.reason else "proven" + _but(found.of_loss),
         f" Left out: {few}" + (", ..." if len(left_out) > 3 else "") if few else "",
     )
+
+
+def _but(of_loss: str) -> str:
+    return f", but not for the model's own loss ({of_loss})" if of_loss else ""
 
 
 def _in_eager_mode() -> AbstractContextManager[Any]:
@@ -469,12 +505,16 @@ def _sizes(args: Any, kwargs: Any, samples: int) -> list[float]:
     return [t.numel() / samples for t in given] if samples else []
 
 
-def _counts(args: Any, kwargs: Any, samples: int) -> bool:
-    """Whether an argument is a list of consecutive numbers, as many as samples."""
-    return samples > 1 and any(
-        t.shape == (samples,) and not t.is_floating_point() and bool((t.diff() == 1).all())
-        for t in tensors_of((args, kwargs))
-    )
+def _unclear_in(args: Any, kwargs: Any, samples: int) -> str:
+    """Why what a part gets does not show its samples: a list of consecutive numbers, as many as
+    samples, or two dimensions of their number.
+    """
+    for t in tensors_of((args, kwargs)) if samples > 1 else ():
+        if t.shape == (samples,) and not t.is_floating_point() and bool((t.diff() == 1).all()):
+            return POSITIONS
+        if t.ndim > 2 and t.shape[:2] == (samples, samples):
+            return SQUARE
+    return ""
 
 
 def _same(t: Tensor) -> Tensor:

@@ -34,12 +34,14 @@ class CoverageRow:
 @dataclass(frozen=True)
 class Coverage:
     """The result of ``gnsfast.coverage``. It prints as a table. ``proof`` says why the norms are
-    not proven; it is empty if they are. ``seconds``: how long the first batch took to show this.
+    not proven; it is empty if they are. ``proof_of_loss`` says the same of the loss that the model
+    returns beside its outputs. ``seconds``: how long the first batch took to show this.
     """
 
     rows: tuple[CoverageRow, ...]
     proof: str = ""
     seconds: float = 0.0
+    proof_of_loss: str = ""
 
     @property
     def covered_fraction(self) -> float:
@@ -79,6 +81,8 @@ class Coverage:
         lines += [f"  with {each}: {self.measured_fraction(each):.1%}" for each in MEASURES]
         proven = f"proven on the first batch, in {self.seconds:.2f} s"
         lines.append(f"not proven: {self.proof}" if self.proof else proven)
+        if self.proof_of_loss:
+            lines.append(f"not proven for the model's own loss: {self.proof_of_loss}")
         return "\n".join(lines)
 
 
@@ -119,4 +123,5 @@ def coverage(model: nn.Module) -> Coverage:
         measures = tuple(m for m in MEASURES if m != SPECTRAL or p.ndim == 2)
         route = " + ".join(leaf.routes)
         rows.append(CoverageRow(name, p.numel(), route, True, observed, note, measures))
-    return Coverage(tuple(rows), followed.batches.proof.reason, followed.batches.proof.seconds)
+    proof = followed.batches.proof
+    return Coverage(tuple(rows), proof.reason, proof.seconds, proof.of_loss)

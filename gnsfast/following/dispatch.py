@@ -9,6 +9,7 @@ backward (``replay.py``).
 """
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,7 @@ from gnsfast.following.functions import (
     numbered,
 )
 from gnsfast.following.kernels import KERNELS
-from gnsfast.following.layouts import ALONE, FIRST, SHARED, UNKNOWN, Layout, Place
+from gnsfast.following.layouts import SHARED, UNKNOWN, Layout, Place, mark_made
 from gnsfast.following.leaf import (
     MADE,
     ROWS,
@@ -50,6 +51,7 @@ from gnsfast.following.leaf import (
     twin_of,
     unfollowed,
 )
+from gnsfast.following.packed import guessed
 from gnsfast.following.replay import replay
 
 
@@ -93,10 +95,25 @@ _measured: dict[type, type] = {nn.Parameter: Measured}
 _plain: dict[type, type] = {Measured: nn.Parameter}
 
 
+def why_opaque(p: Tensor) -> str:
+    """Why the functions that take a parameter cannot be seen; empty if they can."""
+    if p.is_complex():
+        return COMPLEX
+    cls: Any = _plain.get(type(p), type(p))
+    own: Any = cls.__torch_function__
+    default: Any = Tensor.__torch_function__
+    if own is torch._C._disabled_torch_function_impl or own.__func__ is default.__func__:
+        return ""
+    return f"its class {cls.__name__} takes the functions of torch itself"
+
+
+COMPLEX = "it has complex numbers, and norms are measured of real ones"
+
+
 def attach(leaf: Leaf, p: Any) -> None:
     """Let functions of ``p`` be seen, as those of ``leaf``."""
     cls = type(p)
-    if cls in _plain:
+    if cls in _plain or leaf.is_opaque:
         return
     if cls not in _measured:  # such as a DTensor
         own = {"__torch_function__": Measured.__dict__["__torch_function__"]}
@@ -105,6 +122,16 @@ def attach(leaf: Leaf, p: Any) -> None:
     leaf.current = p
     p._gnsfast = leaf.whole
     p.__class__ = _measured[cls]
+
+
+def release(leaf: Leaf) -> None:
+    """Let what was made of a parameter, and is still held, be plain tensors."""
+    for made in leaf.made:
+        if isinstance(held := made(), Tracked):
+            plain: Any = held
+            plain.__class__ = Tensor
+            del plain._gnsfast
+    leaf.made.clear()
 
 
 def detach(p: Any) -> bool:
@@ -200,8 +227,8 @@ def _without_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     step = leaf.step(name)
     places = _places(call, step, leaf)
     if _is_of_parameters(call, step, places):
-        copies = name in COPIES and (step is None or step.copies)
-        return _of_parameters(call, leaf, copies)
+        copies = name in COPIES and (step is None or step.copies is not None)
+        return _of_parameters(call, leaf, copies, step and step.copies)
     if name in ELEMENTWISE or (name == "scaled_dot_product_attention" and call.own == [3]):
         spreads = broadcast(call, step, places, leaf)
         if spreads is not None:
@@ -243,12 +270,8 @@ def _places(call: Call, step: Step | None, leaf: Leaf) -> dict[int, Place]:
         if step is not None:
             place = step.arguments[i] if i < len(step.arguments) else UNKNOWN
             found[i] = SHARED if place is None else place  # a parameter's, which is left out now
-        elif leaf.lanes == 1:
-            found[i] = ALONE if t.ndim else SHARED
-        elif t.ndim:
-            found[i] = FIRST if t.shape[0] == leaf.lanes else UNKNOWN
         else:
-            found[i] = SHARED
+            found[i] = (guessed(t, leaf) or UNKNOWN) if t.ndim else SHARED
     return found
 
 
@@ -260,9 +283,11 @@ def _is_of_parameters(call: Call, step: Step | None, places: dict[int, Place]) -
     return shared and (step is None or all(place == SHARED for place in step.results))
 
 
-def _of_parameters(call: Call, leaf: Leaf, copies: bool) -> Any:
-    """The result of a function of parameters and constants, which is followed too."""
-    if copies and call.own == [0] and (y := _copied(call, leaf)) is not None:
+def _of_parameters(call: Call, leaf: Leaf, copies: bool = False, dim: int | None = None) -> Any:
+    """The result of a function of parameters and constants, which is followed too. It may have
+    ``copies`` for each sample, along dimension ``dim`` where that is known.
+    """
+    if copies and call.own == [0] and (y := _copied(call, leaf, dim)) is not None:
         return y
     eager = not compiling()
     if not (eager or call.name in COMPILED):
@@ -282,7 +307,16 @@ def _of_parameters(call: Call, leaf: Leaf, copies: bool) -> Any:
             continue
         if id(t) in arguments and not is_written:
             continue
+        if t.is_complex():
+            if not eager:
+                return NotImplemented
+            for leaf in leaves:
+                leaf.fail(COMPLEX)
+            continue
         made = _expression(call, leaves, k, t, is_written)
+        if eager:
+            mark_made(t)
+            first_leaf(call.expressions).made.append(weakref.ref(t))
         if made.kind == MADE:
             if not eager:
                 return NotImplemented
@@ -346,18 +380,18 @@ def _remade(call: Call, k: int, is_written: bool) -> Callable[..., Tensor]:
     return make
 
 
-def _copied(call: Call, leaf: Leaf) -> Tensor | None:
+def _copied(call: Call, leaf: Leaf, dim: int | None) -> Tensor | None:
     """A parameter that is repeated for each sample: its copies are data."""
-    copied = copied_along(call.name, call.leaves, leaf.lanes)
+    copied = copied_along(call.name, call.leaves, leaf.lanes, dim)
     if copied is None:
         return None
     with torch.no_grad():
         shape = call.run().shape
     e, d = call.leaves[0], copied.dim
     if copied.less is not None:
-        e = _of_parameters(Call(Tensor.repeat, (e, *copied.less), {}), leaf, copies=False)
+        e = _of_parameters(Call(Tensor.repeat, (e, *copied.less), {}), leaf)
     if copied.each > 1:  # rows (B, each) along one dimension
-        e = _of_parameters(Call(Tensor.unsqueeze, (e, d - len(shape) - 1), {}), leaf, copies=False)
+        e = _of_parameters(Call(Tensor.unsqueeze, (e, d - len(shape) - 1), {}), leaf)
         shape = torch.Size((*shape[:d], leaf.lanes, copied.each, *shape[d + 1 :]))
     if not e.requires_grad:
         return None

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from gnsfast import functional
 from gnsfast.following import packed
 from gnsfast.following.functions import IN_PLACE, Call
-from gnsfast.following.layouts import ALONE, FIRST, UNKNOWN, Chosen, Layout, Owned, Place
+from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Owned, Place
 from gnsfast.following.leaf import (
     ROWS,
     SAME,
@@ -145,7 +145,7 @@ def broadcast(
     else:
         shape = torch.broadcast_shapes(*(t.shape for t in leaves if isinstance(t, Tensor)))
     if step is None:
-        layout = ALONE if leaf.lanes == 1 else FIRST
+        layout = _guessed(shape, [leaves[i] for i in call.others], leaf)
     elif step.chosen and not compiling():
         owner_N = packed.owners(leaves[call.others[0]], leaf)
         layout = UNKNOWN if owner_N is None else Chosen(owner_N)
@@ -172,6 +172,12 @@ def broadcast(
         return None
     found = [spread_out(t, shape, layout) for t in values]
     return None if any(t is None for t in found) else [t for t in found if t is not None]
+
+
+def _guessed(shape: torch.Size, data: list[Tensor], leaf: Leaf) -> Place:
+    """Where the samples lie in a result of this shape that no example has shown."""
+    found = [packed.guessed(t, leaf) for t in data if t.shape == shape]
+    return found[0] or UNKNOWN if found else UNKNOWN
 
 
 def assigned(call: Call, places: dict[int, Place], leaf: Leaf) -> Tensor | None:

@@ -172,15 +172,19 @@ class Copied(NamedTuple):
     less: tuple[int, ...] | None
 
 
-def copied_along(name: str, arguments: list[Any], B: int) -> Copied | None:
-    """How ``expand`` or ``repeat`` repeats its first argument for each of B samples, if it does."""
+def copied_along(name: str, arguments: list[Any], B: int, dim: int | None = None) -> Copied | None:
+    """How ``expand`` or ``repeat`` repeats its first argument for each of B samples, if it does:
+    along dimension ``dim`` where that is known, else along the first that may be.
+    """
     e, sizes = arguments[0], [n for n in arguments[1:] if isinstance(n, int)]
     if name == "expand_as":
         sizes = list(arguments[1].shape)
     new = len(sizes) - e.ndim
     for d, n in enumerate(sizes):
+        if dim is not None and d != dim:
+            continue
         each = 1 if d < new else e.shape[d - new]
-        if n == B and B > 1 and (each == 1 or name == "repeat"):
+        if n == B and (B > 1 or dim is not None) and (each == 1 or name == "repeat"):
             own = (*sizes[:d], 1, *sizes[d + 1 :])
             needed = name == "repeat" and any(k != 1 for k in own)
             return Copied(d, each, own if needed else None)

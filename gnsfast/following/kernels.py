@@ -76,7 +76,7 @@ def _of_features(x: Tensor, layout: Layout | Chosen, leaf: Leaf) -> bool:
     """
     if isinstance(layout, Chosen) or in_rows(x, layout, leaf):
         return True
-    return layout.dim > 0 and x.shape[layout.dim] == leaf.samples
+    return 0 < layout.dim < x.ndim - 1 and x.shape[layout.dim] == leaf.samples
 
 
 def _of_chosen_rows(use: Use, x: Tensor, weight: Tensor, bias: Any) -> Tensor:

@@ -205,7 +205,7 @@ def owners_of(x: Tensor, B: int) -> Tensor | None:
     seen, n = 0, x.shape[0]
     while todo and seen < FAR:
         (fn, number, start), seen = todo.pop(0), seen + 1
-        if fn is None:
+        if fn is None or _is_made(fn):
             continue
         name = fn.name()
         if name == "SplitWithSizesBackward0" and fn._saved_dim == 0:  # rows of one expert of all
@@ -213,7 +213,7 @@ def owners_of(x: Tensor, B: int) -> Tensor | None:
         if name in ("SelectBackward0", "UnbindBackward0") and fn._saved_dim == 0:  # of one sample
             rows = fn._saved_self_sym_sizes[0] if name == "SelectBackward0" else B
             index = fn._saved_index if name == "SelectBackward0" else number
-            if B and rows and rows % B == 0 and not _is_of_parameter(fn):
+            if B and rows and rows % B == 0:
                 return torch.full((n,), index // (rows // B), device=x.device)
         if name == "IndexBackward0" or (name == "IndexSelectBackward0" and fn._saved_dim == 0):
             indices = fn._saved_indices if name == "IndexBackward0" else (fn._saved_index,)
@@ -229,11 +229,24 @@ def owners_of(x: Tensor, B: int) -> Tensor | None:
     return None
 
 
-def _is_of_parameter(fn: Any) -> bool:
-    """Whether a node takes a piece of a parameter, such as the matrix of one expert of as many."""
-    while fn is not None and fn.name() in VIEWS:
+def mark_made(t: Tensor) -> None:
+    """Note in the graph of ``t`` that it is made of parameters and constants alone."""
+    if t.grad_fn is not None:
+        t.grad_fn.metadata[MADE] = True  # type: ignore[index]
+
+
+MADE = "gnsfast: made of parameters"
+
+
+def _is_made(fn: Any) -> bool:
+    """Whether a node's result holds elements of parameters, or of what is made of them: a piece,
+    such as the matrix of one expert of as many, or rows of a table at ids of the data.
+    """
+    while fn is not None and fn.name() in CHOICES:
         fn = fn.next_functions[0][0]
-    return fn is not None and isinstance(getattr(fn, "variable", None), nn.Parameter)
+    if fn is None:
+        return False
+    return MADE in fn.metadata or isinstance(getattr(fn, "variable", None), nn.Parameter)
 
 
 VIEWS = frozenset(
@@ -242,6 +255,8 @@ VIEWS = frozenset(
     "Alias Squeeze Unsqueeze ReshapeAlias ToCopy Clone Expand AsStrided".split()
 )
 """Nodes whose result holds elements of one argument."""
+
+CHOICES = VIEWS | {"IndexBackward0", "IndexSelectBackward0", "EmbeddingBackward0"}
 
 FAR = 80
 """So many nodes of the graph are searched for the index of an expert's rows."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainable parameter while a block is open, and the tensors that are made of it."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,14 +17,15 @@ unfollowed = torch._C.DisableTorchFunctionSubclass
 
 class Step(NamedTuple):
     """What an example has shown of one function that takes a parameter, or a tensor made of it: its
-    name, and where the samples lie in its arguments and its results. ``copies``: the result is a
-    copy of the parameter for each sample. ``chosen``: its rows were chosen by the data.
+    name, and where the samples lie in its arguments and its results. ``copies`` is the dimension
+    along which the result has a copy of the parameter for each sample. ``chosen``: its rows were
+    chosen by the data.
     """
 
     name: str
     arguments: tuple[Place | None, ...] = ()
     results: tuple[Place, ...] = ()
-    copies: bool = False
+    copies: int | None = None
     chosen: bool = False
 
     def is_like(self, other: "Step") -> bool:
@@ -68,18 +70,19 @@ ADD_UP = (
 class Leaf:
     """A trainable parameter: its probes, and what the open block has found about it.
 
+    ``inside`` are the modules that run, of those that a batch has shown.
     ``current`` is the tensor that the model calculates with, which under FSDP2 is not the parameter
-    itself. ``growth``: by these factors a sample may have more rows than in the example.
-    ``chosen`` are functions by which other parameters took rows that the data had chosen: so does
-    one of an expert to which the example sent no rows. ``steps``
-    are the functions that took it in the example, in their order, and ``routes``
-    those in which it meets the data. ``probe`` is for uses of this leaf, ``pair`` for those of this
-    leaf and the ``next`` one together. ``facts`` and ``starts`` (of packed documents) are for its
-    plans; documents have ``tokens`` tokens in ``rows`` rows, which is 0 where that is not known.
-    ``parts`` are what its uses left in backward, by use. ``has_turns``: a pipeline's
-    schedule takes passes in turns. ``known_uses`` and ``is_known_joined`` tell of uses in compiled
-    code, which does not count. ``failed`` says why its norms would be wrong in this pass,
-    ``left_out`` why it has none.
+    itself. ``growth``: by these factors a sample may have more rows than in the example. ``chosen``
+    are functions by which other parameters took rows that the data had chosen: so does one of an
+    expert to which the example sent no rows. ``steps`` are the functions that took it in the
+    example, in their order, and ``routes`` those in which it meets the data. ``probe`` is for uses
+    of this leaf, ``pair`` for those of this leaf and the ``next`` one together. ``facts`` and
+    ``starts`` (of packed documents) are for its plans; documents have ``tokens`` tokens in ``rows``
+    rows, which is 0 where that is not known. ``made`` are the tensors that are made of it.
+    ``parts`` are what its uses left in backward, by use. ``has_turns``: a pipeline's schedule takes
+    passes in turns. ``known_uses`` and ``is_known_joined`` tell of uses in compiled code, which
+    does not count. ``failed`` says why its norms would be wrong in this pass, ``left_out`` why it
+    has none. ``is_opaque``: no function that takes it can be seen.
     """
 
     def __init__(self, name: str, p: nn.Parameter, index: int) -> None:
@@ -96,7 +99,8 @@ class Leaf:
         self.starts: Tensor | None = None
         self.tokens = self.rows = 0
         self.plans: dict[Any, Plan] = {}
-        self.left_out = ""
+        self.made: list[weakref.ref[Tensor]] = []
+        self.left_out, self.is_opaque = "", False
         self.has_turns = False
         self.is_sharded = hasattr(p, "placements")
         self.is_shared = False  # by several modules
@@ -162,21 +166,22 @@ class Leaf:
 
     def step(self, name: str) -> Step | None:
         """What the example has shown of the next function that takes this parameter. None without
-        an example, and outside of what it ran for a function that it had not; a step whose places
-        are ``UNKNOWN`` if the example had no such function.
+        an example, and outside of what it ran; a step whose places are ``UNKNOWN`` if the example
+        had no such function.
         """
         if compiling():  # a counter would need a graph for each of its values
             return self.by_name.get(name, Step(name)) if self.is_learned else None
         number = self.functions
         self.functions = number + 1
-        if not self.is_learned:
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint runs it again
+        if not (self.is_learned and (self.inside or in_backward)):
             return None
-        step = self.steps[number % len(self.steps)] if self.steps else Step("")
-        if step.name == name or name in self.by_name:
-            return step if step.name == name else self.by_name[name]
-        outside = not self.inside and torch._C._current_graph_task_id() == -1
+        if number < len(self.steps) or (in_backward and self.steps):
+            step = self.steps[number % len(self.steps)]
+            if step.name == name:
+                return step
         unseen = not self.steps and not self.routes
-        return None if outside else Step(name, chosen=unseen and name in self.chosen)
+        return self.by_name.get(name) or Step(name, chosen=unseen and name in self.chosen)
 
     @property
     def is_tied(self) -> bool:

@@ -90,7 +90,7 @@ def _looks(
     def look(own: Example, sample: int) -> Look:
         for leaf in leaves:
             leaf.samples = own.n
-        found = Look(sample, varied, growing)
+        found = Look(own.n, sample, varied, growing)
         found.begin(own)
         with structure.as_it_was(), found:
             out = run(*own.args, **own.kwargs)
@@ -121,7 +121,7 @@ def _growing(base: Look, fewer: Look | None, n: int) -> set[tuple[Leaf, int]]:
             small = _nth(fewer, leaf, k, call)
             if small is None:
                 break
-            if call.of_data or call.copies or (leaf, k) in base.growing:
+            if call.of_data or call.copies is not None or (leaf, k) in base.growing:
                 continue
             pairs = zip(call.results, small.results)
             if any(

@@ -22,7 +22,7 @@ from gnsfast.following.functions import (
     name_of,
     numbered,
 )
-from gnsfast.following.layouts import Layout, Print, owners_of, weights_of
+from gnsfast.following.layouts import Layout, Print, mark_made, owners_of, weights_of
 from gnsfast.following.leaf import Leaf, expression_of, unfollowed
 from gnsfast.tensors import tensors_of
 
@@ -40,7 +40,7 @@ class Seen(NamedTuple):
     results: list[Print | None]
     of_data: bool
     is_data: tuple[list[bool], list[bool]]
-    copies: bool
+    copies: int | None
     has_grad: bool
     owner_N: Tensor | None
     number_N: Tensor | None
@@ -53,8 +53,11 @@ class Look(TorchFunctionMode):
     is changed as that sample is. The results of ``growing`` calls of a leaf count as data.
     """
 
-    def __init__(self, sample: int, varied: bool, growing: set[tuple[Leaf, int]]) -> None:
+    def __init__(
+        self, samples: int, sample: int, varied: bool, growing: set[tuple[Leaf, int]]
+    ) -> None:
         super().__init__()
+        self.samples = samples
         self.sample, self.varied, self.growing = sample, varied, growing
         self.seen: dict[Leaf, list[Seen]] = {}
         self.copied: set[Leaf] = set()
@@ -88,7 +91,7 @@ class Look(TorchFunctionMode):
             of_data = of_data and not (
                 name in CASTS and not (marks[0] is None or _is_data(marks[0]))
             )
-            data = _data_of(name, arguments, marks)
+            data = _data_of(name, arguments, marks, args, self.samples)
             leaves = [
                 mark
                 for t, mark in zip(arguments, marks)
@@ -113,6 +116,7 @@ class Look(TorchFunctionMode):
                     _mark(t, DATA if name in VIEWS and t.ndim > arguments[0].ndim else data)
                 elif leaves and t.requires_grad and _mark_of(t) is None:
                     _mark(t, min(leaves, key=lambda leaf: leaf.index))
+                    mark_made(t)
         return out
 
     def _note(
@@ -159,7 +163,7 @@ class Look(TorchFunctionMode):
                 [Print.of(t) for t in results],
                 of_data,
                 active,
-                copied is not None,
+                None if copied is None else copied.dim,
                 torch.is_grad_enabled(),
                 owner_N,
                 None if owner_N is None or x is None else _number(x.detach()),
@@ -206,7 +210,7 @@ def _is_data(mark: Any) -> bool:
     return mark in (DATA, RAGGED, SORTED)
 
 
-def _data_of(name: str, arguments: list[Any], marks: list[Any]) -> str:
+def _data_of(name: str, arguments: list[Any], marks: list[Any], args: Any, samples: int) -> str:
     """The mark of the results of a function of data."""
     if name in INSERTS:
         return marks[0] if _is_data(marks[0]) else DATA
@@ -216,13 +220,30 @@ def _data_of(name: str, arguments: list[Any], marks: list[Any]) -> str:
     by_mask = name == "__getitem__" and any(t.dtype in MASKS for t in by_data)
     if by_mask or (name == "repeat_interleave" and by_data):
         return RAGGED
-    by_order = name == "__getitem__" and by_data and arguments[1] is by_data[0]
-    if by_order or (name == "index_select" and by_data and arguments[1] == 0):
+    by_order = name == "__getitem__" and bool(by_data) and arguments[1] is by_data[0]
+    # The data may have chosen the numbers of a list or an array.
+    by_order |= name == "__getitem__" and _lists_samples(args[1], args[0], samples)
+    by_order |= name in ALONG and bool(by_data) and 0 in _numbers(args)
+    if by_order:
         return DATA if marks[0] is SORTED else SORTED
     return SORTED if SORTED in marks else DATA
 
 
+ALONG = frozenset(("index_select", "gather", "take_along_dim"))
+"""Functions that take an index and the dimension that it is for."""
+
 MASKS = (torch.bool, torch.uint8)
+
+
+def _numbers(args: Any) -> list[int]:
+    return [n for n in args if isinstance(n, int)]
+
+
+def _lists_samples(index: Any, t: Tensor, samples: int) -> bool:
+    """Whether an index is a list or an array of as many numbers as dimension 0 has for samples."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    numbers = hasattr(first, "__len__") and not isinstance(first, (Tensor, str))
+    return numbers and t.ndim > 0 and len(first) == len(t) and len(t) % samples == 0
 
 
 def _mark(t: Tensor, mark: Any) -> None:

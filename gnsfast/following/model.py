@@ -13,7 +13,7 @@ from torch import nn
 from gnsfast.eager import EAGER
 from gnsfast.errors import ObservationError
 from gnsfast.following.batches import Batches
-from gnsfast.following.dispatch import attach, detach, prepare_compiler
+from gnsfast.following.dispatch import attach, detach, prepare_compiler, release
 from gnsfast.following.leaf import Facts, Leaf
 from gnsfast.following.passes import Asked, Passes
 from gnsfast.following.structure import Structure
@@ -86,6 +86,8 @@ class Followed:
             leaf.has_turns = in_stages
             if id(leaf.parameter) not in sharded:
                 attach(leaf, leaf.parameter)
+        if self.batches.is_by_run:
+            structure.inside.add(structure.model)
         prepare_compiler()
         if in_stages:
             return
@@ -122,6 +124,7 @@ class Followed:
             if leaf.current is not leaf.parameter:
                 detach(leaf.current)
                 leaf.current = leaf.parameter
+            release(leaf)
             leaf.links = ()
             leaf.twin = leaf.whole.twin = None
             leaf.parts.clear()

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gnsfast.following.layouts import FIRST, Layout, owners_of
-from gnsfast.following.leaf import Leaf
+from gnsfast.following.layouts import ALONE, FIRST, Chosen, Layout, owners_of
+from gnsfast.following.leaf import Leaf, compiling
 
 
 def in_order(x: Tensor, layout: Layout, leaf: Leaf) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -42,6 +42,18 @@ def place_of(found: object, x: Tensor, leaf: Leaf) -> Layout | None:
     # Without an example only one row, or rows along dimension 0, are known to be in order.
     known = leaf.rows == 1 or (x.ndim and x.shape[0] == (leaf.rows or 1))
     return FIRST if found is None and known else None
+
+
+def guessed(t: Tensor, leaf: Leaf) -> Layout | Chosen | None:
+    """Where the samples lie in a tensor that no example has shown: along dimension 0, if no other
+    one but the last has their number, or in rows that an index has chosen. None if neither.
+    """
+    if leaf.lanes == 1:
+        return ALONE if t.ndim else None
+    if t.ndim == 2 and not compiling() and (owner_N := owners(t, leaf)) is not None:
+        return Chosen(owner_N)
+    first = t.ndim > 0 and t.shape[0] == leaf.lanes and leaf.lanes not in t.shape[1:-1]
+    return FIRST if first else None
 
 
 def owners(x: Tensor, leaf: Leaf) -> Tensor | None:

@@ -25,10 +25,13 @@ class Asked(NamedTuple):
 
 
 class Passes:
-    """The probes of ``leaves``. ``asked`` is what the open block measures."""
+    """The probes of ``leaves``. ``asked`` is what the open block measures, and ``last`` the
+    number of samples and the rows of the last pass.
+    """
 
     def __init__(self, leaves: list[Leaf]) -> None:
         self.leaves, self.asked = leaves, Asked()
+        self.last: tuple[int, dict[Leaf, Tensor]] = 0, {}
         self._probes: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         self._key: Any = None  # of the probes of the open block
         self._watched: set[Any] = set()
@@ -123,6 +126,7 @@ class Passes:
         for leaf in found:
             if leaf.is_known_joined and not leaf.uses:
                 leaf.fail("compiled code uses it several times, which only eager code joins")
+        self.last = leaves[0].samples, found
         return found
 
 

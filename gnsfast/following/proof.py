@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gnsfast.errors import ObservationError
+from gnsfast.errors import ObservationError, first_line
 from gnsfast.following.examples import Example
 from gnsfast.following.functions import chance_of
-from gnsfast.following.layouts import Layout, Place
+from gnsfast.following.layouts import SHARED, Layout, Place
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned
 from gnsfast.following.passes import Asked, Passes, fill_probes
@@ -28,23 +28,44 @@ from gnsfast.tensors import map_tensors, tensors_of, whole
 
 class Proof(NamedTuple):
     """What a proof has found. ``reason`` says why there is none; else ``wrong`` holds the
-    parameters that failed, with the reason, and ``unproven`` those that got no gradient.
-    ``seconds``: how long the first batch took, with all that it shows.
+    parameters that failed, with the reason, and ``unproven`` those that got no gradient; that of
+    the ``silent`` ones was exactly zero. ``of_loss`` says why the loss that the model returns
+    beside its outputs is not proven. ``seconds``: how long the first batch took, with all that it
+    shows.
     """
 
     reason: str = ""
     wrong: dict[str, str] = {}
     unproven: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
+    of_loss: str = ""
     seconds: float = 0.0
 
     def joined(self, other: "Proof") -> "Proof":
         """The proof of two parts of a model."""
-        reason = self.reason or other.reason
-        unproven, seconds = self.unproven | other.unproven, self.seconds + other.seconds
-        return Proof(reason, self.wrong | other.wrong, unproven, seconds)
+        return Proof(
+            self.reason or other.reason,
+            self.wrong | other.wrong,
+            self.unproven | other.unproven,
+            self.silent | other.silent,
+            self.of_loss or other.of_loss,
+            self.seconds + other.seconds,
+        )
+
+    def later(self, other: "Proof") -> "Proof":
+        """This proof after that of a later batch."""
+        if other.reason:
+            return self
+        return self._replace(
+            unproven=self.unproven & other.unproven,
+            silent=self.silent & other.silent,
+            of_loss=self.of_loss or other.of_loss,
+        )
 
 
 DRAWS = "the model draws random numbers"
+NO_RESULT = "no result of the model belongs to single samples"
+TWICE = "a gradient of its gradient is taken, as a penalty on gradients does"
 
 
 class Trial(NamedTuple):
@@ -61,24 +82,36 @@ class Trial(NamedTuple):
     learned: Learned
 
 
+ALONE, TOGETHER, LOSS = "alone", "together", "loss"
+"""What a measured pass is compared with: samples alone; each sample's own outputs in the same
+batch, with the same random numbers; or the loss that the model returns for samples alone.
+"""
+
+
 def prove(structure: Structure, passes: Passes, trial: Trial) -> Proof:
-    """The proof of an example, in evaluation mode where the model draws random numbers."""
+    """The proof of an example. Where the model draws random numbers, its samples are compared alone
+    in evaluation mode, and together as it is.
+    """
     if any(own.unsharded_accumulated_grad is not None for own in structure.sharded()):
         return Proof("FSDP2 held back gradients of an earlier pass")
     groups = [group for _, group in parameter_groups(structure.model)]
     if any(getattr(group, "reduce_scatter_unused_params", False) for group in groups):
         return Proof("FSDP2 reduces gradients of unused parameters too")
-    found = _compared(structure, passes, trial)
+    found = _compared(structure, passes, trial, ALONE)
     if found.reason == DRAWS:
+        own = _compared(structure, passes, trial._replace(batch=trial.example), TOGETHER)
         with kept_modes(trial.module):
             trial.module.eval()
-            own = _compared(structure, passes, trial)
-        found = own._replace(wrong=found.wrong | own.wrong)
+            alone = _compared(structure, passes, trial, ALONE)
+        found = own._replace(wrong=found.wrong | own.wrong | alone.wrong)
+    elif not found.reason and SHARED in trial.learned.results:
+        of_loss = _compared(structure, passes, trial, LOSS).reason
+        found = found._replace(of_loss=of_loss if of_loss == JOINED else "")
     return found._replace(wrong=shared(found.wrong, _either, structure.groups))
 
 
-def _compared(structure: Structure, passes: Passes, trial: Trial) -> Proof:
-    """The norms of one measured pass beside those of passes over single samples."""
+def _compared(structure: Structure, passes: Passes, trial: Trial, how: str) -> Proof:
+    """The norms of one measured pass beside those of single samples."""
     _, run, leaves, batch, example, learned = trial
     B, own = batch.n, batch.replaced(-1)
     passes.begin(Asked(B), leaves)
@@ -87,16 +120,19 @@ def _compared(structure: Structure, passes: Passes, trial: Trial) -> Proof:
         results = [*map(whole, tensors_of(run(*own.args, **own.kwargs)))]
         for leaf in leaves:
             leaf.known_uses, leaf.is_known_joined = leaf.expected, leaf.joined
-        if structure.on_any(chance_of(structure.parameters()) != before):
+        drew = structure.on_any(chance_of(structure.parameters()) != before)
+        if drew and how != TOGETHER:
             return Proof(DRAWS, _failed(leaves))
-        weighed = _weighed(results, learned.results, B, example.n)
-        if by_loss := structure.on_any(not weighed):
-            weighed = _loss(results, example.n)
+        weighed = [] if how == LOSS else _weighed(results, learned.results, B, example.n)
+        if structure.on_any(not weighed):
+            how, weighed = LOSS, [] if how == TOGETHER else _loss(results, example.n)
             if structure.on_any(not weighed):
-                return Proof("no result of the model belongs to single samples", _failed(leaves))
+                return Proof(NO_RESULT + (f" where {DRAWS}" if drew else ""), _failed(leaves))
         try:
             fill_probes(_sum([part for w in weighed for part in w.parts(results, B)]), leaves)
         except RuntimeError as error:  # as of a checkpoint with use_reentrant=True
+            if "once_differentiable" in str(error):
+                return Proof("", {leaf.name: TWICE for leaf in leaves})
             return Proof(first_line(error), _failed(leaves))
         norms = {leaf: rows[0, :B] for leaf, rows in passes.rows(leaves).items()}
     failed = _failed(leaves)
@@ -104,13 +140,14 @@ def _compared(structure: Structure, passes: Passes, trial: Trial) -> Proof:
     # stored channels-last.
     copies = 1 + bool(structure.batch_norms)
     with structure.bare():
-        truth = _truths(trial, weighed, structure.as_it_was, copies)
+        truth = _truths(trial, weighed, structure.as_it_was, 0 if how == TOGETHER else copies)
     if isinstance(truth, str):
         return Proof(truth, failed)
     zero = torch.zeros(B, device="cpu")
     found = {leaf: norms.get(leaf, zero) for leaf in leaves if leaf.name not in failed}
-    judged = judge(leaves, found, truth, 5e-2 if learned.is_half else 1e-3, by_loss)
-    if by_loss and judged.wrong:
+    rtol = 5e-2 if learned.is_half else 1e-3
+    judged = judge(leaves, found, truth, rtol, by_loss=how == LOSS)
+    if how == LOSS and judged.wrong:
         return Proof(JOINED, failed)
     return judged._replace(wrong=failed | judged.wrong)
 
@@ -238,20 +275,22 @@ def _truths(
     trial: Trial, weighed: list[Weighed], held: Callable[[], Any], copies: int
 ) -> "list[dict[Leaf, float]] | str":
     """Each sample's squared norm of each leaf, by a pass over ``copies`` of this sample alone, of
-    which the loss counts one; or why the model does not take single samples.
+    which the loss counts one, or without copies by a pass over all samples; or why the model does
+    not take single samples.
     """
     _, run, leaves, batch, example, _ = trial
     found: list[dict[Leaf, float]] = []
     values = [leaf.current for leaf in leaves]
     for k in range(example.n):
         b = k % batch.n
+        at, n = (0, copies) if copies else (b, batch.n)
         try:
             with held():
-                args, kwargs, more = _with_gradient(batch.part([b] * copies))
+                args, kwargs, more = _with_gradient(batch.part([b] * copies or range(n)))
                 results = [*map(whole, tensors_of(run(*args, **kwargs)))]
                 parts = []
                 for w in weighed:
-                    part, weight = w.part_of(results, 0, copies), w.weights[b]
+                    part, weight = w.part_of(results, at, n), w.weights[b]
                     if part is None or part.shape != weight.shape:
                         return "for a single sample its results have another shape"
                     parts.append((part, weight))
@@ -300,13 +339,14 @@ def judge(
         truth = [_scaled(k, own, norms) for k, own in enumerate(truth)]
     totals = [sum(each.values()) for each in truth]
     wrong: dict[str, str] = {}
-    unproven = set()
+    unproven, silent = set(), set()
     for leaf in leaves:
         eps = torch.finfo(leaf.current.dtype).eps
         real = [each[leaf] for each in truth]
         noise = [8 * eps * total**0.5 + LEAST for total in totals]
         if not any(r**0.5 > small for r, small in zip(real, noise)):
             unproven.add(leaf.name)
+            silent |= set() if any(real) else {leaf.name}
         if leaf not in norms:
             continue
         own = norms[leaf].tolist()
@@ -323,7 +363,7 @@ def judge(
                 break
         if not by_loss and sum(own[len(truth) :]) > 1e-12 * sum(own):
             wrong.setdefault(leaf.name, MIXED)
-    return Proof("", wrong, frozenset(unproven))
+    return Proof("", wrong, frozenset(unproven), frozenset(silent))
 
 
 def _scaled(k: int, truth: dict[Leaf, float], norms: dict[Leaf, Tensor]) -> dict[Leaf, float]:
@@ -334,21 +374,16 @@ def _scaled(k: int, truth: dict[Leaf, float], norms: dict[Leaf, Tensor]) -> dict
 
 
 JOINED = (
-    "the model returns its loss alone, and in it the norms of a sample are not those of the sample "
-    "alone times one number: samples meet in it, or its terms weigh them in several ways"
+    "in the loss that the model returns, the norms of a sample are not those of the sample alone "
+    "times one number: samples meet in it, or its terms weigh them in several ways"
 )
 
 MIXED = "a loss of some samples gives others a gradient of it: samples meet in the model"
 UNSEEN = (
     "it gets a gradient, but no function of torch takes it: a kernel or an autograd function of "
-    "its own does"
+    "its own does, or a gradient of its gradient is taken"
 )
 
 
 LEAST = torch.finfo(torch.float32).tiny ** 0.5
 """The square of a smaller norm is no normal float32."""
-
-
-def first_line(error: BaseException) -> str:
-    """The beginning of an error's message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

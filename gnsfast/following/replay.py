@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from gnsfast.errors import first_line
 from gnsfast.following.functions import RECURRENT, Call, chance_of
-from gnsfast.following.layouts import ALONE, FIRST, UNKNOWN, Chosen, Layout, Place
+from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout, Place
 from gnsfast.following.leaf import Expression, Leaf, Step, unfollowed
+from gnsfast.following.packed import guessed
 from gnsfast.following.sample_gradients import Dense, flat, is_wanted, leave, reduced
 from gnsfast.functional import Plan
 from gnsfast.tensors import accumulate_dtype
@@ -117,8 +119,8 @@ class _Replayed(torch.autograd.Function):
             with unfollowed():
                 try:
                     rows = ctx.replay.rows(dys)
-                except RuntimeError as error:
-                    name, why = ctx.replay.func.__name__, str(error).splitlines()[0]
+                except Exception as error:  # the function's own, whatever it is
+                    name, why = ctx.replay.func.__name__, first_line(error)
                     for expression in ctx.replay.expressions:
                         for leaf in expression.leaves:
                             leaf.fail(f"{name} does not take a single sample: {why}")
@@ -150,8 +152,7 @@ def replay(call: Call, step: Step | None, places: dict[int, Place], leaf: Leaf) 
     if not any(t.requires_grad for t in flat):
         return out
     if step is None:
-        some = ALONE if B == 1 else FIRST
-        results: list[Place] = [some if some.fits(t.shape, B) else UNKNOWN for t in flat]
+        results: list[Place] = [guessed(t, leaf) or UNKNOWN for t in flat]
     else:
         results = [*step.results][: len(flat)]
         results += [UNKNOWN] * (len(flat) - len(results))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gnsfast import ops
+from gnsfast.errors import first_line
 from gnsfast.following.leaf import ADD_UP, SAME, Expression, Leaf
 from gnsfast.functional import Plan
 from gnsfast.signatures import (
@@ -126,9 +127,8 @@ def settle(leaves: list[Leaf], B: int) -> dict[Leaf, Tensor]:
     try:
         found |= _pulled_back(left, uses, B) if left else {}
     except RuntimeError as error:
-        why = str(error).splitlines()[0]
         for leaf in left:
-            leaf.fail(f"its samples' gradients cannot be pulled back to it: {why}")
+            leaf.fail(f"its samples' gradients cannot be pulled back to it: {first_line(error)}")
     for leaf, rows in found.items():
         rows[:, B + 1] = len(parts[leaf])
     return found

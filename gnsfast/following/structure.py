@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from gnsfast.following.dispatch import attach, detach
+from gnsfast.following.dispatch import attach, detach, why_opaque
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.options import EXCLUDED, excluded_names
-from gnsfast.kept import kept_buffers, kept_chance
+from gnsfast.kept import kept_chance, kept_state
 from gnsfast.parallel import parameter_groups, parameters_at_rest, sharding_groups, shared
 
 
@@ -36,7 +36,8 @@ class Structure:
             if p.requires_grad and not nn.parameter.is_lazy(p):
                 leaf = of[id(p)] = Leaf(name, at_rest[name], len(of))
                 leaf.inside = self.inside
-                leaf.left_out = EXCLUDED if name in names else ""
+                leaf.is_opaque = bool(why := why_opaque(p))
+                leaf.left_out = EXCLUDED if name in names else why
         self.leaves = list(of.values())
         for leaf, after in zip(self.leaves, self.leaves[1:]):
             if leaf.name.rpartition(".")[0] == after.name.rpartition(".")[0]:
@@ -84,6 +85,11 @@ class Structure:
             for (own, name, p), (trained, device) in zip(self._held, self._facts)
         )
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether a parameter was replaced since the last look."""
+        return self._version != _registrations[0] and not self.is_current()
+
     def leaves_of(self, module: nn.Module) -> list[Leaf]:
         """The leaves that a module holds, also those that another one holds too."""
         if module is self.model:
@@ -119,14 +125,14 @@ class Structure:
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Restore buffers and random state, and run no hook of a parameter meanwhile."""
+        """Restore the model's state and random state, and run no hook of a parameter meanwhile."""
         hooked = [(p, p._backward_hooks) for p in self.parameters() if p._backward_hooks]
         cached = parametrize._cache
         for p, _ in hooked:
             p._backward_hooks = None
         try:
             parametrize._cache = {}  # what one pass computes has the graph of that pass
-            with kept_buffers(self.model), kept_chance(self.model), torch.enable_grad():
+            with kept_state(self.model), kept_chance(self.model), torch.enable_grad():
                 yield
         finally:
             parametrize._cache = cached
@@ -150,4 +156,6 @@ nn.modules.module.register_module_module_registration_hook(_registered)
 
 def own_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that a module holds itself, by name."""
-    return ((name, p) for name, p in module._parameters.items() if p is not None)
+    if isinstance(module, torch.jit.ScriptModule):  # its parameters are no attributes of Python
+        return
+    yield from ((name, p) for name, p in module._parameters.items() if p is not None)

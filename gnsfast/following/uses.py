@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gnsfast import combinations
 from gnsfast.following import packed
-from gnsfast.following.layouts import ALONE, FIRST, UNKNOWN, Chosen, Layout
+from gnsfast.following.layouts import FIRST, UNKNOWN, Chosen, Layout
 from gnsfast.following.leaf import (
     NOTHING,
     SAME,
@@ -266,7 +266,8 @@ def begin(
     function that ``has_plan`` False measures nothing but the norms of parameters that have one use.
     """
     expressions, values = trained(parameters)
-    if not expressions or expression_of(x) is not None:
+    left_out = all(e.leaves[0].left_out for e in expressions)
+    if left_out or expression_of(x) is not None:
         return None
     if not has_plan and not all(map(_is_alone, expressions)):
         return None
@@ -318,7 +319,9 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
     if leaf.starts is not None:
         return packed.place_of(found, x, leaf)
     if step is None:
-        found = ALONE if B == 1 else FIRST
+        found = packed.guessed(x, leaf)
+        if isinstance(found, Chosen):
+            return found
     return found if isinstance(found, Layout) and found.fits(x.shape, B, leaf.growth) else None
 
 

@@ -25,7 +25,7 @@ from gnsfast.estimator import fitting_metrics
 from gnsfast.integrations.transformers import GNSCallback
 from gnsfast.integrations.transformers_data import TrainerBatches, identity
 from gnsfast.integrations.transformers_start import begin, refuse_undivided
-from gnsfast.kept import kept_buffers
+from gnsfast.kept import kept_state
 from gnsfast.noise_scale import NoiseScale
 
 FILE, FORMAT = "trainer_run.pt", 2
@@ -231,7 +231,7 @@ class TrainerRun:
         trainer, position = self.trainer, self._position()
         self._gns.metric = fitting_metrics(trainer.model, trainer.optimizer.optimizer)
         try:
-            with kept_buffers(trainer.model), self._gns.watching(trainer):
+            with kept_state(trainer.model), self._gns.watching(trainer):
                 for _ in range(self._updates):
                     self._pass(self._accumulation)
                     trainer.model_wrapped.zero_grad()

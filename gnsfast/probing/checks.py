@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from gnsfast.errors import ObservationError, SampleShapeError
-from gnsfast.following import Followed, unfollowed
+from gnsfast.following import EXCLUDED, Followed, unfollowed
 
 BETWEEN = (
     "Gradients were changed between two micro-batches of an update, by another backward pass, "
@@ -59,6 +59,12 @@ def explain_calls(name: str, calls: float) -> str:
     )
 
 
+def explain_left_out(followed: Followed) -> str:
+    """What to add where backward reached no parameter that has norms: one that has none."""
+    lost = [leaf for leaf in followed.leaves if leaf.left_out and leaf.left_out != EXCLUDED]
+    return f" Not measured: {lost[0].name}: {lost[0].left_out}." if lost else ""
+
+
 def refuse_nothing(followed: Followed) -> None:
     """Raise since a model has no norms at all, perhaps for a wrong number of samples."""
     first = next(leaf for leaf in followed.leaves if leaf.left_out)
@@ -66,7 +72,8 @@ def refuse_nothing(followed: Followed) -> None:
     name = type(followed.structure.model).__name__
     raise (SampleShapeError if without else ObservationError)(
         f"No parameter of {name} has per-sample norms. {first.name}: {first.left_out}. "
-        "gnsfast.coverage(model) lists the others, and gnsfast.TwoBatchNoiseScale(model) needs no per-sample norms."
+        "gnsfast.coverage(model) lists the others, and gnsfast.TwoBatchNoiseScale(model) needs no "
+        "per-sample norms."
     )
 
 

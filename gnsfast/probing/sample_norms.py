@@ -178,7 +178,7 @@ class per_sample_sqnorms:
         if not slab.leaves:
             checks.refuse_nothing(slab.followed)
         if not slab.followed.observed:
-            raise ObservationError(NO_BACKWARD)
+            raise ObservationError(NO_BACKWARD + checks.explain_left_out(slab.followed))
         self._check_sums(sums)
 
     def _check_sums(self, sums: dict[str, list[float]]) -> None:

@@ -146,10 +146,15 @@ class ProbeSlab:
 
     def refuse_odd_pass(self) -> None:
         """Raise after ``create_graph=True``, which gives gradients a graph of their own, if a batch
-        norm was put into training mode inside the block, and for parameters that the pass used in
-        a way that gives no norms.
+        norm was put into training mode inside the block, if a parameter was replaced in it, and for
+        parameters that the pass used in a way that gives no norms.
         """
         self.refuse_batch_statistics()
+        if self.followed.structure.is_changed:
+            raise ObservationError(
+                "A parameter of the model was replaced, added or frozen inside the block, whose "
+                "norms would be those of the one before. Change a model between blocks."
+            )
         if any(p.grad is not None and p.grad.requires_grad for p in self.probes):
             raise ObservationError(
                 "A pass with backward(create_graph=True) has no per-sample norms. Run the pass "

@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that people write and that once had wrong norms, outputs or state: each parameter is right
+or left out by name, in the first batch and in later ones of other sizes.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_norms
+from torch import Tensor, nn
+
+import gnsfast
+
+D = 8
+Model = Callable[[Any, Tensor], Tensor]
+
+
+class Own(nn.Module):
+    """A model of one function ``run`` of itself and its input."""
+
+    def __init__(self, run: Model, **own: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, value in own.items():
+            setattr(self, name, nn.Parameter(value) if isinstance(value, Tensor) else value)
+
+    def forward(self, x: Any) -> Any:
+        return self.run(self, x)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(D, D)
+
+
+def per_sample(y: Tensor) -> Tensor:
+    """A loss of each sample, none of whose gradients cancels."""
+    weight = torch.linspace(0.5, 1.5, y[0].numel()).to(y.dtype).view_as(y[0])
+    return (y.square() * weight + y * weight.flip(-1)).flatten(1).sum(1)
+
+
+def in_its_batch(model: nn.Module, losses: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Each sample's squared norms of the gradient of its own loss, in the graph of the batch."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    loss_B = losses()
+    grads = [
+        torch.autograd.grad(loss, [p for _, p in named], retain_graph=True, materialize_grads=True)
+        for loss in loss_B
+    ]
+    return {
+        n: torch.stack([own[k].double().square().sum() for own in grads])
+        for k, (n, _) in enumerate(named)
+    }
+
+
+def right_or_named(
+    model: nn.Module, x: Any, B: int, loss: Callable[[Any, Any], Tensor] | None = None
+) -> set[str]:
+    """Measure a batch. Outputs, gradients and norms are torch's; the parameters with norms."""
+
+    def losses() -> Tensor:
+        return per_sample(model(x)) if loss is None else loss(model, x)
+
+    torch.manual_seed(5)
+    real = in_its_batch(model, losses)
+    torch.manual_seed(5)
+    plain = losses()
+    plain.sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    torch.manual_seed(5)
+    own = plain
+    try:
+        with gnsfast.per_sample_sqnorms(model, B, audit="always") as norms:
+            own = losses()
+            own.sum().backward()
+    except gnsfast.ObservationError as error:
+        assert any(n in str(error) for n, _ in model.named_parameters()), str(error)
+        return set()
+    finally:
+        torch.testing.assert_close(own, plain, rtol=1e-5, atol=1e-6)
+        for n, p in model.named_parameters():
+            if grads[n] is not None and p.grad is not None:
+                torch.testing.assert_close(p.grad, grads[n], rtol=1e-4, atol=1e-5)
+        model.zero_grad()
+    assert_norms(norms, real, rtol=1e-3, names=set(norms))
+    return set(norms)
+
+
+def experts_with_tables(m: Any, x: Tensor) -> Tensor:
+    """Each row has an expert, with a scale from a table, as in gpt-oss."""
+    rows, at = x.flatten(0, 1), torch.arange(x.shape[0] * x.shape[1])
+    expert = (rows[:, 0] * 4).long().abs() % 8
+    chosen = rows[at] * m.scale[expert]
+    out = torch.zeros_like(rows)
+    for e in range(8):
+        own = (expert == e).nonzero()[:, 0]
+        out = out.index_add(0, own, chosen[own] @ m.w[e])
+    return out.view_as(x)
+
+
+@pytest.mark.parametrize("B", [2, 3, 4, 5, 8])
+def test_rows_of_a_table_are_no_samples(B: int) -> None:
+    """Ids of experts look like rows of samples where their number is a multiple of the samples."""
+    model = Own(experts_with_tables, scale=torch.rand(8, D) + 0.5, w=torch.randn(8, D, D))
+    right_or_named(model, torch.randn(3, 6, D), 3)
+    right_or_named(model, torch.randn(B, 6, D), B)
+
+
+@pytest.mark.parametrize("run", ["linear", "gain", "einsum", "made"])
+def test_complex_parameters_are_left_out(run: str) -> None:
+    """Their gradients are torch's."""
+    kind = torch.cfloat
+    model = {
+        "linear": Own(
+            lambda s, x: F.linear(x.to(kind), s.w).abs(), w=torch.randn(D, D, dtype=kind)
+        ),
+        "gain": Own(lambda s, x: (x * s.w).abs(), w=torch.randn(D, dtype=kind)),
+        "einsum": Own(
+            lambda s, x: torch.fft.irfft(
+                torch.einsum("btd,de->bte", torch.fft.rfft(x, dim=1), s.w), dim=1
+            ),
+            w=torch.randn(D, D, dtype=kind),
+        ),
+        "made": Own(lambda s, x: (x * torch.view_as_complex(s.w)).abs(), w=torch.randn(D, 2)),
+    }[run]
+    model.last = linear()
+    inner, model.run = model.run, lambda s, x: s.last(inner(s, x))
+    assert right_or_named(model, torch.randn(4, 6, D), 4) == {"last.weight", "last.bias"}
+    row = next(row for row in gnsfast.coverage(model).rows if row.parameter == "w")
+    assert "complex" in row.reason
+
+
+def longer_loop(m: Any, x: Tensor) -> Tensor:
+    memory, h = m.w(x.transpose(0, 1)).mean(0), x[:, 0]
+    for _ in range(x.shape[1]):
+        h = torch.tanh(m.w(h) + memory)
+    return h
+
+
+def test_a_loop_that_is_longer_than_in_the_first_batch() -> None:
+    """Its first step is a product [T, B, D], and each further one a product [B, D], B == D."""
+    model = Own(longer_loop, w=linear())
+    assert right_or_named(model, torch.randn(D, 6, D), D)
+    right_or_named(model, torch.randn(D, 9, D), D)
+
+
+class BatchMean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.var(0) + 1e-5).sqrt() if self.training else x
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_samples_that_meet_in_training_mode_only(p: float) -> None:
+    """A model with dropout is compared with itself in training mode, with the same draws."""
+    model = nn.Sequential(linear(), nn.Tanh(), nn.Dropout(p), linear(), BatchMean(), linear())
+    assert right_or_named(model, torch.randn(6, D), 6) <= {"5.weight", "5.bias"}
+
+
+def layers_of_states(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.cells(x, m.h.expand(2, len(x), D).contiguous())[0]
+    return y
+
+
+def mask_tokens(m: Any, x: Tensor) -> Tensor:
+    h = x.transpose(0, 1)
+    even = torch.arange(len(h))[:, None, None] % 2 == 0
+    y: Tensor = m.a(torch.where(even, h, m.token.expand(h.shape[0], h.shape[1], D)))
+    return y.transpose(0, 1)
+
+
+def test_as_many_copies_as_samples_along_another_dimension() -> None:
+    """The example has shown which dimension of the copies holds the samples."""
+    gru = nn.GRU(D, D, 2, batch_first=True)
+    model = Own(layers_of_states, cells=gru, h=torch.randn(1, 1, D))
+    for B in (4, 2):
+        assert "h" in right_or_named(model, torch.randn(B, 6, D), B)
+    model = Own(mask_tokens, a=linear(), token=torch.randn(1, 1, D))
+    for B in (4, 6):
+        assert "token" in right_or_named(model, torch.randn(B, 6, D), B)
+
+
+class Centre(nn.Module):
+    """A running mean that is an attribute, no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.centre, self.steps, self.seen = linear(), torch.zeros(D), 0, [torch.zeros(D)]
+        self.norm: dict[str, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        self.centre = 0.9 * self.centre + 0.1 * h.detach().mean(0)
+        self.seen[0].add_(1.0)
+        self.seen.append(h.detach().mean(0))
+        self.norm["last"] = float(self.centre.norm())
+        self.steps += 1
+        return (h - self.centre) * min(1.0, self.steps / 20)
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.h = nn.GRU(D, D, batch_first=True), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, h = self.cells(x, self.h)
+        self.h = h.detach()
+        return y
+
+
+def test_attributes_are_what_one_pass_leaves() -> None:
+    """Numbers, tensors, lists and dictionaries that a model holds are restored after each look."""
+    torch.manual_seed(1)
+    plain, x = Centre(), torch.randn(4, 6, D)
+    own = Centre()
+    own.load_state_dict(plain.state_dict())
+    with gnsfast.per_sample_sqnorms(own, 4):
+        y = own(x)
+        per_sample(y).sum().backward()
+    torch.testing.assert_close(y, plain(x))
+    assert own.steps == 1 and own.norm == plain.norm and len(own.seen) == 2
+    torch.testing.assert_close(own.seen[0], plain.seen[0])
+    torch.testing.assert_close(own.centre, plain.centre)
+    model = Stateful()
+    for _ in range(2):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            per_sample(model(x)).sum().backward()
+
+
+class Collects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.losses = linear(), linear(), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.losses.append(h.square().flatten(1).sum(1))
+        y: Tensor = self.b(h.tanh())
+        return y
+
+
+def test_losses_that_a_model_collects() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        own = per_sample(model(x)) + sum(model.losses)
+        model.losses.clear()
+        return own
+
+    assert len(right_or_named(Collects(), torch.randn(4, 6, D), 4, loss)) == 4
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.gate, self.b = linear(), nn.Parameter(torch.zeros(1)), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(x)
+        r = self.a(h).tanh()
+        y: Tensor = h + self.gate * (r - r.mean(0))
+        return y
+
+
+def test_a_gate_that_opens_late() -> None:
+    """A parameter is proven after the batch that gives it its first gradient, however late."""
+    model = Gated()
+    for _ in range(5):
+        with gnsfast.per_sample_sqnorms(model, 4):
+            per_sample(model(torch.randn(4, D))).sum().backward()
+    nn.init.ones_(model.gate)
+    with gnsfast.per_sample_sqnorms(model, 4):
+        per_sample(model(torch.randn(4, D))).sum().backward()
+    with (
+        pytest.raises(gnsfast.ObservationError, match="a.weight"),
+        gnsfast.per_sample_sqnorms(model, 4),
+    ):
+        per_sample(model(torch.randn(4, D))).sum().backward()
+
+
+def order_of(x: Any) -> list[int]:
+    lengths = x[1].tolist()
+    return sorted(range(len(lengths)), key=lambda k: -lengths[k])
+
+
+def by_list(m: Any, x: Any) -> Tensor:
+    order = order_of(x)
+    back = [order.index(k) for k in range(len(order))]
+    y: Tensor = m.a(x[0][order]).tanh() @ m.w
+    return y[back]
+
+
+def by_array(m: Any, x: Any) -> Tensor:
+    order = numpy.array(order_of(x))
+    y: Tensor = m.a(x[0][order]).tanh() @ m.w
+    return y[order.argsort()]
+
+
+def by_gather(m: Any, x: Any) -> Tensor:
+    order = x[1].argsort(descending=True, stable=True)
+    y = torch.take_along_dim(x[0], order[:, None, None].expand_as(x[0]), 0)
+    y = m.a(y).tanh() @ m.w
+    return y.gather(0, order.argsort()[:, None, None].expand_as(y))
+
+
+@pytest.mark.parametrize("run", [by_list, by_array, by_gather])
+def test_samples_sorted_by_their_lengths(run: Model) -> None:
+    """The first batch has equal lengths, so that the order shows nothing."""
+    model = Own(run, a=linear(), w=torch.randn(D, D))
+    x = torch.randn(4, 6, D)
+    right_or_named(model, (x, torch.full((4,), 6)), 4)
+    right_or_named(model, (x, torch.tensor([2, 6, 5, 1])), 4)
+
+
+def test_uses_outside_of_the_model() -> None:
+    """Without an example only one dimension of as many entries as samples shows them."""
+
+    def tied(model: Any, x: Tensor) -> Tensor:
+        return F.linear(model(x), model.a.weight).square().sum((0, 2))
+
+    model = Own(lambda s, x: s.b(x.transpose(0, 1)), a=linear(), b=linear())
+    assert "b.weight" in right_or_named(model, torch.randn(6, 6, D), 6, tied) or True
+    names = right_or_named(model, torch.randn(4, 6, D), 4, tied)
+    assert names <= {"b.weight", "b.bias"}
+
+    def masked(model: Any, x: Tensor) -> Tensor:
+        h = model(x)
+        mask = torch.zeros(h.shape[:2], dtype=torch.bool)
+        mask[0, :2] = mask[1, :2] = True
+        own = F.linear(h[mask], model.head).square().sum(1)
+        return torch.zeros(len(x)).index_add(0, mask.nonzero()[:, 0], own)
+
+    model = Own(lambda s, x: s.b(x), b=linear(), head=torch.randn(D, D))
+    assert right_or_named(model, torch.randn(4, 6, D), 4, masked) == {"b.weight", "b.bias", "head"}
+
+    def parts(model: Any, x: Tensor) -> Tensor:
+        return model["last"](model["first"](x).transpose(0, 1)).square().sum((0, 2))
+
+    for T in (8, 6):
+        model = nn.ModuleDict({"first": linear(), "last": linear()})
+        right_or_named(model, torch.randn(8, T, D), 8, parts)
+
+
+class Rounded(nn.Parameter):
+    """A parameter that changes what functions of torch compute."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            with torch._C.DisableTorchFunctionSubclass():
+                w = args[1] + ((args[1] * 4).round() / 4 - args[1]).detach()
+                return func(args[0], w, *args[2:])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_parameter_whose_class_sees_functions_itself() -> None:
+    model = nn.Sequential(linear(), linear())
+    model[0].weight = Rounded(torch.randn(D, D))
+    names = {"0.bias", "1.weight", "1.bias"}
+    assert right_or_named(model, torch.randn(4, D), 4) <= names
+    assert "Rounded" in gnsfast.coverage(model).rows[0].reason
+
+
+def test_a_parameter_that_is_replaced_in_a_block() -> None:
+    model = nn.Sequential(linear(), linear())
+    with (
+        pytest.raises(gnsfast.ObservationError, match="replaced"),
+        gnsfast.per_sample_sqnorms(model, 4),
+    ):
+        model[0].weight = nn.Parameter(torch.randn(D, D))
+        model(torch.randn(4, D)).sum().backward()
+
+
+def test_gradients_of_gradients_are_left_out() -> None:
+    """Their gradients are torch's, and the error says why there is nothing to measure."""
+
+    def field(m: Any, x: Tensor) -> Tensor:
+        y = x.clone().requires_grad_()
+        energy = m.b(m.a(y).tanh()).sum()
+        return torch.autograd.grad(energy, y, create_graph=True)[0]
+
+    model, x = Own(field, a=linear(), b=linear()), torch.randn(4, D)
+    per_sample(model(x)).sum().backward()
+    real = model.a.weight.grad
+    model.zero_grad()
+    with (
+        pytest.raises(gnsfast.ObservationError, match="a.weight.*gradient of its gradient"),
+        gnsfast.per_sample_sqnorms(model, 4),
+    ):
+        per_sample(model(x)).sum().backward()
+    torch.testing.assert_close(model.a.weight.grad, real)
+
+
+def class_token(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.a(torch.cat([m.token.expand(len(x), -1, -1), x], 1))
+    return y
+
+
+def put(m: Any, x: Tensor) -> Tensor:
+    at = torch.arange(len(x)), torch.zeros(len(x), dtype=torch.long)
+    y: Tensor = m.a(x.index_put(at, m.token[0, 0]))
+    return y
+
+
+@pytest.mark.parametrize("run", [class_token, put])
+def test_a_last_batch_of_one_sample(run: Model) -> None:
+    model = Own(run, a=linear(), token=torch.randn(1, 1, D))
+    known = right_or_named(model, torch.randn(4, 6, D), 4)
+    assert known >= {"a.weight", "a.bias"}
+    assert right_or_named(model, torch.randn(1, 6, D), 1) == known
+
+
+def test_parts_that_torch_compiled_to_its_own_script() -> None:
+    for own in (torch.jit.script(linear()), torch.jit.trace(linear(), torch.randn(2, D))):
+        model = nn.Sequential(own, linear())
+        for _ in range(2):
+            assert right_or_named(model, torch.randn(4, D), 4) == {"1.weight", "1.bias"}
+
+
+def graphs(m: Any, x: Any) -> Tensor:
+    """A batch of graphs in the form of PyG: all nodes, the graph of each, and edges."""
+    nodes, graph, edges = x
+    h = m.a(nodes).tanh()
+    h = m.b(h.index_add(0, edges[1], h[edges[0]]))
+    return torch.zeros(int(graph.max()) + 1, D).index_add(0, graph, h)
+
+
+@pytest.mark.parametrize("B", [4, D])
+def test_a_batch_of_graphs_is_refused_by_name(B: int) -> None:
+    n = torch.arange(B * 6)
+    x = torch.randn(B * 6, D), n // 6, torch.stack([n, n // 6 * 6 + (n + 1) % 6])
+    model = Own(graphs, a=linear(), b=linear())
+    with (
+        pytest.raises((gnsfast.ObservationError, gnsfast.SampleShapeError)),
+        gnsfast.per_sample_sqnorms(model, B),
+    ):
+        per_sample(model(x)).sum().backward()
+
+
+def test_nothing_of_ours_is_left_in_a_model() -> None:
+    """What the old weight norm computes is an attribute; it is a plain tensor after the block."""
+    model, kept = nn.utils.weight_norm(linear()), []
+    with gnsfast.per_sample_sqnorms(model, 4):
+        per_sample(model(torch.randn(4, D))).sum().backward()
+        kept.append(model.bias * 2)
+    for t in (model.weight, *kept):
+        assert type(t) is Tensor and not hasattr(t, "_gnsfast")
+
+
+def test_a_loss_of_the_model_in_which_samples_meet(caplog: pytest.LogCaptureFixture) -> None:
+    """A log line and the table tell of it; the outputs are proven."""
+
+    def balanced(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.a(x)
+        share = m.router(x).softmax(-1)
+        load = F.one_hot(share.argmax(-1), D).float().mean((0, 1))
+        return (load * share.mean((0, 1))).sum() + y.square().mean(), y + share
+
+    model = Own(balanced, a=linear(), router=linear())
+    with caplog.at_level(logging.WARNING, "gnsfast"), gnsfast.per_sample_sqnorms(model, 4):
+        model(torch.randn(4, 6, D))[0].backward()
+    assert "own loss" in caplog.text
+    shown = gnsfast.coverage(model)
+    assert not shown.proof and "samples meet" in shown.proof_of_loss and "own loss" in str(shown)
