@@ -47,7 +47,7 @@ class Batches:
         self.is_learning = self._is_apart = self._is_blind = False
         self._learned: Learned | None = None
         self._places: list[Place] = []
-        self._few, self._again = FEW, 0
+        self._few, self._again, self._late = FEW, 0, AGAIN
         self._proven_sizes: set[Any] = set()
         self._wrong_later: dict[str, str] = {}
         self._sizes: list[float] = []
@@ -145,15 +145,17 @@ class Batches:
         return self._passes.asked.samples > 1
 
     def _look_again(self, args: Any, kwargs: Any) -> None:
-        """Prove it with a later batch too, if it has another size, or if a parameter has got its
-        first gradient since.
+        """Prove it with a later batch too: with those after the first one if it gave a parameter no
+        gradient, later if one has got its first gradient, and if the batch has another size.
         """
         if self._learned is None or self._groups or not self._is_several:
             return
         size = self._passes.asked.samples, *self._now_sizes
         others = size not in self._proven_sizes and len(self._proven_sizes) <= AGAIN
-        if others or (self._again and self._has_first_gradient()):
-            self._again -= not others
+        again = self._again and self.proof.unproven
+        late = not again and self._late and self._has_first_gradient()
+        if others or again or late:
+            self._again, self._late = self._again - bool(again), self._late - bool(late)
             self._proven_sizes.add(size)
             self._learn_again()
 
@@ -451,8 +453,7 @@ UNCLEAR = (
 )
 
 AGAIN = 2
-"""So many later batches of other sizes prove it again, and as many after a parameter has got its
-first gradient."""
+"""So many later batches prove it again for each reason."""
 
 POSITIONS = (
     "it is looked up at consecutive numbers, as many as samples, by a part that the model does not "

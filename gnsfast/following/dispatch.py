@@ -95,6 +95,11 @@ _measured: dict[type, type] = {nn.Parameter: Measured}
 _plain: dict[type, type] = {Measured: nn.Parameter}
 
 
+def is_ours(cls: Any) -> bool:
+    """Whether a class that takes the functions of torch is one of these."""
+    return cls is Tracked or cls in _plain
+
+
 def why_opaque(p: Tensor) -> str:
     """Why the functions that take a parameter cannot be seen; empty if they can."""
     if p.is_complex():

@@ -174,8 +174,11 @@ class Leaf:
         number = self.functions
         self.functions = number + 1
         in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint runs it again
-        if not (self.is_learned and (self.inside or in_backward)):
+        if not self.is_learned:
             return None
+        if not (self.inside or in_backward):
+            step = self.by_name.get(name)
+            return None if step is None or step.is_use else step
         if number < len(self.steps) or (in_backward and self.steps):
             step = self.steps[number % len(self.steps)]
             if step.name == name:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from gnsfast.following.dispatch import is_ours
 from gnsfast.following.examples import Example
 from gnsfast.following.functions import (
     CASTS,
@@ -65,6 +66,7 @@ class Look(TorchFunctionMode):
         self.uses: dict[Leaf, dict[str, None]] = {}
         self.made: dict[Leaf, dict[Leaf, None]] = {}  # what meets others before the data
         self.is_half = False
+        self._taken: list[Any] = []  # functions that a class of others has taken
 
     def begin(self, example: Example) -> None:
         """Mark the tensors that have samples."""
@@ -77,6 +79,14 @@ class Look(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
+        other = next((cls for cls in types if not is_ours(cls)), None)
+        if other is not None and func not in self._taken:  # such as a quantized weight
+            self._taken.append(func)
+            try:
+                with self:
+                    return other.__torch_function__(func, types, args, kwargs)
+            finally:
+                self._taken.pop()
         name = name_of(func)
         with unfollowed():
             if is_transformed():

@@ -86,8 +86,8 @@ class Followed:
             leaf.has_turns = in_stages
             if id(leaf.parameter) not in sharded:
                 attach(leaf, leaf.parameter)
-        if self.batches.is_by_run:
-            structure.inside.add(structure.model)
+        if self.batches.is_by_run or structure.model._compiled_call_impl is not None:
+            structure.inside.add(structure.model)  # no hook tells when it runs
         prepare_compiler()
         if in_stages:
             return

@@ -126,7 +126,7 @@ class Passes:
         for leaf in found:
             if leaf.is_known_joined and not leaf.uses:
                 leaf.fail("compiled code uses it several times, which only eager code joins")
-        self.last = leaves[0].samples, found
+        self.last = self.asked.samples, found
         return found
 
 

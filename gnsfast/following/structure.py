@@ -87,8 +87,11 @@ class Structure:
 
     @property
     def is_changed(self) -> bool:
-        """Whether a parameter was replaced since the last look."""
-        return self._version != _registrations[0] and not self.is_current()
+        """Whether a trained parameter was replaced since the last look."""
+        if self._version == _registrations[0]:
+            return False
+        held = zip(self._held, self._facts)
+        return any(own.get(n) is not p for (own, n, p), (trained, _) in held if trained)
 
     def leaves_of(self, module: nn.Module) -> list[Leaf]:
         """The leaves that a module holds, also those that another one holds too."""

@@ -319,10 +319,14 @@ def _place(leaf: Leaf, name: str, x: Tensor, place: int) -> Layout | Chosen | No
     if leaf.starts is not None:
         return packed.place_of(found, x, leaf)
     if step is None:
-        found = packed.guessed(x, leaf)
+        found = FIRST if name in OURS and B > 1 else packed.guessed(x, leaf)
         if isinstance(found, Chosen):
             return found
     return found if isinstance(found, Layout) and found.fits(x.shape, B, leaf.growth) else None
+
+
+OURS = frozenset(("linear_cross_entropy", "attention"))
+"""Our own functions, which take samples in dimension 0."""
 
 
 def again() -> bool:

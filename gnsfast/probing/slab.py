@@ -152,8 +152,8 @@ class ProbeSlab:
         self.refuse_batch_statistics()
         if self.followed.structure.is_changed:
             raise ObservationError(
-                "A parameter of the model was replaced, added or frozen inside the block, whose "
-                "norms would be those of the one before. Change a model between blocks."
+                "A parameter of the model was replaced inside the block, whose norms would be "
+                "those of the one before. Change a model between blocks."
             )
         if any(p.grad is not None and p.grad.requires_grad for p in self.probes):
             raise ObservationError(
