@@ -138,8 +138,16 @@ again."""
 def fill_probes(loss: Tensor, leaves: list[Leaf]) -> None:
     """A backward pass of ``loss`` that reaches the probes of ``leaves`` and nothing else."""
     probes = _probes_of(leaves)
-    for t, g in zip(probes, torch.autograd.grad(loss, probes, allow_unused=True)):
+    for t, g in zip(probes, gradients(loss, probes)):
         t.grad = g
+
+
+def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` outside of autocast, where backward passes belong: inside of it
+    torch's own gradients of a bilinear layer are less precise.
+    """
+    with torch.autocast(loss.device.type, enabled=False):
+        return torch.autograd.grad(loss, tensors, allow_unused=True)
 
 
 def _probes_of(leaves: list[Leaf]) -> list[Tensor]:

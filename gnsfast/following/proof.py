@@ -18,7 +18,7 @@ from gnsfast.following.functions import chance_of
 from gnsfast.following.layouts import SHARED, Layout, Place
 from gnsfast.following.leaf import Leaf
 from gnsfast.following.learning import Learned
-from gnsfast.following.passes import Asked, Passes, fill_probes
+from gnsfast.following.passes import Asked, Passes, fill_probes, gradients
 from gnsfast.following.structure import Structure
 from gnsfast.functional import Documents
 from gnsfast.kept import kept_modes
@@ -294,7 +294,7 @@ def _truths(
                     if part is None or part.shape != weight.shape:
                         return "for a single sample its results have another shape"
                     parts.append((part, weight))
-                grads = torch.autograd.grad(_sum(parts), [*values, *more], allow_unused=True)
+                grads = gradients(_sum(parts), [*values, *more])
         except Exception as error:  # the model's own, whatever it is: then there is no proof
             return f"the model does not take a single sample ({first_line(error)})"
         found.append({leaf: 0.0 if g is None else _sqnorm(g) for leaf, g in zip(leaves, grads)})
