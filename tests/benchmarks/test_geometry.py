@@ -14,10 +14,11 @@ import torch
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import geometry, geometry_controlled, geometry_figure, record  # noqa: E402
-from benchmarks import geometry_tables as tables  # noqa: E402
-from benchmarks.geometry_runs import BATCH, Study, cached  # noqa: E402
-from benchmarks.geometry_tables import Point  # noqa: E402
+from benchmarks import record  # noqa: E402
+from benchmarks.studies import geometry, geometry_controlled, geometry_figure  # noqa: E402
+from benchmarks.studies import geometry_tables as tables  # noqa: E402
+from benchmarks.studies.geometry_runs import BATCH, Study, cached  # noqa: E402
+from benchmarks.studies.geometry_tables import Point  # noqa: E402
 from gnsfast.critical_batch.branches import Branch, CriticalBatch  # noqa: E402
 from gnsfast.noise_scale import DualNormEstimate, ModuleNoiseScale  # noqa: E402
 

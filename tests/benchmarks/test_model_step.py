@@ -17,11 +17,15 @@ from torch.utils._pytree import tree_flatten
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks import model_host, model_plain, model_step, models, readme  # noqa: E402
-from benchmarks.model_gpu import ASSUMED, GPUS, Work  # noqa: E402
-from benchmarks.model_linear import KERNELS  # noqa: E402
-from benchmarks.model_plain import MODELS, between  # noqa: E402
-from benchmarks.model_step import step  # noqa: E402
+from benchmarks import networks as models  # noqa: E402
+from benchmarks import readme
+from benchmarks.model import host as model_host  # noqa: E402
+from benchmarks.model import plain as model_plain
+from benchmarks.model import step as model_step
+from benchmarks.model.gpu import ASSUMED, GPUS, Work  # noqa: E402
+from benchmarks.model.linear import KERNELS  # noqa: E402
+from benchmarks.model.plain import MODELS, between  # noqa: E402
+from benchmarks.model.step import step  # noqa: E402
 from gnsfast.functional import _links  # noqa: E402
 from gnsfast.functional.plan import PLAIN  # noqa: E402
 
