@@ -14,6 +14,8 @@ import torch
 
 import gnsfast
 from benchmarks import record
+from benchmarks.record import Rows, Tables
+from benchmarks.studies.training import Training, span, spread, train
 from gnsfast.cli import tiny_gpt
 from gnsfast.critical_batch import CriticalBatchFactor
 from gnsfast.critical_batch.branches import (
@@ -41,40 +43,21 @@ LOG_EVERY = 20
 """Steps of the small batch between two lines of a log."""
 
 
-class Demo:
+class Demo(Training):
     """Training of the demo's model, over the tokens of ``steps`` small batches."""
 
     def __init__(self, steps: int, folder: Path) -> None:
-        text = tiny_gpt.read_text()
-        held_out = len(text) // 20
-        self.windows = text[held_out:].unfold(0, tiny_gpt.CONTEXT + 1, 1)
-        drawn = torch.Generator().manual_seed(7)
-        self.evaluated = tiny_gpt.draw(text[:held_out], 256, drawn)
+        super().__init__(folder)
         self.small_tokens = SMALL * tiny_gpt.CONTEXT
         self.tokens = steps * self.small_tokens
         self.rate = cosine(self.tokens, warm_up=self.tokens // 50, final=0.1)
-        self.folder = folder
 
     def run(self, seed: int, batch_size: int, rate: Callable[[int], float]) -> TorchRun:
         torch.manual_seed(seed)
         model = tiny_gpt.TinyGPT()
-        return TorchRun(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1),
-            tiny_gpt.loss_of,
-            SampleStream(self.windows, seed=seed),
-            batch_size=batch_size,
-            tokens_per_sample=tiny_gpt.CONTEXT,
-            lr=rate,
-            clip=1.0,
-            evaluate=self.evaluate,
-            gns=gnsfast.GradientNoiseScale(model),
-        )
-
-    def evaluate(self, model: torch.nn.Module) -> float:
-        """Loss on text that no run trains on, in nats a byte."""
-        losses = [tiny_gpt.loss_of(model, part).item() for part in self.evaluated.split(64)]
-        return statistics.fmean(losses)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        gns = gnsfast.GradientNoiseScale(model)
+        return self.of(model, optimizer, batch_size, rate, seed, gns=gns)
 
     def branches(self) -> list[CriticalBatch]:
         """The critical batch size at each of ``POINTS`` of the small run of seed 0."""
@@ -134,29 +117,28 @@ class Demo:
         self, name: str, run: TorchRun, controller: BatchSizeController | None
     ) -> dict[str, Any]:
         tracker = JSONLTracker(self.folder / name / "metrics.jsonl", run={"name": name})
-        assert run.gns is not None
-        steps, logged, grown, losses = 0, 0, [], []
-        while run.tokens < self.tokens:
-            losses.append(run.step().loss)
-            steps += 1
-            decision = controller and controller.update(run.tokens, run.gns.compute)
+        gns, evaluate = run.gns, run.evaluate
+        assert gns is not None and evaluate is not None
+        logged, losses = 0, []
+
+        def done(steps: int, loss: float, decision: Any) -> None:
+            nonlocal logged, losses
+            losses.append(loss)
             if decision:
                 tracker.record(decision.record())
-                if decision.new != decision.old:
-                    run.batch_size = decision.new
-                    grown.append(f"{decision.new} at {decision.tokens / self.tokens:.0%}")
             if run.tokens >= logged + LOG_EVERY * self.small_tokens:
-                found = metrics(run.gns.compute(), tokens=run.tokens, per_module=True)
+                found = metrics(gns.compute(), tokens=run.tokens, per_module=True)
                 found["batch/size"] = float(run.batch_size)
                 found |= controller.metrics() if controller else {}
                 tracker.log({"loss": statistics.fmean(losses), **found}, steps)
                 logged, losses = run.tokens, []
+
+        found = train(run, self.tokens, controller, done)
         tracker.close()
-        assert run.evaluate is not None
-        return {"steps": steps, "loss": run.evaluate(), "grown": ", ".join(grown) or "-"}
+        return {"steps": found["steps"], "loss": evaluate(), "grown": found["grown"]}
 
 
-def batch_size(steps: int, seeds: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+def batch_size(steps: int, seeds: int, folder: Path) -> Tables:
     """Tables of branches and of runs."""
     demo = Demo(steps, folder)
     measured = demo.branches()
@@ -172,11 +154,11 @@ def batch_size(steps: int, seeds: int, folder: Path) -> dict[str, list[dict[str,
         contestants[f"controlled, {kind} {factor.value:.2g}"] = lambda name, seed, factor=factor: (
             demo.controlled(name, seed, factor)
         )
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for seed in range(seeds):
-        for name, train in contestants.items():
+        for name, runs_it in contestants.items():
             rows.append({"batch size": name, "seed": seed})
-            rows[-1] |= train(f"{name}, seed {seed}".replace(", ", "-").replace(" ", "-"), seed)
+            rows[-1] |= runs_it(f"{name}, seed {seed}".replace(", ", "-").replace(" ", "-"), seed)
             print(rows[-1], flush=True)
     branched = f"{DELTA * demo.small_tokens:,} tokens"
     return {
@@ -189,7 +171,7 @@ def batch_size(steps: int, seeds: int, folder: Path) -> dict[str, list[dict[str,
     }
 
 
-def repeats(steps: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
+def repeats(steps: int, folder: Path) -> Tables:
     """Tables of the measurements of ``batch_size``, repeated on other data."""
     means = []
     sizes = []
@@ -208,7 +190,7 @@ def repeats(steps: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _points(measured: list[CriticalBatch]) -> list[dict[str, Any]]:
+def _points(measured: list[CriticalBatch]) -> Rows:
     rows = []
     for m in measured:
         assert m.noise_scale is not None and m.adam is not None
@@ -216,10 +198,10 @@ def _points(measured: list[CriticalBatch]) -> list[dict[str, Any]]:
             {
                 "tokens": f"{m.tokens:,}",
                 "critical batch size, samples": f"{m.lower:g} to {m.upper:g}",
-                "noise scale": _span(*_ends(m.noise_scale)),
-                "CBS / noise scale": _span(*m.ratio()),
-                "noise scale, Adam's metric": _span(*_ends(m.adam)),
-                "CBS / that": _span(*m.ratio("adam")),
+                "noise scale": span(*_ends(m.noise_scale)).removeprefix("nan "),
+                "CBS / noise scale": span(*m.ratio()).removeprefix("nan "),
+                "noise scale, Adam's metric": span(*_ends(m.adam)).removeprefix("nan "),
+                "CBS / that": span(*m.ratio("adam")).removeprefix("nan "),
             }
         )
     return rows
@@ -229,25 +211,18 @@ def _ends(scale: gnsfast.ModuleNoiseScale) -> tuple[float, float, float]:
     return scale.noise_scale, scale.lower, scale.upper
 
 
-def _span(value: float, lower: float, upper: float) -> str:
-    known = "" if math.isnan(value) else f"{value:.3g} "
-    return f"{known}({lower:.3g} to {upper:.3g})"
-
-
-def _losses(measured: list[CriticalBatch]) -> list[dict[str, Any]]:
+def _losses(measured: list[CriticalBatch]) -> Rows:
     return [
         {"tokens": f"{m.tokens:,}", **{f"k = {b.k:g}": f"{b.loss:.4f}" for b in m.branches}}
         for m in measured
     ]
 
 
-def _mean(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    losses = [row["loss"] for row in rows]
-    spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+def _mean(name: str, rows: Rows) -> dict[str, Any]:
     return {
         "batch size": name,
         "steps": f"{statistics.fmean(row['steps'] for row in rows):,.0f}",
-        "loss, mean ± standard deviation": f"{statistics.fmean(losses):.4f}{spread}",
+        "loss, mean ± standard deviation": spread([row["loss"] for row in rows], ".4f"),
     }
 
 

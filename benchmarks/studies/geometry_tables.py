@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from benchmarks.record import Rows
+from benchmarks.studies.training import span
 from gnsfast.critical_batch.branches import CriticalBatch
 from gnsfast.noise_scale import METRICS, Estimate
 
@@ -90,10 +91,6 @@ def losses(points: list[Point]) -> Rows:
 
 def _at(p: Point) -> dict[str, Any]:
     return {"optimizer": p.optimizer, "width": p.width, "step": p.step}
-
-
-def span(value: float, lower: float, upper: float) -> str:
-    return f"{value:.3g} ({lower:.3g} to {upper:.3g})"
 
 
 def logs(points: Iterable[Point], metric: str) -> list[tuple[float, float]]:

@@ -12,6 +12,7 @@ import torch
 
 import gnsfast
 from benchmarks import record
+from benchmarks.record import Rows, Tables
 from gnsfast.cli import tiny_gpt
 from gnsfast.noise_scale import Estimate
 
@@ -23,7 +24,7 @@ SAMPLES = 768
 """Single samples of brute force at a look: right to about 10 %."""
 
 
-def looks(seed: int) -> list[dict[str, Any]]:
+def looks(seed: int) -> Rows:
     """What the window says at some steps, and brute force at the weights of its last update."""
     torch.manual_seed(seed)
     text = tiny_gpt.read_text()
@@ -64,7 +65,7 @@ def _span(found: Estimate) -> str:
     return f"{found.noise_scale:.3g} ({found.lower:.3g} to {found.upper:.3g})"
 
 
-def _summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(name: str, rows: Rows) -> dict[str, Any]:
     found: dict[str, Any] = {"seed": name, "looks": len(rows)}
     for kind in ("mean", "present"):
         found[f"{kind} right"] = sum(row[f"{kind} right"] for row in rows)
@@ -79,7 +80,7 @@ def _summary(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def tables() -> dict[str, list[dict[str, Any]]]:
+def tables() -> Tables:
     rows = [looks(seed) for seed in SEEDS]
     every = [row for own in rows for row in own]
     summaries = [_summary(str(seed), own) for seed, own in zip(SEEDS, rows)]
