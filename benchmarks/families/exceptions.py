@@ -11,34 +11,24 @@ STAGES = {"depths": (2, 2), "num_heads": (2, 2), "window_size": 4}
 
 LATENTS = {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2}
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HYBRID = {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]}
+
 SPECIAL: dict[str, dict[str, Any]] = {
     "AlignModel": {"projection_dim": 64},
     "Blip2ForImageTextRetrieval": {"qformer_config": {"use_qformer_text_input": True}},
-    "CohereCompassForCausalLM": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-    },
+    "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": ROPE}},
     "CvtForImageClassification": {"depth": (1, 2, 3)},
-    "DiaForConditionalGeneration": {
-        "decoder_config": {"num_channels": 1},
-        "delay_pattern": [0],
-    },
+    "DiaForConditionalGeneration": {"decoder_config": {"num_channels": 1}, "delay_pattern": [0]},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 4},
     "NeoMMEForMaskedLM": {"head_dim": 16},
     "ShieldGemma2ForImageClassification": {
-        "mm_tokens_per_image": 16,
-        "yes_token_index": 20,
-        "no_token_index": 21,
+        **{"mm_tokens_per_image": 16, "yes_token_index": 20, "no_token_index": 21}
     },
-    "ZambaForCausalLM": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-    },
-    "Zamba2ForCausalLM": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-    },
+    "ZambaForCausalLM": HYBRID,
+    "Zamba2ForCausalLM": HYBRID,
     "BitForImageClassification": {"num_groups": 4},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "num_key_value_heads": 4},
@@ -54,30 +44,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "MusicgenMelodyForCausalLM": {"num_codebooks": 1},
     "NemotronForCausalLM": {"num_key_value_heads": 2},
     "NystromformerForMaskedLM": {
-        "num_landmarks": 4,
-        "segment_means_seq_len": 8,
-        "conv_kernel_size": 5,
+        **{"num_landmarks": 4, "segment_means_seq_len": 8, "conv_kernel_size": 5}
     },
     "PerceiverForImageClassificationLearned": {**LATENTS, "image_size": 8},
     "PerceiverForMaskedLM": {**LATENTS, "max_position_embeddings": 7},
     "Qwen4ExpForCausalLM": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 4,
-        "indexer_compress_ratio": 2,
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        **{"indexer_budget": 4, "indexer_compress_ratio": 2},
     },
     "ReformerForMaskedLM": {
-        "attn_layers": ("local", "lsh"),
-        "axial_pos_shape": (8, 8),
-        "axial_pos_embds_dim": (16, 16),
-        "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4,
-        "num_buckets": 4,
-        "hash_seed": 0,
+        **{"attn_layers": ("local", "lsh"), "num_buckets": 4, "hash_seed": 0},
+        **{"axial_pos_shape": (8, 8), "axial_pos_embds_dim": (16, 16)},
+        **{f"{kind}_attn_chunk_length": 4 for kind in ("local", "lsh")},
+        **{f"{kind}_attention_probs_dropout_prob": 0.0 for kind in ("local", "lsh")},
         "hidden_dropout_prob": 0.0,
-        "local_attention_probs_dropout_prob": 0.0,
-        "lsh_attention_probs_dropout_prob": 0.0,
     },
     "SwinForImageClassification": STAGES,
     "Swinv2ForImageClassification": STAGES,
