@@ -18,6 +18,26 @@ def weighted_loss(layer: nn.Module, batch: Any) -> Tensor:
     return (layer(*inputs) * r).sum()
 
 
+def assert_as_loop(
+    model: nn.Module,
+    batch: Any,
+    B: int,
+    loss: Any = weighted_loss,
+    *,
+    twin: nn.Module | None = None,
+    run: Any = None,
+    batch_dim: int = 0,
+    rtol: float = 1e-5,
+) -> None:
+    """The norms of a backward pass are those of the loop, which takes ``twin``, or the model; the
+    pass calls ``run``, or the model.
+    """
+    loop = loop_sqnorms(model if twin is None else twin, loss, batch, B, batch_dim=batch_dim)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        loss(model if run is None else run, batch).backward()
+    assert_norms(norms, loop, rtol)
+
+
 def plain(layer: nn.Module) -> nn.Module:
     """The torch layer with the same parameters."""
     base = next(c for c in type(layer).__mro__ if c.__module__.startswith("torch.nn"))
@@ -130,10 +150,7 @@ def assert_folded(layer: nn.Module, x: Tensor) -> None:
     model, B = Frames(plain(layer)), len(x) // 3
     x = x.unflatten(0, (B, 3))
     batch = x, torch.randn_like(model(x))
-    loop = loop_sqnorms(model, weighted_loss, batch, B)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, B)
 
 
 class Tied(nn.Module):

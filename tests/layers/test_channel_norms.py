@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from layers import (
+    assert_as_loop,
     assert_autocast,
     assert_folded,
     assert_half,
@@ -205,10 +206,7 @@ def test_without_bias() -> None:
 
 def test_input_without_gradient() -> None:
     layer, x, r = make("groups"), drawn(4), drawn(4)
-    loop = loop_sqnorms(plain(layer), weighted_loss, (x, r), 4)
-    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        weighted_loss(layer, (x, r)).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(layer, (x, r), 4, twin=plain(layer))
 
 
 def test_unbatched_instance_norm() -> None:
@@ -255,13 +253,10 @@ def test_model(compiled: bool) -> None:
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     for B, last in ((3, False), (5, False), (5, True)):
         batch = torch.randn(B, 3, 5, 5), torch.randn(B, 4)
-        loop = loop_sqnorms(model, weighted_loss, batch, B)
         if last:
             batch = batch[0].to(memory_format=torch.channels_last), batch[1]
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
-            weighted_loss(run, batch).backward()
+        assert_as_loop(model, batch, B, run=run)
         assert gnsfast.coverage(model).covered_fraction == 1.0
-        assert_norms(norms, loop)
         model.zero_grad()
 
 
@@ -283,10 +278,7 @@ def test_called_twice() -> None:
             return y
 
     model, batch = Twice(), (drawn(4), drawn(4))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 class Residual(nn.InstanceNorm2d):
@@ -318,10 +310,7 @@ class Own(nn.BatchNorm2d):
 )
 def test_subclasses(layer: nn.Module) -> None:
     batch = drawn(4), drawn(4)
-    loop = loop_sqnorms(scattered(layer), weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        weighted_loss(layer, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(layer, batch, 4, twin=scattered(layer))
 
 
 def by_hand(x: Tensor, w: Tensor, b: Tensor | None, probe: Tensor, plan: Plan = PLAIN) -> Tensor:

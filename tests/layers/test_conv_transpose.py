@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 from layers import (
+    assert_as_loop,
     assert_autocast,
     assert_folded,
     assert_half,
     assert_layer,
     assert_unbatched,
     plain,
-    weighted_loss,
 )
-from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
@@ -84,11 +83,8 @@ def test_output_size() -> None:
 
     model, x = Sized(), drawn(3)
     batch = x, torch.randn_like(model(x))
-    loop = loop_sqnorms(model, weighted_loss, batch, 3)
-    with gnsfast.per_sample_sqnorms(model, 3) as norms:
-        weighted_loss(model, batch).backward()
+    assert_as_loop(model, batch, 3)
     assert {row.route for row in gnsfast.coverage(model).rows} == {"conv_transpose2d"}
-    assert_norms(norms, loop)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
@@ -125,11 +121,8 @@ def test_compiled() -> None:
     )
     x = drawn(3, 3)
     batch = x, torch.randn_like(model(x))
-    loop = loop_sqnorms(model, weighted_loss, batch, 3)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with gnsfast.per_sample_sqnorms(model, 3) as norms:
-        weighted_loss(run, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 3, run=run)
 
 
 def test_of_a_graph_is_refused() -> None:

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from layers import assert_layer, plain, weighted_loss
+from layers import assert_as_loop, assert_layer, plain, weighted_loss
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -72,28 +72,19 @@ class Positions(nn.Module):
 
 def test_position_ids_of_one_row() -> None:
     model, batch = Positions(batch=True), (ids(4, 9), torch.randn(4, 9, 5))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 @pytest.mark.parametrize("T", [4, 9])
 def test_a_bare_index(T: int) -> None:
     """Also one that counts to B."""
     model, batch = Positions(batch=False, step=2), (ids(4, T), torch.randn(4, T, 5))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 def test_sparse_gradients() -> None:
     model, batch = Sum(sparse=True), torch.randint(6, (4, 9))
-    loop = loop_sqnorms(model, squares, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        squares(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4, squares)
 
 
 def test_frequencies_of_the_batch_tie_samples() -> None:
@@ -149,10 +140,7 @@ class HeadFirst(nn.Module):
 
 def test_an_embedding_after_its_tied_head() -> None:
     model, batch = HeadFirst(), (torch.randn(4, 9, 5), torch.randn(4, 9, 5))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 TIES = {
@@ -183,10 +171,7 @@ def test_tied_embedding_called_twice_is_exact() -> None:
     model = Tied(uses=2)
     model.tables = nn.ModuleList([model.tables[0], model.tables[0]])
     batch = (ids(4, 9), ids(4, 9), torch.randn(4, 9, 6))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 def test_tied_head_called_twice() -> None:
@@ -196,10 +181,7 @@ def test_tied_head_called_twice() -> None:
             return y + self.head(y[..., :5])
 
     model, batch = Twice(), (ids(4, 9), torch.randn(4, 9, 6))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 def test_tied_head_without_its_embedding() -> None:
@@ -209,10 +191,7 @@ def test_tied_head_without_its_embedding() -> None:
     def loss(m: Tied, b: tuple[Tensor, Tensor]) -> Tensor:
         return (m.head(b[0]) * b[1]).sum()
 
-    loop = loop_sqnorms(model, loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4, loss=loss)
 
 
 def test_abandoned_forward_leaves_no_link() -> None:
@@ -221,19 +200,14 @@ def test_abandoned_forward_leaves_no_link() -> None:
     with pytest.raises(gnsfast.ObservationError, match="No backward"):
         with gnsfast.per_sample_sqnorms(model, 4):
             model.tables[0](batch[0])
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop_sqnorms(model, weighted_loss, batch, 4))
+    assert_as_loop(model, batch, 4)
 
 
 def test_other_shared_weights() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     model[2].weight = model[0].weight
     batch = torch.randn(4, 9, 5), torch.randn(4, 9, 5)
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 def test_two_heads_of_one_embedding() -> None:
@@ -249,10 +223,7 @@ def test_two_heads_of_one_embedding() -> None:
             return y
 
     model, batch = Heads(), (ids(4, 9), torch.randn(4, 9, 7))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 def test_plain_twin_is_plain() -> None:
@@ -270,7 +241,4 @@ def test_sum_of_a_shared_lookup() -> None:
             return out
 
     model, batch = Total(), (torch.randn(4, 5, 3), torch.randn(4, 5, 3))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
