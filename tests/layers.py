@@ -46,6 +46,15 @@ def plain(layer: nn.Module) -> nn.Module:
     return twin
 
 
+def scattered(layer: nn.Module) -> nn.Module:
+    """Gains that are not all one, and running statistics that are not those of a new layer."""
+    with torch.no_grad():
+        for name, t in [*layer.named_parameters(), *layer.named_buffers()]:
+            if t.is_floating_point():
+                t.add_(torch.rand_like(t) if name == "running_var" else torch.randn_like(t))
+    return layer
+
+
 def assert_layer(
     layer: nn.Module, x: Tensor, B: int, *, batch_dim: int = 0, rtol: float = 1e-5
 ) -> None:

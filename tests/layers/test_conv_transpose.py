@@ -7,11 +7,7 @@ import pytest
 import torch
 from layers import (
     assert_as_loop,
-    assert_autocast,
-    assert_folded,
-    assert_half,
     assert_layer,
-    assert_unbatched,
     plain,
 )
 from torch import Tensor, nn
@@ -87,32 +83,9 @@ def test_output_size() -> None:
     assert {row.route for row in gnsfast.coverage(model).rows} == {"conv_transpose2d"}
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_frozen(frozen: str) -> None:
-    layer = gnsfast.ConvTranspose2d(4, 6, 3, stride=2)
-    getattr(layer, frozen).requires_grad_(False)
-    assert_layer(layer, drawn(4), 4)
-
-
 def test_channels_last() -> None:
     for d, last in ((2, torch.channels_last), (3, torch.channels_last_3d)):
         assert_layer(LAYERS[d](4, 6, 3), drawn(3, d).to(memory_format=last), 3)
-
-
-def test_unbatched() -> None:
-    assert_unbatched(gnsfast.ConvTranspose1d(4, 6, 3, stride=2), drawn(1, 1)[0])
-
-
-def test_rows_folded_into_samples() -> None:
-    assert_folded(nn.ConvTranspose2d(4, 6, 3), drawn(12))
-
-
-def test_half_precision() -> None:
-    assert_half(gnsfast.ConvTranspose2d(4, 6, 3, stride=2).bfloat16(), drawn(4).bfloat16())
-
-
-def test_autocast() -> None:
-    assert_autocast(gnsfast.ConvTranspose2d(4, 6, 3, stride=2), drawn(4))
 
 
 def test_compiled() -> None:
@@ -123,10 +96,3 @@ def test_compiled() -> None:
     batch = x, torch.randn_like(model(x))
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_as_loop(model, batch, 3, run=run)
-
-
-def test_of_a_graph_is_refused() -> None:
-    layer = gnsfast.ConvTranspose1d(4, 6, 3)
-    with pytest.raises(gnsfast.ObservationError, match="create_graph"):
-        with gnsfast.per_sample_sqnorms(layer, 4):
-            layer(drawn(4, 1)).square().sum().backward(create_graph=True)

@@ -148,13 +148,6 @@ def test_folded_rows() -> None:
     assert_folded(nn.Linear(5, 3), torch.randn(12, 5))
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_frozen(frozen: str) -> None:
-    layer = gnsfast.Linear(5, 3)
-    getattr(layer, frozen).requires_grad_(False)
-    assert_layer(layer, torch.randn(4, 9, 5), 4)
-
-
 def test_all_frozen_costs_nothing() -> None:
     layer = nn.Sequential(gnsfast.Linear(5, 3).requires_grad_(False), gnsfast.Linear(3, 3))
     with gnsfast.per_sample_sqnorms(layer, 4) as norms:
