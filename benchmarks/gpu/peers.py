@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import contestants, measure
+from benchmarks import contestants
 from benchmarks.contestants import GNSFAST, PLAIN, Contestant, cases, gate
 from benchmarks.contestants.cases import LayerCase, Problem
 from benchmarks.contestants.gate import Verdict
 from benchmarks.contestants.sessions import Gnsfast, Loss
 from benchmarks.gpu import step as gpu_step
-from benchmarks.gpu.backends import OURS, forced, kernel_of, launches, present
+from benchmarks.gpu.backends import OURS, forced, kernel_of, present
 from benchmarks.gpu.operators import TOKENS, clock, device_name, route, wall_clock
-from benchmarks.gpu.step import allocated, peak, release, reset_peak, warm_up
+from benchmarks.gpu.step import release, side_by_side, warm_up
 from benchmarks.measure import Clock
 from benchmarks.model import tables
 from benchmarks.model.gpu import of_device
@@ -244,22 +244,14 @@ def beside_plain(
     problem: Problem, contestant: Contestant, rounds: int, device: str, seconds_of: Clock
 ) -> dict[str, Any]:
     """One interleaved run; memory: the peak of a model and its second pass."""
-    ways: dict[str, Callable[[], object]] = {}
-    peaks, launched = {}, {}
-    for each in dict.fromkeys((PLAIN, contestant)):
-        before = allocated(device)
-        ways[each.name] = problem.prepare(each).once
-        ways[each.name]()
-        reset_peak(device)
-        launched[each.name] = launches(ways[each.name])
-        peaks[each.name] = peak(device) - before
-    name = contestant.name
-    timing = measure.interleave(ways, rounds, seconds_of)[name]
-    row = {"contestant": name, "ms": round(timing.milliseconds, 3), "ratio": timing}
-    if peaks[PLAIN.name]:
-        row["memory"] = round(peaks[name] / peaks[PLAIN.name], 3)
-    if name == OURS["cuda"]:
-        row["CUDA launches"] = launched[name]
+    prepare = {c.name: lambda c=c: problem.prepare(c).once for c in (PLAIN, contestant)}
+    found = side_by_side(prepare, device, rounds, seconds_of)
+    timing, nbytes, launched = found[contestant.name]
+    row = {"contestant": contestant.name, "ms": round(timing.milliseconds, 3), "ratio": timing}
+    if plain := found[PLAIN.name].nbytes:
+        row["memory"] = round(nbytes / plain, 3)
+    if contestant.name == OURS["cuda"]:
+        row["CUDA launches"] = launched
     return row
 
 

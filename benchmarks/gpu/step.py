@@ -12,9 +12,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,27 +34,56 @@ from benchmarks.record import Growing, Rows, Tables
 MODELS = ("gpt2", "llama")
 
 
-def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
+class Seen(NamedTuple):
+    """Of a contestant: its time beside the first one's, the most bytes that it adds, and its weight
+    gradients that go to the CUDA extension.
+    """
+
+    timing: measure.Timing
+    nbytes: int
+    launches: int
+
+
+def side_by_side(
+    prepare: Mapping[str, Callable[[], Callable[[], object]]],
+    device: str,
+    rounds: int,
+    seconds_of: measure.Clock,
+    passes: int = 1,
+) -> dict[str, Seen]:
+    """Prepare all contestants, then time them interleaved. Memory is the peak of the last of
+    ``passes`` after the first one.
+    """
     ways: dict[str, Callable[[], object]] = {}
-    peaks, launched, rows = {}, {}, []
-    warm_up(device)
-    for backend in ("", *present(device, "triton", "cuda")):
-        key = OURS[backend] if backend else "plain"
+    peaks, launched = {}, {}
+    for name, make in prepare.items():
         before = allocated(device)
-        run = ways[key] = training_step(name, backend, compiled, device)
-        run()
-        for _ in range(2):
+        ways[name] = make()
+        ways[name]()
+        for _ in range(passes):
             reset_peak(device)
-            launched[key] = launches(run)
-        peaks[key] = (peak(device) - before) / 2**20
-    for key, timing in measure.interleave(ways, rounds, wall_clock(device)).items():
+            launched[name] = launches(ways[name])
+        peaks[name] = peak(device) - before
+    timings = measure.interleave(ways, rounds, seconds_of)
+    return {name: Seen(t, peaks[name], launched[name]) for name, t in timings.items()}
+
+
+def beside_plain(name: str, compiled: bool, device: str, rounds: int) -> Rows:
+    warm_up(device)
+    backends = {"plain": "", **{OURS[each]: each for each in present(device, "triton", "cuda")}}
+    prepare = {
+        key: partial(training_step, name, backend, compiled, device)
+        for key, backend in backends.items()
+    }
+    found, rows = side_by_side(prepare, device, rounds, wall_clock(device), passes=2), []
+    for key, (timing, nbytes, launched) in found.items():
         row: dict[str, Any] = {"training step": name}
         row |= {"mode": "compiled" if compiled else "eager", "contestant": key}
-        row |= {"ms": round(timing.milliseconds, 2), "ratio": timing, "MiB": round(peaks[key])}
-        if peaks["plain"]:
-            row["memory"] = round(peaks[key] / peaks["plain"], 4)
+        row |= {"ms": round(timing.milliseconds, 2), "ratio": timing, "MiB": round(nbytes / 2**20)}
+        if plain := found["plain"].nbytes:
+            row["memory"] = round(nbytes / plain, 4)
         if key == OURS["cuda"]:
-            row["CUDA launches"] = launched[key]
+            row["CUDA launches"] = launched
         if key != "plain":
             row["predicted"] = predicted(name, device_name(device), key, compiled)
         rows.append(row)
@@ -224,16 +253,8 @@ def first_steps(device: str, mode: str, backend: str) -> dict[str, float]:
     wait(device)
     seconds["model s"] = round(time.perf_counter() - start, 2)
     for name in ("first step s", "second step s", "third step s"):
-        seconds[name] = round(waited(run, device), 3)
+        seconds[name] = round(wall_clock(device)(run), 3)
     return seconds
-
-
-def waited(run: Callable[[], object], device: str) -> float:
-    """Seconds until the device is done."""
-    start = time.perf_counter()
-    run()
-    wait(device)
-    return time.perf_counter() - start
 
 
 def wait(device: str) -> None:

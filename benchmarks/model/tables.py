@@ -13,10 +13,9 @@ from typing import Any
 from benchmarks import record
 from benchmarks.contestants.cases import LayerCase
 from benchmarks.model.gpu import ASSUMED, GPU, GPUS, Assumed, of_device
-from benchmarks.model.host import OPERATOR, RATE
 from benchmarks.model.linear import KERNELS, Layer, weight_gradient
 from benchmarks.model.plain import MODELS, Model
-from benchmarks.model.step import step
+from benchmarks.model.step import OPERATOR, RATE, step
 from benchmarks.record import Rows
 
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
