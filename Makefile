@@ -7,7 +7,8 @@ PEERS := .venv/.peers
 CLIENTS := .venv/clients/site-packages
 SITE := .venv/docs
 RELEASE := .venv/release
-LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py multihead_attention.py) \
+LAYER_TESTS := $(addprefix tests/layers/test_,linear_wgrad.py embedding.py norms.py conv.py every_layer.py \
+	multihead_attention.py) \
 	tests/functional/test_attention.py
 MODEL_TESTS := tests/layers/test_transformer_layers.py tests/following/test_models.py
 # Triton's interpreter takes half a minute for each of the model tests, and seconds for what the kernels' own tests have.

@@ -25,12 +25,14 @@ PASSING = {"date", "load at start", "clocks: SM, SM at most, memory"}
 Key = tuple[Any, ...]
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
     parser.add_argument("before", type=Path, metavar="A.json")
     parser.add_argument("after", type=Path, metavar="B.json")
     parser.add_argument("--json", action="store_true", help="one JSON object and nothing else")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
     try:
         found = compare(record.read(options.before), record.read(options.after))
     except (ValueError, OSError) as error:

@@ -2,8 +2,8 @@
 """``make gpu``: ``python -m benchmarks gpu`` on a bare machine without a network, for a limited
 time. Needs the standard library alone.
 
-It prepares what such a machine lacks (``gpu_prepare.py``), then runs the parts, the most valuable
-first, each stage in a process group of its own. Whatever is finished is at once in
+It prepares what such a machine lacks (``machine/prepare.py``), then runs the parts, the most
+valuable first, each stage in a process group of its own. Whatever is finished is at once in
 ``OUT/gpu.tar.gz``. A later call that finds it there, or unpacked in ``.gpu/``, does not repeat it.
 """
 
@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":  # started by its path
     sys.path[0] = str(ROOT)
 
-from benchmarks import gpu_prepare  # noqa: E402
-from benchmarks.gpu_job import Job, alone  # noqa: E402
+from benchmarks.machine import prepare as gpu_prepare  # noqa: E402
+from benchmarks.machine.job import Job, alone  # noqa: E402
 
 SECONDS = {
     "correctness": 150,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from benchmarks import figures, record
 from benchmarks.figures import OURS, Steps
-from benchmarks.model_gpu import ASSUMED, GPUS
-from benchmarks.model_plain import MODELS
-from benchmarks.model_step import step
+from benchmarks.model.gpu import ASSUMED, GPUS
+from benchmarks.model.plain import MODELS
+from benchmarks.model.step import step
 from benchmarks.record import Record
 
 README = record.RESULTS.parents[1] / "README.md"
@@ -28,10 +28,12 @@ ROWS = 3
 """Most rows of the table; the others are named below it."""
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks readme", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
     parser.add_argument("--check", action="store_true", help="exit status 1 where they differ")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
     try:
         stale = update(README, record.RESULTS, options.check)
     except (ValueError, OSError) as error:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dated records in ``benchmarks/results/``: what ran where, as JSON for programs and Markdown for
-people. A cell is a word, a number, None or a ``Timing``.
+people. A cell is a word, a number, None or a ``Timing``. ``Growing`` tables keep what is finished.
 """
 
 import datetime
@@ -13,9 +13,11 @@ import platform
 import re
 import shutil
 import subprocess
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +33,13 @@ WRITTEN = re.compile(r"(\d+(?:\.\d+)?) \((\d+(?:\.\d+)?) to (\d+(?:\.\d+)?)\)")
 """A ratio with its interval as older records hold it, a string."""
 
 Rows = list[dict[str, Any]]
+Tables = dict[str, Rows]
+Case = TypeVar("Case")
+
+FAILED = "Failed"
+"""The table of what raised."""
+INTERLEAVED = "; ratios: median (quartiles) of interleaved rounds"
+"""What ``show`` adds to a title."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Record:
     path: Path
     command: str
     machine: dict[str, Any]
-    tables: dict[str, Rows]
+    tables: Tables
 
     @property
     def name(self) -> str:
@@ -95,7 +104,7 @@ def _line(*command: str) -> str:
     return done.stdout.strip().partition("\n")[0]
 
 
-def write(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Path:
+def write(name: str, command: str, tables: Tables, folder: Path) -> Path:
     """Write ``<date>-<name>.json`` and ``.md``, each whole or not at all; returns the Markdown
     file's path.
     """
@@ -111,6 +120,19 @@ def write(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Pat
     return _replace(stem.with_suffix(".md"), "\n".join(lines) + "\n")
 
 
+def show(tables: Tables, about: str = "") -> None:
+    """Print all tables; ``about`` follows their titles."""
+    for title, rows in tables.items():
+        print(f"\n{title}{about}\n\n" + "\n".join(markdown(rows)), flush=True)
+
+
+def publish(name: str, command: str, tables: Tables, folder: Path | None, about: str = "") -> None:
+    """Print all tables, and write them as a record if there is a ``folder`` for it."""
+    show(tables, about)
+    if folder:
+        print(f"\nwritten: {write(name, command, tables, folder)}")
+
+
 def _replace(path: Path, text: str) -> Path:
     """Write at once: readers find the old text or the new one, also after a kill."""
     partial = path.with_name(f"{path.name}.partial")
@@ -118,12 +140,12 @@ def _replace(path: Path, text: str) -> Path:
     return partial.replace(path)
 
 
-def write_unfinished(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Path:
+def write_unfinished(name: str, command: str, tables: Tables, folder: Path) -> Path:
     """Write a record that still grows under another name: it replaces no whole one."""
     return write(f"{name}-unfinished", command, tables, folder)
 
 
-def write_whole(name: str, command: str, tables: dict[str, Rows], folder: Path) -> Path:
+def write_whole(name: str, command: str, tables: Tables, folder: Path) -> Path:
     """Replace the unfinished record; the GPU's clocks are those at the end."""
     _line.cache_clear()
     written = write(name, command, tables, folder)
@@ -179,3 +201,38 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return "-" if value is None else str(value)
+
+
+class Growing:
+    """The tables so far: a run that is killed keeps every case that it finished, and a case that
+    fails does not cost the others.
+    """
+
+    def __init__(self) -> None:
+        self.tables: Tables = {}
+
+    def over(
+        self, title: str, cases: Iterable[Case], rows_of: Callable[[Case], Rows]
+    ) -> Iterator[Tables]:
+        """Each case's rows under ``title``; all tables after each case."""
+        for case in cases:
+            try:
+                table, rows = title, rows_of(case)
+            except (Exception, SystemExit) as error:  # a failed gate exits
+                table, rows = FAILED, [failure(f"{title}: {getattr(case, 'name', case)}", error)]
+            self.tables.setdefault(table, []).extend(rows)
+            yield self.tables
+
+
+def failure(what: str, error: BaseException) -> dict[str, Any]:
+    """A row that makes the run exit with 1; the traceback is printed."""
+    traceback.print_exception(error)
+    return {"check": what, "exit status": 1, "result": raised(error)}
+
+
+def raised(error: BaseException) -> str:
+    return f"raises {type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

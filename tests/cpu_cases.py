@@ -1,22 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of the CPU kernels share."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from gnsfast.ops import cpu
 
 SETS = [] if cpu.missing() else cpu._module().kernels()
-
-LAYOUTS: dict[str, Callable[[int, int, int], Tensor]] = {
-    "contiguous": lambda B, T, N: torch.randn(B, T, N),
-    "expanded": lambda B, T, N: torch.randn(1, T, N).expand(B, T, N),
-    "tokens first": lambda B, T, N: torch.randn(T, B, N).transpose(0, 1),
-    "features first": lambda B, T, N: torch.randn(B, N, T).mT,
-    "part of a tensor": lambda B, T, N: torch.randn(B + 1, T + 3, N + 5)[1:, 2:-1, 1:-4],
-}
 
 
 def assert_row(row: Tensor, total: Tensor, g_BN: Tensor) -> None:

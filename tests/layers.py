@@ -18,12 +18,41 @@ def weighted_loss(layer: nn.Module, batch: Any) -> Tensor:
     return (layer(*inputs) * r).sum()
 
 
+def assert_as_loop(
+    model: nn.Module,
+    batch: Any,
+    B: int,
+    loss: Any = weighted_loss,
+    *,
+    twin: nn.Module | None = None,
+    run: Any = None,
+    batch_dim: int = 0,
+    rtol: float = 1e-5,
+) -> None:
+    """The norms of a backward pass are those of the loop, which takes ``twin``, or the model; the
+    pass calls ``run``, or the model.
+    """
+    loop = loop_sqnorms(model if twin is None else twin, loss, batch, B, batch_dim=batch_dim)
+    with gnsfast.per_sample_sqnorms(model, B) as norms:
+        loss(model if run is None else run, batch).backward()
+    assert_norms(norms, loop, rtol)
+
+
 def plain(layer: nn.Module) -> nn.Module:
     """The torch layer with the same parameters."""
     base = next(c for c in type(layer).__mro__ if c.__module__.startswith("torch.nn"))
     twin = copy.deepcopy(layer)
     twin.__class__ = base
     return twin
+
+
+def scattered(layer: nn.Module) -> nn.Module:
+    """Gains that are not all one, and running statistics that are not those of a new layer."""
+    with torch.no_grad():
+        for name, t in [*layer.named_parameters(), *layer.named_buffers()]:
+            if t.is_floating_point():
+                t.add_(torch.rand_like(t) if name == "running_var" else torch.randn_like(t))
+    return layer
 
 
 def assert_layer(
@@ -130,10 +159,7 @@ def assert_folded(layer: nn.Module, x: Tensor) -> None:
     model, B = Frames(plain(layer)), len(x) // 3
     x = x.unflatten(0, (B, 3))
     batch = x, torch.randn_like(model(x))
-    loop = loop_sqnorms(model, weighted_loss, batch, B)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, B)
 
 
 class Tied(nn.Module):

@@ -12,10 +12,14 @@ import torch
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import budget, cases, cpu, fresh, measure, record, regressions  # noqa: E402
+from benchmarks import budget, measure, record  # noqa: E402
 from benchmarks.budget import Budget  # noqa: E402
+from benchmarks.budgets import parts as regressions  # noqa: E402
+from benchmarks.contestants import cases  # noqa: E402
 from benchmarks.contestants.sessions import Gnsfast  # noqa: E402
-from benchmarks.models import GPT, gpt_batch  # noqa: E402
+from benchmarks.cpu import fresh
+from benchmarks.cpu import parts as cpu  # noqa: E402
+from benchmarks.networks import GPT, gpt_batch  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("global_flags")
 

@@ -19,21 +19,14 @@ pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import (  # noqa: E402
-    attention,
-    contestants,
-    cuda_kernels,
-    gpu,
-    gpu_machine,
-    gpu_ops,
-    gpu_peers,
-    gpu_step,
-    measure,
-    model,
-    rehearsal,
-    small_shapes,
-)
-from benchmarks.cases import LayerCase  # noqa: E402
+from benchmarks import apart, contestants, gpu_machine, measure  # noqa: E402
+from benchmarks.contestants.cases import LayerCase  # noqa: E402
+from benchmarks.gpu import attention, cuda_kernels, rehearsal, small_shapes  # noqa: E402
+from benchmarks.gpu import operators as gpu_ops
+from benchmarks.gpu import parts as gpu
+from benchmarks.gpu import peers as gpu_peers
+from benchmarks.gpu import step as gpu_step
+from benchmarks.model import tables as model  # noqa: E402
 from gnsfast.ops import backends, extension
 
 TINY = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
@@ -224,7 +217,7 @@ def test_start_up(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
         assert not any(Path(env["TRITON_CACHE_DIR"]).iterdir())
         return subprocess.CompletedProcess(run, 0, json.dumps(seconds), "")
 
-    monkeypatch.setattr(gpu_step.subprocess, "run", process)
+    monkeypatch.setattr(apart.subprocess, "run", process)
     monkeypatch.setattr(gpu_step, "synchronising", lambda *_: [{}])
     monkeypatch.setattr(gpu_step, "estimator", lambda *_: {})
     *_, tables = gpu_step.host("cpu")

@@ -12,8 +12,9 @@ import torch
 
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks import budget, instructions, kernel_tables, launches  # noqa: E402
+from benchmarks import budget, kernel_tables  # noqa: E402
 from benchmarks.budget import Budget  # noqa: E402
+from benchmarks.budgets import instructions, launches  # noqa: E402
 from gnsfast import ops  # noqa: E402
 from gnsfast.signatures import LinearWgrad  # noqa: E402
 

@@ -11,18 +11,22 @@ from torch import Tensor, nn
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import cases, contestants, cpu, fresh, gate, measure  # noqa: E402
-from benchmarks.cases import LayerCase  # noqa: E402
-from benchmarks.contestants import (  # noqa: E402
+from benchmarks import contestants, measure  # noqa: E402
+from benchmarks.contestants import (  # noqa: E402  # noqa: E402
     ALL,
     GNSFAST,
     PLAIN,
     Contestant,
     Session,
+    cases,
     formulas,
+    gate,
 )
+from benchmarks.contestants.cases import LayerCase  # noqa: E402
 from benchmarks.contestants.sessions import PIECE, Gnsfast, row_sqnorms  # noqa: E402
-from benchmarks.models import GPT  # noqa: E402
+from benchmarks.cpu import fresh
+from benchmarks.cpu import parts as cpu  # noqa: E402
+from benchmarks.networks import GPT  # noqa: E402
 
 RIVALS = [c for c in ALL if c is not PLAIN]
 

@@ -13,8 +13,10 @@ from transformers import Qwen3NextConfig
 pytest.importorskip("benchmarks")  # a wheel has none
 
 import gnsfast  # noqa: E402
-from benchmarks import families, family_judge, family_models  # noqa: E402
-from benchmarks.family_models import B, Built, Family  # noqa: E402
+from benchmarks.families import judge as family_judge
+from benchmarks.families import models as family_models
+from benchmarks.families import sweep as families  # noqa: E402
+from benchmarks.families.models import B, Built, Family  # noqa: E402
 
 FAMILY = Family("text", "small", "Small")
 

@@ -14,10 +14,12 @@ import torch
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import geometry, geometry_controlled, geometry_figure, record  # noqa: E402
-from benchmarks import geometry_tables as tables  # noqa: E402
-from benchmarks.geometry_runs import BATCH, Study, cached  # noqa: E402
-from benchmarks.geometry_tables import Point  # noqa: E402
+from benchmarks import record  # noqa: E402
+from benchmarks.studies import geometry, geometry_figure  # noqa: E402
+from benchmarks.studies import geometry_tables as tables  # noqa: E402
+from benchmarks.studies.geometry import BATCH, Study  # noqa: E402
+from benchmarks.studies.geometry_tables import Point  # noqa: E402
+from benchmarks.studies.training import cached  # noqa: E402
 from gnsfast.critical_batch.branches import Branch, CriticalBatch  # noqa: E402
 from gnsfast.noise_scale import DualNormEstimate, ModuleNoiseScale  # noqa: E402
 
@@ -107,15 +109,15 @@ def test_bounds_hold_for_every_mean_without_a_seed(
 
 def test_reached_interpolated_and_shares() -> None:
     losses = [[100.0, 10, 2.5], [200.0, 15, 2.2], [300.0, 18, 2.3]]
-    assert geometry_controlled.reached(losses, 2.2) == (200.0, 15)
-    assert geometry_controlled.reached(losses, 2.1) == (math.inf, math.inf)
+    assert geometry.reached(losses, 2.2) == (200.0, 15)
+    assert geometry.reached(losses, 2.1) == (math.inf, math.inf)
     at = [(400.0, 2.0), (100.0, 3.0), (200.0, 2.4)]
-    assert geometry_controlled.interpolated(at, 200) == pytest.approx(2.4)
-    assert geometry_controlled.interpolated(at, math.sqrt(100 * 200)) == pytest.approx(2.7)
+    assert geometry.interpolated(at, 200) == pytest.approx(2.4)
+    assert geometry.interpolated(at, math.sqrt(100 * 200)) == pytest.approx(2.7)
     with pytest.raises(ValueError, match="50 steps are not between"):
-        geometry_controlled.interpolated(at, 50)
-    assert geometry_controlled.share([0.5, 1.0]) == "75% (50% to 100%)"
-    assert geometry_controlled.share([0.5, math.inf]) == "not reached by 1 of 2"
+        geometry.interpolated(at, 50)
+    assert geometry.share([0.5, 1.0]) == "75% (50% to 100%)"
+    assert geometry.share([0.5, math.inf]) == "not reached by 1 of 2"
 
 
 def test_the_summary_pairs_runs_of_one_seed() -> None:
@@ -124,7 +126,7 @@ def test_the_summary_pairs_runs_of_one_seed() -> None:
 
     runs = {"constant 8": run(2400, 2.0, 3.0), "constant 16": run(1200, 2.1, 3.1)}
     runs["2 x sign"] = run(1200, 2.0, 3.05)
-    rows = {row["batch size"]: row for row in geometry_controlled.summary("sgd", runs)}
+    rows = {row["batch size"]: row for row in geometry.summary("sgd", runs)}
     assert rows["constant 8"]["loss - 8's"] == "+0.0000 ± 0.0000"
     assert rows["2 x sign"]["loss - 8's"] == "+0.0250 ± 0.0354"
     assert rows["2 x sign"]["loss - constant of as many steps"] == "-0.0750 ± 0.0354"
@@ -148,9 +150,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in sizes.items():
         monkeypatch.setattr(geometry, name, value)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    monkeypatch.setattr(geometry_controlled, "STEPS", 16)
-    monkeypatch.setattr(geometry_controlled, "TOKENS", 16 * BATCH * 128)
-    monkeypatch.setattr(geometry_controlled, "EVALUATIONS", 4)
+    monkeypatch.setattr(geometry, "STEPS", 16)
+    monkeypatch.setattr(geometry, "TOKENS", 16 * BATCH * 128)
+    monkeypatch.setattr(geometry, "EVALUATIONS", 4)
     yield
 
 
@@ -169,12 +171,12 @@ def test_a_resumed_study_is_the_same(small: None, tmp_path: Path) -> None:
 
 def test_a_controller_grows_the_batch_with_the_rule(small: None, tmp_path: Path) -> None:
     study = Study(8, tmp_path)
-    found = geometry_controlled.controlled(study, "sgd", 1, "spectral", 1e6)
+    found = geometry.controlled(study, "sgd", 1, "spectral", 1e6)
     assert found["steps"] < 16 and found["grown"].startswith("16 at")
-    assert [tokens for tokens, _, _ in found["losses"]][-1] >= geometry_controlled.TOKENS
-    never = geometry_controlled.controlled(study, "sgd", 1, "euclidean", 1e-6)
+    assert [tokens for tokens, _, _ in found["losses"]][-1] >= geometry.TOKENS
+    never = geometry.controlled(study, "sgd", 1, "euclidean", 1e-6)
     assert (never["steps"], never["grown"]) == (16, "-")
-    same = geometry_controlled.constant(study, "sgd", 1, BATCH)
+    same = geometry.constant(study, "sgd", 1, BATCH)
     assert never["losses"] == same["losses"]  # a measured step trains the same bits
 
 

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks import gpu_job  # noqa: E402
-from benchmarks.gpu_job import Job  # noqa: E402
+from benchmarks.machine import job as gpu_job  # noqa: E402
+from benchmarks.machine.job import Job  # noqa: E402
 
 RECORD = "records/2026-01-02-gpu-ops.json"
 

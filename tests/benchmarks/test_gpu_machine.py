@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks import gpu_job, gpu_machine  # noqa: E402
+from benchmarks import gpu_machine  # noqa: E402
+from benchmarks.machine import job as gpu_job  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 MACHINE = [sys.executable, str(ROOT / "benchmarks" / "gpu_machine.py"), "--rehearse"]

@@ -16,7 +16,8 @@ pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import gpu, growing, record  # noqa: E402
+from benchmarks import record  # noqa: E402
+from benchmarks.gpu import parts as gpu  # noqa: E402
 
 TESTS = Path(__file__).parents[1]
 
@@ -85,7 +86,7 @@ def test_a_case_that_raises_does_not_cost_the_others() -> None:
             raise SystemExit("gnsfast, Triton is wrong")
         return [{"n": 6 // n}]
 
-    *_, tables = growing.Growing().over("Cases", (1, 0, 4, 3), rows_of)
+    *_, tables = record.Growing().over("Cases", (1, 0, 4, 3), rows_of)
     assert tables["Cases"] == [{"n": 6}, {"n": 2}]
     raised, wrong = tables["Failed"]
     assert raised["check"] == "Cases: 0" and "ZeroDivisionError" in raised["result"]
@@ -97,7 +98,7 @@ def test_a_record_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, a_devic
     seen = []
 
     def part(device: str) -> Any:
-        found = growing.Growing()
+        found = record.Growing()
         for tables in found.over("Cases", range(3), lambda n: [{"n": n}]):
             yield tables
             begun = record.newest("gpu-ops-unfinished", tmp_path)

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks import gpu_prepare  # noqa: E402
-from benchmarks.gpu_job import Job  # noqa: E402
+from benchmarks.machine import prepare as gpu_prepare  # noqa: E402
+from benchmarks.machine.job import Job  # noqa: E402
 
 
 @pytest.fixture

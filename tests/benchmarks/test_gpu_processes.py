@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("benchmarks")  # a wheel has none
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are seen in /proc")
 
-from benchmarks import gpu_job  # noqa: E402
-from benchmarks.gpu_job import Job  # noqa: E402
+from benchmarks.machine import job as gpu_job  # noqa: E402
+from benchmarks.machine.job import Job  # noqa: E402
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 GRANDCHILD = f"""\
@@ -63,7 +63,7 @@ def test_a_program_of_a_part_ends_with_it(tmp_path: Path) -> None:
     told, root = tmp_path / "pid", Path(__file__).parents[2]
     child = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     run = [sys.executable, "-c", child]
-    part = f"from benchmarks import gpu; gpu.outcome('a', {run}, 'status')"
+    part = f"from benchmarks.gpu import parts; parts.outcome('a', {run}, 'status')"
     with subprocess.Popen([sys.executable, "-c", part], cwd=root) as process:
         assert soon(lambda: told.exists() and bool(told.read_text()))
         process.kill()

@@ -46,6 +46,11 @@ def text(code: str, name: str = "kernel") -> str:
     return section + "\n".join(lines) + '\n\t.section\t.debug,"",@progbits\n'
 
 
+def instead(line: str) -> str:
+    """The right code with another line in the place of what is issued beside the products."""
+    return RIGHT.replace("IADD3 R56, R56, 0x1, RZ", line)
+
+
 def test_right_code() -> None:
     assert in_flight.touched(text(RIGHT)) == []
 
@@ -68,15 +73,15 @@ FAULTS = {
         ["SEL R4, R55, RZ, P3"],
     ),
     "overwritten": (
-        RIGHT.replace("IADD3 R56, R56, 0x1, RZ", "CS2R R54, SRZ"),
+        instead("CS2R R54, SRZ"),
         ["CS2R R54, SRZ"],
     ),
     "a wide load": (
-        RIGHT.replace("IADD3 R56, R56, 0x1, RZ", "@!P4 LDS.128 R20, [R57]\nLDS.128 R21, [R57]"),
+        instead("@!P4 LDS.128 R20, [R57]\nLDS.128 R21, [R57]"),
         ["LDS.128 R21, [R57]"],
     ),
     "an address": (
-        RIGHT.replace("IADD3 R56, R56, 0x1, RZ", "STG.E desc[UR4][R23.64], R2"),
+        instead("STG.E desc[UR4][R23.64], R2"),
         ["STG.E desc[UR4][R23.64], R2"],
     ),
     "a factor in a register": (
@@ -84,7 +89,7 @@ FAULTS = {
         ["IADD3 R63, R62, 0x1, RZ"],
     ),
     "a factor that is being written": (
-        RIGHT.replace("IADD3 R56, R56, 0x1, RZ", OTHER),
+        instead(OTHER),
         [PRODUCT, OTHER],
     ),
     "in the second kernel": (RIGHT.replace(f"{WAIT}\n", ""), END),
@@ -106,7 +111,7 @@ def test_factors_may_be_read() -> None:
 def test_factors_of_a_wide_product() -> None:
     """R23 is 32 bits of it, without R24; the sum is 64 bits wide, and so is what is added."""
     for other, found in (("R2, R16, R23, RZ", 0), ("R22, R16, R2, R54", 1), ("R23, R2, R3, RZ", 1)):
-        code = RIGHT.replace("IADD3 R56, R56, 0x1, RZ", f"IMAD.WIDE.U32 {other}")
+        code = instead(f"IMAD.WIDE.U32 {other}")
         assert len(in_flight.touched(text(code))) == found, other
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import intervals, present_weights
+from benchmarks.studies import intervals
+from benchmarks.studies import present as present_weights
 
 
 @pytest.fixture

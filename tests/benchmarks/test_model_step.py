@@ -17,11 +17,14 @@ from torch.utils._pytree import tree_flatten
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks import model_host, model_plain, model_step, models, readme  # noqa: E402
-from benchmarks.model_gpu import ASSUMED, GPUS, Work  # noqa: E402
-from benchmarks.model_linear import KERNELS  # noqa: E402
-from benchmarks.model_plain import MODELS, between  # noqa: E402
-from benchmarks.model_step import step  # noqa: E402
+from benchmarks import networks as models  # noqa: E402
+from benchmarks import readme
+from benchmarks.model import plain as model_plain
+from benchmarks.model import step as model_step
+from benchmarks.model.gpu import ASSUMED, GPUS, Work  # noqa: E402
+from benchmarks.model.linear import KERNELS  # noqa: E402
+from benchmarks.model.plain import MODELS, between  # noqa: E402
+from benchmarks.model.step import step  # noqa: E402
 from gnsfast.functional import _links  # noqa: E402
 from gnsfast.functional.plan import PLAIN  # noqa: E402
 
@@ -210,10 +213,10 @@ def test_host() -> None:
     730: 40.2M, at 30.9M in 7 ms 9.1 ms. Compiled, 0.8 of linear layers and embeddings, and norms
     are plain. A plain eager step takes 7 ms at any batch.
     """
-    eager, compiled = (model_host.added_instructions(GPT2, compiled=c) for c in (False, True))
+    eager, compiled = (model_step.added_instructions(GPT2, compiled=c) for c in (False, True))
     assert eager == 9_900_000 + 49 * 289_000 + 25 * 586_000 + 2 * 730_000
     assert compiled == pytest.approx(9_900_000 + 0.8 * (49 * 289_000 + 2 * 730_000))
-    assert model_host.seconds(eager) == pytest.approx(9.1e-3, rel=2e-3)
+    assert model_step.host_seconds(eager) == pytest.approx(9.1e-3, rel=2e-3)
     for B in (8, 32):
         assert step(H200, GPT2, 1024, B).host == pytest.approx(7e-3)
     kernels = sum(w.kernels for w in between(GPT2, 8, 1024, 4, compiled=True).values())

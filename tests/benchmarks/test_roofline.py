@@ -23,9 +23,14 @@ pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
 import gnsfast  # noqa: E402
-from benchmarks import cases, model, model_gpu, model_linear, model_plain, model_step  # noqa: E402
-from benchmarks.model_gpu import ASSUMED, GPUS  # noqa: E402
-from benchmarks.model_linear import KERNELS, Layer, balance, weight_gradient  # noqa: E402
+from benchmarks.contestants import cases  # noqa: E402
+from benchmarks.model import gpu as model_gpu
+from benchmarks.model import linear as model_linear
+from benchmarks.model import plain as model_plain
+from benchmarks.model import step as model_step
+from benchmarks.model import tables as model  # noqa: E402
+from benchmarks.model.gpu import ASSUMED, GPUS  # noqa: E402
+from benchmarks.model.linear import KERNELS, Layer, balance, weight_gradient  # noqa: E402
 
 H200 = GPUS["H200"]
 SQUARE = Layer("square", 4096, 4096)

@@ -81,7 +81,7 @@ def test_blocks_are_filled(kernel: str, shape: str, processors: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @hopper
 def test_the_counted_model_has_this_plan(shape: str, B: int) -> None:
-    model = pytest.importorskip("benchmarks.model_linear", reason="a wheel has none")
+    model = pytest.importorskip("benchmarks.model.linear", reason="a wheel has none")
     for processors, T in itertools.product(PROCESSORS, (100, 1024, LONG)):
         found = plan("sm90", B, T, *SHAPES[shape], processors)
         counted = model.balance(found["tiles"], B, processors // 2, math.ceil(T / 64))

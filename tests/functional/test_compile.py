@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.compile, the operators' registration, activation checkpointing."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from layers import assert_as_loop
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -89,10 +91,7 @@ def test_ten_steps_in_one_graph(tied: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(10):
         batch = draw()
-        loop = loop_sqnorms(model, loss_of, batch, B)
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
-            loss_of(compiled, batch).backward()
-        assert_norms(norms, loop)
+        assert_as_loop(model, batch, B, loss_of, run=compiled)
         optimizer.step()
         optimizer.zero_grad()
     assert counter.frame_count == 1
@@ -103,9 +102,7 @@ def test_another_batch_size_and_closed_probes() -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for samples in (B, 5):
         batch = draw(samples)
-        with gnsfast.per_sample_sqnorms(model, samples) as norms:
-            loss_of(compiled, batch).backward()
-        assert_norms(norms, loop_sqnorms(model, loss_of, batch, samples))
+        assert_as_loop(model, batch, samples, loss_of, run=compiled)
         if samples == B:
             model.zero_grad()
             loss_of(compiled, batch).backward()  # a plain step between
@@ -214,14 +211,8 @@ def test_a_model_that_runs_twice(part: str) -> None:
             return self.everything(ids) + self.everything(ids.flip(1))
 
     model, batch = Twice(part == "tied", blocks=1), draw()
-    loop = loop_sqnorms(model, loss_of, batch, B)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        loss_of(model, batch).backward()
-    assert_norms(norms, loop)
-    compiled = torch.compile(model, backend="eager")
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        loss_of(compiled, batch).backward()
-    assert_norms(norms, loop)
+    for run in (model, torch.compile(model, backend="eager")):
+        assert_as_loop(model, batch, B, loss_of, run=run)
 
 
 def ops_and_arguments() -> list[tuple[str, tuple[Any, ...]]]:
@@ -282,19 +273,17 @@ def test_operators_are_registered_right(name: str, arguments: tuple[Any, ...]) -
 def test_checkpointing(around: str, reentrant: bool, tied: bool) -> None:
     model, batch = GPT(tied, around), draw()
     model.reentrant = reentrant
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        loss_of(model, batch).backward()
-    model.around = ""
-    assert_norms(norms, loop_sqnorms(model, loss_of, batch, B))
+    twin = copy.deepcopy(model)
+    twin.around = ""
+    assert_as_loop(model, batch, B, loss_of, twin=twin)
 
 
 def test_checkpointing_compiled() -> None:
     model, batch = GPT(True, "middle", blocks=1), draw()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        loss_of(compiled, batch).backward()
-    model.around = ""
-    assert_norms(norms, loop_sqnorms(model, loss_of, batch, B))
+    twin = copy.deepcopy(model)
+    twin.around = ""
+    assert_as_loop(model, batch, B, loss_of, twin=twin, run=compiled)
 
 
 def test_blocks_that_are_alike_share_a_graph() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cross_entropy import B, Batch, D, T, V, draw, small_parts, torch_loss
-from layers import error_against_loop, plain
+from layers import assert_as_loop, error_against_loop, plain
 from oracle import assert_norms, loop_sqnorms, sample_of
 from torch import Tensor, nn
 
@@ -329,10 +329,7 @@ def test_calls_are_joined(other: str) -> None:
             return first + 2 * m.cross_entropy(b[0].sin(), b[1], reduction="sum")
         return first + m(b[0]).square().sum()
 
-    loop = loop_sqnorms(head, twice, batch, B)
-    with gnsfast.per_sample_sqnorms(head, B) as norms:
-        twice(head, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(head, batch, B, loss=twice)
 
 
 def test_summed_norm_and_counter() -> None:

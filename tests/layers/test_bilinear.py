@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bilinear layers."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from layers import assert_autocast, assert_half, plain, weighted_loss
+from layers import assert_as_loop, assert_autocast, plain, weighted_loss
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -88,11 +87,8 @@ def test_same_input_twice(bias: bool) -> None:
             return y.mul_(2.0)  # in place, as on torch's output
 
     model, batch = Quadratic(), (torch.randn(4, 7, 5), torch.randn(4, 7, 3))
-    loop = loop_sqnorms(copy.deepcopy(model), weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
+    assert_as_loop(model, batch, 4)
     assert {row.route for row in gnsfast.coverage(model).rows} == {"linear", "bilinear"}
-    assert_norms(norms, loop)
 
 
 @pytest.mark.parametrize("wanted", [0, 1], ids=["first", "second"])
@@ -123,29 +119,14 @@ def test_metric(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(probe.grad[:, :4], torch.stack([g_B.sum((1, 2, 3)), weighed_B]))
 
 
-def test_half_precision() -> None:
-    x, y, _ = batch_of(4, 7)
-    assert_half(gnsfast.Bilinear(5, 6, 3).bfloat16(), x.bfloat16(), y.bfloat16())
-
-
 def test_autocast() -> None:
     assert_autocast(gnsfast.Bilinear(5, 6, 3), *batch_of(4, 7)[:2])
 
 
 def test_compiled() -> None:
     layer, batch = gnsfast.Bilinear(5, 6, 3), batch_of(4, 7)
-    loop = loop_sqnorms(plain(layer), weighted_loss, batch, 4)
     run = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        weighted_loss(run, batch).backward()
-    assert_norms(norms, loop)
-
-
-def test_of_a_graph_is_refused() -> None:
-    layer, (x, y, _) = gnsfast.Bilinear(5, 6, 3), batch_of(4)
-    with pytest.raises(gnsfast.ObservationError, match="create_graph"):
-        with gnsfast.per_sample_sqnorms(layer, 4):
-            layer(x, y).square().sum().backward(create_graph=True)
+    assert_as_loop(layer, batch, 4, twin=plain(layer), run=run)
 
 
 def test_gradients_of_gradients_are_refused() -> None:

@@ -6,14 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from layers import (
-    assert_autocast,
-    assert_folded,
-    assert_half,
+    assert_as_loop,
     assert_layer,
-    assert_unbatched,
     error_against_loop,
     loop_errors_at_dtype,
     plain,
+    scattered,
     weighted_loss,
 )
 from oracle import assert_norms, loop_sqnorms
@@ -27,15 +25,6 @@ PLAIN = Plan()
 C = 6
 SPATIAL = {1: (7,), 2: (5, 3), 3: (3, 2, 4)}
 Make = Callable[[], nn.Module]
-
-
-def scattered(layer: nn.Module) -> nn.Module:
-    """Gains that are not all one, and running statistics that are not those of a new layer."""
-    with torch.no_grad():
-        for name, t in [*layer.named_parameters(), *layer.named_buffers()]:
-            if t.is_floating_point():
-                t.add_(torch.rand_like(t) if name == "running_var" else torch.randn_like(t))
-    return layer
 
 
 def of_dims(d: int) -> dict[str, Make]:
@@ -191,46 +180,13 @@ def test_strided_input(name: str) -> None:
     assert_layer(make(name), drawn(1).expand(4, -1, -1, -1), 4)
 
 
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-@pytest.mark.parametrize("name", NORMS)
-def test_frozen(name: str, frozen: str) -> None:
-    layer = make(name)
-    getattr(layer, frozen).requires_grad_(False)
-    assert_layer(layer, drawn(4), 4)
-
-
 def test_without_bias() -> None:
     assert_layer(scattered(gnsfast.GroupNorm(2, C, bias=False)), drawn(4), 4)
 
 
 def test_input_without_gradient() -> None:
     layer, x, r = make("groups"), drawn(4), drawn(4)
-    loop = loop_sqnorms(plain(layer), weighted_loss, (x, r), 4)
-    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        weighted_loss(layer, (x, r)).backward()
-    assert_norms(norms, loop)
-
-
-def test_unbatched_instance_norm() -> None:
-    assert_unbatched(make("instance", 1), drawn(1, 1)[0])
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_rows_folded_into_samples(name: str) -> None:
-    assert_folded(make(name), drawn(12))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", NORMS)
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    assert_half(make(name).to(dtype), drawn(4).to(dtype))
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_autocast(name: str) -> None:
-    layer, x = make(name), drawn(4)
-    assert_autocast(layer, x, rtol=1e-5)
-    assert_autocast(layer, x.bfloat16())
+    assert_as_loop(layer, (x, r), 4, twin=plain(layer))
 
 
 def cnn() -> nn.Module:
@@ -255,21 +211,11 @@ def test_model(compiled: bool) -> None:
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     for B, last in ((3, False), (5, False), (5, True)):
         batch = torch.randn(B, 3, 5, 5), torch.randn(B, 4)
-        loop = loop_sqnorms(model, weighted_loss, batch, B)
         if last:
             batch = batch[0].to(memory_format=torch.channels_last), batch[1]
-        with gnsfast.per_sample_sqnorms(model, B) as norms:
-            weighted_loss(run, batch).backward()
+        assert_as_loop(model, batch, B, run=run)
         assert gnsfast.coverage(model).covered_fraction == 1.0
-        assert_norms(norms, loop)
         model.zero_grad()
-
-
-def test_of_a_graph_is_refused() -> None:
-    layer = make("groups")
-    with pytest.raises(gnsfast.ObservationError, match="create_graph"):
-        with gnsfast.per_sample_sqnorms(layer, 4):
-            layer(drawn(4)).square().sum().backward(create_graph=True)
 
 
 def test_called_twice() -> None:
@@ -283,10 +229,7 @@ def test_called_twice() -> None:
             return y
 
     model, batch = Twice(), (drawn(4), drawn(4))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 class Residual(nn.InstanceNorm2d):
@@ -318,10 +261,7 @@ class Own(nn.BatchNorm2d):
 )
 def test_subclasses(layer: nn.Module) -> None:
     batch = drawn(4), drawn(4)
-    loop = loop_sqnorms(scattered(layer), weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(layer, 4) as norms:
-        weighted_loss(layer, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(layer, batch, 4, twin=scattered(layer))
 
 
 def by_hand(x: Tensor, w: Tensor, b: Tensor | None, probe: Tensor, plan: Plan = PLAIN) -> Tensor:

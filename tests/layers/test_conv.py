@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import assert_autocast, assert_folded, assert_layer, assert_unbatched
-from torch import nn
+from layers import assert_layer
 
 import gnsfast
 
@@ -61,10 +60,6 @@ def test_vit_patches() -> None:
     assert_layer(gnsfast.Conv2d(3, 16, kernel_size=4, stride=4), torch.randn(4, 3, 18, 16), 4)
 
 
-def test_unbatched() -> None:
-    assert_unbatched(gnsfast.Conv1d(4, 6, 3), torch.randn(4, 11))
-
-
 def test_channels_last_of_three_dimensions() -> None:
     x = torch.randn(4, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)
     assert_layer(gnsfast.Conv3d(3, 4, 3), x, 4)
@@ -73,19 +68,3 @@ def test_channels_last_of_three_dimensions() -> None:
 def test_channels_last() -> None:
     x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
     assert_layer(gnsfast.Conv2d(3, 4, 3), x, 4)
-
-
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_frozen(frozen: str) -> None:
-    layer = gnsfast.Conv2d(3, 4, 3)
-    getattr(layer, frozen).requires_grad_(False)
-    assert_layer(layer, torch.randn(4, 3, 8, 8), 4)
-
-
-def test_frames_folded_into_samples() -> None:
-    """Video: twelve images are four samples of three frames."""
-    assert_folded(nn.Conv2d(3, 4, 3), torch.randn(12, 3, 8, 8))
-
-
-def test_autocast() -> None:
-    assert_autocast(gnsfast.Conv2d(3, 4, 3), torch.randn(4, 3, 8, 8))

@@ -6,15 +6,10 @@ from typing import Any
 import pytest
 import torch
 from layers import (
-    assert_autocast,
-    assert_folded,
-    assert_half,
+    assert_as_loop,
     assert_layer,
-    assert_unbatched,
     plain,
-    weighted_loss,
 )
-from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
 import gnsfast
@@ -84,39 +79,13 @@ def test_output_size() -> None:
 
     model, x = Sized(), drawn(3)
     batch = x, torch.randn_like(model(x))
-    loop = loop_sqnorms(model, weighted_loss, batch, 3)
-    with gnsfast.per_sample_sqnorms(model, 3) as norms:
-        weighted_loss(model, batch).backward()
+    assert_as_loop(model, batch, 3)
     assert {row.route for row in gnsfast.coverage(model).rows} == {"conv_transpose2d"}
-    assert_norms(norms, loop)
-
-
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_frozen(frozen: str) -> None:
-    layer = gnsfast.ConvTranspose2d(4, 6, 3, stride=2)
-    getattr(layer, frozen).requires_grad_(False)
-    assert_layer(layer, drawn(4), 4)
 
 
 def test_channels_last() -> None:
     for d, last in ((2, torch.channels_last), (3, torch.channels_last_3d)):
         assert_layer(LAYERS[d](4, 6, 3), drawn(3, d).to(memory_format=last), 3)
-
-
-def test_unbatched() -> None:
-    assert_unbatched(gnsfast.ConvTranspose1d(4, 6, 3, stride=2), drawn(1, 1)[0])
-
-
-def test_rows_folded_into_samples() -> None:
-    assert_folded(nn.ConvTranspose2d(4, 6, 3), drawn(12))
-
-
-def test_half_precision() -> None:
-    assert_half(gnsfast.ConvTranspose2d(4, 6, 3, stride=2).bfloat16(), drawn(4).bfloat16())
-
-
-def test_autocast() -> None:
-    assert_autocast(gnsfast.ConvTranspose2d(4, 6, 3, stride=2), drawn(4))
 
 
 def test_compiled() -> None:
@@ -125,15 +94,5 @@ def test_compiled() -> None:
     )
     x = drawn(3, 3)
     batch = x, torch.randn_like(model(x))
-    loop = loop_sqnorms(model, weighted_loss, batch, 3)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with gnsfast.per_sample_sqnorms(model, 3) as norms:
-        weighted_loss(run, batch).backward()
-    assert_norms(norms, loop)
-
-
-def test_of_a_graph_is_refused() -> None:
-    layer = gnsfast.ConvTranspose1d(4, 6, 3)
-    with pytest.raises(gnsfast.ObservationError, match="create_graph"):
-        with gnsfast.per_sample_sqnorms(layer, 4):
-            layer(drawn(4, 1)).square().sum().backward(create_graph=True)
+    assert_as_loop(model, batch, 3, run=run)

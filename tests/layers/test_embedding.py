@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gnsfast.Embedding``, and a head that shares its weight."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
-from layers import assert_layer, plain, weighted_loss
-from oracle import assert_norms, loop_sqnorms
+from layers import assert_as_loop, assert_layer, plain
 from torch import Tensor, nn
 
 import gnsfast
@@ -70,32 +72,6 @@ class Positions(nn.Module):
         return self.tokens(ids_BT) * self.positions(index[None] if self.batch else index)
 
 
-def test_position_ids_of_one_row() -> None:
-    model, batch = Positions(batch=True), (ids(4, 9), torch.randn(4, 9, 5))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
-
-
-@pytest.mark.parametrize("T", [4, 9])
-def test_a_bare_index(T: int) -> None:
-    """Also one that counts to B."""
-    model, batch = Positions(batch=False, step=2), (ids(4, T), torch.randn(4, T, 5))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
-
-
-def test_sparse_gradients() -> None:
-    model, batch = Sum(sparse=True), torch.randint(6, (4, 9))
-    loop = loop_sqnorms(model, squares, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        squares(model, batch).backward()
-    assert_norms(norms, loop)
-
-
 def test_frequencies_of_the_batch_tie_samples() -> None:
     model = Sum(scale_grad_by_freq=True)
     with gnsfast.per_sample_sqnorms(model, 4) as norms:
@@ -134,27 +110,6 @@ class Tied(nn.Module):
         return self.head(self.scale * torch.tanh(self.mix(h))[:, self.start :])
 
 
-class HeadFirst(nn.Module):
-    """A head, then the embedding again of what it says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(6, 5), nn.Linear(5, 6, bias=False)
-        self.table.weight = self.head.weight
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        y: Tensor = self.table(self.head(x_BTD).argmax(-1))
-        return y
-
-
-def test_an_embedding_after_its_tied_head() -> None:
-    model, batch = HeadFirst(), (torch.randn(4, 9, 5), torch.randn(4, 9, 5))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
-
-
 TIES = {
     "embedding and head": Tied(),
     "head on a slice": Tied(start=6),
@@ -172,34 +127,7 @@ def test_ties_are_exact(model: Tied, steps: int) -> None:
     for _ in range(steps):
         model.zero_grad()
         batch = (*(ids(4, 9) for _ in model.tables), torch.randn(4, 9 - model.start, 6))
-        with gnsfast.per_sample_sqnorms(
-            model, 4
-        ) as norms:  # its end also compares the sums with .grad
-            weighted_loss(model, batch).backward()
-        assert_norms(norms, loop_sqnorms(model, weighted_loss, batch, 4))
-
-
-def test_tied_embedding_called_twice_is_exact() -> None:
-    model = Tied(uses=2)
-    model.tables = nn.ModuleList([model.tables[0], model.tables[0]])
-    batch = (ids(4, 9), ids(4, 9), torch.randn(4, 9, 6))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
-
-
-def test_tied_head_called_twice() -> None:
-    class Twice(Tied):
-        def forward(self, *ids_BT: Tensor) -> Tensor:
-            y = super().forward(*ids_BT)
-            return y + self.head(y[..., :5])
-
-    model, batch = Twice(), (ids(4, 9), torch.randn(4, 9, 6))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+        assert_as_loop(model, batch, 4)  # its block's end also compares the sums with .grad
 
 
 def test_tied_head_without_its_embedding() -> None:
@@ -209,10 +137,7 @@ def test_tied_head_without_its_embedding() -> None:
     def loss(m: Tied, b: tuple[Tensor, Tensor]) -> Tensor:
         return (m.head(b[0]) * b[1]).sum()
 
-    loop = loop_sqnorms(model, loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4, loss=loss)
 
 
 def test_abandoned_forward_leaves_no_link() -> None:
@@ -221,56 +146,91 @@ def test_abandoned_forward_leaves_no_link() -> None:
     with pytest.raises(gnsfast.ObservationError, match="No backward"):
         with gnsfast.per_sample_sqnorms(model, 4):
             model.tables[0](batch[0])
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop_sqnorms(model, weighted_loss, batch, 4))
-
-
-def test_other_shared_weights() -> None:
-    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
-    model[2].weight = model[0].weight
-    batch = torch.randn(4, 9, 5), torch.randn(4, 9, 5)
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
-
-
-def test_two_heads_of_one_embedding() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.e, self.a, self.b = nn.Embedding(7, 4), nn.Linear(4, 7), nn.Linear(4, 7)
-            self.a.weight = self.b.weight = self.e.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            x = torch.tanh(self.e(ids)).cumsum(1)
-            y: Tensor = self.a(x) * self.b(x.sin())
-            return y
-
-    model, batch = Heads(), (ids(4, 9), torch.randn(4, 9, 7))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 def test_plain_twin_is_plain() -> None:
     assert type(plain(gnsfast.Embedding(3, 2))) is nn.Embedding
 
 
-def test_sum_of_a_shared_lookup() -> None:
-    class Total(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.places = nn.Embedding(5, 3)
+class HeadFirst(nn.Module):
+    """A head, then the embedding again of what it says."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = torch.tanh(x + self.places(torch.arange(5)[None]).sum(0))
-            return out
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 5), nn.Linear(5, 6, bias=False)
+        self.table.weight = self.head.weight
 
-    model, batch = Total(), (torch.randn(4, 5, 3), torch.randn(4, 5, 3))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y: Tensor = self.table(self.head(x_BTD).argmax(-1))
+        return y
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.a, self.b = nn.Embedding(7, 4), nn.Linear(4, 7), nn.Linear(4, 7)
+        self.a.weight = self.b.weight = self.e.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.e(ids)).cumsum(1)
+        y: Tensor = self.a(x) * self.b(x.sin())
+        return y
+
+
+class Places(nn.Module):
+    """The sum of a lookup that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(x + self.places(torch.arange(5)[None]).sum(0))
+        return out
+
+
+class HeadTwice(Tied):
+    def forward(self, *ids_BT: Tensor) -> Tensor:
+        y = super().forward(*ids_BT)
+        return y + self.head(y[..., :5])
+
+
+def one_table_twice() -> Tied:
+    model = Tied(uses=2)
+    model.tables = nn.ModuleList([model.tables[0], model.tables[0]])
+    return model
+
+
+def linear_twice() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    model[2].weight = model[0].weight
+    return model
+
+
+def words(T: int = 9, width: int = 5, count: int = 1) -> tuple[Tensor, ...]:
+    """Ids, ``count`` times, and a weight of every output."""
+    return *(ids(4, T) for _ in range(count)), torch.randn(4, T, width)
+
+
+def numbers(T: int = 9, width: int = 5) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, T, width), torch.randn(4, T, width)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "position ids of one row": (lambda: Positions(batch=True), words),
+    "a bare index": (lambda: Positions(batch=False, step=2), words),
+    "a bare index that counts to B": (lambda: Positions(batch=False, step=2), partial(words, T=4)),
+    "sparse gradients": (lambda: Sum(sparse=True), partial(words, width=3)),
+    "an embedding after its tied head": (HeadFirst, numbers),
+    "a tied embedding called twice": (one_table_twice, partial(words, width=6, count=2)),
+    "a tied head called twice": (HeadTwice, partial(words, width=6)),
+    "two linear layers of one weight": (linear_twice, numbers),
+    "two heads of one embedding": (TwoHeads, partial(words, width=7)),
+    "a sum of a shared lookup": (Places, partial(numbers, T=5, width=3)),
+}
+
+
+@pytest.mark.parametrize(("make", "draw"), MODELS.values(), ids=MODELS.keys())
+def test_models(make: Callable[[], nn.Module], draw: Callable[[], tuple[Tensor, ...]]) -> None:
+    assert_as_loop(make(), draw(), 4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from experts import BLOCKS, EAGER, EXPERTS, ROUTER, F, H, OfRows, config, loss_of_rows, make
+from layers import assert_as_loop
 from oracle import assert_norms, loop_sqnorms, sample_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -237,9 +238,7 @@ def test_a_block_that_picks_rows() -> None:
     for p in block.parameters():
         nn.init.normal_(p, std=0.3)
     x, r = torch.randn(8, 2, H, requires_grad=True), torch.randn(8, 1, H)
-    with gnsfast.per_sample_sqnorms(block, 8) as norms:
-        loss(block, (x, r)).backward()
-    assert_norms(norms, loop_sqnorms(block, loss, (x, r), 8))
+    assert_as_loop(block, (x, r), 8, loss=loss)
 
 
 def test_a_checkpoint_hides_the_rows() -> None:

@@ -12,6 +12,7 @@ from layers import (
     plain,
     weighted_loss,
 )
+from layouts import LAYOUTS
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -110,19 +111,9 @@ def test_rows_longer_than_one_piece() -> None:
     assert_layer(gnsfast.Linear(20_000, 3), torch.randn(3, 90, 20_000), 3)
 
 
-STRIDES = {
-    "transposed": lambda: torch.randn(9, 4, 5).transpose(0, 1),
-    "every second feature": lambda: torch.randn(4, 9, 10)[..., ::2],
-    "expanded samples": lambda: torch.randn(1, 9, 5).expand(4, -1, -1),
-    "expanded tokens": lambda: torch.randn(4, 1, 5).expand(-1, 9, -1),
-    "a slice": lambda: torch.randn(4, 12, 5)[:, 2:11],
-}
-
-
-@pytest.mark.parametrize("make", STRIDES.values(), ids=STRIDES.keys())
-def test_strides(make: object) -> None:
-    assert callable(make)
-    assert_layer(gnsfast.Linear(5, 3), make(), 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout: str) -> None:
+    assert_layer(gnsfast.Linear(5, 3), LAYOUTS[layout](4, 9, 5), 4)
 
 
 def test_expanded_gradient() -> None:
@@ -146,13 +137,6 @@ def test_sequence_first_keeps_two_dimensions_batch_first() -> None:
 def test_folded_rows() -> None:
     """Twelve rows are four samples of three consecutive rows."""
     assert_folded(nn.Linear(5, 3), torch.randn(12, 5))
-
-
-@pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_frozen(frozen: str) -> None:
-    layer = gnsfast.Linear(5, 3)
-    getattr(layer, frozen).requires_grad_(False)
-    assert_layer(layer, torch.randn(4, 9, 5), 4)
 
 
 def test_all_frozen_costs_nothing() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from layers import weighted_loss
+from layers import assert_as_loop, weighted_loss
 from oracle import assert_norms, loop_sqnorms
 from torch import Tensor, nn
 
@@ -107,10 +107,7 @@ def test_exact(make: Any, shape: tuple[int, ...], out: tuple[int, ...]) -> None:
 
 def test_dictionary_output_and_keyword_argument() -> None:
     model, batch = TakesPart(), (torch.randn(4, 9, 5), torch.randn(4, 9, 5))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -148,10 +145,7 @@ def test_a_layer_twice_and_a_weight_as_a_tensor() -> None:
         nn.Sequential(Twice(), nn.Linear(5, 5)),
         (torch.randn(4, 9, 5), torch.randn(4, 9, 5)),
     )
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 def test_autocast() -> None:
@@ -223,13 +217,9 @@ def test_a_model_that_takes_pairs() -> None:
             return super().forward(x.unflatten(0, (2, -1)).flatten(0, 1))
 
     model, batch = nn.Sequential(Pairs()), (torch.randn(4, 9, 5), torch.randn(4, 9, 5))
-    loop = loop_sqnorms(nn.Sequential(Scale()), weighted_loss, batch, 4)
-    assert loop
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
     plain = nn.Sequential(Scale())
     plain.load_state_dict(model.state_dict())
-    assert_norms(norms, loop_sqnorms(plain, weighted_loss, batch, 4))
+    assert_as_loop(model, batch, 4, twin=plain)
     assert "does not take" in gnsfast.coverage(model).proof
 
 
@@ -246,10 +236,7 @@ def test_square_argument_is_not_taken_for_samples() -> None:
             return self.mask @ (self.gain * x)
 
     model, batch = Masked(), (torch.randn(4, 4, 5), torch.randn(4, 4, 5))
-    loop = loop_sqnorms(model, weighted_loss, batch, 4)
-    with gnsfast.per_sample_sqnorms(model, 4) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, 4)
 
 
 class OwnAttention(nn.MultiheadAttention):

@@ -22,7 +22,7 @@ from attention import (
     outputs_of,
     terms,
 )
-from layers import weighted_loss
+from layers import assert_as_loop, weighted_loss
 from oracle import assert_norms, loop_sqnorms
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -179,10 +179,7 @@ def test_output_tied_to_an_embedding() -> None:
             return y
 
     model, batch = Shares(), (torch.randint(0, E, (B, L)), torch.randn(B, L, E))
-    loop = loop_sqnorms(model, weighted_loss, batch, B)
-    with gnsfast.per_sample_sqnorms(model, B) as norms:
-        weighted_loss(model, batch).backward()
-    assert_norms(norms, loop)
+    assert_as_loop(model, batch, B)
 
 
 def test_adapters_of_peft() -> None:

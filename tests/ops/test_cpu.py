@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cpu_cases import LAYOUTS, SETS, assert_row
+from cpu_cases import SETS, assert_row
+from layouts import LAYOUTS
 from torch import Tensor
 
 import gnsfast

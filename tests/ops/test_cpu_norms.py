@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import LAYOUTS, assert_row
+from cpu_cases import assert_row
+from layouts import LAYOUTS
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 

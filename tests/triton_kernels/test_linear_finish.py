@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is there on Linux alone")
 pytest.importorskip("benchmarks")  # a wheel has none
 
-from benchmarks.launches import Launches  # noqa: E402
+from benchmarks.budgets.launches import Launches  # noqa: E402
 from gnsfast import reference  # noqa: E402
 from gnsfast.triton_kernels import configs, linear_plan, linear_wgrad, operators, outer  # noqa: E402
 from gnsfast.triton_kernels.configs import Config, balance  # noqa: E402

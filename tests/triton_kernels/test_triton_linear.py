@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layouts import LAYOUTS
 from signed import Signed
 from torch import Tensor
 
@@ -163,22 +164,10 @@ def test_tied_rows(dtype: torch.dtype, device: str) -> None:
         torch.testing.assert_close(tied[b].double(), want, rtol=1e-5, atol=1e-5)
 
 
-# Views of 8400 numbers as samples [3, 70, 40].
-STRIDES = {
-    "sequence first": lambda t: t.view(70, 3, 40).transpose(0, 1),
-    "a slice of packed projections": lambda t: t.repeat(3).view(3, 70, 120)[..., 40:80],
-    "every second feature": lambda t: t.repeat(2).view(3, 70, 80)[..., ::2],
-    "expanded samples": lambda t: t[:2800].view(1, 70, 40).expand(3, -1, -1),
-    "expanded tokens": lambda t: t[:120].view(3, 1, 40).expand(-1, 70, -1),
-    "unaligned rows": lambda t: t.repeat(2)[:9030].view(3, 70, 43)[..., 3:],
-}
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("make", STRIDES.values(), ids=STRIDES.keys())
-def test_strides(make: object, dtype: torch.dtype, device: str) -> None:
-    assert callable(make)
-    x = make(torch.randn(8400).to(device, dtype))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout: str, dtype: torch.dtype, device: str) -> None:
+    x = LAYOUTS[layout](3, 70, 40, device=device, dtype=dtype)
     dy = torch.randn(3, 70, 24, device=device).to(dtype)
     for left, right in ((x, dy), (dy, x)):
         dw, _, rows, _ = KERNELS.linear_wgrad(left, right, True, False, False, F32)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from layouts import LAYOUTS
 from second_moments import assert_squares, draw
 from signed import Signed
 
@@ -104,22 +105,10 @@ def test_run_length() -> None:
             assert 1 <= linear_squares.run_length(tiles, B, 9, 11) <= B
 
 
-# Views of 1080 numbers as samples [3, 9, 40].
-STRIDES = {
-    "sequence first": lambda t: t.view(9, 3, 40).transpose(0, 1),
-    "a slice of packed projections": lambda t: t.repeat(3).view(3, 9, 120)[..., 40:80],
-    "every second feature": lambda t: t.repeat(2).view(3, 9, 80)[..., ::2],
-    "expanded samples": lambda t: t[:360].view(1, 9, 40).expand(3, -1, -1),
-    "expanded tokens": lambda t: t[:120].view(3, 1, 40).expand(-1, 9, -1),
-    "unaligned rows": lambda t: t.repeat(2)[:1161].view(3, 9, 43)[..., 3:],
-}
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("make", STRIDES.values(), ids=STRIDES.keys())
-def test_strides(make: object, dtype: torch.dtype, device: str) -> None:
-    assert callable(make)
-    x, dy = (make(torch.randn(1080).to(device, dtype)) for _ in range(2))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout: str, dtype: torch.dtype, device: str) -> None:
+    x, dy = (LAYOUTS[layout](3, 9, 40, device=device, dtype=dtype) for _ in range(2))
     assert_squares(SQUARES.linear_squares(x, dy[..., :24], False), x, dy[..., :24])
 
 

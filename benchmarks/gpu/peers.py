@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contestants side by side on a GPU: first each against single samples in float64, then a whole
+step of GPT-2, and single linear layers in bfloat16 as T and B grow.
+"""
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import contestants
+from benchmarks.contestants import GNSFAST, PLAIN, Contestant, cases, gate
+from benchmarks.contestants.cases import LayerCase, Problem
+from benchmarks.contestants.gate import Verdict
+from benchmarks.contestants.sessions import Gnsfast, Loss
+from benchmarks.gpu import step as gpu_step
+from benchmarks.gpu.backends import OURS, forced, kernel_of, present
+from benchmarks.gpu.operators import TOKENS, clock, device_name, route, wall_clock
+from benchmarks.gpu.step import release, side_by_side, warm_up
+from benchmarks.measure import Clock
+from benchmarks.model import tables
+from benchmarks.model.gpu import of_device
+from benchmarks.networks import GPT, GPT2, LlamaBlock, gpt_batch, gpt_loss
+from benchmarks.record import Growing, Rows, Tables, first_line, raised
+
+LAYERS = (
+    ("GPT-2 up", 768, 3072),
+    ("Llama-3-8B out", 4096, 4096),
+    ("Llama-3-8B up", 4096, 14336),
+)
+OVER_T = [LayerCase(*layer, T, TOKENS) for layer in LAYERS for T in (1, 8, 64, 128, 256, 512, 2048)]
+OVER_T += [LayerCase(*layer, 8192, TOKENS) for layer in LAYERS]
+OVER_B = [
+    LayerCase(*layer, T, T * B)
+    for layer, T in zip(LAYERS[::2], (1024, 2048))
+    for B in (1, 2, 4, 8, 16, 32)
+]
+SERIAL = 64
+"""More samples than this are not passed one by one."""
+
+HALF = 2e-2
+"""Largest relative error at bfloat16, whose own numbers are off by up to 4e-3. Under autocast on a
+CPU the loop of single samples is off by 5e-3 too, Opacus's ghost norms by 1.1e-2.
+"""
+
+ROOM = 0.8
+"""Of the device's memory, for one contestant: others keep theirs while it is timed."""
+
+
+def session_on(backend: str) -> type[Gnsfast]:
+    class OnBackend(Gnsfast):
+        def run(self) -> None:
+            with forced(backend):
+                super().run()
+
+    return OnBackend
+
+
+def entered(device: str) -> list[Contestant]:
+    """Plain first; gnsfast by each of its back-ends."""
+    ours = [
+        replace(GNSFAST, name=OURS[backend], session=session_on(backend))
+        for backend in present(device, "triton", "cuda", "reference")
+    ]
+    others = [c for c in contestants.ALL if c not in (PLAIN, GNSFAST)]
+    return [PLAIN, *ours, *others]
+
+
+class UntiedGPT2(GPT2):
+    """GPT-2 with a head of its own, 163M parameters: most contestants take no tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+class SmallGPT(GPT):
+    """For the check: a block of the same layers, fewer and shorter samples."""
+
+    B, T, vocabulary = 4, 64, 512
+
+    def __init__(self) -> None:
+        super().__init__(64, 2, 1)
+
+
+def peers(
+    device: str, rounds: int = 9, timed_on: type[GPT] = UntiedGPT2, checked_on: type[GPT] = SmallGPT
+) -> Iterator[Tables]:
+    """Forward and backward that leave gradients and norms: every contestant that is right, in
+    float32 and under autocast, which is timed.
+    """
+    growing = Growing()
+    found, cast = checked(device, entered(device), partial(gpt_problem, checked_on, device))
+    growing.tables["Coverage"] = gate.coverage(found)
+    growing.tables["Coverage, autocast"] = gate.coverage(cast)
+    yield growing.tables
+    problem = gpt_problem(timed_on, device, autocast=True)
+
+    def rows_of(contestant: Contestant) -> Rows:
+        rows = timed(problem, [contestant], rounds, device, wall_clock(device))
+        if contestant is not PLAIN:
+            about = {"per sample": contestant.per_sample}
+            about["covered"] = found[contestant.name].covered
+            rows = [row | about for row in rows]
+        return rows
+
+    right = [v.contestant for v in cast.values() if not v.complaint]
+    yield from growing.over("Whole step, peers", right, rows_of)
+
+
+def checked(
+    device: str, those: list[Contestant], problem_of: Callable[[bool], Problem]
+) -> tuple[dict[str, Verdict], dict[str, Verdict]]:
+    """Verdicts in float32 and, for those right there, under autocast (``problem_of(True)``)."""
+    torch.manual_seed(0)
+    found = gate.judged(problem_of(False), those)
+    right = [v.contestant for v in found.values() if not v.complaint]
+    return found, gate.judged(problem_of(True), right, HALF, HALF)
+
+
+def step(
+    device: str,
+    rounds: int = 11,
+    names: tuple[str, ...] = gpu_step.MODELS,
+    modes: tuple[bool, ...] = (False, True),
+) -> Iterator[Tables]:
+    """Whole training steps, plain and measured, eager and compiled: bf16 autocast, AdamW. Before,
+    gnsfast's back-ends are checked on a small model of the same layers.
+    """
+
+    @functools.cache
+    def right(name: str) -> None:
+        those = [c for c in entered(device) if c.name in OURS.values()]
+        checked(device, those, partial(SMALL[name], device))
+
+    def rows_of(case: tuple[str, bool]) -> Rows:
+        right(case[0])
+        try:
+            return gpu_step.beside_plain(*case, device, rounds)
+        finally:
+            torch._dynamo.reset()
+            release(device)
+
+    cases_ = itertools.product(names, modes)
+    yield from Growing().over("Whole training step", cases_, rows_of)
+
+
+def gpt_problem(kind: type[GPT], device: str, autocast: bool = False) -> Problem:
+    batch = tuple(t.to(device) for t in gpt_batch(kind))
+    loss_of = partial(cast_loss, gpt_loss, device, autocast)
+    return Problem(kind.__name__, kind.T, kind().to(device), loss_of, batch)
+
+
+def llama_problem(device: str, autocast: bool = False, B: int = 4, T: int = 64) -> Problem:
+    """A block, with the loss of the one that is timed."""
+    batch = tuple(torch.randn(B, T, 64, device=device) for _ in range(2))
+    loss_of = partial(cast_loss, gpu_step.llama_loss, device, autocast)
+    return Problem("SmallLlama", T, LlamaBlock(64, 2, 128).to(device), loss_of, batch)
+
+
+def cast_loss(
+    loss_of: Loss, device: str, autocast: bool, model: nn.Module, batch: tuple[Tensor, ...]
+) -> Tensor:
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        return loss_of(model, batch)
+
+
+SMALL: dict[str, Callable[..., Problem]] = {
+    "gpt2": partial(gpt_problem, SmallGPT),
+    "llama": llama_problem,
+}
+"""What is checked before a model's steps are timed: functions of device and autocast."""
+
+
+def timed(
+    problem: Problem, right: list[Contestant], rounds: int, device: str, seconds_of: Clock
+) -> Rows:
+    """Each contestant in turns with plain, both alone on the device, on the same batch: the whole
+    one or, if memory does not suffice, half of it, a quarter, ...
+    """
+    rows: Rows = []
+    warm_up(device)
+    for contestant in right:
+        B, failed = largest(contestant, problem)
+        about = {"layer": problem.layer, "T": problem.T}
+        while B:
+            try:
+                beside = beside_plain(first(problem, B), contestant, rounds, device, seconds_of)
+                rows.append({**about, "B": B, **beside})
+                break
+            except torch.OutOfMemoryError as error:
+                failed = failed or f"out of memory: {first_line(error)}"
+                B //= 2
+            finally:
+                release(device)
+        if failed:
+            rows.append({**about, "B": problem.B, "contestant": contestant.name, "failed": failed})
+    return rows
+
+
+def first(problem: Problem, B: int) -> Problem:
+    """The first B samples; their batch is a leaf again."""
+    batch = tuple(t[:B].detach().requires_grad_(t.requires_grad) for t in problem.batch)
+    return replace(problem, batch=batch)
+
+
+def largest(contestant: Contestant, problem: Problem) -> tuple[int, str]:
+    """The batch, halved until a pass fits (0: none does), and why the whole one did not fit."""
+    failed, B = "", problem.B
+    if contestant.serial and B > SERIAL:
+        return 0, f"{B} passes of one sample each: not timed"
+    device = problem.batch[0].device.type
+    while B:
+        try:
+            limit(device, ROOM)
+            session = first(problem, B).prepare(contestant)
+            session.run()
+        except torch.OutOfMemoryError as error:
+            failed = failed or f"out of memory: {first_line(error)}"
+        except Exception as error:  # a package may refuse a model in any way: its words are kept
+            return 0, raised(error)
+        else:
+            return B, failed
+        finally:
+            session = None
+            limit(device, 1.0)
+            release(device)
+        B //= 2
+    return 0, failed
+
+
+def limit(device: str, share: float) -> None:
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
+def beside_plain(
+    problem: Problem, contestant: Contestant, rounds: int, device: str, seconds_of: Clock
+) -> dict[str, Any]:
+    """One interleaved run; memory: the peak of a model and its second pass."""
+    prepare = {c.name: lambda c=c: problem.prepare(c).once for c in (PLAIN, contestant)}
+    found = side_by_side(prepare, device, rounds, seconds_of)
+    timing, nbytes, launched = found[contestant.name]
+    row = {"contestant": contestant.name, "ms": round(timing.milliseconds, 3), "ratio": timing}
+    if plain := found[PLAIN.name].nbytes:
+        row["memory"] = round(nbytes / plain, 3)
+    if contestant.name == OURS["cuda"]:
+        row["CUDA launches"] = launched
+    return row
+
+
+def curves(
+    device: str,
+    over_t: list[LayerCase] = OVER_T,
+    over_b: list[LayerCase] = OVER_B,
+    rounds: int = 7,
+) -> Iterator[Tables]:
+    """Single linear layers, forward and backward with the input's gradient."""
+    found = Growing()
+    yield from found.over("Overhead against T", over_t, partial(curve, device, rounds))
+    yield from found.over("Cost against B", over_b, partial(curve, device, rounds))
+
+
+def curve(device: str, rounds: int, case: LayerCase) -> Rows:
+    # In the dtype and by the route that are timed; more than two samples where that needs them.
+    few = replace(case, tokens=case.T * min(case.B, 2))
+    while few.B < case.B and route(few, device) != route(case, device):
+        few = replace(case, tokens=2 * few.tokens)
+    checked = linear(few, device, torch.bfloat16)
+    found = gate.judged(checked, entered(device), HALF, gate.TOLERANCE).values()
+    right = [
+        v.contestant for v in found if not v.complaint and (v.covered or v.contestant is PLAIN)
+    ]
+    rows = timed(linear(case, device, torch.bfloat16), right, rounds, device, clock(device))
+    for row in rows:
+        if row["contestant"] in (OURS["triton"], OURS["cuda"]) and row.get("ratio"):
+            row["predicted"] = predicted(case, row["contestant"], device)
+    print(f"{case.name}, B = {case.B}: {len(rows)} rows", flush=True)
+    return rows
+
+
+def predicted(case: LayerCase, contestant: str, device: str) -> float | str:
+    """Of the three products of forward and backward one is the weight gradient."""
+    name = device_name(device)
+    ratio = tables.predicted(case, name, kernel_of(contestant, of_device(name)))
+    return ratio if isinstance(ratio, str) else round(1 + (ratio - 1) / 3, 3)
+
+
+def linear(case: LayerCase, device: str, dtype: torch.dtype) -> Problem:
+    torch.manual_seed(0)
+    x = torch.randn(case.B, case.T, case.I, device=device, dtype=dtype)
+    problem = cases.layer_problem(
+        case.layer, nn.Linear(case.I, case.O, bias=False), x, (case.O,), device
+    )
+    module = copy.deepcopy(problem.model).to(dtype)
+    batch = (x.requires_grad_(), problem.batch[1].to(dtype))
+    return replace(problem, model=module, batch=batch)

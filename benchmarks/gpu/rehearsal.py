@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m benchmarks gpu --rehearse``: all parts on a CPU, on tiny cases, by the kernels in
+Triton's interpreter. It shows that they run; its measurements mean nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from benchmarks import contestants, networks
+from benchmarks.contestants.cases import LayerCase
+from benchmarks.gpu import attention, operators, peers, step
+from benchmarks.gpu import parts as gpu
+from benchmarks.record import Tables
+from gnsfast.ops import backends, extension
+
+CASES = [LayerCase("tiny", 40, 24, T, 140) for T in (1, 8, 70)]
+ATTENTION = [attention.AttentionCase("tiny", 1, 2, 2, 9, 16, window=4)]
+CHECKED = ("triton_kernels/test_triton_metric.py::test_tied_rows",)
+CONTESTANTS = ("plain", "gnsfast", "loop of single samples", "torch.func vmap")
+"""Those that need torch alone."""
+
+
+class TinyGPT(networks.GPT):
+    B, T, vocabulary = 2, 5, 20
+
+    def __init__(self) -> None:
+        super().__init__(16, 2, 1)
+
+
+def parts() -> dict[str, Callable[[str], Iterator[Tables]]]:
+    """``gpu.PARTS`` with a case or three each. Nothing is compiled and no process timed."""
+    return {
+        "correctness": partial(gpu.correctness, suites=CHECKED, processes=1),
+        "ops": partial(operators.ops, cases_=CASES, rounds=2, others=False),
+        "routes": partial(operators.routes, cases_=CASES[1:2], rounds=2),
+        "attention": partial(gpu.attention, rounds=2),
+        "cuda": partial(gpu.cuda, rounds=2),
+        "step": partial(peers.step, rounds=2, modes=(False,)),
+        "curves": partial(peers.curves, over_t=CASES[1:2], over_b=CASES[2:], rounds=2),
+        "peers": partial(peers.peers, rounds=2, timed_on=TinyGPT, checked_on=TinyGPT),
+        "host": partial(step.host, rounds=1),
+        "sanitizers": gpu.sanitizers,
+    }
+
+
+@contextmanager
+def tiny() -> Iterator[None]:
+    """GPT-2 and Llama as small as can be."""
+    with ExitStack() as stack:
+        put = lambda *change: stack.enter_context(mock.patch.object(*change))
+        for name, value in (("B", 2), ("T", 9), ("vocabulary", 50)):
+            put(networks.GPT2, name, value)
+        put(networks.GPT2, "__init__", lambda self: networks.GPT.__init__(self, 16, 2, 1))
+        put(networks.LlamaBlock.__init__, "__defaults__", (16, 2, 24))
+        put(step._llama, "__defaults__", (2, 9, 16, 1))
+        yield
+
+
+@contextmanager
+def few() -> Iterator[None]:
+    """Contestants that need torch alone, and one back-end."""
+    with ExitStack() as stack:
+        put = lambda *change: stack.enter_context(mock.patch.object(*change))
+        put(contestants, "ALL", tuple(map(contestants.named, CONTESTANTS)))
+        put(peers, "present", lambda device, *names: ["triton"])
+        put(step, "present", lambda device, *names: ["triton"])
+        yield
+
+
+@contextmanager
+def arranged() -> Iterator[None]:
+    """Make ``gpu.PARTS`` tiny. Triton reads its variable at its import, which comes later."""
+    interpreted = {"TRITON_INTERPRET": "1", backends.VARIABLE: "triton"}
+    small = {"gpt2": partial(peers.gpt_problem, TinyGPT)}
+    small["llama"] = partial(peers.llama_problem, B=2, T=5)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict("os.environ", interpreted))
+        stack.enter_context(tiny())
+        stack.enter_context(few())
+        stack.enter_context(mock.patch.dict(gpu.PARTS, parts()))
+        stack.enter_context(mock.patch.dict(peers.SMALL, small))
+        stack.enter_context(mock.patch.object(attention, "CASES", ATTENTION))
+        stack.enter_context(mock.patch.object(extension, "missing", lambda: "a rehearsal"))
+        stack.enter_context(mock.patch.object(step, "start_up", no_process))
+        yield
+
+
+def no_process(device: str, how: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"model": "GPT-2", "mode": how[0], "contestant": how[1] or "plain"}]

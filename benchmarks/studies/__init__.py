@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about noise scales that training runs or simulations answer, a command each."""
