@@ -12,8 +12,8 @@ from torch.nn import functional as F
 pytest.importorskip("benchmarks")  # a wheel has none
 
 import gnsfast  # noqa: E402
-from benchmarks import family_judge  # noqa: E402
-from benchmarks.family_models import Family  # noqa: E402
+from benchmarks.families import judge  # noqa: E402
+from benchmarks.families.models import Family  # noqa: E402
 
 B, T, D, V = 3, 7, 16, 23
 
@@ -84,13 +84,13 @@ FAMILIES = [
 @pytest.mark.second
 @pytest.mark.parametrize("family", FAMILIES, ids=[family[1] for family in FAMILIES])
 def test_families(family: tuple[str, str, str]) -> None:
-    found = family_judge.row_of(Family(*family))
+    found = judge.row_of(Family(*family))
     assert (found["verdict"], found["covered"], found["why"]) == ("right", 1.0, ""), found
 
 
 @pytest.mark.second
 def test_clip() -> None:
     """Its logits are of each pair of samples: their scale belongs to none."""
-    found = family_judge.row_of(Family("image and text", "clip", "CLIPModel"))
+    found = judge.row_of(Family("image and text", "clip", "CLIPModel"))
     assert found["verdict"] == "right" and 0.999 < found["covered"] < 1, found
     assert found["why"].startswith("1 elements left out"), found
