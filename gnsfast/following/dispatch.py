@@ -95,21 +95,25 @@ _measured: dict[type, type] = {nn.Parameter: Measured}
 _plain: dict[type, type] = {Measured: nn.Parameter}
 
 
-def is_ours(cls: Any) -> bool:
-    """Whether a class that takes the functions of torch is one of these."""
-    return cls is Tracked or cls in _plain
+def takes_functions(cls: Any) -> bool:
+    """Whether a class of others takes the functions of torch itself, as quantized weights do."""
+    own: Any = cls.__torch_function__
+    default: Any = Tensor.__torch_function__
+    is_ours = cls is Tracked or cls in _plain
+    return not is_ours and own is not _DISABLED and own.__func__ is not default.__func__
+
+
+_DISABLED = torch._C._disabled_torch_function_impl
 
 
 def why_opaque(p: Tensor) -> str:
     """Why the functions that take a parameter cannot be seen; empty if they can."""
     if p.is_complex():
         return COMPLEX
-    cls: Any = _plain.get(type(p), type(p))
-    own: Any = cls.__torch_function__
-    default: Any = Tensor.__torch_function__
-    if own is torch._C._disabled_torch_function_impl or own.__func__ is default.__func__:
-        return ""
-    return f"its class {cls.__name__} takes the functions of torch itself"
+    cls = type(p)
+    return (
+        f"its class {cls.__name__} takes torch's functions itself" if takes_functions(cls) else ""
+    )
 
 
 COMPLEX = "it has complex numbers, and norms are measured of real ones"

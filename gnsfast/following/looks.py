@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gnsfast.following.dispatch import is_ours
+from gnsfast.following.dispatch import takes_functions
 from gnsfast.following.examples import Example
 from gnsfast.following.functions import (
     CASTS,
@@ -79,8 +79,8 @@ class Look(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        other = next((cls for cls in types if not is_ours(cls)), None)
-        if other is not None and func not in self._taken:  # such as a quantized weight
+        other = next((cls for cls in types if takes_functions(cls)), None)
+        if other is not None and func not in self._taken:
             self._taken.append(func)
             try:
                 with self:
