@@ -23,8 +23,12 @@ from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import fitting_metrics
 from gnsfast.integrations.transformers import GNSCallback
-from gnsfast.integrations.transformers_data import TrainerBatches, identity
-from gnsfast.integrations.transformers_start import begin, refuse_undivided
+from gnsfast.integrations.transformers_start import (
+    TrainerBatches,
+    begin,
+    identity,
+    refuse_undivided,
+)
 from gnsfast.kept import kept_buffers
 from gnsfast.noise_scale import NoiseScale
 

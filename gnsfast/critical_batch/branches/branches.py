@@ -23,8 +23,10 @@ from gnsfast.critical_batch.branches.branch_process import Job, train_job
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
 from gnsfast.critical_batch.branches.launcher import launch
-from gnsfast.critical_batch.branches.measurement import SETTINGS, Branch, CriticalBatch
-from gnsfast.critical_batch.branches.noise_scale_records import (
+from gnsfast.critical_batch.branches.measurement import (
+    SETTINGS,
+    Branch,
+    CriticalBatch,
     noise_scale_records,
     noise_scales_from_record,
 )
