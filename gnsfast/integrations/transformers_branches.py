@@ -333,7 +333,7 @@ class TrainerRun:
                 f"{here:.4f} epochs: give the Trainer the dataset, per_device_train_batch_size and "
                 "gradient_accumulation_steps of that run"
             )
-        data.seek(epoch, taken)
+        data.go_to(epoch, taken)
         self._lag = Fraction(trainer.state.global_step - trainer.lr_scheduler.last_epoch)
         trainer._load_rng_state(checkpoint)
 
@@ -347,7 +347,7 @@ class TrainerRun:
         return {"data": self._batches.state_dict(), "random": random_state({self._device})}
 
     def _return_to(self, position: dict[str, Any]) -> None:
-        self._batches.load_state_dict(position["data"])
+        self._batches.go_to(**position["data"])
         set_random_state(position["random"], {self._device})
 
     def _identity(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import torch
 from accelerate.data_loader import (  # type: ignore[import-untyped]
     DataLoaderShard,
     SeedableRandomSampler,
-    SkipBatchSampler,
     skip_first_batches,
 )
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -149,7 +148,7 @@ class TrainerBatches:
 
     Equals iterating the ``get_train_dataloader()`` of a Trainer on one process as ``train()`` does,
     which fetches each micro-batch when the one before is handed out. Random numbers are the same,
-    also after ``load_state_dict``: those of the order and, with ``num_workers=0``, of datasets and
+    also after ``go_to``: those of the order and, with ``num_workers=0``, of datasets and
     collators (masked language models). Workers that draw random numbers of their own get the same
     order, but not the same numbers.
 
@@ -171,6 +170,7 @@ class TrainerBatches:
         self.samples_per_epoch = self.per_epoch * self.micro_batch if dropped else len(self.sampler)
         self.epoch = self.taken = 0
         self._iterator: Iterator[Any] | None = None
+        self._before_ahead: dict[str, Any] = {}
 
     @property
     def left(self) -> int:
@@ -186,21 +186,30 @@ class TrainerBatches:
         """Samples before another position: ``taken`` is less than ``per_epoch``."""
         return epoch * self.samples_per_epoch + taken * self.micro_batch
 
-    def seek(self, epoch: int, taken: int) -> None:
-        """Go to micro-batch ``taken`` of an epoch whose order is drawn now."""
+    def go_to(self, epoch: int, taken: int, **before: dict[str, Any]) -> None:
+        """Go to micro-batch ``taken`` of an epoch and load none before it. It moves the generators.
+
+        With the rest of ``state_dict()`` the epoch has its order, and the micro-batch its random
+        numbers, again. Without it the order is drawn now.
+        """
         self.epoch, self.taken, self._iterator = epoch, taken, None
-        if taken:
-            self._start(skip_first_batches(self.loader, taken))
+        if not taken:
+            return
+        loader = skip_first_batches(self.loader, taken)
+        if before:
+            set_random_state(before["before_order"], {self.device})
+            skipping, ahead = loader.batch_sampler, before["before_ahead"]
+            skipping.batch_sampler = _SetsState(skipping.batch_sampler, taken, ahead, self.device)
+        self._start(loader)
+        self._before_ahead = before.get("before_ahead", self._before_ahead)
 
     def skip_to(self, epoch: int, taken: int) -> None:
-        """Go forward to a micro-batch and load none of those between. It moves the generators.
+        """Go forward and load none of the micro-batches between.
 
         In an epoch that has begun the order stays; that of a later one without a seed is a new one.
         """
-        if self._iterator is not None and epoch == self.epoch:
-            self.load_state_dict({**self.state_dict(), "taken": taken})
-        else:
-            self.seek(epoch, taken)
+        begun = self.state_dict() if epoch == self.epoch else {}
+        self.go_to(**begun | {"epoch": epoch, "taken": taken})
 
     def __iter__(self) -> "TrainerBatches":
         return self
@@ -233,21 +242,6 @@ class TrainerBatches:
         if self._iterator is not None:
             state |= {"before_order": self._before_order, "before_ahead": self._before_ahead}
         return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of ``state_dict()``. It moves the generators: set them afterwards."""
-        self.epoch, self.taken, self._iterator = state["epoch"], state["taken"], None
-        if not self.taken:
-            return
-        set_random_state(state["before_order"], {self.device})
-        loader = skip_first_batches(self.loader, self.taken)
-        skipping = loader.batch_sampler
-        assert isinstance(skipping, SkipBatchSampler)
-        skipping.batch_sampler = _SetsState(
-            skipping.batch_sampler, self.taken, state["before_ahead"], self.device
-        )
-        self._start(loader)
-        self._before_ahead = state["before_ahead"]
 
 
 class _SetsState(BatchSampler):
