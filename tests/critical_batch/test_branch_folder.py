@@ -101,6 +101,9 @@ def test_two_save_one_branch(tmp_path: Path) -> None:
     folder.save(run, 2, first)
     folder.save(other, 2, second[:1])
     assert folder.resume(resumed, 2) == first and resumed.state() == run.state()
+    with pytest.MonkeyPatch.context() as patch:  # the save that came first is gone at once
+        patch.setattr(Path, "is_dir", lambda path: False)
+        folder.save(other, 2, second)
 
 
 def test_a_save_that_another_process_deletes_meanwhile(tmp_path: Path) -> None:
@@ -115,3 +118,19 @@ def test_a_save_that_another_process_deletes_meanwhile(tmp_path: Path) -> None:
             super().restore(at)
 
     assert folder.resume(Slow(), 2) == two_steps(3.0)
+
+
+def test_a_checkpoint_that_is_listed_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two machines that begin at once, the second one goes on from the first one's checkpoint."""
+    run, other, settings = ScriptedRun(), ScriptedRun(), {"tolerance": 0.1}
+    folder = BranchFolder(tmp_path)
+    folder.prepare(settings, run)
+    other.random.seed(5)
+    for is_there in ("is_dir", "is_file", "exists"):
+        monkeypatch.setattr(Path, is_there, lambda path: False)
+    folder.prepare(settings, other)
+    assert other.state() == run.state()
+    with pytest.raises(ValueError, match="tolerance=0.1, not 0.2"):
+        folder.prepare({"tolerance": 0.2}, other)
+    monkeypatch.undo()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["checkpoint", "settings.json"]

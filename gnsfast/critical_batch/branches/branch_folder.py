@@ -163,6 +163,10 @@ class BranchFolder:
 
     def write_result(self, record: Mapping[str, Any]) -> None:
         write(self.path / RESULT, record)
+        for branch in self.branches():
+            self._clean(branch.k)  # a kill may have left it
+        for saved in self.path.glob(f"{CHECKPOINT}.*{PARTIAL}"):
+            shutil.rmtree(saved, ignore_errors=True)
 
     def branches(self) -> list[Branch]:
         """All finished branches, by ascending k."""
@@ -181,11 +185,15 @@ class BranchFolder:
             path = self._branch_path(branch.k, ".json")
             write(path, {**branch.record(), "trained": steps})  # together: never those of another
             self._note(branch.k, DONE)
-        for saved in self._glob(branch.k, "-at-*"):
-            shutil.rmtree(saved, ignore_errors=True)  # another process may be deleting it too
-        for steps_of_one in self._glob(branch.k, f".steps-*{PARTIAL}"):
-            steps_of_one.unlink(missing_ok=True)
+        self._clean(branch.k)
         return _branch(self._branch_path(branch.k, ".json"))
+
+    def _clean(self, k: float) -> None:
+        """Delete what a finished branch needs no more. Another process may be deleting it too."""
+        for saved in self._glob(k, "-at-*"):
+            shutil.rmtree(saved, ignore_errors=True)
+        for steps in self._glob(k, f".steps-*{PARTIAL}"):
+            steps.unlink(missing_ok=True)
 
     def fail(self, k: float, reason: str, trace: str) -> None:
         """Write why a branch failed: the reason in one line, then the traceback."""
@@ -288,8 +296,8 @@ def _commit(partial: Path, to: Path, steps: tuple[dict[str, Any], ...]) -> bool:
         write(partial / STEPS, *steps)
     try:
         partial.rename(to)
-    except OSError:  # a folder is never renamed onto one that holds files
-        if not to.is_dir():
+    except OSError as error:  # a folder is never renamed onto one that holds files
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and not to.is_dir():
             raise
         shutil.rmtree(partial)
         return False
