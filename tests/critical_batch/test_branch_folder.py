@@ -121,7 +121,7 @@ def test_a_save_that_another_process_deletes_meanwhile(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_listed_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two machines that begin at once, the second one goes on from the first one's checkpoint."""
+    """The second of two machines that begin at once goes on from the checkpoint of the first."""
     run, other, settings = ScriptedRun(), ScriptedRun(), {"tolerance": 0.1}
     folder = BranchFolder(tmp_path)
     folder.prepare(settings, run)
