@@ -134,3 +134,15 @@ def test_a_checkpoint_that_is_listed_late(tmp_path: Path, monkeypatch: pytest.Mo
         folder.prepare({"tolerance": 0.2}, other)
     monkeypatch.undo()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["checkpoint", "settings.json"]
+
+
+def test_what_a_kill_has_left(tmp_path: Path) -> None:
+    """Between the rename of a branch and the deletion of its saves, or while a save was written."""
+    found = measure_critical_batch(MeasuredRun(), folder=tmp_path, **GRID)
+    whole = {path.name for path in tmp_path.iterdir()}
+    for name in ("branch-2-at-160", "branch-0.5-at-40.a.partial", "checkpoint.b.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").touch()
+    (tmp_path / "branch-1.steps-c.partial").touch()
+    assert measure_critical_batch(MeasuredRun(), folder=tmp_path, **GRID) == found
+    assert {path.name for path in tmp_path.iterdir()} == whole
