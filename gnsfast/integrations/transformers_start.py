@@ -152,6 +152,9 @@ class TrainerBatches:
     collators (masked language models). Workers that draw random numbers of their own get the same
     order, but not the same numbers.
 
+    ``trainer.train(resume_from_checkpoint=...)`` does not do that. Within an epoch, a collator that
+    draws random numbers gets others, and an order without a seed is a new one.
+
     Args:
         loader: what ``trainer.get_train_dataloader()`` returned.
         device: ``trainer.args.device``, whose generator is saved too.

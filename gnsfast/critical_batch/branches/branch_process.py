@@ -53,7 +53,8 @@ def train_branch(run: BranchRun, folder: BranchFolder, job: Job) -> Branch:
     training = run.train(left, batch_size=job.batch_size, lr_factor=job.lr_factor)
     with folder.steps(job.k, *steps) as file, ExitStack() as stack:
         stack.callback(getattr(training, "close", lambda: None))
-        for tokens, loss in training:
+        for trained in training:
+            tokens, loss = trained.tokens, trained.loss
             full, full_before = tokens == per_step, full
             short = full_before and 0 < tokens < per_step
             if not (full or short) or done >= job.delta_tokens:
@@ -83,12 +84,12 @@ def train_branch(run: BranchRun, folder: BranchFolder, job: Job) -> Branch:
             )
         own = job.loss == "train"
         loss = smoothed(losses, job.alpha) if own else cast(Any, run).evaluate()
-    trained = {"steps": len(steps), "tokens": done}
+    size = {"steps": len(steps), "tokens": done}
     if math.isfinite(loss):
         noise = smoothed_std(losses, job.alpha) if own else math.nan
-        branch = job.branch("finished", loss, noise, **trained)
+        branch = job.branch("finished", loss, noise, **size)
     else:
-        branch = job.branch("diverged", math.inf, **trained)
+        branch = job.branch("diverged", math.inf, **size)
     return first(lambda: folder.finish(branch, steps))
 
 
