@@ -35,8 +35,8 @@ from gnsfast.critical_batch.branches import (
     averaged,
     measure_critical_batch,
 )
-from gnsfast.critical_batch.branches.measurement import RESULT
-from gnsfast.critical_batch.branches.noise_scale_records import (
+from gnsfast.critical_batch.branches.measurement import (
+    RESULT,
     noise_scale_records,
     noise_scales_from_record,
 )

@@ -24,7 +24,7 @@ try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped]
     from transformers import Trainer, TrainerCallback
 
-    from gnsfast.integrations.transformers_data import identity
+    from gnsfast.integrations.transformers_start import identity
     from gnsfast.integrations.transformers_state import SavedMeasurements, load_measurements
 except ImportError as e:
     raise ImportError(

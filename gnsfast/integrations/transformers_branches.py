@@ -23,8 +23,12 @@ from gnsfast.critical_batch.rules import Rules, set_lr
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.estimator import fitting_metrics
 from gnsfast.integrations.transformers import GNSCallback
-from gnsfast.integrations.transformers_data import TrainerBatches, identity
-from gnsfast.integrations.transformers_start import begin, refuse_undivided
+from gnsfast.integrations.transformers_start import (
+    TrainerBatches,
+    begin,
+    identity,
+    refuse_undivided,
+)
 from gnsfast.kept import kept_state
 from gnsfast.noise_scale import NoiseScale
 
@@ -329,7 +333,7 @@ class TrainerRun:
                 f"{here:.4f} epochs: give the Trainer the dataset, per_device_train_batch_size and "
                 "gradient_accumulation_steps of that run"
             )
-        data.seek(epoch, taken)
+        data.go_to(epoch, taken)
         self._lag = Fraction(trainer.state.global_step - trainer.lr_scheduler.last_epoch)
         trainer._load_rng_state(checkpoint)
 
@@ -343,7 +347,7 @@ class TrainerRun:
         return {"data": self._batches.state_dict(), "random": random_state({self._device})}
 
     def _return_to(self, position: dict[str, Any]) -> None:
-        self._batches.load_state_dict(position["data"])
+        self._batches.go_to(**position["data"])
         set_random_state(position["random"], {self._device})
 
     def _identity(self) -> dict[str, Any]:

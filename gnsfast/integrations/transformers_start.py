@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stops a Trainer before its first step, and refuses what cannot be trained from there."""
+"""Stops a Trainer before its first step, refuses what cannot be trained from there, and reads its
+micro-batches from any position of its data."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]
+from accelerate.data_loader import (  # type: ignore[import-untyped]
+    DataLoaderShard,
+    SeedableRandomSampler,
+    skip_first_batches,
+)
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from gnsfast.critical_batch.branches import random_state, set_random_state
+from gnsfast.critical_batch.run_identity import RunIdentity
 
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 """Files that a checkpoint must have. Trainer would start what a missing file holds anew."""
@@ -134,3 +141,161 @@ def refuse_undivided(who: str, trainer: Any, inputs: Any, items: Any) -> None:
             "that Trainer divides by the number of micro-batches, or divide your own loss by "
             "num_items_in_batch"
         )
+
+
+class TrainerBatches:
+    """An iterator over micro-batches; after the last one of an epoch comes the next epoch's first.
+
+    Equals iterating the ``get_train_dataloader()`` of a Trainer on one process as ``train()`` does,
+    which fetches each micro-batch when the one before is handed out. Random numbers are the same,
+    also after ``go_to``: those of the order and, with ``num_workers=0``, of datasets and
+    collators (masked language models). Workers that draw random numbers of their own get the same
+    order, but not the same numbers.
+
+    ``trainer.train(resume_from_checkpoint=...)`` does not do that. Within an epoch, a collator that
+    draws random numbers gets others, and an order without a seed is a new one.
+
+    Args:
+        loader: what ``trainer.get_train_dataloader()`` returned.
+        device: ``trainer.args.device``, whose generator is saved too.
+
+    Raises:
+        NotImplementedError: for data without a position, for micro-batches of unequal sizes.
+    """
+
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        _refuse_data(loader)
+        self.loader, self.device = loader, device
+        self.sampler = loader.batch_sampler.sampler
+        self.micro_batch: int = loader.batch_sampler.batch_size
+        self.per_epoch = len(loader)
+        dropped = loader.batch_sampler.drop_last
+        self.samples_per_epoch = self.per_epoch * self.micro_batch if dropped else len(self.sampler)
+        self.epoch = self.taken = 0
+        self._iterator: Iterator[Any] | None = None
+        self._before_ahead: dict[str, Any] = {}
+
+    @property
+    def left(self) -> int:
+        """Micro-batches of the epoch that remain."""
+        return self.per_epoch - self.taken
+
+    @property
+    def samples(self) -> int:
+        """Samples before the position."""
+        return self.samples_at(self.epoch, self.taken)
+
+    def samples_at(self, epoch: int, taken: int) -> int:
+        """Samples before another position: ``taken`` is less than ``per_epoch``."""
+        return epoch * self.samples_per_epoch + taken * self.micro_batch
+
+    def go_to(self, epoch: int, taken: int, **before: dict[str, Any]) -> None:
+        """Go to micro-batch ``taken`` of an epoch and load none before it. It moves the generators.
+
+        With the rest of ``state_dict()`` the epoch has its order, and the micro-batch its random
+        numbers, again. Without it the order is drawn now.
+        """
+        self.epoch, self.taken, self._iterator = epoch, taken, None
+        if not taken:
+            return
+        loader = skip_first_batches(self.loader, taken)
+        if before:
+            set_random_state(before["before_order"], {self.device})
+            skipping, ahead = loader.batch_sampler, before["before_ahead"]
+            skipping.batch_sampler = _SetsState(skipping.batch_sampler, taken, ahead, self.device)
+        self._start(loader)
+        self._before_ahead = before.get("before_ahead", self._before_ahead)
+
+    def skip_to(self, epoch: int, taken: int) -> None:
+        """Go forward and load none of the micro-batches between.
+
+        In an epoch that has begun the order stays; that of a later one without a seed is a new one.
+        """
+        begun = self.state_dict() if epoch == self.epoch else {}
+        self.go_to(**begun | {"epoch": epoch, "taken": taken})
+
+    def __iter__(self) -> "TrainerBatches":
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._start(self.loader)
+        batch = self._ahead
+        self.taken += 1
+        if self.left:
+            self._fetch()
+        else:
+            self.epoch, self.taken, self._iterator = self.epoch + 1, 0, None
+        return batch
+
+    def _start(self, loader: Any) -> None:
+        self.loader.set_epoch(self.epoch)
+        self._before_order = random_state({self.device})
+        self._iterator = iter(loader.base_dataloader)
+        self._fetch()
+
+    def _fetch(self) -> None:
+        assert self._iterator is not None
+        self._before_ahead = random_state({self.device})
+        self._ahead = next(self._iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the generators from before the order and the next batch were drawn."""
+        state: dict[str, Any] = {"epoch": self.epoch, "taken": self.taken}
+        if self._iterator is not None:
+            state |= {"before_order": self._before_order, "before_ahead": self._before_ahead}
+        return state
+
+
+class _SetsState(BatchSampler):
+    """Sets the generators when the order is drawn, and just before a micro-batch is fetched."""
+
+    def __init__(
+        self, batch_sampler: BatchSampler, index: int, state: dict[str, Any], device: torch.device
+    ) -> None:
+        self.batch_sampler, self.index = batch_sampler, index
+        self.state, self.device = state, device
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for k, indices in enumerate(self.batch_sampler):
+            if k == self.index:
+                set_random_state(self.state, {self.device})
+            yield indices
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+def _refuse_data(loader: Any) -> None:
+    """Raise for data whose position cannot be restored."""
+    reason = None
+    kind = type(getattr(loader, "batch_sampler", None)).__name__
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        reason = "an IterableDataset, which has no position: use a dataset with a length"
+    elif type(loader) is not DataLoaderShard:
+        reason = (
+            f"a get_train_dataloader() that returns a {type(loader).__name__}: return "
+            "self.accelerator.prepare(DataLoader(...)), as Trainer does"
+        )
+    elif kind != "BatchSampler":
+        reason = f"a {kind} in the data loader, because its batches may differ in size: remove it"
+    elif loader.persistent_workers:
+        reason = (
+            "dataloader_persistent_workers, which draw random numbers in the first epoch only: set "
+            "dataloader_persistent_workers=False"
+        )
+    if reason is not None:
+        raise NotImplementedError(f"TrainerRun does not support {reason}")
+    if len(loader) == 0:
+        raise ValueError(
+            f"TrainerRun: the dataset of {len(loader.dataset)} samples has no full micro-batch, "
+            "and dataloader_drop_last drops the rest: use a smaller per_device_train_batch_size"
+        )
+
+
+def identity(trainer: Any) -> RunIdentity:
+    """Of a Trainer's run; the data is known where it is a dataset of ``datasets`` with a name."""
+    info = getattr(trainer.train_dataset, "info", None)
+    parts = [getattr(info, name, None) for name in ("dataset_name", "config_name")]
+    data = "/".join(part for part in parts if part) or None
+    return RunIdentity.of(trainer.model, trainer.optimizer, data=data)

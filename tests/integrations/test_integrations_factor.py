@@ -24,7 +24,7 @@ from trainer_cases import T, trained, trainer_of
 from gnsfast.critical_batch import CriticalBatchFactor, RunIdentity
 from gnsfast.integrations.lightning import GNSMonitor
 from gnsfast.integrations.transformers import GNSCallback
-from gnsfast.integrations.transformers_data import identity
+from gnsfast.integrations.transformers_start import identity
 
 
 def measured(model: nn.Module, tokens_per_sample: int) -> CriticalBatchFactor:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a critical batch size by training branches of a run."""
 
-from gnsfast.critical_batch.branches.averaging import averaged
 from gnsfast.critical_batch.branches.branch_folder import LOGS, BranchFolder
 from gnsfast.critical_batch.branches.branch_process import Job, reason_of
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun, BranchStep
@@ -13,7 +12,7 @@ from gnsfast.critical_batch.branches.branch_rule import (
 )
 from gnsfast.critical_batch.branches.branches import measure_critical_batch
 from gnsfast.critical_batch.branches.measurement import RESULT, Branch, CriticalBatch, pooled_factor
-from gnsfast.critical_batch.branches.repeats import measure_repeatedly
+from gnsfast.critical_batch.branches.repeats import averaged, measure_repeatedly
 from gnsfast.critical_batch.branches.torch_run import TorchRun
 from gnsfast.critical_batch.branches.training_state import (
     other_buffers,

@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the branches of a folder on any executor, and waits for those that others train."""
+"""Executors, which own the processes that train branches: this process, new ones, or any other."""
 
+import multiprocessing
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol, TypeVar
 
-from gnsfast.critical_batch.branches.branch_folder import BranchFolder
-from gnsfast.critical_batch.branches.branch_process import Job, reason_of, train_job
-from gnsfast.critical_batch.branches.measurement import Branch
-from gnsfast.parallel import first, process_count
+import torch
+
+from gnsfast.critical_batch.branches.branch_process import reason_of
+from gnsfast.errors import BranchError
+from gnsfast.parallel import process_count
 
 POLL = 0.02, 2.0
-"""Seconds between two checks of the running branches. They grow from the first to the second."""
+"""Seconds between two looks at the running calls. They grow from the first to the second."""
+
+Key = TypeVar("Key")
 
 
 class Call(Protocol):
@@ -30,27 +42,117 @@ class Submits(Protocol):
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Call: ...
 
 
-class Made:
-    """A call that has ended."""
+class Later:
+    """A call of this process, made when its result is asked for."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
+        self.result = partial(fn, *args)
 
     def done(self) -> bool:
         return True
 
-    def result(self) -> Any:
-        return self._value
-
-    def cancel(self) -> bool:
-        return False
+    def cancel(self) -> None:
+        pass
 
 
 class Here:
-    """An executor that calls at once, in this process. Exceptions reach the caller."""
+    """An executor that calls in this process, one after another. Exceptions reach the caller."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Made:
-        return Made(fn(*args))
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Later:
+        return Later(fn, *args)
+
+
+class LocalProcesses(ThreadPoolExecutor):
+    """Runs up to ``workers`` calls at once, each in a new process. One that dies ends no other.
+
+    The processes divide torch's threads among them. They end with this process, whatever ends it.
+    """
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self._torch_threads = max(1, torch.get_num_threads() // workers)
+        self._context = multiprocessing.get_context("spawn")
+        self._started, self._closing = threading.Lock(), False
+        self._running: set[BaseProcess] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:  # type: ignore[override]
+        """Call ``fn`` in a new process.
+
+        Raises:
+            ValueError: for what cannot be pickled, so that no new process could call it.
+        """
+        try:
+            ForkingPickler.dumps((fn, args))
+        except Exception as error:
+            raise ValueError(
+                "other processes call make_run, so it must be a function at the top level of a "
+                f"module ({error})"
+            ) from error
+        return super().submit(self._call, fn, *args)
+
+    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        receiver, sender = self._context.Pipe(duplex=False)
+        # Not a daemon: a daemon may not start processes of a DataLoader.
+        work = sender, self._torch_threads, fn, *args
+        process = self._context.Process(target=_work, args=work)
+        with self._started:
+            if self._closing:
+                raise BranchError("the measurement ended before the process of this branch started")
+            process.start()
+            self._running.add(process)
+        sender.close()
+        connection.wait([receiver, process.sentinel])
+        try:
+            said = receiver.recv() if receiver.poll() else None
+        except EOFError:  # it died
+            said = None
+        process.join()
+        self._running.discard(process)
+        if said is None:
+            raise BranchError(f"its process ended with exit code {process.exitcode}")
+        value, error = said
+        if error is not None:
+            raise error
+        return value
+
+    def __exit__(self, *exception: object) -> None:
+        """End all calls, also those at work."""
+        with self._started:
+            self._closing = True
+            for process in [*self._running]:
+                _end(process.pid, process.terminate)
+        self.shutdown(cancel_futures=True)
+
+
+def _work(
+    sender: "connection.Connection", threads: int, fn: Callable[..., Any], *args: Any
+) -> None:
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which ends this one and its processes
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    try:
+        sender.send((fn(*args), None))
+    except Exception as error:
+        sender.send((None, error))
+
+
+def _end(pid: int | None, terminate: Callable[[], None]) -> None:
+    """End a process with those that it has started."""
+    try:
+        os.killpg(pid or 0, signal.SIGTERM)
+    except (ProcessLookupError, AttributeError):  # not a group yet, or Windows, which has none
+        terminate()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is killed: nobody waits for its branch any more."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        connection.wait([parent.sentinel])
+        _end(None, partial(os._exit, 1))
+        os._exit(1)
 
 
 def told(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -63,66 +165,24 @@ def told(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
         return {"error": reason_of(error)}
 
 
-class Work:
-    """A branch to train, by a call of this process or by another process that has begun it.
-
-    A call that ends without a result was lost, for example with its machine. Its process may go on
-    without the caller, or a cluster may have moved it. So the branch has failed only once its last
-    process is over.
-
-    Args:
-        submit: has ``told`` call its arguments, on an executor.
-    """
-
-    def __init__(self, submit: Callable[..., Call], folder: BranchFolder, job: Job) -> None:
-        self.submit, self.folder, self.job = submit, folder, job
-        self.attempts = folder.attempts(job.k)
-        self.call: Call | None = None
-        self.failure = ""
-
-    def look(self) -> Branch | None:
-        """Begin the branch where nobody has; return it once it has ended."""
-        if self.call is None:
-            branch, over = first(self._elsewhere)
-            if branch is not None or over is None:
-                return branch
-            if self.failure:
-                return self.job.failed(self.failure)
-            self.folder.forget_failure(self.job.k)
-            self.call = self.submit(train_job, self.job, over)
-        if not self.call.done():
-            return None
-        call, self.call = self.call, None
-        try:
-            said = call.result()
-        except Exception as error:
-            said = {"error": reason_of(error)}
-        if said.get("value") is not None:
-            return Branch.from_record(said["value"])
-        self.failure = said.get("error") or "the process that trained it was lost"
-        return None
-
-    def _elsewhere(self) -> tuple[Branch | None, int | None]:
-        """The branch, where it is finished, and the attempt that is over, where one may begin."""
-        over = self.attempts.over()
-        return (None if over is None else self.folder.branch(self.job.k)), over
-
-
-def train_branches(left: list[Work]) -> Generator[Branch, None, None]:
-    """Train branches; yield them as they end. Closing it cancels the calls that wait."""
-    left, pause = [*left], POLL[0]
+def ended(calls: dict[Key, Call]) -> Generator[tuple[Key, Any], None, None]:
+    """What each call was ``told``, as they end. Closing it cancels those that wait."""
+    pause = POLL[0]
     try:
-        while left:
-            ended = False
-            for work in [*left]:
-                if (branch := work.look()) is not None:
-                    left.remove(work)
-                    ended = True
-                    yield branch
-            pause = POLL[0] if ended else min(1.5 * pause, POLL[1])
-            if left and not ended:
+        while calls:
+            done = [key for key, call in calls.items() if call.done()]
+            pause = POLL[0] if done else min(1.5 * pause, POLL[1])
+            for key in done:
+                call = calls.pop(key)
+                try:
+                    said = call.result()
+                except Exception as error:  # the call was lost, for example with its machine
+                    if process_count() > 1:
+                        raise
+                    said = {"error": reason_of(error)}
+                yield key, said
+            if calls and not done:
                 time.sleep(pause)
     finally:
-        for work in left:
-            if work.call is not None:
-                work.call.cancel()
+        for call in calls.values():
+            call.cancel()

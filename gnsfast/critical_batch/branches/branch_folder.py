@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a branch measurement, which stays usable when the process is killed."""
+"""The folder of a branch measurement, which stays usable when a process is killed at any moment.
+
+Whatever several processes may write is written under a name of its own, then renamed. Whoever
+comes first wins, and the others throw theirs away. So the only promise that a shared disk must keep
+is that a rename is atomic. Its listings may be late.
+"""
 
 import errno
 import json
@@ -7,17 +12,15 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from gnsfast.arguments import finite_or_none
-from gnsfast.critical_batch.branches.branch_attempt import Attempt, Attempts
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
-from gnsfast.critical_batch.branches.measurement import RESULT, Branch, null_to_nan
+from gnsfast.critical_batch.branches.measurement import RESULT, Branch
 from gnsfast.errors import BranchError
-from gnsfast.parallel import first, is_first, meet
+from gnsfast.parallel import first, is_first, meet, process_count
 
 try:
     import fcntl
@@ -26,6 +29,7 @@ except ImportError:  # Windows
 
 KIND, FORMAT = "branch settings", 1
 SETTINGS, NOISE, CHECKPOINT, PARTIAL = "settings.json", "noise_scale.json", "checkpoint", ".partial"
+STEPS, DONE = "branch_steps.jsonl", "done"
 LOCK, LOGS = "lock", "logs"
 """``LOGS`` is for the files of an executor."""
 
@@ -37,9 +41,10 @@ class BranchFolder:
     """Reads and writes the folder of a measurement.
 
     It holds ``settings.json``, ``checkpoint/``, ``noise_scale.json`` and the result. Each branch
-    has ``branch-k.jsonl`` with its steps, ``branch-k.json`` once it finished, ``branch-k.error``
-    once it failed, and ``branch-k-at-TOKENS/``, the run saved after TOKENS tokens of the branch.
-    ``branch-k.attempt-N`` says which process trains or trained it.
+    has ``branch-k.json`` and ``branch-k.jsonl``, its steps, once it finished, and
+    ``branch-k.error`` once it failed. Until then ``branch-k-at-TOKENS/`` is the run saved after
+    TOKENS tokens of the branch, ``branch-k.saves`` lists what was saved, and a
+    ``branch-k.steps-*.partial`` has the steps of a process so far.
 
     Where a run has several processes, all of them call the methods that take it, and the first one
     writes.
@@ -66,52 +71,13 @@ class BranchFolder:
                 f"{self.path} holds other files and no branch measurement: name a new folder"
             )
 
-    def open(self, settings: Mapping[str, Any]) -> None:
-        """Write the settings of the branches, or check that they are the same.
-
-        Raises:
-            ValueError: where the folder has another format or other settings (the message names
-                them).
-        """
-        saved = self.path / SETTINGS
-        if saved.is_file():
-            self._check_settings(saved, settings)
-        else:
-            write(saved, {"kind": KIND, "format": FORMAT, **settings})
-
-    def refuse_other(self, run: Any) -> None:
-        """Raise ValueError for a run whose own settings are not those of the folder."""
-        own = getattr(run, "branch_settings", None)
-        if settings := {f"run.{name}": each for name, each in (own() if own else {}).items()}:
-            saved = self.path / SETTINGS
-            shown(saved.is_file, saved)
-            self._check_settings(saved, settings)
-
-    def _check_settings(self, saved: Path, settings: Mapping[str, Any]) -> None:
-        there = _read_object(saved)
-        if there.get("kind") != KIND or there.get("format") != FORMAT:
-            raise ValueError(
-                f"{saved} has format {there.get('format')!r}, but this version of gnsfast reads "
-                f"format {FORMAT}: name a new folder"
-            )
-        other = [
-            f"{name}={there[name]!r}, not {value!r}" if name in there else f"no {name} noted"
-            for name, value in settings.items()
-            if name not in there or there[name] != value
-        ]
-        if other:
-            raise ValueError(
-                f"{self.path} holds branches with {', '.join(other)}: pass the same settings to "
-                "continue that measurement, or name a new folder"
-            )
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from measuring in the folder.
 
         The operating system releases the lock of a killed process. Windows and some disks have no
-        such lock, and other machines may not see it. There, two measurements share the branches of
-        a folder.
+        such lock, and other machines may not see it. There, two measurements may train the same
+        branches.
 
         Raises:
             BranchError: where another process holds the lock.
@@ -135,37 +101,51 @@ class BranchFolder:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                 raise
 
-    @contextmanager
-    def prepared(
-        self, settings: Mapping[str, Any], run: BranchRun, noise_scale: bool
-    ) -> Iterator[None]:
-        """Save settings and checkpoint, or restore ``run`` to it; the block measures there.
+    def prepare(self, settings: Mapping[str, Any], run: BranchRun) -> None:
+        """Write settings and checkpoint, or restore ``run`` to the checkpoint that is there.
 
-        One process at a time does it, where anything is missing, with the noise scale if asked for.
+        Raises:
+            ValueError: where the folder has another format or other settings (the message names
+                them).
         """
-        saved = [self.path / SETTINGS, self.checkpoint]
-        needed = [*saved, self.path / NOISE] if noise_scale else saved
-        with ExitStack() as stack:
-            if not first(lambda: all(path.exists() for path in needed)):
-                attempt = stack.enter_context(Attempts(self.checkpoint).wait())
-                for path in saved if attempt.previous.get("done") else ():
-                    shown(path.exists, path)
-            first(lambda: self.open(settings))
-            if first(self.checkpoint.is_dir):
-                run.restore(self.checkpoint)
-            else:
-                self._save(run, self.checkpoint, attempt.check)
-                attempt.say(done=True)
-            yield
+        first(lambda: self._open(settings))
+        if first(self.checkpoint.is_dir) or not self._save(run, self.checkpoint):
+            run.restore(self.checkpoint)
 
-    def _save(self, run: BranchRun, to: Path, check: Callable[[], None]) -> None:
-        """Save under a temporary name, then rename: a killed save never looks complete."""
-        partial = to.with_name(to.name + PARTIAL)
-        first(lambda: _make_empty(partial))
-        run.save(partial)
-        meet()
-        check()
-        first(lambda: os.replace(partial, to))
+    def _open(self, settings: Mapping[str, Any]) -> None:
+        saved = self.path / SETTINGS
+        try:
+            saved.touch(exist_ok=False)  # finds the file of another machine, however late listed
+        except FileExistsError:
+            if saved.stat().st_size:
+                self._check_settings(settings)
+                return
+        write(saved, {"kind": KIND, "format": FORMAT, **settings})
+
+    def refuse_other(self, run: Any) -> None:
+        """Raise ValueError for a run whose own settings are not those of the folder."""
+        own = getattr(run, "branch_settings", None)
+        if settings := {f"run.{name}": each for name, each in (own() if own else {}).items()}:
+            shown(self.path / SETTINGS)
+            self._check_settings(settings)
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        there = _read_object(saved := self.path / SETTINGS)
+        if there.get("kind") != KIND or there.get("format") != FORMAT:
+            raise ValueError(
+                f"{saved} has format {there.get('format')!r}, but this version of gnsfast reads "
+                f"format {FORMAT}: name a new folder"
+            )
+        other = [
+            f"{name}={there[name]!r}, not {value!r}" if name in there else f"no {name} noted"
+            for name, value in settings.items()
+            if name not in there or there[name] != value
+        ]
+        if other:
+            raise ValueError(
+                f"{self.path} holds branches with {', '.join(other)}: pass the same settings to "
+                "continue that measurement, or name a new folder"
+            )
 
     def noise_scale(self, expected: bool = False) -> dict[str, Any] | None:
         """The record of the noise scale at the checkpoint; None before it was measured.
@@ -175,7 +155,7 @@ class BranchFolder:
         """
         path = self.path / NOISE
         if expected:
-            shown(path.is_file, path)
+            shown(path)
         return _read_object(path) if path.is_file() else None
 
     def write_noise_scale(self, record: Mapping[str, Any]) -> None:
@@ -183,106 +163,113 @@ class BranchFolder:
 
     def write_result(self, record: Mapping[str, Any]) -> None:
         write(self.path / RESULT, record)
-
-    def attempts(self, k: float) -> Attempts:
-        return Attempts(self._branch_path(k, ""))
-
-    def branch(self, k: float) -> Branch | None:
-        """The branch of k; None before it finished."""
-        path = self._branch_path(k, ".json")
-        return Branch.from_record(_read_object(path)) if path.is_file() else None
+        for branch in self.branches():
+            self._clean(branch.k)  # a kill may have left it
+        for saved in self.path.glob(f"{CHECKPOINT}.*{PARTIAL}"):
+            shutil.rmtree(saved, ignore_errors=True)
 
     def branches(self) -> list[Branch]:
         """All finished branches, by ascending k."""
-        found = map(_read_object, self.path.glob("branch-*.json"))
-        return sorted(map(Branch.from_record, found), key=lambda branch: branch.k)
+        return sorted(map(_branch, self.path.glob("branch-*.json")), key=lambda branch: branch.k)
 
-    def finished(self, k: float, attempt: Attempt) -> Branch | None:
-        """The branch of k, where the attempt before ``attempt`` finished it."""
+    def finished(self, k: float) -> Branch | None:
+        """The branch of k; None before any process has finished it."""
         path = self._branch_path(k, ".json")
-        if attempt.previous.get("done"):
-            shown(path.is_file, path)
-        return first(lambda: self.branch(k))
+        if DONE in self._noted(k):
+            shown(path)
+        return _branch(path) if path.is_file() else None
 
-    def finish(self, branch: Branch, attempt: Attempt) -> None:
-        attempt.check()
-        first(lambda: self._finish(branch, attempt))
+    def finish(self, branch: Branch, steps: list[dict[str, Any]]) -> Branch:
+        """Write a branch, unless another process has finished it: its branch then counts."""
+        if self.finished(branch.k) is None:
+            path = self._branch_path(branch.k, ".json")
+            write(path, {**branch.record(), "trained": steps})  # together: never those of another
+            self._note(branch.k, DONE)
+        self._clean(branch.k)
+        return _branch(self._branch_path(branch.k, ".json"))
 
-    def _finish(self, branch: Branch, attempt: Attempt) -> None:
-        write(self._branch_path(branch.k, ".json"), branch.record())
-        attempt.say(done=True)
-        for save in self._saves(branch.k):
-            shutil.rmtree(save)
+    def _clean(self, k: float) -> None:
+        """Delete what a finished branch needs no more. Another process may be deleting it too."""
+        for saved in self._glob(k, "-at-*"):
+            shutil.rmtree(saved, ignore_errors=True)
+        for steps in self._glob(k, f".steps-*{PARTIAL}"):
+            steps.unlink(missing_ok=True)
 
     def fail(self, k: float, reason: str, trace: str) -> None:
         """Write why a branch failed: the reason in one line, then the traceback."""
         self._branch_path(k, ".error").write_text(f"{reason}\n{trace}", encoding="utf-8")
 
-    def failure(self, k: float) -> str | None:
-        path = self._branch_path(k, ".error")
-        return path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else None
-
     def forget_failure(self, k: float) -> None:
         self._branch_path(k, ".error").unlink(missing_ok=True)
 
-    def restore(self, run: BranchRun, k: float, attempt: Attempt) -> tuple[int, list[float]]:
+    def resume(self, run: BranchRun, k: float) -> list[dict[str, Any]]:
         """Restore ``run`` to the newest save of the branch, or to the checkpoint without one.
 
         Returns:
-            The tokens that the branch had trained at that point, and the losses of its steps.
+            The steps of the branch until then.
         """
-        saved: int = attempt.previous.get("saved", 0)
-        tokens, losses = first(lambda: self._resume(k, saved))
-        at = self._save_path(k, tokens) if tokens else self.checkpoint
-        shown(at.is_dir, at)
-        run.restore(at)
-        return tokens, losses
+        saved = first(lambda: self._newest(k))
+        try:
+            run.restore(shown(self.path / (saved or CHECKPOINT)))
+            own = self.path / saved / STEPS if saved else Path(os.devnull)
+            return [json.loads(line) for line in own.read_text(encoding="utf-8").splitlines()]
+        except FileNotFoundError:  # another process has just saved this branch, and deleted that
+            if process_count() > 1 or self._newest(k) == saved:
+                raise
+            return self.resume(run, k)
 
-    def _resume(self, k: float, saved: int) -> tuple[int, list[float]]:
-        """The newest save, of at least ``saved`` tokens, and the steps before it."""
-        shown(lambda: not saved or self._newest(k) >= saved, self._save_path(k, saved))
-        tokens, path = self._newest(k), self._branch_path(k, ".jsonl")
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-        steps = [step for step in map(json.loads, lines) if step["tokens"] <= tokens]
-        if tokens and (not steps or steps[-1]["tokens"] != tokens):
-            raise BranchError(
-                f"{path} lacks steps of the first {tokens:,} tokens, which the save of this branch "
-                "includes: name a new folder"
-            )
-        write(path, *steps)
-        return tokens, [null_to_nan(step["loss"]) for step in steps]
+    def _newest(self, k: float) -> str | None:
+        """The name of the newest whole save, of which a listing may not know yet."""
+        if noted := max((int(each) for each in self._noted(k) if each != DONE), default=0):
+            shown(self._branch_path(k, f"-at-{noted}"))
+        whole = [at for at in self._glob(k, "-at-*") if _tokens(at) and (at / STEPS).is_file()]
+        return max(whole, key=_tokens).name if whole else None
 
-    def save(self, run: BranchRun, k: float, tokens: int, attempt: Attempt) -> None:
-        """Save the run within a branch, then delete the branch's older save."""
-        to = self._save_path(k, tokens)
-        self._save(run, to, attempt.check)
-        attempt.say(saved=tokens)
+    def save(self, run: BranchRun, k: float, steps: list[dict[str, Any]]) -> None:
+        """Save the run within a branch, with its steps. Then delete the older saves."""
+        tokens = steps[-1]["tokens"]
+        self._save(run, self._branch_path(k, f"-at-{tokens}"), *steps)
         if is_first():
-            for save in self._saves(k):
-                if save != to:
-                    shutil.rmtree(save)
+            self._note(k, tokens)
+            for at in self._glob(k, "-at-*"):
+                if 0 < _tokens(at) < tokens:
+                    shutil.rmtree(at, ignore_errors=True)
+
+    def _save(self, run: BranchRun, to: Path, *steps: dict[str, Any]) -> bool:
+        """Save under a name of its own, then rename; False where another process came first."""
+        partial = to.with_name(f"{to.name}.{first(_unique)}{PARTIAL}")
+        first(partial.mkdir)
+        run.save(partial)
+        meet()
+        return first(lambda: _commit(partial, to, steps))
 
     @contextmanager
-    def steps(self, k: float) -> Iterator[TextIO]:
-        """The file of a branch's steps, open for appending; each line is written at once."""
-        path = self._branch_path(k, ".jsonl") if is_first() else Path(os.devnull)
-        with path.open("a", buffering=1, encoding="utf-8") as file:
+    def steps(self, k: float, *steps: dict[str, Any]) -> Iterator[TextIO]:
+        """A file for the steps of this process, from ``steps`` on, to look at; nothing reads it."""
+        own = self._branch_path(k, f".steps-{_unique()}{PARTIAL}")
+        with (own if is_first() else Path(os.devnull)).open("w", buffering=1) as file:
+            file.writelines(map(line_of, steps))
             yield file
+
+    def _note(self, k: float, what: int | str) -> None:
+        with self._branch_path(k, ".saves").open("a") as file:
+            file.write(f"{what}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _noted(self, k: float) -> list[str]:
+        """What was saved. Opening a file so that it may be created finds it, however late listed,
+        and reads what was written before (NFS: close-to-open).
+        """
+        with self._branch_path(k, ".saves").open("a+") as file:
+            file.seek(0)
+            return file.read().split("\n")[:-1]
 
     def _branch_path(self, k: float, ending: str) -> Path:
         return self.path / f"branch-{k_in_name(k)}{ending}"
 
-    def _save_path(self, k: float, tokens: int) -> Path:
-        return self._branch_path(k, f"-at-{tokens}")
-
-    def _newest(self, k: float) -> int:
-        """The tokens of the newest save; 0 without one."""
-        saves = self._saves(k)
-        return _tokens(saves[-1]) if saves else 0
-
-    def _saves(self, k: float) -> list[Path]:
-        found = self.path.glob(f"branch-{k_in_name(k)}-at-*")
-        return sorted((p for p in found if not p.name.endswith(PARTIAL)), key=_tokens)
+    def _glob(self, k: float, ending: str) -> list[Path]:
+        return [*self.path.glob(f"branch-{k_in_name(k)}{ending}")]
 
 
 def k_in_name(k: float) -> str:
@@ -290,21 +277,40 @@ def k_in_name(k: float) -> str:
     return repr(float(k)).removesuffix(".0")
 
 
-def step_line(k: float, step: int, tokens: int, loss: float) -> str:
-    """A line of ``branch-k.jsonl``; ``tokens`` counts those of the branch so far."""
-    place = {"kind": "branch step", "k": k, "step": step, "tokens": tokens}
-    return json.dumps(place | {"loss": finite_or_none(loss)}) + "\n"
+def line_of(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def write(path: Path, *records: Mapping[str, Any]) -> None:
     """Write lines of JSON; a kill leaves the old file or the new one, never a part."""
-    # Another process may write the same file, so each has a partial one of its own.
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PARTIAL}")
+    partial = path.with_name(f"{path.name}.{_unique()}{PARTIAL}")
     with partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
+        file.writelines(map(line_of, records))
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def _commit(partial: Path, to: Path, steps: tuple[dict[str, Any], ...]) -> bool:
+    if steps:
+        write(partial / STEPS, *steps)
+    try:
+        partial.rename(to)
+    except OSError as error:  # a folder is never renamed onto one that holds files
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and not to.is_dir():
+            raise
+        shutil.rmtree(partial)
+        return False
+    return True
+
+
+def _branch(path: Path) -> Branch:
+    """A finished branch. Its steps become a file of their own, unless a kill has left them so."""
+    record = _read_object(path)
+    steps, own = record.pop("trained", []), path.with_suffix(".jsonl")
+    if steps and not own.is_file():
+        write(own, *steps)
+    return Branch.from_record(record)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -316,25 +322,27 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _is_own(path: Path) -> bool:
     """Whether the file is one that a measurement leaves when it is killed early."""
-    return path.name in (LOCK, LOGS) or path.name.endswith(PARTIAL) or ".attempt-" in path.name
+    return path.name in (LOCK, LOGS) or path.name.endswith(PARTIAL)
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+def _unique() -> str:
+    return uuid.uuid4().hex
 
 
-def shown(there: Callable[[], bool], path: Path) -> None:
+def shown(path: Path) -> Path:
     """Wait for a file that another machine may have written. A listing may not show it yet."""
     deadline = time.monotonic() + PATIENCE
-    while not there():
+    while not path.exists():
         if time.monotonic() > deadline:
             raise BranchError(
                 f"{path} did not appear within {PATIENCE:g} s. Either it was deleted, or this "
                 "machine does not share the folder with the others"
             )
         time.sleep(0.1)
+    return path
 
 
 def _tokens(save: Path) -> int:
-    return int(save.name.rpartition("-")[2])
+    """How many a save is after; 0 for one that is not whole."""
+    tokens = save.name.rpartition("-at-")[2]
+    return int(tokens) if tokens.isdigit() else 0

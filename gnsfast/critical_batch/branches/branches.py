@@ -12,19 +12,21 @@ from gnsfast.arguments import check_choice, integer
 from gnsfast.critical_batch.branches.branch_executors import (
     Call,
     Here,
+    LocalProcesses,
     Submits,
-    Work,
+    ended,
     told,
-    train_branches,
 )
 from gnsfast.critical_batch.branches.branch_folder import BranchFolder
 from gnsfast.critical_batch.branches.branch_plan import Plan
+from gnsfast.critical_batch.branches.branch_process import Job, train_job
 from gnsfast.critical_batch.branches.branch_protocol import BranchRun
 from gnsfast.critical_batch.branches.branch_rule import matching
-from gnsfast.critical_batch.branches.launcher import alone, launch
-from gnsfast.critical_batch.branches.local_processes import LocalProcesses
-from gnsfast.critical_batch.branches.measurement import SETTINGS, Branch, CriticalBatch
-from gnsfast.critical_batch.branches.noise_scale_records import (
+from gnsfast.critical_batch.branches.launcher import launch
+from gnsfast.critical_batch.branches.measurement import (
+    SETTINGS,
+    Branch,
+    CriticalBatch,
     noise_scale_records,
     noise_scales_from_record,
 )
@@ -63,9 +65,10 @@ def measure_critical_batch(
     To continue an interrupted measurement, make the same call again, in this or another process. It
     restores the run from the checkpoint in the folder and trains the branches that are missing. The
     run must have trained the same number of tokens. k may differ between calls: the result holds
-    all branches of the folder. No branch is trained twice at once. A process that trains one says
-    so in the folder every 10 s, and this call waits for it. A process of another machine counts as
-    dead after 120 s of silence.
+    all branches of the folder. Whoever finishes a branch first wins. Two processes train the same
+    one only where this process was killed while jobs of its executor went on and the call is made
+    again before they end, or where two machines measure in one folder whose disk has no locks. The
+    second one's work is then thrown away, and their files never mix.
 
     Where several processes train one run (DDP, FSDP2), each calls this with its part of the run,
     and the first one writes. An exception in a branch then ends the whole measurement and leaves
@@ -134,13 +137,11 @@ def measure_critical_batch(
             pool = executor
         elif not here:
             pool = stack.enter_context(LocalProcesses(max(workers, 1)))
+        how = (told,) if here else (told, launch, launcher, files)
         make = (lambda: run) if here else make_run
 
         def submit(work: Callable[..., Any], *args: Any) -> Call:
-            starts: tuple[Any, ...] = () if here else (alone, files)
-            if launcher is not None:
-                starts = launch, launcher, files
-            return pool.submit(told, *starts, work, make, files, *args)
+            return pool.submit(*how, work, make, files, *args)
 
         if run is None:
             settings = _prepared(submit(_prepare_anew, plan))
@@ -150,8 +151,7 @@ def measure_critical_batch(
         scales = _noise_scales(first(lambda: files.noise_scale(expected=noise_scale)))
         if factor is not None:
             _refuse_unmeasured(factor, scales)
-        works = [Work(submit, files, job) for job in plan.jobs(settings["batch_size"])]
-        branches, missing = _train(files, works, on_branch)
+        branches, missing = _train(files, plan.jobs(settings["batch_size"]), submit, on_branch)
     if 1.0 in missing:
         raise BranchError(
             f"the branch with k = 1 failed ({missing[1.0]}), and all others are compared with it. "
@@ -208,10 +208,10 @@ def _check_processes(
 def _prepare(run: BranchRun, files: BranchFolder, plan: Plan) -> dict[str, Any]:
     """Save the checkpoint and measure the noise scale there; the settings of the branches."""
     settings = plan.settings(run)
-    with files.prepared(settings, run, plan.noise_scale):
-        if plan.noise_scale and first(files.noise_scale) is None:
-            record = _measured(run)
-            first(lambda: files.write_noise_scale(record))
+    files.prepare(settings, run)
+    if plan.noise_scale and first(files.noise_scale) is None:
+        record = _measured(run)
+        first(lambda: files.write_noise_scale(record))
     return settings
 
 
@@ -251,7 +251,10 @@ def restored(run: BranchRun, files: BranchFolder) -> Iterator[None]:
 
 
 def _train(
-    files: BranchFolder, works: list[Work], on_branch: Callable[[Branch], None] | None
+    files: BranchFolder,
+    jobs: list[Job],
+    submit: Callable[..., Call],
+    on_branch: Callable[[Branch], None] | None,
 ) -> tuple[tuple[Branch, ...], dict[float, str]]:
     """All branches by ascending k, trained now or before, and why others failed."""
     found: list[Branch] = []
@@ -269,10 +272,17 @@ def _train(
 
     for finished in first(files.branches):
         take(finished)
-    left = [work for work in works if work.job.k not in {branch.k for branch in found}]
-    with closing(train_branches(left)) as training:
-        for branch in training:
-            take(branch)
+    trained = {branch.k for branch in found}
+    calls = {job: submit(train_job, job) for job in jobs if job.k not in trained}
+    with closing(ended(calls)) as ends:
+        for job, said in ends:
+            if "value" in said:
+                take(Branch.from_record(said["value"]))
+            else:
+                there = [branch for branch in files.branches() if branch.k == job.k]
+                if there:  # another process has finished it
+                    files.forget_failure(job.k)
+                take(there[0] if there else job.branch("failed", reason=said["error"]))
     return tuple(sorted(found, key=lambda b: b.k)), dict(sorted(missing.items()))
 
 

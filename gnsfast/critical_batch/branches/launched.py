@@ -47,7 +47,7 @@ def main() -> None:
         if not result.exists():  # the others fail next, for the lost connection
             write(result, {"error": reason_of(error)})
         raise
-    if is_first() and (value is not None or not result.exists()):  # an error before a restart stays
+    if is_first():
         write(result, {"value": value})
     if dist.is_initialized():
         dist.destroy_process_group()

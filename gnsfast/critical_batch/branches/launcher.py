@@ -28,19 +28,11 @@ SHARED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """What tells a process that it is one of several."""
 
 
-def alone(folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
-    """Call ``work(*args)`` in a process of its own: this one on the main thread, else a new one.
-
-    Threads, such as Dask's tasks, share the random numbers of their process.
-    """
-    if threading.current_thread() is threading.main_thread():
-        return work(*args)
-    own = {name: value for name, value in os.environ.items() if name not in SHARED}
-    return _launch([sys.executable], own, folder, work, args)
-
-
-def launch(command: str, folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
+def launch(command: str | None, folder: BranchFolder, work: Callable[..., Any], *args: Any) -> Any:
     """Call ``work(*args)`` in the processes that ``command`` starts; return the first one's result.
+
+    Without a command, in a process of its own: this one on the main thread, else a new one.
+    Threads, such as Dask's tasks, share the random numbers of their process.
 
     Args:
         command: such as ``"torchrun --standalone --nproc-per-node 8"`` or ``"srun"``.
@@ -51,29 +43,21 @@ def launch(command: str, folder: BranchFolder, work: Callable[..., Any], *args: 
         ValueError: where the processes cannot import ``make_run``.
         BranchError: where the command fails.
     """
-    words = shlex.split(command)
+    if command is None and threading.current_thread() is threading.main_thread():
+        return work(*args)
+    alone = {name: value for name, value in os.environ.items() if name not in SHARED}
+    words = shlex.split(command or "")
     if not any(MODULE_STARTERS.fullmatch(Path(word).name) for word in words):
         words.append(sys.executable)
-    return _launch(words, None, folder, work, args)
-
-
-def _launch(
-    words: list[str],
-    environment: dict[str, str] | None,
-    folder: BranchFolder,
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> Any:
     result = folder.path / f"launched-{uuid.uuid4().hex}.json"
     # Their output goes to stderr: stdout is that of the command that measures.
-    command = [*words, "-m", LAUNCHED, _packed(work, args, result)]
-    ended = subprocess.run(command, stdout=2, env=environment)
+    line = [*words, "-m", LAUNCHED, _packed(work, args, result)]
+    ended = subprocess.run(line, stdout=2, env=alone if command is None else None)
     if ended.returncode and not result.is_file():
         raise BranchError(
             f"{words[0]} ended with exit code {ended.returncode}; its output says why"
         )
-    shown(result.is_file, result)
-    said = json.loads(result.read_text(encoding="utf-8"))
+    said = json.loads(shown(result).read_text(encoding="utf-8"))
     result.unlink()
     if "error" in said:
         raise BranchError(said["error"])

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``CriticalBatch``: the result of a measurement, and its factor to the noise scale."""
+"""``CriticalBatch``: the result of a measurement, its factor to the noise scale, and its record."""
 
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from gnsfast.arguments import check_choice, finite_or_none
 from gnsfast.critical_batch.branches.branch_rule import Matching, matching
-from gnsfast.critical_batch.branches.noise_scale_records import (
-    noise_scale_record,
-    noise_scales_from_record,
-)
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.interval import Interval
-from gnsfast.noise_scale import METRICS, OTHERS, DualNormEstimate, ModuleNoiseScale
+from gnsfast.noise_scale import (
+    METRICS,
+    OTHERS,
+    DualNormEstimate,
+    Estimate,
+    ModuleNoiseScale,
+    NoiseScale,
+)
 
 KIND, FORMAT = "critical batch", 1
 RESULT = "critical_batch.jsonl"
@@ -363,3 +366,43 @@ def _times_noise_scale(ratio: Interval) -> str:
         return f"{value} times that ({lower} to {upper})"
     ends = ratio.ends("{:.3g}".format)
     return f"{ends} times that" if ends else "an unknown multiple of that"
+
+
+def noise_scale_records(found: NoiseScale | None) -> dict[str, Any]:
+    """A JSON object of the noise scale in each metric, or None where it was not measured."""
+    others = {} if found is None else found.others
+    return {
+        "noise_scale": noise_scale_record(found),
+        **{metric: noise_scale_record(others.get(metric)) for metric in OTHERS},
+    }
+
+
+def noise_scale_record(scale: Estimate | None) -> dict[str, Any] | None:
+    """A JSON object of a noise scale, or None where it was not measured."""
+    if scale is None or math.isnan(scale.noise_scale):
+        return None
+    kind = DualNormEstimate if isinstance(scale, DualNormEstimate) else ModuleNoiseScale
+    numbers = {f.name: finite_or_none(getattr(scale, f.name)) for f in fields(kind)}
+    return numbers | {"resolved": scale.resolved}
+
+
+def noise_scales_from_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``CriticalBatch`` that such objects hold. Older records lack some of them."""
+    return {
+        name: _noise_scale(record.get(name), kind)
+        for name, kind in (
+            ("noise_scale", ModuleNoiseScale),
+            ("adam", ModuleNoiseScale),
+            ("sign", DualNormEstimate),
+            ("spectral", DualNormEstimate),
+        )
+    }
+
+
+def _noise_scale(
+    record: Mapping[str, Any] | None, kind: type[ModuleNoiseScale] | type[DualNormEstimate]
+) -> Estimate | None:
+    """The noise scale of an object, in which null stands for infinity."""
+    if record is None:
+        return None
+    return kind(*(math.inf if record[f.name] is None else record[f.name] for f in fields(kind)))

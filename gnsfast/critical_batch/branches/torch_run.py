@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gnsfast.arguments import integer
-from gnsfast.critical_batch.branches import sharded_state
 from gnsfast.critical_batch.branches.branch_protocol import BranchStep
 from gnsfast.critical_batch.branches.training_state import (
+    load_sharded,
     other_buffers,
     random_state,
+    read_own,
+    save_sharded,
     set_random_state,
 )
 from gnsfast.critical_batch.rules import Rules, set_lr
@@ -251,7 +253,7 @@ class TorchRun:
             "gns": None if self.gns is None else self.gns.state_dict(),
         }
         if process_count() > 1:
-            sharded_state.save(Path(folder), self.model, self.optimizer, own)
+            save_sharded(Path(folder), self.model, self.optimizer, own)
             return
         together = {
             "model": self.model.state_dict(),
@@ -267,7 +269,7 @@ class TorchRun:
             ValueError: where it was saved with other settings.
         """
         if process_count() > 1:
-            state = sharded_state.read_own(Path(folder))
+            state = read_own(Path(folder))
         else:
             state = torch.load(Path(folder) / FILE, map_location="cpu", weights_only=True)
         if state["tokens_per_sample"] != self.tokens_per_sample:
@@ -281,7 +283,7 @@ class TorchRun:
                 f"make this TorchRun {'with' if state['gns'] else 'without'} it too"
             )
         if process_count() > 1:
-            sharded_state.load(Path(folder), self.model, self.optimizer, state)
+            load_sharded(Path(folder), self.model, self.optimizer, state)
         else:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])

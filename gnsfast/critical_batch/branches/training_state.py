@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a run's state that ``state_dict`` leaves out, and learning rates that are set."""
+"""Parts of a run's state that ``state_dict`` leaves out, and the state of a run of several
+processes: tensors that they share, and what each has of its own."""
 
 import random
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gnsfast.tensors import is_dtensor
 
 
 def random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
@@ -63,3 +69,80 @@ def other_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that ``state_dict`` does not include."""
     saved = model.state_dict().keys()
     return {name: b for name, b in model.named_buffers() if name not in saved}
+
+
+SHARED, MODEL, OPTIMIZER = "shared", "model.", "optimizer."
+
+
+def save_sharded(folder: Path, model: nn.Module, optimizer: Optimizer, own: dict[str, Any]) -> None:
+    """Write the model's and the optimizer's state together, and ``own`` for each process.
+
+    ``torch.distributed.checkpoint`` writes a replicated tensor once and a sharded one in parts. Its
+    ``get_state_dict`` is not used: it steps an optimizer that has no state, to make one.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save as save_together
+
+    state = optimizer.state_dict()
+    tensors = {MODEL + name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    plain: dict[int, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        plain[index] = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER}{index}.{name}"] = value
+            else:
+                plain[index][name] = value
+    save_together(tensors, checkpoint_id=folder / SHARED)
+    own = own | {"optimizer": {"state": plain, "param_groups": state["param_groups"]}}
+    # Buffers such as batch norm's differ between processes, so each process writes its own.
+    own["buffers"] = {name: b.clone() for name, b in model.named_buffers()}
+    own["processes"] = dist.get_world_size()
+    torch.save(own, folder / _own_file())
+
+
+def read_own(folder: Path) -> dict[str, Any]:
+    """Read what ``save`` wrote for this process alone.
+
+    Raises:
+        ValueError: where another number of processes wrote the folder.
+    """
+    path, processes = folder / _own_file(), dist.get_world_size()
+    found = torch.load(path, weights_only=True, map_location="cpu") if path.is_file() else {}
+    if found.get("processes") != processes:
+        raise ValueError(
+            f"{folder} was not saved by {processes} processes. Each process has random numbers of "
+            "its own, so start as many processes as saved it"
+        )
+    return dict(found)
+
+
+def load_sharded(folder: Path, model: nn.Module, optimizer: Optimizer, own: dict[str, Any]) -> None:
+    """Load what ``save`` wrote into model and optimizer, but for the buffers."""
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.state_dict_loader import load as load_together
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    of_model, of_optimizer = model.state_dict(), own["optimizer"]
+    tensors: dict[str, Tensor] = {}
+    saved = filesystem.FileSystemReader(folder / SHARED).read_metadata().state_dict_metadata
+    for key, about in saved.items():
+        if key.startswith(MODEL):
+            tensors[key] = of_model[key.removeprefix(MODEL)]
+            continue
+        index, _, name = key.removeprefix(OPTIMIZER).partition(".")
+        tensors[key] = _target(about, parameters[int(index)])
+        of_optimizer["state"][int(index)][name] = tensors[key]
+    load_together(tensors, checkpoint_id=folder / SHARED)
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+
+
+def _target(about: Any, parameter: Tensor) -> Tensor:
+    """A tensor for an optimizer's state to be read into, spread as a parameter of its shape."""
+    if is_dtensor(parameter) and about.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=about.properties.dtype)
+    return torch.empty(about.size, dtype=about.properties.dtype)
+
+
+def _own_file() -> str:
+    return f"process-{dist.get_rank()}.pt"

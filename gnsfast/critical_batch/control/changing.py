@@ -10,7 +10,7 @@ import torch
 
 from gnsfast.arguments import whole_number
 from gnsfast.critical_batch.control.decision import Decision
-from gnsfast.critical_batch.control.settings import Shared
+from gnsfast.critical_batch.control.settings import Settings
 from gnsfast.critical_batch.control.token_schedules import Shape, by_tokens
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.interval import Interval
@@ -26,7 +26,7 @@ class ChangingBatchSize(ABC):
     KIND: ClassVar[str]
     FORMAT: ClassVar[int]
 
-    def __init__(self, settings: Shared) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.batch_size = settings.batch_size
         self.tokens = 0

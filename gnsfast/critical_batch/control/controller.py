@@ -4,17 +4,24 @@
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
-from gnsfast.arguments import finite_or_text
+from gnsfast.arguments import finite_or_text, whole_number
 from gnsfast.counts import in_samples
 from gnsfast.critical_batch.control.changing import ChangingBatchSize
 from gnsfast.critical_batch.control.decision import Decision, Evidence, evidence
-from gnsfast.critical_batch.control.settings import Settings, make_settings
+from gnsfast.critical_batch.control.settings import (
+    ControllerSettings,
+    checked_factor,
+    micro_batch_of,
+)
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.interval import Interval
 from gnsfast.noise_scale import OVER, NoiseScale, critical_batch_metrics, excess, verdict_on
 
 PHASES = ("calibrate", "warm up", "monitor")
+
+CHECKS = 400
+"""The default number of checks in a run: three in a row are 0.75 % of its tokens."""
 
 
 class BatchSizeController(ChangingBatchSize):
@@ -95,7 +102,7 @@ class BatchSizeController(ChangingBatchSize):
 
     KIND: ClassVar[str] = "batch size controller"
     FORMAT: ClassVar[int] = 3
-    settings: Settings
+    settings: ControllerSettings
 
     def __init__(
         self,
@@ -119,13 +126,16 @@ class BatchSizeController(ChangingBatchSize):
         data_parallel: int = 1,
         micro_batch: int | None = None,
     ) -> None:
-        settings = make_settings(
+        batch_size = whole_number("batch_size", batch_size)
+        total_tokens = whole_number("total_tokens", total_tokens)
+        known = checked_factor(factor, metric)
+        known.check_run(RunIdentity(tokens_per_sample=tokens_per_sample))
+        settings = ControllerSettings(
             batch_size=batch_size,
-            factor=factor,
-            metric=metric,
+            factor=known,
             tokens_per_sample=tokens_per_sample,
             total_tokens=total_tokens,
-            max_batch_size=max_batch_size,
+            max_batch_size=batch_size if max_batch_size is None else max_batch_size,
             min_batch_size=min_batch_size,
             calibrate=calibrate,
             warm_up_until=warm_up_until,
@@ -134,10 +144,10 @@ class BatchSizeController(ChangingBatchSize):
             betas=betas,
             weight_decay=weight_decay,
             patience=patience,
-            check_every=check_every,
+            check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
             over=over,
             data_parallel=data_parallel,
-            micro_batch=micro_batch,
+            micro_batch=micro_batch_of(batch_size, data_parallel, micro_batch),
         )
         super().__init__(settings)
         self._evidence = Evidence()

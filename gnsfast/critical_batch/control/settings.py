@@ -9,11 +9,7 @@ from typing import Any
 from gnsfast.arguments import check_choice, finite_or_text, real_number, whole_number
 from gnsfast.critical_batch.critical_batch_factor import CriticalBatchFactor
 from gnsfast.critical_batch.rules import Rules
-from gnsfast.critical_batch.run_identity import RunIdentity
 from gnsfast.noise_scale import METRICS
-
-CHECKS = 400
-"""The default number of checks in a run: three in a row are 0.75 % of its tokens."""
 
 OF_THE_MACHINE = ("data_parallel", "micro_batch")
 """Settings that may differ when a run is resumed."""
@@ -23,7 +19,7 @@ FIXED = ("batch_size", "tokens_per_sample", "lr", "betas", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class Settings:
     """The settings of every batch size that changes, with all defaults filled in."""
 
     batch_size: int
@@ -91,7 +87,7 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleSettings(Shared):
+class ScheduleSettings(Settings):
     """The settings of ``ScheduledBatchSize``."""
 
     thresholds: tuple[tuple[int, int], ...]
@@ -105,7 +101,7 @@ class ScheduleSettings(Shared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Shared):
+class ControllerSettings(Settings):
     """The arguments of ``BatchSizeController`` with all defaults filled in."""
 
     factor: CriticalBatchFactor
@@ -169,35 +165,6 @@ class Settings(Shared):
         numbers = ("value", "lower", "upper", "metric")
         factor = {k: finite_or_text(getattr(self.factor, k)) for k in numbers}
         return asdict(self) | {"factor": factor}
-
-
-def make_settings(
-    *,
-    batch_size: int,
-    factor: float | CriticalBatchFactor,
-    metric: str,
-    total_tokens: int,
-    max_batch_size: int | None,
-    check_every: int | None,
-    data_parallel: int,
-    micro_batch: int | None,
-    **others: Any,
-) -> Settings:
-    """``Settings`` with the defaults that depend on other arguments filled in."""
-    batch_size = whole_number("batch_size", batch_size)
-    total_tokens = whole_number("total_tokens", total_tokens)
-    known = checked_factor(factor, metric)
-    known.check_run(RunIdentity(tokens_per_sample=others["tokens_per_sample"]))
-    return Settings(
-        batch_size=batch_size,
-        factor=known,
-        total_tokens=total_tokens,
-        max_batch_size=batch_size if max_batch_size is None else max_batch_size,
-        check_every=max(1, total_tokens // CHECKS) if check_every is None else check_every,
-        data_parallel=data_parallel,
-        micro_batch=micro_batch_of(batch_size, data_parallel, micro_batch),
-        **others,
-    )
 
 
 def micro_batch_of(batch_size: int, data_parallel: int, micro_batch: int | None) -> int:

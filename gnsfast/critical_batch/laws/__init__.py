@@ -2,7 +2,6 @@
 """Published and fitted laws of batch sizes, schedules, and what a batch size costs."""
 
 from gnsfast.critical_batch.laws import exports
-from gnsfast.critical_batch.laws.aligned import aligned_changes
 from gnsfast.critical_batch.laws.costs import (
     Cost,
     from_twenty_percent,
@@ -35,7 +34,13 @@ from gnsfast.critical_batch.laws.published import (
     predictions,
     ranges,
 )
-from gnsfast.critical_batch.laws.schedule import SAME_COMPUTE, BatchSizeSchedule, Saved, headline
+from gnsfast.critical_batch.laws.schedule import (
+    SAME_COMPUTE,
+    BatchSizeSchedule,
+    Saved,
+    aligned_changes,
+    headline,
+)
 from gnsfast.interval import Interval
 
 __all__ = [

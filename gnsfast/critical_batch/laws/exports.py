@@ -11,8 +11,7 @@ from typing import Any
 
 from gnsfast.arguments import check_choice, whole_number
 from gnsfast.counts import exact_count
-from gnsfast.critical_batch.laws.aligned import aligned_changes
-from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule
+from gnsfast.critical_batch.laws.schedule import BatchSizeSchedule, aligned_changes
 from gnsfast.critical_batch.rules import Rules
 from gnsfast.templates import template
 
