@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import without_autocast
+from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional._links import Link, add_cross_terms, embedding_rows, link_grads
 from gnsfast.functional.plan import PLAIN, Plan, samples_first
 from gnsfast.signatures import EmbeddingWgrad
@@ -49,32 +48,31 @@ class _Embedding(torch.autograd.Function):
         return y, zero.expand(B, T, D), zero.clone().expand(sums)
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
         ids, *saved = ctx.saved_tensors
         link_ids, plan = list(ctx.link_ids), ctx.plan.restored(saved)
         if dy is None:  # the loss does not depend on the output, so it has no cross terms either
             return (None,) * (6 + 3 * len(link_ids))
         to_links: list[Tensor | None] = []
-        with without_autocast(dy):
-            dy_BTD = samples_first(dy, ctx.samples, plan.batch_dim)
-            ids_BT = samples_first(ids[..., None], ctx.samples, plan.batch_dim)[..., 0]
-            table = ctx.num_embeddings, ctx.padding_idx, ctx.parameter_dtype
-            a = EmbeddingWgrad(dy_BTD, ids_BT, *table, plan.starts, *plan.metric)
-            at_BS = torch.cat(link_ids, dim=1) if link_ids else None
-            dw, rows, *of_groups = plan.run(ctx.wgrad, a, [True], at_BS)
-            of_samples, of_sum = dlinks or (None, None)
-            if link_ids or of_samples is not None or of_sum is not None:
-                taught_BTD = dy_BTD.to(accumulate_dtype(dy.dtype))
-                if ctx.padding_idx >= 0:
-                    padding_BT1 = (ids_BT == ctx.padding_idx)[..., None]
-                    taught_BTD = taught_BTD.masked_fill(padding_BT1, 0.0)
-                joined = plan.uses is not None and plan.uses.is_joined
-                if of_samples is not None and of_sum is not None and not joined:
-                    add_cross_terms(rows, taught_BTD, ids_BT, plan, of_samples, of_sum)
-                if link_ids:
-                    linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
-                    to_links = link_grads(link_ids, linked, dw, *of_groups)
+        dy_BTD = samples_first(dy, ctx.samples, plan.batch_dim)
+        ids_BT = samples_first(ids[..., None], ctx.samples, plan.batch_dim)[..., 0]
+        table = ctx.num_embeddings, ctx.padding_idx, ctx.parameter_dtype
+        a = EmbeddingWgrad(dy_BTD, ids_BT, *table, plan.starts, *plan.metric)
+        at_BS = torch.cat(link_ids, dim=1) if link_ids else None
+        dw, rows, *of_groups = plan.run(ctx.wgrad, a, [True], at_BS)
+        of_samples, of_sum = dlinks or (None, None)
+        if link_ids or of_samples is not None or of_sum is not None:
+            taught_BTD = dy_BTD.to(accumulate_dtype(dy.dtype))
+            if ctx.padding_idx >= 0:
+                padding_BT1 = (ids_BT == ctx.padding_idx)[..., None]
+                taught_BTD = taught_BTD.masked_fill(padding_BT1, 0.0)
+            joined = plan.uses is not None and plan.uses.is_joined
+            if of_samples is not None and of_sum is not None and not joined:
+                add_cross_terms(rows, taught_BTD, ids_BT, plan, of_samples, of_sum)
+            if link_ids:
+                linked = embedding_rows(link_ids, ids_BT, taught_BTD, plan)
+                to_links = link_grads(link_ids, linked, dw, *of_groups)
         return None, dw, rows, *(None,) * 3, *to_links
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import autocast_dtype, cast_like, without_autocast
+from gnsfast.functional._autocast import autocast_dtype, backward_pass, cast_like
 from gnsfast.functional._links import Link, link_grads
 from gnsfast.functional.plan import PLAIN, Plan
 
@@ -34,19 +33,18 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, *saved = ctx.saved_tensors
         link_ids, plan = list(ctx.link_ids), ctx.plan.restored(saved)
         need_x, *need = ctx.needs_input_grad[:3]
-        with without_autocast(dy):
-            dx = dy @ (w.t() if plan.transposed else w) if need_x else None
-            dy = plan.rows(dy, ctx.samples)
-            x = dy if x is None else plan.rows(x, ctx.samples)
-            ids = torch.cat(link_ids, dim=1) if link_ids else None
-            a = plan.linear_wgrad(x, dy, need, ctx.parameter_dtype, ids)
-            dw, db, rows, *linked = plan.run(ops.linear_wgrad, a, need, ids)
-            to_links = link_grads(link_ids, linked[0], dw, *linked[1:])
+        dx = dy @ (w.t() if plan.transposed else w) if need_x else None
+        dy = plan.rows(dy, ctx.samples)
+        x = dy if x is None else plan.rows(x, ctx.samples)
+        ids = torch.cat(link_ids, dim=1) if link_ids else None
+        a = plan.linear_wgrad(x, dy, need, ctx.parameter_dtype, ids)
+        dw, db, rows, *linked = plan.run(ops.linear_wgrad, a, need, ids)
+        to_links = link_grads(link_ids, linked[0], dw, *linked[1:])
         return dx, dw if need[0] else None, db if need[1] else None, rows, None, *to_links
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gnsfast import ops
-from gnsfast.functional._autocast import without_autocast
+from gnsfast.functional._autocast import backward_pass
 from gnsfast.functional.plan import PLAIN, Plan
 from gnsfast.signatures import NormBackward
 from gnsfast.tensors import accumulate_dtype
@@ -43,7 +42,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @backward_pass
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, b, mean, rstd, *saved = ctx.saved_tensors
         plan, need = ctx.plan.restored(saved), ctx.needs_input_grad[1:3]
@@ -55,9 +54,8 @@ class _Norm(torch.autograd.Function):
         statistics: Any = (None if t is None else rows(t).contiguous() for t in (mean, rstd))
         flat: Any = (None if p is None else p.flatten() for p in (w, b))
         last: Any = *need, ctx.eps, 0.0, plan.starts, *plan.metric
-        with without_autocast(dy):
-            a = NormBackward(rows(dy), rows(x), *statistics, *flat, *last)
-            dx, dw, db, probe_rows = plan.run(ops.norm_backward, a, need)
+        a = NormBackward(rows(dy), rows(x), *statistics, *flat, *last)
+        dx, dw, db, probe_rows = plan.run(ops.norm_backward, a, need)
         dx = plan.rows_back(dx, x.flatten(-len(ctx.shape)).shape).reshape(x.shape)
         dw, db = (
             t.reshape(ctx.shape) if wanted and t is not None else None
