@@ -123,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @backward_pass
     def backward(ctx: Any, dloss_N1: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, w_VD, b_V, label_N1, lse_N1, *saved = ctx.saved_tensors
-        link_ids, plan = list(ctx.link_ids), ctx.plan.restored(saved)
+        link_ids, plan = ctx.link_ids, ctx.plan.restored(saved)
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         head = _Head(w_VD, b_V, x_ND.dtype, ctx.softcap)
         dloss_N1 = dloss_N1.masked_fill(label_N1 < 0, 0.0)

@@ -66,7 +66,7 @@ def linear_wgrad(a: LinearWgrad) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     db = _empty(x, *lead, dy.shape[-1]) if a.bias else _empty(x, 0)
     rows = empty_rows(x, (1 + metric) * (1 + a.bias), a.samples)
     if a.starts is None:
-        metrics = [metric_of(a.moments, a.constants_P2, row) for row in range(1 + a.bias)]
+        metrics = [metric_of(a.moments, a.constants_P2, row) for row in range(len(a.moments))]
         _wgrad(left, right, dw, db if a.bias else None, rows, a.transposed, metrics)
     else:
         _segments_wgrad(left, right, dw, db if a.bias else None, rows, a)
@@ -253,7 +253,7 @@ def _wgrad(
     """
     (B, T, M), N = left_BTM.shape, right_BTN.shape[2]
     sqnorm_B = None
-    if starts is None and not any(metrics) and takes_gram(B, T, M, N):
+    if starts is None and not metrics and takes_gram(B, T, M, N):
         left_BTM, right_BTN = left_BTM.contiguous(), right_BTN.contiguous()
         sqnorm_B = reference.gram_sqnorms(left_BTM.float(), right_BTN.float())
     kept = [_laid_out(metric) for metric in metrics if metric is not None]
@@ -285,7 +285,7 @@ def _laid_out(metric: Metric) -> tuple[Tensor, float, float]:
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)
+    return like.new_empty(*shape, dtype=torch.float32)  # a tuple takes longer
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
