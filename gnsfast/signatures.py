@@ -55,7 +55,7 @@ def schema(name: str) -> str:
 
 def empty_rows(like: Tensor, rows: int, samples: int) -> Tensor:
     """Uninitialised probe rows."""
-    return like.new_empty(rows, samples + 2, dtype=torch.float32)
+    return like.new_empty((rows, samples + 2), dtype=torch.float32)
 
 
 class LinearWgrad(NamedTuple):

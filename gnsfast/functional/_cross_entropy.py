@@ -327,7 +327,7 @@ def linear_cross_entropy(
     if reduction == "none" and not laid_out:
         return loss.view(labels.shape)
     if reduction == "none":
-        return plan.rows_back(loss.view(B, len(loss) // max(B, 1), 1), label.shape)[..., 0]
+        return plan.rows_back(loss.view(B, len(loss) // max(B, 1), 1), label)[..., 0]
     total = loss.sum()
     return total if reduction == "sum" else total / (label_N1 >= 0).sum()
 
