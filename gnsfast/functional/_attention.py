@@ -49,8 +49,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        fields: Any = *ctx.saved_tensors, *ctx.pattern, ctx.samples, ctx.wanted
+    def backward(ctx: Any, tensors: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        fields: Any = *tensors, *ctx.pattern, ctx.samples, ctx.wanted
         found = ops.attention_backward(AttentionBackward(do, *fields))
         dq, dk, dv, *grads, rows = found
         wanted = [g if want else None for g, want in zip(grads, ctx.wanted)]

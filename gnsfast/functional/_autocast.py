@@ -42,16 +42,19 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def backward_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pass that is not differentiated itself, and computes in the dtypes that forward
-    chose, even if the user calls it inside an autocast block.
+    chose, even if the user calls it inside an autocast block. ``function`` takes the saved tensors
+    before the gradients. It is not seen by the class of a parameter that is followed.
     """
     once = once_differentiable(function)
 
     @wraps(function)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if not (torch.is_grad_enabled() or any_autocast()):
-            return function(ctx, *grads)  # to turn off what is off takes 2 µs
-        some = next((g for g in grads if g is not None), None)
-        with nullcontext() if some is None else without_autocast(some):
-            return once(ctx, *grads)
+        tensors = ctx.saved_tensors  # not below: a checkpoint runs its forward again here
+        with torch._C.DisableTorchFunctionSubclass():
+            if not (torch.is_grad_enabled() or any_autocast()):
+                return function(ctx, tensors, *grads)  # to turn off what is off takes 2 µs
+            some = next((g for g in grads if g is not None), None)
+            with nullcontext() if some is None else without_autocast(some):
+                return once(ctx, tensors, *grads)
 
     return run

@@ -30,8 +30,8 @@ class _Bilinear(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, w, *saved = ctx.saved_tensors
+    def backward(ctx: Any, tensors: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, w, *saved = tensors
         plan, B = ctx.plan.restored(saved), ctx.samples
         need_x, need_y, *need = ctx.needs_input_grad[:4]
         dx = dy = None

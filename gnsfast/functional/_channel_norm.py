@@ -40,8 +40,8 @@ class _ChannelNorm(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, *saved = tensors
         plan, (need_w, need_b) = ctx.plan.restored(saved), ctx.needs_input_grad[2:4]
         acc = accumulate_dtype(x.dtype)
         wide = dy.to(acc)

@@ -46,8 +46,8 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = tensors
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         stride, padding, dilation, groups = ctx.geometry
         transposed, dx = ctx.output_padding is not None, None

@@ -121,8 +121,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, dloss_N1: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, w_VD, b_V, label_N1, lse_N1, *saved = ctx.saved_tensors
+    def backward(ctx: Any, tensors: Any, dloss_N1: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, w_VD, b_V, label_N1, lse_N1, *saved = tensors
         link_ids, plan = ctx.link_ids, ctx.plan.restored(saved)
         need_x, need_w, need_b, *_ = ctx.needs_input_grad
         head = _Head(w_VD, b_V, x_ND.dtype, ctx.softcap)

@@ -46,8 +46,10 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, dy: Tensor | None, *dlinks: Tensor | None) -> tuple[Tensor | None, ...]:
-        ids, *saved = ctx.saved_tensors
+    def backward(
+        ctx: Any, tensors: Any, dy: Tensor | None, *dlinks: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ids, *saved = tensors
         plan, B, (V, padding_idx, dtype), wgrad, link_ids = ctx.kept
         plan = plan.restored(saved)
         if dy is None:  # the loss does not depend on the output, so it has no cross terms either

@@ -49,8 +49,8 @@ class _EmbeddingBag(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, dy_GD: Tensor) -> tuple[Tensor | None, ...]:
-        ids, starts_G1, weights, w = ctx.saved_tensors
+    def backward(ctx: Any, tensors: Any, dy_GD: Tensor) -> tuple[Tensor | None, ...]:
+        ids, starts_G1, weights, w = tensors
         (G, D), B, ids_N = dy_GD.shape, ctx.samples, ids.flatten()
         table: tuple[int, int, torch.dtype] = ctx.table
         row_N = torch.arange(len(ids_N), device=ids.device)

@@ -36,8 +36,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, *saved = ctx.saved_tensors
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, *saved = tensors
         plan = ctx.plan.restored(saved)
         need_x, *need = ctx.needs_input_grad[:3]
         dx = None

@@ -52,11 +52,14 @@ class _InProjection(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, tensors: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         n, dtype = ctx.num_weights, ctx.parameter_dtype
-        saved = ctx.saved_tensors  # under checkpointing they can be read only once
-        weights, xs, tensors = saved[:n], saved[n:][: ctx.num_inputs], saved[n + ctx.num_inputs :]
-        plan = ctx.plan.restored(tensors)
+        weights, xs, saved = (
+            tensors[:n],
+            tensors[n:][: ctx.num_inputs],
+            tensors[n + ctx.num_inputs :],
+        )
+        plan = ctx.plan.restored(saved)
         need_b, need_w = ctx.needs_input_grad[0], ctx.needs_input_grad[4 : 4 + n]
         need_x = ctx.needs_input_grad[4 + n :]
         each = weights if n == 3 else weights[0].chunk(3)

@@ -33,8 +33,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, *saved = ctx.saved_tensors
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, *saved = tensors
         plan, B, dtype, link_ids = ctx.kept
         plan = plan.restored(saved)
         need_x, *need = ctx.needs_input_grad[:3]

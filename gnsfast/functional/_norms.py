@@ -42,8 +42,8 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @backward_pass
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, b, mean, rstd, *saved = ctx.saved_tensors
+    def backward(ctx: Any, tensors: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, b, mean, rstd, *saved = tensors
         plan, B, dims, eps = ctx.kept
         plan, need = plan.restored(saved), ctx.needs_input_grad[1:3]
         lists = [None if t is None else t.flatten(-dims) for t in (dy, x, mean, rstd, w, b)]
